@@ -1,0 +1,55 @@
+# `make demo` and `make test` are all that a fresh machine needs: each makes .venv first if it is not there.
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-gpu lint format bench-cpu clean
+SHELL := /bin/bash
+
+# Python 3.10, 3.11 or 3.12; name another with `make PYTHON=/path/to/python3.11 ...`.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do \
+	"$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && { echo "$$p"; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+help: ## what there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+venv: $(STAMP) ## .venv with the exact versions of requirements.lock and this package, editable
+
+$(STAMP): requirements.lock pyproject.toml
+	@[ -n "$(PYTHON)" ] || { echo "No Python 3.10, 3.11 or 3.12 was found. Install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
+	@command -v c++ g++ clang++ >/dev/null || { echo "No C++ compiler was found. On Debian or Ubuntu: sudo apt install g++"; exit 1; }
+	@echo "==> Making $(VENV) with $$($(PYTHON) --version)"
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "This Python cannot make virtual environments. On Debian or Ubuntu: sudo apt install python3-venv"; exit 1; }
+	@echo "==> Installing the packages of requirements.lock (3 to 10 minutes, about 7 GB; later runs skip this)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --prefer-binary -r requirements.lock
+	@echo "==> Installing ns_multigpu"
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+demo: venv ## a city on two workers: train, evaluate, render a video, print a table (demo-output/)
+	@$(BIN)/python demo/run.py --workers $(WORKERS)
+
+test: venv ## the whole test suite
+	@$(BIN)/python -m pytest
+
+test-gpu: ## the tests that need a GPU, with the python that is active (or PYTHON=...)
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu
+
+lint: venv ## style, types and the import contract
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports
+
+format: venv ## rewrites the style that ruff can mend by itself
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench-cpu: venv ## the CPU operators against the pure-torch reference
+	@$(BIN)/python -m benchmarks.cpu_operators
+
+clean: ## removes what the demo made; leaves .venv
+	rm -rf demo-output

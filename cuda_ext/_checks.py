@@ -1,0 +1,58 @@
+"""Argument checks that the public wrappers share: they name the argument and what it should have been."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def check_floats(like: Tensor, **tensors: tuple[Tensor, Sequence[int]]) -> None:
+    """Checks shape, dtype and device of float tensors against `like`; -1 in a shape accepts any size.
+
+    Raises:
+        TypeError: `like` is neither float32 nor float64, or a dtype or device differs from it.
+        ValueError: a shape is wrong.
+    """
+    if like.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"The operators work in float32 or float64, not {like.dtype}: convert with `.float()`.")
+    for name, (tensor, shape) in tensors.items():
+        fits = tensor.dim() == len(shape)
+        if not fits or any(want not in (-1, got) for want, got in zip(shape, tensor.shape, strict=True)):
+            raise ValueError(f"{name} must have the shape {list(shape)} (-1: any size), not {list(tensor.shape)}.")
+        if tensor.dtype != like.dtype or tensor.device != like.device:
+            raise TypeError(
+                f"{name} is {tensor.dtype} on {tensor.device}; it must be {like.dtype} on {like.device} like the rest."
+            )
+
+
+def check_rows(like: Tensor, view_ids: Tensor, point_ids: Tensor) -> None:
+    """Checks that `view_ids` and `point_ids` are int32 [M] on the device of `like`.
+
+    Raises:
+        TypeError: a dtype or device is wrong.
+        ValueError: a shape is wrong.
+    """
+    if view_ids.dim() != 1 or view_ids.shape != point_ids.shape:
+        raise ValueError(
+            f"view_ids and point_ids must both be [M], not {list(view_ids.shape)} and {list(point_ids.shape)}."
+        )
+    for name, ids in (("view_ids", view_ids), ("point_ids", point_ids)):
+        if ids.dtype != torch.int32 or ids.device != like.device:
+            raise TypeError(f"{name} is {ids.dtype} on {ids.device}; it must be torch.int32 on {like.device}.")
+
+
+def check_ints(name: str, values: Sequence[int], per_item: int, items: int, item: str) -> list[int]:
+    """`values` as a list of `per_item` ints for each of `items` views or patches.
+
+    Raises:
+        ValueError: another count.
+    """
+    if len(values) != per_item * items:
+        raise ValueError(f"{name} must hold {per_item} ints a {item}, {per_item * items} in all, not {len(values)}.")
+    return [int(value) for value in values]
+
+
+def check_depth_range(near: float, far: float) -> None:
+    """Raises ValueError unless 0 < near < far: at depth 0 the projection has no value."""
+    if not 0 < near < far:
+        raise ValueError(f"near and far must satisfy 0 < near < far, not near={near}, far={far}.")

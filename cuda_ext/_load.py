@@ -1,0 +1,144 @@
+"""Decides what serves an operator: the compiled CPU twin, gsplat on CUDA, or the pure-torch reference.
+
+Nothing is compiled at import. The first operator that needs the CPU twin builds it (`cuda_ext._build`), or
+`build_native()` does so ahead of time (`python -m cuda_ext`). The environment variable NS_MULTIGPU_OPS chooses:
+
+- `auto` (default): the compiled twin; on a machine without a compiler the reference, with one warning.
+- `native`: the compiled twin or an error.
+- `reference`: always the pure-torch reference, on CUDA too.
+
+For developers: NS_MULTIGPU_OPS_ONLY="cull,project" compiles only those of csrc/cpu/*.cpp; the other operators then have
+no CPU kernel.
+"""
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from cuda_ext import _build
+from cuda_ext._build import NativeBuildError, NativeLibrary
+
+Mode = Literal["auto", "native", "reference"]
+
+_CSRC = Path(__file__).parent / "csrc"
+_forced: ContextVar[bool] = ContextVar("ns_multigpu_reference_forced", default=False)
+_lock = threading.Lock()
+_loaded: Path | None = None
+_warned = False
+
+
+def library() -> NativeLibrary:
+    """The CPU operators: every csrc/cpu/*.cpp in one library."""
+    sources = sorted((_CSRC / "cpu").glob("*.cpp"))
+    if only := os.environ.get("NS_MULTIGPU_OPS_ONLY"):
+        sources = [path for path in sources if path.stem in only.split(",")]
+    headers = sorted((*(_CSRC / "cpu").glob("*.h"), *(_CSRC / "common").glob("*.h")))
+    return NativeLibrary("cpu_operators", tuple(sources), tuple(headers), _CSRC)
+
+
+def mode() -> Mode:
+    """What NS_MULTIGPU_OPS asks for.
+
+    Raises:
+        ValueError: the variable holds something else than auto, native or reference.
+    """
+    value = os.environ.get("NS_MULTIGPU_OPS") or "auto"
+    if value not in ("auto", "native", "reference"):
+        raise ValueError(f"NS_MULTIGPU_OPS is {value!r}; it must be auto, native or reference.")
+    return cast(Mode, value)
+
+
+@contextmanager
+def use_reference() -> Iterator[None]:
+    """Inside the `with` block (of this thread) every operator is served by the pure-torch reference."""
+    token = _forced.set(True)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def reference_forced() -> bool:
+    """Whether `use_reference` or NS_MULTIGPU_OPS=reference has switched the native operators off."""
+    return _forced.get() or mode() == "reference"
+
+
+def compiler_problem() -> str | None:
+    """What keeps the CPU operators from being compiled here, with the remedy; None if nothing does.
+
+    None too where they are not needed: already compiled, or NS_MULTIGPU_OPS=reference. Compiles nothing, so a front
+    end can ask before training starts.
+    """
+    if reference_forced() or _loaded is not None or library().path().exists():
+        return None
+    return _build.compiler_problem()
+
+
+def backend() -> Literal["native", "reference"]:
+    """What serves the operators on CPU tensors here and now. Compiles nothing."""
+    if reference_forced() or (mode() == "auto" and compiler_problem() is not None):
+        return "reference"
+    return "native"
+
+
+def build_native() -> Path:
+    """Compiles the CPU operators now unless they are in the cache, and returns the library's path.
+
+    Raises:
+        NativeBuildError: they cannot be compiled; the message says how to mend it.
+    """
+    return library().build()
+
+
+def load_native() -> bool:
+    """Makes the compiled CPU operators callable; False where the reference has to serve instead.
+
+    Raises:
+        NativeBuildError: compiling or loading failed, or there is no compiler and NS_MULTIGPU_OPS=native.
+    """
+    global _loaded, _warned
+    if reference_forced():
+        return False
+    if _loaded is not None:
+        return True
+    with _lock:
+        if _loaded is not None:
+            return True
+        if mode() == "auto" and (problem := compiler_problem()):
+            if not _warned:
+                _warned = True
+                warnings.warn(
+                    f"{problem} Until then the pure-torch reference serves: tens of times slower.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            return False
+        path = build_native()
+        try:
+            torch.ops.load_library(str(path))
+        except OSError as error:
+            raise NativeBuildError(
+                f"The compiled operators in {path} do not load ({error}). Delete that file to have them compiled "
+                "again, or set NS_MULTIGPU_OPS=reference to go on with the slow pure-torch operators."
+            ) from error
+        _loaded = path
+    return True
+
+
+def native_serves(tensor: Tensor) -> bool:
+    """Whether an operator on `tensor`'s device goes through torch.ops.ns_multigpu (else: through the reference).
+
+    Raises:
+        NativeBuildError: as `load_native`, for CPU tensors.
+    """
+    if tensor.device.type == "cpu":
+        return load_native()
+    return tensor.device.type in ("cuda", "meta") and not reference_forced()

@@ -1,0 +1,245 @@
+// One point seen by one pinhole camera: the EWA projection of 3D Gaussian splatting (Zwicker et al. 2001, "EWA volume
+// splatting"; Kerbl et al. 2023, section 4), as gsplat 1.4.0 computes it, with its gradient.
+//
+// With W = R Rq diag(s) (the point's axes in camera space, by rows) and J the Jacobian of the perspective division at the
+// mean, the 2D covariance is A A^T + eps2d I where A = J W has the two rows a0 and a1. Its determinant without the blur is
+// |a0 x a1|^2, and with it that plus eps2d (trace + eps2d): sums of squares, where the textbook difference of products
+// loses all digits of a thin splat.
+#pragma once
+
+#include "common/quaternion.h"
+
+namespace nsmg {
+
+template <typename T>
+struct Camera {
+  Mat3<T> rotation;
+  Vec3<T> translation;
+  T fx, fy, cx, cy;
+  T width, height;
+  T left, right, top, bottom;  // the x/z and y/z at which the Jacobian is clamped: the image and 15 % more a side
+  T near_plane, far_plane;
+};
+
+// viewmat: 16 numbers, row-major world-to-camera; k: 9 numbers, row-major intrinsics (the skew is ignored).
+template <typename T>
+NSMG_HD Camera<T> make_camera(const T* viewmat, const T* k, T width, T height, T near_plane, T far_plane) {
+  const T fx = k[0], fy = k[4], cx = k[2], cy = k[5];
+  const T margin_x = T(0.15) * width / fx, margin_y = T(0.15) * height / fy;
+  return {{{viewmat[0], viewmat[1], viewmat[2]},
+           {viewmat[4], viewmat[5], viewmat[6]},
+           {viewmat[8], viewmat[9], viewmat[10]}},
+          {viewmat[3], viewmat[7], viewmat[11]},
+          fx, fy, cx, cy, width, height,
+          -(cx / fx + margin_x), (width - cx) / fx + margin_x,
+          -(cy / fy + margin_y), (height - cy) / fy + margin_y,
+          near_plane, far_plane};
+}
+
+template <typename T>
+NSMG_HD T dot_add(const Vec3<T>& a, const Vec3<T>& b, T c) {
+  return multiply_add(a.x, b.x, multiply_add(a.y, b.y, multiply_add(a.z, b.z, c)));
+}
+
+template <typename T>
+NSMG_HD Vec3<T> to_camera(const Camera<T>& camera, const Vec3<T>& p) {
+  return {dot_add(camera.rotation.r0, p, camera.translation.x), dot_add(camera.rotation.r1, p, camera.translation.y),
+          dot_add(camera.rotation.r2, p, camera.translation.z)};
+}
+
+template <typename T>
+struct Point {
+  Vec3<T> mean;
+  Quat<T> quat;
+  Vec3<T> scale;
+  T opacity;
+};
+
+// What forward and backward both need on the way to the splat.
+template <typename T>
+struct Footprint {
+  Quat<T> unit;           // the quaternion at length one
+  T inverse_length;
+  Mat3<T> turn;           // its rotation matrix
+  Mat3<T> axes;           // turn diag(scale)
+  Mat3<T> camera_axes;    // W
+  Vec3<T> seen;           // the mean in camera space
+  T inverse_depth;
+  T u, v;                 // clamped x/z and y/z
+  bool free_u, free_v;    // whether they were not clamped
+  T jx, jy, jxz, jyz;     // the entries of J
+  Vec3<T> a0, a1;
+  T xx, xy, yy;           // covariance with the blur
+  T sharp_det, det;       // determinants without and with the blur
+};
+
+template <typename T>
+NSMG_HD Footprint<T> footprint(const Camera<T>& camera, const Point<T>& point, T eps2d) {
+  Footprint<T> f;
+  f.inverse_length = inverse_length(point.quat);
+  f.unit = scaled(point.quat, f.inverse_length);
+  f.turn = rotation(f.unit);
+  f.axes = scale_columns(f.turn, point.scale);
+  f.camera_axes = camera.rotation * f.axes;
+  f.seen = to_camera(camera, point.mean);
+  f.inverse_depth = T(1) / f.seen.z;
+  const T u = f.seen.x * f.inverse_depth, v = f.seen.y * f.inverse_depth;
+  f.u = smaller(larger(u, camera.left), camera.right);
+  f.v = smaller(larger(v, camera.top), camera.bottom);
+  f.free_u = u == f.u;
+  f.free_v = v == f.v;
+  f.jx = camera.fx * f.inverse_depth;
+  f.jy = camera.fy * f.inverse_depth;
+  f.jxz = -f.jx * f.u;
+  f.jyz = -f.jy * f.v;
+  f.a0 = f.jx * f.camera_axes.r0 + f.jxz * f.camera_axes.r2;
+  f.a1 = f.jy * f.camera_axes.r1 + f.jyz * f.camera_axes.r2;
+  const T xx = dot(f.a0, f.a0), yy = dot(f.a1, f.a1);
+  const Vec3<T> area = cross(f.a0, f.a1);
+  f.sharp_det = dot(area, area);
+  f.det = f.sharp_det + eps2d * (xx + yy + eps2d);
+  f.xx = xx + eps2d;
+  f.xy = dot(f.a0, f.a1);
+  f.yy = yy + eps2d;
+  return f;
+}
+
+// sqrt(det / det with blur): what antialiasing multiplies the opacity by (Yu et al. 2024, Mip-Splatting, equation 9).
+template <typename T>
+NSMG_HD T compensation(const Footprint<T>& f) {
+  return std::sqrt(f.sharp_det / f.det);
+}
+
+template <typename T>
+struct Splat {
+  T x, y;              // mean in pixels
+  T conic_a, conic_b, conic_c;
+  T depth, opacity;
+  T variance_x, variance_y;
+  bool alive;          // in the depth range, invertible, and opaque enough to be seen
+};
+
+template <typename T>
+NSMG_HD Splat<T> make_splat(const Camera<T>& camera, const Point<T>& point, T eps2d, bool antialiased) {
+  const Footprint<T> f = footprint(camera, point, eps2d);
+  const T inverse_det = T(1) / f.det;
+  Splat<T> s;
+  s.x = camera.fx * (f.seen.x * f.inverse_depth) + camera.cx;
+  s.y = camera.fy * (f.seen.y * f.inverse_depth) + camera.cy;
+  s.conic_a = f.yy * inverse_det;
+  s.conic_b = -f.xy * inverse_det;
+  s.conic_c = f.xx * inverse_det;
+  s.depth = f.seen.z;
+  s.opacity = point.opacity * (antialiased ? compensation(f) : T(1));
+  s.variance_x = f.xx;
+  s.variance_y = f.yy;
+  // Written so that a NaN anywhere is not alive.
+  s.alive = (s.depth >= camera.near_plane) & (s.depth <= camera.far_plane) & (f.det > T(0)) &
+            (s.opacity >= min_alpha<T>());
+  return s;
+}
+
+// The squared Mahalanobis distance at which a splat's alpha falls to 1/255; 0 for one that never reaches it.
+template <typename T>
+NSMG_HD T reach(T opacity) {
+  return larger(T(2) * std::log(T(255) * opacity), T(0));
+}
+
+// Whether the box of half extents (rx, ry) around (x, y) overlaps the rectangle (x0, y0, x1, y1), all in pixels.
+template <typename T>
+NSMG_HD bool overlaps(T x, T y, T rx, T ry, T x0, T y0, T x1, T y1) {
+  return (x + rx > x0) & (x - rx < x1) & (y + ry > y0) & (y - ry < y1);
+}
+
+// Whether a point may reach alpha 1/255 in a rectangle, from its largest scale alone: no rotation widens a splat beyond
+// the sphere of that radius. `reach2` as from reach(), negative for a point that is too transparent to be seen at all.
+template <typename T>
+NSMG_HD bool may_touch(const Camera<T>& camera, const Vec3<T>& mean, T largest_scale, T reach2, T eps2d, T x0, T y0,
+                       T x1, T y1) {
+  const Vec3<T> seen = to_camera(camera, mean);
+  const Vec3<T>& row = camera.rotation.r2;
+  // The depth's own rounding error: a point on the near plane must not be lost to it.
+  const T slack = T(1e-6) * (std::abs(row.x * mean.x) + std::abs(row.y * mean.y) + std::abs(row.z * mean.z) +
+                             std::abs(camera.translation.z));
+  const T inverse_depth = T(1) / seen.z;
+  const T u = seen.x * inverse_depth, v = seen.y * inverse_depth;
+  const T clamped_u = smaller(larger(u, camera.left), camera.right);
+  const T clamped_v = smaller(larger(v, camera.top), camera.bottom);
+  const T jx = largest_scale * camera.fx * inverse_depth, jy = largest_scale * camera.fy * inverse_depth;
+  const T variance_x = jx * jx * (1 + clamped_u * clamped_u) + eps2d;
+  const T variance_y = jy * jy * (1 + clamped_v * clamped_v) + eps2d;
+  const T rx = outward(std::sqrt(larger(reach2, T(0)) * variance_x), bound_margin<T>());
+  const T ry = outward(std::sqrt(larger(reach2, T(0)) * variance_y), bound_margin<T>());
+  return (reach2 >= T(0)) & (seen.z >= camera.near_plane - slack) & (seen.z <= camera.far_plane + slack) &
+         overlaps(camera.fx * u + camera.cx, camera.fy * v + camera.cy, rx, ry, x0, y0, x1, y1);
+}
+
+template <typename T>
+struct SplatGradient {
+  T x, y;
+  T conic_a, conic_b, conic_c;
+  T depth, opacity;
+};
+
+template <typename T>
+struct PointGradient {
+  Vec3<T> mean;
+  Quat<T> quat;
+  Vec3<T> scale;
+  T opacity;
+  Mat3<T> rotation;     // of the camera
+  Vec3<T> translation;  // of the camera
+};
+
+// The gradient of make_splat at a splat that is alive.
+template <typename T>
+NSMG_HD PointGradient<T> splat_vjp(const Camera<T>& camera, const Point<T>& point, T eps2d, bool antialiased,
+                                   const SplatGradient<T>& g) {
+  const Footprint<T> f = footprint(camera, point, eps2d);
+  PointGradient<T> out;
+  const T inverse_det = T(1) / f.det;
+  const T pa = f.yy * inverse_det, pb = -f.xy * inverse_det, pc = f.xx * inverse_det;
+
+  // The conic is the covariance's inverse P: the covariance's gradient is -P G P, G symmetric with half of b's gradient.
+  const T half_b = T(0.5) * g.conic_b;
+  const T m00 = pa * g.conic_a + pb * half_b, m01 = pa * half_b + pb * g.conic_c;
+  const T m10 = pb * g.conic_a + pc * half_b, m11 = pb * half_b + pc * g.conic_c;
+  T g_xx = -(m00 * pa + m01 * pb);
+  T g_xy = -(m00 * pb + m01 * pc) - (m10 * pa + m11 * pb);
+  T g_yy = -(m10 * pb + m11 * pc);
+
+  // r = det / blurred det, opacity = o sqrt(r).
+  const T root = compensation(f);
+  const T ratio = root * root;
+  const T g_ratio = antialiased ? T(0.5) * point.opacity * g.opacity / root : T(0);
+  out.opacity = antialiased ? root * g.opacity : g.opacity;
+  g_xx += g_ratio * ((f.yy - eps2d) * inverse_det - ratio * pa);
+  g_xy += g_ratio * T(-2) * f.xy * (1 - ratio) * inverse_det;
+  g_yy += g_ratio * ((f.xx - eps2d) * inverse_det - ratio * pc);
+
+  // covariance = A A^T, A = J W.
+  const Vec3<T> g_a0 = (2 * g_xx) * f.a0 + g_xy * f.a1;
+  const Vec3<T> g_a1 = (2 * g_yy) * f.a1 + g_xy * f.a0;
+  const T g_jx = dot(g_a0, f.camera_axes.r0), g_jxz = dot(g_a0, f.camera_axes.r2);
+  const T g_jy = dot(g_a1, f.camera_axes.r1), g_jyz = dot(g_a1, f.camera_axes.r2);
+  const Mat3<T> g_camera_axes = {f.jx * g_a0, f.jy * g_a1, f.jxz * g_a0 + f.jyz * g_a1};
+
+  // J and the mean in pixels depend on 1/z and on x/z and y/z, which the clamp holds fixed in J outside its bounds.
+  const T g_u = (f.free_u ? -f.jx * g_jxz : T(0)) + camera.fx * g.x;
+  const T g_v = (f.free_v ? -f.jy * g_jyz : T(0)) + camera.fy * g.y;
+  const T g_inverse_depth = camera.fx * (g_jx - f.u * g_jxz) + camera.fy * (g_jy - f.v * g_jyz) + g_u * f.seen.x +
+                            g_v * f.seen.y;
+  const Vec3<T> g_seen = {g_u * f.inverse_depth, g_v * f.inverse_depth,
+                          g.depth - g_inverse_depth * f.inverse_depth * f.inverse_depth};
+
+  // seen = R mean + t and W = R axes, axes = turn diag(scale).
+  const Mat3<T> g_axes = transpose(camera.rotation) * g_camera_axes;
+  out.mean = g_seen * camera.rotation;
+  out.translation = g_seen;
+  out.rotation = g_camera_axes * transpose(f.axes) + outer(g_seen, point.mean);
+  out.scale = times(g_axes.r0, f.turn.r0) + times(g_axes.r1, f.turn.r1) + times(g_axes.r2, f.turn.r2);
+  out.quat = rotation_vjp(f.unit, f.inverse_length, scale_columns(g_axes, point.scale));
+  return out;
+}
+
+}  // namespace nsmg

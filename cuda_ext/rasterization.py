@@ -1,0 +1,194 @@
+"""Tile intersection and compositing of a list of patches: public operators, their gradients and fake kernels.
+
+A patch is a rectangle of a view, given as five integers (view, x0, y0, x1, y1); it is cut into tiles from its own
+top-left corner. Coordinates are those of the whole view throughout, pixel (row i, column j) has its centre at
+(j + 0.5, i + 0.5), so the same pixel gets the same value whatever patch it is rendered in.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext import gsplat_rasterization
+from cuda_ext._library import LIBRARY, NAMESPACE
+from cuda_ext._load import native_serves
+from cuda_ext.reference import rasterization as reference
+
+__all__ = ["intersect", "rasterize"]
+
+
+def intersect(
+    means2d: Tensor,
+    conics: Tensor,
+    row_opacities: Tensor,
+    radii: Tensor,
+    depths: Tensor,
+    view_ids: Tensor,
+    patches: Sequence[int],
+    tile_size: int = 16,
+) -> tuple[Tensor, Tensor]:
+    """Lists, for every tile of the patches, the splats that may reach it, nearest first.
+
+    Splats of equal depth come in the order of their rows, so the result is one and the same on every run, on any
+    number of threads. A splat reaches a tile where its alpha is at least 1/255 at some pixel centre; the bounds are
+    rounded outward and may list a few more. Not differentiable.
+
+    Args:
+        means2d: [M,2] centres in pixels (x, y).
+        conics: [M,3] inverse 2D covariance (a, b, c) in 1/px^2.
+        row_opacities: [M] in (0,1).
+        radii: [M,2] int32, half the box of the support in pixels (x, y); 0 drops the row.
+        depths: [M].
+        view_ids: [M] int32, ascending.
+        patches: 5 integers a patch (view, x0, y0, x1, y1), inside the view; may be empty.
+        tile_size: pixels along a tile's side.
+
+    Returns:
+        tile_offsets [T+1] int32 and row_ids [I] int32: tile t has the rows
+        `row_ids[tile_offsets[t]:tile_offsets[t + 1]]`. Tiles are counted patch after patch, row-major in a patch.
+
+    Raises:
+        ValueError: shapes, patches or tile_size are wrong.
+        RuntimeError: more than 2^31 - 1 intersections.
+    """
+    _check_patches(patches, tile_size)
+    _check_rows(means2d, conics=(conics, (3,)), row_opacities=(row_opacities, ()), depths=(depths, ()))
+    _check_rows(means2d, same_type=False, radii=(radii, (2,)), view_ids=(view_ids, ()))
+    arguments = (means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size)
+    return torch.ops.ns_multigpu.intersect(*arguments) if native_serves(means2d) else reference.intersect(*arguments)
+
+
+def rasterize(
+    means2d: Tensor,
+    conics: Tensor,
+    row_opacities: Tensor,
+    features: Tensor,
+    tile_offsets: Tensor,
+    row_ids: Tensor,
+    patches: Sequence[int],
+    tile_size: int = 16,
+    absgrad_probe: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Composites splats over the pixels of the patches, front to back, without a background.
+
+    With d = mean - pixel centre and sigma = (a dx^2 + c dy^2) / 2 + b dx dy, a splat has
+    alpha = min(0.999, opacity exp(-sigma)) and is skipped where sigma < 0 or alpha < 1/255; a pixel is closed before
+    the splat that would bring its transmittance to 1e-4 or below. (Kerbl et al. 2023, equation 3, with the constants
+    of gsplat 1.4.0.) Differentiable by means2d, conics, row_opacities and features; on CPU the gradients have the
+    same bits on any number of threads.
+
+    Args:
+        means2d: [M,2] centres in pixels (x, y).
+        conics: [M,3] inverse 2D covariance (a, b, c) in 1/px^2.
+        row_opacities: [M] in (0,1).
+        features: [M,D] what is blended, D >= 1: colour, or colour and depth.
+        tile_offsets: [T+1] int32, from `intersect` with the same patches and tile_size.
+        row_ids: [I] int32, likewise.
+        patches: 5 integers a patch (view, x0, y0, x1, y1).
+        tile_size: pixels along a tile's side.
+        absgrad_probe: [M,2] zeros that require a gradient, or None. It changes nothing but receives, as its gradient,
+            the sum over pixels of |d loss / d means2d| (AbsGS, Ye et al. 2024, equation 6).
+
+    Returns:
+        out [S,D], alpha [S] (one minus the final transmittance) and last [S] int32 (the position in row_ids of the last
+        splat blended, -1 for none) of the S pixels, patch after patch, row-major.
+
+    Raises:
+        ValueError: shapes, patches or tile_size are wrong.
+    """
+    _check_patches(patches, tile_size)
+    if features.dim() != 2 or features.shape[1] < 1:
+        raise ValueError(f"rasterize: features must be [M,D] with D >= 1, got {tuple(features.shape)}.")
+    channels = (features.shape[1],)
+    _check_rows(means2d, conics=(conics, (3,)), row_opacities=(row_opacities, ()), features=(features, channels))
+    if absgrad_probe is not None:
+        _check_rows(means2d, absgrad_probe=(absgrad_probe, (2,)))
+    tiles = _tile_count(patches, tile_size)
+    if tile_offsets.shape != (tiles + 1,):
+        raise ValueError(
+            f"rasterize: the patches have {tiles} tiles of {tile_size} px, so tile_offsets must hold {tiles + 1} "
+            f"numbers, got {tuple(tile_offsets.shape)}. Give intersect and rasterize the same patches and tile_size."
+        )
+    arguments = (means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, absgrad_probe)
+    return torch.ops.ns_multigpu.rasterize(*arguments) if native_serves(means2d) else reference.rasterize(*arguments)
+
+
+def _check_patches(patches: Sequence[int], tile_size: int) -> None:
+    if not 1 <= tile_size <= 64:
+        raise ValueError(f"tile_size must lie in 1..64, got {tile_size}.")
+    if len(patches) % 5:
+        raise ValueError(f"patches holds 5 integers a patch (view, x0, y0, x1, y1); got {len(patches)} in all.")
+    for patch in reference.split_patches(patches):
+        if patch.view < 0 or patch.x0 < 0 or patch.y0 < 0 or patch.x1 < patch.x0 or patch.y1 < patch.y0:
+            raise ValueError(f"{patch}: need view, x0, y0 >= 0, x1 >= x0 and y1 >= y0.")
+
+
+def _check_rows(means2d: Tensor, same_type: bool = True, **tensors: tuple[Tensor, tuple[int, ...]]) -> None:
+    if means2d.dim() != 2 or means2d.shape[1] != 2:
+        raise ValueError(f"means2d must be [M,2], got {tuple(means2d.shape)}.")
+    for name, (tensor, trailing) in tensors.items():
+        if tensor.shape != (means2d.shape[0], *trailing):
+            expected = (means2d.shape[0], *trailing)
+            raise ValueError(f"{name} must have the shape {expected} (one row a splat), got {tuple(tensor.shape)}.")
+        wanted = means2d.dtype if same_type else torch.int32
+        if tensor.dtype != wanted:
+            raise ValueError(f"{name} must be {wanted}, got {tensor.dtype}.")
+
+
+def _tile_count(patches: Sequence[int], tile_size: int) -> int:
+    return sum(-(-(p.x1 - p.x0) // tile_size) * -(-(p.y1 - p.y0) // tile_size) for p in reference.split_patches(patches))
+
+
+def _pixel_count(patches: Sequence[int]) -> int:
+    return sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in reference.split_patches(patches))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::intersect", lib=LIBRARY)
+def _intersect_fake(means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size):
+    count = torch.library.get_ctx().new_dynamic_size()
+    tiles = _tile_count(patches, tile_size)
+    return means2d.new_empty(tiles + 1, dtype=torch.int32), means2d.new_empty(count, dtype=torch.int32)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::rasterize", lib=LIBRARY)
+def _rasterize_fake(
+    means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, absgrad_probe
+):
+    pixels = _pixel_count(patches)
+    out = features.new_empty(pixels, features.shape[1])
+    return out, features.new_empty(pixels), features.new_empty(pixels, dtype=torch.int32)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::rasterize_backward", lib=LIBRARY)
+def _rasterize_backward_fake(
+    means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, alpha, last, v_out, v_alpha,
+    absgrad,
+):  # fmt: skip
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in
+                  (means2d, conics, row_opacities, features))  # fmt: skip
+    return *grads, means2d.new_empty(means2d.shape[0] if absgrad else 0, 2)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, patches, tile_size, probe = inputs
+    _, alpha, last = output
+    ctx.save_for_backward(*tensors, alpha, last)
+    ctx.patches, ctx.tile_size = patches, tile_size
+    ctx.absgrad = probe is not None and probe.requires_grad
+    ctx.mark_non_differentiable(last)
+
+
+def _rasterize_backward(ctx: Any, v_out: Tensor, v_alpha: Tensor, _v_last: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, alpha, last = ctx.saved_tensors
+    *grads, v_abs = torch.ops.ns_multigpu.rasterize_backward(
+        *tensors, ctx.patches, ctx.tile_size, alpha, last, v_out, v_alpha, ctx.absgrad
+    )
+    return *grads, None, None, None, None, v_abs if ctx.absgrad else None
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::rasterize", _rasterize_backward, setup_context=_save_for_backward, lib=LIBRARY
+)
+gsplat_rasterization.register(LIBRARY)

@@ -1,0 +1,186 @@
+"""The reference of `cull`, `project` and `sh_colors`. Shapes, units and sources: `cuda_ext.projection`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MIN_ALPHA = 1.0 / 255.0
+MAX_RADIUS = float(1 << 30)
+EXTENT_MARGIN = 1e-4  # relative, on a row's own half extents
+BOUND_MARGIN = 1e-3  # relative, on the bound by which points are culled: cull keeps a little more
+
+
+def rotation_matrices(quats: Tensor) -> Tensor:
+    """Rotation matrices [..., 3, 3] of quaternions (w, x, y, z) [..., 4] of any length but zero."""
+    w, x, y, z = torch.nn.functional.normalize(quats, dim=-1).unbind(-1)
+    rows = (
+        (1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)),
+        (2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)),
+        (2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)),
+    )
+    return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
+
+
+def reach(opacities: Tensor) -> Tensor:
+    """The squared Mahalanobis distance at which a splat's alpha falls to 1/255 (0 if it never reaches that)."""
+    return (2 * torch.log(255 * opacities)).clamp_min(0)
+
+
+def outward(extents: Tensor, margin: float) -> Tensor:
+    """Half extents in pixels rounded up to whole numbers, with a margin for the rounding of what led to them."""
+    return torch.ceil(extents * (1 + margin) + 0.01).clamp_max(MAX_RADIUS)
+
+
+def _clamps(Ks: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """The x/z, y/z (lower [V, 2], upper [V, 2]) at which the Jacobian is clamped: the image and 15 % more a side."""
+    focal = torch.stack([Ks[:, 0, 0], Ks[:, 1, 1]], dim=-1)
+    center = Ks[:, :2, 2]
+    margin = 0.15 * sizes / focal
+    return -(center / focal + margin), (sizes - center) / focal + margin
+
+
+def cull(
+    means: Tensor,
+    scales: Tensor,
+    opacities: Tensor,
+    viewmats: Tensor,
+    Ks: Tensor,
+    sizes: Sequence[int],
+    rects: Sequence[int],
+    eps2d: float,
+    near: float,
+    far: float,
+) -> tuple[Tensor, Tensor]:
+    """See `cuda_ext.cull`."""
+    lower, upper = _clamps(Ks, means.new_tensor(list(sizes)).view(-1, 2))
+    largest = scales.amax(dim=-1)
+    reach2 = reach(opacities)[:, None]
+    opaque = opacities >= MIN_ALPHA
+    hits: list[Tensor] = []
+    for view, (R, t, K) in enumerate(zip(viewmats[:, :3, :3], viewmats[:, :3, 3], Ks, strict=True)):
+        x0, y0, x1, y1 = rects[4 * view : 4 * view + 4]
+        if x1 <= x0 or y1 <= y0:
+            hits.append(torch.empty(0, dtype=torch.int64, device=means.device))
+            continue
+        seen = (means[:, None, :] * R).sum(-1) + t
+        z = seen[:, 2]
+        # The depth's own rounding error: a point on the near plane must not be lost to it.
+        slack = 1e-6 * ((means * R[2]).abs().sum(-1) + t[2].abs())
+        focal, center = torch.stack([K[0, 0], K[1, 1]]), K[:2, 2]
+        slope = seen[:, :2] / z[:, None]
+        clamped = slope.clamp(lower[view], upper[view])
+        variance = (largest[:, None] * focal / z[:, None]) ** 2 * (1 + clamped**2) + eps2d
+        extent = outward(torch.sqrt(reach2 * variance), BOUND_MARGIN)
+        at = slope * focal + center
+        touches = ((at + extent > at.new_tensor([x0, y0])) & (at - extent < at.new_tensor([x1, y1]))).all(-1)
+        hits.append(torch.nonzero(opaque & touches & (z >= near - slack) & (z <= far + slack)).squeeze(-1))
+    counts = torch.tensor([len(hit) for hit in hits], dtype=torch.int64, device=means.device)
+    views = torch.arange(len(hits), dtype=torch.int32, device=means.device)
+    points = torch.cat(hits) if hits else torch.empty(0, dtype=torch.int64, device=means.device)
+    return torch.repeat_interleave(views, counts), points.to(torch.int32)
+
+
+def project(
+    means: Tensor,
+    quats: Tensor,
+    scales: Tensor,
+    opacities: Tensor,
+    viewmats: Tensor,
+    Ks: Tensor,
+    sizes: Sequence[int],
+    view_ids: Tensor,
+    point_ids: Tensor,
+    eps2d: float,
+    near: float,
+    far: float,
+    antialiased: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `cuda_ext.project`. Dead rows are computed on harmless stand-ins, so that their gradient is zero, not NaN."""
+    view, point = view_ids.long(), point_ids.long()
+    size = means.new_tensor(list(sizes)).view(-1, 2)
+    lower, upper = _clamps(Ks, size)
+    R, t, K = viewmats[view, :3, :3], viewmats[view, :3, 3], Ks[view]
+    focal, center = torch.stack([K[:, 0, 0], K[:, 1, 1]], dim=-1), K[:, :2, 2]
+
+    seen = (R @ means[point][..., None]).squeeze(-1) + t
+    in_depth = (seen[:, 2] >= near) & (seen[:, 2] <= far)
+    z = torch.where(in_depth, seen[:, 2], 1.0)
+    slope = seen[:, :2] / z[:, None]
+    means2d = slope * focal + center
+
+    axes = R @ (rotation_matrices(quats[point]) * scales[point][:, None, :])
+    clamped = slope.clamp(lower[view], upper[view])
+    # The two rows of (Jacobian of the perspective division) times axes; the covariance is their Gram matrix.
+    a = (focal / z[:, None])[..., None] * (axes[:, :2] - clamped[..., None] * axes[:, 2:])
+    xx, xy, yy = (a[:, 0] ** 2).sum(-1), (a[:, 0] * a[:, 1]).sum(-1), (a[:, 1] ** 2).sum(-1)
+    sharp_det = torch.linalg.cross(a[:, 0], a[:, 1]).square().sum(-1)
+    det = sharp_det + eps2d * (xx + yy + eps2d)
+    invertible = det > 0
+    det = torch.where(invertible, det, 1.0)
+    xx, yy = xx + eps2d, yy + eps2d
+    conics = torch.stack([yy / det, -xy / det, xx / det], dim=-1)
+
+    row_opacities = opacities[point]
+    if antialiased:
+        visible = sharp_det > 0
+        ratio = torch.where(visible, sharp_det / det, 1.0)
+        row_opacities = torch.where(visible, row_opacities * torch.sqrt(ratio), 0.0)
+
+    with torch.no_grad():
+        alive = in_depth & invertible & (row_opacities >= MIN_ALPHA)
+        spread = torch.where(alive, reach(row_opacities), 0.0)[:, None] * torch.stack([xx, yy], dim=-1)
+        extents = outward(torch.sqrt(spread), EXTENT_MARGIN)
+        alive &= ((means2d + extents > 0) & (means2d - extents < size[view])).all(-1)
+        radii = torch.where(alive[:, None], extents, 0.0).to(torch.int32)
+    outputs = (means2d, conics, seen[:, 2], row_opacities)
+    kept = [torch.where(alive.view(-1, *[1] * (out.dim() - 1)), out, 0.0) for out in outputs]
+    return kept[0], kept[1], kept[2], kept[3], radii
+
+
+def sh_basis(degree: int, directions: Tensor) -> Tensor:
+    """The (degree + 1)^2 real spherical harmonics [..., (degree + 1)^2] at unit directions [..., 3]; degree 0 to 3."""
+    x, y, z = directions.unbind(-1)
+    basis = [torch.full_like(x, 0.28209479177387814)]
+    if degree >= 1:
+        basis += [-0.4886025119029199 * y, 0.4886025119029199 * z, -0.4886025119029199 * x]
+    if degree >= 2:
+        basis += [
+            1.0925484305920792 * x * y,
+            -1.0925484305920792 * y * z,
+            0.31539156525252005 * (3 * z * z - 1),
+            -1.0925484305920792 * x * z,
+            0.5462742152960396 * (x * x - y * y),
+        ]
+    if degree >= 3:
+        basis += [
+            -0.5900435899266435 * y * (3 * x * x - y * y),
+            2.890611442640554 * x * y * z,
+            -0.4570457994644658 * y * (5 * z * z - 1),
+            0.3731763325901154 * z * (5 * z * z - 3),
+            -0.4570457994644658 * x * (5 * z * z - 1),
+            1.445305721320277 * z * (x * x - y * y),
+            -0.5900435899266435 * x * (x * x - 3 * y * y),
+        ]
+    return torch.stack(basis, dim=-1)
+
+
+def sh_colors(
+    degree: int,
+    means: Tensor,
+    camera_centers: Tensor,
+    sh_dc: Tensor,
+    sh_rest: Tensor,
+    view_ids: Tensor,
+    point_ids: Tensor,
+) -> Tensor:
+    """See `cuda_ext.sh_colors`."""
+    point = point_ids.long()
+    way = means[point] - camera_centers[view_ids.long()]
+    apart = (way != 0).any(-1, keepdim=True)
+    unit = torch.where(apart, way, 1.0)
+    unit = torch.where(apart, unit / unit.norm(dim=-1, keepdim=True), 0.0)
+    basis = sh_basis(degree, unit)
+    color = basis[:, :1] * sh_dc[point]
+    color = color + (basis[:, 1:, None] * sh_rest[point, : basis.shape[-1] - 1]).sum(-2)
+    return torch.relu(color + 0.5)

@@ -1,0 +1,205 @@
+"""Differentiable collectives. Each carries its mirror: what moves one way forwards moves the other way backwards.
+
+The convention of all of them: the loss of the job is the *sum* of the ranks' losses, and a rank's gradient is that of
+the sum. In a world of one each is the identity. All take empty tensors, and rows whose number differs from rank to rank.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ns_multigpu.core.world import World
+
+
+def sum_all(x: Tensor, world: World) -> Tensor:
+    """The sum of every rank's `x` (one shape everywhere), on every rank. Backward: the sum of the gradients."""
+    return x if world.group is None else _SumAll.apply(x, world)  # type: ignore[no-any-return]
+
+
+def broadcast(x: Tensor, source: int, world: World) -> Tensor:
+    """`x` of rank `source`, on every rank (one shape everywhere). Backward: the gradients' sum arrives at the source."""
+    return x if world.group is None else _Broadcast.apply(x, source, world)  # type: ignore[no-any-return]
+
+
+def exchange_counts(counts: Sequence[int], world: World) -> list[int]:
+    """Tells each rank how many rows it will be sent: `counts[r]` go to rank r; returns how many come from each.
+
+    Host integers over the control group: it waits for the other ranks, not for the device.
+
+    Raises:
+        ValueError: `counts` is not one number a rank.
+    """
+    if len(counts) != world.size:
+        raise ValueError(f"exchange_counts: {len(counts)} counts for {world.size} ranks")
+    if world.group is None:
+        return list(counts)
+    table = all_gather_ints(counts, world)
+    return [row[world.rank] for row in table]
+
+
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> Tensor:
+    """All-to-all of rows.
+
+    Args:
+        x: [sum(send), ...] rows, those for rank 0 first.
+        send: rows for each rank.
+        receive: rows from each rank (`exchange_counts` tells).
+
+    Returns:
+        [sum(receive), ...] rows, those from rank 0 first. Backward: each row's gradient returns to where it came from.
+
+    Raises:
+        ValueError: the counts do not fit `x` or the world.
+    """
+    if len(send) != world.size or len(receive) != world.size or sum(send) != x.shape[0]:
+        raise ValueError(
+            f"exchange_rows: {x.shape[0]} rows, counts {list(send)} out and {list(receive)} in, {world.size} ranks"
+        )
+    if world.group is None:
+        return x
+    return _ExchangeRows.apply(x, list(send), list(receive), world)  # type: ignore[no-any-return]
+
+
+def all_gather_rows(x: Tensor, world: World) -> tuple[Tensor, list[int]]:
+    """Every rank's rows, rank 0's first, and how many came from each. Backward: summed at each row's own rank."""
+    if world.group is None:
+        return x, [x.shape[0]]
+    counts = [row[0] for row in all_gather_ints([x.shape[0]], world)]
+    return _AllGatherRows.apply(x, counts, world), counts
+
+
+def gather_rows(x: Tensor, root: int, world: World) -> tuple[Tensor, list[int]]:
+    """Every rank's rows on rank `root`, rank 0's first; none elsewhere. Backward: each gradient returns to its rank."""
+    send = [x.shape[0] if rank == root else 0 for rank in range(world.size)]
+    receive = exchange_counts(send, world)
+    return exchange_rows(x, send, receive, world), receive
+
+
+def all_gather_ints(values: Sequence[int], world: World) -> list[list[int]]:
+    """Every rank's integers (equally many on each), over the control group; row r is rank r's."""
+    mine = torch.tensor(list(values), dtype=torch.int64)
+    if world.control is None:
+        return [list(values)]
+    table = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(table, mine, group=world.control)
+    return [[int(v) for v in row.tolist()] for row in table]
+
+
+def all_gather_floats(values: Sequence[float], world: World) -> list[list[float]]:
+    """As `all_gather_ints`, for float64."""
+    mine = torch.tensor(list(values), dtype=torch.float64)
+    if world.control is None:
+        return [list(values)]
+    table = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(table, mine, group=world.control)
+    return [[float(v) for v in row.tolist()] for row in table]
+
+
+def broadcast_object(value: Any, source: int, world: World) -> Any:
+    """Any picklable `value` of rank `source`, on every rank, over the control group."""
+    if world.control is None:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=source, group=world.control)
+    return box[0]
+
+
+def all_gather_objects(value: Any, world: World) -> list[Any]:
+    """Every rank's picklable `value`, over the control group."""
+    if world.control is None:
+        return [value]
+    boxes: list[Any] = [None] * world.size
+    dist.all_gather_object(boxes, value, group=world.control)
+    return boxes
+
+
+def barrier(world: World) -> None:
+    """Waits until every rank is here."""
+    if world.control is not None:
+        dist.barrier(group=world.control)
+
+
+def sum_in_place(x: Tensor, world: World, *, async_op: bool = False) -> Any:
+    """Sums `x` over all ranks into itself, without autograd; with `async_op` returns the work to wait for, or None."""
+    if world.group is None or x.numel() == 0:
+        return None
+    world.traffic.add(2 * (world.size - 1) * x.nbytes // world.size)
+    return dist.all_reduce(x, group=world.group, async_op=async_op)
+
+
+def max_in_place(x: Tensor, world: World) -> None:
+    """The elementwise maximum of `x` over all ranks, into itself, without autograd."""
+    if world.group is not None and x.numel():
+        world.traffic.add(2 * (world.size - 1) * x.nbytes // world.size)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=world.group)
+
+
+def _all_to_all(x: Tensor, send: list[int], receive: list[int], world: World) -> Tensor:
+    """Rows [sum(send), ...] -> [sum(receive), ...]; trailing sizes of zero are fine."""
+    out = x.new_empty((sum(receive), *x.shape[1:]))
+    row_bytes = x.nbytes // x.shape[0] if x.shape[0] else 0
+    world.traffic.add(row_bytes * (sum(send) - send[world.rank]))
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=world.group)
+    return out
+
+
+class _SumAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        sum_in_place(out, world)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        out = grads[0].clone(memory_format=torch.contiguous_format)
+        sum_in_place(out, ctx.world)
+        return out, None
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: int, world: World) -> Tensor:
+        ctx.source, ctx.world = source, world
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        if out.numel():
+            if world.rank == source:
+                world.traffic.add(out.nbytes * (world.size - 1))
+            dist.broadcast(out, source, group=world.group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        out = grads[0].clone(memory_format=torch.contiguous_format)
+        sum_in_place(out, ctx.world)
+        return out if ctx.world.rank == ctx.source else torch.zeros_like(out), None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], world: World) -> Tensor:
+        ctx.send, ctx.receive, ctx.world = send, receive, world
+        return _all_to_all(x.detach(), send, receive, world)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _all_to_all(grads[0], ctx.receive, ctx.send, ctx.world), None, None, None
+
+
+class _AllGatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], world: World) -> Tensor:
+        ctx.counts, ctx.world = counts, world
+        send = [x.shape[0]] * world.size
+        return _all_to_all(x.detach().repeat(world.size, *([1] * (x.dim() - 1))), send, counts, world)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        own = ctx.counts[ctx.world.rank]
+        back = _all_to_all(grads[0], ctx.counts, [own] * ctx.world.size, ctx.world)
+        # Summed in the order of the ranks: the same bits on every run.
+        return back.reshape(ctx.world.size, own, *back.shape[1:]).sum(0), None, None

@@ -1,0 +1,26 @@
+"""What a kind of point must say of itself to be trained by any strategy: Gaian's three functions."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from ns_multigpu.core.types import Hits, Patch, Pixels, Points, Splats, View
+
+
+class Primitive(ABC):
+    """The rendering algorithm of one kind of point.
+
+    The three are pure: what they return depends on their arguments alone, never on the rank. A strategy calls them in
+    order and moves records between ranks in between. (Gaian, section 4: cull, splat, render.)
+    """
+
+    @abstractmethod
+    def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
+        """Which points may show in the views at positions `wanted` of `views` (ascending). May keep too many."""
+
+    @abstractmethod
+    def splat(self, points: Points, hits: Hits, views: Sequence[View]) -> Splats:
+        """What each hit becomes for its view: differentiable, one row a hit, never dependent on patches."""
+
+    @abstractmethod
+    def render(self, splats: Splats, patches: Sequence[Patch], views: Sequence[View]) -> list[Pixels]:
+        """The patches, halo included, from splats that hold at least every row that shows in them."""

@@ -1,0 +1,21 @@
+"""Random numbers that depend on what they are for, never on who draws them."""
+
+import hashlib
+
+import torch
+
+
+def seed_from(*key: int | str) -> int:
+    """A 63-bit seed from a key, such as (run seed, purpose, step, view): the same everywhere, always."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in key)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def keyed_generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator on `device`, seeded by a key."""
+    return torch.Generator(device).manual_seed(seed_from(*key))
+
+
+def keyed_permutation(count: int, *key: int | str) -> list[int]:
+    """A permutation of range(count), drawn by a key."""
+    return [int(i) for i in torch.randperm(count, generator=keyed_generator(*key)).tolist()]

@@ -1,0 +1,187 @@
+"""The records that travel through a step: points, views, patches, splats and pixels.
+
+All are frozen: a stage returns a new record instead of changing the one it was given.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+SSIM_HALO = 5
+"""Pixels that an 11 x 11 SSIM window reaches beyond its centre; a patch that carries them has the whole image's loss."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A camera of the step's batch.
+
+    Attributes:
+        viewmat: [4, 4] world-to-camera matrix, OpenCV axes (x right, y down, z forward).
+        K: [3, 3] intrinsics in pixels; the centre of the top left pixel is (0.5, 0.5).
+        width, height: the image's size in pixels.
+        index: the view's number in its capture; keys everything random that belongs to the view.
+        time: the moment of a time-varying capture, in [0, 1].
+    """
+
+    viewmat: Tensor
+    K: Tensor
+    width: int
+    height: int
+    index: int = 0
+    time: float = 0.0
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A rectangle of a view: columns [x0, x1), rows [y0, y1), in pixels, with a halo rendered around it.
+
+    The halo's pixels feed the loss's windows and no loss term of their own: neighbouring patches overlap in them, and
+    the sum over patches is still the whole image's.
+
+    Attributes:
+        view: the view's position in the step's list of views.
+        halo: pixels to render beyond the rectangle, where the image has them.
+    """
+
+    view: int
+    x0: int
+    y0: int
+    x1: int
+    y1: int
+    halo: int = 0
+
+    def rendered(self, view: View) -> tuple[int, int, int, int]:
+        """The rectangle (x0, y0, x1, y1) to render: with the halo, cut at the image's border."""
+        if self.x0 >= self.x1 or self.y0 >= self.y1:
+            return (self.x0, self.y0, self.x0, self.y0)
+        return (
+            max(self.x0 - self.halo, 0),
+            max(self.y0 - self.halo, 0),
+            min(self.x1 + self.halo, view.width),
+            min(self.y1 + self.halo, view.height),
+        )
+
+    def inner(self, view: View) -> tuple[int, int, int, int]:
+        """The rectangle without its halo, in the coordinates of the rendered one."""
+        left, top, _, _ = self.rendered(view)
+        return (self.x0 - left, self.y0 - top, self.x1 - left, self.y1 - top)
+
+    @staticmethod
+    def whole(position: int, view: View) -> "Patch":
+        """The patch that is all of `view`."""
+        return Patch(position, 0, 0, view.width, view.height)
+
+
+@dataclass(frozen=True)
+class Points:
+    """The points that this rank holds.
+
+    Attributes:
+        params: named parameters, each [N, ...]; what they mean is the primitive's business.
+    """
+
+    params: Mapping[str, Tensor]
+
+    def __len__(self) -> int:
+        return next(iter(self.params.values())).shape[0]
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Which points may show in which views: one row a (view, point), views ascending, then points ascending.
+
+    The order of the rows breaks ties in depth, so it must not depend on who computed them.
+
+    Attributes:
+        view_ids: [M] int32, positions in the step's list of views.
+        point_ids: [M] int32, rows of `Points`.
+    """
+
+    view_ids: Tensor
+    point_ids: Tensor
+
+    def __len__(self) -> int:
+        return self.view_ids.shape[0]
+
+
+@dataclass(frozen=True)
+class Splats:
+    """What points became for views: one row a hit, in the hits' order.
+
+    Attributes:
+        hits: where each row comes from.
+        rows: named tensors, each [M, ...]; what crosses the wire when splats are exchanged.
+        probe: [M, 2], zero; its gradient is the densifier's statistic of the row (see the primitive).
+    """
+
+    hits: Hits
+    rows: Mapping[str, Tensor]
+    probe: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.hits)
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """A rendered patch, its halo included, without background.
+
+    Attributes:
+        patch: which one; `patch.rendered(view)` is the rectangle that the tensors cover.
+        color: [h, w, 3] colour, premultiplied by alpha.
+        alpha: [h, w, 1] opacity.
+        depth: [h, w, 1] expected depth, or None if it was not asked for.
+    """
+
+    patch: Patch
+    color: Tensor
+    alpha: Tensor
+    depth: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What one rank gets out of rendering a batch.
+
+    Attributes:
+        pixels: this rank's patches.
+        splats: the splats of the points that this rank holds: where densification statistics arrive.
+    """
+
+    pixels: Sequence[Pixels]
+    splats: Splats
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank has sent to other ranks. Payload only: what a ring algorithm sends, no headers."""
+
+    sent: int = 0
+    marks: dict[str, int] = field(default_factory=dict[str, int])
+
+    def add(self, count: int) -> None:
+        """Counts `count` bytes as sent."""
+        self.sent += count
+
+    def since(self, mark: str) -> int:
+        """Bytes sent since the last call with the same `mark`."""
+        before = self.marks.get(mark, 0)
+        self.marks[mark] = self.sent
+        return self.sent - before
+
+
+def with_viewmat(view: View, viewmat: Tensor) -> View:
+    """The same view from another pose (a camera optimizer's, say), [4, 4]."""
+    return replace(view, viewmat=viewmat)
+
+
+def stack_viewmats(views: Sequence[View]) -> Tensor:
+    """[V, 4, 4] world-to-camera matrices; gradients flow back to each view's."""
+    return torch.stack([view.viewmat for view in views])
+
+
+def stack_intrinsics(views: Sequence[View]) -> Tensor:
+    """[V, 3, 3] intrinsics."""
+    return torch.stack([view.K for view in views])

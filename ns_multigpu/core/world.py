@@ -1,0 +1,127 @@
+"""This process's place among the others.
+
+A world of one has no process group and its collectives do nothing: the code above never asks whether it is distributed.
+"""
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ns_multigpu.core.types import Traffic
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+"""How long a collective may wait for a rank before the job is called hung."""
+
+ProcessGroup = dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class World:
+    """Rank, size, device and process groups of this process.
+
+    Attributes:
+        rank, size: among all processes of the job.
+        local_rank, local_size: among those of this machine.
+        device: where this rank computes.
+        group: all ranks, NCCL on CUDA and gloo on CPU; None in a world of one.
+        local_group: the ranks of this machine, same backend; None in a world of one.
+        control: all ranks, always gloo on host memory: decisions that must not touch the device; None in a world of one.
+        traffic: bytes this rank has sent.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    group: ProcessGroup | None = None
+    local_group: ProcessGroup | None = None
+    control: ProcessGroup | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one rank of the job that writes files and speaks to the user."""
+        return self.rank == 0
+
+    @staticmethod
+    def single(device: torch.device | str = "cpu") -> "World":
+        """A world of one on `device`."""
+        return World(0, 1, 0, 1, torch.device(device))
+
+    @staticmethod
+    def from_env(device_type: str, timeout: timedelta = DEFAULT_TIMEOUT) -> "World":
+        """The world that a launcher described in the environment, as torchrun does; a world of one if none did.
+
+        Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and the rendezvous variables of torch.distributed, and
+        initialises the default process group unless that has been done.
+
+        Args:
+            device_type: "cuda" or "cpu".
+            timeout: after which a collective that waits for another rank fails.
+
+        Raises:
+            RuntimeError: this rank's GPU does not exist.
+        """
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if device_type == "cuda":
+            count = torch.cuda.device_count()
+            if local_rank >= count:
+                raise RuntimeError(
+                    f"local rank {local_rank} has no GPU: this machine has {count}. "
+                    f"Start at most {count} ranks here, or choose --machine.device-type cpu."
+                )
+            device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(device)
+        else:
+            device = torch.device(device_type)
+        if size == 1 and "RANK" not in os.environ:
+            return World.single(device)
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "nccl" if device_type == "cuda" else "gloo",
+                timeout=timeout,
+                device_id=device if device_type == "cuda" else None,
+            )
+        if dist.get_world_size() == 1:
+            return World.single(device)
+        return World.from_groups(device, timeout)
+
+    @staticmethod
+    def from_groups(device: torch.device, timeout: timedelta = DEFAULT_TIMEOUT) -> "World":
+        """The world of an initialised default process group. Every rank of it must call this.
+
+        Machines are told apart by GROUP_RANK, which torchrun sets; without it all ranks count as one machine's.
+        """
+        rank, size = dist.get_rank(), dist.get_world_size()
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        machine = torch.tensor([int(os.environ.get("GROUP_RANK", "0"))])
+        machines = [torch.zeros_like(machine) for _ in range(size)]
+        dist.all_gather(machines, machine, group=control)
+        ids = [int(m.item()) for m in machines]
+        local_group: ProcessGroup | None = None
+        for one in sorted(set(ids)):
+            # Every rank takes part in the making of every group, its own or not: torch.distributed asks for that.
+            group = dist.new_group([r for r in range(size) if ids[r] == one], timeout=timeout)
+            if one == ids[rank]:
+                local_group = group
+        neighbours = [r for r in range(size) if ids[r] == ids[rank]]
+        return World(
+            rank=rank,
+            size=size,
+            local_rank=neighbours.index(rank),
+            local_size=len(neighbours),
+            device=device,
+            group=dist.group.WORLD,
+            local_group=local_group,
+            control=control,
+        )
+
+    def close(self) -> None:
+        """Ends the process groups, if this world has any."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group()

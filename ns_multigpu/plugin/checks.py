@@ -1,0 +1,208 @@
+"""What can be known to be wrong before training starts, each said with its remedy.
+
+Pure functions: they look at what they are given (and, where it cannot be otherwise, at the disk) and raise
+`errors.InputError`.
+"""
+
+import difflib
+import shlex
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlparse
+
+from ns_multigpu.plugin.errors import InputError
+from ns_multigpu.plugin.ranks import Ranks
+
+_NOT_UNDER_TORCHRUN = ("--machine.num-machines", "--machine.machine-rank", "--machine.dist-url")
+
+
+def check_devices(device_type: str, num_devices: int, ranks: Ranks | None, cuda_devices: int) -> None:
+    """Whether this machine can hold the workers asked of it.
+
+    Args:
+        device_type: --machine.device-type.
+        num_devices: --machine.num-devices; under a launcher 1 counts as not given.
+        ranks: this process's place if a launcher such as torchrun started it, else None.
+        cuda_devices: how many CUDA devices torch sees here.
+
+    Raises:
+        InputError: they cannot.
+    """
+    if num_devices < 1:
+        raise InputError(
+            f"--machine.num-devices {num_devices}: at least one worker is needed. Give 1 or more, one for each device."
+        )
+    if device_type not in ("cpu", "cuda"):
+        raise InputError(
+            f"--machine.device-type {device_type} is not supported. Choose --machine.device-type cuda or "
+            "--machine.device-type cpu."
+        )
+    if ranks is not None and num_devices not in (1, ranks.local_size):
+        raise InputError(
+            f"--machine.num-devices {num_devices} disagrees with the launcher, which has started {ranks.local_size} "
+            f"on this machine (LOCAL_WORLD_SIZE={ranks.local_size}). Leave --machine.num-devices out, or start with "
+            f"torchrun --nproc-per-node {num_devices}."
+        )
+    workers = num_devices if ranks is None else ranks.local_size
+    if device_type == "cuda" and workers > cuda_devices:
+        flag = f"--machine.num-devices {workers}" if ranks is None else f"torchrun --nproc-per-node {workers}"
+        if cuda_devices == 0:
+            raise InputError(
+                f"{flag} with --machine.device-type cuda needs {workers} CUDA device{_s(workers)}, and torch sees none "
+                "on this machine. Add --machine.device-type cpu to train on the processor, or see to it that "
+                "`nvidia-smi` lists the GPUs, that CUDA_VISIBLE_DEVICES does not hide them and that torch is a CUDA "
+                "build."
+            )
+        fewer = "--machine.num-devices" if ranks is None else "--nproc-per-node"
+        raise InputError(
+            f"{flag} asks for {workers} CUDA devices, and torch sees {cuda_devices} on this machine. Use "
+            f"{fewer} {cuda_devices}, or --machine.device-type cpu (or make more visible with CUDA_VISIBLE_DEVICES)."
+        )
+
+
+def check_machines(
+    num_machines: int, machine_rank: int, num_devices: int, dist_url: str, ranks: Ranks | None, argv: Sequence[str]
+) -> None:
+    """Whether as many machines take part as were asked for: several machines are started by torchrun.
+
+    Args:
+        num_machines, machine_rank, num_devices, dist_url: the fields of nerfstudio's MachineConfig.
+        ranks: this process's place if a launcher started it, else None.
+        argv: the arguments of `ns-train`, for the command that the error shows.
+
+    Raises:
+        InputError: they do not; it shows the command that starts what was asked for.
+    """
+    if num_machines < 1:
+        raise InputError(f"--machine.num-machines {num_machines}: at least one machine is needed.")
+    if ranks is not None:
+        if num_machines not in (1, ranks.machines):
+            raise InputError(
+                f"--machine.num-machines {num_machines} disagrees with the launcher, which spans {ranks.machines}. "
+                f"Leave --machine.num-machines out, or start with torchrun --nnodes {num_machines}."
+            )
+    elif num_machines > 1:
+        command = torchrun_command(argv, num_devices, num_machines, machine_rank, dist_url)
+        raise InputError(
+            f"--machine.num-machines {num_machines}: several machines are started by torchrun. Run this on each of "
+            f"them, with --node-rank 0 to {num_machines - 1}, MASTER being the name or address of machine 0:\n\n"
+            f"{command}"
+        )
+
+
+def torchrun_command(argv: Sequence[str], num_devices: int, num_machines: int, machine_rank: int, dist_url: str) -> str:
+    """The torchrun command line that does what `ns-train ARGV` asked for on one of several machines."""
+    address = urlparse(dist_url)
+    kept: list[str] = []
+    skip = False
+    for word in argv:
+        if skip:
+            skip = False
+            continue
+        flag, _, value = word.partition("=")
+        if flag.replace("_", "-") in _NOT_UNDER_TORCHRUN:
+            skip = not value
+            continue
+        kept.append(word)
+    launcher = f"torchrun --nnodes {num_machines} --node-rank {machine_rank} --nproc-per-node {num_devices}"
+    place = f"--master-addr {address.hostname or 'MASTER'} --master-port {address.port or 29500}"
+    return f"{launcher} {place} -m nerfstudio.scripts.train {shlex.join(kept)}".rstrip()
+
+
+def check_run_folder(folder: Path) -> None:
+    """Makes `folder` and writes to it once, so that a run does not find out at its first checkpoint.
+
+    Raises:
+        InputError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        raise InputError(
+            f"The run folder {folder} cannot be written: {error.strerror or error}. Choose another place with "
+            "--output-dir DIR."
+        ) from error
+
+
+def check_strategy(name: str, known: Collection[str]) -> None:
+    """Whether `name` is one of the `known` strategies.
+
+    Raises:
+        InputError: it is not; it lists those there are, the closest first.
+    """
+    if name in known:
+        return
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    raise InputError(f"There is no strategy {name!r}. {hint}The strategies are: {', '.join(sorted(known))}.")
+
+
+def check_views(views: int, ranks: int) -> None:
+    """Whether there is a training view for every rank.
+
+    Raises:
+        InputError: there are fewer `views` than `ranks`.
+    """
+    if views < ranks:
+        raise InputError(
+            f"The capture has {views} training view{_s(views)} for {ranks} workers: each needs one of its own. Use "
+            f"--machine.num-devices {max(views, 1)} or fewer, or add views."
+        )
+
+
+def check_views_per_rank(views: int) -> None:
+    """Whether each rank renders at least one view a step.
+
+    Raises:
+        InputError: it does not.
+    """
+    if views < 1:
+        raise InputError(f"--pipeline.views-per-rank {views}: at least one view a rank is needed.")
+
+
+def check_no_accumulation(steps: Mapping[str, int]) -> None:
+    """Whether each step updates all parameters: gradients are exchanged once a step.
+
+    Raises:
+        InputError: gradients of some parameters are to be gathered over several steps.
+    """
+    groups = sorted(name for name, count in steps.items() if count != 1)
+    if groups:
+        raise InputError(
+            f"--gradient-accumulation-steps is not supported (asked for {', '.join(groups)}). "
+            "Use --pipeline.views-per-rank N: it gives each rank N views a step."
+        )
+
+
+def check_seed_points(points: int, random_init: bool) -> None:
+    """Whether there is something to start the model from.
+
+    Raises:
+        InputError: the capture has no seed points and random initialisation is off.
+    """
+    if points == 0 and not random_init:
+        raise InputError(
+            "The capture has no seed points to start the Gaussians from. Give one that has them (COLMAP's points3D, or "
+            "a ply_file_path in transforms.json), or start from random points with --pipeline.model.random-init True."
+        )
+
+
+def check_operators(device_type: str, problem: str | None) -> None:
+    """Whether the native operators that training on `device_type` needs can be had.
+
+    Args:
+        device_type: "cuda" or "cpu".
+        problem: what `cuda_ext.compiler_problem()` says.
+
+    Raises:
+        InputError: they cannot. Without them training on CPU would take days, so it is not done unasked.
+    """
+    if device_type == "cpu" and problem is not None:
+        raise InputError(f"The native operators that training on CPU needs cannot be built. {problem}")
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"

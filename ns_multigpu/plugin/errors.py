@@ -1,0 +1,61 @@
+"""Errors that speak to the person at the terminal, and how they are shown there.
+
+They stay ordinary exceptions for whoever calls the plugin from Python; only an exception that nobody caught is turned
+into a message instead of a traceback.
+"""
+
+import os
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+
+class InputError(ValueError):
+    """What was asked for cannot be done. The message says what is wrong and what to do about it."""
+
+
+class WorkerFailed(RuntimeError):
+    """A worker process ended with an error.
+
+    Attributes:
+        report: the worker's own traceback, or what is known of its end if it left none.
+    """
+
+    def __init__(self, summary: str, report: str) -> None:
+        super().__init__(summary)
+        self.report = report
+
+
+def show(error: InputError | WorkerFailed) -> None:
+    """Writes `error` to stderr without a traceback of this process.
+
+    When a launcher such as torchrun has started several ranks, all of them may end with the same error: the first of
+    each machine shows it in full, the others in one line.
+    """
+    console = Console(stderr=True)
+    if isinstance(error, WorkerFailed):
+        console.print(Text(error.report.rstrip()))
+        console.print(Panel(Text(str(error)), title="Training stopped", border_style="red", expand=False))
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
+        console.print(Panel(Text(str(error)), title="Training cannot start", border_style="red", expand=False))
+    else:
+        console.print(Text(f"rank {os.environ.get('RANK', '?')}: {str(error).splitlines()[0]}"))
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, (InputError, WorkerFailed)):
+        show(error)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def show_uncaught() -> None:
+    """From now on this process shows an uncaught `InputError` or `WorkerFailed` as its message; it still exits with 1.
+
+    Another hook that somebody has installed is left in place.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _excepthook

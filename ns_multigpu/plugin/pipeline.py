@@ -1,0 +1,158 @@
+"""The pipeline: a step's batch, spread by a strategy; evaluation in lockstep. No DDP wrapper."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+import torchvision.utils as vutils
+from nerfstudio.pipelines.base_pipeline import VanillaPipeline, VanillaPipelineConfig
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.progress import track
+from torch import Tensor
+
+from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.plugin import checks
+from ns_multigpu.plugin.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.process_world import get_world
+from ns_multigpu.plugin.splat_model import SplatModel, SplatModelConfig
+from ns_multigpu.plugin.timing import StepTimer
+from strategies import STRATEGIES
+
+@dataclass
+class DistributedPipelineConfig(VanillaPipelineConfig):
+    """Which strategy spreads the work, and over how large a batch."""
+
+    _target: type = field(default_factory=lambda: DistributedPipeline)
+    datamanager: DistributedDataManagerConfig = field(default_factory=DistributedDataManagerConfig)
+    model: SplatModelConfig = field(default_factory=SplatModelConfig)
+    strategy: str = "batch"
+    """How the work of a step is spread over the ranks."""
+    views_per_rank: int = 1
+    """Views a rank in each step; the batch is this times the number of ranks."""
+
+
+class DistributedPipeline(VanillaPipeline):
+    """Datamanager, model and strategy of one rank.
+
+    Raises:
+        InputError: the strategy is unknown, or there are fewer views than the batch needs.
+    """
+
+    config: DistributedPipelineConfig
+    datamanager: DistributedDataManager
+    model: SplatModel
+
+    def __init__(
+        self,
+        config: DistributedPipelineConfig,
+        device: str,
+        test_mode: Literal["test", "val", "inference"] = "val",
+        world_size: int = 1,
+        local_rank: int = 0,
+        grad_scaler: Any = None,
+    ) -> None:
+        checks.check_strategy(config.strategy, STRATEGIES)
+        checks.check_views_per_rank(config.views_per_rank)
+        self.world = get_world(str(device))
+        # A world of one as far as nerfstudio knows: it would wrap the model in DDP, which densification breaks.
+        super().__init__(config, device, test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
+        if test_mode == "val":
+            # Training: later than the datamanager because it knows, earlier than any image is read.
+            checks.check_views(len(self.datamanager.train_dataset), self.world.size)
+            checks.check_seed_points(_count(self.model.seed_points), config.model.random_init)
+        self.strategy: Strategy = STRATEGIES[config.strategy](self.world)
+        self.timer = StepTimer(self.world.device)
+        seed = broadcast_object(torch.initial_seed(), 0, self.world)
+        self.model.prepare_densifier(self.world, seed)
+
+    @property
+    def batch_size(self) -> int:
+        """Views a step, over all ranks."""
+        return self.config.views_per_rank * self.world.size
+
+    def prepare_training(self) -> None:
+        """Reads this rank's images. Every rank calls it."""
+        _ = self.datamanager.train_share
+        _ = self.datamanager.train_cameras_on_device
+
+    def get_train_loss_dict(
+        self, step: int, *, metrics: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+        """This rank's share of the step's losses; summed over ranks they are the batch's.
+
+        Args:
+            step: the step; its views follow from it.
+            metrics: whether to compute metrics (the trainer asks when it logs).
+        """
+        data, model, timer = self.datamanager, self.model, self.timer
+        with timer.measure("data"):
+            indices = data.train_batch(step, self.batch_size)
+            views = model.training_views(
+                [(data.train_camera(i), data.train_camera_on_device(i)) for i in indices], indices
+            )
+            plan = self.strategy.plan(views, [data.train_share.holder(i) for i in indices])
+            images = data.train_share.deliver(indices, plan, self.world.device)
+        with timer.measure("compute"):
+            rendering = self.strategy.render(model.primitive(depth=False), model.points, views, plan)
+            share = self.strategy.placement.loss_share(self.world)
+            losses, measured = model.patch_losses(rendering, views, images, loss_share=share, metrics=metrics)
+        return {}, losses, measured
+
+    def get_eval_image_metrics_and_images(self, step: int) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """One held-out view, drawn by the step. Every rank calls it and gets the same."""
+        self.eval()
+        camera, batch = self.datamanager.next_eval_image(step)
+        outputs = self.model.get_outputs_for_camera(camera)
+        metrics, images = self.model.get_image_metrics_and_images(outputs, batch)
+        metrics["num_rays"] = int((camera.height * camera.width * camera.size).item())
+        self.train()
+        return metrics, images
+
+    def get_average_eval_image_metrics(
+        self, step: int | None = None, output_path: Path | None = None, get_std: bool = False
+    ) -> dict[str, float]:
+        """Mean metrics over the held-out views; each rank evaluates those it holds. Every rank calls it.
+
+        Args:
+            step: unused; nerfstudio passes it.
+            output_path: folder for the images, if wanted.
+            get_std: standard deviations too, as `<metric>_std`.
+        """
+        self.eval()
+        if output_path is not None:
+            output_path.mkdir(exist_ok=True, parents=True)
+        share = self.datamanager.eval_share
+        pairs = zip(share.own, self.datamanager.fixed_indices_eval_dataloader, strict=True)
+        rows: dict[int, dict[str, float]] = {}
+        if self.world.is_main:
+            pairs = track(pairs, "Evaluating held-out views", total=len(share.own), console=CONSOLE, transient=True)
+        for index, (camera, batch) in pairs:
+            start = perf_counter()
+            outputs = self.model.get_outputs_for_camera(camera)
+            pixels = int((camera.height * camera.width).item())
+            metrics, images = self.model.get_image_metrics_and_images(outputs, batch)
+            metrics["num_rays_per_sec"] = pixels / (perf_counter() - start)
+            metrics["fps"] = metrics["num_rays_per_sec"] / pixels
+            rows[index] = metrics
+            if output_path is not None:
+                for name, image in images.items():
+                    vutils.save_image(image.permute(2, 0, 1).cpu(), output_path / f"eval_{name}_{index:04d}.png")
+        self.train()
+        gathered: dict[int, dict[str, float]] = {}
+        for part in all_gather_objects(rows, self.world):
+            gathered.update(part)
+        result: dict[str, float] = {}
+        for name in next(iter(gathered.values()), {}):
+            # In the order of the views, so that the mean has the same bits on every world size.
+            column = torch.tensor([gathered[i][name] for i in sorted(gathered) if name in gathered[i]])
+            result[name] = float(column.mean())
+            if get_std:
+                result[f"{name}_std"] = float(column.std())
+        return result
+
+
+def _count(seed_points: tuple[Tensor, Tensor] | None) -> int:
+    return 0 if seed_points is None else len(seed_points[0])

@@ -1,0 +1,16 @@
+"""The world of this process. Nerfstudio builds its objects from configs, with no place to hand one through."""
+
+from ns_multigpu.core.world import World
+
+_current: World | None = None
+
+
+def set_world(world: World | None) -> None:
+    """Makes `world` this process's; None forgets it."""
+    global _current
+    _current = world
+
+
+def get_world(device: str = "cpu") -> World:
+    """This process's world; a world of one on `device` where no launcher made one (ns-eval, ns-render, ns-viewer)."""
+    return _current if _current is not None else World.single(device)

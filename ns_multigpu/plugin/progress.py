@@ -1,0 +1,109 @@
+"""What a run tells of itself while it goes on, and its sum at the end."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ns_multigpu.core.collectives import all_gather_floats
+from ns_multigpu.core.world import World
+
+
+class ProgressLog:
+    """Writes `metrics.jsonl` (a line each time the run logs) and `training_summary.json` into the run folder.
+
+    Times are of this kind: `data` (choosing views, bringing images), `compute` (render, loss, backward, update),
+    `exchange` (what the exchange adds after backward) and `waiting` (for the slowest rank), milliseconds a step.
+
+    Attributes:
+        start_metrics: held-out metrics before the first step, where they were asked for.
+    """
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self._world = world
+        self._folder = folder
+        self._began = self._last_time = time.perf_counter()
+        self._last_step: int | None = None
+        self._not_training = 0.0
+        self._pause_since_log = 0.0
+        self._bytes_before = world.traffic.sent
+        self._bytes_evaluating = 0
+        world.traffic.since("log")
+        self.start_metrics: dict[str, float] = {}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the enclosed time and traffic (evaluation, checkpoints) out of the training's."""
+        start, sent = time.perf_counter(), self._world.traffic.sent
+        yield
+        elapsed = time.perf_counter() - start
+        self._not_training += elapsed
+        self._pause_since_log += elapsed
+        extra = self._world.traffic.sent - sent
+        self._bytes_evaluating += extra
+        self._world.traffic.marks["log"] = self._world.traffic.marks.get("log", 0) + extra
+
+    def restart_clock(self) -> None:
+        """Training starts now."""
+        self._began = self._last_time = time.perf_counter()
+
+    def row(
+        self, step: int, batch: int, seconds: dict[str, float], values: dict[str, float], points: int
+    ) -> dict[str, float]:
+        """The means since the last row, over ranks, for the logs. Every rank calls it at the same steps.
+
+        Args:
+            seconds: this rank's time by part since the last row.
+            values: losses and metrics of this step, already summed over ranks.
+        """
+        now = time.perf_counter()
+        steps = step - self._last_step if self._last_step is not None else step + 1
+        steps = max(steps, 1)
+        busy = seconds.get("data", 0.0) + seconds.get("compute", 0.0)
+        table = all_gather_floats(
+            [seconds.get("data", 0.0), seconds.get("compute", 0.0), seconds.get("exchange", 0.0), busy],
+            self._world,
+        )
+        slowest = max(row[3] for row in table)
+        mean = [sum(column) / len(table) for column in zip(*table, strict=True)]
+        # A rank that is ready early spends the difference to the slowest inside the exchange.
+        waiting = sum(min(slowest - row[3], row[2]) for row in table) / len(table)
+        elapsed = max(now - self._last_time - self._pause_since_log, 1e-9)
+        result = {
+            "data_ms": 1e3 * mean[0] / steps,
+            "compute_ms": 1e3 * mean[1] / steps,
+            "exchange_ms": 1e3 * (mean[2] - waiting) / steps,
+            "waiting_ms": 1e3 * waiting / steps,
+            "step_ms": 1e3 * elapsed / steps,
+            "images_per_s": steps * batch / elapsed,
+            "bytes_per_step": self._world.traffic.since("log") / steps,
+            "gaussians": float(points),
+        }
+        self._last_step, self._last_time, self._pause_since_log = step, now, 0.0
+        if self._world.is_main:
+            line = {"step": step, **{k: round(v, 6) for k, v in {**values, **result}.items()}}
+            with (self._folder / "metrics.jsonl").open("a", encoding="utf8") as file:
+                file.write(json.dumps(line) + "\n")
+        return result
+
+    def finish(self, steps: int, batch: int, points: int) -> None:
+        """Writes the run's sum, on rank 0: seconds are those of training alone, bytes are those that a rank sends."""
+        seconds = max(time.perf_counter() - self._began - self._not_training, 1e-9)
+        sent = self._world.traffic.sent - self._bytes_before - self._bytes_evaluating
+        summary: dict[str, Any] = {
+            "ranks": self._world.size,
+            "device": self._world.device.type,
+            "steps": steps,
+            "images": steps * batch,
+            "train_seconds": seconds,
+            "steps_per_s": steps / seconds,
+            "images_per_s": steps * batch / seconds,
+            "bytes_per_step": sent / max(steps, 1),
+            "gaussians": points,
+            "psnr_start": self.start_metrics.get("psnr"),
+            "ssim_start": self.start_metrics.get("ssim"),
+        }
+        if self._world.is_main:
+            (self._folder / "training_summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf8")

@@ -1,0 +1,219 @@
+"""The training loop of one rank, in step with the others."""
+
+import contextlib
+import functools
+import os
+import time
+from typing import Any
+
+import torch
+from nerfstudio.engine.callbacks import TrainingCallbackLocation
+from nerfstudio.engine.trainer import Trainer
+from nerfstudio.utils import writer
+from nerfstudio.utils.misc import step_check
+from nerfstudio.utils.writer import EventName, TimeWriter
+from torch import Tensor
+
+from ns_multigpu.core.collectives import barrier, broadcast_object, sum_in_place
+from ns_multigpu.core.replicas import assert_identical
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin import checks
+from ns_multigpu.plugin.batch_scaling import scale_optimizer, scale_scheduler
+from ns_multigpu.plugin.pipeline import DistributedPipeline
+from ns_multigpu.plugin.process_world import set_world
+from ns_multigpu.plugin.progress import ProgressLog
+from ns_multigpu.plugin.trainer_config import DistributedTrainerConfig
+
+
+class DistributedTrainer(Trainer):
+    """Trains with all ranks of the world that the launcher described.
+
+    Differs from nerfstudio's in what happens around a step: the ranks move in lockstep, gradients are exchanged between
+    backward and the optimizers, replicas are compared, and only rank 0 writes.
+    """
+
+    config: DistributedTrainerConfig
+    pipeline: DistributedPipeline
+
+    def __init__(self, config: DistributedTrainerConfig, local_rank: int = 0, world_size: int = 1) -> None:
+        checks.check_no_accumulation(config.gradient_accumulation_steps)
+        self.world = World.from_env(config.machine.device_type)
+        set_world(self.world)
+        super().__init__(config, local_rank=local_rank, world_size=world_size)
+        # Nerfstudio opens viewers and writers where this is 0: on one rank of the job, not on one of each machine.
+        self.local_rank = self.world.rank
+
+    def setup(self, test_mode: Any = "val") -> None:
+        """Builds everything; when it returns, every rank is ready to take the first step."""
+        super().setup(test_mode)
+        self.pipeline.prepare_training()
+        for param in self.pipeline.model.parameters():
+            broadcast_in_place(param.data, self.world)
+        self.batch_size = self.pipeline.batch_size
+        for name, optimizer in self.optimizers.optimizers.items():
+            scale_optimizer(optimizer, self.config.batch_scaling, self.batch_size)
+            if name in self.optimizers.schedulers:
+                scale_scheduler(self.optimizers.schedulers[name], self.config.batch_scaling, self.batch_size)
+        self.compare_replicas(self._start_step)
+        barrier(self.world)
+
+    def train(self) -> None:
+        """Runs the steps. Every rank calls it; all leave it after the same step."""
+        if self.world.is_main:
+            outputs = self.pipeline.datamanager.train_dataparser_outputs
+            outputs.save_dataparser_transform(self.base_dir / "dataparser_transforms.json")
+        self._init_viewer_state()
+        self.progress = ProgressLog(self.world, self.base_dir)
+        if self.config.eval_at_start:
+            self.progress.start_metrics = self.pipeline.get_average_eval_image_metrics(step=self._start_step)
+        self.progress.restart_clock()
+        self.stop_training = False
+        steps = self.config.steps_for(self.batch_size)
+        self.step = self._start_step
+        with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME):
+            for step in range(self._start_step, self._start_step + steps):
+                if not self._may_go_on():
+                    break
+                self.step = step
+                self._one_step(step, last=step + 1 == self._start_step + steps)
+        self.progress.finish(self.step + 1 - self._start_step, self.batch_size, self.pipeline.model.num_points)
+        self._after_train()
+
+    def _one_step(self, step: int, last: bool) -> None:
+        logs = step_check(step, self.config.logging.steps_per_log, run_at_zero=True) or last
+        with self.train_lock, TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=step) as train_time:
+            self.pipeline.train()
+            self.pipeline.model.step = step * self.batch_size
+            self._run_callbacks(step, TrainingCallbackLocation.BEFORE_TRAIN_ITERATION)
+            loss, losses, metrics = self.train_iteration(step, metrics=logs)
+            self._run_callbacks(step, TrainingCallbackLocation.AFTER_TRAIN_ITERATION)
+        if step > 1:
+            pixels = self.batch_size * self.pipeline.datamanager.get_train_rays_per_batch()
+            duration = pixels / max(0.001, train_time.duration)
+            writer.put_time(name=EventName.TRAIN_RAYS_PER_SEC, duration=duration, step=step, avg_over_steps=True)
+        self._update_viewer_state(step)
+        if logs:
+            self._log(step, loss, losses, metrics)
+        if step_check(step, self.config.steps_per_checksum):
+            self.compare_replicas(step)
+        if self.pipeline.datamanager.eval_dataset:
+            with self.train_lock, self.progress.paused():
+                self.eval_iteration(step)
+        if step_check(step, self.config.steps_per_save):
+            with self.progress.paused():
+                self.save_checkpoint(step)
+        writer.write_out_storage()
+
+    def train_iteration(self, step: int, *, metrics: bool = False) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
+        """One step on this rank's share of the batch.
+
+        Args:
+            step: the step.
+            metrics: whether to compute metrics as well as losses.
+
+        Returns:
+            this rank's share of the loss, of its terms, and of the metrics.
+        """
+        timer, exchange = self.pipeline.timer, self.pipeline.strategy.exchange
+        self.optimizers.zero_grad_all()
+        with torch.autocast(device_type=self.world.device.type, enabled=self.mixed_precision):
+            _, losses, measured = self.pipeline.get_train_loss_dict(step, metrics=metrics)
+            loss = functools.reduce(torch.add, losses.values())
+        with timer.measure("compute"):
+            exchange.begin_backward(self._parameters())
+            self.grad_scaler.scale(loss).backward()
+        with timer.measure("exchange"):
+            exchange.end_backward()
+        with timer.measure("compute"):
+            self.optimizers.optimizer_scaler_step_all(self.grad_scaler)
+            scale = self.grad_scaler.get_scale() if self.use_grad_scaler else 1.0
+            self.grad_scaler.update()
+            if not self.use_grad_scaler or scale <= self.grad_scaler.get_scale():
+                for scheduler in self.optimizers.schedulers.values():
+                    scheduler.step()
+        return loss.detach(), losses, measured
+
+    def compare_replicas(self, step: int) -> None:
+        """Proves that all ranks hold the same parameters.
+
+        Raises:
+            ReplicaDivergedError: they do not.
+        """
+        if self.pipeline.strategy.placement.replicated:
+            assert_identical(dict(self.pipeline.model.named_parameters()), self.world, step)
+
+    def save_checkpoint(self, step: int) -> None:
+        """Writes nerfstudio's checkpoint file, on rank 0: whole or not at all."""
+        if not self.world.is_main:
+            return
+        self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        path = self.checkpoint_dir / f"step-{step:09d}.ckpt"
+        unfinished = path.with_name(path.name + ".part")
+        optimizers = self.optimizers
+        torch.save(
+            {
+                "step": step,
+                "pipeline": self.pipeline.state_dict(),
+                "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.optimizers.items()},
+                "schedulers": {name: scheduler.state_dict() for name, scheduler in optimizers.schedulers.items()},
+                "scalers": self.grad_scaler.state_dict(),
+            },
+            unfinished,
+        )
+        os.replace(unfinished, path)
+        if self.config.save_only_latest_checkpoint:
+            for old in self.checkpoint_dir.glob("*.ckpt"):
+                if old != path:
+                    old.unlink()
+
+    def _parameters(self) -> list[Tensor]:
+        """What the optimizers update, points last: gradients become ready in the reverse of this order."""
+        model = self.pipeline.model
+        points = {id(p) for p in model.gauss_params.values()}
+        others = [p for p in model.parameters() if id(p) not in points]
+        return others + list(model.gauss_params.values())
+
+    def _run_callbacks(self, step: int, location: TrainingCallbackLocation) -> None:
+        for callback in self.callbacks:
+            callback.run_callback_at_location(step, location=location)
+
+    def _may_go_on(self) -> bool:
+        """Whether to take another step: what rank 0 says, which may first wait for its viewer to leave a pause."""
+        while self.training_state == "paused" and not self.stop_training:
+            time.sleep(0.01)
+        return bool(broadcast_object(not self.stop_training, 0, self.world))
+
+    def _log(self, step: int, loss: Tensor, losses: dict[str, Tensor], metrics: dict[str, Any]) -> None:
+        """Sums what the ranks measured and writes it. Every rank calls it at the same steps."""
+        names = ["loss", *losses, *metrics]
+        values = torch.stack([v.detach().float().reshape(()) for v in (loss, *losses.values(), *metrics.values())])
+        sum_in_place(values, self.world)
+        summed = dict(zip(names, values.tolist(), strict=True))
+        if "mse" in summed:
+            summed["psnr"] = float(-10 * torch.log10(torch.tensor(max(summed.pop("mse"), 1e-12))))
+        model = self.pipeline.model
+        row = self.progress.row(step, self.batch_size, self.pipeline.timer.take(), summed, model.num_points)
+        writer.put_scalar(name="Train Loss", scalar=summed["loss"], step=step)
+        writer.put_dict(name="Train Loss Dict", scalar_dict={k: summed[k] for k in losses}, step=step)
+        extra: dict[str, Any] = {"psnr": summed["psnr"], "gaussian_count": model.num_points}
+        model.camera_optimizer.get_metrics_dict(extra)
+        writer.put_dict(name="Train Metrics Dict", scalar_dict=extra, step=step)
+        writer.put_dict(name="Step", scalar_dict=row, step=step)
+        for name, scheduler in self.optimizers.schedulers.items():
+            writer.put_scalar(name=f"learning_rate/{name}", scalar=scheduler.get_last_lr()[0], step=step)
+        if self.world.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated() / 2**20
+            writer.put_scalar(name="GPU Memory (MB)", scalar=peak, step=step)
+
+    def _after_train(self) -> None:
+        """Saves, says where everything is, and keeps the viewer open if there is one; see nerfstudio's."""
+        barrier(self.world)
+        with contextlib.suppress(KeyboardInterrupt):
+            super()._after_train()
+
+
+def broadcast_in_place(x: Tensor, world: World) -> None:
+    """Rank 0's values of `x`, on every rank."""
+    if world.group is not None and x.numel():
+        torch.distributed.broadcast(x, 0, group=world.group)
+

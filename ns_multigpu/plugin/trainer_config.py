@@ -1,0 +1,138 @@
+"""The configuration of a training run: nerfstudio's, plus how its workers come to life.
+
+`ns-train` calls, in this order and in the process that the user (or torchrun) started: `set_timestamp`,
+`print_to_terminal`, `save_config`; then, if `machine.num_devices` is 1, `setup(local_rank=0, world_size=1)`, whose
+result it sets up and trains. With more devices it would start the processes itself, on CUDA only and with a seed for
+each. So `save_config` writes the file as it was asked for and then tells nerfstudio of one device, and `setup` finds
+the others: they are torchrun's, or a `WorkerLauncher` starts them.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from nerfstudio.engine.trainer import TrainerConfig
+from nerfstudio.utils.rich_utils import CONSOLE
+
+import cuda_ext
+from ns_multigpu.plugin import checks
+from ns_multigpu.plugin.batch_scaling import ScalingRule
+from ns_multigpu.plugin.errors import InputError, show_uncaught
+from ns_multigpu.plugin.launch import WorkerLauncher, use_own_share_of_cores
+from ns_multigpu.plugin.ranks import Ranks, agree
+
+_ASKED = "_asked_of_nerfstudio"
+"""Name of the attribute that holds (num_devices, num_machines) between `save_config` and `setup`; never saved."""
+
+
+def _distributed_trainer() -> type:
+    from ns_multigpu.plugin.trainer import DistributedTrainer  # it needs this module
+
+    return DistributedTrainer
+
+
+@dataclass
+class DistributedTrainerConfig(TrainerConfig):
+    """Configuration of a training run with any number of workers."""
+
+    _target: type = field(default_factory=_distributed_trainer)
+    """target class to instantiate"""
+    eval_at_start: bool = False
+    """Evaluate all held-out views before the first step as well."""
+    max_num_images: int | None = 30000
+    """Training ends once this many images have been seen by all ranks together, or after max_num_iterations steps."""
+    batch_scaling: ScalingRule = "sqrt"
+    """How learning rates (and with them Adam's betas and eps) follow the number of views in a step."""
+    steps_per_checksum: int = 500
+    """Steps between proofs that all replicas are identical; 0 for none."""
+
+    def steps_for(self, batch: int) -> int:
+        """Steps to train for when each sees `batch` images."""
+        if self.max_num_images is None:
+            return self.max_num_iterations
+        return min(self.max_num_iterations, -(-self.max_num_images // batch))
+
+    def set_timestamp(self) -> None:
+        """Names the run folder, the same on all ranks, once what was asked for is known to be possible.
+
+        Raises:
+            InputError: it is not possible.
+        """
+        show_uncaught()
+        ranks = Ranks.from_env()
+        machine = self.machine
+        cuda_devices = torch.cuda.device_count() if machine.device_type == "cuda" else 0
+        checks.check_devices(machine.device_type, machine.num_devices, ranks, cuda_devices)
+        checks.check_machines(
+            machine.num_machines, machine.machine_rank, machine.num_devices, machine.dist_url, ranks, sys.argv[1:]
+        )
+        if ranks is None:
+            self._name_run_folder()
+        else:
+            machine.num_devices, machine.num_machines = ranks.local_size, ranks.machines
+            self.timestamp = agree(ranks, self._name_run_folder)
+        _prepare_operators(machine.device_type)
+
+    def _name_run_folder(self) -> str:
+        super().set_timestamp()
+        checks.check_run_folder(self.get_base_dir())
+        return self.timestamp
+
+    def print_to_terminal(self) -> None:
+        """Prints the configuration, on one rank of the job."""
+        if _speaks():
+            super().print_to_terminal()
+
+    def save_config(self) -> None:
+        """Writes config.yml, on one rank of the job, and keeps nerfstudio from starting processes of its own."""
+        if _speaks():
+            super().save_config()
+        self.__dict__[_ASKED] = (self.machine.num_devices, self.machine.num_machines)
+        self.machine.num_devices = self.machine.num_machines = 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled and written to config.yml: the fields."""
+        return {name: value for name, value in self.__dict__.items() if name != _ASKED}
+
+    def setup(self, **kwargs: Any) -> Any:
+        """The trainer of this process, or what starts the processes that the trainers will be in."""
+        workers = 1
+        if _ASKED in self.__dict__:
+            workers, machines = self.__dict__.pop(_ASKED)
+            self.machine.num_devices, self.machine.num_machines = workers, machines
+        ranks = Ranks.from_env()
+        if ranks is None and workers > 1:
+            return WorkerLauncher(self, workers)
+        if ranks is not None:
+            kwargs.update(local_rank=ranks.local_rank, world_size=ranks.size)
+            CONSOLE.quiet = ranks.rank != 0
+        use_own_share_of_cores(ranks)
+        return super().setup(**kwargs)
+
+    # nerfstudio starts a viewer on each machine's first rank; there is one viewer a job, on rank 0.
+
+    def is_viewer_enabled(self) -> bool:
+        """Whether this rank runs the viewer."""
+        return _speaks() and super().is_viewer_enabled()
+
+    def is_viewer_legacy_enabled(self) -> bool:
+        """Whether this rank runs the legacy viewer."""
+        return _speaks() and super().is_viewer_legacy_enabled()
+
+
+def _speaks() -> bool:
+    """Whether this process is the one of its job that writes files and talks to the user."""
+    ranks = Ranks.from_env()
+    return ranks is None or ranks.rank == 0
+
+
+def _prepare_operators(device_type: Literal["cpu", "cuda", "mps"]) -> None:
+    """Builds the native operators here, once and in sight, before several workers ask for them at the same time."""
+    checks.check_operators(device_type, cuda_ext.compiler_problem())
+    if device_type == "cpu" and os.environ.get("NS_MULTIGPU_OPS") != "reference":
+        try:
+            cuda_ext.build_native()
+        except cuda_ext.NativeBuildError as error:
+            raise InputError(str(error)) from error

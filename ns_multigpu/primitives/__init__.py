@@ -1,0 +1,1 @@
+"""The kinds of points, one file each."""

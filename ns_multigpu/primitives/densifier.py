@@ -1,0 +1,129 @@
+"""Growing and pruning of replicated Gaussians: the same decision on every rank, from everybody's statistics.
+
+The rules are gsplat's `DefaultStrategy` (which it calls a strategy; here that word means something else). What differs
+is the clock, which counts images seen rather than steps; the statistics, which are summed over ranks; and the random
+numbers, which are keyed by (seed, image) rather than drawn from each rank's own generator.
+"""
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from gsplat.strategy import DefaultStrategy
+from gsplat.strategy.ops import reset_opa
+from torch import Tensor
+
+from ns_multigpu.core.collectives import max_in_place, sum_in_place
+from ns_multigpu.core.random import seed_from
+from ns_multigpu.core.types import Splats, View
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.gaussians import screen_radii
+
+
+def due(period: int, first: int, count: int) -> int | None:
+    """The last multiple of `period` among the images first, first + 1, ..., first + count - 1; None if there is none."""
+    last = (first + count - 1) // period * period
+    return last if last >= first else None
+
+
+@dataclass
+class ReplicatedDensifier(DefaultStrategy):
+    """Adaptive density control (Kerbl et al. 2023, section 5) for replicas.
+
+    All of DefaultStrategy's periods and limits count images. `info` is what `densification_info` returns.
+
+    Attributes:
+        world: the ranks whose statistics are summed.
+        seed: the run's seed.
+    """
+
+    world: World = field(default_factory=World.single)
+    seed: int = 0
+
+    def step_post_backward(
+        self,
+        params: Any,
+        optimizers: dict[str, torch.optim.Optimizer],
+        state: dict[str, Any],
+        step: int,
+        info: Mapping[str, Any],
+        packed: bool = True,
+    ) -> None:
+        """Counts this step's gradients and, when due, refines.
+
+        Args:
+            step: images seen before this step.
+            info: see `densification_info`.
+        """
+        images: int = info["n_cameras"]
+        if step >= self.refine_stop_iter:
+            return
+        self._count(params, state, info)
+        refine = due(self.refine_every, step, images)
+        reset = due(self.reset_every, step, images)
+        if (
+            refine is not None
+            and refine > self.refine_start_iter
+            and refine % self.reset_every >= self.pause_refine_after_reset
+        ):
+            self._refine(params, optimizers, state, refine)
+        if reset is not None:
+            reset_opa(params=params, optimizers=optimizers, state=state, value=self.prune_opa * 2.0)
+
+    def _refine(self, params: Any, optimizers: Any, state: dict[str, Any], image: int) -> None:
+        for name in ("grad2d", "count"):
+            sum_in_place(state[name], self.world)
+        if self.refine_scale2d_stop_iter > 0:
+            max_in_place(state["radii"], self.world)
+        device = state["grad2d"].device
+        # gsplat's operations draw from the default generators: seed them for the while, alike on every rank.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed_from(self.seed, "densify", image))
+            self._grow_gs(params, optimizers, state, image)
+            self._prune_gs(params, optimizers, state, image)
+        for name in ("grad2d", "count", "radii"):
+            if isinstance(state.get(name), Tensor):
+                state[name].zero_()
+
+    @torch.no_grad()
+    def _count(self, params: MutableMapping[str, Tensor], state: dict[str, Any], info: Mapping[str, Any]) -> None:
+        """Adds this rank's rows to the running statistics; `info` holds the rows of the points that it owns."""
+        count, device = len(params["means"]), params["means"].device
+        for name in ("grad2d", "count", *(("radii",) if self.refine_scale2d_stop_iter > 0 else ())):
+            if not isinstance(state.get(name), Tensor):
+                state[name] = torch.zeros(count, device=device)
+        ids, gradients, visible, radii = info["ids"], info["gradients"], info["visible"], info["radii"]
+        state["grad2d"].index_add_(0, ids, gradients * visible)
+        state["count"].index_add_(0, ids, visible)
+        if self.refine_scale2d_stop_iter > 0:
+            state["radii"].scatter_reduce_(0, ids, radii, "amax")
+
+
+@torch.no_grad()
+def densification_info(splats: Splats, views: list[View]) -> dict[str, Any]:
+    """The rows of a step that densification counts, once backward has filled the probe's gradient.
+
+    Gradients are brought to what one view's own loss would give, in units of half an image: the step's loss is the
+    mean over the views, so each is multiplied by their number.
+
+    Returns:
+        `n_cameras`; `ids` [M] int64; `gradients` [M] norms; `visible` [M] 1 where the splat is drawn, else 0; `radii`
+        [M] fractions of the image's longer side.
+    """
+    ids = splats.hits.point_ids.long()
+    place = splats.hits.view_ids.long()
+    device = ids.device
+    half = torch.tensor([[v.width / 2.0, v.height / 2.0] for v in views], device=device)
+    longest = torch.tensor([float(max(v.width, v.height)) for v in views], device=device)
+    probe = splats.probe
+    gradient = torch.zeros(len(splats), 2, device=device)
+    if probe is not None and probe.grad is not None:
+        gradient = probe.grad.to(torch.float32)
+    return {
+        "n_cameras": len(views),
+        "ids": ids,
+        "gradients": (gradient * half[place] * len(views)).norm(dim=-1),
+        "visible": (splats.rows["radii"] > 0).all(-1).float(),
+        "radii": screen_radii(splats).float() / longest[place],
+    }

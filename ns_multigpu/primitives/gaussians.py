@@ -1,0 +1,179 @@
+"""The 3D Gaussian as a primitive (Kerbl et al. 2023), over the native operators."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import cuda_ext
+from ns_multigpu.core.primitive import Primitive
+from ns_multigpu.core.types import Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
+
+TILE = 16
+"""Side of a rasterizer's tile in pixels."""
+
+
+@dataclass(frozen=True)
+class Gaussians(Primitive):
+    """3D Gaussians.
+
+    `Points.params` are what an optimizer sees: `means` [N, 3]; `quats` [N, 4] (w, x, y, z), of any length; `scales`
+    [N, 3], natural logarithms; `opacities` [N, 1] or [N], logits; `features_dc` [N, 3] and `features_rest` [N, R, 3],
+    spherical harmonics, or, with `sh_degree` None, `features_dc` alone: logits of the colour.
+
+    Attributes:
+        sh_degree: harmonics in use now, 0 to 3; None for plain colours.
+        antialiased: scale opacities by what the screen-space blur added (Mip-Splatting's compensation).
+        absgrad: the probe's gradient is the sum over pixels of |d loss / d mean2d| instead of |the sum| (AbsGS).
+        depth: render expected depth as well.
+        eps2d: blur added to the 2D covariance, pixels squared.
+        near, far: depths beyond which nothing is drawn.
+    """
+
+    sh_degree: int | None = 3
+    antialiased: bool = False
+    absgrad: bool = False
+    depth: bool = False
+    eps2d: float = 0.3
+    near: float = 0.01
+    far: float = 1e10
+
+    def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
+        """See `Primitive.cull`: points whose bound reaches the view's rectangle."""
+        some = [views[v] for v in wanted]
+        means = points.params["means"].detach()
+        if not some:
+            empty = torch.empty(0, dtype=torch.int32, device=means.device)
+            return Hits(empty, empty)
+        with torch.no_grad():
+            view_ids, point_ids = cuda_ext.cull(
+                means,
+                points.params["scales"].exp(),
+                points.params["opacities"].sigmoid().reshape(-1),
+                stack_viewmats(some).detach(),
+                stack_intrinsics(some),
+                sizes=_sizes(some),
+                rects=[n for view in some for n in (0, 0, view.width, view.height)],
+                eps2d=self.eps2d,
+                near=self.near,
+                far=self.far,
+            )
+            if list(wanted) != list(range(len(wanted))):
+                place = torch.tensor(list(wanted), dtype=torch.int32, device=view_ids.device)
+                view_ids = place[view_ids.long()]
+        return Hits(view_ids, point_ids)
+
+    def splat(self, points: Points, hits: Hits, views: Sequence[View]) -> Splats:
+        """See `Primitive.splat`.
+
+        Rows: `means2d` [M, 2] pixels, `conics` [M, 3] inverse covariances (xx, xy, yy), `opacities` [M], `features`
+        [M, 3] colours or [M, 4] with the depth, `depths` [M], `radii` [M, 2] half extents in pixels (0: not drawn).
+        """
+        params = points.params
+        viewmats = stack_viewmats(views)
+        means2d, conics, depths, opacities, radii = cuda_ext.project(
+            params["means"],
+            params["quats"],
+            params["scales"].exp(),
+            params["opacities"].sigmoid().reshape(-1),
+            viewmats,
+            stack_intrinsics(views),
+            sizes=_sizes(views),
+            view_ids=hits.view_ids,
+            point_ids=hits.point_ids,
+            eps2d=self.eps2d,
+            near=self.near,
+            far=self.far,
+            antialiased=self.antialiased,
+        )
+        features = self._colors(points, hits, viewmats)
+        if self.depth:
+            features = torch.cat([features, depths[:, None]], dim=-1)
+        probe = torch.zeros_like(means2d, requires_grad=torch.is_grad_enabled())
+        if not self.absgrad:
+            means2d = means2d + probe
+        rows = {
+            "means2d": means2d,
+            "conics": conics,
+            "opacities": opacities,
+            "features": features,
+            "depths": depths,
+            "radii": radii,
+        }
+        return Splats(hits, rows, probe)
+
+    def render(self, splats: Splats, patches: Sequence[Patch], views: Sequence[View]) -> list[Pixels]:
+        """See `Primitive.render`: alpha blending front to back, tile by tile."""
+        rows = splats.rows
+        rectangles = [patch.rendered(views[patch.view]) for patch in patches]
+        flat = [
+            n for patch, rectangle in zip(patches, rectangles, strict=True) for n in (patch.view, *rectangle)
+        ]
+        tile_offsets, row_ids = cuda_ext.intersect(
+            rows["means2d"].detach(),
+            rows["conics"].detach(),
+            rows["opacities"].detach(),
+            rows["radii"],
+            rows["depths"].detach(),
+            splats.hits.view_ids,
+            patches=flat,
+            tile_size=TILE,
+        )
+        out, alpha = cuda_ext.rasterize(
+            rows["means2d"],
+            rows["conics"],
+            rows["opacities"],
+            rows["features"],
+            tile_offsets,
+            row_ids,
+            patches=flat,
+            tile_size=TILE,
+            absgrad_probe=splats.probe if self.absgrad else None,
+        )
+        result: list[Pixels] = []
+        start = 0
+        for patch, (x0, y0, x1, y1) in zip(patches, rectangles, strict=True):
+            height, width = y1 - y0, x1 - x0
+            piece = slice(start, start + height * width)
+            start += height * width
+            image = out[piece].reshape(height, width, -1)
+            opacity = alpha[piece].reshape(height, width, 1)
+            depth = image[..., 3:4] / opacity.clamp(min=1e-10) if self.depth else None
+            result.append(Pixels(patch, image[..., :3], opacity, depth))
+        return result
+
+    def _colors(self, points: Points, hits: Hits, viewmats: Tensor) -> Tensor:
+        params = points.params
+        if self.sh_degree is None:
+            return params["features_dc"].sigmoid()[hits.point_ids.long()]
+        rotation, translation = viewmats[:, :3, :3], viewmats[:, :3, 3:]
+        centers = -(rotation.transpose(1, 2) @ translation).squeeze(-1)
+        return cuda_ext.sh_colors(
+            self.sh_degree,
+            params["means"],
+            centers,
+            params["features_dc"],
+            params["features_rest"],
+            view_ids=hits.view_ids,
+            point_ids=hits.point_ids,
+        )
+
+
+def screen_radii(splats: Splats) -> Tensor:
+    """Radius in pixels of the 3-sigma circle around each splat, [M]; 0 where it is not drawn.
+
+    What 3DGS's densification calls a point's size on screen. From the conic: the largest eigenvalue of the covariance
+    is the inverse of the smallest of its inverse.
+    """
+    a, b, c = splats.rows["conics"].detach().unbind(-1)
+    middle, determinant = 0.5 * (a + c), a * c - b * b
+    # The small root through the large one: subtracting would cancel for long thin splats.
+    largest = middle + (middle * middle - determinant).clamp(min=0.0).sqrt()
+    smallest = determinant / largest.clamp(min=1e-12)
+    radius = (3.0 * smallest.clamp(min=1e-12).rsqrt()).ceil()
+    return torch.where((splats.rows["radii"] > 0).all(-1), radius, torch.zeros_like(radius))
+
+
+def _sizes(views: Sequence[View]) -> list[int]:
+    return [n for view in views for n in (view.width, view.height)]

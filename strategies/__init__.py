@@ -1,0 +1,16 @@
+"""The strategies, by name. To add one: write its file, add its line.
+
+Each is a function from a world to a `Strategy` for it.
+"""
+
+from collections.abc import Callable
+
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.world import World
+from strategies.batch import batch
+from strategies.single import single
+
+STRATEGIES: dict[str, Callable[[World], Strategy]] = {
+    "single": single,
+    "batch": batch,
+}

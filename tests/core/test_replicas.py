@@ -1,0 +1,53 @@
+"""The checksum of replicas finds what differs, and says where."""
+
+import pytest
+import torch
+
+from ns_multigpu.core.replicas import ReplicaDivergedError, assert_identical, checksum
+from ns_multigpu.core.world import World
+from tests.ranks import run_ranks
+
+
+def test_checksum_notices_bits_swaps_and_moves() -> None:
+    x = torch.randn(1000, 3)
+    same = checksum(x)
+    assert torch.equal(same, checksum(x.clone()))
+    changed = x.clone()
+    changed[500, 1] = torch.nextafter(changed[500, 1], torch.tensor(9.0))
+    swapped = x.clone()
+    swapped[[3, 4]] = swapped[[4, 3]]
+    for other in (changed, swapped, x.roll(1, 0), -x):
+        assert not torch.equal(same, checksum(other))
+    assert checksum(torch.zeros(0)).item() == 0
+    assert checksum(torch.tensor([True, False])).item() == 1
+
+
+def _compare(world: World, harm: str) -> str:
+    tensors = {"means": torch.arange(12.0).reshape(4, 3), "opacities": torch.ones(4)}
+    if world.rank == 1:
+        if harm == "value":
+            tensors["means"][2, 1] += 1e-6
+        elif harm == "count":
+            tensors["opacities"] = torch.ones(5)
+        elif harm == "name":
+            tensors["extra"] = torch.ones(1)
+    try:
+        assert_identical(tensors, world, step=70)
+    except ReplicaDivergedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        ("none", []),
+        ("value", ["step 70", "means", "[1]"]),
+        ("count", ["step 70", "opacities", "5"]),
+        ("name", ["step 70", "extra"]),
+    ],
+)
+def test_every_rank_stops_and_names_the_difference(harm: str, words: list[str]) -> None:
+    for message in run_ranks(_compare, 2, harm):
+        assert bool(message) == bool(words)
+        assert all(word in message for word in words), message

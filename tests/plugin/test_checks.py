@@ -1,0 +1,118 @@
+"""Each kind of bad input is refused with a message that names it and its remedy; good input passes."""
+
+from pathlib import Path
+
+import pytest
+
+from ns_multigpu.plugin import checks
+from ns_multigpu.plugin.errors import InputError, WorkerFailed, show
+from ns_multigpu.plugin.ranks import Ranks
+
+FOUR = Ranks(rank=5, size=8, local_rank=1, local_size=4, machines=2)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "ranks", "gpus", "said"),
+    [
+        ("cuda", 4, None, 2, r"--machine.num-devices 4 asks for 4 CUDA devices, and torch sees 2 .*num-devices 2"),
+        ("cuda", 1, None, 0, "torch sees none on this machine. Add --machine.device-type cpu"),
+        ("cuda", 4, FOUR, 3, "torchrun --nproc-per-node 4 asks for 4 CUDA devices.*--nproc-per-node 3"),
+        ("cpu", 2, FOUR, 0, "--machine.num-devices 2 disagrees with the launcher, which has started 4"),
+        ("cpu", 0, None, 0, "--machine.num-devices 0: at least one"),
+        ("cpu", -1, FOUR, 0, "--machine.num-devices -1: at least one"),
+        ("mps", 1, None, 0, "device-type mps is not supported. Choose"),
+    ],
+)
+def test_devices_refused(device: str, asked: int, ranks: Ranks | None, gpus: int, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        checks.check_devices(device, asked, ranks, gpus)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "ranks", "gpus"),
+    [("cuda", 4, None, 4), ("cuda", 1, FOUR, 4), ("cuda", 4, FOUR, 8), ("cpu", 7, None, 0), ("cpu", 4, FOUR, 0)],
+)
+def test_devices_accepted(device: str, asked: int, ranks: Ranks | None, gpus: int) -> None:
+    checks.check_devices(device, asked, ranks, gpus)
+
+
+def test_several_machines_get_the_torchrun_command() -> None:
+    argv = ["splatfacto-batch", "--machine.num-machines", "2", "--machine.machine-rank=1", "--data", "my capture"]
+    argv += ["--machine.dist_url", "tcp://hal:1234", "--machine.num-devices", "4"]
+    with pytest.raises(InputError) as caught:
+        checks.check_machines(2, 1, 4, "tcp://hal:1234", None, argv)
+    assert str(caught.value).splitlines()[-1] == (
+        "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr hal --master-port 1234 "
+        "-m nerfstudio.scripts.train splatfacto-batch --data 'my capture' --machine.num-devices 4"
+    )
+    assert "--master-addr MASTER --master-port 29500" in checks.torchrun_command(argv, 4, 2, 0, "auto")
+
+
+def test_machines_and_launcher() -> None:
+    checks.check_machines(1, 0, 4, "auto", None, [])
+    checks.check_machines(1, 0, 4, "auto", FOUR, [])
+    checks.check_machines(2, 0, 4, "auto", FOUR, [])
+    with pytest.raises(InputError, match="num-machines 3 disagrees with the launcher, which spans 2"):
+        checks.check_machines(3, 0, 4, "auto", FOUR, [])
+    with pytest.raises(InputError, match="num-machines 0"):
+        checks.check_machines(0, 0, 4, "auto", None, [])
+
+
+def test_run_folder(tmp_path: Path) -> None:
+    checks.check_run_folder(tmp_path / "new" / "run")
+    assert list((tmp_path / "new" / "run").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"file/run cannot be written: Not a directory.*--output-dir DIR"):
+        checks.check_run_folder(tmp_path / "file" / "run")
+
+
+def test_strategy() -> None:
+    checks.check_strategy("batch", {"single": 1, "batch": 2})
+    with pytest.raises(InputError, match=r"no strategy 'bacth'. Did you mean 'batch'\? .*are: batch, single"):
+        checks.check_strategy("bacth", {"single": 1, "batch": 2})
+    with pytest.raises(InputError, match=r"no strategy 'xyzzy'. The strategies are"):
+        checks.check_strategy("xyzzy", ["single", "batch"])
+
+
+def test_views() -> None:
+    checks.check_views(4, 4)
+    with pytest.raises(InputError, match=r"has 3 training views for 4 workers.*--machine.num-devices 3 or fewer"):
+        checks.check_views(3, 4)
+
+
+def test_views_per_rank_and_accumulation() -> None:
+    checks.check_views_per_rank(1)
+    with pytest.raises(InputError, match=r"--pipeline.views-per-rank 0: each rank"):
+        checks.check_views_per_rank(0)
+    checks.check_no_accumulation({"means": 1})
+    with pytest.raises(InputError, match=r"set for quats, .*--pipeline.views-per-rank N"):
+        checks.check_no_accumulation({"means": 1, "quats": 4})
+
+
+def test_seed_points() -> None:
+    checks.check_seed_points(1, random_init=False)
+    checks.check_seed_points(0, random_init=True)
+    with pytest.raises(InputError, match=r"no seed points.*--pipeline.model.random-init True"):
+        checks.check_seed_points(0, random_init=False)
+
+
+def test_operators() -> None:
+    checks.check_operators("cpu", None)
+    checks.check_operators("cuda", "No C++ compiler.")
+    with pytest.raises(InputError, match=r"training on CPU needs cannot be built. No C\+\+ compiler. Install one"):
+        checks.check_operators("cpu", "No C++ compiler. Install one.")
+
+
+def test_errors_are_shown_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    show(InputError("Give [a] number."))
+    assert "Give [a] number." in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "5")
+    show(InputError("Give a number.\nOr two."))
+    assert capsys.readouterr().err == "rank 5: Give a number.\n"
+    show(WorkerFailed("Worker 0 failed", "Traceback of the worker"))
+    said = capsys.readouterr().err
+    assert said.index("Traceback of the worker") < said.index("Worker 0 failed")

@@ -1,0 +1,170 @@
+"""Starting and ending workers, through the launcher and through the real `ns-train`, alone and under torchrun."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ns_multigpu.plugin.errors import InputError, WorkerFailed
+from ns_multigpu.plugin.launch import cores, run_workers
+from tests.plugin.toy import ToyConfig, reports
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's, without what a launcher around the tests may have set."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "OMP_NUM"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "TOY"):
+        ours.pop(name, None)
+    return {**ours, "PYTHONPATH": str(ROOT), "NS_MULTIGPU_OPS": "reference", "COLUMNS": "100", **extra}
+
+
+def ns_train(*arguments: str, launcher: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+    """`ns-train toy ARGUMENTS` in processes of its own."""
+    command = [sys.executable, *(("-m", "torch.distributed.run", *launcher) if launcher else ())]
+    command += ["-m", "nerfstudio.scripts.train", "toy", *arguments]
+    variables["NERFSTUDIO_METHOD_CONFIGS"] = "toy=tests.plugin.toy_method:toy"
+    env = environment(**variables)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150, check=False)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie that its parent has not yet collected does not)."""
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+
+
+def wait_until(condition: Any, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in set(os.environ) - set(environment()):
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_workers_meet_and_share_seed_and_cores(tmp_path: Path, clean_environment: pytest.MonkeyPatch) -> None:
+    run_workers(ToyConfig(str(tmp_path)), 3)
+    seen = reports(tmp_path)
+    assert [tuple(one["place"]) for one in seen] == [(rank, 3, rank, 3) for rank in range(3)]
+    assert [tuple(one["asked"]) for one in seen] == [(rank, 3) for rank in range(3)]
+    assert {one["sum"] for one in seen} == {6.0}
+    assert len({one["draw"] for one in seen}) == 1
+    assert {one["threads"] for one in seen} == {max(1, cores() // 3)}
+    assert "OMP_NUM_THREADS" not in os.environ and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("conduct", "kind", "said"),
+    [
+        ("raise", WorkerFailed, "Worker 1 failed.*\n.*the toy is broken"),
+        ("input", InputError, "no such toy; choose another"),
+        ("exit", WorkerFailed, "Worker 1 failed.*\nSystemExit: 3"),
+        ("kill", WorkerFailed, "Worker 1 was killed by SIGKILL"),
+    ],
+)
+def test_a_failing_worker_ends_all_and_is_named(
+    tmp_path: Path, clean_environment: pytest.MonkeyPatch, conduct: str, kind: type[Exception], said: str
+) -> None:
+    clean_environment.setenv("TOY", conduct)
+    start = time.monotonic()
+    with pytest.raises(kind, match=said) as caught:
+        run_workers(ToyConfig(str(tmp_path)), 2)
+    assert time.monotonic() - start < 60  # rank 0 sits in a barrier for ten minutes unless it is ended
+    if conduct == "raise":
+        assert isinstance(caught.value, WorkerFailed)
+        assert 'raise KeyError("the toy is broken")' in caught.value.report
+    assert all(wait_until(lambda pid=one["pid"]: not alive(pid), 5) for one in reports(tmp_path))
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_stays_behind(tmp_path: Path, how: signal.Signals) -> None:
+    program = (
+        "from ns_multigpu.plugin.launch import run_workers; from tests.plugin.toy import ToyConfig\n"
+        f"if __name__ == '__main__': run_workers(ToyConfig({str(tmp_path)!r}), 2)"
+    )
+    script = tmp_path / "main.py"
+    script.write_text(program)
+    process = subprocess.Popen(
+        [sys.executable, str(script)], cwd=ROOT, env=environment(TOY="wait"), stderr=subprocess.PIPE, text=True
+    )
+    assert wait_until(lambda: len(reports(tmp_path)) == 2 or process.poll() is not None, 60)
+    process.send_signal(how)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == (-how if how == signal.SIGKILL else 128 + how)
+    if how != signal.SIGKILL:
+        assert f"Stopped by {how.name}" in said and "Traceback" not in said
+    seen = reports(tmp_path)
+    assert len(seen) == 2 and all(wait_until(lambda pid=one["pid"]: not alive(pid), 5) for one in seen)
+
+
+def check_one_run_folder(output: Path, workers: int, machines: int = 1) -> list[Mapping[str, Any]]:
+    """One config.yml, which loads as `ns-eval` loads it and says what was asked for; the ranks' reports beside it."""
+    from nerfstudio.engine.trainer import TrainerConfig
+
+    configs = list(output.glob("**/config.yml"))
+    assert len(configs) == 1
+    config = yaml.load(configs[0].read_text(), Loader=yaml.Loader)
+    assert isinstance(config, TrainerConfig)
+    assert (config.machine.num_devices, config.machine.num_machines) == (workers // machines, machines)
+    assert "_asked" not in configs[0].read_text() and config.get_base_dir() == configs[0].parent
+    assert {path.parent for path in output.glob("**/rank-*.json")} == {configs[0].parent}
+    seen = reports(configs[0].parent)
+    assert [tuple(one["place"]) for one in seen] == [(rank, workers, rank, workers) for rank in range(workers)]
+    assert {one["sum"] for one in seen} == {workers * (workers + 1) / 2}
+    assert {one["devices"] for one in seen} == {workers // machines}
+    assert len({one["draw"] for one in seen}) == 1
+    return seen
+
+
+def test_ns_train_starts_cpu_workers(tmp_path: Path) -> None:
+    done = ns_train("--machine.device-type", "cpu", "--machine.num-devices", "2", "--output-dir", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_one_run_folder(tmp_path, 2)
+    assert done.stdout.count("─ Config ─") == 1
+
+
+def test_ns_train_alone_is_a_world_of_one(tmp_path: Path) -> None:
+    done = ns_train("--machine.device-type", "cpu", "--output-dir", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_one_run_folder(tmp_path, 1)
+
+
+def test_ns_train_under_torchrun_shares_one_run_folder(tmp_path: Path) -> None:
+    done = ns_train(
+        "--machine.device-type", "cpu", "--output-dir", str(tmp_path), launcher=("--standalone", "--nproc-per-node=2")
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_one_run_folder(tmp_path, 2)
+    assert done.stdout.count("─ Config ─") == 1
+
+
+def test_bad_input_is_one_message_at_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    arguments = ("--machine.device-type", "cpu", "--machine.num-devices", "2")
+    done = ns_train(*arguments, "--output-dir", str(tmp_path / "file" / "runs"))
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr and "--output-dir DIR" in done.stderr and "Not a directory" in done.stderr
+
+
+def test_bad_input_under_torchrun_reaches_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    arguments = ("--machine.device-type", "cpu", "--output-dir", str(tmp_path / "file" / "runs"))
+    done = ns_train(*arguments, launcher=("--standalone", "--nproc-per-node=2"))
+    assert done.returncode != 0
+    assert "--output-dir DIR" in done.stderr and "rank 1: The run folder" in done.stderr
