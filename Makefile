@@ -19,7 +19,7 @@ venv: $(STAMP) ## .venv with the exact versions of requirements.lock and this pa
 
 $(STAMP): requirements.lock pyproject.toml
 	@[ -n "$(PYTHON)" ] || { echo "No Python 3.10, 3.11 or 3.12 was found. Install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
-	@command -v c++ g++ clang++ >/dev/null || { echo "No C++ compiler was found. On Debian or Ubuntu: sudo apt install g++"; exit 1; }
+	@[ -n "$$CXX" ] || command -v c++ g++ clang++ >/dev/null || { echo "No C++ compiler was found. On Debian or Ubuntu: sudo apt install g++"; exit 1; }
 	@echo "==> Making $(VENV) with $$($(PYTHON) --version)"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "This Python cannot make virtual environments. On Debian or Ubuntu: sudo apt install python3-venv"; exit 1; }
@@ -30,7 +30,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $@
 
 demo: venv ## a city on two workers: train, evaluate, render a video, print a table (demo-output/)
-	@$(BIN)/python demo/run.py --workers $(WORKERS)
+	@$(BIN)/python -m demo.run --workers $(WORKERS)
 
 test: venv ## the whole test suite
 	@$(BIN)/python -m pytest

@@ -8,6 +8,7 @@ the compiling process die. The library appears by an atomic rename, so no proces
 
 import contextlib
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -26,7 +27,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from torch.utils import cpp_extension
 
 COMPILERS = ("c++", "g++", "clang++")
 REMEDY = (
@@ -149,6 +149,10 @@ class NativeLibrary:
         workshop = Path(tempfile.mkdtemp(prefix=f".{target.stem}-", dir=target.parent))
         try:
             _compile_and_link(self, workshop / target.name)
+            if self.path() != target:
+                raise NativeBuildError(
+                    "The sources of the native operators changed while they were compiled: run again."
+                )
             os.replace(workshop / target.name, target)
         finally:
             shutil.rmtree(workshop, ignore_errors=True)
@@ -172,17 +176,31 @@ def _cores() -> int:
     return max(1, int(limit) if limit.isdigit() else len(os.sched_getaffinity(0)))
 
 
+def _torch_folders() -> tuple[list[str], list[str]]:
+    """Where torch's headers and libraries lie."""
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # on import it warns of a CUDA toolkit without a GPU, which is of no concern here
+    try:
+        from torch.utils import cpp_extension
+    finally:
+        logger.setLevel(level)
+    return cpp_extension.include_paths(), cpp_extension.library_paths()
+
+
 def _compile_and_link(library: NativeLibrary, output: Path) -> None:
+    torch_folders = _torch_folders()
     compiler = find_compiler()
     if compiler is None:
         raise NativeBuildError(compiler_problem() or f"No C++ compiler. {REMEDY}")
-    includes = [f"-I{library.include}", *(f"-isystem{path}" for path in cpp_extension.include_paths())]
+    includes = [f"-I{library.include}", *(f"-isystem{path}" for path in torch_folders[0])]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     objects = {source: output.parent / f"{source.stem}.o" for source in library.sources}
     console, start = Console(stderr=True), time.monotonic()
     console.print(
         f"Compiling {len(objects)} C++ files of the native operators with {' '.join(compiler)} (once per machine; "
-        "typically 30 to 60 seconds on 2 cores) ..."
+        "typically 30 to 60 seconds on 2 cores) ...",
+        soft_wrap=True,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress, ThreadPoolExecutor(_cores()) as pool:
@@ -195,14 +213,17 @@ def _compile_and_link(library: NativeLibrary, output: Path) -> None:
             for job in as_completed(jobs):
                 job.result()
                 progress.update(task, advance=1, description=f"Compiled {jobs[job].name}")
-        except NativeBuildError:
-            pool.shutdown(cancel_futures=True)
+        except BaseException:  # Ctrl-C too: start no further compiler
+            pool.shutdown(wait=False, cancel_futures=True)
             raise
-        folders = [f"-L{path}" for path in cpp_extension.library_paths()]
+        folders = [f"-L{path}" for path in torch_folders[1]]
         inputs = [str(object_) for object_ in objects.values()]
         _run([*compiler, "-shared", "-fopenmp", *inputs, *folders, *LIBRARIES, "-o", str(output)])
         progress.update(task, advance=1)
-    console.print(f"Compiled the native operators in {time.monotonic() - start:.0f} s, kept in {output.parents[1]}")
+    console.print(
+        f"Compiled the native operators in {time.monotonic() - start:.0f} s, kept in {output.parents[1]}",
+        soft_wrap=True,
+    )
 
 
 def _run(command: Sequence[str]) -> None:

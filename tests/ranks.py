@@ -15,7 +15,9 @@ import torch.multiprocessing as mp
 from ns_multigpu.core.world import World
 
 
-def run_ranks(function: Callable[..., Any], size: int, *args: Any, device: str = "cpu", seconds: int = 120) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], size: int, *args: Any, device: str = "cpu", seconds: int = 120
+) -> list[Any]:
     """Calls `function(world, *args)` on `size` new processes; returns what each returned, by rank.
 
     Functions and arguments must be picklable. A world of one runs in this process. The first rank that fails ends the

@@ -1,3 +1,5 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """The sum of replicated parameters' gradients, in a few large all-reduces that start while backward still runs.
 
 DistributedDataParallel does this for a module whose parameters never change. Densification replaces ours, so the

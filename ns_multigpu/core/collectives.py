@@ -1,3 +1,5 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Differentiable collectives. Each carries its mirror: what moves one way forwards moves the other way backwards.
 
 The convention of all of them: the loss of the job is the *sum* of the ranks' losses, and a rank's gradient is that of
@@ -5,7 +7,7 @@ the sum. In a world of one each is the identity. All take empty tensors, and row
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -127,7 +129,7 @@ def sum_in_place(x: Tensor, world: World, *, async_op: bool = False) -> Any:
     if world.group is None or x.numel() == 0:
         return None
     world.traffic.add(2 * (world.size - 1) * x.nbytes // world.size)
-    return dist.all_reduce(x, group=world.group, async_op=async_op)
+    return cast(Any, dist.all_reduce(x, group=world.group, async_op=async_op))
 
 
 def max_in_place(x: Tensor, world: World) -> None:

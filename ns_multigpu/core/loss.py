@@ -45,7 +45,7 @@ def photometric_loss(rgb: Tensor, target: Tensor, patch: Patch, view: View, ssim
         scale = 255.0 if not target.dtype.is_floating_point else 1.0
         difference = (rgb - target.to(rgb.dtype) / scale)[y0:y1, x0:x1]
         return difference.abs().sum() / (3 * view.width * view.height)
-    l1_sum, ssim_sum = cuda_ext.l1_ssim(rgb, target, patch.inner(view))
+    l1_sum, ssim_sum, _ = cuda_ext.l1_ssim(rgb, target, patch.inner(view))
     l1 = l1_sum / (3 * view.width * view.height)
     if ssim_lambda == 0:
         return l1

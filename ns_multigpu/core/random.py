@@ -1,6 +1,9 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Random numbers that depend on what they are for, never on who draws them."""
 
 import hashlib
+from typing import cast
 
 import torch
 
@@ -18,4 +21,5 @@ def keyed_generator(*key: int | str, device: torch.device | str = "cpu") -> torc
 
 def keyed_permutation(count: int, *key: int | str) -> list[int]:
     """A permutation of range(count), drawn by a key."""
-    return [int(i) for i in torch.randperm(count, generator=keyed_generator(*key)).tolist()]
+    order = torch.randperm(count, generator=keyed_generator(*key))
+    return cast(list[int], order.tolist())

@@ -1,6 +1,9 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """A cheap proof that replicas are still replicas."""
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -40,8 +43,10 @@ def assert_identical(tensors: Mapping[str, Tensor], world: World, step: int) -> 
     if world.group is None:
         return
     names = sorted(tensors)
-    sums = torch.stack([checksum(tensors[name]) for name in names]).tolist() if names else []
-    rows = [len(names), *(v for name, s in zip(names, sums, strict=True) for v in (tensors[name].numel(), int(s)))]
+    sums: list[int] = []
+    if names:
+        sums = cast(list[int], torch.stack([checksum(tensors[name]) for name in names]).tolist())
+    rows = [len(names), *(v for name, s in zip(names, sums, strict=True) for v in (tensors[name].numel(), s))]
     lengths = [row[0] for row in all_gather_ints([len(rows)], world)]
     if len(set(lengths)) > 1:
         listed = all_gather_objects(names, world)

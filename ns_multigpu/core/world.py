@@ -1,3 +1,5 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """This process's place among the others.
 
 A world of one has no process group and its collectives do nothing: the code above never asks whether it is distributed.
@@ -6,6 +8,7 @@ A world of one has no process group and its collectives do nothing: the code abo
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +31,7 @@ class World:
         device: where this rank computes.
         group: all ranks, NCCL on CUDA and gloo on CPU; None in a world of one.
         local_group: the ranks of this machine, same backend; None in a world of one.
-        control: all ranks, always gloo on host memory: decisions that must not touch the device; None in a world of one.
+        control: all ranks, gloo on host memory, for decisions that must not touch the device; None in a world of one.
         traffic: bytes this rank has sent.
     """
 
@@ -98,7 +101,7 @@ class World:
         Machines are told apart by GROUP_RANK, which torchrun sets; without it all ranks count as one machine's.
         """
         rank, size = dist.get_rank(), dist.get_world_size()
-        control = dist.new_group(backend="gloo", timeout=timeout)
+        control = _new_group(None, timeout, backend="gloo")
         machine = torch.tensor([int(os.environ.get("GROUP_RANK", "0"))])
         machines = [torch.zeros_like(machine) for _ in range(size)]
         dist.all_gather(machines, machine, group=control)
@@ -106,7 +109,7 @@ class World:
         local_group: ProcessGroup | None = None
         for one in sorted(set(ids)):
             # Every rank takes part in the making of every group, its own or not: torch.distributed asks for that.
-            group = dist.new_group([r for r in range(size) if ids[r] == one], timeout=timeout)
+            group = _new_group([r for r in range(size) if ids[r] == one], timeout)
             if one == ids[rank]:
                 local_group = group
         neighbours = [r for r in range(size) if ids[r] == ids[rank]]
@@ -125,3 +128,7 @@ class World:
         """Ends the process groups, if this world has any."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _new_group(ranks: list[int] | None, timeout: timedelta, backend: str | None = None) -> ProcessGroup:
+    return cast(ProcessGroup, dist.new_group(ranks, timeout=timeout, backend=backend))

@@ -61,11 +61,11 @@ def wall_colour(
 
     # The wall itself: bricks in rows, plaster with stains, panels of concrete, a band at each storey.
     dirt = fractal(61, along + 37 * random, p[2], fp, (6.0, 1.6, 0.5, 0.16, 0.06), (0.22, 0.16, 0.16, 0.16, 0.2))
-    row = z / 0.16
-    shift = along / 0.42 + 0.5 * (row.floor() % 2)
-    near = (1.0 - fp / 0.2).clamp(0, 1)
+    row = z / 0.10
+    shift = along / 0.28 + 0.5 * (row.floor() % 2)
+    near = (1.0 - fp / 0.13).clamp(0, 1)
     stone = hash_unit(62, shift.floor().long(), row.floor().long()) - 0.5
-    mortar = 1 - pulse(shift, fp / 0.42, 0.05, 1.0) * pulse(row, fp / 0.16, 0.12, 1.0)
+    mortar = 1 - pulse(shift, fp / 0.28, 0.05, 1.0) * pulse(row, fp / 0.10, 0.14, 1.0)
     bricks = brick * (0.5 * stone * near - 0.12 * mortar)
     panels = concrete * -0.35 * (1 - pulse(u, wu, 0.012, 1.0) * pulse(v, wv, 0.015, 1.0))
     streaks = plaster * fractal(63, along * 3.0, p[2] * 0.35, fp * 2, (1.3, 0.4), (0.14, 0.12))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ns_multigpu.data.solids import Shape, Solids
 
-CELL = 7.0
+CELL = 5.0
 """Side of a cell, metres."""
 FAR = 1e9
 """A distance beyond everything."""

@@ -65,6 +65,17 @@ def value_noise(seed: int, u: Tensor, v: Tensor) -> Tensor:
     return low + (c + (d - c) * x - low) * y
 
 
+def value_noise_3d(seed: int, u: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """Value noise in space: two layers of the plane's lattice, shifted by their height, blended (arguments as above)."""
+    layer = w.floor()
+    z = w - layer
+    z = z * z * (3.0 - 2.0 * z)
+    # Shifts by whole numbers keep the lattice; primes keep layers apart.
+    low = value_noise(seed, u + 37.0 * layer, v + 101.0 * layer)
+    high = value_noise(seed, u + 37.0 * (layer + 1.0), v + 101.0 * (layer + 1.0))
+    return low + (high - low) * z
+
+
 def fractal(
     seed: int, u: Tensor, v: Tensor, footprint: Tensor, wavelengths: Sequence[float], gains: Sequence[float]
 ) -> Tensor:

@@ -1,6 +1,8 @@
 """Pictures: rays through pixels, averaged; and depth."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -47,6 +49,24 @@ def default_chunk(device: torch.device) -> int:
     return 1 << 17 if device.type == "cpu" else 1 << 22
 
 
+@contextmanager
+def single_threaded(device: torch.device) -> Iterator[None]:
+    """One core for this thread while it renders on a CPU.
+
+    The thousands of small operations of a picture gain little from being split, and each split waits for the slowest
+    core: on a busy machine a hundred times longer than the work. Views are rendered side by side instead.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)  # of the calling thread: OpenMP keeps the number per thread
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 @lru_cache(maxsize=16)
 def _jitter(samples: int, device: torch.device) -> Tensor:
     """[2, TILE * TILE, samples] places in a pixel: one at random in each cell of the finest near-square grid."""
@@ -79,8 +99,13 @@ def render_rgb(scene: Scene, camera: Pinhole, samples: int, chunk: int | None = 
     Returns:
         [height, width, 3] uint8 on the scene's device.
     """
+    with single_threaded(scene.device):
+        return _render_rgb(scene, camera, samples, chunk or default_chunk(scene.device))
+
+
+def _render_rgb(scene: Scene, camera: Pinhole, samples: int, chunk: int) -> Tensor:
     device = scene.device
-    step = max(1, (chunk or default_chunk(device)) // samples)
+    step = max(1, chunk // samples)
     jitter = _jitter(samples, device)
     total = camera.width * camera.height
     result = torch.empty(total, 3, dtype=torch.uint8, device=device)
@@ -101,8 +126,12 @@ def render_rgb(scene: Scene, camera: Pinhole, samples: int, chunk: int | None = 
 @torch.no_grad()
 def render_depth(scene: Scene, camera: Pinhole, chunk: int | None = None) -> Tensor:
     """Depth along the camera's axis through the middle of each pixel: [height, width] float32 metres, 0 for sky."""
-    device = scene.device
-    step = chunk or default_chunk(device)
+    with single_threaded(scene.device):
+        return _render_depth(scene, camera, chunk or default_chunk(scene.device))
+
+
+def _render_depth(scene: Scene, camera: Pinhole, chunk: int) -> Tensor:
+    device, step = scene.device, chunk
     total = camera.width * camera.height
     result = torch.empty(total, device=device)
     for start in range(0, total, step):

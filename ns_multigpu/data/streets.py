@@ -53,8 +53,10 @@ def add_trees(plan: Plan, pile: Pile, rng: np.random.Generator) -> None:
         u, v = np.abs(x - corner_x[park] - INNER / 2), np.abs(y - corner_y[park] - INNER / 2)
         clear = (np.hypot(u, v) > 17.0) & (np.minimum(u, v) > 4.0)  # the pond and the paths stay open
         places.append((x[clear], y[clear], h[clear]))
-    outside = rng.uniform(-plan.half - 28, plan.half + 28, (2, 40 * plan.blocks + 40))
-    far = np.abs(outside).max(0) > plan.half + 4
+    # Outside, a belt of wood that thickens outwards closes the view along the ground.
+    outside = rng.uniform(-plan.half - 34, plan.half + 34, (2, 260 * (plan.blocks + 1)))
+    past = np.abs(outside).max(0) - plan.half
+    far = (past > 4) & (rng.random(len(past)) < np.clip(past / 34, 0.03, 1) ** 2) & (past > 0)
     near_road = (np.abs(outside[:, None, :] - plan.roads()[None, :, None]).min(1) < ROAD).any(0)
     x, y = outside[:, far & ~near_road]
     places.append((x, y, rng.uniform(5.0, 10.0, len(x))))

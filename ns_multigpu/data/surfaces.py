@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ns_multigpu.data.noise import fractal, hash_unit, mix, pulse
+from ns_multigpu.data.noise import fractal, hash_unit, mix, pulse, value_noise_3d
 from ns_multigpu.data.shapes import Columns
 
 
@@ -43,15 +43,17 @@ def tiles_colour(p: Columns, normal: Tensor, attributes: Columns, fp: Tensor) ->
 def leaves_colour(p: Columns, normal: Tensor, attributes: Columns, fp: Tensor) -> tuple[Tensor, Tensor]:
     """Colour [3, n] of crowns, and normals [3, n] ruffled as if by clumps of leaves."""
     random = attributes[3]
-    # Two oblique planes of noise together vary along every direction of the crown's surface.
-    a, b = p[0] + 0.7 * p[2], p[1] - 0.6 * p[2]
-    c, e = p[0] - 0.8 * p[2], p[1] + 0.5 * p[0]
-    waves, gains = (1.1, 0.45, 0.19, 0.08), (0.9, 0.9, 0.8, 0.6)
-    one = fractal(101, a, b, fp, waves, gains)
-    two = fractal(102, c, e, fp, waves, gains)
-    bumpy = normal + 0.85 * torch.stack([one, two, 0.5 * (one - two)])
+    one, two = torch.zeros_like(fp), torch.zeros_like(fp)
+    for wavelength, gain in ((0.95, 0.8), (0.4, 1.0), (0.16, 1.1)):
+        fade = gain * (1.25 - (2.5 / wavelength) * fp).clamp(0, 1)
+        if not bool(fade.any()):
+            continue
+        q = [c / wavelength for c in p]
+        one += fade * (value_noise_3d(101, q[0], q[1], q[2]) - 0.5)
+        two += fade * (value_noise_3d(102, q[1] + 31.7, q[0], q[2]) - 0.5)
+    bumpy = normal + 0.9 * torch.stack([one, two, 0.7 * (one - two)])
     bumpy = bumpy / bumpy.norm(dim=0).clamp_min(1e-6)
-    clump = (1 + 0.45 * (one + two)).clamp(0.25, 1.9)
+    clump = (1 + 0.6 * (one + two)).clamp(0.15, 2.0)
     inner = 0.62 + 0.38 * (normal[2] * 0.5 + 0.5)  # the lower side of a crown is darker
     autumn = (random > 0.9).float()
     colour = torch.stack(attributes[:3])
@@ -76,7 +78,8 @@ def car_colour(
     tyre = (~cabin & side).float() * ((wheel * wheel + (z - 0.08) * (z - 0.08)) < 0.36 * 0.36).float()
     sill = (~cabin).float() * (z < 0.12).float() * (normal[2] < 0.5).float()
     front = torch.where(along_x, normal[0].abs(), normal[1].abs()) > 0.5
-    lights = (~cabin & front).float() * ((z > 0.34) & (z < 0.5)).float()
+    across = torch.where(along_x, p[1] - 0.5 * (g[1] + g[4]), p[0] - 0.5 * (g[0] + g[3])).abs()
+    lights = (~cabin & front).float() * ((z > 0.36) & (z < 0.5) & (across > 0.5) & (across < 0.8)).float()
     paint = torch.stack(attributes[:3])
     dark = torch.full_like(paint, 0.025)
     colour = mix(paint, dark, torch.maximum(torch.maximum(glass, tyre), sill))

@@ -22,7 +22,7 @@ def learning_rate_factor(rule: ScalingRule, batch: int) -> float:
 
 
 def scale_optimizer(optimizer: torch.optim.Optimizer, rule: ScalingRule, batch: int) -> None:
-    """Makes an Adam take for one step on a batch's mean gradient what it would for `batch` steps. Changes it in place."""
+    """Makes one step of an Adam on a batch's mean gradient go as far as `batch` steps. Changes it in place."""
     if batch == 1 or rule == "none":
         return
     factor = learning_rate_factor(rule, batch)

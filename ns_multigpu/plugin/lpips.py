@@ -24,7 +24,7 @@ class OptionalLpips:
         """LPIPS of two [1, 3, H, W] images in [0, 1]."""
         if self._network is None and not self.missing:
             self._build()
-        if self.missing:
+        if self._network is None:
             return torch.tensor(float("nan"))
         return self._network.to(target.device)(target, predicted.clamp(0.0, 1.0))
 

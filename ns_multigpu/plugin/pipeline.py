@@ -21,6 +21,7 @@ from ns_multigpu.plugin.splat_model import SplatModel, SplatModelConfig
 from ns_multigpu.plugin.timing import StepTimer
 from strategies import STRATEGIES
 
+
 @dataclass
 class DistributedPipelineConfig(VanillaPipelineConfig):
     """Which strategy spreads the work, and over how large a batch."""

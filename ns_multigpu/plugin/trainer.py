@@ -1,6 +1,7 @@
 """The training loop of one rank, in step with the others."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import time
@@ -19,7 +20,7 @@ from ns_multigpu.core.replicas import assert_identical
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin import checks
 from ns_multigpu.plugin.batch_scaling import scale_optimizer, scale_scheduler
-from ns_multigpu.plugin.pipeline import DistributedPipeline
+from ns_multigpu.plugin.pipeline import DistributedPipeline, DistributedPipelineConfig
 from ns_multigpu.plugin.process_world import set_world
 from ns_multigpu.plugin.progress import ProgressLog
 from ns_multigpu.plugin.trainer_config import DistributedTrainerConfig
@@ -39,6 +40,10 @@ class DistributedTrainer(Trainer):
         checks.check_no_accumulation(config.gradient_accumulation_steps)
         self.world = World.from_env(config.machine.device_type)
         set_world(self.world)
+        assert isinstance(config.pipeline, DistributedPipelineConfig)
+        batch = config.pipeline.views_per_rank * self.world.size
+        # Nerfstudio shows progress and remaining time against this.
+        config = dataclasses.replace(config, max_num_iterations=config.steps_for(batch))
         super().__init__(config, local_rank=local_rank, world_size=world_size)
         # Nerfstudio opens viewers and writers where this is 0: on one rank of the job, not on one of each machine.
         self.local_rank = self.world.rank
@@ -68,7 +73,7 @@ class DistributedTrainer(Trainer):
             self.progress.start_metrics = self.pipeline.get_average_eval_image_metrics(step=self._start_step)
         self.progress.restart_clock()
         self.stop_training = False
-        steps = self.config.steps_for(self.batch_size)
+        steps = self.config.max_num_iterations
         self.step = self._start_step
         with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME):
             for step in range(self._start_step, self._start_step + steps):
@@ -170,7 +175,7 @@ class DistributedTrainer(Trainer):
         """What the optimizers update, points last: gradients become ready in the reverse of this order."""
         model = self.pipeline.model
         points = {id(p) for p in model.gauss_params.values()}
-        others = [p for p in model.parameters() if id(p) not in points]
+        others: list[Tensor] = [p for p in model.parameters() if id(p) not in points]
         return others + list(model.gauss_params.values())
 
     def _run_callbacks(self, step: int, location: TrainingCallbackLocation) -> None:
@@ -216,4 +221,3 @@ def broadcast_in_place(x: Tensor, world: World) -> None:
     """Rank 0's values of `x`, on every rank."""
     if world.group is not None and x.numel():
         torch.distributed.broadcast(x, 0, group=world.group)
-

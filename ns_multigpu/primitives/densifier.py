@@ -22,7 +22,7 @@ from ns_multigpu.primitives.gaussians import screen_radii
 
 
 def due(period: int, first: int, count: int) -> int | None:
-    """The last multiple of `period` among the images first, first + 1, ..., first + count - 1; None if there is none."""
+    """The last multiple of `period` among the `count` images from `first` on; None if there is none."""
     last = (first + count - 1) // period * period
     return last if last >= first else None
 

@@ -107,9 +107,7 @@ class Gaussians(Primitive):
         """See `Primitive.render`: alpha blending front to back, tile by tile."""
         rows = splats.rows
         rectangles = [patch.rendered(views[patch.view]) for patch in patches]
-        flat = [
-            n for patch, rectangle in zip(patches, rectangles, strict=True) for n in (patch.view, *rectangle)
-        ]
+        flat = [n for patch, rectangle in zip(patches, rectangles, strict=True) for n in (patch.view, *rectangle)]
         tile_offsets, row_ids = cuda_ext.intersect(
             rows["means2d"].detach(),
             rows["conics"].detach(),
@@ -120,7 +118,7 @@ class Gaussians(Primitive):
             patches=flat,
             tile_size=TILE,
         )
-        out, alpha = cuda_ext.rasterize(
+        out, alpha, _ = cuda_ext.rasterize(
             rows["means2d"],
             rows["conics"],
             rows["opacities"],

@@ -20,7 +20,7 @@ def test_deal(ranks: int, count: int, kind: str) -> None:
     plan = DealtViews().assign(views, ranks, holders)
     sizes = [len(patches) for patches in plan]
     assert len(plan) == ranks and max(sizes) - min(sizes) <= 1
-    dealt = sorted((p.view for patches in plan for p in patches))
+    dealt = sorted(p.view for patches in plan for p in patches)
     assert dealt == list(range(count))
     for patches in plan:
         for patch in patches:

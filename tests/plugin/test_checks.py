@@ -82,10 +82,10 @@ def test_views() -> None:
 
 def test_views_per_rank_and_accumulation() -> None:
     checks.check_views_per_rank(1)
-    with pytest.raises(InputError, match=r"--pipeline.views-per-rank 0: each rank"):
+    with pytest.raises(InputError, match=r"--pipeline.views-per-rank 0: at least one"):
         checks.check_views_per_rank(0)
     checks.check_no_accumulation({"means": 1})
-    with pytest.raises(InputError, match=r"set for quats, .*--pipeline.views-per-rank N"):
+    with pytest.raises(InputError, match=r"asked for quats.*--pipeline.views-per-rank N"):
         checks.check_no_accumulation({"means": 1, "quats": 4})
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -162,9 +163,61 @@ def test_bad_input_is_one_message_at_the_terminal(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr and "--output-dir DIR" in done.stderr and "Not a directory" in done.stderr
 
 
-def test_bad_input_under_torchrun_reaches_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    arguments = ("--machine.device-type", "cpu", "--output-dir", str(tmp_path / "file" / "runs"))
-    done = ns_train(*arguments, launcher=("--standalone", "--nproc-per-node=2"))
-    assert done.returncode != 0
-    assert "--output-dir DIR" in done.stderr and "rank 1: The run folder" in done.stderr
+AGREEING = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from ns_multigpu.plugin.errors import InputError, show_uncaught
+from ns_multigpu.plugin.ranks import Ranks, agree
+
+def decide():
+    if "refuse" in sys.argv:
+        raise InputError("refused by rank 0")
+    return "folder"
+
+show_uncaught()
+ranks = Ranks.from_env()
+word = agree(ranks, decide, timedelta(seconds=60))
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"rank {ranks.rank} of {int(total)} in {word}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+@pytest.mark.parametrize("launcher", ["torchrun", "bare"])
+def test_ranks_agree_before_there_is_a_group(tmp_path: Path, launcher: str, refuse: bool) -> None:
+    """Under torchrun, whose agent serves the rendezvous, and where rank 0 has to serve it itself."""
+    script = tmp_path / "agreeing.py"
+    script.write_text(AGREEING)
+    words = [str(script), *(["refuse"] if refuse else [])]
+    if launcher == "torchrun":
+        commands = [[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]]
+        variables: list[dict[str, str]] = [{}]
+    else:
+        commands = [[sys.executable, *words]] * 2
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        variables = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    running = [
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment(**extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for command, extra in zip(commands, variables, strict=True)
+    ]
+    said = "".join(process.communicate(timeout=90)[0] for process in running)
+    if refuse:
+        assert all(process.returncode == 1 for process in running)
+        assert "refused by rank 0" in said
+        if launcher == "bare":  # torchrun may end rank 1 before it has spoken, and shows a traceback of its own
+            assert "rank 1: refused by rank 0" in said and "Traceback" not in said
+    else:
+        assert [process.returncode for process in running] == [0] * len(running), said
+        assert "rank 0 of 2 in folder" in said and "rank 1 of 2 in folder" in said
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -2,7 +2,7 @@
 // constants. Forward, backward, intersection and culling all read them here, so that they agree on a splat's support.
 #pragma once
 
-namespace ns_multigpu {
+namespace nsmg {
 
 // A splat whose alpha at a pixel is below this adds nothing to that pixel.
 template <typename T>
@@ -17,4 +17,4 @@ inline constexpr T kAlphaMax = T(0.999);
 template <typename T>
 inline constexpr T kTransmittanceMin = T(1e-4);
 
-}  // namespace ns_multigpu
+}  // namespace nsmg

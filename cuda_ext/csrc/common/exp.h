@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace ns_multigpu {
+namespace nsmg {
 
 // Any float type with element-wise operators (a plain float, or a vector of floats). `Bits` is the matching integer
 // type. Relative error below 1.5e-7 on [-80, 0]; smaller x give exp(-80), far under any alpha that counts.
@@ -35,4 +35,4 @@ inline Float exp_nonpositive_f32(Float x) {
   return p;
 }
 
-}  // namespace ns_multigpu
+}  // namespace nsmg

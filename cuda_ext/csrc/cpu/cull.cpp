@@ -40,7 +40,7 @@ void cull_points(const Camera<T>& camera, const T* means, const Reaches<T>& reac
   const T* reach2 = reaches.reach2.data();
   for (int64_t base = begin; base < end; base += kLanes) {
     const int64_t count = std::min(kLanes, end - base);
-#pragma omp simd
+#pragma GCC ivdep
     for (int64_t l = 0; l < count; ++l) {
       const int64_t i = base + l;
       const Vec3<T> mean = {means[3 * i], means[3 * i + 1], means[3 * i + 2]};

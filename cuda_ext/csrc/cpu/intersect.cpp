@@ -20,7 +20,7 @@
 #include "../common/ellipse.h"
 #include "patches.h"
 
-namespace ns_multigpu {
+namespace nsmg {
 namespace {
 
 // The bits of a float as an unsigned number of the same order.
@@ -190,6 +190,6 @@ std::tuple<at::Tensor, at::Tensor> intersect(const at::Tensor& means2d_, const a
 }
 
 }  // namespace
-}  // namespace ns_multigpu
+}  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("intersect", &ns_multigpu::intersect); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("intersect", &nsmg::intersect); }

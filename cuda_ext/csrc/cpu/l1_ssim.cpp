@@ -15,7 +15,7 @@
 #include <tuple>
 #include <vector>
 
-namespace ns_multigpu {
+namespace nsmg {
 namespace {
 
 constexpr int kTaps = 11, kHalf = 5, kChannels = 3;
@@ -203,6 +203,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> l1_ssim(const at::Tensor& pred, c
 }
 
 }  // namespace
-}  // namespace ns_multigpu
+}  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("l1_ssim", &ns_multigpu::l1_ssim); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("l1_ssim", &nsmg::l1_ssim); }

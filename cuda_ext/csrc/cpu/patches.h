@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace ns_multigpu {
+namespace nsmg {
 
 struct Patch {
   int view, x0, y0, x1, y1;
@@ -77,4 +77,4 @@ void for_each_task(int64_t tasks, const MakeWorker& make_worker) {
   });
 }
 
-}  // namespace ns_multigpu
+}  // namespace nsmg

@@ -86,7 +86,7 @@ struct PointBlock {
   }
 };
 
-template <typename T>
+template <bool Antialiased, typename T>
 void project_chunk(const Inputs& in, const Chunk& chunk, T* means2d, T* conics, T* depths, T* row_opacities,
                    int32_t* radii) {
   const Camera<T> camera = in.camera<T>(chunk.view);
@@ -96,9 +96,9 @@ void project_chunk(const Inputs& in, const Chunk& chunk, T* means2d, T* conics, 
   for (int64_t row = chunk.begin; row < chunk.end; row += kLanes) {
     const int64_t count = std::min(kLanes, chunk.end - row);
     const PointBlock<T> points(in, row, count);
-#pragma omp simd
+#pragma GCC ivdep
     for (int64_t l = 0; l < kLanes; ++l) {
-      const Splat<T> s = make_splat(camera, points[l], eps2d, in.antialiased);
+      const Splat<T> s = make_splat(camera, points[l], eps2d, Antialiased);
       out[0][l] = s.x;
       out[1][l] = s.y;
       out[2][l] = s.conic_a;
@@ -111,7 +111,7 @@ void project_chunk(const Inputs& in, const Chunk& chunk, T* means2d, T* conics, 
       alive[l] = s.alive;
     }
     for (int64_t l = 0; l < kLanes; ++l) reach2[l] = alive[l] ? reach(out[6][l]) : T(0);  // the logarithm: not vector
-#pragma omp simd
+#pragma GCC ivdep
     for (int64_t l = 0; l < kLanes; ++l) {
       rx[l] = outward(std::sqrt(reach2[l] * variance_x[l]), extent_margin<T>());
       ry[l] = outward(std::sqrt(reach2[l] * variance_y[l]), extent_margin<T>());
@@ -138,7 +138,7 @@ struct Gradients {
 
 // Adds one chunk's rows to their points' gradients, and returns in `pose` its sum for the view: the rotation's nine
 // numbers, then the translation's three.
-template <typename T>
+template <bool Antialiased, typename T>
 void backward_chunk(const Inputs& in, const Chunk& chunk, const int32_t* radii, const Gradients<T>& g, double* pose) {
   const Camera<T> camera = in.camera<T>(chunk.view);
   const int32_t* ids = in.point_ids.const_data_ptr<int32_t>();
@@ -160,11 +160,11 @@ void backward_chunk(const Inputs& in, const Chunk& chunk, const int32_t* radii, 
       given[6][l] = g.row_opacities[i];
     }
     if (!any) continue;
-#pragma omp simd
+#pragma GCC ivdep
     for (int64_t l = 0; l < kLanes; ++l) {
       const SplatGradient<T> splat = {given[0][l], given[1][l], given[2][l], given[3][l],
                                       given[4][l], given[5][l], given[6][l]};
-      const PointGradient<T> p = splat_vjp(camera, points[l], eps2d, in.antialiased, splat);
+      const PointGradient<T> p = splat_vjp(camera, points[l], eps2d, Antialiased, splat);
       out[0][l] = p.mean.x;
       out[1][l] = p.mean.y;
       out[2][l] = p.mean.z;
@@ -190,7 +190,7 @@ void backward_chunk(const Inputs& in, const Chunk& chunk, const int32_t* radii, 
       turn[11][l] = p.translation.z;
     }
     for (int c = 0; c < 12; ++c) {
-#pragma omp simd
+#pragma GCC ivdep
       for (int64_t l = 0; l < kLanes; ++l) sums[c][l] += alive[l] ? static_cast<double>(turn[c][l]) : 0.0;
     }
     for (int64_t l = 0; l < count; ++l) {
@@ -208,6 +208,13 @@ void backward_chunk(const Inputs& in, const Chunk& chunk, const int32_t* radii, 
   }
 }
 
+// Calls f with the flag as a compile-time constant: a branch in the loop over the lanes would keep it from vectorising.
+template <typename F>
+void with_flag(bool flag, const F& f) {
+  if (flag) return f(std::true_type());
+  f(std::false_type());
+}
+
 using Projected = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 Projected project(const at::Tensor& means, const at::Tensor& quats, const at::Tensor& scales,
@@ -222,10 +229,12 @@ Projected project(const at::Tensor& means, const at::Tensor& quats, const at::Te
   at::Tensor radii = at::empty({in.rows(), 2}, options.dtype(at::kInt));
   AT_DISPATCH_FLOATING_TYPES(means.scalar_type(), "project", [&] {
     using T = scalar_t;
-    for_chunks(chunks_of(in.starts, 0, in.views()), [&](int64_t, const Chunk& chunk) {
-      project_chunk<T>(in, chunk, means2d.mutable_data_ptr<T>(), conics.mutable_data_ptr<T>(),
-                       depths.mutable_data_ptr<T>(), row_opacities.mutable_data_ptr<T>(),
-                       radii.mutable_data_ptr<int32_t>());
+    with_flag(antialiased, [&](auto flag) {
+      for_chunks(chunks_of(in.starts, 0, in.views()), [&](int64_t, const Chunk& chunk) {
+        project_chunk<decltype(flag)::value, T>(in, chunk, means2d.mutable_data_ptr<T>(), conics.mutable_data_ptr<T>(),
+                                                depths.mutable_data_ptr<T>(), row_opacities.mutable_data_ptr<T>(),
+                                                radii.mutable_data_ptr<int32_t>());
+      });
     });
   });
   return {means2d, conics, depths, row_opacities, radii};
@@ -261,8 +270,10 @@ Projected project_backward(const at::Tensor& means, const at::Tensor& quats, con
     for (int64_t view = 0; view < in.views(); ++view) {
       const std::vector<Chunk> chunks = chunks_of(in.starts, view, view + 1);
       std::vector<double> sums(12 * chunks.size());
-      for_chunks(chunks, [&](int64_t i, const Chunk& chunk) {
-        backward_chunk<T>(in, chunk, radii.const_data_ptr<int32_t>(), g, sums.data() + 12 * i);
+      with_flag(antialiased, [&](auto flag) {
+        for_chunks(chunks, [&](int64_t i, const Chunk& chunk) {
+          backward_chunk<decltype(flag)::value, T>(in, chunk, radii.const_data_ptr<int32_t>(), g, sums.data() + 12 * i);
+        });
       });
       double total[12] = {};
       for (size_t i = 0; i < sums.size(); ++i) total[i % 12] += sums[i];

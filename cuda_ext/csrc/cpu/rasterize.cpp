@@ -11,11 +11,8 @@
 
 #include "splat.h"
 
-namespace ns_multigpu {
+namespace nsmg {
 namespace {
-
-// After this many splats the rows whose pixels are all closed are looked for again.
-constexpr int kCheckEvery = 16;
 
 template <typename T, int kChannels>
 class TileRenderer {
@@ -26,26 +23,31 @@ class TileRenderer {
 
  public:
   TileRenderer(const SplatTable<T>& table, int tile_size)
-      : table_(table), grid_(tile_size), channels_(kChannels > 0 ? kChannels : int(table.channels)),
-        transmittance_(size_t(tile_size) * grid_.blocks), last_(size_t(tile_size) * grid_.blocks),
-        sums_(size_t(tile_size) * grid_.blocks * channels_) {}
+      : table_(table), grid_(tile_size), dynamic_channels_(int(table.channels)),
+        transmittance_(size_t(tile_size) * grid_.blocks), last_(transmittance_.size()),
+        sums_(transmittance_.size() * channels()) {}
 
   void render(const Tile& tile, int64_t first, int64_t end, T* out, T* alpha, int32_t* last) {
     open(tile);
+    Reaches<T> reaches;
     int row_begin = 0, row_end = tile.y1 - tile.y0;  // rows that still have an open pixel
-    for (int64_t i = first; i < end; ++i) {
-      if ((i - first) % kCheckEvery == 0) {
-        while (row_begin < row_end && !row_open(row_begin)) ++row_begin;
-        while (row_begin < row_end && !row_open(row_end - 1)) --row_end;
-        if (row_begin == row_end) break;
-      }
-      if (i + 8 < end) __builtin_prefetch(&table_.splats[table_.row_ids[i + 8]]);
-      blend(tile, table_.row_ids[i], Id(i), row_begin, row_end);
+    for (int64_t start = first; start < end; start += kBatch) {
+      while (row_begin < row_end && !row_open(row_begin)) ++row_begin;
+      while (row_begin < row_end && !row_open(row_end - 1)) --row_end;
+      if (row_begin == row_end) break;
+      const int count = int(std::min<int64_t>(kBatch, end - start));
+      reaches.find(table_, table_.row_ids + start, count, tile);
+      for (int i = 0; i < count; ++i)
+        for (int k = reaches.block_first[i]; k < reaches.block_last[i]; ++k)
+          blend(tile, table_.row_ids[start + i], Id(start + i), k, std::max(reaches.row_first[i], row_begin),
+                std::min(reaches.row_last[i], row_end));
     }
     write(tile, out, alpha, last);
   }
 
  private:
+  int channels() const { return kChannels > 0 ? kChannels : dynamic_channels_; }
+
   // A closed pixel is kept as a negative transmittance: whatever follows then fails the test of `blend` by itself.
   void open(const Tile& tile) {
     grid_.place(tile);
@@ -55,7 +57,7 @@ class TileRenderer {
     for (int block = 0; block < rows * grid_.blocks; ++block) {
       if (block >= grid_.blocks) transmittance_[block] = transmittance_[block - grid_.blocks];
       last_[block] = Ids{} - Id(1);
-      for (int d = 0; d < channels_; ++d) sums_[block * channels_ + d] = V{};
+      for (int d = 0; d < channels(); ++d) sums_[block * channels() + d] = V{};
     }
   }
 
@@ -66,26 +68,26 @@ class TileRenderer {
     return false;
   }
 
-  void blend(const Tile& tile, int64_t splat_row, Id position, int row_begin, int row_end) {
-    const Splat<T>& splat = table_.splats[splat_row];
-    const T* feature = table_.features + splat_row * table_.channels;
-    const Reach reach = reach_in_tile(splat.ellipse, tile);
-    const int rows_end = std::min(reach.row_last, row_end);
-    for (int k = reach.block_first; k < reach.block_last; ++k) {
-      const V dx = splat.ellipse.mean_x - grid_.x[k];
-      for (int row = std::max(reach.row_first, row_begin); row < rows_end; ++row) {
-        const SplatRow<T> line(splat, splat.ellipse.mean_y - (T(tile.y0 + row) + T(0.5)));
-        const V raw = line.alpha(dx);
-        const V alpha = raw < kAlphaMax<T> ? raw : V{} + kAlphaMax<T>;
-        const int block = row * grid_.blocks + k;
-        const V before = transmittance_[block];
-        const V after = before - before * alpha;
-        const V weight = after > kTransmittanceMin<T> ? before * alpha : V{};
-        transmittance_[block] = after > kTransmittanceMin<T> ? after : -absolute(before);
-        last_[block] = weight > T(0) ? Ids{} + position : last_[block];
-        V* sum = &sums_[size_t(block) * channels_];
-        for (int d = 0; d < channels_; ++d) sum[d] += weight * feature[d];
-      }
+  // Blends one splat into rows [row, row_end) of block k.
+  inline void blend(const Tile& tile, int64_t splat_row, Id position, int k, int row, int row_end) {
+    const Splat<T> splat = table_.splats[splat_row];
+    const T* feature = kChannels > 0 ? splat.features : table_.features + splat_row * channels();
+    const V dx = splat.ellipse.mean_x - grid_.x[k];
+    const int pitch = grid_.blocks;
+    V* __restrict__ transmittance = transmittance_.data() + k;
+    V* __restrict__ sums = sums_.data() + k * channels();
+    Ids* __restrict__ last = last_.data() + k;
+    for (; row < row_end; ++row) {
+      const V raw = raw_alpha(splat, dx, splat.ellipse.mean_y - (T(tile.y0 + row) + T(0.5)));
+      const V alpha = raw < kAlphaMax<T> ? raw : V{} + kAlphaMax<T>;
+      const V before = transmittance[row * pitch];
+      const V after = before - before * alpha;
+      const V weight = after > kTransmittanceMin<T> ? before * alpha : V{};
+      transmittance[row * pitch] = after > kTransmittanceMin<T> ? after : -absolute(before);
+      const Ids reached = weight > T(0) ? Ids{} + position : Ids{} - Id(1);
+      last[row * pitch] = reached > last[row * pitch] ? reached : last[row * pitch];
+      V* sum = sums + row * pitch * channels();
+      for (int d = 0; d < channels(); ++d) sum[d] += weight * feature[d];
     }
   }
 
@@ -94,7 +96,7 @@ class TileRenderer {
       for (int column = 0; column < tile.x1 - tile.x0; ++column) {
         const int64_t pixel = tile.pixel + row * tile.pitch + column;
         const int block = row * grid_.blocks + column / kWidth, lane = column % kWidth;
-        for (int d = 0; d < channels_; ++d) out[pixel * channels_ + d] = sums_[block * channels_ + d][lane];
+        for (int d = 0; d < channels(); ++d) out[pixel * channels() + d] = sums_[block * channels() + d][lane];
         alpha[pixel] = T(1) - std::abs(transmittance_[block][lane]);
         last[pixel] = static_cast<int32_t>(last_[block][lane]);
       }
@@ -102,7 +104,7 @@ class TileRenderer {
 
   const SplatTable<T>& table_;
   TileGrid<T> grid_;
-  const int channels_;
+  const int dynamic_channels_;
   std::vector<V> transmittance_;  // [row, block]
   std::vector<Ids> last_;         // [row, block]
   std::vector<V> sums_;           // [row, block, channel]
@@ -158,6 +160,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rasterize(
 }
 
 }  // namespace
-}  // namespace ns_multigpu
+}  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("rasterize", &ns_multigpu::rasterize); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("rasterize", &nsmg::rasterize); }

@@ -16,10 +16,16 @@
 
 #include "splat.h"
 
-namespace ns_multigpu {
+namespace nsmg {
 namespace {
 
-constexpr int kMoments = 6;  // then the channels, then the two absolute sums where asked for
+// A record: six moments, the channels, then the two absolute sums where asked for; filled up to whole vectors.
+constexpr int kMoments = 6;
+
+template <typename T>
+constexpr int record_vectors(int channels, bool absgrad) {
+  return (kMoments + channels + (absgrad ? 2 : 0) + Lanes<T>::kWidth - 1) / Lanes<T>::kWidth;
+}
 
 // Where each intersection's record lies: those of a row side by side, in the order of the intersections. Those behind
 // the last one that reached any pixel of their tile have none.
@@ -64,28 +70,42 @@ class TileGradient {
 
  public:
   TileGradient(const SplatTable<T>& table, int tile_size)
-      : table_(table), grid_(tile_size), channels_(kChannels > 0 ? kChannels : int(table.channels)),
+      : table_(table), grid_(tile_size), dynamic_channels_(int(table.channels)),
         transmittance_(size_t(tile_size) * grid_.blocks), behind_(transmittance_.size()),
-        v_alpha_(transmittance_.size()), last_(transmittance_.size()), v_out_(transmittance_.size() * channels_),
-        row_last_(tile_size), feature_sums_(channels_) {}
+        v_alpha_(transmittance_.size()), last_(transmittance_.size()), v_out_(transmittance_.size() * channels()),
+        row_last_(tile_size), sums_(record_vectors<T>(channels(), kAbs) * kWidth) {}
 
+  // Intersections [first, end) of the tile, which must all have a record.
   void walk(const Tile& tile, const PixelGradients<T>& pixels, int32_t first, int32_t end, const int32_t* slots,
-            T* records, int record_size) {
+            V* records) {
     if (first == end) return;
     load(tile, pixels);
-    for (int32_t i = end - 1; i >= first; --i) {
-      if (i - 8 >= first) __builtin_prefetch(&table_.splats[table_.row_ids[i - 8]]);
-      splat(tile, table_.row_ids[i], Id(i), records + int64_t(slots[i]) * record_size);
+    Reaches<T> reaches;
+    for (int32_t stop = end; stop > first; stop -= std::min(kBatch, stop - first)) {
+      const int32_t start = std::max(first, stop - kBatch);
+      reaches.find(table_, table_.row_ids + start, stop - start, tile);
+      for (int32_t i = stop - 1; i >= start; --i) {
+        for (V& sum : sums_) sum = V{};
+        for (int k = reaches.block_first[i - start]; k < reaches.block_last[i - start]; ++k)
+          gather(tile, table_.row_ids[i], Id(i), k, reaches.row_first[i - start], reaches.row_last[i - start]);
+        const int vectors = record_vectors<T>(channels(), kAbs);
+        for (int v = 0; v < vectors; ++v) {
+          sum_lanes<T>(&sums_[v * kWidth]);
+          records[int64_t(slots[i]) * vectors + v] = sums_[v * kWidth];
+        }
+      }
     }
   }
 
  private:
+  int channels() const { return kChannels > 0 ? kChannels : dynamic_channels_; }
+
   void load(const Tile& tile, const PixelGradients<T>& pixels) {
     grid_.place(tile);
     const int columns = tile.x1 - tile.x0;
     for (int row = 0; row < tile.y1 - tile.y0; ++row) {
       row_last_[row] = -1;
-      for (int column = 0; column < grid_.pitch; ++column) {
+      for (int column = 0; column < grid_.blocks * kWidth; ++column) {
         const int block = row * grid_.blocks + column / kWidth, lane = column % kWidth;
         const int64_t pixel = tile.pixel + row * tile.pitch + std::min(column, columns - 1);
         const int32_t last = column < columns ? pixels.last[pixel] : -1;
@@ -94,74 +114,71 @@ class TileGradient {
         transmittance_[block][lane] = T(1) - pixels.alpha[pixel];
         behind_[block][lane] = T(0);
         v_alpha_[block][lane] = pixels.v_alpha[pixel];
-        for (int d = 0; d < channels_; ++d) v_out_[block * channels_ + d][lane] = pixels.v_out[pixel * channels_ + d];
+        for (int d = 0; d < channels(); ++d)
+          v_out_[block * channels() + d][lane] = pixels.v_out[pixel * channels() + d];
       }
     }
   }
 
-  void splat(const Tile& tile, int64_t splat_row, Id position, T* record) {
-    const Splat<T>& s = table_.splats[splat_row];
-    const T* feature = table_.features + splat_row * table_.channels;
-    const Reach reach = reach_in_tile(s.ellipse, tile);
-    V m0{}, mx{}, mxx{}, my{}, mxy{}, myy{}, abs_x{}, abs_y{};
-    V constant_sums[kChannels > 0 ? kChannels : 1] = {};
-    V* feature_sums = kChannels > 0 ? constant_sums : feature_sums_.data();
-    for (int d = 0; d < channels_; ++d) feature_sums[d] = V{};
-    for (int k = reach.block_first; k < reach.block_last; ++k) {
-      const V dx = s.ellipse.mean_x - grid_.x[k];
-      V sum0{}, sum1{}, sum2{};  // over the rows of v_sigma, v_sigma dy and v_sigma dy^2
-      for (int row = reach.row_first; row < reach.row_last; ++row) {
-        if (row_last_[row] < position) continue;
-        const T dy = s.ellipse.mean_y - (T(tile.y0 + row) + T(0.5));
-        const int block = row * grid_.blocks + k;
-        V raw = SplatRow<T>(s, dy).alpha(dx);
-        raw = last_[block] >= position ? raw : V{};
-        const V alpha = raw < kAlphaMax<T> ? raw : V{} + kAlphaMax<T>;
-        const V ratio = T(1) / (T(1) - alpha);
-        const V before = transmittance_[block] * ratio;
-        const V weight = alpha * before;
-        transmittance_[block] = before;
-        const V* v_out = &v_out_[size_t(block) * channels_];
-        V value = v_alpha_[block];  // d loss / d weight: alpha itself is the sum of the weights
-        for (int d = 0; d < channels_; ++d) {
-          value += v_out[d] * feature[d];
-          feature_sums[d] += weight * v_out[d];
-        }
-        const V slope = before * value - behind_[block] * ratio;  // d loss / d alpha
-        behind_[block] += weight * value;
-        const V v_sigma = raw <= kAlphaMax<T> ? -raw * slope : V{};
-        sum0 += v_sigma;
-        sum1 += v_sigma * dy;
-        sum2 += v_sigma * (dy * dy);
-        if constexpr (kAbs) {
-          abs_x += absolute(v_sigma * (T(2) * s.half_a * dx + s.b * dy));
-          abs_y += absolute(v_sigma * (s.b * dx + T(2) * s.half_c * dy));
-        }
+  // Adds what one splat gets from rows [row, row_end) of block k to sums_, lane by lane.
+  inline void gather(const Tile& tile, int64_t splat_row, Id position, int k, int row, int row_end) {
+    const Splat<T> splat = table_.splats[splat_row];
+    const T* feature = kChannels > 0 ? splat.features : table_.features + splat_row * channels();
+    const V dx = splat.ellipse.mean_x - grid_.x[k];
+    V sum0{}, sum1{}, sum2{};  // over the rows, of v_sigma, v_sigma dy and v_sigma dy^2
+    V abs_x{}, abs_y{};
+    V fixed_sums[kChannels > 0 ? kChannels : 1] = {};
+    V* __restrict__ feature_sums = kChannels > 0 ? fixed_sums : &sums_[kMoments];
+    for (; row < row_end; ++row) {
+      if (row_last_[row] < position) continue;
+      const T dy = splat.ellipse.mean_y - (T(tile.y0 + row) + T(0.5));
+      const int block = row * grid_.blocks + k;
+      V raw = raw_alpha(splat, dx, dy);
+      raw = last_[block] >= position ? raw : V{};
+      const V alpha = raw < kAlphaMax<T> ? raw : V{} + kAlphaMax<T>;
+      const V ratio = T(1) / (T(1) - alpha);
+      const V before = transmittance_[block] * ratio;
+      const V weight = alpha * before;
+      transmittance_[block] = before;
+      const V* __restrict__ v_out = &v_out_[size_t(block) * channels()];
+      V value = v_alpha_[block];  // d loss / d weight: alpha itself is the sum of the weights
+      for (int d = 0; d < channels(); ++d) {
+        value += v_out[d] * feature[d];
+        feature_sums[d] += weight * v_out[d];
       }
-      m0 += sum0;
-      mx += sum0 * dx;
-      mxx += sum0 * dx * dx;
-      my += sum1;
-      mxy += sum1 * dx;
-      myy += sum2;
+      const V slope = before * value - behind_[block] * ratio;  // d loss / d alpha
+      behind_[block] += weight * value;
+      const V v_sigma = raw <= kAlphaMax<T> ? -raw * slope : V{};
+      sum0 += v_sigma;
+      sum1 += v_sigma * dy;
+      sum2 += v_sigma * (dy * dy);
+      if constexpr (kAbs) {
+        abs_x += absolute(v_sigma * (T(2) * splat.half_a * dx + splat.ellipse.b * dy));
+        abs_y += absolute(v_sigma * (splat.ellipse.b * dx + T(2) * splat.half_c * dy));
+      }
     }
-    const V moments[kMoments] = {m0, mx, my, mxx, mxy, myy};
-    for (int k = 0; k < kMoments; ++k) record[k] = lane_sum<T>(moments[k]);
-    for (int d = 0; d < channels_; ++d) record[kMoments + d] = lane_sum<T>(feature_sums[d]);
+    sums_[0] += sum0;
+    sums_[1] += sum0 * dx;
+    sums_[2] += sum1;
+    sums_[3] += sum0 * dx * dx;
+    sums_[4] += sum1 * dx;
+    sums_[5] += sum2;
+    if constexpr (kChannels > 0)
+      for (int d = 0; d < kChannels; ++d) sums_[kMoments + d] += fixed_sums[d];
     if constexpr (kAbs) {
-      record[kMoments + channels_] = lane_sum<T>(abs_x);
-      record[kMoments + channels_ + 1] = lane_sum<T>(abs_y);
+      sums_[kMoments + channels()] += abs_x;
+      sums_[kMoments + channels() + 1] += abs_y;
     }
   }
 
   const SplatTable<T>& table_;
   TileGrid<T> grid_;
-  const int channels_;
+  const int dynamic_channels_;
   std::vector<V> transmittance_, behind_, v_alpha_;  // [row, block]; behind: what the splats further back add
   std::vector<Ids> last_;                            // [row, block]
   std::vector<V> v_out_;                             // [row, block, channel]
   std::vector<Id> row_last_;                         // [row]
-  std::vector<V> feature_sums_;                      // [channel]
+  std::vector<V> sums_;                              // one splat's record, lane by lane
 };
 
 struct Gradients {
@@ -170,7 +187,7 @@ struct Gradients {
 
 // Adds each row's records and turns the moments into gradients.
 template <typename T>
-void sum_rows(const SplatTable<T>& table, const RecordPlan& plan, const T* records, int record_size, bool absgrad,
+void sum_rows(const SplatTable<T>& table, const RecordPlan& plan, const Vec<T>* records, bool absgrad,
               const Gradients& grads) {
   T* v_mean = grads.means2d.mutable_data_ptr<T>();
   T* v_conic = grads.conics.mutable_data_ptr<T>();
@@ -178,31 +195,33 @@ void sum_rows(const SplatTable<T>& table, const RecordPlan& plan, const T* recor
   T* v_feature = grads.features.mutable_data_ptr<T>();
   T* v_abs = absgrad ? grads.means2d_abs.mutable_data_ptr<T>() : nullptr;
   const int64_t channels = table.channels;
+  const int vectors = record_vectors<T>(int(channels), absgrad);
   at::parallel_for(0, table.rows, 2048, [&](int64_t begin, int64_t end) {
-    std::vector<T> sum(record_size);
+    std::vector<Vec<T>> total(vectors);
+    const auto sum = [&](int64_t k) { return total[k / Lanes<T>::kWidth][k % Lanes<T>::kWidth]; };
     for (int64_t r = begin; r < end; ++r) {
-      std::fill(sum.begin(), sum.end(), T(0));
+      std::fill(total.begin(), total.end(), Vec<T>{});
       for (int64_t slot = plan.row_begin[r]; slot < plan.row_begin[r + 1]; ++slot)
-        for (int k = 0; k < record_size; ++k) sum[k] += records[slot * record_size + k];
+        for (int v = 0; v < vectors; ++v) total[v] += records[slot * vectors + v];
       const Splat<T>& s = table.splats[r];
-      v_mean[2 * r] = T(2) * s.half_a * sum[1] + s.b * sum[2];
-      v_mean[2 * r + 1] = s.b * sum[1] + T(2) * s.half_c * sum[2];
-      v_conic[3 * r] = T(0.5) * sum[3];
-      v_conic[3 * r + 1] = sum[4];
-      v_conic[3 * r + 2] = T(0.5) * sum[5];
-      v_opacity[r] = plan.row_begin[r] < plan.row_begin[r + 1] && s.opacity > T(0) ? -sum[0] / s.opacity : T(0);
-      std::copy_n(sum.data() + kMoments, channels, v_feature + r * channels);
-      if (absgrad) std::copy_n(sum.data() + kMoments + channels, 2, v_abs + 2 * r);
+      v_mean[2 * r] = T(2) * s.half_a * sum(1) + s.ellipse.b * sum(2);
+      v_mean[2 * r + 1] = s.ellipse.b * sum(1) + T(2) * s.half_c * sum(2);
+      v_conic[3 * r] = T(0.5) * sum(3);
+      v_conic[3 * r + 1] = sum(4);
+      v_conic[3 * r + 2] = T(0.5) * sum(5);
+      v_opacity[r] = plan.row_begin[r] < plan.row_begin[r + 1] && s.opacity > T(0) ? -sum(0) / s.opacity : T(0);
+      for (int64_t d = 0; d < channels; ++d) v_feature[r * channels + d] = sum(kMoments + d);
+      for (int64_t d = 0; absgrad && d < 2; ++d) v_abs[2 * r + d] = sum(kMoments + channels + d);
     }
   });
 }
 
 template <typename T, int kChannels, bool kAbs>
 void walk_all(const SplatTable<T>& table, const PatchList& list, const std::vector<Tile>& tiles,
-              const RecordPlan& plan, const PixelGradients<T>& pixels, T* records, int record_size) {
+              const RecordPlan& plan, const PixelGradients<T>& pixels, Vec<T>* records) {
   for_each_task(list.tiles, [&] {
     return [&, gradient = TileGradient<T, kChannels, kAbs>(table, list.tile_size)](int64_t t) mutable {
-      gradient.walk(tiles[t], pixels, table.tile_offsets[t], plan.reached[t], plan.slot.data(), records, record_size);
+      gradient.walk(tiles[t], pixels, table.tile_offsets[t], plan.reached[t], plan.slot.data(), records);
     };
   });
 }
@@ -212,12 +231,11 @@ Gradients backward_as(const SplatTable<T>& table, const PatchList& list, const P
                       const at::TensorOptions& options) {
   const std::vector<Tile> tiles = list.cut();
   const RecordPlan plan(table, tiles, pixels.last);
-  const int record_size = kMoments + int(table.channels) + (absgrad ? 2 : 0);
   // Uninitialised: every record in the plan is written.
-  const std::unique_ptr<T[]> records(new T[plan.row_begin.back() * record_size]);
+  const int64_t size = plan.row_begin.back() * record_vectors<T>(int(table.channels), absgrad);
+  const std::unique_ptr<Vec<T>[]> records(new Vec<T>[size]);
   const auto walk = [&](auto channels, auto abs) {
-    walk_all<T, decltype(channels)::value, decltype(abs)::value>(table, list, tiles, plan, pixels, records.get(),
-                                                                 record_size);
+    walk_all<T, decltype(channels)::value, decltype(abs)::value>(table, list, tiles, plan, pixels, records.get());
   };
   const auto walk_channels = [&](auto abs) {
     if constexpr (std::is_same_v<T, float>) {
@@ -230,7 +248,7 @@ Gradients backward_as(const SplatTable<T>& table, const PatchList& list, const P
   Gradients grads{at::empty({table.rows, 2}, options), at::empty({table.rows, 3}, options),
                   at::empty({table.rows}, options), at::empty({table.rows, table.channels}, options),
                   at::empty({absgrad ? table.rows : 0, 2}, options)};
-  sum_rows(table, plan, records.get(), record_size, absgrad, grads);
+  sum_rows(table, plan, records.get(), absgrad, grads);
   return grads;
 }
 
@@ -265,6 +283,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> rasterize
 }
 
 }  // namespace
-}  // namespace ns_multigpu
+}  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("rasterize_backward", &ns_multigpu::rasterize_backward); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("rasterize_backward", &nsmg::rasterize_backward); }

@@ -4,10 +4,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "../common/exp.h"
 
-namespace ns_multigpu {
+namespace nsmg {
 
 #if defined(__AVX512F__)
 inline constexpr int kVectorBytes = 64;
@@ -52,14 +53,28 @@ inline V absolute(V x) {
   return x < 0 ? -x : x;
 }
 
-// Sum over the lanes by halving, in an order that never changes.
-template <typename T>
-inline T lane_sum(Vec<T> v) {
-  T lanes[Lanes<T>::kWidth];
-  std::memcpy(lanes, &v, sizeof(v));
-  for (int half = Lanes<T>::kWidth / 2; half > 0; half /= 2)
-    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  return lanes[0];
+// Half of a transpose: where lane & kHalf is 0 the sum of a's two lanes that differ in that bit, elsewhere of b's.
+template <typename T, int kHalf, size_t... kLane>
+inline Vec<T> sum_halves(Vec<T> a, Vec<T> b, std::index_sequence<kLane...>) {
+  constexpr size_t kWidth = sizeof...(kLane), kBit = kHalf;
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, int(kLane & kBit ? kWidth + kLane : kLane)...) +
+         __builtin_shufflevector(a, b, int(kLane & kBit ? kWidth + (kLane ^ kBit) : kLane ^ kBit)...);
+#else
+  using Ids = typename Lanes<T>::Ids;
+  using Id = typename Lanes<T>::Id;
+  return __builtin_shuffle(a, b, Ids{Id(kLane & kBit ? kWidth + kLane : kLane)...}) +
+         __builtin_shuffle(a, b, Ids{Id(kLane & kBit ? kWidth + (kLane ^ kBit) : kLane ^ kBit)...});
+#endif
 }
 
-}  // namespace ns_multigpu
+// Overwrites vectors[0] with the sums over the lanes of vectors[0..kWidth): the sum of vector k in lane k. The order of
+// additions never changes.
+template <typename T, int kHalf = Lanes<T>::kWidth / 2>
+inline void sum_lanes(Vec<T>* vectors) {
+  for (int k = 0; k < kHalf; ++k)
+    vectors[k] = sum_halves<T, kHalf>(vectors[k], vectors[k + kHalf], std::make_index_sequence<Lanes<T>::kWidth>{});
+  if constexpr (kHalf > 1) sum_lanes<T, kHalf / 2>(vectors);
+}
+
+}  // namespace nsmg

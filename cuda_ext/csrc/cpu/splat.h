@@ -5,6 +5,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -13,12 +14,32 @@
 #include "patches.h"
 #include "simd.h"
 
-namespace ns_multigpu {
+namespace nsmg {
+
+// As many channels as find room in one splat's 64 bytes; of more, only the first ones are kept here.
+constexpr int kPackedChannels = 4;
 
 template <typename T>
 struct alignas(16 * sizeof(T)) Splat {
-  T half_a, b, half_c, opacity;
+  T half_a, half_c, opacity;
+  T features[kPackedChannels];
   Ellipse<T> ellipse;
+};
+
+// Ellipses handled so many at a time, a component an array, in loops that become vector code.
+constexpr int kBatch = 32;
+
+template <typename T>
+struct EllipseBatch {
+  T mean_x[kBatch], mean_y[kBatch], b[kBatch], inv_c[kBatch], c_q[kBatch], det[kBatch], peak_x[kBatch],
+      extent_x[kBatch], slack[kBatch];
+  void set(int i, const Ellipse<T>& e) {
+    mean_x[i] = e.mean_x, mean_y[i] = e.mean_y, b[i] = e.b, inv_c[i] = e.inv_c, c_q[i] = e.c_q, det[i] = e.det;
+    peak_x[i] = e.peak_x, extent_x[i] = e.extent_x, slack[i] = e.slack;
+  }
+  Ellipse<T> get(int i) const {
+    return {mean_x[i], mean_y[i], b[i], inv_c[i], c_q[i], det[i], peak_x[i], extent_x[i], slack[i]};
+  }
 };
 
 // The inputs of `rasterize`, checked.
@@ -41,22 +62,36 @@ struct SplatTable {
     TORCH_CHECK(tile_offsets_.dim() == 1 && tile_offsets_.size(0) == list.tiles + 1, "rasterize: the patches have ",
                 list.tiles, " tiles, so tile_offsets must hold one number more, got ", tile_offsets_.sizes(),
                 "; were patches or tile_size others in intersect?");
-    const T* mean = means2d.const_data_ptr<T>();
-    const T* conic = conics.const_data_ptr<T>();
-    const T* opacity = row_opacities.const_data_ptr<T>();
     features = features_.const_data_ptr<T>();
     tile_offsets = tile_offsets_.const_data_ptr<int32_t>();
     row_ids = row_ids_.const_data_ptr<int32_t>();
     TORCH_CHECK(tile_offsets[0] == 0 && tile_offsets[list.tiles] == intersections,
                 "rasterize: tile_offsets must run from 0 to the ", intersections, " intersections of row_ids");
     splats.resize(rows);
-    at::parallel_for(0, rows, 4096, [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) {
-        const T a = conic[3 * r], b = conic[3 * r + 1], c = conic[3 * r + 2];
-        splats[r] = {a * T(0.5), b, c * T(0.5), opacity[r],
-                     make_ellipse(mean[2 * r], mean[2 * r + 1], a, b, c, opacity[r])};
-      }
+    const int64_t batches = (rows + kBatch - 1) / kBatch;
+    at::parallel_for(0, batches, 64, [&](int64_t begin, int64_t end) {
+      for (int64_t k = begin; k < end; ++k)
+        fill(k * kBatch, means2d.const_data_ptr<T>(), conics.const_data_ptr<T>(), row_opacities.const_data_ptr<T>());
     });
+  }
+
+ private:
+  void fill(int64_t first, const T* mean, const T* conic, const T* opacity) {
+    const int count = int(std::min<int64_t>(kBatch, rows - first));
+    T mean_x[kBatch], mean_y[kBatch], a[kBatch], b[kBatch], c[kBatch], o[kBatch];
+    for (int i = 0; i < kBatch; ++i) {
+      const int64_t r = first + std::min(i, count - 1);
+      mean_x[i] = mean[2 * r], mean_y[i] = mean[2 * r + 1], o[i] = opacity[r];
+      a[i] = conic[3 * r], b[i] = conic[3 * r + 1], c[i] = conic[3 * r + 2];
+    }
+    EllipseBatch<T> batch;
+    for (int i = 0; i < kBatch; ++i) batch.set(i, make_ellipse(mean_x[i], mean_y[i], a[i], b[i], c[i], o[i]));
+    const int64_t packed = std::min<int64_t>(channels, kPackedChannels);
+    for (int i = 0; i < count; ++i) {
+      Splat<T>& splat = splats[first + i];
+      splat = {a[i] * T(0.5), c[i] * T(0.5), o[i], {}, batch.get(i)};
+      std::copy_n(features + (first + i) * channels, packed, splat.features);
+    }
   }
 };
 
@@ -65,47 +100,47 @@ struct SplatTable {
 template <typename T>
 struct TileGrid {
   static constexpr int kWidth = Lanes<T>::kWidth;
-  int blocks, pitch;       // vectors a row, pixels a row
-  std::vector<Vec<T>> x;   // pixel centres of each block
-  explicit TileGrid(int tile_size) : blocks((tile_size + kWidth - 1) / kWidth), pitch(blocks * kWidth), x(blocks) {}
+  int blocks;             // vectors a row
+  std::vector<Vec<T>> x;  // pixel centres of each block
+  explicit TileGrid(int tile_size) : blocks((tile_size + kWidth - 1) / kWidth), x(blocks) {}
   void place(const Tile& tile) {
     for (int k = 0; k < blocks; ++k)
       for (int lane = 0; lane < kWidth; ++lane) x[k][lane] = T(tile.x0 + k * kWidth + lane) + T(0.5);
   }
 };
 
-// The part of a tile that a splat may reach.
-struct Reach {
-  int row_first, row_last, block_first, block_last;
-};
-
+// The rows and blocks of a tile that each splat of a batch may reach, found ahead of the compositing: its loops then
+// know their bounds early, and the processor need not guess them.
 template <typename T>
-inline Reach reach_in_tile(const Ellipse<T>& e, const Tile& tile) {
-  Reach reach{};
-  covered_steps(e.y_span(T(tile.x0) + T(0.5), T(tile.x1) - T(0.5)), T(tile.y0), tile.y1 - tile.y0, reach.row_first,
-                reach.row_last);
-  int first, last;
-  const T width = e.extent_x + e.slack;
-  covered_steps(Span<T>{e.mean_x - width, e.mean_x + width}, T(tile.x0), tile.x1 - tile.x0, first, last);
-  reach.block_first = first / Lanes<T>::kWidth;
-  reach.block_last = last > first ? (last - 1) / Lanes<T>::kWidth + 1 : reach.block_first;
-  return reach;
-}
+struct Reaches {
+  int32_t row_first[kBatch], row_last[kBatch], block_first[kBatch], block_last[kBatch];
 
-// One row of one splat: sigma = half_a dx^2 + (b dy) dx + half_c dy^2.
-template <typename T>
-struct SplatRow {
-  T half_a, b_dy, half_c_dy2, opacity;
-  SplatRow(const Splat<T>& s, T dy)
-      : half_a(s.half_a), b_dy(s.b * dy), half_c_dy2(s.half_c * dy * dy), opacity(s.opacity) {}
-
-  // opacity * exp(-sigma), zero where the rule skips the splat (sigma < 0, or below 1/255). Not capped yet.
-  inline Vec<T> alpha(Vec<T> dx) const {
-    const Vec<T> sigma = (half_a * dx + b_dy) * dx + half_c_dy2;
-    Vec<T> raw = opacity * exp_nonpositive(-sigma);
-    raw = sigma >= T(0) ? raw : Vec<T>{};
-    return raw >= kAlphaMin<T> ? raw : Vec<T>{};
+  // Of the splats ids[0..count).
+  void find(const SplatTable<T>& table, const int32_t* ids, int count, const Tile& tile) {
+    EllipseBatch<T> batch;
+    for (int i = 0; i < kBatch; ++i) batch.set(i, table.splats[ids[std::min(i, count - 1)]].ellipse);
+    const T x_lo = T(tile.x0) + T(0.5), x_hi = T(tile.x1) - T(0.5), x_origin = T(tile.x0), y_origin = T(tile.y0);
+    const int width = tile.x1 - tile.x0, height = tile.y1 - tile.y0;
+    for (int i = 0; i < kBatch; ++i) {
+      const Ellipse<T> e = batch.get(i);
+      covered_steps(e.y_span(x_lo, x_hi), y_origin, height, row_first[i], row_last[i]);
+      int first, last;
+      const T reach = e.extent_x + e.slack;
+      covered_steps(Span<T>{e.mean_x - reach, e.mean_x + reach}, x_origin, width, first, last);
+      block_first[i] = first / Lanes<T>::kWidth;
+      block_last[i] = last > first ? (last - 1) / Lanes<T>::kWidth + 1 : block_first[i];
+    }
   }
 };
 
-}  // namespace ns_multigpu
+// opacity * exp(-sigma) at pixels dx, dy from the mean; zero where the rule skips the splat (sigma < 0, or below 1/255).
+// Not capped yet.
+template <typename T>
+inline Vec<T> raw_alpha(const Splat<T>& s, Vec<T> dx, T dy) {
+  const Vec<T> sigma = (s.half_a * dx + s.ellipse.b * dy) * dx + s.half_c * dy * dy;
+  Vec<T> raw = s.opacity * exp_nonpositive(-sigma);
+  raw = sigma >= T(0) ? raw : Vec<T>{};
+  return raw >= kAlphaMin<T> ? raw : Vec<T>{};
+}
+
+}  // namespace nsmg

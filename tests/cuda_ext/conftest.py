@@ -1,0 +1,44 @@
+"""Fixtures of the operators' tests."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import cuda_ext
+from tests.cuda_ext.scenes import Scene, random_scene
+
+
+@pytest.fixture
+def native() -> None:
+    """The test needs the compiled operators: skipped, with the reason, only where there is no compiler."""
+    if cuda_ext.reference_forced():
+        pytest.skip("NS_MULTIGPU_OPS=reference switches the native operators off")
+    if problem := cuda_ext.compiler_problem():
+        pytest.skip(problem)
+    cuda_ext.build_native()
+
+
+@pytest.fixture(params=["native", "reference"])
+def either(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test with the compiled operators, then with the reference."""
+    if request.param == "native":
+        request.getfixturevalue("native")
+        yield "native"
+    else:
+        with cuda_ext.use_reference():
+            yield "reference"
+
+
+@pytest.fixture
+def scene() -> Scene:
+    """300 points, 2 views, float32."""
+    return random_scene()
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Restores the number of threads after a test that sets it."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,121 @@
+"""Small random scenes for the operators' tests, deterministic by seed."""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+import cuda_ext
+
+
+@dataclass
+class Scene:
+    """N points and V views: the arguments of `cuda_ext.cull`, `project` and `sh_colors`."""
+
+    means: Tensor
+    quats: Tensor
+    scales: Tensor
+    opacities: Tensor
+    sh_dc: Tensor
+    sh_rest: Tensor
+    viewmats: Tensor
+    Ks: Tensor
+    sizes: list[int]
+
+    @property
+    def camera_centers(self) -> Tensor:
+        """[V, 3] in world coordinates."""
+        R, t = self.viewmats[:, :3, :3], self.viewmats[:, :3, 3:]
+        return -(R.mT @ t).squeeze(-1)
+
+    @property
+    def whole(self) -> list[int]:
+        """The rectangles (x0, y0, x1, y1) of the whole views."""
+        return [n for w, h in zip(self.sizes[::2], self.sizes[1::2], strict=True) for n in (0, 0, w, h)]
+
+    def to(self, dtype: torch.dtype) -> "Scene":
+        """The same scene in another float dtype."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return Scene(*(v.to(dtype) if isinstance(v, Tensor) else v for v in values))
+
+    def all_rows(self) -> tuple[Tensor, Tensor]:
+        """Every (view, point) pair, in order: view_ids, point_ids."""
+        views, points = len(self.viewmats), len(self.means)
+        ids = torch.arange(views * points, dtype=torch.int32)
+        return ids // max(points, 1), ids % max(points, 1)
+
+    def cull(self, rects: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """`cuda_ext.cull` on the whole views, or on `rects`."""
+        cameras = (self.viewmats, self.Ks, self.sizes)
+        return cuda_ext.cull(self.means, self.scales, self.opacities, *cameras, rects or self.whole)
+
+    def project(self, view_ids: Tensor, point_ids: Tensor, **settings: float | bool) -> cuda_ext.Projection:
+        """`cuda_ext.project` of these rows."""
+        points = (self.means, self.quats, self.scales, self.opacities)
+        return cuda_ext.project(*points, self.viewmats, self.Ks, self.sizes, view_ids, point_ids, **settings)
+
+
+def rotations(count: int, angle: float, generator: torch.Generator) -> Tensor:
+    """[count, 3, 3] float64 rotations by up to about `angle` radians about random axes."""
+    w = torch.randn(count, 3, generator=generator, dtype=torch.float64) * angle
+    zero = torch.zeros(count, dtype=torch.float64)
+    x, y, z = w.unbind(-1)
+    return torch.linalg.matrix_exp(torch.stack([zero, -z, y, z, zero, -x, -y, x, zero], dim=-1).view(count, 3, 3))
+
+
+def random_scene(
+    points: int = 300, views: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32, rest_bases: int = 15
+) -> Scene:
+    """Points around depth 5 seen by slightly different views of different sizes, many of them beside the image, some
+    behind the camera, some nearly transparent, some needles and some flat."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    means = normal(points, 3) * torch.tensor([2.5, 2.0, 2.5], dtype=torch.float64)
+    means[:, 2] += 5
+    viewmats = torch.eye(4, dtype=torch.float64).repeat(views, 1, 1)
+    viewmats[:, :3, :3] = rotations(views, 0.2, g)
+    viewmats[:, :3, 3] = normal(views, 3) * 0.3
+    sizes = [n for view in range(views) for n in (96 - 16 * (view % 3), 64 + 8 * (view % 3))]
+    Ks = torch.zeros(views, 3, 3, dtype=torch.float64)
+    for view, (K, x) in enumerate(zip(Ks, normal(views, 2), strict=True)):
+        K[0, 0], K[1, 1], K[2, 2] = 90 + 5 * view, 85 + 5 * view, 1
+        K[0, 2], K[1, 2] = sizes[2 * view] / 2 + x[0], sizes[2 * view + 1] / 2 + x[1]
+    return Scene(
+        means=means,
+        quats=normal(points, 4),
+        scales=(normal(points, 3) - 2).exp(),
+        opacities=torch.sigmoid(2 * normal(points)),
+        sh_dc=normal(points, 3) * 2,
+        sh_rest=normal(points, rest_bases, 3) * 0.3,
+        viewmats=viewmats,
+        Ks=Ks,
+        sizes=sizes,
+    ).to(dtype)
+
+
+def random_rows(
+    points: int = 300, views: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Scene, Tensor, Tensor, cuda_ext.Projection]:
+    """A random scene with its culled rows and their projection: what the tile operators start from."""
+    scene = random_scene(points, views, seed, dtype)
+    view_ids, point_ids = scene.cull()
+    return scene, view_ids, point_ids, scene.project(view_ids, point_ids)
+
+
+def one_point(dtype: torch.dtype = torch.float64, **changes: list[float]) -> Scene:
+    """One round point of scale 0.1 at (0, 0, 5), before one 100 x 80 camera at the origin that looks along z; any
+    attribute of the scene can be given as a list."""
+    values = {
+        "means": [[0.0, 0.0, 5.0]],
+        "quats": [[1.0, 0.0, 0.0, 0.0]],
+        "scales": [[0.1, 0.1, 0.1]],
+        "opacities": [0.9],
+        "sh_dc": [[0.1, 0.2, 0.3]],
+        "sh_rest": [[[0.1, 0.2, -0.1]] * 15],
+        "viewmats": torch.eye(4)[None].tolist(),
+        "Ks": [[[100.0, 0.0, 50.0], [0.0, 100.0, 40.0], [0.0, 0.0, 1.0]]],
+    }
+    return Scene(**{k: torch.tensor(v, dtype=dtype) for k, v in (values | changes).items()}, sizes=[100, 80])

@@ -1,0 +1,57 @@
+"""A small scene that exercises what can differ between ranks: views of different sizes, one that sees nothing."""
+
+import math
+
+import torch
+
+from ns_multigpu.core.types import Points, View
+
+
+def look_at(eye: list[float], target: list[float]) -> torch.Tensor:
+    """[4, 4] world-to-camera, OpenCV axes, the world's z up."""
+    position, goal = torch.tensor(eye, dtype=torch.float64), torch.tensor(target, dtype=torch.float64)
+    forward = torch.nn.functional.normalize(goal - position, dim=0)
+    right = torch.nn.functional.normalize(torch.linalg.cross(forward, torch.tensor([0.0, 0, 1]).double()), dim=0)
+    down = torch.linalg.cross(forward, right)
+    rotation = torch.stack([right, down, forward])
+    matrix = torch.eye(4, dtype=torch.float64)
+    matrix[:3, :3], matrix[:3, 3] = rotation, -rotation @ position
+    return matrix
+
+
+def make_views(count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[View]:
+    """Views around the scene, each of another size; the last looks away from it."""
+    views = []
+    for i in range(count):
+        width, height = 40 + 13 * i, 35 + 7 * (i % 3)
+        angle = 2 * math.pi * i / max(count, 1)
+        eye = [3 * math.cos(angle), 3 * math.sin(angle), 0.8 + 0.1 * i]
+        away = i == count - 1 and count > 1
+        matrix = look_at(eye, [3 * v for v in eye] if away else [0.0, 0.0, 0.0])
+        focal = 45.0 + 3 * i
+        K = torch.tensor([[focal, 0, width / 2], [0, focal * 1.05, height / 2 + 1], [0, 0, 1]], dtype=dtype)
+        views.append(View(matrix.to(device, dtype), K.to(device), width, height, index=i))
+    return views
+
+
+def make_points(count: int, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Points:
+    """Random Gaussians in a box of side 2 around the origin, some of them large, some coincident."""
+    g = torch.Generator().manual_seed(seed)
+    means = torch.rand(count, 3, generator=g, dtype=torch.float64) * 2 - 1
+    if count > 4:
+        means[1] = means[0]
+    params = {
+        "means": means,
+        "scales": torch.log(0.03 + 0.15 * torch.rand(count, 3, generator=g, dtype=torch.float64)),
+        "quats": torch.randn(count, 4, generator=g, dtype=torch.float64),
+        "opacities": torch.randn(count, 1, generator=g, dtype=torch.float64),
+        "features_dc": torch.randn(count, 3, generator=g, dtype=torch.float64) * 0.5,
+        "features_rest": torch.randn(count, 15, 3, generator=g, dtype=torch.float64) * 0.2,
+    }
+    return Points({k: v.to(device, dtype).requires_grad_() for k, v in params.items()})
+
+
+def make_image(view: View, seed: int = 9) -> torch.Tensor:
+    """[H, W, 3] uint8 noise."""
+    g = torch.Generator().manual_seed(seed + view.index)
+    return torch.randint(0, 256, (view.height, view.width, 3), generator=g, dtype=torch.uint8)

@@ -1,0 +1,96 @@
+"""The shape of the project: who may import whom, what is installed, how long files may grow."""
+
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("ns_multigpu", "strategies", "cuda_ext")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))
+LONGEST = 320
+
+
+def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    program = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    return subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_import_contract() -> None:
+    done = lint_imports(ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("ns_multigpu/core/types.py", "import strategies"),
+        ("ns_multigpu/core/world.py", "import numpy"),
+        ("ns_multigpu/primitives/__init__.py", "import nerfstudio"),
+        ("strategies/single.py", "import ns_multigpu.primitives"),
+        ("ns_multigpu/methods.py", "import strategies"),
+    ],
+)
+def test_import_contract_notices(tmp_path: Path, file: str, line: str) -> None:
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "csrc"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with (tmp_path / file).open("a") as broken:
+        broken.write(f"\n{line}\n")
+    done = lint_imports(tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "BROKEN" in done.stdout
+
+
+def test_importing_the_package_imports_nothing() -> None:
+    program = "import sys, ns_multigpu; print(ns_multigpu.__version__, 'torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [import_module("ns_multigpu").__version__, "False", "False"]
+
+
+@pytest.mark.parametrize("first", ["ns_multigpu.methods", "ns_multigpu.dataparsers", "nerfstudio.engine.trainer"])
+def test_entry_points_lead_somewhere(first: str) -> None:
+    """Whichever is imported first: nerfstudio asks for our methods and dataparsers while it is being imported itself."""
+    tables = [PROJECT["project"]["scripts"], *PROJECT["project"]["entry-points"].values()]
+    targets = [target.split(":") for table in tables for target in table.values()]
+    program = f"import importlib, {first}\n" + "\n".join(
+        f"importlib.import_module({module!r}).{name}" for module, name in targets
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_locked_versions_are_within_the_bounds() -> None:
+    lines = [line for line in (ROOT / "requirements.lock").read_text("utf8").splitlines() if line and line[0] != "#"]
+    locked = {
+        canonicalize_name(one.name): one for one in map(Requirement, lines) if not one.marker or one.marker.evaluate()
+    }
+    wanted = PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["dev"]
+    for one in map(Requirement, wanted):
+        version = str(locked[canonicalize_name(one.name)].specifier).lstrip("=")
+        assert one.specifier.contains(version), f"{one} does not allow the locked {version}"
+
+
+def test_all_native_sources_are_packaged() -> None:
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["cuda_ext"]
+    packaged = {path for pattern in patterns for path in (ROOT / "cuda_ext").glob(pattern)}
+    sources = {path for path in (ROOT / "cuda_ext" / "csrc").rglob("*") if path.is_file()}
+    assert sources and sources <= packaged, sorted(map(str, sources - packaged))
+
+
+def test_files_stay_short() -> None:
+    folders = (*PACKAGES, "tests", "demo", "benchmarks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text("utf8").splitlines()) for path in files}
+    assert len(lengths) > 30
+    assert {path: lines for path, lines in lengths.items() if lines > LONGEST} == {}
