@@ -1,5 +1,6 @@
 """gsplat 1.4.0's low-level kernels, imported when a CUDA operator first runs: gsplat may compile them then."""
 
+from importlib import import_module
 from typing import Any
 
 from cuda_ext._build import NativeBuildError
@@ -12,16 +13,16 @@ def gsplat_kernels() -> Any:
         NativeBuildError: gsplat is missing, or holds no kernels because there is no CUDA toolkit to compile them.
     """
     try:
-        from gsplat.cuda._backend import _C
+        kernels = import_module("gsplat.cuda._backend")._C
     except ImportError as error:
         raise NativeBuildError(
             f"On CUDA the operators run through gsplat 1.4.0, which does not import ({error}): "
             "`pip install gsplat==1.4.0`."
         ) from error
-    if _C is None:
+    if kernels is None:
         raise NativeBuildError(
             "gsplat has no CUDA kernels here, as no CUDA toolkit was found to compile them: put `nvcc` on PATH (CUDA "
             "toolkit of torch.version.cuda), or install a compiled gsplat wheel (https://docs.gsplat.studio/whl). "
             "NS_MULTIGPU_OPS=reference goes on with the slow pure-torch operators."
         )
-    return _C
+    return kernels

@@ -1,10 +1,10 @@
 """`intersect` and `rasterize` on CUDA through gsplat 1.4.0's kernels, until our own take their place.
 
 gsplat renders whole images; a patch is handed over as an image of its own, with the means shifted by the patch's
-origin. Ids stay those of our rows throughout, since gsplat only ever indexes its inputs with them. gsplat's square around a
-splat, half a side long as the larger of our two radii, holds our whole support, so the alpha rule alone decides.
-Ties in depth keep the order of rows (its radix sort is stable); the sums of its backward are atomic, hence not the same
-bits on every run.
+origin. Ids stay those of our rows throughout, since gsplat only ever indexes its inputs with them. gsplat's square
+around a splat, as wide as the larger side of our box, holds our whole support, so the alpha rule alone decides. Ties in
+depth keep the order of rows (its radix sort is stable). The sums of its backward are atomic: not the same bits on every
+run. Both directions read a few counts back to the host when several patches have pixels, `intersect` always does.
 """
 
 from collections.abc import Sequence

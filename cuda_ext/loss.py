@@ -30,10 +30,11 @@ def l1_ssim(pred: Tensor, target: Tensor, inner: Sequence[int]) -> tuple[Tensor,
         inner: (x0, y0, x1, y1) in pixels of the patch.
 
     Returns:
-        l1_sum [], ssim_sum [] (over pixels and channels) and dssim_dpred [h,w,3] (the gradient of ssim_sum, a constant).
+        l1_sum [], ssim_sum [] (over pixels and channels) and dssim_dpred [h,w,3] (the gradient of
+        ssim_sum, a constant).
 
     Raises:
-        ValueError: wrong shapes, types or inner rectangle, or an image narrower than the window.
+        TypeError, ValueError: a wrong type, shape or inner rectangle, or an image narrower than the window.
     """
     _check(pred, target, inner)
     operator = torch.ops.ns_multigpu.l1_ssim if native_serves(pred) else reference.l1_ssim
@@ -47,7 +48,7 @@ def _check(pred: Tensor, target: Tensor, inner: Sequence[int]) -> None:
             f"l1_ssim: pred and target must be [h,w,3] of one size, got {tuple(pred.shape)} and {tuple(target.shape)}."
         )
     if target.dtype not in (torch.uint8, pred.dtype):
-        raise ValueError(f"l1_ssim: target must be uint8 or {pred.dtype} as pred, got {target.dtype}.")
+        raise TypeError(f"l1_ssim: target must be uint8 or {pred.dtype} as pred, got {target.dtype}.")
     height, width = pred.shape[:2]
     if len(inner) != 4 or not (0 <= inner[0] <= inner[2] <= width and 0 <= inner[1] <= inner[3] <= height):
         raise ValueError(f"l1_ssim: inner (x0, y0, x1, y1) must lie in the {width}x{height} patch, got {tuple(inner)}.")
@@ -60,8 +61,8 @@ def _check(pred: Tensor, target: Tensor, inner: Sequence[int]) -> None:
     ):
         if whole and size < reference.WINDOW:
             raise ValueError(
-                f"l1_ssim: an image of {name} {size} px has no room for the {reference.WINDOW} px window of SSIM. "
-                f"Use images of at least {reference.WINDOW} px a side (a smaller downscale factor), or a loss without SSIM."
+                f"l1_ssim: an image of {name} {size} px has no room for the {reference.WINDOW} px window of SSIM. Use "
+                f"images of at least {reference.WINDOW} px a side (a smaller downscale factor), or a loss without SSIM."
             )
 
 

@@ -206,7 +206,7 @@ def sh_colors(
         raise ValueError(f"degree must be 0, 1, 2 or 3, not {degree}.")
     bases = (degree + 1) ** 2 - 1
     if sh_rest.shape[1] < bases:
-        raise ValueError(f"sh_rest must hold {bases} bases for degree {degree}, not {sh_rest.shape[1]}.")
+        raise ValueError(f"sh_rest must hold at least {bases} bases for degree {degree}, not {sh_rest.shape[1]}.")
     op = torch.ops.ns_multigpu.sh_colors if native_serves(means) else reference.sh_colors
     return op(degree, means, camera_centers, sh_dc, sh_rest, view_ids, point_ids)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext import gsplat_rasterization
+from cuda_ext._checks import check_floats
 from cuda_ext._library import LIBRARY, NAMESPACE
 from cuda_ext._load import native_serves
 from cuda_ext.reference import rasterization as reference
@@ -50,12 +51,19 @@ def intersect(
         `row_ids[tile_offsets[t]:tile_offsets[t + 1]]`. Tiles are counted patch after patch, row-major in a patch.
 
     Raises:
-        ValueError: shapes, patches or tile_size are wrong.
+        TypeError, ValueError: types, shapes, patches or tile_size are wrong.
         RuntimeError: more than 2^31 - 1 intersections.
     """
     _check_patches(patches, tile_size)
-    _check_rows(means2d, conics=(conics, (3,)), row_opacities=(row_opacities, ()), depths=(depths, ()))
-    _check_rows(means2d, same_type=False, radii=(radii, (2,)), view_ids=(view_ids, ()))
+    rows = means2d.shape[0]
+    check_floats(
+        means2d,
+        means2d=(means2d, (-1, 2)),
+        conics=(conics, (rows, 3)),
+        row_opacities=(row_opacities, (rows,)),
+        depths=(depths, (rows,)),
+    )
+    _check_ints(means2d, radii=(radii, (rows, 2)), view_ids=(view_ids, (rows,)))
     arguments = (means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size)
     return torch.ops.ns_multigpu.intersect(*arguments) if native_serves(means2d) else reference.intersect(*arguments)
 
@@ -96,15 +104,21 @@ def rasterize(
         splat blended, -1 for none) of the S pixels, patch after patch, row-major.
 
     Raises:
-        ValueError: shapes, patches or tile_size are wrong.
+        TypeError, ValueError: types, shapes, patches or tile_size are wrong.
     """
     _check_patches(patches, tile_size)
     if features.dim() != 2 or features.shape[1] < 1:
         raise ValueError(f"rasterize: features must be [M,D] with D >= 1, got {tuple(features.shape)}.")
-    channels = (features.shape[1],)
-    _check_rows(means2d, conics=(conics, (3,)), row_opacities=(row_opacities, ()), features=(features, channels))
-    if absgrad_probe is not None:
-        _check_rows(means2d, absgrad_probe=(absgrad_probe, (2,)))
+    rows = means2d.shape[0]
+    check_floats(
+        means2d,
+        means2d=(means2d, (-1, 2)),
+        conics=(conics, (rows, 3)),
+        row_opacities=(row_opacities, (rows,)),
+        features=(features, (rows, -1)),
+        absgrad_probe=(means2d if absgrad_probe is None else absgrad_probe, (rows, 2)),
+    )
+    _check_ints(means2d, tile_offsets=(tile_offsets, (-1,)), row_ids=(row_ids, (-1,)))
     tiles = _tile_count(patches, tile_size)
     if tile_offsets.shape != (tiles + 1,):
         raise ValueError(
@@ -125,20 +139,17 @@ def _check_patches(patches: Sequence[int], tile_size: int) -> None:
             raise ValueError(f"{patch}: need view, x0, y0 >= 0, x1 >= x0 and y1 >= y0.")
 
 
-def _check_rows(means2d: Tensor, same_type: bool = True, **tensors: tuple[Tensor, tuple[int, ...]]) -> None:
-    if means2d.dim() != 2 or means2d.shape[1] != 2:
-        raise ValueError(f"means2d must be [M,2], got {tuple(means2d.shape)}.")
-    for name, (tensor, trailing) in tensors.items():
-        if tensor.shape != (means2d.shape[0], *trailing):
-            expected = (means2d.shape[0], *trailing)
-            raise ValueError(f"{name} must have the shape {expected} (one row a splat), got {tuple(tensor.shape)}.")
-        wanted = means2d.dtype if same_type else torch.int32
-        if tensor.dtype != wanted:
-            raise ValueError(f"{name} must be {wanted}, got {tensor.dtype}.")
+def _check_ints(like: Tensor, **tensors: tuple[Tensor, Sequence[int]]) -> None:
+    for name, (tensor, shape) in tensors.items():
+        if tensor.dim() != len(shape) or any(w not in (-1, got) for w, got in zip(shape, tensor.shape, strict=True)):
+            raise ValueError(f"{name} must have the shape {list(shape)} (-1: any size), not {list(tensor.shape)}.")
+        if tensor.dtype != torch.int32 or tensor.device != like.device:
+            raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}; it must be torch.int32 on {like.device}.")
 
 
 def _tile_count(patches: Sequence[int], tile_size: int) -> int:
-    return sum(-(-(p.x1 - p.x0) // tile_size) * -(-(p.y1 - p.y0) // tile_size) for p in reference.split_patches(patches))
+    cut = reference.split_patches(patches)
+    return sum(-(-(p.x1 - p.x0) // tile_size) * -(-(p.y1 - p.y0) // tile_size) for p in cut)
 
 
 def _pixel_count(patches: Sequence[int]) -> int:
@@ -153,9 +164,7 @@ def _intersect_fake(means2d, conics, row_opacities, radii, depths, view_ids, pat
 
 
 @torch.library.register_fake(f"{NAMESPACE}::rasterize", lib=LIBRARY)
-def _rasterize_fake(
-    means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, absgrad_probe
-):
+def _rasterize_fake(means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, absgrad_probe):
     pixels = _pixel_count(patches)
     out = features.new_empty(pixels, features.shape[1])
     return out, features.new_empty(pixels), features.new_empty(pixels, dtype=torch.int32)

@@ -69,13 +69,16 @@ class Stages:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            unfinished = ""
             try:
                 for text in _output(process):
-                    log.write(_readable(text))
+                    whole, newline, unfinished = (unfinished + text.replace("\r", "\n")).rpartition("\n")
+                    log.write(_readable(whole + newline))
                     if seen := (watch() if watch else None) or _percentage(text):
                         self._progress.update(task, total=1.0, completed=seen[0], note=seen[1])
                 process.wait()
             finally:
+                log.write(_readable(unfinished))
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGTERM)
                     process.wait()
@@ -114,5 +117,5 @@ def _percentage(text: str) -> tuple[float, str] | None:
 
 def _readable(text: str) -> str:
     """Without colours, cursor movements and the many states of a progress bar."""
-    lines = _ESCAPES.sub("", text).replace("\r", "\n").splitlines(keepends=True)
+    lines = _ESCAPES.sub("", text).splitlines(keepends=True)
     return "".join(line for line in lines if line.strip() and not _BAR.search(line))

@@ -23,11 +23,14 @@ from rich.text import Text
 from demo import flight
 from demo.command import CommandFailed, Stages
 
-HEIGHT = 95.0
-"""Of the capture's flight, metres."""
-HALF = 75.0
-"""From the centre of two blocks to their edge, metres."""
+WIDTH, HEIGHT = 480, 360
+"""Of the views and of the video, pixels."""
+ALTITUDE = 95.0
+"""Of the capture's flight and of the video's, metres."""
+BLOCK = 70.0
+"""A block of the city and its road, metres."""
 FOV = 52.0
+"""Horizontal field of view of the video, degrees; the capture's."""
 VIDEO_FRAMES, VIDEO_FPS = 96, 24
 
 
@@ -59,6 +62,7 @@ def train_command(options: argparse.Namespace, device: str) -> list[str]:
         *("--vis", "tensorboard", "--logging.local-writer.max-log-size", "0"),
         "city",
         *("--blocks", str(options.blocks), "--capture", "aerial", "--views", str(options.views)),
+        *("--width", str(WIDTH), "--height", str(HEIGHT), "--altitude", str(ALTITUDE)),
     )
 
 
@@ -125,7 +129,16 @@ def demo(options: argparse.Namespace, stages: Stages) -> tuple[dict[str, Any], d
     )
     stages.run("eval", "Held-out views", evaluate)
     path = output / "flight.json"
-    flight.write(path, run / "dataparser_transforms.json", HALF, HEIGHT, (640, 480), FOV, VIDEO_FRAMES, VIDEO_FPS)
+    flight.write(
+        path,
+        run / "dataparser_transforms.json",
+        options.blocks * BLOCK / 2,
+        ALTITUDE,
+        (WIDTH, HEIGHT),
+        FOV,
+        VIDEO_FRAMES,
+        VIDEO_FPS,
+    )
     where = ("--load-config", config, "--camera-path-filename", path, "--output-path", places["video"])
     stages.run("render", "Video", nerfstudio("render", "camera-path", *where))
     trained = json.loads((run / "training_summary.json").read_text("utf8"))

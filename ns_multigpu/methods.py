@@ -1,12 +1,10 @@
-"""The methods and dataparsers that nerfstudio finds through the entry points: the composition root."""
+"""The methods that nerfstudio finds through the entry points: the composition root."""
 
 from nerfstudio.configs.base_config import ViewerConfig
 from nerfstudio.configs.method_configs import method_configs
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
-from nerfstudio.plugins.registry_dataparser import DataParserSpecification
 from nerfstudio.plugins.types import MethodSpecification
 
-from ns_multigpu.plugin.city_dataparser import CityDataParserConfig
 from ns_multigpu.plugin.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.pipeline import DistributedPipelineConfig
 from ns_multigpu.plugin.splat_model import SplatModelConfig
@@ -38,9 +36,4 @@ def splatfacto(strategy: str) -> DistributedTrainerConfig:
 splatfacto_batch = MethodSpecification(
     config=splatfacto("batch"),
     description="Splatfacto on several GPUs, batch strategy: replicated model, each GPU renders its own views",
-)
-
-city_dataparser = DataParserSpecification(
-    config=CityDataParserConfig(),
-    description="A procedural city of any size, rendered on demand",
 )

@@ -12,7 +12,10 @@ from demo.command import CommandFailed, Stages
 
 
 def test_a_program_runs_with_its_output_in_a_log(tmp_path: Path) -> None:
-    program = "import os; print('\\x1b[1mhello\\x1b[0m', os.environ['WORD']); print('━━━ 40%')"
+    program = (
+        "import os, time; print('\\x1b[1mhello\\x1b[0m', end=' ', flush=True); time.sleep(0.3)\n"
+        "print(os.environ['WORD'], flush=True); time.sleep(0.3); print('━━━ 40%\\r━━━ 50%')"
+    )
     seen: list[int] = []
     with Stages(tmp_path, {"WORD": "world"}) as stages:
         seconds = stages.run("one", "One", [sys.executable, "-c", program], lambda: seen.append(1) or (0.5, "half"))

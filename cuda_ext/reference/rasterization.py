@@ -4,7 +4,9 @@ Differentiable by autograd alone, on any device and float type. Meant for tests 
 tens of times slower than the native operators.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -133,11 +135,17 @@ def rasterize(
     """As `cuda_ext.rasterize`, one tile after the other."""
     device, channels = means2d.device, features.shape[1]
     offsets = tile_offsets.tolist()
-    lengths = [end - start for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    lengths = [end - start for start, end in pairwise(offsets)]
     rows = row_ids.long()
-    splats = torch.cat([means2d, conics, row_opacities[:, None], features], dim=1)[rows].split(lengths)
+    table = torch.cat([means2d, conics, row_opacities[:, None], features], dim=1)
+    nothing = table[:0].sum()  # keeps the outputs differentiable where no splat reaches any pixel
+    if absgrad_probe is not None:
+        nothing = nothing + absgrad_probe[:0].sum()
+    splats = table[rows].split(lengths)
     probes = [None] * len(lengths) if absgrad_probe is None else absgrad_probe[rows].split(lengths)
-    remember = len(rows) * tile_size**2 <= _REMEMBERED_PAIRS or not torch.is_grad_enabled()
+    composite: Callable[..., Any] = _composite
+    if len(rows) * tile_size**2 > _REMEMBERED_PAIRS and torch.is_grad_enabled():
+        composite = partial(checkpoint, _composite, use_reentrant=False, preserve_rng_state=False)
 
     outs, alphas, lasts, pixels = [], [], [], []
     first_pixel, t = 0, 0
@@ -150,11 +158,7 @@ def rasterize(
             pixels.append((first_pixel + (y - patch.y0) * width + x - patch.x0).flatten())
             if lengths[t] > 0:
                 arguments = (splats[t], probes[t], torch.stack([x.flatten(), y.flatten()], dim=1).to(means2d) + 0.5)
-                out, alpha, last = (
-                    _composite(*arguments)
-                    if remember
-                    else checkpoint(_composite, *arguments, use_reentrant=False, preserve_rng_state=False)
-                )
+                out, alpha, last = composite(*arguments)
                 last = torch.where(last >= 0, last + offsets[t], last)
             else:
                 out, alpha = means2d.new_zeros(x.numel(), channels), means2d.new_zeros(x.numel())
@@ -165,7 +169,7 @@ def rasterize(
             t += 1
         first_pixel += width * (patch.y1 - patch.y0)
     if not pixels:
-        empty = features.new_zeros(0, channels) + 0 * features.sum()
-        return empty, empty.sum(dim=1), torch.zeros(0, dtype=torch.int32, device=device)
+        out, alpha = features.new_zeros(0, channels), features.new_zeros(0)
+        return out + nothing, alpha + nothing, torch.zeros(0, dtype=torch.int32, device=device)
     order = torch.argsort(torch.cat(pixels))
-    return torch.cat(outs)[order], torch.cat(alphas)[order], torch.cat(lasts)[order]
+    return torch.cat(outs)[order] + nothing, torch.cat(alphas)[order] + nothing, torch.cat(lasts)[order]

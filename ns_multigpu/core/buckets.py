@@ -75,7 +75,7 @@ class GradientBuckets:
                 bucket.work.wait()
             if bucket.flat is not None:
                 grads = [_gradient(p) for p in bucket.params]
-                torch._foreach_copy_(grads, bucket.views)  # pyright: ignore[reportPrivateUsage]
+                torch._foreach_copy_(grads, bucket.views)  # pyright: ignore
             bucket.work, bucket.flat, bucket.views = None, None, []
 
     def _lay_out(self, params: list[Tensor]) -> None:

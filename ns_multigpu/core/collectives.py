@@ -3,7 +3,7 @@
 """Differentiable collectives. Each carries its mirror: what moves one way forwards moves the other way backwards.
 
 The convention of all of them: the loss of the job is the *sum* of the ranks' losses, and a rank's gradient is that of
-the sum. In a world of one each is the identity. All take empty tensors, and rows whose number differs from rank to rank.
+the sum. In a world of one each is the identity. All take empty tensors, and rows whose number differs by rank.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def sum_all(x: Tensor, world: World) -> Tensor:
 
 
 def broadcast(x: Tensor, source: int, world: World) -> Tensor:
-    """`x` of rank `source`, on every rank (one shape everywhere). Backward: the gradients' sum arrives at the source."""
+    """`x` of rank `source` (one shape everywhere), on every rank. Backward: the gradients' sum, at the source."""
     return x if world.group is None else _Broadcast.apply(x, source, world)  # type: ignore[no-any-return]
 
 

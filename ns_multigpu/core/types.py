@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 SSIM_HALO = 5
-"""Pixels that an 11 x 11 SSIM window reaches beyond its centre; a patch that carries them has the whole image's loss."""
+"""Pixels that an 11 x 11 SSIM window reaches beyond its centre: what a patch must carry to have an exact loss."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ SHOPS = 4.0
 # Linear colours. Walls by style; roofs of tiles; machines.
 _WALLS = {
     BRICK: np.array([[0.36, 0.13, 0.08], [0.28, 0.12, 0.08], [0.42, 0.20, 0.12], [0.33, 0.22, 0.15]]),
-    PLASTER: np.array([[0.72, 0.62, 0.44], [0.68, 0.66, 0.60], [0.62, 0.42, 0.30], [0.50, 0.56, 0.58], [0.74, 0.52, 0.34]]),
+    PLASTER: np.array(
+        [[0.72, 0.62, 0.44], [0.68, 0.66, 0.60], [0.62, 0.42, 0.30], [0.50, 0.56, 0.58], [0.74, 0.52, 0.34]]
+    ),
     CONCRETE: np.array([[0.42, 0.40, 0.37], [0.52, 0.50, 0.46], [0.34, 0.34, 0.35]]),
     GLASS: np.array([[0.16, 0.24, 0.30], [0.12, 0.20, 0.22], [0.24, 0.30, 0.34], [0.18, 0.20, 0.24]]),
 }
@@ -55,7 +57,9 @@ def _houses(lots: Lots, pile: Pile, rng: np.random.Generator) -> None:
     style = rng.choice([BRICK, PLASTER, PLASTER], n)
     wall = _walls(rng, style)
     random = rng.random(n)
-    pile.add(Shape.BOX, [x0, y0, 0.0, x1, y1, eaves], Material.FACADE, wall, random, floor, rng.uniform(2.6, 3.4, n), style)
+    pile.add(
+        Shape.BOX, [x0, y0, 0.0, x1, y1, eaves], Material.FACADE, wall, random, floor, rng.uniform(2.6, 3.4, n), style
+    )
     # The ridge runs along the longer side; a third are hipped, so that all four slopes meet above the middle.
     along_x = (x1 - x0) > (y1 - y0)
     over = 0.45
@@ -75,7 +79,12 @@ def _houses(lots: Lots, pile: Pile, rng: np.random.Generator) -> None:
     )  # fmt: skip
     cx = x0 + (x1 - x0) * rng.uniform(0.25, 0.75, n)
     cy = y0 + (y1 - y0) * rng.uniform(0.3, 0.7, n)
-    pile.add(Shape.BOX, [cx - 0.4, cy - 0.4, eaves, cx + 0.4, cy + 0.4, top + 0.7], Material.PLAIN, np.array([0.3, 0.14, 0.1]))
+    pile.add(
+        Shape.BOX,
+        [cx - 0.4, cy - 0.4, eaves, cx + 0.4, cy + 0.4, top + 0.7],
+        Material.PLAIN,
+        np.array([0.3, 0.14, 0.1]),
+    )
 
 
 def _flats(lots: Lots, pile: Pile, rng: np.random.Generator) -> None:
@@ -130,7 +139,14 @@ def _shops(lots: Lots, pile: Pile, rng: np.random.Generator) -> None:
     style = rng.choice([BRICK, CONCRETE, PLASTER], n) + SHOPS
     wall = _walls(rng, style)
     pile.add(
-        Shape.BOX, [x0, y0, 0.0, x1, y1, height], Material.FACADE, wall, rng.random(n), floor, rng.uniform(3.5, 5, n), style
+        Shape.BOX,
+        [x0, y0, 0.0, x1, y1, height],
+        Material.FACADE,
+        wall,
+        rng.random(n),
+        floor,
+        rng.uniform(3.5, 5, n),
+        style,
     )
     _parapet(pile, x0, y0, x1, y1, height, wall)
     _machines(pile, rng, x0, y0, x1, y1, height, count=4)
@@ -146,7 +162,14 @@ def _towers(lots: Lots, pile: Pile, rng: np.random.Generator) -> None:
     base_style = rng.choice([CONCRETE, BRICK, PLASTER], n) + SHOPS
     base_wall = _walls(rng, base_style)
     pile.add(
-        Shape.BOX, [x0, y0, 0.0, x1, y1, podium], Material.FACADE, base_wall, random, floor, rng.uniform(3, 4.5, n), base_style
+        Shape.BOX,
+        [x0, y0, 0.0, x1, y1, podium],
+        Material.FACADE,
+        base_wall,
+        random,
+        floor,
+        rng.uniform(3, 4.5, n),
+        base_style,
     )
     _parapet(pile, x0, y0, x1, y1, podium, base_wall)
     height = podium
@@ -189,12 +212,12 @@ def _machines(pile: Pile, rng: np.random.Generator, x0: F, y0: F, x1: F, y1: F, 
     n = len(x0)
     width, depth = x1 - x0, y1 - y0
 
-    def put(low: float, high: float, tall: tuple[float, float], keep: F, colour: F) -> None:
+    def put(low: float, high: float, tall: tuple[float, float], keep: NDArray[np.bool_], colour: F) -> None:
         w, d = rng.uniform(low, high, (2, n))
         cx = x0 + 1.2 + w / 2 + rng.random(n) * np.maximum(width - w - 2.4, 0)
         cy = y0 + 1.2 + d / 2 + rng.random(n) * np.maximum(depth - d - 2.4, 0)
         h = rng.uniform(*tall, n)
-        k = np.flatnonzero((keep > 0) & (width > w + 3) & (depth > d + 3))
+        k = np.flatnonzero(keep & (width > w + 3) & (depth > d + 3))
         pile.add(
             Shape.BOX, [(cx - w / 2)[k], (cy - d / 2)[k], z[k] - 0.02, (cx + w / 2)[k], (cy + d / 2)[k], (z + h)[k]],
             Material.PLAIN, colour[k], rng.random(n)[k], style=1.0,

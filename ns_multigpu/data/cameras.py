@@ -33,7 +33,7 @@ class Views:
 
 
 def look(position: F, forward: F, top: F) -> F:
-    """Poses [n, 3, 4] at positions [n, 3] looking along forward [n, 3], with top [n, 3] about upwards in the picture."""
+    """Poses [n, 3, 4] at positions [n, 3], looking along forward [n, 3], with top [n, 3] about up in the picture."""
     back = -forward / np.linalg.norm(forward, axis=1, keepdims=True)
     right = np.cross(top, back)
     right /= np.linalg.norm(right, axis=1, keepdims=True)
@@ -49,10 +49,14 @@ def aerial(city: City, views: int, seed: int, altitude: float | None = None) -> 
         city: to fly over.
         views: how many, at least 2.
         seed: of the small deviations from the planned course.
-        altitude: metres; by default low enough for detail and high enough that neighbouring views overlap.
+        altitude: metres; by default low enough for detail, high enough that neighbouring views overlap, and well
+            above the roofs.
 
     Returns:
         The views, all five of a station together, row after row of stations, back and forth.
+
+    Raises:
+        ValueError: the altitude is not above the roofs.
     """
     stations = math.ceil(views / 5)
     rows = max(1, round(math.sqrt(stations)))
@@ -67,11 +71,14 @@ def aerial(city: City, views: int, seed: int, altitude: float | None = None) -> 
     across = (row + 0.5) / rows * 2 - 1
     spacing = 2 * reach / rows
     rng = np.random.default_rng([seed, views, 1])
-    height = altitude if altitude is not None else float(np.clip(2.1 * spacing, 95.0, 2000.0))
+    if altitude is not None and altitude < city.tallest * 1.05 + 1.0:
+        raise ValueError(f"altitude is {altitude} m: the city's roofs reach {city.tallest:.0f} m, fly 5 % above them")
+    lowest = max(90.0, 1.4 * city.tallest)
+    height = altitude if altitude is not None else max(2.1 * spacing, lowest)
     target = np.stack([along * reach, across * reach, np.zeros(views)], axis=1)
     target[:, :2] += rng.uniform(-0.12, 0.12, (views, 2)) * spacing
     target[:, 2] = 8.0
-    kind = np.arange(views) % 5
+    kind = _turn(views, 5)
     heading = np.deg2rad(90.0 * (kind - 1)) + rng.uniform(-0.12, 0.12, views)
     down = np.where(kind == 0, math.radians(89.0), _OBLIQUE + rng.uniform(-0.05, 0.05, views))
     flat = np.stack([np.cos(heading), np.sin(heading), np.zeros(views)], axis=1)
@@ -109,14 +116,21 @@ def street(city: City, views: int, seed: int, altitude: float | None = None) -> 
     x, y = np.where(along_x, along, across), np.where(along_x, across, along)
     position = np.stack([x, y, height + rng.uniform(-0.1, 0.1, views)], axis=1)
     ahead = np.where(along_x, 0.0, 0.5 * math.pi) + np.where(road % 2 == 0, 0.0, math.pi)
-    heading = ahead - (np.arange(views) % 4) * 0.5 * math.pi + rng.uniform(-0.2, 0.2, views)
+    heading = ahead - _turn(views, 4) * 0.5 * math.pi + rng.uniform(-0.2, 0.2, views)
     pitch = np.deg2rad(rng.uniform(2.0, 7.0, views))
-    forward = np.stack(
-        [np.cos(heading) * np.cos(pitch), np.sin(heading) * np.cos(pitch), np.sin(pitch)],
-        axis=1,
-    )
-    top = np.broadcast_to(np.array([0.0, 0.0, 1.0]), forward.shape)
+    flat = np.stack([np.cos(heading), np.sin(heading), np.zeros(views)], axis=1)
+    forward = flat * np.cos(pitch)[:, None] + np.array([0.0, 0.0, 1.0]) * np.sin(pitch)[:, None]
+    top = np.tile([0.0, 0.0, 1.0], (views, 1))
     return Views(look(position, forward, top), _times(views), STREET_FOV)
+
+
+def _turn(views: int, looks: int) -> NDArray[np.int64]:
+    """Which of its looks each view takes: each once a station, in an order that shifts from station to station.
+
+    Without the shift, holding out every 8th of views that take turns by 4 would hold out one and the same look.
+    """
+    view = np.arange(views)
+    return (view + view // looks // 2) % looks
 
 
 def _times(views: int) -> F:

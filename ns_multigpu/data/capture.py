@@ -104,7 +104,7 @@ class CityCapture:
         return Pinhole(self.c2w[view], self.fx, self.fy, self.cx, self.cy, self.width, self.height)
 
     def viewmats(self) -> Tensor:
-        """[views, 4, 4] world to camera, OpenCV axes (x right, y down, looking along +z) as COLMAP and gsplat have them."""
+        """[views, 4, 4] world to camera, OpenCV axes (x right, y down, looking along +z): COLMAP's and gsplat's."""
         rotation = self.c2w[:, :, :3].double() * torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64)
         result = torch.eye(4, dtype=torch.float64).repeat(self.views, 1, 1)
         result[:, :3, :3] = rotation.transpose(1, 2)

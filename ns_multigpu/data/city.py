@@ -77,6 +77,11 @@ class City:
         """From the centre to the outer edge of the outermost road, metres."""
         return self.plan.half
 
+    @property
+    def tallest(self) -> float:
+        """Height of the tallest building or tree, metres."""
+        return float(self._top.max())
+
     def solids(self, time: float = 0.0) -> tuple[Solids, ...]:
         """All solids at a time in [0, 1], in the order of their numbers."""
         return (*self.still, self.cars.solids(time))

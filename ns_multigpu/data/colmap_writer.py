@@ -139,7 +139,7 @@ def write_colmap(
     def write(view: int) -> int:
         name = capture.name(view)
         picture = Image.fromarray(capture.image(view, device).numpy())
-        picture.save(folder / "images" / f"{name}.{image_format}", **({"quality": 95} if image_format == "jpg" else {}))
+        picture.save(folder / "images" / f"{name}.{image_format}", quality=95)  # png knows no quality and ignores it
         if depth == "npy":
             np.save(folder / "depth" / f"{name}.npy", capture.depth(view, device).numpy())
         elif depth == "png":

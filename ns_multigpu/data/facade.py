@@ -70,7 +70,9 @@ def wall_colour(
     panels = concrete * -0.35 * (1 - pulse(u, wu, 0.012, 1.0) * pulse(v, wv, 0.015, 1.0))
     streaks = plaster * fractal(63, along * 3.0, p[2] * 0.35, fp * 2, (1.3, 0.4), (0.14, 0.12))
     low = -0.25 * torch.exp(-z.clamp_min(0) * 0.9) * (g[2] < 0.1).float()
-    wall = torch.stack([red, green, blue]) * (1.0 + dirt * (1 - 0.6 * glass) + bricks + panels + streaks + low).clamp_min(0.15)
+    wall = torch.stack([red, green, blue]) * (
+        1.0 + dirt * (1 - 0.6 * glass) + bricks + panels + streaks + low
+    ).clamp_min(0.15)
     band = pulse(v + 0.04, wv, 0.0, 0.07) * (1 - glass) * (0.35 + 0.65 * (random > 0.5).float())
     wall = mix(wall, wall * 0.55 + 0.26, band)
     sign = shop * pulse(v, wv, 0.80, 0.97)

@@ -110,7 +110,9 @@ def make_layer(solids: Solids, first: int, frame: Frame) -> Layer:
     )
 
 
-def clear_height(top: NDArray[np.float32], frame: Frame, sun: NDArray[np.float64], moving: float) -> NDArray[np.float32]:
+def clear_height(
+    top: NDArray[np.float32], frame: Frame, sun: NDArray[np.float64], moving: float
+) -> NDArray[np.float32]:
     """The height above which nothing that stands can hide the sun, for each cell.
 
     A ray towards the sun that leaves a cell at height z meets, k cells further on, only what is taller than z plus the
@@ -132,7 +134,7 @@ def clear_height(top: NDArray[np.float32], frame: Frame, sun: NDArray[np.float64
     result = tall.copy()
     for step in range(int(np.ceil(tall.max() / (climb * CELL))) + 2):
         # A point anywhere in the cell, moved by a whole number of sides, lies within one cell of the rounded shift.
-        shift = [int(round(step * float(s) / flat)) if flat > 1e-6 else 0 for s in sun[:2]]
+        shift = [round(step * float(s) / flat) if flat > 1e-6 else 0 for s in sun[:2]]
         won = max(step - 0.5, 0.0) * CELL * climb
         moved = np.full_like(tall, moving)
         for dy in (-1, 0, 1):

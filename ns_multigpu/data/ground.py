@@ -123,7 +123,11 @@ def _fields(x: Tensor, y: Tensor, fp: Tensor) -> Tensor:
     """Meadows and crops outside the city."""
     kind = hash_unit(31, (x / 90.0 + 0.37).floor().long(), (y / 60.0 + 0.71).floor().long())
     crop = mix(_rgb(0.22, 0.21, 0.08, x), _rgb(0.24, 0.17, 0.10, x), (kind * 3 % 1.0))
-    rows = 1.0 + 0.25 * (pulse(x / 1.6, fp / 1.6, 0.0, 0.5) - 0.5) + fractal(32, x, y, fp, (9.0, 1.2, 0.3), (0.3, 0.4, 0.4))
+    rows = (
+        1.0
+        + 0.25 * (pulse(x / 1.6, fp / 1.6, 0.0, 0.5) - 0.5)
+        + fractal(32, x, y, fp, (9.0, 1.2, 0.3), (0.3, 0.4, 0.4))
+    )
     return mix(grass(x, y, fp), crop * rows, (kind > 0.5).float())
 
 
@@ -169,7 +173,7 @@ def _block_colour(plan: GroundPlan, x: Tensor, y: Tensor, fp: Tensor) -> tuple[T
 
 
 def _park(x: Tensor, y: Tensor, u: Tensor, v: Tensor, fp: Tensor) -> tuple[Tensor, Tensor]:
-    """A park around its centre (u = v = 0): lawn, gravel paths, a round pond. Returns its colour and how much is water."""
+    """A park around its centre (u = v = 0): lawn, gravel paths, a pond. Gives its colour and the share of water."""
     radius = (u * u + v * v).sqrt()
     gravel = _rgb(0.44, 0.37, 0.27, x) * (1.0 + fractal(51, x, y, fp, (2.0, 0.5, 0.12, 0.05), (0.2, 0.25, 0.35, 0.4)))
     cross = torch.maximum(stripe(u, fp, 0.0, 1.4), stripe(v, fp, 0.0, 1.4)) * (radius > 12).float()

@@ -66,7 +66,7 @@ def value_noise(seed: int, u: Tensor, v: Tensor) -> Tensor:
 
 
 def value_noise_3d(seed: int, u: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    """Value noise in space: two layers of the plane's lattice, shifted by their height, blended (arguments as above)."""
+    """Value noise in space: two layers of the plane's lattice, shifted by their height and blended."""
     layer = w.floor()
     z = w - layer
     z = z * z * (3.0 - 2.0 * z)
@@ -118,7 +118,8 @@ def pulse(x: Tensor, width: Tensor, start: Tensor | float, end: Tensor | float) 
 
     def integral(at: Tensor) -> Tensor:
         whole = at.floor()
-        return whole * share + (at - whole - start).clamp_min(0.0).minimum(torch.as_tensor(share, device=at.device))
+        part = (at - whole - start).clamp_min(0.0)
+        return whole * share + (part.minimum(share) if isinstance(share, Tensor) else part.clamp_max(share))
 
     # Beyond a few periods the mean is exact enough, and a wide box would cost precision.
     half = width.clamp_max(4.0) * 0.5

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.data.shade import Scene, radiance
-from ns_multigpu.data.trace import SKY, trace
+from ns_multigpu.data.trace import SKY, Width, trace
 
 _TILE = 64
 _EXPOSURE = 0.62
@@ -46,7 +46,7 @@ class Pinhole:
 
 def default_chunk(device: torch.device) -> int:
     """Rays to trace at once: few enough for a CPU's caches, or to fill a GPU."""
-    return 1 << 17 if device.type == "cpu" else 1 << 22
+    return 1 << 17 if device.type == "cpu" else 1 << 21
 
 
 @contextmanager
@@ -137,6 +137,7 @@ def _render_depth(scene: Scene, camera: Pinhole, chunk: int) -> Tensor:
     for start in range(0, total, step):
         pixel = torch.arange(start, min(start + step, total), device=device)
         origin, direction, scale = camera.rays(pixel % camera.width + 0.5, pixel // camera.width + 0.5)
-        t, number = trace(scene.geometry, origin, direction)
+        width = Width(torch.zeros_like(scale), 1.0 / camera.fx)
+        t, number = trace(scene.geometry, origin, direction, width)
         result[start : start + len(pixel)] = torch.where(number == SKY, torch.zeros_like(t), t * scale)
     return result.reshape(camera.height, camera.width)

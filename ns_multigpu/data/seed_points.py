@@ -8,7 +8,7 @@ from torch import Tensor
 from ns_multigpu.data.city import City
 from ns_multigpu.data.render import default_chunk, single_threaded, tone_map
 from ns_multigpu.data.shade import Scene, radiance
-from ns_multigpu.data.trace import trace
+from ns_multigpu.data.trace import Width, trace
 
 if TYPE_CHECKING:
     from ns_multigpu.data.capture import CityCapture
@@ -111,12 +111,13 @@ def _cast_chunk(capture: "CityCapture", scene: Scene, views: Tensor, places: Ten
     d = torch.einsum("nij,nj->in", pose[:, :, :3], local)
     d = d / d.norm(dim=0)
     o = pose[:, :, 3].t().contiguous()
-    t, number = trace(scene.geometry, o, d)
+    spread = 1.0 / capture.fx
+    t, number = trace(scene.geometry, o, d, Width(torch.zeros_like(right), spread))
     good = t < _FARTHEST
     if capture.time_varying:
         first, end = moving_range(scene, capture.city)
         good &= (number < first) | (number >= end)
     pick = good.nonzero().squeeze(1)
     o, d, t = o[:, pick], d[:, pick], t[pick]
-    colour = tone_map(radiance(scene, o.contiguous(), d.contiguous(), 1.0 / capture.fx))
+    colour = tone_map(radiance(scene, o.contiguous(), d.contiguous(), spread))
     return SeedPoints((o + d * t).t().cpu(), (colour * 255 + 0.5).to(torch.uint8).t().cpu())

@@ -8,7 +8,7 @@ from torch import Tensor
 from ns_multigpu.data import facade, ground, sky, surfaces
 from ns_multigpu.data.grid import FAR, Layer
 from ns_multigpu.data.solids import Material
-from ns_multigpu.data.trace import GROUND, SKY, Geometry, surface_normal, trace
+from ns_multigpu.data.trace import GROUND, SKY, Geometry, Width, surface_normal, trace
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def radiance(scene: Scene, origin: Tensor, direction: Tensor, spread: float) -> 
     Returns:
         [3, n] linear colour.
     """
-    t, number = trace(scene.geometry, origin, direction)
+    t, number = trace(scene.geometry, origin, direction, Width(torch.zeros_like(origin[0]), spread))
     result = torch.empty_like(origin)
     up = (number == SKY).nonzero().squeeze(1)
     seen = (number != SKY).nonzero().squeeze(1)
@@ -100,7 +100,8 @@ def _surface_light(scene: Scene, o: Tensor, d: Tensor, t: Tensor, number: Tensor
     if len(ask):
         start = torch.stack(_rows(p, ask)) + 0.02 * torch.stack(_rows(normal, ask))
         towards = sun[:, None].expand(3, len(ask)).contiguous()
-        blocked, _ = trace(scene.geometry, start, towards, shadow=True)
+        width = Width(footprint.index_select(0, ask), 0.0)
+        blocked, _ = trace(scene.geometry, start, towards, width, shadow=True)
         visible.index_copy_(0, ask, (blocked >= FAR).to(t.dtype))
 
     away = p + 1.5 * normal
@@ -117,9 +118,7 @@ def _surface_light(scene: Scene, o: Tensor, d: Tensor, t: Tensor, number: Tensor
     return colour + (light(sky.HAZE) - colour) * haze
 
 
-def _reflect(
-    colour: Tensor, surface: _Surface, d: Tensor, normal: Tensor, facing: Tensor, open_sky: Tensor
-) -> Tensor:
+def _reflect(colour: Tensor, surface: _Surface, d: Tensor, normal: Tensor, facing: Tensor, open_sky: Tensor) -> Tensor:
     """Adds the sky's mirror image on what is glossy (Schlick, "An inexpensive BRDF model", 1994)."""
     pick = (surface.gloss > 0.02).nonzero().squeeze(1)
     if not len(pick):

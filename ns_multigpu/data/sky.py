@@ -10,16 +10,14 @@ from ns_multigpu.data.noise import value_noise
 from ns_multigpu.data.solids import Shape, Solids
 
 _AZIMUTH, _ELEVATION = np.deg2rad(218.0), np.deg2rad(41.0)
-SUN = np.array(
-    [np.cos(_ELEVATION) * np.cos(_AZIMUTH), np.cos(_ELEVATION) * np.sin(_AZIMUTH), np.sin(_ELEVATION)]
-)
+SUN = np.array([np.cos(_ELEVATION) * np.cos(_AZIMUTH), np.cos(_ELEVATION) * np.sin(_AZIMUTH), np.sin(_ELEVATION)])
 """Unit vector towards the sun."""
 SUNLIGHT = (2.75, 2.48, 2.02)
-SKYLIGHT = (0.56, 0.70, 0.95)
+SKYLIGHT = (0.46, 0.58, 0.80)
 BOUNCE = (0.30, 0.27, 0.23)
 """Light of the sun, of the whole sky, and from the ground, linear."""
 HAZE = (0.68, 0.77, 0.88)
-HAZE_LENGTH = 2600.0
+HAZE_LENGTH = 6000.0
 """Colour of far things, and the distance at which they are mostly that, metres."""
 
 AO_STEP = 2.0

@@ -1,7 +1,7 @@
 """The solids that a city is built of, as plain tables.
 
-Three shapes suffice: boxes (buildings, machines, trunks), roofs (a box cut by up to four slopes: gables, hips, mansards,
-cars' cabins) and blobs (ellipsoids: the crowns of trees). All are axis-aligned; lengths are metres, z points up.
+Three shapes suffice: boxes (buildings, machines, trunks), roofs (boxes cut by up to four slopes: gables, hips,
+mansards, cars' cabins) and blobs (ellipsoids: the crowns of trees). All are axis-aligned; lengths are metres, z is up.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ class Shape(IntEnum):
 
     BOX = 0  # x0 y0 z0 x1 y1 z1
     ROOF = 1  # the same, then slope_x, slope_y and the height at which the slopes meet
-    BLOB = 2  # centre x y z, then radii x y z
+    BLOB = 2  # centre x y z, radii x y z, share of gaps between leaves
 
     @property
     def fields(self) -> int:
         """Numbers that describe one solid."""
-        return (6, 9, 6)[self]
+        return (6, 9, 7)[self]
 
 
 class Material(IntEnum):

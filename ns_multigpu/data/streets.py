@@ -80,11 +80,15 @@ def _trees(pile: Pile, rng: np.random.Generator, x: F, y: F, height: F) -> None:
     colour = green[rng.integers(len(green), size=n)] * rng.uniform(0.8, 1.2, (n, 1))
     thick = 0.1 + 0.012 * height
     bark = np.array([0.13, 0.09, 0.06])
-    pile.add(Shape.BOX, [x - thick, y - thick, 0.0, x + thick, y + thick, 0.62 * height], Material.PLAIN, bark, style=2.0)
+    pile.add(
+        Shape.BOX, [x - thick, y - thick, 0.0, x + thick, y + thick, 0.62 * height], Material.PLAIN, bark, style=2.0
+    )
     radius = height * rng.uniform(0.24, 0.31, n)
     middle = 0.66 * height
     random = rng.random(n)
-    pile.add(Shape.BLOB, [x, y, middle, radius, radius, 0.34 * height], Material.LEAVES, colour, random)
+    pile.add(
+        Shape.BLOB, [x, y, middle, 0.92 * radius, 0.92 * radius, 0.32 * height, 0.3], Material.LEAVES, colour, random
+    )
     turn = rng.uniform(0, 2 * np.pi, n)
     for part in range(5):
         angle = turn + part * 2 * np.pi / 5 + rng.uniform(-0.4, 0.4, n)
@@ -94,8 +98,8 @@ def _trees(pile: Pile, rng: np.random.Generator, x: F, y: F, height: F) -> None:
         tint = colour * rng.uniform(0.8, 1.25, (n, 1))
         pile.add(
             Shape.BLOB,
-            [x + out * np.cos(angle), y + out * np.sin(angle), z, size, size, size * rng.uniform(0.7, 1.0, n)],
-            Material.LEAVES, tint, random + 0.17 * part,
+            [x + out * np.cos(angle), y + out * np.sin(angle), z, size, size, size * rng.uniform(0.7, 1.0, n), 0.46],
+            Material.LEAVES, tint, random,
         )  # fmt: skip
 
 
@@ -116,7 +120,14 @@ def add_furniture(plan: Plan, pile: Pile, rng: np.random.Generator) -> None:
         x = corner_x[park] + INNER / 2 + 15.5 * np.cos(turn)
         y = corner_y[park] + INNER / 2 + 15.5 * np.sin(turn)
         wood = np.array([0.30, 0.19, 0.10])
-        pile.add(Shape.BOX, [x - 0.8, y - 0.3, 0.0, x + 0.8, y + 0.3, 0.5], Material.PLAIN, wood, rng.random(len(park)), style=2.0)
+        pile.add(
+            Shape.BOX,
+            [x - 0.8, y - 0.3, 0.0, x + 0.8, y + 0.3, 0.5],
+            Material.PLAIN,
+            wood,
+            rng.random(len(park)),
+            style=2.0,
+        )
 
 
 @dataclass(frozen=True)
@@ -160,7 +171,9 @@ class Cars:
             ends = taper * half / (0.5 * (high - low))
             sx, sy = np.where(self.along_x, ends, taper), np.where(self.along_x, taper, ends)
             apex = z0 + taper * half if taper else z1
-            pile.add(Shape.ROOF, [x0, y0, z0, x1, y1, z1, sx, sy, apex], Material.CAR, self.colour, self.random, style=style)
+            pile.add(
+                Shape.ROOF, [x0, y0, z0, x1, y1, z1, sx, sy, apex], Material.CAR, self.colour, self.random, style=style
+            )
 
         part(-long, long, wide, 0.22, 0.92, 0.0, 0.0)
         length, middle = 0.62 * long, -0.12 * long * heading
@@ -190,7 +203,9 @@ def make_cars(plan: Plan, density: float, rng: np.random.Generator) -> Cars:
                 crossing = np.abs(at[:, None] - roads[None]).min(1) < 0.5 * ROAD + 7.0
                 keep = ~crossing & (np.abs(at) < plan.half) & (rng.random(len(at)) < 0.5 * density)
                 at = at[keep]
-                columns.append((at, np.full_like(at, road + side * PARKED), np.full_like(at, along_x), np.zeros_like(at)))
+                columns.append(
+                    (at, np.full_like(at, road + side * PARKED), np.full_like(at, along_x), np.zeros_like(at))
+                )
                 # Right-hand traffic: along +x cars keep to -y, along +y to +x.
                 direction = -side if along_x else side
                 lane = slots[::3] + rng.uniform(0, 6)

@@ -61,9 +61,7 @@ def leaves_colour(p: Columns, normal: Tensor, attributes: Columns, fp: Tensor) -
     return colour * clump * inner, bumpy
 
 
-def car_colour(
-    p: Columns, normal: Tensor, g: Columns, attributes: Columns, fp: Tensor
-) -> tuple[Tensor, Tensor]:
+def car_colour(p: Columns, normal: Tensor, g: Columns, attributes: Columns, fp: Tensor) -> tuple[Tensor, Tensor]:
     """Colour [3, n] and gloss [n] of cars: paint, dark windows, wheels."""
     cabin = attributes[6] > 0.5
     along_x = (g[3] - g[0]) > (g[4] - g[1])

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ns_multigpu.data import shapes
 from ns_multigpu.data.grid import CELL, FAR, Frame, Layer
+from ns_multigpu.data.noise import value_noise_3d
+from ns_multigpu.data.solids import Shape
 
 SKY = -2
 """Number of what a ray meets that meets nothing."""
@@ -64,13 +66,28 @@ def _distance(keys: Tensor) -> Tensor:
     return (keys >> 32).to(torch.int32).view(torch.float32)
 
 
-def trace(scene: Geometry, origin: Tensor, direction: Tensor, *, shadow: bool = False) -> tuple[Tensor, Tensor]:
+LEAF = 0.09
+"""Gaps between leaves are seen where a pixel is narrower than this, metres; from further away crowns are closed."""
+
+
+@dataclass(frozen=True)
+class Width:
+    """How wide rays are: at + spread * distance, metres (at: [n])."""
+
+    at: Tensor
+    spread: float
+
+
+def trace(
+    scene: Geometry, origin: Tensor, direction: Tensor, width: Width | None = None, *, shadow: bool = False
+) -> tuple[Tensor, Tensor]:
     """The first thing that each ray meets.
 
     Args:
         scene: what can be met.
         origin: [3, n] float32 metres.
         direction: [3, n] unit vectors.
+        width: of the rays, which pass between leaves where they are narrow; None for wide ones, which never do.
         shadow: rays go to the sun; stop at any hit, leave out the ground, and give up where nothing hides the sun.
 
     Returns:
@@ -85,16 +102,17 @@ def trace(scene: Geometry, origin: Tensor, direction: Tensor, *, shadow: bool = 
     best = _keys(torch.full_like(ground, FAR) if shadow else ground, _NONE)
 
     # The part of each ray over the grid and below its tallest solid.
-    low = frame.low + CELL
+    rim = frame.low + CELL
     begin, end = torch.zeros_like(ground), torch.full_like(ground, FAR)
     for axis in (0, 1):
-        a, b = (low - o[axis]) * inv[axis], (-low - o[axis]) * inv[axis]
+        a, b = (rim - o[axis]) * inv[axis], (-rim - o[axis]) * inv[axis]
         begin, end = torch.maximum(begin, torch.minimum(a, b)), torch.minimum(end, torch.maximum(a, b))
     a, b = (scene.tallest - o[2]) * inv[2], (-1e-3 - o[2]) * inv[2]
     begin, end = torch.maximum(begin, torch.minimum(a, b)), torch.minimum(end, torch.maximum(a, b))
     end = torch.minimum(end, _distance(best))
 
-    rays = (begin < end).nonzero().squeeze(1)
+    # Rays along the rim of the grid would come to it at no finite distance.
+    rays = (begin < end.clamp_max(1e6)).nonzero().squeeze(1)
     t_in = begin.index_select(0, rays)
 
     def start_cell(axis: int) -> Tensor:
@@ -102,7 +120,7 @@ def trace(scene: Geometry, origin: Tensor, direction: Tensor, *, shadow: bool = 
         return ((at - frame.low) * (1.0 / CELL)).long().clamp_(1, n_cells - 2)
 
     cx, cy = start_cell(0), start_cell(1)
-    ahead = [(d[axis] > 0).to(torch.int64) for axis in (0, 1)]
+    ahead = [(inv[axis] > 0).to(torch.int64) for axis in (0, 1)]
     while len(rays):
         cell = cy * n_cells + cx
         height, rise = o[2].index_select(0, rays), d[2].index_select(0, rays)
@@ -120,9 +138,8 @@ def trace(scene: Geometry, origin: Tensor, direction: Tensor, *, shadow: bool = 
         lowest = torch.minimum(z_in, height + rise * t_out).clamp_min_(0.0)  # below an empty cell there is only ground
         near = (lowest < scene.top.index_select(0, cell)).nonzero().squeeze(1)
         if len(near):
-            _meet_cells(
-                scene, rays.index_select(0, near), cell.index_select(0, near), lowest.index_select(0, near), o, d, inv, best
-            )
+            some, at, low = (v.index_select(0, near) for v in (rays, cell, lowest))
+            _meet_cells(scene, some, at, low, o, d, inv, width, best)
         step_x = (tx <= ty).to(torch.int64)
         cx = cx + (2 * ahead_x - 1) * step_x
         cy = cy + (2 * ahead_y - 1) * (1 - step_x)
@@ -145,6 +162,7 @@ def _meet_cells(
     o: shapes.Columns,
     d: shapes.Columns,
     inv: shapes.Columns,
+    width: Width | None,
     best: Tensor,
 ) -> None:
     """Lowers `best` to the nearest of the hits of each ray [m] with the solids listed in its cell [m]."""
@@ -167,8 +185,31 @@ def _meet_cells(
             [row.index_select(0, ray) for row in inv],
         )
         hits = hit.nonzero().squeeze(1)
-        keys = _keys(t.index_select(0, hits), layer.numbers.index_select(0, slot.index_select(0, hits)))
-        best.scatter_reduce_(0, ray.index_select(0, hits), keys, "amin")
+        ray, t, slot = (v.index_select(0, hits) for v in (ray, t, slot))
+        if width is not None and layer.shape is Shape.BLOB:
+            gaps = layer.slots[6].index_select(0, slot)
+            leaf = _leaves(ray, t, gaps, o, d, width).nonzero().squeeze(1)
+            ray, t, slot = (v.index_select(0, leaf) for v in (ray, t, slot))
+        best.scatter_reduce_(0, ray, _keys(t, layer.numbers.index_select(0, slot)), "amin")
+
+
+def _leaves(ray: Tensor, t: Tensor, gaps: Tensor, o: shapes.Columns, d: shapes.Columns, width: Width) -> Tensor:
+    """Whether there is a leaf [n] (and not a gap) where rays meet the skin of a crown at distance t.
+
+    gaps: [n] about which share of the skin is open.
+    """
+    result = torch.ones_like(t, dtype=torch.bool)
+    wide = width.at.index_select(0, ray) + width.spread * t
+    fine = ((wide < LEAF) & (gaps > 0)).nonzero().squeeze(1)
+    if len(fine):
+        at, which = t.index_select(0, fine), ray.index_select(0, fine)
+        p = [o[k].index_select(0, which) + d[k].index_select(0, which) * at for k in range(3)]
+        noise = 0.6 * value_noise_3d(111, *(c / 0.21 for c in p)) + 0.4 * value_noise_3d(112, *(c / 0.09 for c in p))
+        # The gaps close smoothly towards the width from which on there are none.
+        closing = (wide.index_select(0, fine) * (1.6 / LEAF) - 0.6).clamp(0, 1)
+        most = 1.0 - gaps.index_select(0, fine) * (1.0 - closing)
+        result[fine] = noise < most
+    return result
 
 
 def expand(count: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,12 +34,11 @@ class CityDataset(InputDataset):
         ValueError: the outputs are those of another dataparser.
     """
 
-    exclude_batch_keys_from_device = [*InputDataset.exclude_batch_keys_from_device, "depth_image"]
-
     def __init__(self, dataparser_outputs: DataparserOutputs, scale_factor: float = 1.0) -> None:
         if CAPTURE not in dataparser_outputs.metadata:
             raise ValueError("CityDataset renders the views of the dataparser `city`; this one reads files")
         super().__init__(dataparser_outputs, scale_factor)
+        self.exclude_batch_keys_from_device = [*self.exclude_batch_keys_from_device, "depth_image"]
         self.capture: CityCapture = dataparser_outputs.metadata[CAPTURE]
         self.views: list[int] = dataparser_outputs.metadata[VIEWS].tolist()
         self.render_device = render_device(dataparser_outputs.metadata["city_render_device"])
@@ -49,7 +48,7 @@ class CityDataset(InputDataset):
         return self.capture.image(self.views[image_idx], self.render_device, self.scale_factor).numpy().copy()
 
     def get_metadata(self, data: dict[str, Any]) -> dict[str, Any]:
-        """`depth_image` [height, width, 1] in the scaled frame's units, 0 for sky, if the parser was asked for depth."""
+        """`depth_image` [height, width, 1], scaled as the poses are, 0 for sky, if the parser was asked for depth."""
         if not self.metadata[DEPTH]:
             return {}
         depth = self.capture.depth(self.views[data["image_idx"]], self.render_device, self.scale_factor)

@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from nerfstudio.engine.callbacks import TrainingCallbackLocation
 from nerfstudio.engine.trainer import Trainer
@@ -155,16 +156,14 @@ class DistributedTrainer(Trainer):
         path = self.checkpoint_dir / f"step-{step:09d}.ckpt"
         unfinished = path.with_name(path.name + ".part")
         optimizers = self.optimizers
-        torch.save(
-            {
-                "step": step,
-                "pipeline": self.pipeline.state_dict(),
-                "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.optimizers.items()},
-                "schedulers": {name: scheduler.state_dict() for name, scheduler in optimizers.schedulers.items()},
-                "scalers": self.grad_scaler.state_dict(),
-            },
-            unfinished,
-        )
+        state = {
+            "step": step,
+            "pipeline": self.pipeline.state_dict(),
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.optimizers.items()},
+            "schedulers": {name: scheduler.state_dict() for name, scheduler in optimizers.schedulers.items()},
+            "scalers": self.grad_scaler.state_dict(),
+        }
+        torch.save(without_numpy(state), unfinished)
         os.replace(unfinished, path)
         if self.config.save_only_latest_checkpoint:
             for old in self.checkpoint_dir.glob("*.ckpt"):
@@ -215,6 +214,18 @@ class DistributedTrainer(Trainer):
         barrier(self.world)
         with contextlib.suppress(KeyboardInterrupt):
             super()._after_train()
+
+
+def without_numpy(value: Any) -> Any:
+    """`value` with numpy's scalars as Python's: schedulers leave them in, and torch.load's safe mode refuses them."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        # A state dict may be a subclass that carries more than its items: keep those as they are.
+        return {k: without_numpy(v) for k, v in value.items()} if type(value) is dict else value
+    if type(value) in (list, tuple):
+        return type(value)(without_numpy(v) for v in value)
+    return value
 
 
 def broadcast_in_place(x: Tensor, world: World) -> None:

@@ -41,7 +41,7 @@ class Scene:
     def all_rows(self) -> tuple[Tensor, Tensor]:
         """Every (view, point) pair, in order: view_ids, point_ids."""
         views, points = len(self.viewmats), len(self.means)
-        ids = torch.arange(views * points, dtype=torch.int32)
+        ids = torch.arange(views * points, dtype=torch.int32, device=self.means.device)
         return ids // max(points, 1), ids % max(points, 1)
 
     def cull(self, rects: list[int] | None = None) -> tuple[Tensor, Tensor]:

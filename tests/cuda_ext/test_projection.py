@@ -266,7 +266,7 @@ def test_wrong_arguments_are_named(either: str) -> None:
     rows = scene.all_rows()
     with pytest.raises(ValueError, match=r"0 < near < far"):
         scene.project(*rows, near=0.0)
-    with pytest.raises(TypeError, match="view_ids is torch.int64"):
+    with pytest.raises(TypeError, match=r"view_ids is torch\.int64"):
         scene.project(rows[0].long(), rows[1])
     scene.sizes = [1, 2, 3]
     with pytest.raises(ValueError, match="sizes must hold 2 ints a view, 4 in all, not 3"):

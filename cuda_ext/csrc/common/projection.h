@@ -1,10 +1,10 @@
 // One point seen by one pinhole camera: the EWA projection of 3D Gaussian splatting (Zwicker et al. 2001, "EWA volume
 // splatting"; Kerbl et al. 2023, section 4), as gsplat 1.4.0 computes it, with its gradient.
 //
-// With W = R Rq diag(s) (the point's axes in camera space, by rows) and J the Jacobian of the perspective division at the
-// mean, the 2D covariance is A A^T + eps2d I where A = J W has the two rows a0 and a1. Its determinant without the blur is
-// |a0 x a1|^2, and with it that plus eps2d (trace + eps2d): sums of squares, where the textbook difference of products
-// loses all digits of a thin splat.
+// With W = R Rq diag(s) (the point's axes in camera space, by rows) and J the Jacobian of the perspective division at
+// the mean, the 2D covariance is A A^T + eps2d I where A = J W has the two rows a0 and a1. Its determinant without the
+// blur is |a0 x a1|^2, and with it that plus eps2d (trace + eps2d): sums of squares, where the textbook difference of
+// products loses all digits of a thin splat.
 #pragma once
 
 #include "common/quaternion.h"
@@ -200,7 +200,7 @@ NSMG_HD PointGradient<T> splat_vjp(const Camera<T>& camera, const Point<T>& poin
   const T inverse_det = T(1) / f.det;
   const T pa = f.yy * inverse_det, pb = -f.xy * inverse_det, pc = f.xx * inverse_det;
 
-  // The conic is the covariance's inverse P: the covariance's gradient is -P G P, G symmetric with half of b's gradient.
+  // The conic is the covariance's inverse P. The covariance's gradient is -P G P, with half of b's gradient in G twice.
   const T half_b = T(0.5) * g.conic_b;
   const T m00 = pa * g.conic_a + pb * half_b, m01 = pa * half_b + pb * g.conic_c;
   const T m10 = pb * g.conic_a + pc * half_b, m11 = pb * half_b + pc * g.conic_c;

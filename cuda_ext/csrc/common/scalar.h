@@ -1,5 +1,5 @@
-// Scalars for code that runs on the host and, compiled by nvcc, on the device. Selections instead of branches, so that a
-// loop over rows that calls these stays one the compiler can vectorise.
+// Scalars for code that runs on the host and, compiled by nvcc, on the device. Selections instead of branches, so that
+// a loop over rows that calls these stays one the compiler can vectorise.
 #pragma once
 
 #include <cmath>

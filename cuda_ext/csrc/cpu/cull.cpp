@@ -52,9 +52,10 @@ void cull_points(const Camera<T>& camera, const T* means, const Reaches<T>& reac
   }
 }
 
-std::tuple<at::Tensor, at::Tensor> cull(const at::Tensor& means_, const at::Tensor& scales_, const at::Tensor& opacities_,
-                                        const at::Tensor& viewmats_, const at::Tensor& Ks_, at::IntArrayRef sizes,
-                                        at::IntArrayRef rects, double eps2d, double near_plane, double far_plane) {
+std::tuple<at::Tensor, at::Tensor> cull(const at::Tensor& means_, const at::Tensor& scales_,
+                                        const at::Tensor& opacities_, const at::Tensor& viewmats_,
+                                        const at::Tensor& Ks_, at::IntArrayRef sizes, at::IntArrayRef rects,
+                                        double eps2d, double near_plane, double far_plane) {
   const int64_t points = means_.size(0), views = viewmats_.size(0);
   const auto dtype = means_.scalar_type();
   const at::Tensor means = checked(means_, "means", {-1, 3}, dtype);

@@ -2,7 +2,7 @@
 // the gradient of the SSIM sum in the same call.
 //
 // Pixels stay interleaved (r, g, b, r, ...): a filter along the row then reads every third number, and all loops run
-// over plain contiguous floats, which the compiler vectorises.
+// over plain contiguous floats, a vector at a time.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -12,13 +12,18 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <tuple>
+#include <type_traits>
 #include <vector>
+
+#include "simd.h"
 
 namespace nsmg {
 namespace {
 
 constexpr int kTaps = 11, kHalf = 5, kChannels = 3;
+constexpr int64_t kBorder = 2 * kHalf * kChannels;  // numbers by which a row of windows is wider than its centres
 constexpr int64_t kRowGrain = 8;
 
 template <typename T>
@@ -61,47 +66,63 @@ T ssim_row(const T* __restrict__ mu_x, const T* __restrict__ mu_y, const T* __re
   return sum;
 }
 
+// Calls at(i) for vectors that start at i and together cover [0, n), n at least a vector; the last may overlap.
+template <typename T, typename At>
+inline void for_vectors(int64_t n, const At& at) {
+  constexpr int64_t kWidth = Lanes<T>::kWidth;
+  for (int64_t i = 0; i + kWidth <= n; i += kWidth) at(i);
+  if (n % kWidth != 0) at(n - kWidth);
+}
+
+// Room for n numbers in whole vectors.
 template <typename T>
-inline void filter_along_row(const Window<T>& window, const T* __restrict__ in, int64_t n, T* __restrict__ out) {
-  for (int64_t i = 0; i < n; ++i) {
-    T sum = 0;
-    for (int k = 0; k < kTaps; ++k) sum += window.weight[k] * in[i + kChannels * k];
-    out[i] = sum;
-  }
+inline int64_t padded(int64_t n) {
+  return (n + Lanes<T>::kWidth - 1) / Lanes<T>::kWidth * Lanes<T>::kWidth;
+}
+
+// out[i] for i in [0, padded n); `in` must reach 10 pixels further.
+template <typename T>
+inline void filter_along_row(const Window<T>& window, const T* in, int64_t n, T* out) {
+  for_vectors<T>(padded<T>(n), [&](int64_t i) {
+    Vec<T> sum{};
+    for (int k = 0; k < kTaps; ++k) sum += window.weight[k] * load(in + i + kChannels * k);
+    store(out + i, sum);
+  });
 }
 
 template <typename T>
 struct Maps {
-  std::vector<T> d_mu, d_xx, d_xy;  // [rows of centres, row_numbers]
-  explicit Maps(int64_t numbers) : d_mu(numbers), d_xx(numbers), d_xy(numbers) {}
+  std::unique_ptr<T[]> d_mu, d_xx, d_xy;  // [rows of centres, row_numbers], not initialised
+  explicit Maps(int64_t numbers) : d_mu(new T[numbers]), d_xx(new T[numbers]), d_xy(new T[numbers]) {}
 };
 
 template <typename T>
 void ssim_forward(const T* pred, const T* target, int64_t pitch, const Centres& centres, const Window<T>& window,
                   Maps<T>& maps, std::vector<double>& row_sums) {
-  const int64_t n = centres.row_numbers(), wide = n + 2 * kHalf * kChannels;
+  const int64_t n = centres.row_numbers(), wide = n + kBorder;
   at::parallel_for(0, centres.rows(), kRowGrain, [&](int64_t begin, int64_t end) {
-    std::vector<T> columns(5 * wide), filtered(5 * n);
-    T* __restrict__ x = columns.data();
-    T *__restrict__ y = x + wide, *__restrict__ xx = y + wide, *__restrict__ yy = xx + wide, *__restrict__ xy = yy + wide;
+    const int64_t room = padded<T>(n) + kBorder, narrow = padded<T>(n);
+    std::vector<T> columns(5 * room, T(0)), filtered(5 * narrow);
+    T *x = columns.data(), *y = x + room, *xx = y + room, *yy = xx + room, *xy = yy + room;
     for (int64_t row = begin; row < end; ++row) {
       const int64_t start = (centres.y0 + row - kHalf) * pitch + (centres.x0 - kHalf) * kChannels;
-      for (int64_t i = 0; i < wide; ++i) {
-        T sx = 0, sy = 0, sxx = 0, syy = 0, sxy = 0;
+      for_vectors<T>(wide, [&](int64_t i) {
+        Vec<T> sx{}, sy{}, sxx{}, syy{}, sxy{};
         for (int k = 0; k < kTaps; ++k) {
-          const T p = pred[start + k * pitch + i], t = target[start + k * pitch + i], w = window.weight[k];
-          sx += w * p;
-          sy += w * t;
-          sxx += w * (p * p);
-          syy += w * (t * t);
-          sxy += w * (p * t);
+          const Vec<T> p = load(pred + start + k * pitch + i), t = load(target + start + k * pitch + i);
+          const Vec<T> wp = window.weight[k] * p, wt = window.weight[k] * t;
+          sx += wp;
+          sy += wt;
+          sxx += wp * p;
+          syy += wt * t;
+          sxy += wp * t;
         }
-        x[i] = sx, y[i] = sy, xx[i] = sxx, yy[i] = syy, xy[i] = sxy;
-      }
-      for (int map = 0; map < 5; ++map) filter_along_row(window, x + map * wide, n, filtered.data() + map * n);
-      const T* f = filtered.data();
-      row_sums[row] = ssim_row(f, f + n, f + 2 * n, f + 3 * n, f + 4 * n, n, maps.d_mu.data() + row * n,
-                               maps.d_xx.data() + row * n, maps.d_xy.data() + row * n);
+        store(x + i, sx), store(y + i, sy), store(xx + i, sxx), store(yy + i, syy), store(xy + i, sxy);
+      });
+      T* f = filtered.data();
+      for (int map = 0; map < 5; ++map) filter_along_row(window, x + map * room, n, f + map * narrow);
+      row_sums[row] = ssim_row(f, f + narrow, f + 2 * narrow, f + 3 * narrow, f + 4 * narrow, n,
+                               maps.d_mu.get() + row * n, maps.d_xx.get() + row * n, maps.d_xy.get() + row * n);
     }
   });
 }
@@ -110,25 +131,34 @@ void ssim_forward(const T* pred, const T* target, int64_t pitch, const Centres& 
 template <typename T>
 void ssim_gradient(const T* pred, const T* target, int64_t pitch, const Centres& centres, const Window<T>& window,
                    const Maps<T>& maps, T* gradient) {
-  const int64_t n = centres.row_numbers(), border = 2 * kHalf * kChannels, wide = n + border;
+  const int64_t n = centres.row_numbers(), wide = n + kBorder;
   at::parallel_for(centres.y0 - kHalf, centres.y0 + centres.rows() + kHalf, kRowGrain, [&](int64_t begin, int64_t end) {
-    std::vector<T> padded(3 * (n + 2 * border), T(0)), spread(3 * wide);
+    const int64_t room = kBorder + padded<T>(wide) + kBorder, out = padded<T>(wide);
+    std::vector<T> columns(3 * room, T(0)), spread(3 * out);
+    const T* sources[3] = {maps.d_mu.get(), maps.d_xx.get(), maps.d_xy.get()};
     for (int64_t y = begin; y < end; ++y) {
       const int64_t first = std::max(y - kHalf, centres.y0) - centres.y0;
       const int64_t last = std::min(y + kHalf + 1, centres.y0 + centres.rows()) - centres.y0;
-      const T* sources[3] = {maps.d_mu.data(), maps.d_xx.data(), maps.d_xy.data()};
       for (int map = 0; map < 3; ++map) {
-        T* __restrict__ sum = padded.data() + map * (n + 2 * border) + border;
-        std::fill(sum, sum + n, T(0));
-        for (int64_t row = first; row < last; ++row) {
-          const T w = window.weight[row + centres.y0 - y + kHalf];
-          const T* __restrict__ source = sources[map] + row * n;
-          for (int64_t i = 0; i < n; ++i) sum[i] += w * source[i];
-        }
-        filter_along_row(window, sum - border, wide, spread.data() + map * wide);
+        T* column = columns.data() + map * room;
+        const auto sum_at = [&](int64_t i, auto zero) {
+          for (int64_t row = first; row < last; ++row) {
+            const T w = window.weight[row + centres.y0 - y + kHalf];
+            if constexpr (std::is_same_v<decltype(zero), T>)
+              zero += w * sources[map][row * n + i];
+            else
+              zero += w * load(sources[map] + row * n + i);
+          }
+          return zero;
+        };
+        if (n >= Lanes<T>::kWidth)
+          for_vectors<T>(n, [&](int64_t i) { store(column + kBorder + i, sum_at(i, Vec<T>{})); });
+        else
+          for (int64_t i = 0; i < n; ++i) column[kBorder + i] = sum_at(i, T(0));
+        filter_along_row(window, column, wide, spread.data() + map * out);
       }
       const int64_t start = y * pitch + (centres.x0 - kHalf) * kChannels;
-      const T *mu = spread.data(), *xx = mu + wide, *xy = xx + wide;
+      const T *mu = spread.data(), *xx = mu + out, *xy = xx + out;
       for (int64_t i = 0; i < wide; ++i)
         gradient[start + i] = mu[i] + 2 * pred[start + i] * xx[i] + target[start + i] * xy[i];
     }

@@ -1,5 +1,5 @@
-// ns_multigpu::project and its backward on CPU. Rows go through in blocks of kLanes, gathered into one array a component,
-// so that the compiler vectorises the maths of csrc/common over the lanes.
+// ns_multigpu::project and its backward on CPU. Rows go through in blocks of kLanes, gathered into one array a
+// component, so that the compiler vectorises the maths of csrc/common over the lanes.
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>

@@ -18,8 +18,8 @@ struct Chunk {
   int64_t view, begin, end;  // rows
 };
 
-// Where each view's rows start; V + 1 numbers. Throws unless rows are sorted by (view, point) without repetition and all
-// ids are in range: the backward kernels add to a point's gradient without atomics because of that.
+// Where each view's rows start; V + 1 numbers. Throws unless rows are sorted by (view, point) without repetition and
+// all ids are in range: the backward kernels add to a point's gradient without atomics because of that.
 inline std::vector<int64_t> view_starts(const at::Tensor& view_ids, const at::Tensor& point_ids, int64_t views,
                                         int64_t points) {
   TORCH_CHECK_VALUE(view_ids.scalar_type() == at::kInt && point_ids.scalar_type() == at::kInt,

@@ -131,7 +131,9 @@ at::Tensor sh_colors(int64_t degree, const at::Tensor& means, const at::Tensor& 
     using T = scalar_t;
     T* out = colors.mutable_data_ptr<T>();
     with_degree(degree, [&](auto constant) {
-      for_chunks(chunks, [&](int64_t, const Chunk& chunk) { forward_chunk<decltype(constant)::value, T>(in, chunk, out); });
+      for_chunks(chunks, [&](int64_t, const Chunk& chunk) {
+        forward_chunk<decltype(constant)::value, T>(in, chunk, out);
+      });
     });
   });
   return colors;

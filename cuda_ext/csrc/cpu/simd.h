@@ -48,6 +48,18 @@ inline Vec<double> exp_nonpositive(Vec<double> x) {
   return y;
 }
 
+template <typename T>
+inline Vec<T> load(const T* anywhere) {
+  Vec<T> v;
+  std::memcpy(&v, anywhere, sizeof(v));
+  return v;
+}
+
+template <typename T>
+inline void store(T* anywhere, Vec<T> v) {
+  std::memcpy(anywhere, &v, sizeof(v));
+}
+
 template <typename V>
 inline V absolute(V x) {
   return x < 0 ? -x : x;

@@ -1,0 +1,274 @@
+"""Times the compiled CPU operators against the pure-torch reference: forward and backward of one training view.
+
+    python -m benchmarks.cpu_operators [--json FILE]
+
+The chain is that of a training step: cull, project, spherical harmonics of degree 3, tile intersection, rasterization of
+colour and depth with absgrad, L1 + SSIM. "chain" runs it as one graph; the lines above it time each operator alone.
+"""
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from cuda_ext import build_native, cull, intersect, l1_ssim, project, rasterize, sh_colors, use_reference
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A cloud of Gaussians before one camera, and the image it should show."""
+
+    means: Tensor
+    quats: Tensor
+    scales: Tensor
+    opacities: Tensor
+    sh_dc: Tensor
+    sh_rest: Tensor
+    viewmats: Tensor
+    Ks: Tensor
+    target: Tensor
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.target.shape[1], self.target.shape[0]
+
+    def parameters(self) -> list[Tensor]:
+        return [self.means, self.quats, self.scales, self.opacities, self.sh_dc, self.sh_rest]
+
+
+def make_scene(points: int, width: int, height: int) -> Scene:
+    """Points spread over the view and 2 to 8 units deep, about as many pixels large as keep the image covered."""
+    generator = torch.Generator().manual_seed(0)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    focal = 0.8 * width
+    depth = 2 + 6 * uniform(points, 1)
+    pixels = uniform(points, 2) * torch.tensor([width, height]) - torch.tensor([width / 2, height / 2])
+    spread = 1.3 * math.sqrt(width * height / points) * depth / focal  # std of 1.3 times the mean spacing in pixels
+    return Scene(
+        means=torch.cat([pixels * depth / focal, depth], dim=1),
+        quats=torch.nn.functional.normalize(torch.randn(points, 4, generator=generator), dim=1),
+        scales=spread * (0.3 + 1.2 * uniform(points, 3)),
+        opacities=0.05 + 0.9 * uniform(points),
+        sh_dc=torch.randn(points, 3, generator=generator) * 0.5,
+        sh_rest=torch.randn(points, 15, 3, generator=generator) * 0.1,
+        viewmats=torch.eye(4)[None],
+        Ks=torch.tensor([[[focal, 0, width / 2], [0, focal, height / 2], [0, 0, 1]]]),
+        target=(uniform(height, width, 3) * 255).to(torch.uint8),
+    )
+
+
+@dataclass
+class Timer:
+    """Seconds of named pieces of work, the median of several runs."""
+
+    repeats: int
+    advance: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self.seconds: dict[str, dict[str, float]] = {}
+
+    def time(self, operator: str, direction: str, work: Callable[[], Any]) -> Any:
+        """Runs `work` once to warm up unless it runs only once anyway, then notes the median; returns its result."""
+        runs, result = [], None
+        for _ in range(self.repeats + (self.repeats > 1)):
+            start = time.perf_counter()
+            result = work()
+            runs.append(time.perf_counter() - start)
+        kept = sorted(runs[self.repeats > 1 :])
+        self.seconds.setdefault(operator, {})[direction] = kept[len(kept) // 2]
+        self.advance()
+        return result
+
+    def both(self, operator: str, inputs: list[Tensor], work: Callable[..., Any], outputs: Callable[[Any], Any]) -> Any:
+        """Times `work(*inputs)` and the gradient of its differentiable `outputs` by all inputs; returns its result."""
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        result = self.time(operator, "forward", lambda: work(*leaves))
+        differentiable = outputs(result)
+        weights = [torch.ones_like(x) for x in differentiable]
+        self.time(operator, "backward", lambda: torch.autograd.grad(differentiable, leaves, weights, retain_graph=True))
+        return result
+
+
+def run_chain(scene: Scene) -> tuple[int, int]:
+    """One training step's forward and backward; returns the numbers of rows and of intersections."""
+    width, height = scene.size
+    leaves = [x.detach().requires_grad_() for x in scene.parameters()]
+    means, quats, scales, opacities, sh_dc, sh_rest = leaves
+    cameras = (scene.viewmats, scene.Ks, [width, height])
+    view_ids, point_ids = cull(means, scales, opacities, *cameras, [0, 0, width, height])
+    splats = project(means, quats, scales, opacities, *cameras, view_ids, point_ids)
+    colors = sh_colors(3, means, torch.zeros(1, 3), sh_dc, sh_rest, view_ids, point_ids)
+    patches = (0, 0, 0, width, height)
+    lists = intersect(
+        splats.means2d, splats.conics, splats.row_opacities, splats.radii, splats.depths, view_ids, patches
+    )
+    probe = torch.zeros_like(splats.means2d).requires_grad_()
+    features = torch.cat([colors, splats.depths[:, None]], dim=1)
+    out, _, _ = rasterize(
+        splats.means2d, splats.conics, splats.row_opacities, features, *lists, patches, absgrad_probe=probe
+    )
+    l1_sum, ssim_sum, _ = l1_ssim(out[:, :3].view(height, width, 3), scene.target, (0, 0, width, height))
+    torch.autograd.grad(0.8 * l1_sum - 0.2 * ssim_sum, [*leaves, probe])
+    return len(view_ids), len(lists[1])
+
+
+def measure(scene: Scene, timer: Timer) -> tuple[int, int]:
+    """Times each operator alone, then the chain; returns the numbers of rows and of intersections."""
+    width, height = scene.size
+    cameras = (scene.viewmats, scene.Ks, [width, height])
+    patches = (0, 0, 0, width, height)
+    view_ids, point_ids = timer.time(
+        "cull",
+        "forward",
+        lambda: cull(scene.means, scene.scales, scene.opacities, *cameras, [0, 0, width, height]),
+    )
+    splats = timer.both(
+        "project",
+        [scene.means, scene.quats, scene.scales, scene.opacities],
+        lambda *points: project(*points, *cameras, view_ids, point_ids),
+        lambda projection: projection[:4],
+    )
+    colors = timer.both(
+        "sh_colors",
+        [scene.means, scene.sh_dc, scene.sh_rest],
+        lambda means, dc, rest: sh_colors(3, means, torch.zeros(1, 3), dc, rest, view_ids, point_ids),
+        lambda colors: [colors],
+    )
+    means2d, conics, depths, row_opacities, radii = (x.detach() for x in splats)
+    lists = timer.time(
+        "intersect",
+        "forward",
+        lambda: intersect(means2d, conics, row_opacities, radii, depths, view_ids, patches),
+    )
+    features = torch.cat([colors.detach(), depths[:, None]], dim=1)
+    out, _, _ = timer.both(
+        "rasterize",
+        [means2d, conics, row_opacities, features, torch.zeros_like(means2d)],
+        lambda *rows: rasterize(*rows[:4], *lists, patches, absgrad_probe=rows[4]),
+        lambda pixels: pixels[:2],
+    )
+    timer.both(
+        "l1_ssim",
+        [out.detach()[:, :3].reshape(height, width, 3)],
+        lambda image: l1_ssim(image, scene.target, (0, 0, width, height)),
+        lambda sums: sums[:2],
+    )
+    return timer.time("chain", "both", lambda: run_chain(scene))
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def commit() -> str:
+    """The commit of this source tree; "unknown" outside of a repository."""
+    folder = Path(__file__).parent
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def show(console: Console, report: dict[str, Any]) -> None:
+    """Prints the report as a table."""
+    table = Table(
+        title=f"{report['points']:,} Gaussians at {report['width']}x{report['height']}, {report['threads']} threads, "
+        f"{report['cpu']}: milliseconds"
+    )
+    table.add_column("operator")
+    for name in ("native forward", "native backward", "reference forward", "reference backward", "times faster"):
+        table.add_column(name, justify="right")
+    for operator, line in report["operators"].items():
+        cells = [
+            f"{1e3 * line[backend][direction]:,.1f}" if direction in line[backend] else ""
+            for backend in ("native", "reference")
+            for direction in ("forward", "backward")
+        ]
+        table.add_row(operator, *cells, f"{line['speedup']:.1f}")
+    chain = report["chain"]
+    table.add_section()
+    table.add_row(
+        "chain", f"{1e3 * chain['native']:,.1f}", "", f"{1e3 * chain['reference']:,.1f}", "", f"{chain['speedup']:.1f}"
+    )
+    console.print(table)
+    console.print(f"{report['rows']:,} rows, {report['intersections']:,} intersections, commit {report['commit']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--points", type=int, default=100_000)
+    parser.add_argument("--size", type=int, nargs=2, default=(640, 480), metavar=("WIDTH", "HEIGHT"))
+    parser.add_argument("--repeats", type=int, default=9, help="runs of the native operators (median)")
+    parser.add_argument("--reference-repeats", type=int, default=1, help="runs of the reference (median)")
+    arguments = parser.parse_args()
+    build_native()
+    scene = make_scene(arguments.points, *arguments.size)
+    console = Console()
+    seconds, rows, intersections = {}, 0, 0
+    with Progress(console=console, transient=True) as progress:
+        for name, repeats, backend in (
+            ("native", arguments.repeats, nullcontext),
+            ("reference", arguments.reference_repeats, use_reference),
+        ):
+            task = progress.add_task(name, total=11)
+            timer = Timer(repeats, lambda task=task: progress.advance(task))
+            with backend():
+                counts = measure(scene, timer)
+            if name == "native":
+                rows, intersections = counts
+            seconds[name] = timer.seconds
+    native, reference = seconds["native"], seconds["reference"]
+    chain = {name: seconds[name].pop("chain")["both"] for name in seconds}
+    report = {
+        "benchmark": "cpu_operators",
+        "command": " ".join(["python", "-m", "benchmarks.cpu_operators", *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "cpu": cpu_model(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "points": arguments.points,
+        "width": arguments.size[0],
+        "height": arguments.size[1],
+        "rows": rows,
+        "intersections": intersections,
+        "operators": {
+            operator: {
+                "native": native[operator],
+                "reference": reference[operator],
+                "speedup": sum(reference[operator].values()) / sum(native[operator].values()),
+            }
+            for operator in native
+        },
+        "chain": {**chain, "speedup": chain["reference"] / chain["native"]},
+    }
+    show(console, report)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
