@@ -16,7 +16,7 @@ from nerfstudio.utils.misc import step_check
 from nerfstudio.utils.writer import EventName, TimeWriter
 from torch import Tensor
 
-from ns_multigpu.core.collectives import barrier, broadcast_object, sum_in_place
+from ns_multigpu.core.collectives import barrier, broadcast_int, sum_in_place
 from ns_multigpu.core.replicas import assert_identical
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin import checks
@@ -185,7 +185,7 @@ class DistributedTrainer(Trainer):
         """Whether to take another step: what rank 0 says, which may first wait for its viewer to leave a pause."""
         while self.training_state == "paused" and not self.stop_training:
             time.sleep(0.01)
-        return bool(broadcast_object(not self.stop_training, 0, self.world))
+        return broadcast_int(int(not self.stop_training), 0, self.world) == 1
 
     def _log(self, step: int, loss: Tensor, losses: dict[str, Tensor], metrics: dict[str, Any]) -> None:
         """Sums what the ranks measured and writes it. Every rank calls it at the same steps."""

@@ -48,6 +48,7 @@ def _everything(world: World) -> dict[str, object]:
     out["wide"] = tuple(wide.shape)
     out["ints"] = c.all_gather_ints([r, -r], world)
     out["object"] = c.broadcast_object({"rank": r}, n - 1, world)
+    out["int"] = c.broadcast_int(r - 5, 0, world)
     out["objects"] = c.all_gather_objects("x" * r, world)
     out["sent"] = world.traffic.sent
     c.barrier(world)
@@ -80,6 +81,7 @@ def test_collectives(size: int) -> None:
         assert out["wide"] == (size, 0)
         assert out["ints"] == [[s, -s] for s in range(size)]
         assert out["object"] == {"rank": size - 1}
+        assert out["int"] == -5
         assert out["objects"] == ["x" * s for s in range(size)]
         assert (out["sent"] > 0) == (size > 1)
 
