@@ -2,21 +2,18 @@
 
     python -m benchmarks.cpu_operators [--json FILE]
 
-The chain is that of a training step: cull, project, spherical harmonics of degree 3, tile intersection, rasterization of
+The chain is a training step: cull, project, spherical harmonics of degree 3, tile intersection, rasterization of
 colour and depth with absgrad, L1 + SSIM. "chain" runs it as one graph; the lines above it time each operator alone.
 """
 
 import argparse
 import json
 import math
-import platform
-import subprocess
-import sys
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.environment import describe
 from cuda_ext import build_native, cull, intersect, l1_ssim, project, rasterize, sh_colors, use_reference
 
 
@@ -143,7 +141,7 @@ def measure(scene: Scene, timer: Timer) -> tuple[int, int]:
     splats = timer.both(
         "project",
         [scene.means, scene.quats, scene.scales, scene.opacities],
-        lambda *points: project(*points, *cameras, view_ids, point_ids),
+        lambda means, quats, scales, opacities: project(means, quats, scales, opacities, *cameras, view_ids, point_ids),
         lambda projection: projection[:4],
     )
     colors = timer.both(
@@ -153,7 +151,7 @@ def measure(scene: Scene, timer: Timer) -> tuple[int, int]:
         lambda colors: [colors],
     )
     means2d, conics, depths, row_opacities, radii = (x.detach() for x in splats)
-    lists = timer.time(
+    tile_offsets, row_ids = timer.time(
         "intersect",
         "forward",
         lambda: intersect(means2d, conics, row_opacities, radii, depths, view_ids, patches),
@@ -162,7 +160,9 @@ def measure(scene: Scene, timer: Timer) -> tuple[int, int]:
     out, _, _ = timer.both(
         "rasterize",
         [means2d, conics, row_opacities, features, torch.zeros_like(means2d)],
-        lambda *rows: rasterize(*rows[:4], *lists, patches, absgrad_probe=rows[4]),
+        lambda xy, conic, opacity, feature, probe: rasterize(
+            xy, conic, opacity, feature, tile_offsets, row_ids, patches, absgrad_probe=probe
+        ),
         lambda pixels: pixels[:2],
     )
     timer.both(
@@ -172,22 +172,6 @@ def measure(scene: Scene, timer: Timer) -> tuple[int, int]:
         lambda sums: sums[:2],
     )
     return timer.time("chain", "both", lambda: run_chain(scene))
-
-
-def cpu_model() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def commit() -> str:
-    """The commit of this source tree; "unknown" outside of a repository."""
-    folder = Path(__file__).parent
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def show(console: Console, report: dict[str, Any]) -> None:
@@ -213,10 +197,12 @@ def show(console: Console, report: dict[str, Any]) -> None:
     )
     console.print(table)
     console.print(f"{report['rows']:,} rows, {report['intersections']:,} intersections, commit {report['commit']}")
+    if report["load_average_before"] > 0.5:
+        console.print(f"Other programs were running (load average {report['load_average_before']:.1f}): measure again.")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--points", type=int, default=100_000)
     parser.add_argument("--size", type=int, nargs=2, default=(640, 480), metavar=("WIDTH", "HEIGHT"))
@@ -224,6 +210,7 @@ def main() -> None:
     parser.add_argument("--reference-repeats", type=int, default=1, help="runs of the reference (median)")
     arguments = parser.parse_args()
     build_native()
+    load = os.getloadavg()[0]
     scene = make_scene(arguments.points, *arguments.size)
     console = Console()
     seconds, rows, intersections = {}, 0, 0
@@ -243,12 +230,9 @@ def main() -> None:
     chain = {name: seconds[name].pop("chain")["both"] for name in seconds}
     report = {
         "benchmark": "cpu_operators",
-        "command": " ".join(["python", "-m", "benchmarks.cpu_operators", *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "cpu": cpu_model(),
+        **describe(),
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "load_average_before": load,
         "points": arguments.points,
         "width": arguments.size[0],
         "height": arguments.size[1],

@@ -75,7 +75,8 @@ class Stages:
                     whole, newline, unfinished = (unfinished + text.replace("\r", "\n")).rpartition("\n")
                     log.write(_readable(whole + newline))
                     if seen := (watch() if watch else None) or _percentage(text):
-                        self._progress.update(task, total=1.0, completed=seen[0], note=seen[1])
+                        # Never all of it: a bar that was full once stops its clock.
+                        self._progress.update(task, total=1.0, completed=min(seen[0], 0.995), note=seen[1])
                 process.wait()
             finally:
                 log.write(_readable(unfinished))

@@ -36,10 +36,10 @@ VIDEO_FRAMES, VIDEO_FPS = 96, 24
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=2, help="worker processes: GPUs if there are any, else CPU")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="by default cuda if there are enough GPUs, else cpu")
-    parser.add_argument("--blocks", type=int, default=2, help="blocks of the city along each side")
-    parser.add_argument("--views", type=int, default=100, help="views of the capture")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes; with GPUs, at most one for each")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="by default cuda if there is a GPU, else cpu")
+    parser.add_argument("--blocks", type=int, default=1, help="blocks of the city along each side")
+    parser.add_argument("--views", type=int, default=72, help="views of the capture")
     parser.add_argument("--steps", type=int, default=600, help="training steps, of one view a worker each")
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder for all results")
     return parser.parse_args()
@@ -50,15 +50,16 @@ def nerfstudio(script: str, *words: str | Path) -> list[str]:
     return [sys.executable, "-W", "ignore", "-m", f"nerfstudio.scripts.{script}", *map(str, words)]
 
 
-def train_command(options: argparse.Namespace, device: str) -> list[str]:
+def train_command(options: argparse.Namespace, device: str, workers: int) -> list[str]:
     steps = options.steps
     return nerfstudio(
         "train",
         "splatfacto-batch",
-        *("--machine.device-type", device, "--machine.num-devices", str(options.workers)),
+        *("--machine.device-type", device, "--machine.num-devices", str(workers)),
         *("--output-dir", options.output / "runs", "--experiment-name", "city", "--timestamp", "demo"),
         *("--max-num-iterations", str(steps), "--steps-per-save", str(steps), "--eval-at-start", "True"),
         *("--steps-per-eval-image", "0", "--steps-per-eval-batch", "0", "--steps-per-eval-all-images", "0"),
+        *("--pipeline.model.num-downscales", "1", "--pipeline.model.resolution-schedule", "400"),
         *("--vis", "tensorboard", "--logging.local-writer.max-log-size", "0"),
         "city",
         *("--blocks", str(options.blocks), "--capture", "aerial", "--views", str(options.views)),
@@ -84,8 +85,8 @@ def table(summary: dict[str, Any], places: dict[str, Path]) -> Table:
     """What came out, for the terminal."""
     result = Table(title=f"{summary['workers']} workers on {summary['device']}", title_justify="left")
     result.add_column("")
-    for head in ("before", "after"):
-        result.add_column(head, justify="right")
+    result.add_column("before", justify="right")
+    result.add_column("after", justify="right", overflow="fold")
     result.add_row("PSNR, held-out views (dB)", f"{summary['psnr_start']:.2f}", f"{summary['psnr']:.2f}")
     result.add_row("SSIM, held-out views", f"{summary['ssim_start']:.3f}", f"{summary['ssim']:.3f}")
     result.add_section()
@@ -103,7 +104,9 @@ def table(summary: dict[str, Any], places: dict[str, Path]) -> Table:
 def demo(options: argparse.Namespace, stages: Stages) -> tuple[dict[str, Any], dict[str, Path]]:
     """Runs all stages. Returns the summary and where each output lies."""
     output = options.output
-    device = options.device or ("cuda" if torch.cuda.device_count() >= options.workers else "cpu")
+    gpus = torch.cuda.device_count()
+    device = options.device or ("cuda" if gpus else "cpu")
+    workers = min(options.workers, gpus) if device == "cuda" and gpus else options.workers
     run = output / "runs" / "city" / "splatfacto-batch" / "demo"
     places = {
         "run (config, checkpoint, logs)": run,
@@ -115,7 +118,7 @@ def demo(options: argparse.Namespace, stages: Stages) -> tuple[dict[str, Any], d
     config = str(run / "config.yml")
     if device == "cpu":
         stages.run("build", "Native operators", [sys.executable, "-m", "cuda_ext"])
-    command = train_command(options, device)
+    command = train_command(options, device, workers)
     stages.say(f"[dim]ns-train {shlex.join(command[5:])}[/dim]")
     stages.run("train", "Training", command, training_watch(run, options.steps))
     evaluate = nerfstudio(
@@ -149,7 +152,7 @@ def demo(options: argparse.Namespace, stages: Stages) -> tuple[dict[str, Any], d
         "ssim": scores["ssim"],
         **{name: trained[name] for name in copied},
         "gaussians": trained["gaussians"],
-        "workers": options.workers,
+        "workers": workers,
         "device": device,
         "video": str(places["video"]),
     }

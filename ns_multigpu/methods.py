@@ -1,8 +1,15 @@
-"""The methods that nerfstudio finds through the entry points: the composition root."""
+"""The methods that nerfstudio finds through the entry points: the composition root.
+
+Splatfacto's recipe is written out rather than taken from nerfstudio's `method_configs`: importing that looks for
+methods, this module's among them, before this module is done.
+"""
+
+from typing import Any
 
 from nerfstudio.configs.base_config import ViewerConfig
-from nerfstudio.configs.method_configs import method_configs
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+from nerfstudio.engine.optimizers import AdamOptimizerConfig
+from nerfstudio.engine.schedulers import ExponentialDecaySchedulerConfig
 from nerfstudio.plugins.types import MethodSpecification
 
 from ns_multigpu.plugin.datamanager import DistributedDataManagerConfig
@@ -10,24 +17,45 @@ from ns_multigpu.plugin.pipeline import DistributedPipelineConfig
 from ns_multigpu.plugin.splat_model import SplatModelConfig
 from ns_multigpu.plugin.trainer_config import DistributedTrainerConfig
 
+IMAGES = 30000
+"""How many images a run sees, and its schedules span."""
+
+
+def _group(rate: float, final: float | None = None, warmup: int = 0) -> dict[str, Any]:
+    """An Adam, and a learning rate that decays exponentially to `final` if there is one."""
+    schedule = None
+    if final is not None:
+        schedule = ExponentialDecaySchedulerConfig(
+            lr_final=final, max_steps=IMAGES, warmup_steps=warmup, **({"lr_pre_warmup": 0} if warmup else {})
+        )
+    return {"optimizer": AdamOptimizerConfig(lr=rate, eps=1e-15), "scheduler": schedule}
+
 
 def splatfacto(strategy: str) -> DistributedTrainerConfig:
-    """Splatfacto's own recipe under a strategy of ours; its optimizers and intervals are taken from nerfstudio's."""
-    base = method_configs["splatfacto"]
+    """Splatfacto's recipe (nerfstudio 1.1.5) under a strategy of ours."""
     return DistributedTrainerConfig(
         method_name=f"splatfacto-{strategy}",
-        steps_per_eval_image=base.steps_per_eval_image,
-        steps_per_eval_batch=base.steps_per_eval_batch,
-        steps_per_save=base.steps_per_save,
-        steps_per_eval_all_images=base.steps_per_eval_all_images,
-        max_num_iterations=base.max_num_iterations,
+        steps_per_eval_image=100,
+        steps_per_eval_batch=0,
+        steps_per_save=2000,
+        steps_per_eval_all_images=1000,
+        max_num_iterations=IMAGES,
         mixed_precision=False,
         pipeline=DistributedPipelineConfig(
             strategy=strategy,
             datamanager=DistributedDataManagerConfig(dataparser=NerfstudioDataParserConfig(load_3D_points=True)),
             model=SplatModelConfig(),
         ),
-        optimizers=base.optimizers,
+        optimizers={
+            "means": _group(1.6e-4, final=1.6e-6),
+            "features_dc": _group(0.0025),
+            "features_rest": _group(0.0025 / 20),
+            "opacities": _group(0.05),
+            "scales": _group(0.005),
+            "quats": _group(0.001),
+            "camera_opt": _group(1e-4, final=5e-7, warmup=1000),
+            "bilateral_grid": _group(2e-3, final=1e-4, warmup=1000),
+        },
         viewer=ViewerConfig(num_rays_per_chunk=1 << 15),
         vis="viewer",
     )

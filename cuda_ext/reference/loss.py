@@ -15,11 +15,12 @@ C1, C2 = 0.01**2, 0.03**2
 def gaussian_filter(images: Tensor) -> Tensor:
     """Filters images [n,h,w] with the 11x11 Gaussian window (sigma 1.5) at every place it fits: [n,h-10,w-10]."""
     taps = [math.exp(-((k - HALF) ** 2) / (2 * 1.5**2)) for k in range(WINDOW)]
-    window = images.new_tensor([tap / sum(taps) for tap in taps])
+    maps = images.shape[0]
+    window = images.new_tensor([tap / sum(taps) for tap in taps]).expand(maps, 1, WINDOW)
     # TF32 keeps 10 bits of the mantissa: SSIM subtracts nearly equal second moments and would lose them.
     with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
-        columns = F.conv2d(images[:, None], window.view(1, 1, WINDOW, 1))
-        return F.conv2d(columns, window.view(1, 1, 1, WINDOW))[:, 0]
+        columns = F.conv2d(images[None], window[..., None], groups=maps)
+        return F.conv2d(columns, window[:, :, None], groups=maps)[0]
 
 
 def centres(inner: Sequence[int], height: int, width: int) -> tuple[int, int, int, int]:

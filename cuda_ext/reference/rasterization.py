@@ -7,7 +7,7 @@ tens of times slower than the native operators.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -145,7 +145,8 @@ def rasterize(
     probes = [None] * len(lengths) if absgrad_probe is None else absgrad_probe[rows].split(lengths)
     composite: Callable[..., Any] = _composite
     if len(rows) * tile_size**2 > _REMEMBERED_PAIRS and torch.is_grad_enabled():
-        composite = partial(checkpoint, _composite, use_reentrant=False, preserve_rng_state=False)
+        again = partial(checkpoint, _composite, use_reentrant=False, preserve_rng_state=False)
+        composite = cast(Callable[..., Any], again)
 
     outs, alphas, lasts, pixels = [], [], [], []
     first_pixel, t = 0, 0

@@ -18,7 +18,6 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 
 from ns_multigpu.data.capture import CityCapture
 from ns_multigpu.data.seed_points import SeedPoints
@@ -126,6 +125,8 @@ def write_colmap(
         FileExistsError: the folder holds something and overwrite is not given.
         PermissionError: the folder cannot be written to.
     """
+    from PIL import Image  # only here: rendering needs no more than torch, numpy and scipy
+
     prepare_folder(folder, overwrite)
     write_model(folder / "sparse" / "0", capture, f".{image_format}", capture.seed_points(points, device=device))
     if capture.time_varying:

@@ -253,6 +253,8 @@ def test_wrong_arguments_are_named() -> None:
     lists = splats.intersect()
     with pytest.raises(ValueError, match="same patches"):
         rasterize(*splats.inputs(), *lists, (0, 0, 0, 20, 32))
+    with pytest.raises(RuntimeError, match="as intersect returns"):
+        rasterize(*splats.inputs(), lists[0], lists[1] + 5, splats.patches)
     with pytest.raises(ValueError, match=r"\[M,D\]"):
         rasterize(*splats.inputs()[:3], splats.depths, *lists, splats.patches)
     with pytest.raises(ValueError, match="absgrad_probe"):

@@ -9,13 +9,12 @@
 namespace nsmg {
 
 // Any float type with element-wise operators (a plain float, or a vector of floats). `Bits` is the matching integer
-// type. Relative error below 1.5e-7 on [-80, 0]; smaller x give exp(-80), far under any alpha that counts.
+// type. Relative error below 1.5e-7 on [-80, 0]; anything may come out for other x.
 // Range reduction x = n ln2 + r in two steps (Cody and Waite 1980), then 1 + r + r^2 p(r) with the p of degree 4 that
 // minimises the relative error over |r| <= ln2 / 2 (3e-9; found by iterated weighted least squares).
 template <typename Float, typename Bits>
 inline Float exp_nonpositive_f32(Float x) {
   static_assert(sizeof(Float) == sizeof(Bits), "Bits must match Float lane by lane");
-  x = x > -80.0f ? x : Float{} - 80.0f;
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, kept in the low bits
   const Float shifted = x * 1.44269504088896341f + magic;
   const Float n = shifted - magic;

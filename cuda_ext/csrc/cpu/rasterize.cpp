@@ -83,7 +83,7 @@ class TileRenderer {
       const V before = transmittance[row * pitch];
       const V after = before - before * alpha;
       const V weight = after > kTransmittanceMin<T> ? before * alpha : V{};
-      transmittance[row * pitch] = after > kTransmittanceMin<T> ? after : -absolute(before);
+      transmittance[row * pitch] = after > kTransmittanceMin<T> ? after : minus_absolute<T>(before);
       const Ids reached = weight > T(0) ? Ids{} + position : Ids{} - Id(1);
       last[row * pitch] = reached > last[row * pitch] ? reached : last[row * pitch];
       V* sum = sums + row * pitch * channels();

@@ -43,7 +43,7 @@ struct RecordPlan {
         for (int row = 0; row < tiles[t].y1 - tiles[t].y0; ++row)
           for (int column = 0; column < tiles[t].x1 - tiles[t].x0; ++column)
             deepest = std::max(deepest, last[tiles[t].pixel + row * tiles[t].pitch + column]);
-        reached[t] = std::max(table.tile_offsets[t], deepest + 1);
+        reached[t] = std::clamp(deepest + 1, table.tile_offsets[t], table.tile_offsets[t + 1]);
       }
     });
     for (size_t t = 0; t < tiles.size(); ++t)
@@ -153,8 +153,8 @@ class TileGradient {
       sum1 += v_sigma * dy;
       sum2 += v_sigma * (dy * dy);
       if constexpr (kAbs) {
-        abs_x += absolute(v_sigma * (T(2) * splat.half_a * dx + splat.ellipse.b * dy));
-        abs_y += absolute(v_sigma * (splat.ellipse.b * dx + T(2) * splat.half_c * dy));
+        abs_x += absolute<T>(v_sigma * (T(2) * splat.half_a * dx + splat.ellipse.b * dy));
+        abs_y += absolute<T>(v_sigma * (splat.ellipse.b * dx + T(2) * splat.half_c * dy));
       }
     }
     sums_[0] += sum0;

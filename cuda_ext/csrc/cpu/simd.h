@@ -40,14 +40,6 @@ struct Lanes<double> {
 template <typename T>
 using Vec = typename Lanes<T>::Vec;
 
-inline Vec<float> exp_nonpositive(Vec<float> x) { return exp_nonpositive_f32<Vec<float>, Lanes<float>::Ids>(x); }
-
-inline Vec<double> exp_nonpositive(Vec<double> x) {
-  Vec<double> y;
-  for (int lane = 0; lane < Lanes<double>::kWidth; ++lane) y[lane] = std::exp(x[lane]);
-  return y;
-}
-
 template <typename T>
 inline Vec<T> load(const T* anywhere) {
   Vec<T> v;
@@ -60,9 +52,32 @@ inline void store(T* anywhere, Vec<T> v) {
   std::memcpy(anywhere, &v, sizeof(v));
 }
 
-template <typename V>
-inline V absolute(V x) {
-  return x < 0 ? -x : x;
+inline constexpr int32_t sign_bit(float) { return INT32_MIN; }
+inline constexpr int64_t sign_bit(double) { return INT64_MIN; }
+
+template <typename T>
+inline Vec<T> absolute(Vec<T> x) {
+  return (Vec<T>)((typename Lanes<T>::Ids)x & ~sign_bit(T()));
+}
+
+template <typename T>
+inline Vec<T> minus_absolute(Vec<T> x) {
+  return (Vec<T>)((typename Lanes<T>::Ids)x | sign_bit(T()));
+}
+
+// exp(-x) where 0 <= x <= 80, zero elsewhere: for all that a splat's alpha needs.
+inline Vec<float> exp_minus(Vec<float> x) {
+  // As unsigned numbers the bits of negative floats and NaN are greater than those of 80: one comparison does it all.
+  typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
+  const Vec<float> y = exp_nonpositive_f32<Vec<float>, Lanes<float>::Ids>(-x);
+  return (Bits)x <= 0x42a00000u ? y : Vec<float>{};
+}
+
+inline Vec<double> exp_minus(Vec<double> x) {
+  Vec<double> y{};
+  for (int lane = 0; lane < Lanes<double>::kWidth; ++lane)
+    if (x[lane] >= 0 && x[lane] <= 80) y[lane] = std::exp(-x[lane]);
+  return y;
 }
 
 // Half of a transpose: where lane & kHalf is 0 the sum of a's two lanes that differ in that bit, elsewhere of b's.

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "../common/alpha.h"
@@ -45,7 +46,7 @@ struct EllipseBatch {
 // The inputs of `rasterize`, checked.
 template <typename T>
 struct SplatTable {
-  std::vector<Splat<T>> splats;
+  std::unique_ptr<Splat<T>[]> splats;
   const T* features;
   const int32_t* tile_offsets;
   const int32_t* row_ids;
@@ -65,9 +66,12 @@ struct SplatTable {
     features = features_.const_data_ptr<T>();
     tile_offsets = tile_offsets_.const_data_ptr<int32_t>();
     row_ids = row_ids_.const_data_ptr<int32_t>();
-    TORCH_CHECK(tile_offsets[0] == 0 && tile_offsets[list.tiles] == intersections,
-                "rasterize: tile_offsets must run from 0 to the ", intersections, " intersections of row_ids");
-    splats.resize(rows);
+    bool runs = tile_offsets[0] == 0 && tile_offsets[list.tiles] == intersections, known = true;
+    for (int64_t t = 0; t < list.tiles; ++t) runs &= tile_offsets[t] <= tile_offsets[t + 1];
+    for (int64_t i = 0; i < intersections; ++i) known &= (row_ids[i] >= 0) & (row_ids[i] < rows);
+    TORCH_CHECK(runs && known, "rasterize: tile_offsets must ascend from 0 to the ", intersections,
+                " intersections of row_ids, and these must name one of the ", rows, " rows, as intersect returns them");
+    splats.reset(new Splat<T>[rows]);
     const int64_t batches = (rows + kBatch - 1) / kBatch;
     at::parallel_for(0, batches, 64, [&](int64_t begin, int64_t end) {
       for (int64_t k = begin; k < end; ++k)
@@ -138,8 +142,7 @@ struct Reaches {
 template <typename T>
 inline Vec<T> raw_alpha(const Splat<T>& s, Vec<T> dx, T dy) {
   const Vec<T> sigma = (s.half_a * dx + s.ellipse.b * dy) * dx + s.half_c * dy * dy;
-  Vec<T> raw = s.opacity * exp_nonpositive(-sigma);
-  raw = sigma >= T(0) ? raw : Vec<T>{};
+  const Vec<T> raw = s.opacity * exp_minus(sigma);
   return raw >= kAlphaMin<T> ? raw : Vec<T>{};
 }
 

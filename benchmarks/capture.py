@@ -1,0 +1,136 @@
+"""Trains a capture through plain `ns-train` and `ns-eval`, in several ways side by side: PSNR, SSIM, images a second.
+
+    python -m benchmarks.capture --runs splatfacto batch-1 batch-4 batch-4-unscaled --seeds 42 43 44 --images 15000 \\
+        --json out.json -- colmap --data fox --downscale-factor 1 --eval-mode interval --eval-interval 8
+
+A run is `splatfacto` (nerfstudio's own, one device) or `batch-D` with D devices, `batch-DxV` with V views on each, and
+`-unscaled` behind it for learning rates that do not follow the batch. What follows `--` is the dataparser, as
+`ns-train` takes it. Runs of one GPU are started on different GPUs at once with --side-by-side.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from tempfile import mkdtemp
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.environment import describe
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", default=["batch-2"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42])
+    parser.add_argument("--images", type=int, default=15000, help="images each run sees")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--side-by-side", type=int, default=1, help="runs of one GPU at a time, each on its own GPU")
+    parser.add_argument("--options", default="", help="further options of ns-train, as one string")
+    parser.add_argument("--output", type=Path, help="folder for the runs; by default a temporary one")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("dataparser", nargs="+", help="after --: the dataparser and its options")
+    return parser.parse_args()
+
+
+def command(run: str, seed: int, options: argparse.Namespace, output: Path) -> list[str]:
+    """The command line of one run."""
+    if run == "splatfacto":
+        words = ["-m", "benchmarks.splatfacto_baseline", "--images", str(options.images), "--seed", str(seed)]
+        return [sys.executable, *words, "--output", str(output), "--", *options.dataparser]
+    match = re.fullmatch(r"batch-(\d+)(?:x(\d+))?(-unscaled)?", run)
+    if match is None:
+        raise SystemExit(f"unknown run {run!r}; see --help")
+    devices, views, unscaled = match.group(1), match.group(2) or "1", match.group(3)
+    words = ["-m", "nerfstudio.scripts.train", "splatfacto-batch", "--output-dir", str(output), "--timestamp", "run"]
+    words += ["--experiment-name", "capture", "--machine.device-type", options.device]
+    words += ["--machine.num-devices", devices, "--machine.seed", str(seed), "--pipeline.views-per-rank", views]
+    words += ["--max-num-images", str(options.images), "--vis", "tensorboard", "--logging.steps-per-log", "250"]
+    words += ["--steps-per-eval-image", "0", "--steps-per-eval-all-images", "0", "--eval-at-start", "True"]
+    words += ["--batch-scaling", "none"] if unscaled else []
+    return [sys.executable, *words, *options.options.split(), *options.dataparser]
+
+
+def one(run: str, seed: int, options: argparse.Namespace, folder: Path, gpu: int | None) -> dict[str, Any]:
+    """Trains and evaluates; returns what came out."""
+    output = folder / f"{run}-{seed}"
+    environment = {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})}
+    start = time.perf_counter()
+    with (folder / f"{run}-{seed}.log").open("w") as log:
+        subprocess.run(command(run, seed, options, output), env=environment, stdout=log, stderr=log, check=True)
+        wall = time.perf_counter() - start
+        if run == "splatfacto":
+            result = json.loads((output / "result.json").read_text())
+        else:
+            place = output / "capture" / "splatfacto-batch" / "run"
+            result = json.loads((place / "training_summary.json").read_text())
+            evaluate = [sys.executable, "-m", "nerfstudio.scripts.eval", "--load-config", str(place / "config.yml")]
+            evaluate += ["--output-path", str(output / "eval.json")]
+            subprocess.run(evaluate, env=environment, stdout=log, stderr=log, check=True)
+            scores = json.loads((output / "eval.json").read_text())["results"]
+            result |= {"psnr": scores["psnr"], "ssim": scores["ssim"]}
+    result |= {"run": run, "seed": seed, "wall_s": wall}
+    Console().print(
+        f"{run} seed {seed}: {result['psnr']:.2f} dB, SSIM {result['ssim']:.4f}, {result['images_per_s']:.1f} img/s, "
+        f"{result['gaussians']} Gaussians, {wall:.0f} s in all"
+    )
+    return result
+
+
+def main() -> None:
+    options = arguments()
+    folder = options.output or Path(mkdtemp(prefix="capture-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = [(run, seed) for seed in options.seeds for run in options.runs]
+    alone = [job for job in jobs if options.device == "cpu" or not re.fullmatch(r"splatfacto|batch-1(x.*)?", job[0])]
+    shared = [job for job in jobs if job not in alone]
+    results: list[dict[str, Any]] = []
+    gpus: Queue[int] = Queue()
+    for gpu in range(options.side_by_side):
+        gpus.put(gpu)
+
+    def on_a_gpu(job: tuple[str, int]) -> dict[str, Any]:
+        gpu = gpus.get()
+        try:
+            return one(*job, options, folder, gpu)
+        finally:
+            gpus.put(gpu)
+
+    with ThreadPoolExecutor(options.side_by_side) as pool:
+        results += pool.map(on_a_gpu, shared)
+    results += [one(*job, options, folder, None) for job in alone]
+
+    table = Table(title=f"{options.images} images, {' '.join(options.dataparser)}")
+    for head in ("run", "seeds", "PSNR", "spread", "SSIM", "images/s", "training s", "Gaussians", "MB sent/step"):
+        table.add_column(head, justify="left" if head == "run" else "right")
+    for run in options.runs:
+        rows = [r for r in results if r["run"] == run]
+        mean = {k: statistics.mean(r[k] for r in rows) for k in ("psnr", "ssim", "images_per_s", "train_seconds")}
+        spread = max(r["psnr"] for r in rows) - min(r["psnr"] for r in rows)
+        table.add_row(
+            run,
+            str(len(rows)),
+            f"{mean['psnr']:.2f}",
+            f"{spread:.2f}",
+            f"{mean['ssim']:.4f}",
+            f"{mean['images_per_s']:.1f}",
+            f"{mean['train_seconds']:.0f}",
+            f"{statistics.mean(r['gaussians'] for r in rows):,.0f}",
+            f"{statistics.mean(r['bytes_per_step'] for r in rows) / 1e6:.1f}",
+        )
+    Console(width=130).print(table)
+    if options.json:
+        options.json.write_text(json.dumps({**describe(), "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

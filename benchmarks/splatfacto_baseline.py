@@ -1,0 +1,67 @@
+"""Nerfstudio's own splatfacto on one device, trained and evaluated in one process: the peer in `benchmarks.capture`.
+
+The only change to it: where the weights of LPIPS cannot be had, LPIPS is left out instead of ending the run.
+"""
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchmetrics.image.lpip as lpip
+import tyro
+
+
+class _NoLpips(torch.nn.Module):
+    def __init__(self, **_: object) -> None:
+        super().__init__()
+
+    def forward(self, *_: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", type=int, default=15000)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("dataparser", nargs="+")
+    options = parser.parse_args()
+    lpip.LearnedPerceptualImagePatchSimilarity = _NoLpips  # pyright: ignore
+    from nerfstudio.configs.method_configs import AnnotatedBaseConfigUnion
+
+    words = ["splatfacto", "--output-dir", str(options.output), "--vis", "tensorboard"]
+    words += ["--max-num-iterations", str(options.images), "--steps-per-eval-image", "0"]
+    words += ["--steps-per-eval-all-images", "0", "--steps-per-save", "1000000"]
+    words += ["--pipeline.datamanager.train-cameras-sampling-seed", str(options.seed)]
+    config = tyro.cli(AnnotatedBaseConfigUnion, args=[*words, *options.dataparser])
+    config.set_timestamp()
+    random.seed(options.seed)
+    np.random.seed(options.seed)  # noqa: NPY002 - nerfstudio draws from it
+    torch.manual_seed(options.seed)
+    trainer = config.setup(local_rank=0, world_size=1)
+    trainer.setup()
+    config.viewer.quit_on_train_completion = True
+    _ = trainer.pipeline.datamanager.cached_train  # loading is not training, as in our own summaries
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    trainer.train()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    scores = trainer.pipeline.get_average_eval_image_metrics()
+    result = {
+        "psnr": scores["psnr"],
+        "ssim": scores["ssim"],
+        "train_seconds": seconds,
+        "images_per_s": options.images / seconds,
+        "gaussians": trainer.pipeline.model.num_points,
+        "bytes_per_step": 0.0,
+    }
+    (options.output / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
