@@ -5,7 +5,8 @@
 
 A run is `splatfacto` (nerfstudio's own, one device) or `batch-D` with D devices, `batch-DxV` with V views on each, and
 `-unscaled` behind it for learning rates that do not follow the batch. What follows `--` is the dataparser, as
-`ns-train` takes it. Runs of one GPU are started on different GPUs at once with --side-by-side.
+`ns-train` takes it. Runs of one GPU are started at once on the GPUs that --slots lists; speeds are taken from runs that
+had their GPU to themselves.
 """
 
 import argparse
@@ -34,7 +35,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
     parser.add_argument("--images", type=int, default=15000, help="images each run sees")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--side-by-side", type=int, default=1, help="runs of one GPU at a time, each on its own GPU")
+    parser.add_argument(
+        "--slots", nargs="+", type=int, default=[0], help="GPUs for runs of one; one listed twice is shared"
+    )
     parser.add_argument("--options", default="", help="further options of ns-train, as one string")
     parser.add_argument("--output", type=Path, help="folder for the runs; by default a temporary one")
     parser.add_argument("--json", type=Path)
@@ -95,26 +98,28 @@ def main() -> None:
     shared = [job for job in jobs if job not in alone]
     results: list[dict[str, Any]] = []
     gpus: Queue[int] = Queue()
-    for gpu in range(options.side_by_side):
+    for gpu in options.slots:
         gpus.put(gpu)
 
     def on_a_gpu(job: tuple[str, int]) -> dict[str, Any]:
         gpu = gpus.get()
         try:
-            return one(*job, options, folder, gpu)
+            return one(*job, options, folder, gpu) | {"alone": options.slots.count(gpu) == 1}
         finally:
             gpus.put(gpu)
 
-    with ThreadPoolExecutor(options.side_by_side) as pool:
+    with ThreadPoolExecutor(len(options.slots)) as pool:
         results += pool.map(on_a_gpu, shared)
-    results += [one(*job, options, folder, None) for job in alone]
+    results += [one(*job, options, folder, None) | {"alone": True} for job in alone]
 
     table = Table(title=f"{options.images} images, {' '.join(options.dataparser)}")
     for head in ("run", "seeds", "PSNR", "spread", "SSIM", "images/s", "training s", "Gaussians", "MB sent/step"):
         table.add_column(head, justify="left" if head == "run" else "right")
     for run in options.runs:
         rows = [r for r in results if r["run"] == run]
-        mean = {k: statistics.mean(r[k] for r in rows) for k in ("psnr", "ssim", "images_per_s", "train_seconds")}
+        mean = {k: statistics.mean(r[k] for r in rows) for k in ("psnr", "ssim")}
+        timed = [r for r in rows if r["alone"]] or rows
+        mean |= {k: statistics.mean(r[k] for r in timed) for k in ("images_per_s", "train_seconds")}
         spread = max(r["psnr"] for r in rows) - min(r["psnr"] for r in rows)
         table.add_row(
             run,

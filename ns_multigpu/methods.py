@@ -25,9 +25,9 @@ def _group(rate: float, final: float | None = None, warmup: int = 0) -> dict[str
     """An Adam, and a learning rate that decays exponentially to `final` if there is one."""
     schedule = None
     if final is not None:
-        schedule = ExponentialDecaySchedulerConfig(
-            lr_final=final, max_steps=IMAGES, warmup_steps=warmup, **({"lr_pre_warmup": 0} if warmup else {})
-        )
+        schedule = ExponentialDecaySchedulerConfig(lr_final=final, max_steps=IMAGES, warmup_steps=warmup)
+        if warmup:
+            schedule.lr_pre_warmup = 0
     return {"optimizer": AdamOptimizerConfig(lr=rate, eps=1e-15), "scheduler": schedule}
 
 

@@ -60,7 +60,7 @@ def test_importing_the_package_imports_nothing() -> None:
 
 @pytest.mark.parametrize("first", ["ns_multigpu.methods", "ns_multigpu.dataparsers", "nerfstudio.engine.trainer"])
 def test_entry_points_lead_somewhere(first: str) -> None:
-    """Whichever is imported first: nerfstudio asks for our methods and dataparsers while it is being imported itself."""
+    """Whichever is imported first: nerfstudio asks for ours while it is being imported itself."""
     tables = [PROJECT["project"]["scripts"], *PROJECT["project"]["entry-points"].values()]
     targets = [target.split(":") for table in tables for target in table.values()]
     program = f"import importlib, {first}\n" + "\n".join(

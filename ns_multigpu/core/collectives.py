@@ -118,6 +118,15 @@ def broadcast_int(value: int, source: int, world: World) -> int:
     return int(box.item())
 
 
+def max_int(value: int, world: World) -> int:
+    """The largest of the ranks' integers, on every rank, over the control group: cheap enough for every step."""
+    if world.control is None:
+        return value
+    box = torch.tensor([value], dtype=torch.int64)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=world.control)
+    return int(box.item())
+
+
 def all_gather_objects(value: Any, world: World) -> list[Any]:
     """Every rank's picklable `value`, over the control group."""
     if world.control is None:

@@ -1,5 +1,6 @@
 # torch annotates only part of itself:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateImportUsage=false
 """This process's place among the others.
 
 A world of one has no process group and its collectives do nothing: the code above never asks whether it is distributed.
@@ -85,9 +86,13 @@ class World:
         if size == 1 and "RANK" not in os.environ:
             return World.single(device)
         if not dist.is_initialized():
+            store, rank, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
             dist.init_process_group(
                 "nccl" if device_type == "cuda" else "gloo",
                 timeout=timeout,
+                store=store_of_this_life(store),
+                rank=rank,
+                world_size=size,
                 device_id=device if device_type == "cuda" else None,
             )
         if dist.get_world_size() == 1:
@@ -128,6 +133,17 @@ class World:
         """Ends the process groups, if this world has any."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def store_of_this_life(store: dist.Store) -> dist.Store:
+    """`store` without what an earlier life of this job has left in it.
+
+    torchrun's default (static) rendezvous keeps one store through all restarts, addresses of dead workers included.
+    Over several machines each agent counts for itself, and every round of a dynamic rendezvous has a new store.
+    """
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    return dist.PrefixStore(f"ns_multigpu/life/{life}", store) if alone and life != "0" else store
 
 
 def _new_group(ranks: list[int] | None, timeout: timedelta, backend: str | None = None) -> ProcessGroup:

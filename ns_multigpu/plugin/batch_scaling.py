@@ -22,17 +22,25 @@ def learning_rate_factor(rule: ScalingRule, batch: int) -> float:
 
 
 def scale_optimizer(optimizer: torch.optim.Optimizer, rule: ScalingRule, batch: int) -> None:
-    """Makes one step of an Adam on a batch's mean gradient go as far as `batch` steps. Changes it in place."""
+    """Makes one step of an Adam on a batch's mean gradient go as far as `batch` steps. Changes it in place.
+
+    Raises:
+        InputError: it is not of Adam's kind: the rule is about a step that does not grow with the gradient.
+    """
     if batch == 1 or rule == "none":
         return
     factor = learning_rate_factor(rule, batch)
+    if any("betas" not in group or "eps" not in group for group in optimizer.param_groups):
+        raise InputError(
+            f"the optimizer {type(optimizer).__name__} cannot follow a batch of {batch} views by the rule {rule!r}; "
+            "use Adam or RAdam, or --batch-scaling none"
+        )
     for group in optimizer.param_groups:
         group["lr"] *= factor
         if "initial_lr" in group:
             group["initial_lr"] *= factor
-        if "betas" in group:
-            group["betas"] = tuple(beta**batch for beta in group["betas"])
-            group["eps"] /= batch**0.5
+        group["betas"] = tuple(beta**batch for beta in group["betas"])
+        group["eps"] /= batch**0.5
 
 
 def scale_scheduler(scheduler: Any, rule: ScalingRule, batch: int) -> None:

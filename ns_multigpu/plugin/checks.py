@@ -190,6 +190,33 @@ def check_seed_points(points: int, random_init: bool) -> None:
         )
 
 
+def check_cap(points: int, densifier: str, cap: int) -> None:
+    """Whether the model starts below the cap that its densifier keeps.
+
+    Raises:
+        InputError: it starts with more points.
+    """
+    if densifier == "mcmc" and points > cap:
+        raise InputError(
+            f"The model starts with {points} Gaussians, more than --pipeline.model.max-gs-num {cap}. Raise the cap, or "
+            "start with fewer (--pipeline.model.random-init True --pipeline.model.num-random N)."
+        )
+
+
+def check_precision(mixed: bool, scaler: bool) -> None:
+    """Whether training is in single precision, as Splatfacto's is.
+
+    Raises:
+        InputError: mixed precision or a gradient scaler is asked for.
+    """
+    if mixed or scaler:
+        flag = "--mixed-precision" if mixed else "--use-grad-scaler"
+        raise InputError(
+            f"{flag} True is not supported: half-precision poses and positions would be off by whole pixels, and "
+            "scaled gradients would upset densification. Leave it out; Splatfacto trains in single precision."
+        )
+
+
 def check_operators(device_type: str, problem: str | None) -> None:
     """Whether the native operators that training on `device_type` needs can be had.
 
@@ -202,6 +229,19 @@ def check_operators(device_type: str, problem: str | None) -> None:
     """
     if device_type == "cpu" and problem is not None:
         raise InputError(f"The native operators that training on CPU needs cannot be built. {problem}")
+
+
+def check_image_memory(gigabytes: float | None) -> None:
+    """Whether the memory for images is a number of GB that makes sense.
+
+    Raises:
+        InputError: it is not above 0.
+    """
+    if gigabytes is not None and not gigabytes > 0:
+        raise InputError(
+            f"--pipeline.datamanager.image-memory-gb {gigabytes:g}: give the GB of memory that a rank may fill with "
+            "images, such as 8, or leave the option out for half of what is free."
+        )
 
 
 def _s(count: int) -> str:

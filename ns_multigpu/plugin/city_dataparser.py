@@ -105,8 +105,8 @@ class CityDataParserConfig(DataParserConfig):
     """Datasets give depth_image as well."""
     render_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where pictures are rendered; auto takes the current GPU if there is one."""
-    cache_mb: int = 512
-    """At most so much memory is kept for rendered pictures, MiB."""
+    cache_mb: int = 64
+    """At most so much memory is kept for rendered pictures, MiB; training keeps its images elsewhere."""
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """Nerfstudio's full-image datamanager for several ranks: one sequence of views, each rank holding its share."""
 
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -7,18 +9,25 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from nerfstudio.cameras.cameras import Cameras
-from nerfstudio.data.datamanagers.full_images_datamanager import (
-    FullImageDatamanager,
-    FullImageDatamanagerConfig,
-    _undistort_image,  # pyright: ignore[reportPrivateUsage]
-)
+from nerfstudio.data.datamanagers.full_images_datamanager import FullImageDatamanager, FullImageDatamanagerConfig
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 from nerfstudio.data.datasets.base_dataset import InputDataset
 
-from ns_multigpu.core.collectives import all_gather_objects
-from ns_multigpu.core.random import keyed_permutation
+from ns_multigpu.core.collectives import all_gather_ints
+from ns_multigpu.core.random import keyed_generator, keyed_permutation
 from ns_multigpu.core.view_sequence import ViewSequence
-from ns_multigpu.plugin.image_share import ImageData, ImageShare
+from ns_multigpu.plugin import capture_checks, checks
+from ns_multigpu.plugin.capture_checks import raise_together
+from ns_multigpu.plugin.capture_reading import FAULTS, capture_problems, file_headers, image_shapes, unreadable
+from ns_multigpu.plugin.host_memory import available_memory
+from ns_multigpu.plugin.image_files import Header
+from ns_multigpu.plugin.image_reading import ImageReader
+from ns_multigpu.plugin.image_share import ImageShare
+from ns_multigpu.plugin.image_store import ImageShape, aligned
 from ns_multigpu.plugin.process_world import get_world
+
+_FREE_FOR_IMAGES = 0.5
+"""The part of a machine's free memory that its ranks may fill with images unless the user says otherwise."""
 
 
 @dataclass
@@ -30,108 +39,177 @@ class DistributedDataManagerConfig(FullImageDatamanagerConfig):
     """Where a rank keeps its share of the images: "cpu" (page-locked where there is a GPU) or "gpu"."""
     cache_images_type: Literal["uint8", "float32"] = "uint8"
     """How images are kept and sent between ranks; float32 takes four times the memory."""
+    image_memory_gb: float | None = None
+    """Memory a rank may fill with images, held-out ones included, in GB (10^9 bytes); what does not fit is decoded
+    again each time it is needed, ahead of its use. By default half of the machine's free memory, divided by its
+    ranks."""
 
 
 class DistributedDataManager(FullImageDatamanager[InputDataset]):
     """Serves the same list of views to every rank, and each image to the rank that renders it.
 
-    Image i is decoded and held by rank i % world size. A dataparser may name the dataset to use in an attribute
-    `dataset_type` (one that renders its images, say).
+    Image i is held by rank i % world size. A dataparser may name the dataset to use in an attribute `dataset_type` (one
+    that renders its images, say).
+
+    Raises:
+        InputError: on every rank, that the capture cannot be read on one of them.
     """
 
     config: DistributedDataManagerConfig
 
     def __init__(self, config: DistributedDataManagerConfig, device: torch.device | str = "cpu", **kwargs: Any) -> None:
+        checks.check_image_memory(config.image_memory_gb)
         self.world = get_world(str(device))
-        super().__init__(config, device=device, **kwargs)
+        self._trains = kwargs.get("test_mode", "val") == "val"
+        if self._trains and isinstance(config.dataparser, NerfstudioDataParserConfig):
+            frames = capture_checks.transforms_problems(config.data or config.dataparser.data)
+            raise_together(frames, self.world, FAULTS)
+        problems: list[str] = []
+        try:
+            super().__init__(config, device=device, **kwargs)
+        except (OSError, NotImplementedError) as error:
+            problems = unreadable(config.dataparser, error)
+        raise_together(problems, self.world, FAULTS)
         self.sequence = ViewSequence(len(self.train_dataset), config.train_cameras_sampling_seed)
+        self._epoch = len(self.train_dataset)
         if config.train_cameras_sampling_strategy == "fps":
             first = list(self.train_unseen_cameras)
+            self._epoch = len(first)
+            self._draws = itertools.count()
             self.sequence = ViewSequence(
                 len(self.train_dataset),
                 config.train_cameras_sampling_seed,
-                draw=lambda: [first.pop(0) for _ in range(len(first))] or self.sample_train_cameras(),
+                draw=lambda: self._draw_by_distance(first),
             )
+
+    def _draw_by_distance(self, first: list[int]) -> list[int]:
+        """The next epoch's views; nerfstudio has drawn the first's.
+
+        It draws from numpy's global generator, whose state must not depend on when a rank looks ahead.
+        """
+        epoch = next(self._draws)
+        if epoch == 0:
+            return first
+        state = np.random.get_state()  # noqa: NPY002
+        drawn = torch.randint(
+            2**31, (1,), generator=keyed_generator(self.config.train_cameras_sampling_seed, "views by distance", epoch)
+        )
+        np.random.seed(int(drawn.item()))  # noqa: NPY002
+        try:
+            return self.sample_train_cameras()
+        finally:
+            np.random.set_state(state)  # noqa: NPY002
 
     @cached_property
     def dataset_type(self) -> type[InputDataset]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The dataparser's own dataset class, if it has one, else nerfstudio's `InputDataset`."""
         return getattr(self.dataparser, "dataset_type", None) or InputDataset
 
+    def check_capture(self) -> None:
+        """Looks at all cameras and at the headers of all image files, held-out ones included. Every rank calls it.
+
+        Raises:
+            InputError: on every rank, naming everything that is wrong.
+        """
+        lines = capture_problems([self.train_dataset, self.eval_dataset], self.world)
+        headers = [*(self.train_headers or []), *(self.eval_headers or [])]
+        raise_together(lines + [line for header in headers for line in header.problems], self.world, FAULTS)
+        _ = self.train_shapes, self.eval_shapes
+
+    @cached_property
+    def train_headers(self) -> list[Header] | None:
+        """Of all training files, the same on every rank. Read by all ranks together, before there is a reader."""
+        return file_headers(self.train_dataset, self.world)
+
+    @cached_property
+    def eval_headers(self) -> list[Header] | None:
+        """Of all held-out files, as `train_headers`."""
+        return file_headers(self.eval_dataset, self.world)
+
+    @cached_property
+    def train_reader(self) -> ImageReader:
+        """What reads training images. Made by all ranks together; from then on the cameras are free of distortion."""
+        return self._reader(self.train_dataset)
+
+    @cached_property
+    def eval_reader(self) -> ImageReader:
+        """What reads held-out images, as `train_reader`."""
+        return self._reader(self.eval_dataset)
+
+    @cached_property
+    def train_shapes(self) -> list[ImageShape]:
+        """Of all training images, the same on every rank. Made by all ranks together."""
+        headers, kind = self.train_headers, self.config.cache_images_type
+        return image_shapes(self.train_dataset, self.train_reader, headers, kind, self.world)
+
+    @cached_property
+    def eval_shapes(self) -> list[ImageShape]:
+        """Of all held-out images, as `train_shapes`."""
+        headers, kind = self.eval_headers, self.config.cache_images_type
+        return image_shapes(self.eval_dataset, self.eval_reader, headers, kind, self.world)
+
     @cached_property
     def train_share(self) -> ImageShare:
         """This rank's training images. Made by all ranks together."""
-        return self._share(self.train_dataset, "training")
+        return self._share(self.train_reader, self.train_shapes, "training")
 
     @cached_property
     def eval_share(self) -> ImageShare:
         """This rank's held-out images. Made by all ranks together."""
-        return self._share(self.eval_dataset, "held-out")
+        return self._share(self.eval_reader, self.eval_shapes, "held-out")
 
     @cached_property
     def train_cameras_on_device(self) -> Cameras:
         """The training cameras, for poses; intrinsics are read from the host's, which costs no wait."""
         return self.train_dataset.cameras.to(self.device)
 
-    def _share(self, dataset: InputDataset, label: str) -> ImageShare:
-        on_gpu = torch.device(self.device).type == "cuda"
-        changed: dict[int, tuple[float, float, float, float, int, int]] = {}
+    @cached_property
+    def image_memory(self) -> int | None:
+        """Bytes a rank may fill with images, the same on every rank; None for no limit. Made by all ranks together."""
+        if self.config.image_memory_gb is not None:
+            return int(self.config.image_memory_gb * 1e9)
+        free = available_memory()
+        mine = -1 if free is None else int(free * _FREE_FOR_IMAGES) // self.world.local_size
+        least = min(row[0] for row in all_gather_ints([mine], self.world))
+        return None if least < 0 else least
 
-        def decode(index: int) -> ImageData:
-            data, intrinsics = self._decode(dataset, index)
-            if intrinsics is not None:
-                changed[index] = intrinsics
-            if self.config.cache_images == "gpu":
-                return {name: value.to(self.device) for name, value in data.items()}
-            return data
+    def _reader(self, dataset: InputDataset) -> ImageReader:
+        reader = ImageReader(dataset, self.config.cache_images_type, self.world)
+        dataset.cameras = reader.cameras
+        return reader
 
-        share = ImageShare(
-            len(dataset), decode, self.world, pinned=on_gpu and self.config.cache_images == "cpu", label=label
+    def _share(self, reader: ImageReader, shapes: Sequence[ImageShape], label: str) -> ImageShare:
+        budget = self.image_memory
+        if budget is not None and self._trains:
+            # Both splits live in the same memory: each has its part, the held-out ones never less than two images.
+            train, held_out = (sum(s.nbytes for s in part) for part in (self.train_shapes, self.eval_shapes))
+            least = 2 * max((aligned(shape.nbytes) for shape in self.eval_shapes), default=0)
+            for_held_out = max(least, int(budget * (held_out / (train + held_out))))
+            budget = for_held_out if shapes is self.eval_shapes else budget - for_held_out
+        on_gpu = self.config.cache_images == "gpu"
+        if on_gpu and self.config.image_memory_gb is None:
+            budget = None
+        return ImageShare(
+            shapes,
+            reader.read,
+            self.world,
+            label=label,
+            budget=budget,
+            place=self.device if on_gpu else "cpu",
+            pinned=torch.device(self.device).type == "cuda" and not on_gpu,
         )
-        # Undistorting changes a camera; every rank must know every camera.
-        for table in all_gather_objects(changed, self.world):
-            for index, (fx, fy, cx, cy, width, height) in table.items():
-                cameras = dataset.cameras
-                cameras.fx[index], cameras.fy[index] = fx, fy
-                cameras.cx[index], cameras.cy[index] = cx, cy
-                cameras.width[index], cameras.height[index] = width, height
-        if dataset.cameras.distortion_params is not None:
-            dataset.cameras.distortion_params = torch.zeros_like(dataset.cameras.distortion_params)
-        return share
-
-    def _decode(
-        self, dataset: InputDataset, index: int
-    ) -> tuple[ImageData, tuple[float, float, float, float, int, int] | None]:
-        """Reads one image and takes its lens distortion out; returns the camera's new intrinsics if that changed it."""
-        data = dataset.get_data(index, image_type=self.config.cache_images_type)
-        camera = dataset.cameras[index].reshape(())
-        size = (int(camera.width.item()), int(camera.height.item()))
-        found = (int(data["image"].shape[1]), int(data["image"].shape[0]))
-        if size != found:
-            raise ValueError(
-                f"{dataset.image_filenames[index]} is {found[0]}x{found[1]} pixels, its camera {size[0]}x{size[1]}; "
-                "give the images the cameras' size, or choose the matching downscale factor"
-            )
-        kept: ImageData = {"image": data["image"]}
-        if "mask" in data:
-            kept["mask"] = data["mask"]
-        parameters = camera.distortion_params
-        if parameters is None or bool(torch.all(parameters == 0)):
-            return kept, None
-        K, image, mask = _undistort_image(
-            camera, parameters.numpy(), data, data["image"].numpy(), camera.get_intrinsics_matrices().numpy()
-        )
-        kept["image"] = torch.from_numpy(np.ascontiguousarray(image))
-        if mask is not None:
-            kept["mask"] = mask
-        height, width = image.shape[:2]
-        return kept, (float(K[0, 0]), float(K[1, 1]), float(K[0, 2]), float(K[1, 2]), width, height)
 
     # ---- training ----
 
     def train_batch(self, step: int, size: int) -> list[int]:
-        """The step's views, the same on every rank."""
-        return self.sequence.batch(step, size)
+        """The step's views, the same on every rank; those of the steps to come begin to be decoded."""
+        batch = self.sequence.batch(step, size)
+        # Not beyond the next epoch: a sequence forgets the epochs before the last two that it was asked for.
+        ahead = min(self.train_share.lookahead, self._epoch - size)
+        if ahead > 0:
+            last = (step + 1) * size
+            self.train_share.expect(batch + [self.sequence.at(p) for p in range(last, last + ahead)])
+        return batch
 
     def train_camera(self, index: int) -> Cameras:
         """One training camera, [1], on the host, with its `cam_idx`."""
@@ -163,12 +241,31 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         data = self.eval_share.fetch(index, torch.device(self.device))
         return self.eval_camera(index), data
 
-    @property
-    def fixed_indices_eval_dataloader(self) -> list[tuple[Cameras, dict[str, Any]]]:  # pyright: ignore
-        """The held-out views that this rank holds: all of them in a world of one."""
-        device = torch.device(self.device)
-        share = self.eval_share
-        return [(self.eval_camera(i), {k: v.to(device) for k, v in share[i].items()}) for i in share.own]
+    # Cached, because nerfstudio's viewer reads every other property of every object on rank 0 alone, and making the
+    # share takes all ranks.
+    @cached_property
+    def fixed_indices_eval_dataloader(self) -> Sequence[tuple[Cameras, dict[str, Any]]]:  # pyright: ignore
+        """The held-out views that this rank holds: all of them in a world of one. Each is read when it is asked for."""
+        return _OwnViews(self, self.eval_share)
+
+
+class _OwnViews(Sequence[tuple[Cameras, dict[str, Any]]]):
+    """Held-out cameras with their images, on the device."""
+
+    def __init__(self, data: DistributedDataManager, share: ImageShare) -> None:
+        self._data, self._share = data, share
+
+    def __len__(self) -> int:
+        return len(self._share.own)
+
+    def __getitem__(self, place: int) -> tuple[Cameras, dict[str, Any]]:  # pyright: ignore
+        own = self._share.own
+        self._share.expect(own[place : place + self._share.lookahead])
+        device = torch.device(self._data.device)
+        return self._data.eval_camera(own[place]), self._share.image(own[place], device)
+
+    def __iter__(self) -> Iterator[tuple[Cameras, dict[str, Any]]]:
+        return (self[place] for place in range(len(self)))
 
 
 def _one_camera(cameras: Cameras, index: int) -> Cameras:

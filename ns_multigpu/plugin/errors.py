@@ -4,13 +4,22 @@ They stay ordinary exceptions for whoever calls the plugin from Python; only an 
 into a message instead of a traceback.
 """
 
+import json
 import os
 import sys
+import threading
+import time
+import traceback
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
+
+LAST_WORDS = 0.5
+"""Seconds a failing worker lingers. A peer's sudden death shows in the others as a broken connection, within
+milliseconds; the agent, which looks every 0.1 s, must find the dead one and not them."""
 
 
 class InputError(ValueError):
@@ -45,11 +54,39 @@ def show(error: InputError | WorkerFailed) -> None:
         console.print(Text(f"rank {os.environ.get('RANK', '?')}: {str(error).splitlines()[0]}"))
 
 
+def end_soon(status: int, seconds: float = 5.0) -> None:
+    """Sees to it that this process, which is about to end, has ended in `seconds`: its libraries may wait for peers."""
+
+    def wait() -> None:
+        time.sleep(seconds)
+        os._exit(status)
+
+    threading.Thread(target=wait, name="end soon", daemon=True).start()
+
+
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, (InputError, WorkerFailed)):
         show(error)
     else:
         sys.__excepthook__(kind, error, trace)
+    if "RANK" in os.environ:
+        _take_leave(error)
+
+
+def _take_leave(error: BaseException) -> None:
+    """Ends a worker that another launcher started so that its launcher finds the first to fail, and shows why it did.
+
+    Torchrun shows what lies in a file of its form, last of all. A rank that only failed because another was gone must
+    not be gone sooner than that one is seen to be.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        report = "".join(traceback.format_exception(error))
+        extra = {"py_callstack": report, "timestamp": str(int(time.time()))}
+        text = f"{type(error).__name__}: {error}"
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), "utf8")
+    end_soon(1)
+    time.sleep(LAST_WORDS)
 
 
 def show_uncaught() -> None:

@@ -1,101 +1,110 @@
-"""The images that one rank decodes and holds, and how they reach the rank that renders them."""
+"""The images that one rank holds, and how they reach the rank that renders them."""
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
-from rich.progress import track
+from rich.progress import Progress
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_objects, exchange_rows
+from ns_multigpu.core.collectives import exchange_rows
 from ns_multigpu.core.placement import Plan
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.errors import InputError
+from ns_multigpu.plugin.capture_checks import raise_together
+from ns_multigpu.plugin.image_store import ImageData, ImageShape, ImageStore, from_bytes
+from ns_multigpu.plugin.launch import cores
 
-ImageData = dict[str, Tensor]
-"""`image` [H, W, 3 or 4] and perhaps `mask` [H, W, 1] bool, on the host."""
+_MOST_THREADS = 16
 
 
-@dataclass(frozen=True)
-class ImageShape:
-    """What every rank must know of an image that another rank holds."""
-
-    height: int
-    width: int
-    channels: int
-    dtype: torch.dtype
-    masked: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the wire: the image, then its mask."""
-        pixels = self.height * self.width
-        return pixels * self.channels * self.dtype.itemsize + (pixels if self.masked else 0)
+class ImageError(RuntimeError):
+    """An image could be read when training started, and cannot any more."""
 
 
 class ImageShare:
-    """View i of a split is held by rank i % world size. Decoded in parallel, once, by whoever holds it.
+    """View i of a split is held by rank i % world size, so that a machine holds its ranks' views once.
+
+    A share that fits into `budget` is decoded at once, by several threads; of a larger one, images are decoded when
+    they are needed, or before if `expect` told so. What is delivered is the same in both cases.
 
     Args:
-        count: number of views in the split.
+        shapes: of all views' images, the same on every rank.
         decode: view -> its image; called from several threads.
         world: the ranks.
-        pinned: keep the images in page-locked memory, for asynchronous copies to a GPU.
         label: what the progress bar and errors call the split.
+        budget: bytes that this rank may hold; None for no limit.
+        place: the device that holds them.
+        pinned: keep the images in page-locked memory, for asynchronous copies to a GPU.
 
     Raises:
-        InputError: on every rank, naming each image that could not be read.
+        InputError: on every rank, naming each image that could not be read, or that the budget is too small.
     """
 
     def __init__(
-        self, count: int, decode: Callable[[int], ImageData], world: World, *, pinned: bool, label: str
+        self,
+        shapes: Sequence[ImageShape],
+        decode: Callable[[int], ImageData],
+        world: World,
+        *,
+        label: str,
+        budget: int | None = None,
+        place: torch.device | str = "cpu",
+        pinned: bool = False,
     ) -> None:
         self._world = world
-        self._images: dict[int, ImageData] = {}
-        mine = range(world.rank, count, world.size)
-        failed: list[str] = []
-        workers = max(1, (os.cpu_count() or 1) // world.local_size)
-
-        def attempt(index: int) -> tuple[int, ImageData | Exception]:
-            try:
-                return index, decode(index)
-            except Exception as error:  # an unreadable image may fail in many ways; all are reported below
-                return index, error
-
-        with ThreadPoolExecutor(max_workers=workers) as pool:
-            done = pool.map(attempt, mine)
-            if world.is_main:
-                done = track(done, f"Loading {label} images", total=len(mine), console=CONSOLE, transient=True)
-            for index, result in done:
-                if isinstance(result, Exception):
-                    failed.append(f"{label} view {index}: {type(result).__name__}: {result}")
-                    continue
-                self._images[index] = {k: v.contiguous().pin_memory() if pinned else v for k, v in result.items()}
-        every = all_gather_objects(({i: _shape(d) for i, d in self._images.items()}, failed), world)
-        problems = sorted(line for _, lines in every for line in lines)
-        if problems:
-            raise InputError(f"{len(problems)} image(s) cannot be used:\n  " + "\n  ".join(problems))
-        self.shapes: dict[int, ImageShape] = {i: shape for shapes, _ in every for i, shape in shapes.items()}
+        self._label = label
+        self.shapes = list(shapes)
+        self.own = list(range(world.rank, len(self.shapes), world.size))
+        """The views held here."""
+        problems: list[str] = []
+        try:
+            self.store = ImageStore(
+                {index: self.shapes[index] for index in self.own},
+                decode,
+                budget=budget,
+                place=place,
+                pinned=pinned,
+                threads=max(1, min(_MOST_THREADS, cores() // world.local_size)),
+                device=world.device,
+            )
+        except ValueError as error:
+            problems.append(f"rank {world.rank}: {error}")
+        raise_together(problems, world, f"The {label} images do not fit. Raise --pipeline.datamanager.image-memory-gb.")
+        if self.store.complete:
+            with Progress(console=CONSOLE, transient=True, disable=not world.is_main) as bar:
+                task = bar.add_task(f"Loading {label} images", total=len(self.own))
+                failed = self.store.load_all(lambda: bar.advance(task))
+            problems = [f"{label} view {i}: {type(e).__name__}: {e}" for i, e in sorted(failed.items())]
+        elif world.is_main:
+            share = sum(self.shapes[index].nbytes for index in self.own)
+            CONSOLE.print(
+                f"{label.capitalize()} images: {self.store.nbytes / 1e9:.1f} GB are kept of this rank's "
+                f"{share / 1e9:.1f} GB, the others are decoded when they are needed."
+            )
+        raise_together(problems, world, "{count} image(s) cannot be used:")
 
     def holder(self, index: int) -> int:
         """The rank that holds a view's image."""
         return index % self._world.size
 
-    @property
-    def own(self) -> list[int]:
-        """The views held here."""
-        return sorted(self._images)
+    def expect(self, indices: Sequence[int]) -> None:
+        """Starts to decode those of `indices`, in the order of need, that are held here and not yet decoded."""
+        if not self.store.complete:
+            self.store.expect([index for index in indices if self.holder(index) == self._world.rank])
 
-    def __getitem__(self, index: int) -> ImageData:
-        """The image of a view held here, on the host.
+    @property
+    def lookahead(self) -> int:
+        """How many coming views `expect` can make use of; 0 if all images held here are there."""
+        return 0 if self.store.complete else self.store.depth * self._world.size
+
+    def image(self, index: int, device: torch.device) -> ImageData:
+        """The image of a view held here, on `device`.
 
         Raises:
             KeyError: another rank holds it.
+            ImageError: an image that is decoded on demand cannot be read any more.
         """
-        return self._images[index]
+        return from_bytes(self._read(index, device), self.shapes[index])
 
     def deliver(self, indices: Sequence[int], plan: Plan, device: torch.device) -> dict[int, ImageData]:
         """Brings each image of a batch to the ranks that render a patch of it.
@@ -104,6 +113,9 @@ class ImageShare:
 
         Returns:
             position in the batch -> image on `device`, for the views of which this rank has a patch.
+
+        Raises:
+            ImageError: an image that is decoded on demand cannot be read any more.
         """
         world = self._world
         readers = [sorted({patch.view for patch in patches}) for patches in plan]
@@ -114,7 +126,7 @@ class ImageShare:
             if self.holder(indices[position]) != reader
         ]
         here = {
-            position: {k: v.to(device, non_blocking=True) for k, v in self._images[indices[position]].items()}
+            position: self.image(indices[position], device)
             for position in readers[world.rank]
             if self.holder(indices[position]) == world.rank
         }
@@ -128,8 +140,19 @@ class ImageShare:
         if self.holder(index) == self._world.rank:
             if everyone:
                 self._receive([index], everyone, device)
-            return {k: v.to(device) for k, v in self._images[index].items()}
+            return self.image(index, device)
         return self._receive([index], everyone, device)[0]
+
+    def _read(self, index: int, device: torch.device) -> Tensor:
+        if not 0 <= index < len(self.shapes) or self.holder(index) != self._world.rank:
+            raise KeyError(f"view {index} of {len(self.shapes)} is not held by rank {self._world.rank}")
+        try:
+            return self.store.read(index, device)
+        except Exception as error:
+            raise ImageError(
+                f"{self._label} view {index} could be read when training started and now cannot: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _receive(
         self, indices: Sequence[int], moves: Sequence[tuple[int, int, int]], device: torch.device
@@ -143,36 +166,13 @@ class ImageShare:
             send[to] += self.shapes[indices[position]].nbytes
         for source, position in into:
             receive[source] += self.shapes[indices[position]].nbytes
-        payload = [_to_bytes(self._images[indices[position]], device) for _, position in out]
+        payload = [self._read(indices[position], device) for _, position in out]
         empty = torch.empty(0, dtype=torch.uint8, device=device)
         received = exchange_rows(torch.cat(payload) if payload else empty, send, receive, world)
         result: dict[int, ImageData] = {}
         start = 0
         for _, position in into:
             shape = self.shapes[indices[position]]
-            result[position] = _from_bytes(received[start : start + shape.nbytes], shape)
+            result[position] = from_bytes(received[start : start + shape.nbytes], shape)
             start += shape.nbytes
         return result
-
-
-def _shape(data: ImageData) -> ImageShape:
-    height, width, channels = data["image"].shape
-    return ImageShape(height, width, channels, data["image"].dtype, "mask" in data)
-
-
-def _to_bytes(data: ImageData, device: torch.device) -> Tensor:
-    parts = [data["image"].to(device, non_blocking=True).contiguous().view(torch.uint8).reshape(-1)]
-    if "mask" in data:
-        parts.append(data["mask"].to(device, non_blocking=True).contiguous().view(torch.uint8).reshape(-1))
-    return torch.cat(parts)
-
-
-def _from_bytes(data: Tensor, shape: ImageShape) -> ImageData:
-    pixels = shape.height * shape.width
-    size = pixels * shape.channels * shape.dtype.itemsize
-    # A copy, because a slice need not start where a wider type may.
-    image = data[:size].clone().view(shape.dtype).reshape(shape.height, shape.width, shape.channels)
-    result = {"image": image}
-    if shape.masked:
-        result["mask"] = data[size:].view(torch.bool).reshape(shape.height, shape.width, 1)
-    return result

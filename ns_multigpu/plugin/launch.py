@@ -1,76 +1,37 @@
-"""Starts a training run's worker processes on this machine, and ends them all when one fails or the user stops it.
+"""Starts a training run's worker processes on this machine, ends them all when one fails, and starts them again.
 
 The processes are run by torch.distributed's elastic agent, the one inside torchrun, so a worker finds the same
-environment (RANK, WORLD_SIZE, ...) whether this file or torchrun started it.
+environment (RANK, WORLD_SIZE, ...) whether this file or torchrun started it. Restarts are counted here rather than by
+the agent, which would also repeat what cannot get better, and could not be told to stop.
 """
 
 import contextlib
-import json
 import logging
 import os
-import random
 import signal
 import sys
 import tempfile
-import time
-import traceback
+import threading
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ns_multigpu.plugin.errors import InputError, WorkerFailed
+from ns_multigpu.plugin.faults import StopSignals, signal_name
 from ns_multigpu.plugin.ranks import Ranks
+from ns_multigpu.plugin.worker import Config, first_failure, send, some_failed, worker_main
 
-_LAST_WORDS = 0.5
-"""Seconds a failing worker lingers. A peer's sudden death shows in the others as a broken connection, within
-milliseconds; the agent, which looks every 0.1 s, must find the dead one and not them."""
+_PATIENCE = 5.0
+"""Seconds that the workers which outlive another one have to end by themselves, before they are killed: they may wait
+for the dead one where no signal handler of Python runs."""
 
 _LOOPBACK = "127.0.0.1"
-
-
-class Trainer(Protocol):
-    """What a worker runs."""
-
-    def setup(self) -> None: ...
-
-    def train(self) -> None: ...
-
-
-class Config(Protocol):
-    """A training configuration: it can be pickled, and makes the trainer of the process it is in."""
-
-    machine: Any
-
-    def setup(self, *, local_rank: int, world_size: int) -> Trainer: ...
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a worker ended: kept in a file, for whoever started it.
-
-    Attributes:
-        rank: whose.
-        time_ns: when, to tell the first failure from those that followed it.
-        bad_input: whether it was an `InputError`.
-        message: one or more lines for the user.
-        report: the traceback.
-    """
-
-    rank: int
-    time_ns: int
-    bad_input: bool
-    message: str
-    report: str
 
 
 class WorkerLauncher:
@@ -113,96 +74,125 @@ def use_own_share_of_cores(ranks: Ranks | None) -> None:
 
 
 def run_workers(config: Config, workers: int) -> None:
-    """Runs `worker_main(config)` in `workers` processes of this machine; see `WorkerLauncher.train`."""
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // workers))
-    environment = {"OMP_NUM_THREADS": threads}
-    if sys.platform == "linux":
-        # All workers are on this machine: gloo need not guess an interface from a host name that may not resolve.
-        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    device = config.machine.device_type
-    Console(stderr=True).print(f"Starting {workers} workers on {device}, {threads} processor threads each.")
-    with tempfile.TemporaryDirectory(prefix="ns_multigpu-", ignore_cleanup_errors=True) as folder:
-        launch = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=workers,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{_LOOPBACK}:0",
-            local_addr=_LOOPBACK,
-            max_restarts=0,
-            start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
-        with _variables(environment), _signals_restored(), _agent_silenced():
-            try:
-                elastic_launch(launch, worker_main)(config, folder)
-            except ChildFailedError as error:
-                raise _first_failure(Path(folder), error) from None
-            except SignalException as error:
-                Console(stderr=True).print(f"Stopped by {error.sigval.name}: all {workers} workers have been ended.")
-                raise SystemExit(128 + error.sigval) from None
+    """Runs `worker_main(config)` in `workers` processes of this machine; see `WorkerLauncher.train`.
 
-
-def worker_main(config: Config, folder: str) -> None:
-    """The life of one worker: sets up and runs the trainer that `config` makes.
-
-    Every worker starts from the same seed: what differs between ranks is drawn from generators keyed by step and view,
-    never by rank.
-
-    Args:
-        config: the run's configuration.
-        folder: where a failing worker leaves its `Failure`.
+    When a worker dies, all are started again, `config.max_restarts` times at most, and not for what would happen again:
+    bad input, numbers that are none, lack of memory, or the same exception twice in a row.
     """
-    # Ctrl-C reaches every process of a terminal, and the kernel sends the same signal should the parent die: a worker
-    # that sits in a collective could not handle it in Python, and must not outlive the others.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    ranks = Ranks.from_env()
-    if ranks is None:
-        raise RuntimeError("worker_main runs in the processes that run_workers starts, and this is none")
-    try:
-        random.seed(config.machine.seed)
-        np.random.seed(config.machine.seed)  # noqa: NPY002 - nerfstudio draws from numpy's global generator
-        torch.manual_seed(config.machine.seed)
-        trainer = config.setup(local_rank=ranks.local_rank, world_size=ranks.size)
-        trainer.setup()
-        trainer.train()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and not error.code:
+    restarts = int(getattr(config, "max_restarts", 0))
+    job = _Job(config, workers)
+    said = job.say
+    last = ""
+    with StopSignals(on_first=job.forward, on_second=job.kill) as signals:
+        for attempt in range(restarts + 1):
+            try:
+                failure, hopeless = job.attempt(attempt)
+            except SignalException as error:
+                said(f"Stopped by {error.sigval.name}: all {workers} workers have been ended.")
+                raise SystemExit(128 + error.sigval) from None
+            if job.interrupted is not None:
+                raise SystemExit(128 + job.interrupted)
+            if failure is None:
+                return
+            if signals.requested:
+                said(f"Stopped by {signal_name(signals.requested)}: all {workers} workers have been ended.")
+                raise SystemExit(128 + signals.requested)
+            error = str(failure).partition("\n")[2]  # the exception, whichever worker had it first; "" for a kill
+            if hopeless or attempt == restarts or (error and error == last):
+                raise failure
+            last = error
+            if isinstance(failure, WorkerFailed) and failure.report:
+                said(failure.report.rstrip())
+            said(f"{failure}\nRestart {attempt + 1} of {restarts}, from the last checkpoint if there is one.")
+
+
+class _Job:
+    """The workers of one run, whichever attempt they belong to."""
+
+    def __init__(self, config: Config, workers: int) -> None:
+        self.config, self.workers = config, workers
+        self.interrupted: int | None = None
+        self._folder: Path | None = None
+        self._console = Console(stderr=True)
+
+    def say(self, text: str) -> None:
+        """Tells the user."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def attempt(self, number: int) -> tuple[InputError | WorkerFailed | None, bool]:
+        """Runs the workers once.
+
+        Returns:
+            what went wrong, None if nothing did; and whether it would go wrong again.
+
+        Raises:
+            SignalException: this process was told to end at once.
+        """
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // self.workers))
+        environment = {"OMP_NUM_THREADS": threads, "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
+        if sys.platform == "linux":
+            # All workers are on this machine: gloo need not guess an interface from a host name that may not resolve.
+            environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        device = self.config.machine.device_type
+        self.say(f"Starting {self.workers} workers on {device}, {threads} processor threads each.")
+        with tempfile.TemporaryDirectory(prefix="ns_multigpu-", ignore_cleanup_errors=True) as folder:
+            launch = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=self.workers,
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint=f"{_LOOPBACK}:0",
+                local_addr=_LOOPBACK,
+                max_restarts=0,
+                start_method="spawn",
+                logs_specs=DefaultLogsSpecs(log_dir=folder),
+                signals_to_handle="SIGQUIT",  # the others are ours
+            )
+            self._folder = Path(folder)
+            with _variables(environment), _signals_restored(), _agent_silenced(), _survivors_killed(self._folder):
+                try:
+                    elastic_launch(launch, worker_main)(self.config, folder, number)
+                except ChildFailedError as error:
+                    return first_failure(Path(folder), error)
+                finally:
+                    stopped = Path(folder) / "interrupted"
+                    self.interrupted = int(stopped.read_text()) if stopped.exists() else None
+                    self._folder = None
+        return None, False
+
+    def forward(self, signum: int) -> None:
+        """Passes the wish to stop on to the workers, also to those that are not there yet."""
+        if self._folder is None:
             return
-        _leave_record(error, ranks.rank, Path(folder))
-        raise
+        (self._folder / "stop").touch()
+        send(self._folder, signum)
+
+    def kill(self, signum: int) -> None:
+        """Ends all workers, and makes the agent see it."""
+        if self._folder is not None:
+            send(self._folder, signal.SIGKILL)
+        raise SignalException("told twice", signal.Signals(signum))
 
 
-def _leave_record(error: BaseException, rank: int, folder: Path) -> None:
-    bad_input = isinstance(error, InputError)
-    message = str(error) if bad_input else f"{type(error).__name__}: {error}"
-    record = Failure(rank, time.time_ns(), bad_input, message, traceback.format_exc())
-    (folder / f"failure-{rank}.json").write_text(json.dumps(asdict(record)), "utf8")
-    if not bad_input:
-        time.sleep(_LAST_WORDS)
+@contextlib.contextmanager
+def _survivors_killed(folder: Path) -> Iterator[None]:
+    """Within, workers that outlive a failed one by some seconds are killed: the agent alone would wait for 30."""
+    over = threading.Event()
 
+    def watch() -> None:
+        while not over.wait(0.2):
+            if some_failed(folder):
+                over.wait(_PATIENCE)
+                if not over.is_set():
+                    send(folder, signal.SIGKILL)
+                return
 
-def _first_failure(folder: Path, error: ChildFailedError) -> InputError | WorkerFailed:
-    """The failure that the others followed from, as an exception for this process to raise."""
-    records = [Failure(**json.loads(path.read_text("utf8"))) for path in folder.glob("failure-*.json")]
-    recorded = {record.rank for record in records}
-    silent = [rank for rank in error.failures if rank not in recorded]
-    if silent:
-        code = error.failures[silent[0]].exitcode
-        if code < 0:
-            cause = f"was killed by {signal.Signals(-code).name}"
-            hint = " The machine may have run out of memory (`dmesg` says so)." if -code == signal.SIGKILL else ""
-        else:
-            cause, hint = f"ended with exit code {code}", ""
-        return WorkerFailed(f"Worker {silent[0]} {cause}; all workers have been ended.{hint}", "")
-    first = min(records, key=lambda record: record.time_ns)
-    if first.bad_input:
-        return InputError(first.message)
-    summary = f"Worker {first.rank} failed, its traceback is above; all workers have been ended.\n{first.message}"
-    return WorkerFailed(summary, first.report)
+    threading.Thread(target=watch, name="survivors", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 @contextlib.contextmanager
@@ -236,7 +226,8 @@ def _signals_restored() -> Iterator[None]:
 @contextlib.contextmanager
 def _agent_silenced() -> Iterator[None]:
     """Keeps the agent's own account of a failure (a second traceback) off the terminal."""
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    talkative = ("torch.distributed.elastic", "torch.multiprocessing")
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(talkative)]
     before = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.CRITICAL)

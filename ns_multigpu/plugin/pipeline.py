@@ -62,8 +62,10 @@ class DistributedPipeline(VanillaPipeline):
         super().__init__(config, device, test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
         if test_mode == "val":
             # Training: later than the datamanager because it knows, earlier than any image is read.
+            self.datamanager.check_capture()
             checks.check_views(len(self.datamanager.train_dataset), self.world.size)
             checks.check_seed_points(_count(self.model.seed_points), config.model.random_init)
+            checks.check_cap(self.model.num_points, config.model.densifier, config.model.max_gs_num)
         self.strategy: Strategy = STRATEGIES[config.strategy](self.world)
         self.timer = StepTimer(self.world.device)
         seed = broadcast_object(torch.initial_seed(), 0, self.world)
@@ -97,7 +99,8 @@ class DistributedPipeline(VanillaPipeline):
             plan = self.strategy.plan(views, [data.train_share.holder(i) for i in indices])
             images = data.train_share.deliver(indices, plan, self.world.device)
         with timer.measure("compute"):
-            rendering = self.strategy.render(model.primitive(depth=False), model.points, views, plan)
+            primitive = model.primitive(depth=model.config.output_depth_during_training)
+            rendering = self.strategy.render(primitive, model.points, views, plan)
             share = self.strategy.placement.loss_share(self.world)
             losses, measured = model.patch_losses(rendering, views, images, loss_share=share, metrics=metrics)
         return {}, losses, measured

@@ -25,7 +25,7 @@ class ProgressLog:
         self._world = world
         self._folder = folder
         self._began = self._last_time = time.perf_counter()
-        self._last_step: int | None = None
+        self._last_step = -1
         self._not_training = 0.0
         self._pause_since_log = 0.0
         self._bytes_before = world.traffic.sent
@@ -45,8 +45,9 @@ class ProgressLog:
         self._bytes_evaluating += extra
         self._world.traffic.marks["log"] = self._world.traffic.marks.get("log", 0) + extra
 
-    def restart_clock(self) -> None:
-        """Training starts now."""
+    def restart_clock(self, first_step: int = 0) -> None:
+        """Training starts now, with `first_step`."""
+        self._last_step = first_step - 1
         self._began = self._last_time = time.perf_counter()
 
     def row(
@@ -59,8 +60,7 @@ class ProgressLog:
             values: losses and metrics of this step, already summed over ranks.
         """
         now = time.perf_counter()
-        steps = step - self._last_step if self._last_step is not None else step + 1
-        steps = max(steps, 1)
+        steps = max(step - self._last_step, 1)
         busy = seconds.get("data", 0.0) + seconds.get("compute", 0.0)
         table = all_gather_floats(
             [seconds.get("data", 0.0), seconds.get("compute", 0.0), seconds.get("exchange", 0.0), busy],

@@ -5,7 +5,6 @@ other ranks only that a rendering may hold some of a batch's patches.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.model_components.lib_bilagrid import BilateralGrid, total_variation_loss
 from nerfstudio.model_components.lib_bilagrid import slice as slice_grid
-from nerfstudio.models.splatfacto import SplatfactoModel, SplatfactoModelConfig
+from nerfstudio.models.splatfacto import SplatfactoModel
 from nerfstudio.utils.colors import get_color
 from pytorch_msssim import SSIM
 from torch import Tensor
@@ -25,19 +24,14 @@ from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.cameras import view_from_camera
 from ns_multigpu.plugin.lpips import OptionalLpips
-from ns_multigpu.primitives.densifier import ReplicatedDensifier, densification_info, due
+from ns_multigpu.plugin.splat_options import SplatModelConfig, make_densifier
+from ns_multigpu.primitives.densifier import densification_info, dues
 from ns_multigpu.primitives.gaussian_init import initial_gaussians
 from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.mcmc import McmcDensifier
 
 # The order in which an optimizer's gradients become ready is the reverse: harmonics first, then geometry.
 PARAMETERS = ("means", "scales", "quats", "opacities", "features_dc", "features_rest")
-
-
-@dataclass
-class SplatModelConfig(SplatfactoModelConfig):
-    """Splatfacto's options, under their own names. Those that count steps count images seen, over all ranks."""
-
-    _target: type = field(default_factory=lambda: SplatModel)
 
 
 class SplatModel(SplatfactoModel):
@@ -70,6 +64,7 @@ class SplatModel(SplatfactoModel):
         self._lpips = OptionalLpips()
         self.step = 0
         self.seed = torch.initial_seed()
+        self.rate_factor = 1.0  # by how much the trainer multiplied learning rates for the batch
         self.crop_box: OrientedBox | None = None
         if config.background_color == "random":
             # What nerfstudio's viewer shows behind a scene; training draws its own colours.
@@ -81,30 +76,14 @@ class SplatModel(SplatfactoModel):
             self.bil_grids = BilateralGrid(num=self.num_train_data, grid_X=x, grid_Y=y, grid_W=w)
         self.rendering: Rendering | None = None
         self.views: list[View] = []
+        self.view_losses: dict[int, Tensor] = {}
         self.prepare_densifier(World.single(), self.seed)
 
     def prepare_densifier(self, world: World, seed: int) -> None:
         """Makes densification count over `world` and draw by `seed`. Called before the first step."""
-        config = self.config
         self.seed = seed
-        self.strategy = ReplicatedDensifier(
-            prune_opa=config.cull_alpha_thresh,
-            grow_grad2d=config.densify_grad_thresh,
-            grow_scale3d=config.densify_size_thresh,
-            grow_scale2d=config.split_screen_size,
-            prune_scale3d=config.cull_scale_thresh,
-            prune_scale2d=config.cull_screen_size,
-            refine_scale2d_stop_iter=config.stop_screen_size_at,
-            refine_start_iter=config.warmup_length,
-            refine_stop_iter=config.stop_split_at,
-            reset_every=config.reset_alpha_every * config.refine_every,
-            refine_every=config.refine_every,
-            pause_refine_after_reset=self.num_train_data + config.refine_every,
-            absgrad=config.use_absgrad,
-            world=world,
-            seed=seed,
-        )
-        self.strategy_state = self.strategy.initialize_state(scene_scale=1.0)
+        self.strategy = make_densifier(self.config, self.num_train_data, world, seed)
+        self.strategy_state = self.strategy.initialize_state()
 
     @property
     def lpips(self) -> OptionalLpips:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -123,7 +102,7 @@ class SplatModel(SplatfactoModel):
         return Gaussians(
             sh_degree=degree,
             antialiased=config.rasterize_mode == "antialiased",
-            absgrad=self.training and config.use_absgrad,
+            absgrad=self.training and config.use_absgrad and config.densifier == "default",
             depth=depth,
         )
 
@@ -163,26 +142,31 @@ class SplatModel(SplatfactoModel):
         Returns:
             losses and metrics; summed over ranks they are the batch's.
         """
-        self.rendering, self.views = rendering, list(views)
-        # A rank without patches still takes part in the sum of gradients.
-        loss = sum((row.sum() for row in rendering.splats.rows.values() if row.requires_grad), start=torch.zeros(()))
-        loss = (loss * 0.0).to(self.device)
+        self.rendering, self.views, self.view_losses = rendering, list(views), {}
+        loss = torch.zeros((), device=self.device)
+        if not rendering.pixels:
+            # A rank without patches still takes part in the sum of gradients.
+            loss = loss + 0.0 * sum(row.sum() for row in rendering.splats.rows.values() if row.requires_grad)
         squared = torch.zeros((), device=self.device)
         for pixels in rendering.pixels:
             view = views[pixels.patch.view]
-            background = self._training_background(view)
+            background = self._training_background(pixels.patch.view)
             rgb = self._composite(pixels, view, background)
             target, mask = self._target(images[pixels.patch.view], pixels.patch, view, background)
+            if target.dtype.is_floating_point:
+                target = target.to(rgb.dtype)
             if mask is not None:
                 rgb = rgb * mask
-            loss = loss + photometric_loss(rgb, target, pixels.patch, view, self.config.ssim_lambda) / len(views)
+            share = photometric_loss(rgb, target, pixels.patch, view, self.config.ssim_lambda) / len(views)
+            self.view_losses[view.index] = share.detach()
+            loss = loss + share
             if metrics:
                 x0, y0, x1, y1 = pixels.patch.inner(view)
                 scale = 1.0 if target.dtype.is_floating_point else 255.0
                 error = (rgb.detach() - target / scale)[y0:y1, x0:x1]
                 squared = squared + error.square().sum() / (3 * view.width * view.height * len(views))
-        losses = {"main_loss": loss, "scale_reg": self._scale_regularisation(len(views)) * loss_share}
-        extra: dict[str, Tensor] = {}
+        losses = {"main_loss": loss}
+        extra: dict[str, Tensor] = self._regularisation(len(views))
         self.camera_optimizer.get_loss_dict(extra)
         if self.config.use_bilateral_grid:
             extra["tv_loss"] = 10 * total_variation_loss(self.bil_grids.grids)
@@ -197,7 +181,10 @@ class SplatModel(SplatfactoModel):
         """After each step: densification."""
         if self.rendering is None:
             return
-        if self.step < self.strategy.refine_stop_iter:
+        if isinstance(self.strategy, McmcDensifier):
+            rate = self.optimizers["means"].param_groups[0]["lr"] / self.rate_factor
+            self.strategy.step_post_backward(self.gauss_params, self.optimizers, self.step, len(self.views), rate)
+        elif self.step < self.strategy.refine_stop_iter:
             self.strategy.step_post_backward(
                 params=self.gauss_params,
                 optimizers=self.optimizers,
@@ -207,10 +194,11 @@ class SplatModel(SplatfactoModel):
             )
         self.rendering = None
 
-    def _training_background(self, view: View) -> Tensor:
+    def _training_background(self, position: int) -> Tensor:
+        """The background of the batch's view at `position`, drawn by the number of its image in the whole course."""
         if self.config.background_color != "random":
             return self._get_background_color()
-        drawn = torch.rand(3, generator=keyed_generator(self.seed, "background", self.step, view.index))
+        drawn = torch.rand(3, generator=keyed_generator(self.seed, "background", self.step + position))
         return drawn.to(self.device)
 
     def _composite(self, pixels: Pixels, view: View, background: Tensor) -> Tensor:
@@ -239,13 +227,22 @@ class SplatModel(SplatfactoModel):
         covered = self._downscale_if_required(mask).to(self.device)[y0:y1, x0:x1]
         return target * covered, covered
 
-    def _scale_regularisation(self, batch: int) -> Tensor:
-        """PhysGaussian's penalty on needles, every tenth image, as Splatfacto has it."""
-        if not self.config.use_scale_regularization or due(10, self.step, batch) is None:
-            return torch.zeros((), device=self.device)
-        scales = self.scales.exp()
-        ratio = scales.amax(dim=-1) / scales.amin(dim=-1)
-        return 0.1 * (ratio.clamp(min=self.config.max_gauss_ratio) - self.config.max_gauss_ratio).mean()
+    def _regularisation(self, batch: int) -> dict[str, Tensor]:
+        """The mean over a batch's images of Splatfacto's terms on the points themselves."""
+        config = self.config
+        terms = {"scale_reg": torch.zeros((), device=self.device)}
+        # PhysGaussian's penalty on needles counts for every tenth image.
+        share = len(dues(10, self.step, batch)) / batch
+        if config.use_scale_regularization and share > 0:
+            scales = self.scales.exp()
+            ratio = (scales.amax(dim=-1) / scales.amin(dim=-1)).clamp(min=config.max_gauss_ratio)
+            terms["scale_reg"] = 0.1 * share * (ratio - config.max_gauss_ratio).mean()
+        if config.densifier == "mcmc":
+            if config.mcmc_opacity_reg > 0:
+                terms["mcmc_opacity_reg"] = config.mcmc_opacity_reg * self.opacities.sigmoid().mean()
+            if config.mcmc_scale_reg > 0:
+                terms["mcmc_scale_reg"] = config.mcmc_scale_reg * self.scales.exp().mean()
+        return terms
 
     # ---- evaluation and viewing: one process, the whole view ----
 
@@ -280,8 +277,23 @@ class SplatModel(SplatfactoModel):
     def get_image_metrics_and_images(
         self, outputs: dict[str, Tensor], batch: dict[str, Tensor]
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """See `SplatfactoModel.get_image_metrics_and_images`; without LPIPS where its weights cannot be had."""
-        metrics, images = super().get_image_metrics_and_images(outputs, batch)
+        """See `SplatfactoModel.get_image_metrics_and_images`.
+
+        Without LPIPS where its weights cannot be had. Colour-corrected metrics are NaN for an image whose colours admit
+        no least-squares fit (nearly all of one colour, as after the first steps), which nerfstudio asserts not to meet.
+        """
+        corrected = self.config.color_corrected_metrics
+        try:
+            metrics, images = super().get_image_metrics_and_images(outputs, batch)
+        except AssertionError:
+            if not corrected:
+                raise
+            self.config.color_corrected_metrics = False
+            try:
+                metrics, images = super().get_image_metrics_and_images(outputs, batch)
+            finally:
+                self.config.color_corrected_metrics = True
+            metrics |= dict.fromkeys(("cc_psnr", "cc_ssim", "cc_lpips"), float("nan"))
         if self._lpips.missing:
             metrics = {name: value for name, value in metrics.items() if not name.endswith("lpips")}
         return metrics, images

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,16 +14,22 @@ class StepTimer:
 
     On CUDA it records events and reads them only when asked for totals: it makes no step wait. Elsewhere it reads the
     clock.
+
+    Attributes:
+        listener: called with the name of each part that begins.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, Any, Any]] = []
+        self.listener: Callable[[str], None] | None = None
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
         """Counts the enclosed work to `part`."""
+        if self.listener is not None:
+            self.listener(part)
         if not self._cuda:
             start = time.perf_counter()
             try:

@@ -3,11 +3,9 @@
 import contextlib
 import dataclasses
 import functools
-import os
-import time
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from nerfstudio.engine.callbacks import TrainingCallbackLocation
 from nerfstudio.engine.trainer import Trainer
@@ -16,14 +14,18 @@ from nerfstudio.utils.misc import step_check
 from nerfstudio.utils.writer import EventName, TimeWriter
 from torch import Tensor
 
-from ns_multigpu.core.collectives import barrier, broadcast_int, sum_in_place
+from ns_multigpu.core.collectives import barrier, sum_in_place
 from ns_multigpu.core.replicas import assert_identical
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import checks
-from ns_multigpu.plugin.batch_scaling import scale_optimizer, scale_scheduler
+from ns_multigpu.plugin import checks, memory
+from ns_multigpu.plugin.agreement import check_same_start
+from ns_multigpu.plugin.guards import Guards
+from ns_multigpu.plugin.optimizers import BatchOptimizers
 from ns_multigpu.plugin.pipeline import DistributedPipeline, DistributedPipelineConfig
 from ns_multigpu.plugin.process_world import set_world
 from ns_multigpu.plugin.progress import ProgressLog
+from ns_multigpu.plugin.ranks import rendezvous_explained
+from ns_multigpu.plugin.resume import RunCheckpoints
 from ns_multigpu.plugin.trainer_config import DistributedTrainerConfig
 
 
@@ -36,10 +38,14 @@ class DistributedTrainer(Trainer):
 
     config: DistributedTrainerConfig
     pipeline: DistributedPipeline
+    optimizers: BatchOptimizers
 
     def __init__(self, config: DistributedTrainerConfig, local_rank: int = 0, world_size: int = 1) -> None:
         checks.check_no_accumulation(config.gradient_accumulation_steps)
-        self.world = World.from_env(config.machine.device_type)
+        checks.check_precision(config.mixed_precision, config.use_grad_scaler)
+        with rendezvous_explained():
+            self.world = World.from_env(config.machine.device_type)
+        check_same_start(config, self.world)
         set_world(self.world)
         assert isinstance(config.pipeline, DistributedPipelineConfig)
         batch = config.pipeline.views_per_rank * self.world.size
@@ -48,23 +54,46 @@ class DistributedTrainer(Trainer):
         super().__init__(config, local_rank=local_rank, world_size=world_size)
         # Nerfstudio opens viewers and writers where this is 0: on one rank of the job, not on one of each machine.
         self.local_rank = self.world.rank
+        self.guards = Guards(self.config, self.world, self._view_name)
 
     def setup(self, test_mode: Any = "val") -> None:
         """Builds everything; when it returns, every rank is ready to take the first step."""
+        with self.guards.explained(self._circumstances):
+            self._setup(test_mode)
+
+    def _setup(self, test_mode: Any) -> None:
         super().setup(test_mode)
         self.pipeline.prepare_training()
         for param in self.pipeline.model.parameters():
             broadcast_in_place(param.data, self.world)
         self.batch_size = self.pipeline.batch_size
-        for name, optimizer in self.optimizers.optimizers.items():
-            scale_optimizer(optimizer, self.config.batch_scaling, self.batch_size)
-            if name in self.optimizers.schedulers:
-                scale_scheduler(self.optimizers.schedulers[name], self.config.batch_scaling, self.batch_size)
         self.compare_replicas(self._start_step)
         barrier(self.world)
 
+    def setup_optimizers(self) -> BatchOptimizers:
+        """The optimizers, scaled for the batch before a checkpoint is loaded into them."""
+        optimizers = BatchOptimizers(
+            self.config.optimizers.copy(),
+            self.pipeline.get_param_groups(),
+            self.config.batch_scaling,
+            self.pipeline.batch_size,
+        )
+        self.pipeline.model.rate_factor = optimizers.rate_factor
+        return optimizers
+
     def train(self) -> None:
-        """Runs the steps. Every rank calls it; all leave it after the same step."""
+        """Runs the steps. Every rank calls it; all leave it after the same step.
+
+        Raises:
+            Interrupted: a signal has ended it.
+            NonFiniteError: NaN or infinity turned up.
+        """
+        self.pipeline.timer.listener = self.guards.heart.beat
+        self.guards.numbers.prepare(self.optimizers.optimizers)
+        with self.guards.on_duty(self._circumstances):
+            self._train()
+
+    def _train(self) -> None:
         if self.world.is_main:
             outputs = self.pipeline.datamanager.train_dataparser_outputs
             outputs.save_dataparser_transform(self.base_dir / "dataparser_transforms.json")
@@ -72,17 +101,20 @@ class DistributedTrainer(Trainer):
         self.progress = ProgressLog(self.world, self.base_dir)
         if self.config.eval_at_start:
             self.progress.start_metrics = self.pipeline.get_average_eval_image_metrics(step=self._start_step)
-        self.progress.restart_clock()
+        self.progress.restart_clock(self._start_step)
         self.stop_training = False
-        steps = self.config.max_num_iterations
-        self.step = self._start_step
+        self.steps_taken = 0
+        steps = self.config.max_num_iterations  # in all: a run that was resumed has taken some of them
+        self.step = self._start_step - 1
         with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME):
-            for step in range(self._start_step, self._start_step + steps):
-                if not self._may_go_on():
+            for step in range(self._start_step, steps):
+                if not self._may_go_on(step):
                     break
                 self.step = step
-                self._one_step(step, last=step + 1 == self._start_step + steps)
+                self._one_step(step, last=step + 1 == steps)
         self.progress.finish(self.step + 1 - self._start_step, self.batch_size, self.pipeline.model.num_points)
+        if self.guards.signals.agreed:
+            self._stop_early()
         self._after_train()
 
     def _one_step(self, step: int, last: bool) -> None:
@@ -93,6 +125,8 @@ class DistributedTrainer(Trainer):
             self._run_callbacks(step, TrainingCallbackLocation.BEFORE_TRAIN_ITERATION)
             loss, losses, metrics = self.train_iteration(step, metrics=logs)
             self._run_callbacks(step, TrainingCallbackLocation.AFTER_TRAIN_ITERATION)
+        self.steps_taken += 1
+        self._look_for_nan(now=last or step_check(step, self.config.steps_per_save))
         if step > 1:
             pixels = self.batch_size * self.pipeline.datamanager.get_train_rays_per_batch()
             duration = pixels / max(0.001, train_time.duration)
@@ -103,9 +137,11 @@ class DistributedTrainer(Trainer):
         if step_check(step, self.config.steps_per_checksum):
             self.compare_replicas(step)
         if self.pipeline.datamanager.eval_dataset:
+            self.guards.heart.beat("evaluation")
             with self.train_lock, self.progress.paused():
                 self.eval_iteration(step)
         if step_check(step, self.config.steps_per_save):
+            self.guards.heart.beat("checkpoint")
             with self.progress.paused():
                 self.save_checkpoint(step)
         writer.write_out_storage()
@@ -128,10 +164,12 @@ class DistributedTrainer(Trainer):
         with timer.measure("compute"):
             exchange.begin_backward(self._parameters())
             self.grad_scaler.scale(loss).backward()
+        self.guards.computed()
         with timer.measure("exchange"):
             exchange.end_backward()
         with timer.measure("compute"):
-            self.optimizers.optimizer_scaler_step_all(self.grad_scaler)
+            if self._gradients_usable(step):
+                self.optimizers.optimizer_scaler_step_all(self.grad_scaler)
             scale = self.grad_scaler.get_scale() if self.use_grad_scaler else 1.0
             self.grad_scaler.update()
             if not self.use_grad_scaler or scale <= self.grad_scaler.get_scale():
@@ -149,26 +187,15 @@ class DistributedTrainer(Trainer):
             assert_identical(dict(self.pipeline.model.named_parameters()), self.world, step)
 
     def save_checkpoint(self, step: int) -> None:
-        """Writes nerfstudio's checkpoint file, on rank 0: whole or not at all."""
-        if not self.world.is_main:
-            return
-        self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-        path = self.checkpoint_dir / f"step-{step:09d}.ckpt"
-        unfinished = path.with_name(path.name + ".part")
-        optimizers = self.optimizers
-        state = {
-            "step": step,
-            "pipeline": self.pipeline.state_dict(),
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.optimizers.items()},
-            "schedulers": {name: scheduler.state_dict() for name, scheduler in optimizers.schedulers.items()},
-            "scalers": self.grad_scaler.state_dict(),
-        }
-        torch.save(without_numpy(state), unfinished)
-        os.replace(unfinished, path)
-        if self.config.save_only_latest_checkpoint:
-            for old in self.checkpoint_dir.glob("*.ckpt"):
-                if old != path:
-                    old.unlink()
+        """Writes a checkpoint with all ranks together, whole or not at all. If the disk is full, training goes on."""
+        self.checkpoints.save(step)
+
+    def _load_checkpoint(self) -> None:
+        """Goes on from the checkpoint that the flags, or a restart by the launcher, ask for."""
+        self.checkpoints = RunCheckpoints(
+            self.config, self.checkpoint_dir, self.world, self.pipeline, self.optimizers, self.grad_scaler
+        )
+        self._start_step = self.checkpoints.resume()
 
     def _parameters(self) -> list[Tensor]:
         """What the optimizers update, points last: gradients become ready in the reverse of this order."""
@@ -181,11 +208,50 @@ class DistributedTrainer(Trainer):
         for callback in self.callbacks:
             callback.run_callback_at_location(step, location=location)
 
-    def _may_go_on(self) -> bool:
-        """Whether to take another step: what rank 0 says, which may first wait for its viewer to leave a pause."""
-        while self.training_state == "paused" and not self.stop_training:
-            time.sleep(0.01)
-        return broadcast_int(int(not self.stop_training), 0, self.world) == 1
+    def _may_go_on(self, step: int) -> bool:
+        """Whether to take `step`: all ranks go on or none; while rank 0's viewer pauses, all wait."""
+        return self.guards.may_go_on(
+            step, stop=lambda: self.stop_training, paused=lambda: self.training_state == "paused"
+        )
+
+    def _stop_early(self) -> None:
+        """Saves, where asked to, and leaves: a signal has ended the run, after the same step on every rank.
+
+        Raises:
+            Interrupted: always.
+        """
+        taken = self.step if self.steps_taken else None
+        saved: Path | None = None
+        if taken is not None and self.config.save_on_interrupt:
+            self._look_for_nan(now=True)
+            self.guards.heart.beat("checkpoint")
+            self.save_checkpoint(taken)
+            path = self.checkpoint_dir / f"step-{taken:09d}.ckpt"
+            saved = path if path.exists() else None
+        writer.write_out_storage()
+        raise self.guards.interrupted(taken, saved, self.checkpoint_dir)
+
+    def _gradients_usable(self, step: int) -> bool:
+        model = self.pipeline.model
+        rendering = model.rendering
+        return self.guards.numbers.watch(
+            step,
+            model.view_losses,
+            dict(model.named_parameters()),
+            self.optimizers.optimizers,
+            rendering.splats.probe if rendering is not None else None,
+        )
+
+    def _look_for_nan(self, *, now: bool) -> None:
+        """Looks whether all numbers are finite, if it is time to or `now`. Before each save: no file shall hold NaN."""
+        self.guards.numbers.look(self.step, dict(self.pipeline.model.named_parameters()), now=now)
+
+    def _view_name(self, view: int) -> str:
+        names = self.pipeline.datamanager.train_dataset.image_filenames
+        return f"view {view} ({names[view].name})"
+
+    def _circumstances(self) -> memory.Circumstances:
+        return self.guards.circumstances(self)
 
     def _log(self, step: int, loss: Tensor, losses: dict[str, Tensor], metrics: dict[str, Any]) -> None:
         """Sums what the ranks measured and writes it. Every rank calls it at the same steps."""
@@ -211,21 +277,15 @@ class DistributedTrainer(Trainer):
 
     def _after_train(self) -> None:
         """Saves, says where everything is, and keeps the viewer open if there is one; see nerfstudio's."""
+        self._look_for_nan(now=True)
+        self.guards.heart.beat("checkpoint")
         barrier(self.world)
-        with contextlib.suppress(KeyboardInterrupt):
-            super()._after_train()
+        super()._after_train()
 
-
-def without_numpy(value: Any) -> Any:
-    """`value` with numpy's scalars as Python's: schedulers leave them in, and torch.load's safe mode refuses them."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, dict):
-        # A state dict may be a subclass that carries more than its items: keep those as they are.
-        return {k: without_numpy(v) for k, v in value.items()} if type(value) is dict else value
-    if type(value) in (list, tuple):
-        return type(value)(without_numpy(v) for v in value)
-    return value
+    def _train_complete_viewer(self) -> None:
+        """Keeps the viewer open until Ctrl-C, or SIGTERM."""
+        with contextlib.suppress(KeyboardInterrupt), self.guards.signals.as_keyboard_interrupt():
+            super()._train_complete_viewer()
 
 
 def broadcast_in_place(x: Tensor, world: World) -> None:

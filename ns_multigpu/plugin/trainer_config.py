@@ -18,10 +18,12 @@ from nerfstudio.utils.rich_utils import CONSOLE
 
 import cuda_ext
 from ns_multigpu.plugin import checks
+from ns_multigpu.plugin.agreement import manifest_of
 from ns_multigpu.plugin.batch_scaling import ScalingRule
 from ns_multigpu.plugin.errors import InputError, show_uncaught
 from ns_multigpu.plugin.launch import WorkerLauncher, use_own_share_of_cores
 from ns_multigpu.plugin.ranks import Ranks, agree
+from ns_multigpu.plugin.run_folder import note_name, noted_name, restarts
 
 _ASKED = "_asked_of_nerfstudio"
 """Name of the attribute that holds (num_devices, num_machines) between `save_config` and `setup`; never saved."""
@@ -47,12 +49,32 @@ class DistributedTrainerConfig(TrainerConfig):
     """How learning rates (and with them Adam's betas and eps) follow the number of views in a step."""
     steps_per_checksum: int = 500
     """Steps between proofs that all replicas are identical; 0 for none."""
+    save_on_interrupt: bool = True
+    """Save a checkpoint when Ctrl-C or SIGTERM ends the run; a second Ctrl-C ends it at once."""
+    max_restarts: int = 3
+    """How often ns-train starts its workers anew, from the last checkpoint, after one has died; under torchrun its own
+    --max-restarts counts."""
+    stall_seconds: float = 120.0
+    """After how long a standstill to say which rank is late (ten times that in evaluations, saves and the first step);
+    0 for never."""
+    stall_abort_seconds: float = 300.0
+    """After how long a standstill to end the run; 0 to leave it to the collectives' own limit of ten minutes."""
+    steps_per_numeric_check: int = 50
+    """Steps between two looks for NaN and infinity in losses, gradients and parameters; 0 for none."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do about NaN or infinity in gradients: stop the run, or leave such steps out."""
+    keep_checkpoints: int = 2
+    """How many checkpoints to keep, the newest; 0 for all (as with save_only_latest_checkpoint False)."""
 
     def steps_for(self, batch: int) -> int:
         """Steps to train for when each sees `batch` images."""
         if self.max_num_images is None:
             return self.max_num_iterations
         return min(self.max_num_iterations, -(-self.max_num_images // batch))
+
+    def checkpoints_to_keep(self) -> int:
+        """How many checkpoints a save leaves; 0 for all."""
+        return self.keep_checkpoints if self.save_only_latest_checkpoint else 0
 
     def set_timestamp(self) -> None:
         """Names the run folder, the same on all ranks, once what was asked for is known to be possible.
@@ -72,12 +94,16 @@ class DistributedTrainerConfig(TrainerConfig):
             self._name_run_folder()
         else:
             machine.num_devices, machine.num_machines = ranks.local_size, ranks.machines
-            self.timestamp = agree(ranks, self._name_run_folder)
+            self.timestamp = agree(ranks, self._name_run_folder, manifest=manifest_of(self))
         _prepare_operators(machine.device_type)
 
     def _name_run_folder(self) -> str:
+        if restarts() > 0 and self.timestamp == "{timestamp}":
+            self.timestamp = noted_name(self.output_dir) or self.timestamp
         super().set_timestamp()
         checks.check_run_folder(self.get_base_dir())
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            note_name(self.output_dir, self.timestamp)
         return self.timestamp
 
     def print_to_terminal(self) -> None:

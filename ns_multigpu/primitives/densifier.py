@@ -21,10 +21,14 @@ from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians import screen_radii
 
 
+def dues(period: int, first: int, count: int) -> range:
+    """The multiples of `period` among the `count` images from `first` on."""
+    return range(-(-first // period) * period, first + count, period)
+
+
 def due(period: int, first: int, count: int) -> int | None:
-    """The last multiple of `period` among the `count` images from `first` on; None if there is none."""
-    last = (first + count - 1) // period * period
-    return last if last >= first else None
+    """The last of `dues`; None if there is none."""
+    return max(dues(period, first, count), default=None)
 
 
 @dataclass
@@ -89,11 +93,11 @@ class ReplicatedDensifier(DefaultStrategy):
     @torch.no_grad()
     def _count(self, params: MutableMapping[str, Tensor], state: dict[str, Any], info: Mapping[str, Any]) -> None:
         """Adds this rank's rows to the running statistics; `info` holds the rows of the points that it owns."""
-        count, device = len(params["means"]), params["means"].device
         for name in ("grad2d", "count", *(("radii",) if self.refine_scale2d_stop_iter > 0 else ())):
             if not isinstance(state.get(name), Tensor):
-                state[name] = torch.zeros(count, device=device)
-        ids, gradients, visible, radii = info["ids"], info["gradients"], info["visible"], info["radii"]
+                state[name] = params["means"].new_zeros(len(params["means"]))
+        ids, gradients, radii = info["ids"], info["gradients"], info["radii"]
+        visible = info["visible"].to(gradients.dtype)
         state["grad2d"].index_add_(0, ids, gradients * visible)
         state["count"].index_add_(0, ids, visible)
         if self.refine_scale2d_stop_iter > 0:
@@ -114,16 +118,17 @@ def densification_info(splats: Splats, views: list[View]) -> dict[str, Any]:
     ids = splats.hits.point_ids.long()
     place = splats.hits.view_ids.long()
     device = ids.device
-    half = torch.tensor([[v.width / 2.0, v.height / 2.0] for v in views], device=device)
-    longest = torch.tensor([float(max(v.width, v.height)) for v in views], device=device)
+    like = {"device": device, "dtype": splats.rows["means2d"].dtype}
+    half = torch.tensor([[v.width / 2.0, v.height / 2.0] for v in views], **like)
+    longest = torch.tensor([float(max(v.width, v.height)) for v in views], **like)
     probe = splats.probe
-    gradient = torch.zeros(len(splats), 2, device=device)
+    gradient = torch.zeros(len(splats), 2, **like)
     if probe is not None and probe.grad is not None:
-        gradient = probe.grad.to(torch.float32)
+        gradient = probe.grad
     return {
         "n_cameras": len(views),
         "ids": ids,
         "gradients": (gradient * half[place] * len(views)).norm(dim=-1),
         "visible": (splats.rows["radii"] > 0).all(-1).float(),
-        "radii": screen_radii(splats).float() / longest[place],
+        "radii": screen_radii(splats) / longest[place],
     }

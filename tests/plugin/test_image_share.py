@@ -1,17 +1,22 @@
-"""Each rank holds its share of the images, and gets those that it renders."""
+"""Each rank holds its share of the images, or as much of it as its memory takes, and gets those that it renders."""
+
+import threading
+import time
 
 import pytest
 import torch
 
 from ns_multigpu.core.assignment import DealtViews
 from ns_multigpu.core.types import View
+from ns_multigpu.core.view_sequence import ViewSequence
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.errors import InputError
-from ns_multigpu.plugin.image_share import ImageShare
+from ns_multigpu.plugin.image_share import ImageError, ImageShare
+from ns_multigpu.plugin.image_store import ImageData, ImageShape, ImageStore, shape_of
 from tests.ranks import run_ranks
 
 
-def _image(index: int) -> dict[str, torch.Tensor]:
+def _image(index: int) -> ImageData:
     """Views of different sizes, channels and masks."""
     g = torch.Generator().manual_seed(index)
     height, width, channels = 3 + index % 4, 5 + index % 3, 4 if index % 5 == 0 else 3
@@ -23,15 +28,24 @@ def _image(index: int) -> dict[str, torch.Tensor]:
     return data
 
 
-def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def _shapes(count: int) -> list[ImageShape]:
+    return [shape_of(_image(index)) for index in range(count)]
+
+
+def _same(a: ImageData, b: ImageData) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 
-def _deliver(world: World) -> dict[str, object]:
-    share = ImageShare(11, _image, world, pinned=False, label="test")
+BATCHES = ([0, 1, 2, 3], [0, 4, 8, 4], [6, 6], [9], [])
+
+
+def _deliver(world: World, budget: int | None) -> dict[str, object]:
+    share = ImageShare(_shapes(11), _image, world, label="test", budget=budget)
     assert share.own == list(range(world.rank, 11, world.size))
+    assert share.store.complete == (budget is None)
     sent = []
-    for batch in ([0, 1, 2, 3], [0, 4, 8, 4], [6, 6], [9], []):
+    for step, batch in enumerate(BATCHES):
+        share.expect([index for later in BATCHES[step:] for index in later])
         views = [View(torch.eye(4), torch.eye(3), 9, 9) for _ in batch]
         plan = DealtViews().assign(views, world.size, [share.holder(i) for i in batch])
         before = world.traffic.sent
@@ -41,14 +55,17 @@ def _deliver(world: World) -> dict[str, object]:
         assert all(_same(images[position], _image(batch[position])) for position in images)
     for index in (0, 5, 6):
         assert _same(share.fetch(index, world.device), _image(index))
+    for index in share.own:
+        assert _same(share.image(index, world.device), _image(index))
     with pytest.raises(KeyError):
-        share[(world.rank + 1) % world.size if world.size > 1 else 99]
+        share.image((world.rank + 1) % world.size if world.size > 1 else 99, world.device)
     return {"sent": sent}
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_images_reach_their_readers(size: int) -> None:
-    sent = [r["sent"] for r in run_ranks(_deliver, size)]
+@pytest.mark.parametrize(("size", "budget"), [(1, None), (1, 640), (2, 640), (4, None)])
+def test_images_reach_their_readers(size: int, budget: int | None) -> None:
+    """The same with all images in memory as with room for two."""
+    sent = [r["sent"] for r in run_ranks(_deliver, size, budget)]
     total = [sum(column) for column in zip(*sent, strict=True)]
     assert total[0] == 0, "four views held by different ranks are rendered where they are held"
     if size == 4:
@@ -56,19 +73,117 @@ def test_images_reach_their_readers(size: int) -> None:
         assert total[1] > 0
 
 
-def _broken(world: World) -> str:
-    def decode(index: int) -> dict[str, torch.Tensor]:
+def _broken(world: World, how: str) -> str:
+    def decode(index: int) -> ImageData:
         if index in (1, 2):
+            if how == "size":
+                return _image(index + 1)
             raise OSError(f"photo_{index}.jpg is truncated")
         return _image(index)
 
     try:
-        ImageShare(4, decode, world, pinned=False, label="training")
+        ImageShare(_shapes(4), decode, world, label="training", budget=1 if how == "memory" else None)
     except InputError as error:
         return str(error)
     return ""
 
 
-def test_every_rank_hears_of_every_unreadable_image() -> None:
-    for message in run_ranks(_broken, 2):
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_rank_hears_of_every_unreadable_image(size: int) -> None:
+    for message in run_ranks(_broken, size, "raise"):
         assert "2 image(s)" in message and "photo_1.jpg" in message and "photo_2.jpg" in message
+
+
+def test_an_image_unlike_its_camera_and_too_little_memory_are_refused() -> None:
+    [message] = run_ranks(_broken, 1, "size")
+    assert "view 1" in message and "view 2" in message
+    assert "has 7x5 pixels, 3 channels, uint8, without a mask; expected were 6x4" in message
+    [message] = run_ranks(_broken, 1, "memory")
+    assert "Raise --pipeline.datamanager.image-memory-gb" in message and "no room for two images" in message
+
+
+PLAIN = ImageShape(4, 4, 3, torch.uint8, False)
+
+
+def _plain(index: int) -> ImageData:
+    return {"image": torch.full((4, 4, 3), index, dtype=torch.uint8)}
+
+
+def test_a_store_decodes_only_what_is_asked_for_and_keeps_what_fits() -> None:
+    """In a second epoch, a store for half of the images decodes only the other half again, whatever the order."""
+    count, room = 40, 20
+    store = ImageStore(dict.fromkeys(range(count), PLAIN), _plain, budget=room * 64, threads=2)
+    assert store.capacity == room and store.nbytes == room * 64 and not store.complete and store.decoded == 0
+    sequence = ViewSequence(count, seed=3)
+    for epoch in range(4):
+        before = store.decoded
+        for place in range(epoch * count, (epoch + 1) * count):
+            index = sequence.at(place)
+            store.expect([sequence.at(place + i) for i in range(store.depth)])
+            assert int(store.read(index, torch.device("cpu"))[0]) == index
+        if epoch:
+            assert store.decoded - before <= count - room + store.depth
+
+
+def test_a_copy_on_the_host_outlives_its_place_in_memory() -> None:
+    store = ImageStore(dict.fromkeys(range(9), PLAIN), _plain, budget=128, threads=2)
+    held = [store.read(index, torch.device("cpu")) for index in range(9)]
+    assert [int(image[0]) for image in held] == list(range(9)) and store.capacity == 2
+
+
+def test_what_is_expected_is_decoded_meanwhile() -> None:
+    done = threading.Event()
+
+    def decode(index: int) -> ImageData:
+        time.sleep(0.01)
+        if index == 3:
+            done.set()
+        return _plain(index)
+
+    store = ImageStore(dict.fromkeys(range(9), PLAIN), decode, budget=8 * 64, threads=1)
+    store.expect([1, 2, 3, 1, 4, 5, 6])
+    assert store.decoded == store.depth == 4
+    assert done.wait(10), "nobody has read anything, and view 3 has been decoded"
+    assert int(store.read(1, torch.device("cpu"))[0]) == 1 and store.waited < 0.02
+    store.expect([7, 8, 7, 2])
+    for index in (7, 8, 7, 2, 0, 5):
+        assert int(store.read(index, torch.device("cpu"))[0]) == index
+
+
+def test_an_image_lost_on_the_way_is_named_and_leaves_its_place() -> None:
+    fails = {2, 3}
+
+    def decode(index: int) -> ImageData:
+        if index in fails:
+            raise OSError("photo.jpg: gone")
+        return _plain(index)
+
+    share = ImageShare([PLAIN] * 6, decode, World.single(), label="training", budget=128)
+    for index in (0, 2, 3, 2):
+        if index in fails:
+            with pytest.raises(ImageError, match=f"training view {index} could be read.*photo.jpg: gone"):
+                share.image(index, torch.device("cpu"))
+    fails.clear()
+    for index in (2, 5, 3):
+        assert _same(share.image(index, torch.device("cpu")), _plain(index))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_streamed_and_page_locked_images_arrive_whole() -> None:
+    """Slots are refilled while copies to the device may still be under way."""
+    device = torch.device("cuda:0")
+    shape = ImageShape(512, 512, 3, torch.uint8, False)
+
+    def decode(index: int) -> ImageData:
+        return {"image": torch.full((512, 512, 3), index, dtype=torch.uint8)}
+
+    for budget in (None, 4 * shape.nbytes):
+        share = ImageShare([shape] * 64, decode, World.single(device), label="test", budget=budget, pinned=True)
+        assert share.store._block.is_pinned()
+        held = []
+        for index in range(64):
+            share.expect(list(range(index, 64)))
+            held.append(share.image(index, device)["image"])
+        assert all(bool((image == index).all()) for index, image in enumerate(held))
+    kept = ImageShare([shape] * 8, decode, World.single(device), label="test", place=device)
+    assert kept.image(5, device)["image"].device.type == "cuda" and int(kept.image(5, device)["image"].max()) == 5

@@ -1,0 +1,65 @@
+"""How much host memory this process may still take, and what it holds."""
+
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int | None:
+    """Bytes that can be taken without pushing anything out, the container's limit included; None if unknown.
+
+    Args:
+        proc: where Linux tells of memory (`meminfo`).
+        cgroup: where it tells of a container's limit, version 2 or 1.
+    """
+    bounds = [_field(proc / "meminfo", "MemAvailable")]
+    for limit, used, stat, cached in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        most, taken = _number(cgroup / limit), _number(cgroup / used)
+        if most is not None and taken is not None:
+            # Pages of files count as taken, though the kernel gives the unused ones back when asked.
+            bounds.append(max(0, most - taken + (_field(cgroup / stat, cached) or 0)))
+    known = [bound for bound in bounds if bound is not None]
+    return min(known) if known else None
+
+
+def own_memory(pid: int | str = "self", proc: Path = Path("/proc")) -> tuple[int, int]:
+    """A process's bytes in memory, as (USS, PSS): those it alone holds, and with its part of what it shares.
+
+    Where the kernel does not tell them apart (some sandboxes), both are the resident pages that are of no file.
+
+    Raises:
+        OSError: there is no such process, or this is not Linux.
+    """
+    try:
+        text = (proc / str(pid) / "smaps_rollup").read_text("utf8")
+    except OSError:
+        _, resident, shared = (int(word) for word in (proc / str(pid) / "statm").read_text("utf8").split()[:3])
+        anonymous = (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+        return anonymous, anonymous
+    sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in text.splitlines()[1:]}
+    return sizes["Private_Clean"] + sizes["Private_Dirty"], sizes["Pss"]
+
+
+def _field(path: Path, name: str) -> int | None:
+    """A line `name[:] number [kB]` of a file; None where there is none."""
+    try:
+        lines = path.read_text("utf8").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        words = line.replace(":", " ").split()
+        if words and words[0] == name:
+            return int(words[1]) << (10 if words[-1] == "kB" else 0)
+    return None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text("utf8").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

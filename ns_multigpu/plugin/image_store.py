@@ -1,0 +1,280 @@
+"""Decoded images in one block of memory, and the threads that bring them there.
+
+One block, because images of some megabytes each would otherwise leave holes in the heap, and because torch rounds every
+page-locked allocation up to a power of two.
+"""
+
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ImageData = dict[str, Tensor]
+"""`image` [H, W, 3 or 4] and perhaps `mask` [H, W, 1] bool."""
+
+_ALIGNMENT = 64
+"""Bytes: images may be of any dtype."""
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """What every rank knows of an image, whoever holds it and whether or not it has been decoded."""
+
+    height: int
+    width: int
+    channels: int
+    dtype: torch.dtype
+    masked: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory and on the wire: the image, then its mask."""
+        pixels = self.height * self.width
+        return pixels * self.channels * self.dtype.itemsize + (pixels if self.masked else 0)
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        mask = "with" if self.masked else "without"
+        return f"{self.width}x{self.height} pixels, {self.channels} channels, {kind}, {mask} a mask"
+
+
+class ImageStore:
+    """Images of some views, all of them (`complete`) or as many as the memory holds.
+
+    Where there is no room for all, `expect` says which are needed next, and threads decode them meanwhile. The image
+    that makes room is the one *used last*: each view comes once an epoch, so that one comes again latest. A memory for
+    a fraction f of the images then spares a fraction f of the decoding, as much as any policy can; dropping the one
+    unused for longest would spare f^2 / 2 of it.
+
+    One thread calls it.
+
+    Args:
+        shapes: of each view's image.
+        decode: view -> its image, on the host; called from several threads.
+        budget: bytes to take at most; None for as many as all images need.
+        place: the device whose memory holds the images.
+        pinned: page-lock the host's memory, for asynchronous copies to a GPU.
+        threads: how many decode.
+        device: the CUDA device that decoding may use, made current in the threads.
+
+    Attributes:
+        complete: whether there is room for all.
+        place: the device whose memory holds the images.
+        decoded: how many images have been decoded so far, again or for the first time.
+        waited: seconds that readers have waited for decoding.
+
+    Raises:
+        ValueError: the budget has no room for two images.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[int, ImageShape],
+        decode: Callable[[int], ImageData],
+        *,
+        budget: int | None = None,
+        place: torch.device | str = "cpu",
+        pinned: bool = False,
+        threads: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        self._shapes = dict(shapes)
+        self._decode = decode
+        room = {index: aligned(shape.nbytes) for index, shape in self._shapes.items()}
+        self.nbytes = sum(room.values())
+        self.complete = budget is None or self.nbytes <= budget
+        if self.complete:
+            starts, start = [], 0
+            for size in room.values():
+                starts.append(start)
+                start += size
+        else:
+            assert budget is not None
+            largest = max(room.values())
+            if budget < 2 * largest:
+                raise ValueError(f"{budget / 1e9:.3g} GB have no room for two images of {largest / 1e9:.3g} GB")
+            starts = [slot * largest for slot in range(budget // largest)]
+            self.nbytes = len(starts) * largest
+        self.capacity = len(starts)
+        self.depth = min(max(1, self.capacity // 2), max(8, 4 * threads))
+        self.place = torch.device(place)
+        self._block = torch.empty(self.nbytes, dtype=torch.uint8, device=place)
+        self._locked = pinned and self.nbytes > 0 and _lock_pages(self, self._block)
+        self._free = starts[::-1]
+        self._starts: dict[int, int] = {}  # by view, the one used last at the end
+        self._filling: dict[int, Future[None]] = {}
+        self._leaving: dict[int, torch.cuda.Event] = {}  # by start: copies to the device that may not have ended
+        self.decoded, self.waited = 0, 0.0
+
+        def enter() -> None:
+            if device is not None and device.type == "cuda":
+                torch.cuda.set_device(device)
+
+        self._pool = ThreadPoolExecutor(max_workers=threads, initializer=enter, thread_name_prefix="images")
+        weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+
+    def load_all(self, each: Callable[[], None] = lambda: None) -> dict[int, Exception]:
+        """Decodes all images, of a complete store.
+
+        Args:
+            each: called after each image.
+
+        Returns:
+            What kept an image from being read, by view.
+        """
+        failed: dict[int, Exception] = {}
+        for index in self._shapes:
+            self._start(index, self._free.pop())
+        for index in list(self._shapes):
+            try:
+                self._finish(index)
+            except Exception as error:  # an unreadable image may fail in many ways; the caller reports them all
+                failed[index] = error
+            each()
+        if self._block.is_cuda:
+            torch.cuda.synchronize(self._block.device)
+        self.waited = 0.0
+        return failed
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """Starts to decode what will be read next, as far as there is room.
+
+        Args:
+            indices: views, in the order in which they will be read; `depth` of them are worth naming.
+        """
+        if self.complete:
+            return
+        wanted = list(dict.fromkeys(indices))[: self.depth]
+        protected = set(wanted)
+        for index in wanted:
+            if index in self._starts:
+                continue
+            start = self._room(protected)
+            if start is None:
+                return
+            self._start(index, start)
+
+    def read(self, index: int, device: torch.device) -> Tensor:
+        """The bytes [nbytes] uint8 of an image on `device`: a copy, or the store's own if they stay where they are.
+
+        Raises:
+            KeyError: the view is not of this store.
+            Exception: what decoding raised.
+        """
+        shape = self._shapes[index]
+        if index not in self._starts:
+            start = self._room(set())
+            while start is None:  # all is being decoded: let the one needed last go
+                last = next(reversed(self._filling))
+                self._filling[last].exception()
+                del self._filling[last]
+                start = self._room(set())
+            self._start(index, start)
+        self._finish(index)
+        start = self._starts.pop(index)
+        self._starts[index] = start
+        held = self._block[start : start + shape.nbytes]
+        if device.type == self.place.type:
+            return held if self.complete else held.clone()
+        copy = held.to(device, non_blocking=True)
+        if self._locked and not self.complete:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            self._leaving[start] = event
+        return copy
+
+    def _room(self, protected: set[int]) -> int | None:
+        """The start of a free slot, made free if need be; None if all are protected or being filled."""
+        if self._free:
+            return self._free.pop()
+        for index in reversed(self._starts):
+            filling = self._filling.get(index)
+            if index not in protected and (filling is None or filling.done()):
+                self._filling.pop(index, None)
+                return self._starts.pop(index)
+        return None
+
+    def _start(self, index: int, start: int) -> None:
+        self._starts[index] = start
+        self.decoded += 1
+        self._filling[index] = self._pool.submit(self._fill, index, start, self._leaving.pop(start, None))
+
+    def _fill(self, index: int, start: int, leaving: torch.cuda.Event | None) -> None:
+        data = self._decode(index)
+        found, expected = shape_of(data), self._shapes[index]
+        if found != expected:
+            raise ValueError(f"the image has {found}; expected were {expected}")
+        if leaving is not None:
+            leaving.synchronize()
+        for part in (data["image"], data.get("mask")):
+            if part is not None:
+                raw = part.contiguous().view(torch.uint8).reshape(-1)
+                self._block[start : start + raw.numel()].copy_(raw)
+                start += raw.numel()
+
+    def _finish(self, index: int) -> None:
+        filling = self._filling.get(index)
+        if filling is None:
+            return
+        began = time.perf_counter()
+        try:
+            filling.result()
+        except BaseException:
+            self._free.append(self._starts.pop(index))
+            raise
+        finally:
+            del self._filling[index]
+            self.waited += time.perf_counter() - began
+
+
+def shape_of(data: ImageData) -> ImageShape:
+    """The shape of a decoded image."""
+    height, width, channels = data["image"].shape
+    return ImageShape(height, width, channels, data["image"].dtype, "mask" in data)
+
+
+def from_bytes(raw: Tensor, shape: ImageShape) -> ImageData:
+    """The image that `raw` [nbytes] uint8 holds; shares its memory where alignment allows."""
+    pixels = shape.height * shape.width
+    size = pixels * shape.channels * shape.dtype.itemsize
+    image = raw[:size]
+    if raw.storage_offset() % shape.dtype.itemsize:
+        image = image.clone()
+    result = {"image": image.view(shape.dtype).reshape(shape.height, shape.width, shape.channels)}
+    if shape.masked:
+        result["mask"] = raw[size:].view(torch.bool).reshape(shape.height, shape.width, 1)
+    return result
+
+
+def aligned(size: int) -> int:
+    """The bytes that an image of `size` bytes takes."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _lock_pages(owner: object, block: Tensor) -> bool:
+    """Page-locks a host tensor for as long as `owner` lives; says so and returns False where the system refuses."""
+    runtime = torch.cuda.cudart()
+    assert runtime is not None
+    code = runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)
+    if int(code) != 0:
+        warnings.warn(
+            f"{block.nbytes / 1e9:.1f} GB of host memory could not be page-locked (CUDA error {int(code)}): copies of "
+            "images to the GPU will be slower. Raise the limit (`ulimit -l unlimited`) or lower "
+            "--pipeline.datamanager.image-memory-gb.",
+            stacklevel=2,
+        )
+        return False
+
+    def unlock(pid: int, kept: Tensor) -> None:
+        if os.getpid() == pid:
+            runtime.cudaHostUnregister(kept.data_ptr())
+
+    # At exit the CUDA context goes, and the lock with it.
+    weakref.finalize(owner, unlock, os.getpid(), block).atexit = False
+    return True

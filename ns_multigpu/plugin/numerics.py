@@ -1,0 +1,230 @@
+"""NaN and infinity, found soon and named, without making a step wait for the device.
+
+Every step leaves two small tensors on the device: the loss of each view that this rank rendered, and the largest
+magnitude of each parameter's gradient (one fused read-only pass). Every so many steps they are read, all at once, and
+all ranks put together what they found. Parameters are read then too: the operators drop a Gaussian that has a NaN, so
+that nothing else would show it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.collectives import all_gather_objects, max_in_place, max_int
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.errors import InputError
+from ns_multigpu.plugin.faults import NonFiniteError
+
+OnNonFinite = Literal["stop", "skip"]
+
+
+@dataclass
+class _Step:
+    """What a step left behind: on the device until it is read."""
+
+    step: int
+    names: list[str]
+    peaks: Tensor
+    views: list[int] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A step that was not finite, as one rank saw it.
+
+    Attributes:
+        rank, step: where and when.
+        views: numbers of the views whose loss was not finite.
+        others: the views this rank rendered in that step.
+        gradients: names of the parameters whose gradient was not finite.
+    """
+
+    rank: int
+    step: int
+    views: tuple[int, ...]
+    others: tuple[int, ...]
+    gradients: tuple[str, ...]
+
+
+class NumericGuard:
+    """Watches loss, gradients and parameters of one rank, in step with the others.
+
+    Args:
+        world: the ranks.
+        every: steps between two looks; 0 for none.
+        on_nonfinite: "stop" raises; "skip" leaves parameters and optimizers as they were before a step with such
+            gradients, and raises only if every step since the last look was one.
+        replicated: whether gradients are the same on every rank once exchanged.
+        view_name: what to call a view.
+        say: shows a warning.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        every: int,
+        on_nonfinite: OnNonFinite = "stop",
+        *,
+        replicated: bool = True,
+        view_name: Callable[[int], str] = "view {}".format,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._world, self._every, self._skip = world, every, on_nonfinite == "skip"
+        self._replicated, self._view_name, self._say = replicated, view_name, say
+        self._steps: list[_Step] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether it watches at all."""
+        return self._every > 0
+
+    def prepare(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        """Makes optimizers able to leave out a step that only the device knows to be bad. Called once they are loaded.
+
+        On a GPU that takes Adam's fused kernel, which reads the decision where it lies.
+
+        Raises:
+            InputError: skipping was asked for, and an optimizer on a GPU cannot.
+        """
+        if not (self._skip and self.active) or self._world.device.type == "cpu":
+            return
+        for name, optimizer in optimizers.items():
+            if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+                raise InputError(
+                    f"--on-nonfinite skip needs Adam or AdamW, and {name} has {type(optimizer).__name__}. "
+                    "Use --on-nonfinite stop."
+                )
+            for group in optimizer.param_groups:
+                group["foreach"], group["fused"] = False, True
+                for param in group["params"]:
+                    state = optimizer.state.get(param, {})
+                    if "step" in state:
+                        state["step"] = state["step"].to(param.device, torch.float32)
+
+    @torch.no_grad()
+    def watch(
+        self,
+        step: int,
+        view_losses: Mapping[int, Tensor],
+        params: Mapping[str, Tensor],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        probe: Tensor | None = None,
+    ) -> bool:
+        """Notes a step, after the exchange of gradients and before the optimizers. Every rank calls it.
+
+        Args:
+            step: the step.
+            view_losses: view number -> its loss [], of the views that this rank rendered.
+            params: the parameters by name, the same names on every rank.
+            optimizers: told to leave the step out if need be.
+            probe: what else carries this step's gradients into densification.
+
+        Returns:
+            whether to call the optimizers. (On a GPU always: they find out by themselves.)
+        """
+        if not self.active:
+            return True
+        graded = {name: p.grad for name, p in params.items() if p.grad is not None and p.grad.numel()}
+        peaks = (
+            torch.stack([peak.float() for peak in magnitudes(list(graded.values()))])
+            if graded
+            else torch.zeros(0, device=self._world.device)
+        )
+        views = list(view_losses)
+        losses = [view_losses[view].detach().reshape(()) for view in views]
+        self._steps.append(_Step(step, list(graded), peaks, views, losses))
+        if not self._skip or not graded:
+            return True
+        bad = (~peaks.isfinite().all()).to(torch.float32)
+        if not self._replicated:
+            max_in_place(bad, self._world)
+        if probe is not None and probe.grad is not None:
+            probe.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        if self._world.device.type == "cpu":
+            return not bool(bad)
+        for optimizer in optimizers.values():
+            optimizer.grad_scale, optimizer.found_inf = None, bad  # type: ignore[attr-defined]
+        return True
+
+    def look(self, step: int, params: Mapping[str, Tensor], *, now: bool = False) -> None:
+        """Reads what the steps left, when it is time or `now`. Every rank calls it at the same steps.
+
+        Raises:
+            NonFiniteError: on every rank, the same, where the run cannot go on.
+        """
+        if not self.active or not self._steps or not (now or (step + 1) % self._every == 0):
+            return
+        steps, self._steps = self._steps, []
+        findings = self._findings(steps)
+        points = self._bad_parameters(params)
+        if not max_int(int(bool(findings or points)), self._world):
+            return
+        every: list[Finding] = sorted(
+            (f for part in all_gather_objects(findings, self._world) for f in part), key=lambda f: (f.step, f.rank)
+        )
+        held: dict[str, int] = {}
+        for part in all_gather_objects(points, self._world):
+            held.update(part)
+        first, last = steps[0].step, steps[-1].step
+        lines = self._account(every, held)
+        account = f"Steps {first} to {last} were looked at:\n  " + "\n  ".join(lines)
+        skipped = sorted({f.step for f in every if f.gradients})
+        if self._skip and not held and (len(skipped) < len(steps) or len(steps) < 3):
+            self._say(f"NaN or infinity, {len(skipped)} step(s) left out. {account}")
+            return
+        raise NonFiniteError(
+            f"NaN or infinity in training. {account}\n"
+            "No checkpoint holds these numbers: continue from the last one. Look at the named views (image, mask, "
+            "pose); lower the learning rates of the named parameters; or leave such steps out with --on-nonfinite skip."
+        )
+
+    def _findings(self, steps: Sequence[_Step]) -> list[Finding]:
+        """Reads all steps in one transfer."""
+        flat = torch.cat([torch.cat([one.peaks, *(v.float().reshape(1) for v in one.losses)]) for one in steps])
+        finite = iter(flat.isfinite().tolist())
+        findings: list[Finding] = []
+        for one in steps:
+            gradients = tuple([name for name in one.names if not next(finite)])
+            bad = tuple([view for view in one.views if not next(finite)])
+            if gradients or bad:
+                findings.append(Finding(self._world.rank, one.step, bad, tuple(one.views), gradients))
+        return findings
+
+    @torch.no_grad()
+    def _bad_parameters(self, params: Mapping[str, Tensor]) -> dict[str, int]:
+        """Parameters that hold NaN or infinity -> in how many rows."""
+        held = {name: p.detach() for name, p in params.items() if p.dim() and p.numel() and p.is_floating_point()}
+        if not held:
+            return {}
+        ok = torch.stack([peak.float() for peak in magnitudes(list(held.values()))]).isfinite().tolist()
+        bad = [name for name, fine in zip(held, ok, strict=True) if not fine]
+        return {name: int((~held[name].isfinite()).reshape(len(held[name]), -1).any(-1).sum()) for name in bad}
+
+    def _account(self, findings: Sequence[Finding], held: Mapping[str, int]) -> list[str]:
+        lines: list[str] = []
+        for step in sorted({f.step for f in findings})[:5]:
+            here = [f for f in findings if f.step == step]
+            views = sorted({v for f in here for v in f.views})
+            parts = [f"loss of {', '.join(self._view_name(v) for v in views)}"] if views else []
+            gradients = sorted({name for f in here for name in f.gradients})
+            if gradients:
+                parts.append(f"gradient of {', '.join(gradients)}")
+            line = f"step {step}: {'; '.join(parts)}"
+            if not views:
+                others = sorted({v for f in here for v in f.others})
+                line += f" (views of the step: {', '.join(self._view_name(v) for v in others)})"
+            lines.append(line)
+        more = len({f.step for f in findings}) - 5
+        if more > 0:
+            lines.append(f"and {more} more step(s)")
+        lines += [f"parameter {name}: {count} row(s) hold NaN or infinity" for name, count in sorted(held.items())]
+        return lines
+
+
+def magnitudes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The largest magnitude of each tensor [] (none empty): infinity or NaN where it holds one. One fused pass."""
+    return list(torch._foreach_norm(list(tensors), float("inf"))) if tensors else []  # pyright: ignore

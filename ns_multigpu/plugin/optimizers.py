@@ -1,0 +1,61 @@
+"""Nerfstudio's optimizers for batches of views, over parameters that densification replaces."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from nerfstudio.engine.optimizers import Optimizers
+from torch.nn import Parameter
+
+from ns_multigpu.plugin.batch_scaling import ScalingRule, learning_rate_factor, scale_optimizer, scale_scheduler
+
+
+class BatchOptimizers(Optimizers):
+    """Optimizers and schedulers by parameter group, scaled for `batch` views a step.
+
+    Args:
+        config: see nerfstudio's.
+        param_groups: see nerfstudio's.
+        rule: how learning rates follow the batch.
+        batch: views a step.
+
+    Raises:
+        InputError: an optimizer or scheduler cannot follow the batch.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], param_groups: dict[str, list[Parameter]], rule: ScalingRule, batch: int
+    ) -> None:
+        super().__init__(config, param_groups)
+        self.rate_factor = learning_rate_factor(rule, batch)
+        # The mean gradient of B nearly independent views is shorter than one view's by sqrt(B): so is the limit.
+        self._norm_factor = 1.0 if rule == "none" else batch**-0.5
+        for name, optimizer in self.optimizers.items():
+            scale_optimizer(optimizer, rule, batch)
+            if name in self.schedulers:
+                scale_scheduler(self.schedulers[name], rule, batch)
+
+    @property
+    def parameters(self) -> dict[str, list[Parameter]]:
+        """The parameters that are optimized now. Nerfstudio keeps those of the start, which lose their gradients."""
+        return {
+            name: [p for group in optimizer.param_groups for p in group["params"]]
+            for name, optimizer in self.optimizers.items()
+        }
+
+    @parameters.setter
+    def parameters(self, value: Mapping[str, list[Parameter]]) -> None:
+        if value:
+            raise AttributeError("parameters follow from the optimizers")
+
+    def optimizer_scaler_step_all(self, grad_scaler: Any) -> None:
+        """Clips gradients where a group's config has a max_norm, then takes a step of every optimizer."""
+        for name, optimizer in self.optimizers.items():
+            params = self.parameters[name]
+            max_norm = self.config[name]["optimizer"].max_norm
+            if max_norm is not None:
+                grad_scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(params, max_norm * self._norm_factor)
+            # An empty parameter (harmonics of degree 0) has a gradient only where ranks exchange: no step, anywhere.
+            if any(p.grad is not None and p.numel() > 0 for p in params):
+                grad_scaler.step(optimizer)

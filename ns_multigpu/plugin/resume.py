@@ -1,0 +1,259 @@
+"""A run's checkpoints, seen from its trainer: what goes into them, and how a run goes on from one."""
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.text import Text
+from torch import Tensor
+
+import ns_multigpu
+from ns_multigpu.core.collectives import broadcast_object
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin import training_state as state
+from ns_multigpu.plugin.checkpoint import Opened, chosen, open_checkpoint, remove_old, save, together
+from ns_multigpu.plugin.checkpoint_verify import step_of
+from ns_multigpu.plugin.errors import InputError
+from ns_multigpu.plugin.optimizers import BatchOptimizers
+from ns_multigpu.plugin.pipeline import DistributedPipeline
+from ns_multigpu.plugin.run_folder import restarts
+from ns_multigpu.plugin.trainer_config import DistributedTrainerConfig
+
+_NOT_CARRIED = ("_model.lpips.",)
+"""Weights that nerfstudio's Splatfacto saves and ours fetches when it needs them."""
+
+
+class RunCheckpoints:
+    """Writes a run's checkpoints and goes on from one. All methods are called by every rank.
+
+    Args:
+        config: the run's.
+        models: its `nerfstudio_models` folder.
+        world: this process's.
+        pipeline, optimizers, grad_scaler: what is saved and restored; optimizers already scaled for the batch.
+    """
+
+    def __init__(
+        self,
+        config: DistributedTrainerConfig,
+        models: Path,
+        world: World,
+        pipeline: DistributedPipeline,
+        optimizers: BatchOptimizers,
+        grad_scaler: Any,
+    ) -> None:
+        self._config, self._models, self._world = config, models, world
+        self._pipeline, self._optimizers, self._scaler = pipeline, optimizers, grad_scaler
+        self._saved_step = -1
+        self._thread = threading.get_ident()
+        if config.keep_checkpoints < 0:
+            raise InputError(f"--keep-checkpoints {config.keep_checkpoints}: give how many, or 0 for all.")
+
+    # ---- saving ----
+
+    def save(self, step: int) -> bool:
+        """Writes a checkpoint after `step`, unless there is one, and removes the oldest.
+
+        Returns:
+            whether there is one now. If the disk would not take it, the earlier ones are as they were, and the user has
+            been told.
+        """
+        if threading.get_ident() != self._thread:  # the button of nerfstudio's legacy viewer, on rank 0 alone
+            _tell(f"Checkpoints are written by all workers, every {self._config.steps_per_save} steps: not on request.")
+            return False
+        if step < 0 or step == self._saved_step:
+            return step >= 0
+        tensors, values = self._take(step)
+        problem = save(self._models, step, self._pipeline.state_dict, tensors, values, self._world)
+        if problem:
+            _tell(
+                f"The checkpoint of step {step} could not be written: {problem}. Training goes on; the earlier "
+                f"checkpoints in {self._models} are as they were.",
+                "bold yellow",
+            )
+            return False
+        self._saved_step = step
+        remove_old(self._models, self._config.checkpoints_to_keep(), self._world)
+        return True
+
+    def _take(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        model, world, data = self._pipeline.model, self._world, self._pipeline.datamanager
+        moments, plain = state.take_optimizers(self._optimizers.optimizers)
+        statistics, settings = state.take_densifier(model.strategy_state, world.rank)
+        clock = state.Clock(step + 1, self._pipeline.batch_size)
+        values = {
+            "method": self._config.method_name,
+            "strategy": self._pipeline.config.strategy,
+            "version": ns_multigpu.__version__,
+            "ranks": world.size,
+            "batch": clock.batch,
+            "steps": clock.steps,
+            "images": clock.images,
+            "gaussians": model.num_points,
+            "seed": model.seed,
+            "views": _views(data),
+            "optimizers": plain,
+            "schedulers": {name: int(s.last_epoch) for name, s in self._optimizers.schedulers.items()},
+            "scaler": self._scaler.state_dict(),
+            "densifier": {"kind": type(model.strategy).__name__, "values": settings},
+        }
+        return {**moments, **statistics, **state.take_generators(world)}, values
+
+    # ---- going on ----
+
+    def resume(self) -> int:
+        """Goes on from the checkpoint that the flags, or a restart by the launcher, ask for.
+
+        Returns:
+            the first step to take: 0 if there is none to go on from.
+
+        Raises:
+            InputError: it is missing, damaged, another method's, or does not fit this run.
+        """
+        config = self._config
+
+        def choose() -> Path | None:
+            flags = (config.load_dir, config.load_step, config.load_checkpoint)
+            return chosen(*flags, self._models, restarts(), _tell) if self._world.is_main else None
+
+        path, problem = together(choose, self._world, InputError)
+        if problem:
+            raise InputError(problem)
+        path = broadcast_object(path, 0, self._world)
+        if path is None:
+            if restarts() > 0:
+                _tell("The launcher has restarted this job, which has no whole checkpoint yet: it starts anew.")
+            return 0
+        opened = open_checkpoint(path, self._world)
+        present = self._pipeline.state_dict()
+        loaded = fitting(opened, present, str(config.method_name))
+        _, problem = together(lambda: self._put(opened, loaded), self._world, InputError)
+        if problem:
+            raise InputError(problem)
+        clock = _clock(opened).convert(self._pipeline.batch_size)
+        self._report(opened, clock)
+        if path.parent.resolve() == self._models.resolve() and clock == _clock(opened):
+            self._saved_step = step_of(path)
+        return clock.steps
+
+    def _put(self, opened: Opened, loaded: dict[str, Any]) -> None:
+        pipeline, model, values = self._pipeline, self._pipeline.model, opened.values
+        before = _clock(opened)
+        now = before.convert(pipeline.batch_size)
+        pipeline.load_pipeline(loaded, now.steps - 1)
+        model.step = now.images
+        if opened.tensors is None:
+            saved, counts = _plain_optimizers(opened.content)
+        else:
+            names = [name for name in opened.tensors.names if name.startswith("optimizers/")]
+            saved, counts = {**opened.tensors.read(names), **values["optimizers"]}, values["schedulers"]
+        ratio, rule = before.batch / now.batch, self._config.batch_scaling
+        state.put_optimizers(self._optimizers.optimizers, pipeline.get_param_groups(), saved, ratio, rule)
+        if self._config.load_scheduler:
+            counts = {name: state.Clock(count, before.batch).convert(now.batch).steps for name, count in counts.items()}
+            state.move_schedulers(self._optimizers.schedulers, counts)
+        if opened.tensors is None:
+            return
+        model.prepare_densifier(self._world, int(values["seed"]))
+        read, names = opened.tensors.read, opened.tensors.names
+        if values["densifier"]["kind"] == type(model.strategy).__name__:
+            model.strategy_state.update(values["densifier"]["values"])
+            state.put_densifier(model.strategy_state, names, read, values["ranks"], self._world, model.device)
+        if self._scaler.is_enabled() and values["scaler"]:
+            self._scaler.load_state_dict(values["scaler"])
+        state.put_generators(names, read, self._world)
+
+    def _report(self, opened: Opened, now: state.Clock) -> None:
+        values, before = opened.values, _clock(opened)
+        origin = f"{values['ranks']} worker(s), {before.batch} images a step" if values else "nerfstudio's own trainer"
+        lines = [
+            f"Resumed from {opened.path}: {before.images} images seen, {self._pipeline.model.num_points} Gaussians, "
+            f"written by {origin}. Going on with step {now.steps} at {now.batch} images a step."
+        ]
+        if now.images != before.images:
+            lines.append(f"Its last {before.images - now.images} images begin the next step, and are seen twice.")
+        if not values:
+            lines.append("It has no statistics of densification: they are gathered anew.")
+        else:
+            kind = type(self._pipeline.model.strategy).__name__
+            if values["densifier"]["kind"] != kind:
+                lines.append(f"It was densified by {values['densifier']['kind']}, and is by {kind} from now on.")
+            if values["views"] != _views(self._pipeline.datamanager):
+                lines.append("Its training views, or the way they are drawn, were others: their order is new.")
+        for line in lines:
+            _tell(line)
+
+
+def fitting(opened: Opened, present: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """The checkpoint's pipeline state, once it is known to fit this run's.
+
+    Args:
+        present: this run's pipeline state.
+        method: this run's method.
+
+    Raises:
+        InputError: it is of another method, or of a model with other options; the message names what differs.
+    """
+    saved = {
+        key.removeprefix("module.").replace("_model.module.", "_model.", 1): value
+        for key, value in opened.content["pipeline"].items()
+        if not key.startswith(_NOT_CARRIED)
+    }
+    writer = opened.values.get("method")
+    whose = f"a checkpoint of {writer}" if writer else "a checkpoint of nerfstudio's own"
+    if not any(key.startswith("_model.gauss_params.") for key in saved):
+        raise InputError(
+            f"{opened.path} is {whose}, whose model is not made of Gaussians: {method} cannot go on from it. Give a "
+            f"checkpoint of {method}."
+        )
+    differences = [f"it has no {_short(key)}" for key in present.keys() - saved.keys()]
+    differences += [f"it has {_short(key)}, which this run has not" for key in saved.keys() - present.keys()]
+    for key in saved.keys() & present.keys():
+        there, here = tuple(saved[key].shape), tuple(present[key].shape)
+        if "gauss_params." in key:  # any number of Gaussians will do
+            there, here = there[1:], here[1:]
+        if there != here:
+            differences.append(f"its {_short(key)} is of shape {list(there)}, here {list(here)}")
+    if differences:
+        raise InputError(
+            f"{opened.path} ({whose}) does not fit this run: {'; '.join(sorted(differences))}. Use the options and the "
+            "capture that it was trained with (its run folder's config.yml has them)."
+        )
+    return saved
+
+
+def _short(key: str) -> str:
+    return key.removeprefix("_model.").removeprefix("gauss_params.")
+
+
+def _clock(opened: Opened) -> state.Clock:
+    if opened.values:
+        return state.Clock(int(opened.values["steps"]), int(opened.values["batch"]))
+    return state.Clock(int(opened.content["step"]) + 1, 1)
+
+
+def _plain_optimizers(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """The moments, and the counts of the schedulers, in a checkpoint that nerfstudio's trainer wrote."""
+    moments = {
+        f"optimizers/{group}/{number}/{name}": value
+        for group, table in content["optimizers"].items()
+        for number, entry in table["state"].items()
+        for name, value in entry.items()
+    }
+    return moments, {group: int(table["last_epoch"]) for group, table in content.get("schedulers", {}).items()}
+
+
+def _views(datamanager: Any) -> list[Any]:
+    """What the order of the views follows from."""
+    config = datamanager.config
+    return [
+        len(datamanager.train_dataset),
+        config.train_cameras_sampling_seed,
+        config.train_cameras_sampling_strategy,
+    ]
+
+
+def _tell(line: str, style: str = "") -> None:
+    CONSOLE.print(Text(line, style))

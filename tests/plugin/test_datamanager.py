@@ -1,0 +1,151 @@
+"""Every rank sees the same views; images wait on disk, or in memory, and are the same in both cases."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.data.datamanagers.full_images_datamanager import FullImageDatamanager, FullImageDatamanagerConfig
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+
+from ns_multigpu.core.assignment import DealtViews
+from ns_multigpu.core.types import View
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.city_dataparser import CityDataParserConfig
+from ns_multigpu.plugin.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.errors import InputError
+from ns_multigpu.plugin.host_memory import available_memory, own_memory
+from ns_multigpu.plugin.image_store import ImageData
+from tests.plugin.captures import HEIGHT, WIDTH, manager, write_capture
+from tests.ranks import run_ranks
+
+
+def _images(data: DistributedDataManager, steps: int, size: int) -> list[tuple[int, ImageData]]:
+    """What arrives here, over some steps of training."""
+    world = data.world
+    seen = []
+    for step in range(steps):
+        batch = data.train_batch(step, size)
+        views = [View(torch.eye(4), torch.eye(3), 9, 9) for _ in batch]
+        plan = DealtViews().assign(views, world.size, [data.train_share.holder(i) for i in batch])
+        arrived = data.train_share.deliver(batch, plan, world.device)
+        seen += [(batch[position], image) for position, image in sorted(arrived.items())]
+    return seen
+
+
+def _course(world: World, folder: Path, gigabytes: float | None) -> list[tuple[int, ImageData]]:
+    data = manager(folder, world, image_memory_gb=gigabytes)
+    data.check_capture()
+    assert data.train_share.store.complete == (gigabytes is None) and data.eval_share.own
+    if gigabytes is not None:
+        assert data.train_share.store.decoded == 0, "nothing is decoded before it is needed"
+        assert data.train_share.store.nbytes + data.eval_share.store.nbytes <= gigabytes * 1e9
+    seen = _images(data, steps=16, size=2)
+    for place, (camera, batch) in enumerate(data.fixed_indices_eval_dataloader):
+        assert int(camera.height.item()) == batch["image"].shape[0]
+        seen.append((100 + data.eval_share.own[place], batch))
+    seen += [(200, data.next_eval_image(3)[1]), (300, data.next_train(5)[1])]
+    return [(index, {name: part.clone() for name, part in image.items()}) for index, image in seen]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("distorted", [False, True])
+def test_images_decoded_on_demand_are_those_of_memory(tmp_path: Path, size: int, distorted: bool) -> None:
+    lens: dict[str, Any] = {"k1": 0.05, "p1": 0.01} if distorted else {}
+    folder = write_capture(tmp_path / "capture", masks=True, **lens)
+    little = 5 * (WIDTH * HEIGHT * 4 + 128) / 1e9  # of 9 training and 3 held-out images, two of each
+    kept, streamed = (run_ranks(_course, size, folder, gigabytes) for gigabytes in (None, little))
+    for one, other in zip(kept, streamed, strict=True):
+        assert [index for index, _ in one] == [index for index, _ in other]
+        for (_, a), (_, b) in zip(one, other, strict=True):
+            assert torch.equal(a["image"], b["image"]) and torch.equal(a["mask"], b["mask"])
+
+
+@pytest.mark.parametrize(
+    "lens",
+    [{}, {"k1": 0.05, "k2": -0.01, "p1": 0.01}, {"camera_model": "OPENCV_FISHEYE", "k1": 0.05, "k2": 0.01}],
+    ids=["pinhole", "opencv", "fisheye"],
+)
+def test_cameras_and_images_are_nerfstudios(tmp_path: Path, lens: dict[str, Any]) -> None:
+    """What is known before an image is read equals what nerfstudio learns by reading all of them."""
+    folder = write_capture(tmp_path / "capture", masks=True, **lens)
+    data = manager(folder, World.single())
+    data.check_capture()
+    share = data.train_share
+    parser = NerfstudioDataParserConfig(
+        data=folder,
+        load_3D_points=False,
+        eval_mode="interval",
+        eval_interval=4,
+        downscale_factor=1,  # type: ignore
+    )
+    plain = FullImageDatamanagerConfig(dataparser=parser, cache_images="gpu", cache_images_type="uint8")
+    theirs = FullImageDatamanager(plain, device="cpu")
+    images = theirs.cached_train
+    ours: Cameras = data.train_dataset.cameras
+    for name in ("fx", "fy", "cx", "cy", "width", "height"):
+        assert torch.equal(getattr(ours, name).float(), getattr(theirs.train_dataset.cameras, name).float()), name
+    assert bool((ours.distortion_params == 0).all())
+    for index in range(len(images)):
+        mine = share.image(index, torch.device("cpu"))
+        assert torch.equal(mine["image"], images[index]["image"]) and torch.equal(mine["mask"], images[index]["mask"])
+
+
+def test_a_render_on_demand_capture_is_never_rendered_as_a_whole() -> None:
+    parser = CityDataParserConfig(blocks=1, views=4000, width=16, height=8, samples=1, points=50, cache_mb=0)
+    config = DistributedDataManagerConfig(dataparser=parser, image_memory_gb=2e-5)  # type: ignore[arg-type]
+    data = DistributedDataManager(config, device="cpu")
+    data.check_capture()
+    seen = _images(data, steps=20, size=4)
+    assert len(seen) == 80 and all(image["image"].shape == (8, 16, 3) for _, image in seen)
+    assert data.train_share.store.decoded <= 80 + data.train_share.lookahead
+    index, image = seen[-1]
+    direct = torch.from_numpy(data.train_dataset.get_numpy_image(index))  # type: ignore[attr-defined]
+    assert torch.equal(image["image"], direct)
+
+
+def test_the_views_after_an_epoch_drawn_by_distance_can_be_seen_ahead(tmp_path: Path) -> None:
+    folder = write_capture(tmp_path / "capture", views=16)
+    options: dict[str, Any] = {"train_cameras_sampling_strategy": "fps", "fps_reset_every": 6}
+    little = 8 * (WIDTH * HEIGHT * 3 + 128) / 1e9
+    kept, streamed = (manager(folder, World.single(), image_memory_gb=gb, **options) for gb in (None, little))
+    assert streamed.train_share.lookahead and not kept.train_share.lookahead
+    orders = [[index for index, _ in _images(data, steps=12, size=2)] for data in (kept, streamed)]
+    assert orders[0] == orders[1]
+
+
+def test_the_memory_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_capture(tmp_path / "capture")
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(InputError, match=r"--pipeline.datamanager.image-memory-gb"):
+            manager(folder, World.single(), image_memory_gb=wrong)
+    with pytest.raises(InputError, match=r"training images do not fit. Raise .*image-memory-gb.\n.*no room for two"):
+        _ = manager(folder, World.single(), image_memory_gb=1e-6).train_share
+    monkeypatch.setattr("ns_multigpu.plugin.datamanager.available_memory", lambda: 20_000)
+    data = manager(folder, World.single())
+    assert data.image_memory == 10_000 and not data.train_share.store.complete
+    monkeypatch.setattr("ns_multigpu.plugin.datamanager.available_memory", lambda: None)
+    assert manager(folder, World.single()).image_memory is None
+
+
+def test_available_memory(tmp_path: Path) -> None:
+    assert (available_memory() or 0) > 1 << 20
+    before = own_memory()
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    assert all(60 << 20 < now - then < 80 << 20 for now, then in zip(own_memory(), before, strict=True)), block.shape
+    proc, group = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "1").mkdir(parents=True)
+    (proc / "1" / "statm").write_text("900 500 100 1 0 300 0\n")
+    assert own_memory(1, proc) == (400 * os.sysconf("SC_PAGE_SIZE"),) * 2
+    group.mkdir()
+    assert available_memory(proc, group) is None
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    assert available_memory(proc, group) == 4000 << 10
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("1000000\n")
+    assert available_memory(proc, group) == 4000 << 10
+    (group / "memory.max").write_text("1500000\n")
+    (group / "memory.stat").write_text("anon 5\ninactive_file 200000\n")
+    assert available_memory(proc, group) == 700_000

@@ -1,0 +1,217 @@
+"""Faults of every kind in a run of several workers: who is told what, how soon, and what is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ns_multigpu.plugin.errors import WorkerFailed
+from ns_multigpu.plugin.launch import run_workers
+from tests.plugin.guarded_toy import GuardedConfig
+from tests.plugin.test_launch import ROOT, alive, environment, free_port, wait_until
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in set(os.environ) - set(environment()):
+        monkeypatch.delenv(name)
+
+
+def notes(folder: Path) -> list[str]:
+    return (folder / "notes").read_text().splitlines()
+
+
+def gone(folder: Path) -> bool:
+    pids = [int(path.read_text()) for path in folder.glob("pid-*")]
+    return bool(pids) and wait_until(lambda: not any(map(alive, pids)), 5)
+
+
+def model(folder: Path) -> torch.Tensor:
+    return torch.load(folder / "toy.ckpt")["param"]
+
+
+def saved_step(folder: Path) -> int:
+    return int(torch.load(folder / "toy.ckpt")["step"])
+
+
+def start(folder: Path, workers: int, *launcher: str, **fields: Any) -> subprocess.Popen[str]:
+    """The toy in a process of its own: `workers` of our launcher's, or 0 for this process alone or under `launcher`."""
+    module = ["-m", "tests.plugin.guarded_toy", str(workers), repr({"folder": str(folder), **fields})]
+    command = [sys.executable, *(["-m", "torch.distributed.run", *launcher] if launcher else []), *module]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def started(folder: Path, process: subprocess.Popen[str], workers: int) -> None:
+    ready = wait_until(
+        lambda: (
+            (len(list(folder.glob("pid-*"))) == workers and (folder / "toy.ckpt").exists())
+            or process.poll() is not None
+        ),
+        60,
+    )
+    assert ready and process.poll() is None, process.communicate()[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("raise", "the toy is broken"),
+        ("exit", "Worker 1 ended with exit code 7"),
+        ("SIGKILL", "Worker 1 was killed by SIGKILL"),
+    ],
+)
+def test_a_dying_worker_brings_the_others_down(tmp_path: Path, what: str, said: str) -> None:
+    """Ranks 0 and 2 sit in a collective by then."""
+    run = start(tmp_path, 3, steps=10**6, pace=0.01, faults=((1, 300, what),))
+    started(tmp_path, run, 3)
+    first = int((tmp_path / "pid-1").read_text())
+    assert wait_until(lambda: not alive(first), 60)
+    died = time.monotonic()
+    output, _ = run.communicate(timeout=60)
+    assert time.monotonic() - died < 10
+    assert run.returncode == 1 and gone(tmp_path)
+    assert said in output
+    if what == "raise":
+        last = output[output.rindex("Traceback") :]
+        assert "KeyError: 'the toy is broken'" in last and "misbehave" in last, "its own traceback is the last one"
+
+
+def test_restarts_from_the_last_checkpoint_and_ends_the_same(tmp_path: Path) -> None:
+    for name in ("undisturbed", "disturbed"):
+        (tmp_path / name).mkdir()
+    run_workers(GuardedConfig(str(tmp_path / "undisturbed")), 2)
+    faults = ((1, 17, "SIGKILL"),)
+    run_workers(GuardedConfig(str(tmp_path / "disturbed"), faults=faults, max_restarts=1), 2)
+    assert notes(tmp_path / "undisturbed") == ["attempt 0 from step 0"]
+    assert notes(tmp_path / "disturbed") == ["attempt 0 from step 0", "attempt 1 from step 15"]
+    assert torch.equal(model(tmp_path / "disturbed"), model(tmp_path / "undisturbed"))
+    assert model(tmp_path / "disturbed").abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("what", "attempts", "said"),
+    [
+        ("SIGKILL", 3, "was killed by SIGKILL"),
+        ("raise", 2, "the toy is broken"),  # the same exception again: a third time would end no better
+        ("out of memory", 1, "--downscale-factor"),
+        ("nan", 1, "NaN or infinity in training"),
+    ],
+)
+def test_restarts_only_what_may_get_better(tmp_path: Path, what: str, attempts: int, said: str) -> None:
+    faults = ((1, 17, what),)
+    with pytest.raises(WorkerFailed, match=said):
+        run_workers(GuardedConfig(str(tmp_path), faults=faults, max_restarts=2, every_attempt=True), 2)
+    assert len(notes(tmp_path)) == attempts
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "standalone"])
+def test_torchrun_restarts_too(tmp_path: Path, rendezvous: str) -> None:
+    place = "--standalone" if rendezvous == "standalone" else f"--master-port={free_port()}"
+    launcher = ("--nproc-per-node=2", "--max-restarts=1", place)
+    run = start(tmp_path, 0, *launcher, faults=((1, 17, "SIGKILL"),))
+    output, _ = run.communicate(timeout=90)
+    assert run.returncode == 0, output
+    assert notes(tmp_path) == ["attempt 0 from step 0", "attempt 1 from step 15"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "launcher", "target", "how"),
+    [
+        (0, (), "parent", signal.SIGINT),
+        (2, (), "group", signal.SIGINT),  # as a terminal does
+        (2, (), "parent", signal.SIGTERM),
+        (2, (), "rank 1", signal.SIGTERM),
+        (0, ("--nproc-per-node=2",), "group", signal.SIGTERM),
+    ],
+)
+def test_a_signal_saves_and_leaves_nothing(
+    tmp_path: Path, workers: int, launcher: tuple[str, ...], target: str, how: signal.Signals
+) -> None:
+    if launcher:
+        launcher = (*launcher, f"--master-port={free_port()}")
+    run = start(tmp_path, workers, *launcher, steps=10**6, pace=0.01)
+    ranks = max(workers, 2 if launcher else 1)
+    started(tmp_path, run, ranks)
+    if target == "group":
+        os.killpg(run.pid, how)
+    else:
+        os.kill(run.pid if target == "parent" else int((tmp_path / "pid-1").read_text()), how)
+    output, _ = run.communicate(timeout=30)
+    step = saved_step(tmp_path)
+    assert f"Stopped by {how.name} after step {step}. Saved {tmp_path / 'toy.ckpt'}" in output
+    assert gone(tmp_path)
+    if not launcher:  # torchrun has a status and a traceback of its own
+        assert run.returncode == 128 + how and "Traceback" not in output
+
+
+def test_a_signal_saves_nothing_when_asked_not_to(tmp_path: Path) -> None:
+    run = start(tmp_path, 2, steps=10**6, pace=0.01, save_on_interrupt=False)
+    started(tmp_path, run, 2)
+    os.kill(run.pid, signal.SIGTERM)
+    output, _ = run.communicate(timeout=30)
+    assert run.returncode == 143 and "Nothing new was saved" in output
+    assert saved_step(tmp_path) % 5 == 4  # the last regular one
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    run = start(tmp_path, 2, steps=10**6, faults=((1, 30, "sleep"),))  # it will never come to grant the first one
+    started(tmp_path, run, 2)
+    time.sleep(0.5)
+    os.kill(run.pid, signal.SIGINT)
+    time.sleep(1.5)
+    assert run.poll() is None
+    os.kill(run.pid, signal.SIGINT)
+    begin = time.monotonic()
+    output, _ = run.communicate(timeout=30)
+    assert time.monotonic() - begin < 3
+    assert run.returncode == 130 and "Stopped by SIGINT" in output and gone(tmp_path)
+
+
+def test_a_pause_on_rank_0_holds_all_and_ends(tmp_path: Path) -> None:
+    (tmp_path / "pause").touch()
+    run = start(tmp_path, 2, steps=20, stall_seconds=0.5, stall_abort_seconds=1.0)
+    assert wait_until(lambda: (tmp_path / "pid-1").exists(), 60)
+    time.sleep(4)
+    assert run.poll() is None and not (tmp_path / "toy.ckpt").exists()
+    (tmp_path / "pause").unlink()
+    output, _ = run.communicate(timeout=30)
+    assert run.returncode == 0 and saved_step(tmp_path) == 19, output
+
+
+def test_a_stall_is_reported_and_ended(tmp_path: Path) -> None:
+    """Rank 1 sleeps in step 12; rank 0 waits for it in the exchange."""
+    with pytest.raises(WorkerFailed) as caught:
+        run_workers(
+            GuardedConfig(str(tmp_path), faults=((1, 12, "sleep"),), stall_seconds=1.0, stall_abort_seconds=5.0), 2
+        )
+    text = str(caught.value)
+    assert "StallError" in text and "Rank 1 is late: in step 12, phase compute" in text
+    assert "time.sleep(300)" in text, "the stack of the late one"
+    assert "rank 0 in step 12, exchange" in text
+
+
+def test_a_stopped_process_is_named(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(WorkerFailed) as caught:
+        run_workers(
+            GuardedConfig(str(tmp_path), faults=((1, 12, "SIGSTOP"),), stall_seconds=1.0, stall_abort_seconds=2.0), 2
+        )
+    assert "Rank 1 is late and does not answer" in str(caught.value) and gone(tmp_path)
+    assert time.monotonic() - begin < 60
+
+
+def test_torchrun_shows_the_first_traceback_last(tmp_path: Path) -> None:
+    run = start(tmp_path, 0, "--nproc-per-node=2", f"--master-port={free_port()}", faults=((1, 17, "raise"),))
+    output, _ = run.communicate(timeout=90)
+    assert run.returncode == 1 and gone(tmp_path)
+    last = output[output.rindex("Root Cause") :]
+    assert "rank      : 1" in last and "KeyError: 'the toy is broken'" in last and "misbehave" in last, output

@@ -1,0 +1,210 @@
+"""NaN and infinity: found at the next look, named, and left out where asked to; lack of memory, explained."""
+
+import errno
+
+import pytest
+import torch
+
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.errors import InputError
+from ns_multigpu.plugin.faults import NonFiniteError
+from ns_multigpu.plugin.memory import Circumstances, explain
+from ns_multigpu.plugin.numerics import NumericGuard, OnNonFinite
+from tests.ranks import run_ranks
+
+NAN, INF = float("nan"), float("inf")
+device = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+class Run:
+    """Two parameters and their Adams, watched; each step's gradient is ones, times what a test says."""
+
+    def __init__(self, world: World, every: int, mode: OnNonFinite = "stop") -> None:
+        self.world, self.said = world, []
+        self.guard = NumericGuard(world, every, mode, view_name="frame_{}.png".format, say=self.said.append)
+        self.params = {
+            "means": torch.nn.Parameter(torch.zeros(5, 3, device=world.device)),
+            "none": torch.nn.Parameter(torch.zeros(5, 0, 3, device=world.device)),  # as features_rest without harmonics
+            "quats": torch.nn.Parameter(torch.zeros(5, 4, device=world.device)),
+        }
+        self.optimizers = {name: torch.optim.Adam([p], lr=0.1) for name, p in self.params.items()}
+        self.guard.prepare(self.optimizers)
+
+    def step(self, step: int, means: float = 1.0, quats: float = 1.0, loss: float = 1.0) -> None:
+        for name, factor in (("means", means), ("quats", quats), ("none", 1.0)):
+            self.params[name].grad = torch.full_like(self.params[name], 1.0 + 0.1 * step)
+            self.params[name].grad.reshape(-1)[-1:] *= factor
+        views = {10 * step + 2 * self.world.rank + i: torch.ones((), device=self.world.device) for i in range(2)}
+        views[10 * step + 2 * self.world.rank + 1] *= loss
+        if self.guard.watch(step, views, self.params, self.optimizers):
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+
+    def look(self, step: int, *, now: bool = False) -> None:
+        self.guard.look(step, self.params, now=now)
+
+
+def place_of(name: str) -> World:
+    return World.single("cuda:0" if name == "cuda" else name)
+
+
+@device
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_bad_gradient_is_named_at_the_next_look(place: str, value: float) -> None:
+    run = Run(place_of(place), every=4)
+    run.step(0)
+    run.look(0)
+    run.step(1, quats=value, loss=value)
+    run.look(1)
+    run.step(2)
+    run.look(2)
+    run.step(3)
+    with pytest.raises(NonFiniteError) as caught:
+        run.look(3)
+    text = str(caught.value)
+    assert "Steps 0 to 3" in text and "step 1: loss of frame_11.png; gradient of quats" in text
+    assert "step 0:" not in text and "gradient of means" not in text and "frame_10" not in text
+    assert "parameter quats: 1 row" in text and "parameter means" not in text
+
+
+@device
+def test_huge_but_finite_numbers_are_fine(place: str) -> None:
+    run = Run(place_of(place), every=1)
+    run.step(0, means=1e38, loss=-1e38)
+    run.look(0)
+
+
+@device
+def test_a_bad_parameter_is_found_although_nothing_else_shows_it(place: str) -> None:
+    run = Run(place_of(place), every=2)
+    run.step(0)
+    run.params["means"].data[2:4, 1] = NAN
+    run.look(0)
+    run.step(1)
+    with pytest.raises(NonFiniteError, match=r"parameter means: 2 row\(s\) hold NaN"):
+        run.look(1)
+
+
+def test_a_look_now_comes_before_a_save_and_is_not_repeated() -> None:
+    run = Run(World.single(), every=100)
+    run.step(0, loss=NAN)
+    with pytest.raises(NonFiniteError, match=r"frame_1\.png"):
+        run.look(0, now=True)
+    run.look(0, now=True)
+    never = Run(World.single(), every=0)
+    never.step(0, loss=NAN)
+    never.look(0, now=True)
+
+
+@device
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_skipping_leaves_a_step_out_altogether(place: str, value: float) -> None:
+    """As if the step had never been: parameters, moments and the count of steps."""
+    disturbed, plain = Run(place_of(place), 5, "skip"), Run(place_of(place), 5, "skip")
+    for step in range(5):
+        disturbed.step(step, means=value if step == 2 else 1.0)
+        if step != 2:
+            plain.step(step)
+    disturbed.look(4)
+    for name, param in disturbed.params.items():
+        assert torch.equal(param, plain.params[name]), name
+        ours, theirs = (run.optimizers[name].state[run.params[name]] for run in (disturbed, plain))
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert float(disturbed.params["means"].abs().min().detach()) > 0
+    assert len(disturbed.said) == 1 and "1 step(s) left out" in disturbed.said[0]
+    assert "step 2: gradient of means (views of the step: frame_20.png, frame_21.png)" in disturbed.said[0]
+
+
+def test_skipping_everything_stops() -> None:
+    run = Run(World.single(), 4, "skip")
+    for step in range(4):
+        run.step(step, means=NAN)
+    with pytest.raises(NonFiniteError, match="gradient of means"):
+        run.look(3)
+
+
+def test_skipping_cannot_undo_a_bad_parameter() -> None:
+    run = Run(World.single(), 1, "skip")
+    run.step(0)
+    run.params["quats"].data[0] = INF
+    with pytest.raises(NonFiniteError, match=r"quats: 1 row"):
+        run.look(0)
+
+
+def _on_two_ranks(world: World) -> str:
+    run = Run(world, every=3)
+    for step in range(2):
+        run.step(step, loss=NAN if world.rank == 1 and step == 1 else 1.0)
+        run.look(step)
+    run.step(2)
+    with pytest.raises(NonFiniteError) as caught:
+        run.look(2)
+    return str(caught.value)
+
+
+def test_all_ranks_raise_what_one_has_seen() -> None:
+    first, second = run_ranks(_on_two_ranks, 2)
+    assert first == second and "step 1: loss of frame_13.png" in first
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_the_device() -> None:
+    for mode in ("stop", "skip"):
+        run = Run(World.single("cuda:0"), 100, mode)
+        run.step(0)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for step in range(1, 4):
+                run.step(step)
+                run.look(step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_skipping_on_a_gpu_needs_an_adam() -> None:
+    guard = NumericGuard(World.single("cuda:0"), 1, "skip")
+    with pytest.raises(InputError, match="means has RAdam"):
+        guard.prepare({"means": torch.optim.RAdam([torch.nn.Parameter(torch.zeros(1, device="cuda"))])})
+
+
+# ---- memory ----
+
+NOW = Circumstances(2, 130, 1_234_567, 4, (1920, 1080), torch.device("cpu"), "runs/x/step-000000100.ckpt")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to"),
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+)
+def test_lack_of_memory_says_what_to_change(error: Exception) -> None:
+    text = str(explain(error, NOW))
+    for word in ("Rank 2", "in step 130", "1,234,567", "1920x1080", "--pipeline.views-per-rank", "--downscale-factor"):
+        assert word in text
+    assert "densify-grad-thresh" in text and "step-000000100.ckpt" in text and "GiB" in text
+
+
+def test_a_real_lack_of_memory_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert "before the first step" in str(explain(caught.value, Circumstances(0, None, None, 1, None, NOW.device)))
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    for error in (KeyError("x"), RuntimeError("shape mismatch"), OSError(errno.ENOSPC, "No space left on device")):
+        assert explain(error, NOW) is None
+
+
+@pytest.mark.gpu
+def test_a_gpu_tells_how_full_it_is() -> None:
+    with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+    text = str(explain(caught.value, Circumstances(0, 3, 10, 1, (8, 8), torch.device("cuda", 0))))
+    assert "its GPU (cuda:0)" in text and "GiB free of" in text and "cache-images cpu" in text

@@ -1,0 +1,113 @@
+"""Who is late, told by the ranks' notes; the watchdog's own thread, with ranks that are threads."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from ns_multigpu.plugin.faults import StallError
+from ns_multigpu.plugin.watchdog import Heartbeat, Note, Watchdog, describe, late_ranks
+
+HERE = Note(0, beats=50, step=7, phase="exchange", age=130.0)
+
+
+def test_the_rank_with_the_fewest_phases_is_late() -> None:
+    notes = [HERE, replace(HERE, rank=1, beats=49, phase="data", stack="  in load"), replace(HERE, rank=2)]
+    late = late_ranks(notes)
+    assert [note.rank for note in late] == [1]
+    text = describe(notes, late)
+    assert "Rank 1 is late: in step 7, phase data, for 130 s." in text and "in load" in text
+    assert "rank 0 in step 7, exchange; rank 2 in step 7, exchange" in text
+
+
+def test_a_rank_that_does_not_answer_is_late() -> None:
+    notes = [replace(HERE, beats=40), replace(HERE, rank=1, silent=True, phase="data")]
+    late = late_ranks(notes)
+    assert [note.rank for note in late] == [1] and "does not answer: last heard of in step 7" in describe(notes, late)
+
+
+def test_the_device_that_is_behind_is_late() -> None:
+    notes = [replace(HERE, device_step=7), replace(HERE, rank=1, device_step=5)]
+    late = late_ranks(notes)
+    assert [note.rank for note in late] == [1] and "its GPU has not finished step 6" in describe(notes, late)
+
+
+def test_nobody_is_late_where_all_stand() -> None:
+    notes = [HERE, replace(HERE, rank=1, age=127.0)]
+    assert late_ranks(notes) == []
+    assert "All ranks are in step 7, phase exchange, for 127 s" in describe(notes, [])
+
+
+def test_patience_follows_the_pace_and_long_phases_have_none() -> None:
+    heart = Heartbeat()
+    assert heart.patience(1.0) is None, "kernels are built in the first step"
+    heart.beat("decide", 0)
+    heart.beat("compute")
+    assert heart.patience(1.0) is None
+    heart.beat("decide", 1)
+    assert heart.patience(1.0) == 1.0
+    time.sleep(0.5)
+    heart.beat("compute", 1)
+    slow = heart.patience(1.0)
+    assert slow is not None and 1.5 <= slow < 3
+    heart.beat("checkpoint")
+    assert heart.patience(1.0) is None
+    assert replace(heart.note(3), age=0.0) == Note(3, beats=5, step=1, phase="checkpoint", age=0.0)
+
+
+class Rank(threading.Thread):
+    """A rank that is a thread: takes two steps, then stands in `phase`."""
+
+    def __init__(self, rank: int, store: dist.Store, phase: str, seconds: float) -> None:
+        super().__init__(daemon=True)
+        self.heart, self.rank, self.phase, self.seconds = Heartbeat(), rank, phase, seconds
+        self.said: list[str] = []
+        self.aborted: list[StallError] = []
+        self.dog = Watchdog(
+            self.heart, rank, 2, store, 0.4, 0.9, say=self.said.append, abort=self.aborted.append, period=0.05
+        )
+
+    def run(self) -> None:
+        with self.dog:
+            for step in range(2):
+                self.heart.beat("decide", step)
+                self.heart.beat("compute")
+            if self.rank == 0:
+                self.heart.beat("exchange")
+            else:
+                self.heart.beat(self.phase)
+                self.heart.beats -= 1  # one phase behind the other
+            time.sleep(self.seconds)
+
+
+@pytest.mark.parametrize(("phase", "seconds", "fires"), [("data", 2.5, True), ("evaluation", 2.5, False)])
+def test_warns_then_ends_but_not_in_long_phases(phase: str, seconds: float, fires: bool) -> None:
+    store = dist.HashStore()
+    ranks = [Rank(rank, store, phase, seconds) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(10)
+    if not fires:
+        assert not any(rank.said or rank.aborted for rank in ranks)
+        return
+    assert len(ranks[0].said) == 1 and not ranks[1].said, "one rank speaks, once"
+    assert "Rank 1 is late: in step 1, phase data" in ranks[0].said[0]
+    assert "time.sleep(self.seconds)" in ranks[0].said[0], "the late one's stack"
+    assert all(len(rank.aborted) == 1 and "Rank 1 is late" in str(rank.aborted[0]) for rank in ranks)
+
+
+class Stopped(dist.HashStore):
+    """The store of a launcher that has been stopped."""
+
+    def add(self, *_: object) -> int:
+        raise RuntimeError("timed out")
+
+
+def test_a_store_that_does_not_answer_is_no_reason_to_wait() -> None:
+    rank = Rank(0, Stopped(), "data", 2.0)
+    rank.start()
+    rank.join(10)
+    assert "does not answer" in rank.said[0] and len(rank.aborted) == 1

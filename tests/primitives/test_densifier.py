@@ -1,0 +1,130 @@
+"""Densification: gsplat's rules on a clock of images, and the same points whoever rendered what."""
+
+from typing import Any
+
+import pytest
+import torch
+from gsplat.strategy import DefaultStrategy
+from torch import Tensor
+
+from ns_multigpu.core.random import seed_from
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.densifier import ReplicatedDensifier, due, dues
+from tests.ranks import run_ranks
+
+COUNT = 120
+RULES: dict[str, Any] = {
+    "prune_opa": 0.1, "grow_grad2d": 0.5, "grow_scale3d": 0.3, "grow_scale2d": 0.4, "prune_scale3d": 2.0,
+    "prune_scale2d": 0.8, "refine_scale2d_stop_iter": 30, "refine_start_iter": 5, "refine_stop_iter": 60,
+    "reset_every": 24, "refine_every": 8, "pause_refine_after_reset": 10, "absgrad": True,
+}  # fmt: skip
+
+
+def test_dues() -> None:
+    for period in (1, 3, 10):
+        for first in range(25):
+            for count in (1, 2, 9, 30):
+                expected = [i for i in range(first, first + count) if i % period == 0]
+                assert list(dues(period, first, count)) == expected
+                assert due(period, first, count) == (expected[-1] if expected else None)
+
+
+def model() -> tuple[torch.nn.ParameterDict, dict[str, torch.optim.Optimizer]]:
+    """Random points under Adams that have taken a step."""
+    g = torch.Generator().manual_seed(0)
+    shapes = {"means": (3,), "scales": (3,), "quats": (4,), "opacities": (1,)}
+    params = torch.nn.ParameterDict(
+        {n: torch.nn.Parameter(0.8 * torch.randn(COUNT, *s, generator=g)) for n, s in shapes.items()}
+    )
+    params["scales"].data -= 1.0
+    optimizers: dict[str, torch.optim.Optimizer] = {n: torch.optim.Adam([p], lr=0.1) for n, p in params.items()}
+    for name, value in params.items():
+        value.grad = torch.randn(value.shape, generator=g)
+        optimizers[name].step()
+    return params, optimizers
+
+
+def rows_of(image: int, count: int) -> dict[str, Tensor]:
+    """What an image shows: most points, with random gradients and radii."""
+    g = torch.Generator().manual_seed(100 + image)
+    return {
+        "ids": torch.randperm(count, generator=g)[: 3 * count // 4].sort().values,
+        "gradients": torch.rand(3 * count // 4, generator=g),
+        "visible": (torch.rand(3 * count // 4, generator=g) > 0.2).float(),
+        "radii": torch.rand(3 * count // 4, generator=g),
+    }
+
+
+def course(world: World, batch: int, images: int) -> dict[str, Tensor]:
+    """Densifies through `images` images, `batch` a step, dealt out to the ranks."""
+    params, optimizers = model()
+    densifier = ReplicatedDensifier(**RULES, world=world, seed=7)
+    state = densifier.initialize_state()
+    for step in range(0, images, batch):
+        mine = [rows_of(i, len(params["means"])) for i in range(step, step + batch) if i % world.size == world.rank]
+        empty = {name: value[:0] for name, value in rows_of(0, len(params["means"])).items()}
+        info = {name: torch.cat([rows[name] for rows in (empty, *mine)]) for name in empty}
+        densifier.step_post_backward(params, optimizers, state, step, {"n_cameras": batch, **info})
+    return {name: value.detach() for name, value in params.items()}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_same_points_on_any_number_of_ranks(size: int) -> None:
+    expected = course(World.single(), 6, 60)
+    assert len(expected["means"]) != COUNT
+    for outcome in run_ranks(course, size, 6, 60):
+        for name, value in expected.items():
+            torch.testing.assert_close(outcome[name], value)
+
+
+def test_one_image_a_step_is_gsplat() -> None:
+    expected, optimizers = model()
+    peer = DefaultStrategy(**RULES)
+    state = peer.initialize_state()
+    for image in range(60):
+        rows = rows_of(image, len(expected["means"]))
+        # gsplat takes a [views, points] table of screen-space gradients and scales them by half the image's size.
+        gradients = torch.zeros(1, len(expected["means"]), 2)
+        gradients[0, rows["ids"], 0] = rows["gradients"]
+        radii = torch.zeros(1, len(expected["means"]))
+        radii[0, rows["ids"]] = torch.where(rows["visible"] > 0, rows["radii"], torch.zeros(()))
+        means2d = torch.zeros_like(gradients)
+        means2d.absgrad = gradients  # type: ignore[attr-defined]
+        info = {"width": 2.0, "height": 2.0, "n_cameras": 1, "radii": 2 * radii, "gaussian_ids": None}
+        torch.manual_seed(seed_from(7, "densify", image))
+        peer.step_post_backward(expected, optimizers, state, image, {**info, "means2d": means2d})
+    found = course(World.single(), 1, 60)
+    assert len(found["means"]) == len(expected["means"]) != COUNT
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value.detach())
+
+
+class Spy(ReplicatedDensifier):
+    """Writes down the images at which it would have refined."""
+
+    def _refine(self, params: Any, optimizers: Any, state: dict[str, Any], image: int) -> None:
+        self.__dict__.setdefault("refined", []).append(image)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 7, 8])
+def test_the_clock_counts_images(batch: int) -> None:
+    params, optimizers = model()
+    spy = Spy(**RULES)
+    state, resets = spy.initialize_state(), []
+    for step in range(0, 70, batch):
+        params["opacities"].data.fill_(5.0)
+        empty = {name: value[:0] for name, value in rows_of(0, COUNT).items()}
+        spy.step_post_backward(params, optimizers, state, step, {"n_cameras": batch, **empty})
+        if float(params["opacities"].detach().max()) < 5.0:
+            resets.append(range(step, step + batch))
+    assert spy.__dict__["refined"] == [16, 40]
+    assert [[i for i in images if i % 24 == 0] for images in resets] == [[0], [24], [48]]
+
+
+def test_draws_do_not_touch_the_default_generator() -> None:
+    torch.manual_seed(0)
+    course(World.single(), 4, 20)
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    model()
+    assert torch.equal(after, torch.rand(1))

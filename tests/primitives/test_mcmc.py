@@ -1,0 +1,184 @@
+"""MCMC: the relocation formula, exact picks, the cap, and noise that follows images."""
+
+import math
+from decimal import Decimal, localcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.primitives.mcmc import MOST_COPIES, McmcDensifier, add_noise, pick, relocated
+
+
+def equation_9(opacity: float, ratio: int) -> tuple[float, float]:
+    """New opacity and scale factor as the paper prints them, with 60 digits."""
+    with localcontext() as context:
+        context.prec = 60
+        old = Decimal(opacity)
+        new = 1 - ((1 - old).ln() / ratio).exp()
+        total = Decimal(0)
+        for i in range(1, ratio + 1):
+            for k in range(i):
+                total += math.comb(i - 1, k) * (-1) ** k * new ** (k + 1) / Decimal(k + 1).sqrt()
+        return float(new), float(old / total)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 7, 20, MOST_COPIES])
+@pytest.mark.parametrize("opacity", [0.005, 0.3, 0.9, 0.999])
+def test_relocation_formula(opacity: float, ratio: int) -> None:
+    new, factor = relocated(torch.tensor([opacity], dtype=torch.float64), torch.tensor([ratio]))
+    expected = equation_9(opacity, ratio)
+    assert (float(new), float(factor)) == pytest.approx(expected, rel=1e-10)
+    assert ratio > 1 or expected == pytest.approx((opacity, 1.0))
+
+
+def test_copies_together_are_as_opaque_as_the_one() -> None:
+    new, factor = relocated(torch.tensor([0.8], dtype=torch.float64), torch.tensor([6]))
+    x = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
+    copies = 1 - (1 - new * torch.exp(-0.5 * (x / factor) ** 2)) ** 6
+    assert float(torch.trapezoid(copies, x)) == pytest.approx(0.8 * math.sqrt(2 * math.pi), rel=1e-9)
+
+
+def test_more_copies_than_the_table_holds() -> None:
+    many = relocated(torch.tensor([0.5, 0.5]), torch.tensor([MOST_COPIES, 1000]))
+    assert all(bool(torch.isfinite(v).all()) and float(v[0]) == float(v[1]) for v in many)
+
+
+def test_picks() -> None:
+    weights = torch.tensor([0.0, 0.1, 0.0, 0.3, 0.6, 0.0])
+    rows = pick(weights, 100_000, keyed_generator(0))
+    share = torch.bincount(rows, minlength=6) / 100_000
+    torch.testing.assert_close(share, weights, rtol=0, atol=0.006)
+    assert share[weights == 0].sum() == 0
+    assert torch.equal(rows, pick(weights, 100_000, keyed_generator(0)))
+    assert len(pick(torch.zeros(3), 5, keyed_generator(0))) == len(pick(weights, 0, keyed_generator(0))) == 0
+    assert len(pick(torch.zeros(0), 5, keyed_generator(0))) == 0
+
+
+def model(count: int, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, torch.optim.Optimizer]]:
+    """Random Gaussians with Adams that have taken a step."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = {"means": (3,), "scales": (3,), "quats": (4,), "opacities": (1,), "features_rest": (0, 3)}
+    params: dict[str, Tensor] = {
+        name: torch.nn.Parameter(torch.randn(count, *shape, generator=g)) for name, shape in shapes.items()
+    }
+    optimizers: dict[str, torch.optim.Optimizer] = {name: torch.optim.Adam([p]) for name, p in params.items()}
+    for name, value in params.items():
+        value.grad = torch.ones_like(value)
+        optimizers[name].step()
+    return params, optimizers
+
+
+def test_dead_gaussians_move_onto_living_ones() -> None:
+    params, optimizers = model(200)
+    densifier = McmcDensifier(cap_max=200, noise_lr=0.0, refine_start_iter=0, refine_every=10, min_opacity=0.3)
+    before = {name: value.detach().clone() for name, value in params.items()}
+    dead = before["opacities"].sigmoid().flatten() <= 0.3
+    assert 20 < int(dead.sum()) < 180
+    densifier.step_post_backward(params, optimizers, step=10, images=1, rate=1.0)
+    assert len(params["means"]) == 200
+    sources = torch.cdist(params["means"].detach(), before["means"]).argmin(1)
+    assert torch.equal(sources[~dead], torch.where(~dead)[0])
+    assert not bool(dead[sources[dead]].any())
+    moved_from = torch.unique(sources[dead])
+    for name in ("quats", "scales", "opacities"):
+        assert torch.equal(params[name][dead], params[name][sources[dead]])
+    assert bool((params["opacities"][moved_from] < before["opacities"][moved_from]).all())
+    assert bool((params["opacities"].sigmoid() >= 0.3 - 1e-6).all())
+    moments = optimizers["means"].state[params["means"]]["exp_avg"]
+    assert float(moments[moved_from].abs().sum()) == 0
+    kept = ~dead
+    kept[moved_from] = False
+    assert bool((moments[kept] != 0).all())
+
+
+def test_growth_up_to_the_cap_of_the_whole_model() -> None:
+    params, optimizers = model(100)
+    densifier = McmcDensifier(cap_max=112, noise_lr=0.0, refine_start_iter=0, refine_every=10, min_opacity=0.0)
+    counts = []
+    for step in range(0, 80, 8):  # refinement at 10, 20, ..., 70: not a multiple of the batch
+        densifier.step_post_backward(params, optimizers, step=step, images=8, rate=1.0)
+        counts.append(len(params["means"]))
+    assert counts[:4] == [100, 105, 110, 112] and counts[-1] == 112
+    for name, value in params.items():
+        assert optimizers[name].param_groups[0]["params"] == [value]
+        assert optimizers[name].state[value]["exp_avg"].shape == value.shape
+
+
+def test_one_large_step_refines_as_often_as_its_images() -> None:
+    params, optimizers = model(100)
+    densifier = McmcDensifier(noise_lr=0.0, refine_start_iter=0, refine_every=10, min_opacity=0.0)
+    densifier.step_post_backward(params, optimizers, step=10, images=30, rate=1.0)
+    assert len(params["means"]) == int(1.05 * int(1.05 * 105))
+
+
+def test_no_refinement_outside_its_time() -> None:
+    params, optimizers = model(100)
+    densifier = McmcDensifier(noise_lr=0.0, refine_start_iter=20, refine_stop_iter=40, refine_every=10)
+    for step, expected in ((0, 100), (10, 100), (20, 100), (30, 105), (40, 105)):
+        densifier.step_post_backward(params, optimizers, step=step, images=1, rate=1.0)
+        assert len(params["means"]) == expected
+
+
+def test_a_model_without_living_gaussians_is_left_alone() -> None:
+    params, optimizers = model(10)
+    params["opacities"].data.fill_(-100.0)
+    densifier = McmcDensifier(refine_start_iter=0, refine_every=10)
+    densifier.step_post_backward(params, optimizers, step=10, images=1, rate=1.0)
+    assert len(params["means"]) == 10
+
+
+def test_noise_has_the_shape_of_the_gaussian_and_spares_the_opaque() -> None:
+    count = 40_000
+    quat = torch.nn.functional.normalize(torch.tensor([0.9, 0.1, -0.3, 0.2]), dim=0)
+    w, x, y, z = quat.tolist()
+    rotation = torch.tensor(
+        [
+            [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
+            [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
+            [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
+        ]
+    )
+    params = {
+        "means": torch.zeros(count, 3),
+        "scales": torch.tensor([0.3, 0.1, 0.5]).log().repeat(count, 1),
+        "quats": 3 * quat.repeat(count, 1),
+        "opacities": torch.logit(torch.full((count, 1), 0.005)),
+    }
+    params["opacities"][0] = 10.0
+    add_noise(params, 7.0, keyed_generator(1))
+    covariance = rotation @ torch.diag(torch.tensor([0.3, 0.1, 0.5]) ** 2) @ rotation.T
+    expected = (7.0 * 0.5) ** 2 * covariance @ covariance  # the gate is 1/2 where the opacity is t
+    measured = params["means"][1:].T @ params["means"][1:] / (count - 1)
+    torch.testing.assert_close(measured, expected, rtol=0.05, atol=0.03 * float(expected.abs().max()))
+    assert float(params["means"][0].abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("batch", [2, 7, 16])
+def test_noise_of_a_batch_is_that_of_its_images(batch: int) -> None:
+    def spread(images: int, steps: int) -> float:
+        params, optimizers = model(3000)
+        params["opacities"].data.fill_(-6.0)
+        params["scales"].data.fill_(-2.0)
+        params["means"].data.zero_()
+        densifier = McmcDensifier(noise_lr=100.0, refine_start_iter=10**9, seed=4)
+        for step in range(steps):
+            densifier.step_post_backward(params, optimizers, step=step * images, images=images, rate=1e-3)
+        return float(params["means"].detach().std())
+
+    assert spread(batch, 1) == pytest.approx(spread(1, batch), rel=0.04)
+
+
+def test_noise_is_keyed_by_image() -> None:
+    def moved(seed: int, step: int) -> Tensor:
+        params, optimizers = model(10)
+        params["opacities"].data.fill_(-6.0)
+        McmcDensifier(seed=seed).step_post_backward(params, optimizers, step=step, images=2, rate=1e-3)
+        return params["means"].detach()
+
+    torch.manual_seed(1)
+    first = moved(0, 4)
+    torch.manual_seed(2)
+    assert torch.equal(first, moved(0, 4))
+    assert not torch.equal(first, moved(0, 6)) and not torch.equal(first, moved(1, 4))
