@@ -14,7 +14,7 @@ from nerfstudio.plugins.types import MethodSpecification
 
 from ns_multigpu.plugin.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.pipeline import DistributedPipelineConfig
-from ns_multigpu.plugin.splat_model import SplatModelConfig
+from ns_multigpu.plugin.splat_options import SplatModelConfig
 from ns_multigpu.plugin.trainer_config import DistributedTrainerConfig
 
 IMAGES = 30000

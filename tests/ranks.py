@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.world import World
 
 
@@ -40,7 +41,8 @@ def run_ranks(
         context = mp.start_processes(
             _rank, (size, device, folder, seconds, function, args), nprocs=size, join=False, start_method=method
         )
-        context.join(timeout=None)
+        while not context.join():  # returns each time a rank has ended
+            pass
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
@@ -64,6 +66,7 @@ def _rank(
     world = World.from_groups(place, timeout)
     try:
         torch.save(function(world, *args), Path(folder) / f"{rank}.pt")
+        barrier(world)  # a rank that leaves early takes its connections with it
     except BaseException:
         traceback.print_exc()
         raise

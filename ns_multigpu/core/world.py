@@ -53,8 +53,11 @@ class World:
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> "World":
-        """A world of one on `device`."""
-        return World(0, 1, 0, 1, torch.device(device))
+        """A world of one on `device`; "cuda" without a number is the current GPU."""
+        place = torch.device(device)
+        if place.type == "cuda" and place.index is None:
+            place = torch.device("cuda", torch.cuda.current_device())
+        return World(0, 1, 0, 1, place)
 
     @staticmethod
     def from_env(device_type: str, timeout: timedelta = DEFAULT_TIMEOUT) -> "World":

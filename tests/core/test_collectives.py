@@ -92,3 +92,8 @@ def test_counts_that_do_not_fit_are_refused() -> None:
         c.exchange_counts([1, 2], world)
     with pytest.raises(ValueError, match="exchange_rows"):
         c.exchange_rows(torch.zeros(3, 1), [2], [2], world)
+
+
+@pytest.mark.gpu
+def test_a_world_of_one_knows_its_gpu() -> None:
+    assert World.single("cuda").device == torch.device("cuda", torch.cuda.current_device())
