@@ -2,26 +2,28 @@
 
     python -m benchmarks.faults --times 20 --json benchmarks/results/faults.json
 
-Each run is an `ns-train splatfacto-batch` on the procedural city, on the processor. At a random moment between its
-first worker's start and the moment when the undisturbed run ended, a random worker gets SIGKILL. The run has to come to
-its end by itself, with a model whose every bit is that of the undisturbed one.
+Each run is an `ns-train splatfacto-batch` on the procedural city, on the processor. A random worker gets SIGKILL, at a
+random moment: in one of five runs before the first step, in the others while it trains, saves or ends. The run has to
+come to its end by itself, with a model whose every bit is that of the undisturbed one.
 """
 
 import argparse
 import json
 import os
-import platform
 import random
 import re
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+
+from benchmarks.environment import describe
 
 MOST_SECONDS = 900
 """After which a run counts as hung."""
@@ -33,16 +35,20 @@ class Outcome:
 
     Attributes:
         worker: number of the worker that was killed; None if none was.
-        killed_after: seconds from the first worker's start to its death.
+        phase: when it was killed: "setup" or "training"; "" if none was.
+        killed_after: seconds from the phase's start to its death.
         resumed_from: the step that the restarted run went on with (0: it began anew); None if there was no restart.
+        setup_seconds: from the first worker's start to the first step; of the first life.
         seconds: from the first worker's start to the end.
         status: exit status.
         same: whether the model is the undisturbed run's, bit for bit.
     """
 
     worker: int | None
+    phase: str
     killed_after: float
     resumed_from: int | None
+    setup_seconds: float
     seconds: float
     status: int
     same: bool = True
@@ -82,40 +88,50 @@ def workers_of(pid: int) -> list[int]:
     return found
 
 
-def run(words: list[str], folder: Path, victim: int | None = None, moment: float = 0.0) -> Outcome:
-    """Runs a training run and kills worker `victim` `moment` seconds after the first worker's start.
+def run(words: list[str], output: Path, victim: int | None = None, phase: str = "", moment: float = 0.0) -> Outcome:
+    """Runs a training run and kills worker `victim` `moment` seconds after the start of `phase`.
 
     Raises:
-        RuntimeError: it ended before that moment, or hangs.
+        TooLate: it ended before that moment.
+        RuntimeError: it hangs.
     """
-    folder.mkdir(parents=True)
+    log = output.with_suffix(".log")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder)
+    with log.open("w") as file:
+        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+    def wait_for(condition: Callable[[], object]) -> float:
+        while not condition() and process.poll() is None:
+            time.sleep(0.01)
+        return time.monotonic()
+
     try:
-        start = time.monotonic()
-        while not workers_of(process.pid) and process.poll() is None:
-            time.sleep(0.02)
-        start = time.monotonic()
+        start = wait_for(lambda: workers_of(process.pid))
+        first = start
+        if phase != "setup":
+            first = wait_for(lambda: list(output.glob("*/*/run/metrics.jsonl")))
         if victim is not None:
-            while time.monotonic() - start < moment and process.poll() is None:
-                time.sleep(0.01)
+            begin = start if phase == "setup" else first
+            wait_for(lambda: time.monotonic() >= begin + moment)
             alive = workers_of(process.pid)
             if len(alive) <= victim:
-                raise RuntimeError(f"there was no worker {victim} left to kill after {moment:.1f} s")
+                raise TooLate
             os.kill(alive[victim], signal.SIGKILL)
         status = process.wait(MOST_SECONDS)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"a run hangs: see {folder / 'log'}") from None
+        raise RuntimeError(f"a run hangs:\n{log.read_text(errors='replace')[-4000:]}") from None
     finally:
         if process.poll() is None:
-            process.kill()
-            process.wait()
-    said = (folder / "log").read_text(errors="replace")
+            process.terminate()
+            process.wait(60)
+    said = log.read_text(errors="replace")
     resumed = re.findall(r"Going on with step (\d+)", said)
-    anew = "it starts anew" in said
-    step = int(resumed[-1]) if resumed else 0 if anew else None
-    return Outcome(victim, moment, step, time.monotonic() - start, status)
+    step = int(resumed[-1]) if resumed else 0 if "it starts anew" in said else None
+    return Outcome(victim, phase, moment, step, first - start, time.monotonic() - start, status)
+
+
+class TooLate(Exception):
+    """The run had ended before its worker was to be killed."""
 
 
 def final_model(output: Path) -> dict[str, torch.Tensor]:
@@ -133,60 +149,64 @@ def identical(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 def measure(folder: Path, times: int, workers: int, images: int, every: int, seed: int) -> list[Outcome]:
     """The undisturbed run, then `times` disturbed ones."""
     draw = random.Random(seed)
-    reference = run(command(folder / "undisturbed", workers, images, every), folder / "undisturbed-log")
+    folder.mkdir(parents=True, exist_ok=True)
+    reference = run(command(folder / "undisturbed", workers, images, every), folder / "undisturbed")
     if reference.status:
-        raise RuntimeError((folder / "undisturbed-log" / "log").read_text(errors="replace")[-4000:])
+        raise RuntimeError((folder / "undisturbed.log").read_text(errors="replace")[-4000:])
     model = final_model(folder / "undisturbed")
     outcomes = [reference]
     report(reference)
+    spans = {"setup": reference.setup_seconds, "training": reference.seconds - reference.setup_seconds}
     attempt = 0
     while len(outcomes) <= times:
         attempt += 1
         output = folder / f"disturbed-{attempt}"
-        victim, moment = draw.randrange(workers), draw.uniform(0, reference.seconds)
+        victim, phase = draw.randrange(workers), draw.choices(("setup", "training"), (1, 4))[0]
+        moment = draw.uniform(0, spans[phase])
         try:
-            outcome = run(command(output, workers, images, every), folder / f"log-{attempt}", victim, moment)
-        except RuntimeError as error:
-            if "left to kill" not in str(error) or attempt > 3 * times:
+            outcome = run(command(output, workers, images, every), output, victim, phase, moment)
+        except TooLate:  # it was quicker than the undisturbed run: draw another moment
+            if attempt > 3 * times + 3:
                 raise
-            continue  # it was quicker than the undisturbed run: draw another moment
-        outcome = Outcome(**{**asdict(outcome), "same": identical(final_model(output), model)})
+            continue
+        outcome = replace(outcome, same=identical(final_model(output), model))
         outcomes.append(outcome)
         report(outcome)
+        if not outcome.good:
+            print(output.with_suffix(".log").read_text(errors="replace")[-4000:], file=sys.stderr)
     return outcomes
 
 
 def report(outcome: Outcome) -> None:
-    """A row of the table."""
+    """A row of the table, and its head before the first."""
     if outcome.worker is None:
-        print(f"{'killed':>8} {'after s':>8} {'went on with step':>18} {'ended after s':>14} {'status':>7}  model")
-    who = "-" if outcome.worker is None else f"rank {outcome.worker}"
-    when = "-" if outcome.worker is None else f"{outcome.killed_after:.1f}"
-    step = "-" if outcome.resumed_from is None else outcome.resumed_from
+        print(f"{'killed':>8} {'in':>9} {'after s':>8} {'went on with':>13} {'ended after s':>14} {'status':>7}  model")
+    who = "nobody" if outcome.worker is None else f"rank {outcome.worker}"
+    when = "" if outcome.worker is None else f"{outcome.killed_after:.1f}"
+    step = "" if outcome.resumed_from is None else f"step {outcome.resumed_from}"
     same = "the reference" if outcome.worker is None else "identical" if outcome.same else "DIFFERENT"
-    print(f"{who:>8} {when:>8} {step:>18} {outcome.seconds:>14.1f} {outcome.status:>7}  {same}", flush=True)
+    print(
+        f"{who:>8} {outcome.phase:>9} {when:>8} {step:>13} {outcome.seconds:>14.1f} {outcome.status:>7}  {same}",
+        flush=True,
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--times", type=int, default=20, help="how many runs to disturb")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--images", type=int, default=300, help="images a run trains on")
-    parser.add_argument("--every", type=int, default=25, help="steps between checkpoints")
+    parser.add_argument("--images", type=int, default=1000, help="images a run trains on")
+    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     with TemporaryDirectory(prefix="faults-") as folder:
-        outcomes = measure(
-            Path(folder), options.times, options.workers, options.images, options.every, options.seed
-        )  # fmt: skip
+        outcomes = measure(Path(folder), options.times, options.workers, options.images, options.every, options.seed)
     good = sum(outcome.good for outcome in outcomes[1:])
     print(f"{good} of {options.times} disturbed runs ended with the undisturbed run's model.")
     if options.json:
-        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
         settings = {name: value for name, value in vars(options).items() if name != "json"}
-        table = {"machine": machine, "torch": torch.__version__, "settings": settings,
-                 "runs": [asdict(outcome) for outcome in outcomes]}  # fmt: skip
+        table = {**describe(), "settings": settings, "runs": [asdict(outcome) for outcome in outcomes]}
         options.json.write_text(json.dumps(table, indent=2) + "\n", encoding="utf8")
     return 0 if good == options.times else 1
 

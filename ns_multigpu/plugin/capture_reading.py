@@ -11,7 +11,7 @@ from nerfstudio.data.datasets.base_dataset import InputDataset
 from ns_multigpu.core.collectives import broadcast_object
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture_checks import camera_problems, different_captures, list_problems, raise_together
-from ns_multigpu.plugin.image_files import Header, read_headers
+from ns_multigpu.plugin.image_files import Header, file_problem, read_headers
 from ns_multigpu.plugin.image_reading import ImageReader, ImageType
 from ns_multigpu.plugin.image_store import ImageShape, shape_of
 
@@ -83,7 +83,7 @@ def unreadable(config: DataParserConfig, error: Exception) -> list[str]:
     """Lines for a capture that its dataparser cannot read.
 
     A dataparser stops at the first image that it opens to choose a downscale factor. With a factor given it opens none,
-    and then all files that are missing can be told.
+    and then all files that are missing or damaged can be told.
     """
     lines = [f"{getattr(config, 'data', '')}: {type(error).__name__}: {error}"]
     if not isinstance(error, OSError) or getattr(config, "downscale_factor", 1) is not None:
@@ -96,5 +96,5 @@ def unreadable(config: DataParserConfig, error: Exception) -> list[str]:
     files: dict[Path, None] = {}
     for part in outputs:
         files.update(dict.fromkeys([*part.image_filenames, *(part.mask_filenames or [])]))
-    missing = [f"{path}: there is no such file" for path in files if not Path(path).exists()]
-    return missing or lines
+    found = [problem for problem in map(file_problem, files) if problem is not None]
+    return found or lines

@@ -3,7 +3,7 @@
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,7 +26,10 @@ class StampedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._digest, self._size, self._error = new_digest(), 0, None
+        self._digest, self._size = new_digest(), 0
+        # Its numbers, not the error: that would hold on to the frames it went through, and the file is held by C++.
+        self._error: tuple[int | None, str, str] | None = None
+        self._path = path
         self._file: BinaryIO = path.open("wb")
 
     def write(self, data: Any) -> int:
@@ -35,10 +38,7 @@ class StampedFile:
         self._digest.update(data)
         self._size += size
         if self._error is None:
-            try:
-                write_bytes(self._file, data)
-            except OSError as error:
-                self._error = error
+            self._attempt(lambda: write_bytes(self._file, data))
         return size
 
     def tell(self) -> int:
@@ -71,12 +71,15 @@ class StampedFile:
 
     def _settle(self) -> None:
         if self._error is None:
-            try:
-                self._file.flush()
-            except OSError as error:
-                self._error = error
+            self._attempt(self._file.flush)
         if self._error is not None:
-            raise self._error
+            raise OSError(*self._error)
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError as error:
+            self._error = (error.errno, error.strerror or str(error), str(self._path))
 
 
 def write_bytes(file: BinaryIO, data: Any) -> None:

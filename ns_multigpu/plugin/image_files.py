@@ -78,6 +78,13 @@ def read_header(path: Path, mask: Path | None, size: tuple[int, int], scale: flo
     return Header(0 if problems or found is None else _CHANNELS[found[0]], tuple(problems))
 
 
+def file_problem(path: Path) -> str | None:
+    """Why a file cannot be read as a picture, if so."""
+    problems: list[str] = []
+    _look(path, lambda mode: None, problems)
+    return problems[0] if problems else None
+
+
 def _look(
     path: Path, mode_problem: Callable[[str], str | None], problems: list[str]
 ) -> tuple[str, tuple[int, int]] | None:

@@ -17,7 +17,8 @@ from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.plugin import checks
 from ns_multigpu.plugin.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.process_world import get_world
-from ns_multigpu.plugin.splat_model import SplatModel, SplatModelConfig
+from ns_multigpu.plugin.splat_model import SplatModel
+from ns_multigpu.plugin.splat_options import SplatModelConfig
 from ns_multigpu.plugin.timing import StepTimer
 from strategies import STRATEGIES
 

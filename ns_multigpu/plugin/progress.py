@@ -105,5 +105,7 @@ class ProgressLog:
             "psnr_start": self.start_metrics.get("psnr"),
             "ssim_start": self.start_metrics.get("ssim"),
         }
-        if self._world.is_main:
-            (self._folder / "training_summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf8")
+        file = self._folder / "training_summary.json"
+        # A restart that finds nothing left to do has nothing to add to what the run before it said.
+        if self._world.is_main and (steps > 0 or not file.exists()):
+            file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf8")

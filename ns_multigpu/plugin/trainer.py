@@ -106,6 +106,8 @@ class DistributedTrainer(Trainer):
         self.steps_taken = 0
         steps = self.config.max_num_iterations  # in all: a run that was resumed has taken some of them
         self.step = self._start_step - 1
+        # Nerfstudio's terminal log prints it, also where a run that was killed after its last save has no step to take.
+        writer.GLOBAL_BUFFER["step"] = max(self.step, 0)
         with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME):
             for step in range(self._start_step, steps):
                 if not self._may_go_on(step):

@@ -247,6 +247,7 @@ def test_a_dataparser_that_stops_at_the_first_file_is_made_to_name_all(tmp_path:
     config = NerfstudioDataParserConfig(data=folder, load_3D_points=False)
     with pytest.raises(FileNotFoundError) as caught:
         config.setup().get_dataparser_outputs("train")
-    lines = unreadable(config, caught.value)
-    assert [Path(line.split(":")[0]).name for line in lines] == ["photo_00.png", "photo_06.png"]
+    (folder / "images/photo_07.png").write_text("not a picture")
+    lines = sorted(unreadable(config, caught.value))
+    assert [Path(line.split(":")[0]).name for line in lines] == ["photo_00.png", "photo_06.png", "photo_07.png"]
     assert unreadable(config, NotImplementedError("FOV"))[0].endswith("NotImplementedError: FOV")

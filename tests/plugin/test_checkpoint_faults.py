@@ -1,0 +1,163 @@
+"""Saves that end early: a process that is killed, a disk that is full, a mistake in the code."""
+
+import errno
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin import checkpoint, checkpoint_storage
+from ns_multigpu.plugin.checkpoint import remove_old
+from ns_multigpu.plugin.checkpoint_verify import (
+    check_checkpoint,
+    checkpoints_in,
+    latest_checkpoint,
+    states_folder,
+    step_of,
+)
+from tests.plugin.saving import ALONE, copied, files_of, newest_as_nerfstudio_finds_it, write
+from tests.ranks import run_ranks
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """The folder of a run with the checkpoints of steps 1 and 2."""
+    folder = tmp_path / "run" / "nerfstudio_models"
+    assert write(folder, 1) == write(folder, 2) == ""
+    return folder
+
+
+def _count(calls: Callable[[bool], None]) -> Iterator[tuple[Any, str, Any]]:
+    """What a save does to the disk, each preceded by `calls`, which is told whether it is a write."""
+    places = [
+        (checkpoint_storage, "write_bytes"), (os, "fsync"), (os, "replace"), (os, "mkdir"), (os, "unlink"),
+        (os, "rename"), (os, "rmdir"), (Path, "rename"), (Path, "mkdir"), (Path, "unlink"), (shutil, "rmtree"),
+    ]  # fmt: skip
+    for place in places:
+        holder, name = place
+        original = getattr(holder, name)
+
+        def replacement(*args: Any, _original: Any = original, _write: bool = not places.index(place), **kwargs: Any):
+            calls(_write)
+            return _original(*args, **kwargs)
+
+        yield holder, name, replacement
+
+
+def in_another_process(work: Callable[[], None]) -> int:
+    """The exit status of a child that does `work`, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(99)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_killed_at_any_instant(models: Path, tmp_path: Path) -> None:
+    """The third save, which also removes the first checkpoint, killed before each of its touches of the disk."""
+    seen: set[int] = set()
+    for instant in range(1000):
+        place = copied(models, tmp_path / str(instant))
+
+        def dying(place: Path = place, instant: int = instant) -> None:
+            left = instant
+            writes = 0
+
+            def touch(write: bool) -> None:
+                nonlocal left, writes
+                writes += write
+                if write and writes % 12 != 1:  # torch.save writes in many small pieces
+                    return
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+
+            for holder, name, replacement in list(_count(touch)):
+                setattr(holder, name, replacement)
+            if write(place, 3) == "":
+                remove_old(place, 2, ALONE)
+
+        status = in_another_process(dying)
+        newest = latest_checkpoint(place)
+        assert newest is not None and step_of(newest) in (2, 3)
+        assert check_checkpoint(place / "step-000000002.ckpt") is not None
+        assert newest_as_nerfstudio_finds_it(place) == step_of(newest)
+        seen.add(step_of(newest))
+        # And the run that follows finds nothing in its way.
+        assert write(place, 3) == ""
+        remove_old(place, 2, ALONE)
+        assert [step_of(p) for p in checkpoints_in(place)] == [2, 3]
+        assert len(list(states_folder(place).iterdir())) == 2
+        shutil.rmtree(place.parent)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+    assert status == 0 and instant > 15 and seen == {2, 3}
+
+
+def _write_with_full_disk(world: World, models: Path, full_on: int, after: int) -> tuple[str, str]:
+    original, left = checkpoint_storage.write_bytes, [after]
+
+    def write_bytes(file: Any, data: Any) -> None:
+        left[0] -= 1
+        if world.rank == full_on and left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+        original(file, data)
+
+    checkpoint_storage.write_bytes = write_bytes
+    problem = write(models, 3, world)
+    checkpoint_storage.write_bytes = original
+    return problem, write(models, 4, world)
+
+
+@pytest.mark.parametrize(("full_on", "after"), [(0, 0), (1, 1), (0, 17), (1, 17)])
+def test_full_disk_on_one_rank(models: Path, full_on: int, after: int) -> None:
+    (said, then), (said_1, then_1) = run_ranks(_write_with_full_disk, 2, models, full_on, after)
+    assert said == said_1 and "No space left on device" in said
+    assert then == then_1 == "", "the next save finds room"
+    assert [step_of(p) for p in checkpoints_in(models)] == [1, 2, 4]
+    for path in checkpoints_in(models):
+        assert check_checkpoint(path) is not None
+    assert len(list(states_folder(models).iterdir())) == 3
+
+
+def test_full_disk_in_earnest(models: Path) -> None:
+    """A limit that the kernel enforces, at many sizes, so that each of the files is the one that meets it."""
+
+    def limited(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        assert "File too large" in write(models, 3)
+
+    for size in (0, 100, 1000, 1500, 4000):
+        assert in_another_process(lambda size=size: limited(size)) == 0, size
+        assert sorted(p.name for p in states_folder(models).iterdir()) == sorted(
+            p.parent.name for step in (1, 2) for p in files_of(models, step)[1:2]
+        )
+        assert newest_as_nerfstudio_finds_it(models) == 2 and step_of(latest_checkpoint(models) or Path()) == 2
+
+
+def _write_with_bug(world: World, models: Path) -> str:
+    def broken(*_: Any) -> None:
+        raise TypeError("a mistake in the code")
+
+    if world.rank == 1:
+        checkpoint.save_tensors = lambda *_: broken()
+    kind = TypeError if world.rank == 1 else RuntimeError
+    with pytest.raises(BaseException) as caught:
+        checkpoint.together(lambda: broken() if world.rank == 1 else None, world, OSError)
+    assert isinstance(caught.value, kind)
+    return str(caught.value)
+
+
+def test_a_bug_is_not_taken_for_a_full_disk(models: Path) -> None:
+    first, second = run_ranks(_write_with_bug, 2, models)
+    assert second == "a mistake in the code" and "rank 1 failed: TypeError" in first
