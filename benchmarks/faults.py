@@ -124,7 +124,7 @@ def run(words: list[str], output: Path, victim: int | None = None, phase: str = 
         if process.poll() is None:
             process.terminate()
             process.wait(60)
-    said = log.read_text(errors="replace")
+    said = " ".join(log.read_text(errors="replace").split())  # whatever the width of the terminal was
     resumed = re.findall(r"Going on with step (\d+)", said)
     step = int(resumed[-1]) if resumed else 0 if "it starts anew" in said else None
     return Outcome(victim, phase, moment, step, first - start, time.monotonic() - start, status)
@@ -195,11 +195,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--times", type=int, default=20, help="how many runs to disturb")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--images", type=int, default=1000, help="images a run trains on")
-    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--images", type=int, default=400, help="images a run trains on")
+    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run under way ends too
     with TemporaryDirectory(prefix="faults-") as folder:
         outcomes = measure(Path(folder), options.times, options.workers, options.images, options.every, options.seed)
     good = sum(outcome.good for outcome in outcomes[1:])

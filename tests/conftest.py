@@ -1,7 +1,14 @@
 """What holds for all tests."""
 
+import signal
+
 import pytest
 import torch
+
+# A shell without job control starts what runs in the background with Ctrl-C ignored, and children inherit that: tests
+# that press it would wait in vain.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

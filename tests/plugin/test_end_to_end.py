@@ -59,11 +59,20 @@ def _vertices(ply: Path) -> int:
 
 
 def test_train_evaluate_export(small_fox: Path, tmp_path: Path) -> None:
-    capture = ("--data", str(small_fox), "--downscale-factor", "8", "--colmap-path", "sparse/0")
+    capture = ("--downscale-factor", "8", "--colmap-path", "sparse/0")
     _run(
         *("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", _free_port()),
         *("-m", "nerfstudio.scripts.train", "splatfacto-batch", "--machine.device-type", "cpu"),
-        *("--output-dir", str(tmp_path), "--max-num-images", "300", "--eval-at-start", "True"),
+        *(
+            "--data",
+            str(small_fox),
+            "--output-dir",
+            str(tmp_path),
+            "--max-num-images",
+            "300",
+            "--eval-at-start",
+            "True",
+        ),
         *("--vis", "viewer+tensorboard", "--viewer.websocket-port", _free_port()),
         *("--viewer.quit-on-train-completion", "True", "--logging.steps-per-log", "25"),
         *("--steps-per-checksum", "50", "--steps-per-eval-image", "60", "--steps-per-eval-all-images", "100"),
