@@ -55,7 +55,7 @@ class World:
     def single(device: torch.device | str = "cpu") -> "World":
         """A world of one on `device`; "cuda" without a number is the current GPU."""
         place = torch.device(device)
-        if place.type == "cuda" and place.index is None:
+        if place.type == "cuda" and place.index is None:  # pyright: ignore[reportUnnecessaryComparison]
             place = torch.device("cuda", torch.cuda.current_device())
         return World(0, 1, 0, 1, place)
 

@@ -1,9 +1,9 @@
 """NaN and infinity, found soon and named, without making a step wait for the device.
 
-Every step leaves two small tensors on the device: the loss of each view that this rank rendered, and a number
-for each parameter's gradient that shows whether all of it is finite (one read-only pass). Every so many steps they are
-read, all at once, and all ranks put together what they found. Parameters are read then too: the operators drop a Gaussian that has a NaN, so
-that nothing else would show it.
+Every step leaves two small tensors on the device: the loss of each view that this rank rendered, and a number for each
+parameter's gradient that shows whether all of it is finite (one read-only pass). Every so many steps they are read, all
+at once, and all ranks put together what they found. Parameters are read then too: the operators drop a Gaussian that
+has a NaN, so that nothing else would show it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -228,8 +228,8 @@ class NumericGuard:
 def witnesses(tensors: Sequence[Tensor]) -> list[Tensor]:
     """One number of each tensor (none of them empty), [], that is finite if and only if all of its elements are.
 
-    On a GPU the largest magnitude, of all tensors in one pass. A processor adds tens of times faster than torch compares
-    there: it takes the sum, and tells overflow from infinity by comparing only where that is not finite.
+    On a GPU the largest magnitude, of all tensors in one pass. On a processor torch adds tens of times faster than it
+    compares: there it is the sum, and overflow is told from infinity by comparing only where that is not finite.
     """
     if not tensors:
         return []
