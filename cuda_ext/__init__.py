@@ -1,27 +1,43 @@
 """The native operators of ns_multigpu: from points to splats, tiles, pixels and loss, forward and backward.
 
-Every operator has one schema (`torch.ops.ns_multigpu.*`), a C++ twin for CPU that is compiled on first use, a dispatch
-to gsplat 1.4.0's kernels on CUDA, and a pure-torch reference. Nothing is compiled at import; see `cuda_ext._load`.
+Every operator has one schema (`torch.ops.ns_multigpu.*`), a C++ twin for CPU and CUDA kernels, both compiled on first
+use, and a pure-torch reference; gsplat 1.4.0's kernels can serve on CUDA instead. Nothing is compiled at
+import; see `cuda_ext._load`.
 """
 
 from cuda_ext._build import NativeBuildError
 from cuda_ext._load import backend, build_native, compiler_problem, reference_forced, use_reference
+from cuda_ext.adam import AdamStep, FusedAdam, adam_step, fused_step
+from cuda_ext.compositing import composite
+from cuda_ext.culling import cull, cull_capacity
+from cuda_ext.fused import RowGradients, SplatRows, splat_forward, splat_update
 from cuda_ext.loss import l1_ssim
-from cuda_ext.projection import Projection, cull, project, sh_colors
-from cuda_ext.rasterization import intersect, rasterize
+from cuda_ext.projection import Projection, project, sh_colors
+from cuda_ext.rasterization import intersect, intersect_capacity, rasterize
 
 __all__ = [
+    "AdamStep",
+    "FusedAdam",
     "NativeBuildError",
     "Projection",
+    "RowGradients",
+    "SplatRows",
+    "adam_step",
     "backend",
     "build_native",
     "compiler_problem",
+    "composite",
     "cull",
+    "cull_capacity",
+    "fused_step",
     "intersect",
+    "intersect_capacity",
     "l1_ssim",
     "project",
     "rasterize",
     "reference_forced",
     "sh_colors",
+    "splat_forward",
+    "splat_update",
     "use_reference",
 ]

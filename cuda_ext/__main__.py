@@ -1,16 +1,50 @@
-"""`python -m cuda_ext`: compiles the CPU operators ahead of time and prints where they lie."""
+"""`python -m cuda_ext`: compiles the operators ahead of time and prints where they lie.
 
+python -m cuda_ext                                 the CPU operators, into the cache folder
+python -m cuda_ext build --cuda                    the CUDA operators for the GPUs in sight, into the cache folder
+python -m cuda_ext build --cuda --output DIR       for all GPUs (or TORCH_CUDA_ARCH_LIST), as DIR/cuda_operators.so,
+                                                   to be named in NS_MULTIGPU_CUDA_LIBRARY
+"""
+
+import argparse
+import shutil
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
+from cuda_ext import _cuda
 from cuda_ext._build import NativeBuildError
+from cuda_ext._build_cuda import NAME
 from cuda_ext._load import build_native
 
 
-def main() -> int:
+def build_cuda_into(folder: Path) -> Path:
+    """Compiles the CUDA operators for all GPUs and puts the library into `folder`; returns its path.
+
+    Raises:
+        NativeBuildError: they cannot be compiled; the message says how to mend it.
+        OSError: the folder cannot be written.
+    """
+    built = _cuda.ahead_of_time_library().build()
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy(built, folder / f"{NAME}.so"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Builds; returns the exit status."""
+    parser = argparse.ArgumentParser("python -m cuda_ext", description="Compiles the native operators ahead of time.")
+    parser.add_argument("action", nargs="?", choices=["build"], default="build")
+    parser.add_argument("--cuda", action="store_true", help="the CUDA operators instead of those for CPU")
+    parser.add_argument("--output", type=Path, help=f"with --cuda: the folder to put {NAME}.so into, for all GPUs")
+    given = parser.parse_args(arguments)
+    if given.output is not None and not given.cuda:
+        parser.error("--output needs --cuda")
     try:
-        print(build_native())
-    except NativeBuildError as error:
+        if given.output is not None:
+            print(build_cuda_into(given.output))
+        else:
+            print(build_native("cuda" if given.cuda else "cpu"))
+    except (NativeBuildError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -1,4 +1,6 @@
-"""Compiles C++ sources into one shared library: once per machine, sources and torch, whoever asks first.
+"""Compiles sources into one shared library: once per machine, sources and torch, whoever asks first.
+
+`NativeLibrary` is the CPU operators' kind; `cuda_ext._build_cuda` derives that of the CUDA operators from it.
 
 The result lies in a cache folder under a name that holds a hash of everything it depends on, so a change of sources,
 flags, torch, Python or processor makes a new library and never reuses a wrong one. Several processes may ask at the
@@ -23,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from rich.console import Console
@@ -107,14 +110,48 @@ class NativeLibrary:
     headers: tuple[Path, ...]
     include: Path
 
-    def key(self) -> str:
-        """A hash of all that the compiled library depends on."""
+    files: ClassVar[str] = "C++ files of the native operators"
+    duration: ClassVar[str] = "30 to 60 seconds on 2 cores"
+    advice: ClassVar[str] = (
+        "A complete GCC 9 or newer is needed (`apt install g++`), and the same torch that runs; another compiler "
+        "is named by CXX. NS_MULTIGPU_OPS=reference goes on with the slow pure-torch operators."
+    )
+
+    def depends_on(self) -> list[str]:
+        """What the compiled library depends on beside the sources."""
         parts = [*FLAGS, torch.__version__, str(torch.compiled_with_cxx11_abi()), _processor()]
-        parts.append(str(sysconfig.get_config_var("SOABI")))
-        digest = hashlib.sha256("\n".join(parts).encode())
+        return [*parts, str(sysconfig.get_config_var("SOABI"))]
+
+    def source_key(self) -> str:
+        """A hash of the sources and headers."""
+        digest = hashlib.sha256()
         for path in sorted((*self.sources, *self.headers)):
             digest.update(f"\n{path.name}\n".encode() + path.read_bytes())
         return digest.hexdigest()[:20]
+
+    def key(self) -> str:
+        """A hash of all that the compiled library depends on."""
+        return hashlib.sha256("\n".join([*self.depends_on(), self.source_key()]).encode()).hexdigest()[:20]
+
+    def problem(self) -> str | None:
+        """Why this library cannot be compiled here and what to do about it, or None."""
+        return compiler_problem()
+
+    def compiler_name(self) -> str:
+        """The compiler, as told to the user."""
+        return " ".join(required_compiler())
+
+    def compile_command(self, source: Path, object_: Path) -> list[str]:
+        """The command that compiles one source."""
+        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+        includes = [f"-I{self.include}", *(f"-isystem{path}" for path in torch_folders()[0])]
+        return [*required_compiler(), *FLAGS, abi, *includes, "-c", str(source), "-o", str(object_)]
+
+    def link_command(self, objects: Sequence[Path], output: Path) -> list[str]:
+        """The command that links the library."""
+        folders = [f"-L{path}" for path in torch_folders()[1]]
+        inputs = [str(object_) for object_ in objects]
+        return [*required_compiler(), "-shared", "-fopenmp", *inputs, *folders, *LIBRARIES, "-o", str(output)]
 
     def path(self) -> Path:
         """Where the compiled library lies, or will."""
@@ -129,7 +166,7 @@ class NativeLibrary:
         target = self.path()
         if target.exists():
             return target
-        if problem := compiler_problem():
+        if problem := self.problem():
             raise NativeBuildError(problem)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +213,16 @@ def _cores() -> int:
     return max(1, int(limit) if limit.isdigit() else len(os.sched_getaffinity(0)))
 
 
-def _torch_folders() -> tuple[list[str], list[str]]:
+def required_compiler() -> list[str]:
+    """`find_compiler`, or a NativeBuildError that says why there is none."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise NativeBuildError(compiler_problem() or f"No C++ compiler. {REMEDY}")
+    return compiler
+
+
+@lru_cache(maxsize=1)
+def torch_folders() -> tuple[list[str], list[str]]:
     """Where torch's headers and libraries lie."""
     logger = logging.getLogger("torch.utils.cpp_extension")
     level = logger.level
@@ -189,24 +235,18 @@ def _torch_folders() -> tuple[list[str], list[str]]:
 
 
 def _compile_and_link(library: NativeLibrary, output: Path) -> None:
-    torch_folders = _torch_folders()
-    compiler = find_compiler()
-    if compiler is None:
-        raise NativeBuildError(compiler_problem() or f"No C++ compiler. {REMEDY}")
-    includes = [f"-I{library.include}", *(f"-isystem{path}" for path in torch_folders[0])]
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    objects = {source: output.parent / f"{source.stem}.o" for source in library.sources}
+    objects = {source: output.parent / f"{source.name}.o" for source in library.sources}
     console, start = Console(stderr=True), time.monotonic()
     console.print(
-        f"Compiling {len(objects)} C++ files of the native operators with {' '.join(compiler)} (once per machine; "
-        "typically 30 to 60 seconds on 2 cores) ...",
+        f"Compiling {len(objects)} {library.files} with {library.compiler_name()} (once per machine; "
+        f"typically {library.duration}) ...",
         soft_wrap=True,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress, ThreadPoolExecutor(_cores()) as pool:
         task = progress.add_task("Compiling", total=len(objects) + 1)
         jobs = {
-            pool.submit(_run, [*compiler, *FLAGS, abi, *includes, "-c", str(source), "-o", str(object_)]): source
+            pool.submit(_run, library.compile_command(source, object_), library.advice): source
             for source, object_ in objects.items()
         }
         try:
@@ -216,9 +256,7 @@ def _compile_and_link(library: NativeLibrary, output: Path) -> None:
         except BaseException:  # Ctrl-C too: start no further compiler
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-        folders = [f"-L{path}" for path in torch_folders[1]]
-        inputs = [str(object_) for object_ in objects.values()]
-        _run([*compiler, "-shared", "-fopenmp", *inputs, *folders, *LIBRARIES, "-o", str(output)])
+        _run(library.link_command(list(objects.values()), output), library.advice)
         progress.update(task, advance=1)
     console.print(
         f"Compiled the native operators in {time.monotonic() - start:.0f} s, kept in {output.parents[1]}",
@@ -226,13 +264,11 @@ def _compile_and_link(library: NativeLibrary, output: Path) -> None:
     )
 
 
-def _run(command: Sequence[str]) -> None:
+def _run(command: Sequence[str], advice: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = "\n".join((done.stdout + done.stderr).strip().splitlines()[:_ERROR_LINES])
         raise NativeBuildError(
             f"The native operators could not be compiled: `{command[0]}` ended with status {done.returncode}:\n{said}\n"
-            "A complete GCC 9 or newer is needed (`apt install g++`), and the same torch that runs; another compiler "
-            "is named by CXX. NS_MULTIGPU_OPS=reference goes on with the slow pure-torch operators.\n"
-            f"The command was: {shlex.join(command)}"
+            f"{advice}\nThe command was: {shlex.join(command)}"
         )

@@ -1,14 +1,14 @@
-"""Decides what serves an operator: the compiled CPU twin, gsplat on CUDA, or the pure-torch reference.
+"""Decides what serves an operator: our compiled CPU or CUDA kernels, gsplat's on CUDA, or the pure-torch reference.
 
-Nothing is compiled at import. The first operator that needs the CPU twin builds it (`cuda_ext._build`), or
+Nothing is compiled at import. The first operator that needs compiled kernels builds them (`cuda_ext._build`), or
 `build_native()` does so ahead of time (`python -m cuda_ext`). The environment variable NS_MULTIGPU_OPS chooses:
 
-- `auto` (default): the compiled twin; on a machine without a compiler the reference, with one warning.
-- `native`: the compiled twin or an error.
+- `auto` (default): the compiled kernels; on CPU, on a machine without a compiler, the reference with one warning.
+- `native`: the compiled kernels or an error.
 - `reference`: always the pure-torch reference, on CUDA too.
 
-For developers: NS_MULTIGPU_OPS_ONLY="cull,project" compiles only those of csrc/cpu/*.cpp; the other operators then have
-no CPU kernel.
+What else there is to choose on CUDA: `cuda_ext._cuda`. For developers: NS_MULTIGPU_OPS_ONLY="cull,project" compiles
+only those of csrc/cpu/*.cpp; the other operators then have no CPU kernel.
 """
 
 import os
@@ -22,8 +22,9 @@ from typing import Literal, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from cuda_ext import _build
+from cuda_ext import _build, _cuda
 from cuda_ext._build import NativeBuildError, NativeLibrary
 
 Mode = Literal["auto", "native", "reference"]
@@ -71,31 +72,35 @@ def reference_forced() -> bool:
     return _forced.get() or mode() == "reference"
 
 
-def compiler_problem() -> str | None:
-    """What keeps the CPU operators from being compiled here, with the remedy; None if nothing does.
+def compiler_problem(device_type: str = "cpu") -> str | None:
+    """What keeps the operators of "cpu" or "cuda" from being compiled here, with the remedy; None if nothing does.
 
-    None too where they are not needed: already compiled, or NS_MULTIGPU_OPS=reference. Compiles nothing, so a front
-    end can ask before training starts.
+    None too where they are not needed: already compiled, NS_MULTIGPU_OPS=reference, or NS_MULTIGPU_CUDA=gsplat.
+    Compiles nothing, so a front end can ask before training starts.
     """
+    if device_type == "cuda":
+        return None if reference_forced() else _cuda.problem()
     if reference_forced() or _loaded is not None or library().path().exists():
         return None
     return _build.compiler_problem()
 
 
-def backend() -> Literal["native", "reference"]:
-    """What serves the operators on CPU tensors here and now. Compiles nothing."""
+def backend(device_type: str = "cpu") -> Literal["native", "gsplat", "reference"]:
+    """What serves the operators on tensors of "cpu" or "cuda" here and now. Compiles nothing."""
+    if device_type == "cuda":
+        return "reference" if reference_forced() else _cuda.mode()
     if reference_forced() or (mode() == "auto" and compiler_problem() is not None):
         return "reference"
     return "native"
 
 
-def build_native() -> Path:
-    """Compiles the CPU operators now unless they are in the cache, and returns the library's path.
+def build_native(device_type: str = "cpu") -> Path:
+    """Compiles the operators of "cpu" or "cuda" now unless that has been done, and returns the library's path.
 
     Raises:
         NativeBuildError: they cannot be compiled; the message says how to mend it.
     """
-    return library().build()
+    return _cuda.build() if device_type == "cuda" else library().build()
 
 
 def load_native() -> bool:
@@ -137,8 +142,12 @@ def native_serves(tensor: Tensor) -> bool:
     """Whether an operator on `tensor`'s device goes through torch.ops.ns_multigpu (else: through the reference).
 
     Raises:
-        NativeBuildError: as `load_native`, for CPU tensors.
+        NativeBuildError: as `load_native` for CPU tensors, and as `cuda_ext._cuda.load` for CUDA tensors.
     """
     if tensor.device.type == "cpu":
         return load_native()
-    return tensor.device.type in ("cuda", "meta") and not reference_forced()
+    if reference_forced():
+        return False
+    if tensor.device.type == "cuda" and not isinstance(tensor, FakeTensor):  # a fake one needs no kernel
+        _cuda.load()
+    return tensor.device.type in ("cuda", "meta")

@@ -1,4 +1,4 @@
-"""`cull`, `project` and `sh_colors` on CUDA through gsplat 1.4.0's kernels, until our own take their place.
+"""`cull`, `project` and `sh_colors` on CUDA through gsplat 1.4.0's kernels: what NS_MULTIGPU_CUDA=gsplat asks for.
 
 gsplat's kernels take a grid of all points by all views; we have a list of rows. So each view's points are gathered and
 handed over as a batch of one view, which also lets views differ in size. Within a view every point appears once, so
@@ -21,6 +21,7 @@ from cuda_ext.reference import projection as reference
 def register(library: Library) -> None:
     """Registers these functions for the CUDA dispatch key."""
     library.impl("cull", reference.cull, "CUDA")
+    library.impl("cull_capacity", reference.cull_capacity, "CUDA")
     library.impl("project", _project, "CUDA")
     library.impl("project_backward", _project_backward, "CUDA")
     library.impl("sh_colors", _sh_colors, "CUDA")
@@ -30,6 +31,11 @@ def register(library: Library) -> None:
 def _float32(tensor: Tensor) -> None:
     if tensor.dtype != torch.float32:
         raise TypeError(f"On CUDA the operators work in float32, not {tensor.dtype}: gsplat's kernels know no other.")
+
+
+def _ids(point_ids: Tensor) -> Tensor:
+    """Point ids as indices; padding's -1 becomes the first point, and who calls this makes such rows dead."""
+    return point_ids.long().clamp_min(0)
 
 
 def _views(view_ids: Tensor, views: int) -> Iterator[tuple[int, slice]]:
@@ -93,13 +99,13 @@ def _project(
     depths, row_opacities = means.new_zeros(rows), means.new_zeros(rows)
     radii = torch.zeros(rows, 2, dtype=torch.int32, device=means.device)
     for view, part in _views(view_ids, viewmats.shape[0]):
-        ids, size = point_ids[part].long(), sizes[2 * view : 2 * view + 2]
+        ids, size = _ids(point_ids[part]), sizes[2 * view : 2 * view + 2]
         points = (means[ids], quats[ids], scales[ids])
         square, at, depth, conic, compensation = _forward(
             points, viewmats[view], Ks[view], size, (eps2d, near, far, antialiased)
         )
         opacity = opacities[ids] * compensation
-        alive = (square > 0) & (opacity >= reference.MIN_ALPHA)
+        alive = (square > 0) & (opacity >= reference.MIN_ALPHA) & (point_ids[part] >= 0)
         extent = _half_extents(conic, square, torch.where(alive, reference.reach(opacity), 0.0)).to(means.dtype)
         alive &= ((at + extent > 0) & (at - extent < at.new_tensor(size))).all(-1)
         means2d[part] = torch.where(alive[:, None], at, 0.0)
@@ -120,7 +126,7 @@ def _project_backward(
     sums = tuple(torch.zeros_like(tensor) for tensor in (means, quats, scales, opacities, viewmats))
     v_means, v_quats, v_scales, v_opacities, v_viewmats = sums
     for view, part in _views(view_ids, viewmats.shape[0]):
-        ids, size = point_ids[part].long(), sizes[2 * view : 2 * view + 2]
+        ids, size = _ids(point_ids[part]), sizes[2 * view : 2 * view + 2]
         points = (means[ids], quats[ids], scales[ids])
         alive = radii[part, 0] > 0
         v_opacity = torch.where(alive, v_row_opacities[part], 0.0)
@@ -151,7 +157,7 @@ def _sh_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Directions [M, 3] (not of length one), coefficients [M, (degree + 1)^2, 3], and where directions are not zero."""
     _float32(means)
-    ids = point_ids.long()
+    ids = _ids(point_ids)
     way = means[ids] - camera_centers[view_ids.long()]
     apart = (way != 0).any(-1, keepdim=True)  # gsplat divides by the length, whatever it is
     coefficients = torch.cat([sh_dc[ids, None], sh_rest[ids, : (degree + 1) ** 2 - 1]], dim=1)
@@ -163,7 +169,8 @@ def _sh_colors(
     point_ids: Tensor,
 ) -> Tensor:  # fmt: skip
     way, coefficients, _ = _sh_rows(degree, means, camera_centers, sh_dc, sh_rest, view_ids, point_ids)
-    return torch.relu(gsplat_kernels().compute_sh_fwd(degree, way, coefficients, None) + 0.5)
+    colors = torch.relu(gsplat_kernels().compute_sh_fwd(degree, way, coefficients, None) + 0.5)
+    return torch.where(point_ids[:, None] >= 0, colors, 0.0)
 
 
 def _sh_colors_backward(
@@ -178,7 +185,7 @@ def _sh_colors_backward(
     v_means, v_centers = torch.zeros_like(means), torch.zeros_like(camera_centers)
     v_dc, v_rest = torch.zeros_like(sh_dc), torch.zeros_like(sh_rest)
     for view, part in _views(view_ids, camera_centers.shape[0]):
-        ids = point_ids[part].long()
+        ids = _ids(point_ids[part])
         v_means.index_add_(0, ids, v_way[part])
         v_centers[view] = -v_way[part].sum(0)
         v_dc.index_add_(0, ids, v_coefficients[part, 0])

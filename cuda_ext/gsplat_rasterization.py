@@ -8,13 +8,14 @@ run. Both directions read a few counts back to the host when several patches hav
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
 from cuda_ext._gsplat import gsplat_kernels
-from cuda_ext.reference.rasterization import Patch, split_patches
+from cuda_ext.reference.rasterization import Patch, at_capacity, split_patches
 
 # The channel counts that gsplat 1.4.0 compiles; others are filled up with zeros.
 _CHANNELS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513)
@@ -23,6 +24,7 @@ _CHANNELS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 51
 def register(library: Library) -> None:
     """Registers these functions for the CUDA dispatch key."""
     library.impl("intersect", _intersect, "CUDA")
+    library.impl("intersect_capacity", _intersect_capacity, "CUDA")
     library.impl("rasterize", _rasterize, "CUDA")
     library.impl("rasterize_backward", _rasterize_backward, "CUDA")
 
@@ -70,6 +72,11 @@ def _intersect(
         raise RuntimeError("intersect: over 2^31 - 1 intersections of splats and tiles; render fewer patches at once.")
     offsets.append(torch.full((1,), count, dtype=torch.int32, device=means2d.device))
     return torch.cat(offsets), torch.cat(ids) if ids else view_ids.new_zeros(0)
+
+
+def _intersect_capacity(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *inputs, capacity = arguments
+    return at_capacity(*_intersect(*inputs), capacity)
 
 
 class _Slice:
@@ -120,15 +127,16 @@ def _padded(tensor: Tensor) -> Tensor:
 def _rasterize(
     means2d: Tensor, conics: Tensor, row_opacities: Tensor, features: Tensor, tile_offsets: Tensor, row_ids: Tensor,
     patches: Sequence[int], tile_size: int, absgrad_probe: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     del absgrad_probe  # for autograd alone
     _float32(means2d)
     pixels = sum((patch.x1 - patch.x0) * (patch.y1 - patch.y0) for patch in split_patches(patches))
     out = features.new_zeros(pixels, features.shape[1])
     alpha = features.new_zeros(pixels)
     last = torch.full((pixels,), -1, dtype=torch.int32, device=features.device)
+    state = features.new_empty(0)  # the backward pass through gsplat needs nothing more
     if row_ids.shape[0] == 0:
-        return out, alpha, last
+        return out, alpha, last, state
     colors = _padded(features)[None].contiguous()
     for part in _slices(patches, tile_size, tile_offsets, row_ids):
         image, image_alpha, ends = gsplat_kernels().rasterize_to_pixels_fwd(
@@ -139,13 +147,15 @@ def _rasterize(
         alpha[part.pixels] = image_alpha.flatten()
         # gsplat says 0 both for the first splat and for none; only in the latter case is alpha 0.
         last[part.pixels] = torch.where(image_alpha.flatten() > 0, ends.flatten() + part.base, -1)
-    return out, alpha, last
+    return out, alpha, last, state
 
 
 def _rasterize_backward(
     means2d: Tensor, conics: Tensor, row_opacities: Tensor, features: Tensor, tile_offsets: Tensor, row_ids: Tensor,
-    patches: Sequence[int], tile_size: int, alpha: Tensor, last: Tensor, v_out: Tensor, v_alpha: Tensor, absgrad: bool,
+    patches: Sequence[int], tile_size: int, alpha: Tensor, last: Tensor, state: Tensor, out: Tensor, v_out: Tensor,
+    v_alpha: Tensor, absgrad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    del state, out
     _float32(means2d)
     v_means2d, v_conics = torch.zeros_like(means2d), torch.zeros_like(conics)
     v_opacities, v_features = torch.zeros_like(row_opacities), torch.zeros_like(features)

@@ -1,4 +1,4 @@
-"""L1 and SSIM of a patch in one operator: the public function, its gradient, fake kernel and CUDA implementation."""
+"""L1 and SSIM of a patch in one operator: the public function, its gradient, fake kernels and torch forms."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -67,7 +67,7 @@ def _check(pred: Tensor, target: Tensor, inner: Sequence[int]) -> None:
 
 
 def l1_ssim_torch(pred: Tensor, target: Tensor, inner: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """`l1_ssim` in a fixed number of torch calls, the gradient written out: what serves CUDA."""
+    """`l1_ssim` in a fixed number of torch calls, the gradient written out: what serves beside gsplat's kernels."""
     target = reference.as_floats(target, pred)
     x0, y0, x1, y1 = inner
     l1_sum = (pred[y0:y1, x0:x1] - target[y0:y1, x0:x1]).abs().sum()
@@ -93,9 +93,32 @@ def l1_ssim_torch(pred: Tensor, target: Tensor, inner: Sequence[int]) -> tuple[T
     return l1_sum, ssim.sum(), gradient
 
 
+def l1_ssim_backward_torch(
+    pred: Tensor, target: Tensor, dssim_dpred: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor
+) -> Tensor:
+    """The gradient by pred, from those of the two sums, in torch calls."""
+    x0, y0, x1, y1 = inner
+    v_pred = dssim_dpred * v_ssim
+    inside = (slice(y0, y1), slice(x0, x1))
+    sign = (pred[inside] - reference.as_floats(target[inside], pred)).sign_()
+    v_pred[inside].addcmul_(sign, v_l1)
+    return v_pred
+
+
+def register_gsplat_mode(library: torch.library.Library) -> None:
+    """Registers the torch forms for CUDA, where gsplat's kernels serve instead of ours."""
+    library.impl("l1_ssim", l1_ssim_torch, "CUDA")
+    library.impl("l1_ssim_backward", l1_ssim_backward_torch, "CUDA")
+
+
 @torch.library.register_fake(f"{NAMESPACE}::l1_ssim", lib=LIBRARY)
 def _l1_ssim_fake(pred, target, inner):
     return pred.new_empty(()), pred.new_empty(()), torch.empty_like(pred, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::l1_ssim_backward", lib=LIBRARY)
+def _l1_ssim_backward_fake(pred, target, dssim_dpred, inner, v_l1, v_ssim):
+    return torch.empty_like(pred, memory_format=torch.contiguous_format)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -106,15 +129,10 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _l1_ssim_backward(ctx: Any, v_l1: Tensor, v_ssim: Tensor, _v_gradient: Any) -> tuple[Tensor, None, None]:
     pred, target, gradient = ctx.saved_tensors
-    x0, y0, x1, y1 = ctx.inner
-    v_pred = gradient * v_ssim
-    inside = (slice(y0, y1), slice(x0, x1))
-    sign = (pred[inside] - reference.as_floats(target[inside], pred)).sign_()
-    v_pred[inside].addcmul_(sign, v_l1)
-    return v_pred, None, None
+    return torch.ops.ns_multigpu.l1_ssim_backward(pred, target, gradient, ctx.inner, v_l1, v_ssim), None, None
 
 
 torch.library.register_autograd(
     f"{NAMESPACE}::l1_ssim", _l1_ssim_backward, setup_context=_save_for_backward, lib=LIBRARY
 )
-LIBRARY.impl("l1_ssim", l1_ssim_torch, "CUDA")
+LIBRARY.impl("l1_ssim_backward", l1_ssim_backward_torch, "CPU")

@@ -1,7 +1,8 @@
-"""From points to splats: `cull`, `project` and `sh_colors`.
+"""From rows to splats: `project` and `sh_colors`.
 
 Words and shapes: N points, V views, M rows. A row is one (view, point) pair; rows are sorted by (view, point), and each
-pair appears once. `viewmats` [V, 4, 4] are rigid world-to-camera matrices with OpenCV axes (x right, y down, z ahead),
+pair appears once. At the end there may be padding (`cull_capacity`): rows of point -1 in the last view, which are dead.
+`viewmats` [V, 4, 4] are rigid world-to-camera matrices with OpenCV axes (x right, y down, z ahead),
 `Ks` [V, 3, 3] intrinsics in pixels (pinhole, no skew), `sizes` (width, height) of each view in pixels, flat. The centre
 of the pixel in row i and column j lies at (j + 0.5, i + 0.5). `scales` are linear and `opacities` in (0, 1), both after
 their activation. Ids are int32; floats are float32, or float64 on CPU.
@@ -13,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext import gsplat_projection
 from cuda_ext._checks import check_depth_range, check_floats, check_ints, check_rows
 from cuda_ext._library import LIBRARY
 from cuda_ext._load import native_serves
@@ -36,59 +36,6 @@ class Projection(NamedTuple):
     depths: Tensor
     row_opacities: Tensor
     radii: Tensor
-
-
-def cull(
-    means: Tensor,
-    scales: Tensor,
-    opacities: Tensor,
-    viewmats: Tensor,
-    Ks: Tensor,
-    sizes: Sequence[int],
-    rects: Sequence[int],
-    eps2d: float = 0.3,
-    near: float = 0.01,
-    far: float = 1e10,
-) -> tuple[Tensor, Tensor]:
-    """Finds the rows that may be seen: every point whose splat may reach alpha 1/255 on its view's rectangle.
-
-    Conservative: it keeps some points that do not, as it replaces each point by a ball of its largest scale and bounds
-    that ball's image. Not differentiable.
-
-    Args:
-        means: [N, 3] world coordinates.
-        scales: [N, 3] standard deviations along the point's axes, world units.
-        opacities: [N].
-        viewmats: [V, 4, 4].
-        Ks: [V, 3, 3].
-        sizes: (width, height) of each view, 2 V ints.
-        rects: (x0, y0, x1, y1) of each view in its pixels, 4 V ints; empty rectangles see nothing.
-        eps2d: variance in pixels^2 added to every splat.
-        near: least depth, world units, > 0.
-        far: greatest depth.
-
-    Returns:
-        view_ids [M] int32 and point_ids [M] int32, sorted by (view, point).
-
-    Raises:
-        TypeError, ValueError: an argument of the wrong dtype, device or shape, or a wrong depth range.
-        NativeBuildError: the operators cannot be compiled.
-    """
-    points, views = means.shape[0], viewmats.shape[0]
-    check_floats(
-        means,
-        means=(means, (-1, 3)),
-        scales=(scales, (points, 3)),
-        opacities=(opacities, (points,)),
-        viewmats=(viewmats, (-1, 4, 4)),
-        Ks=(Ks, (views, 3, 3)),
-    )
-    check_depth_range(near, far)
-    sizes = check_ints("sizes", sizes, 2, views, "view")
-    rects = check_ints("rects", rects, 4, views, "view")
-    op = torch.ops.ns_multigpu.cull if native_serves(means) else reference.cull
-    with torch.no_grad():
-        return op(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far)
 
 
 def project(
@@ -115,8 +62,8 @@ def project(
 
     A row that adds nothing to its whole view (depth outside [near, far], no invertible covariance, opacity below 1/255,
     box beside the image, NaN) is dead: zero in all outputs, and no gradient. Nothing depends on the patches rendered.
-    On CUDA gsplat's kernels serve, which also drop what lies beside the image by their own 3-sigma square: rows at the
-    border with alpha below 0.011 may be dead there.
+    With NS_MULTIGPU_CUDA=gsplat gsplat's kernels serve, which also drop what lies beside the image by their own 3-sigma
+    square: rows at the border with alpha below 0.011 may be dead there.
 
     Differentiable with respect to `means`, `quats`, `scales`, `opacities` and `viewmats`.
 
@@ -211,12 +158,6 @@ def sh_colors(
     return op(degree, means, camera_centers, sh_dc, sh_rest, view_ids, point_ids)
 
 
-@torch.library.register_fake("ns_multigpu::cull", lib=LIBRARY)
-def _cull_fake(means: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    rows = torch.library.get_ctx().new_dynamic_size()
-    return means.new_empty(rows, dtype=torch.int32), means.new_empty(rows, dtype=torch.int32)
-
-
 @torch.library.register_fake("ns_multigpu::project", lib=LIBRARY)
 def _project_fake(
     means: Tensor, quats: Tensor, scales: Tensor, opacities: Tensor, viewmats: Tensor, Ks: Tensor, sizes: list[int],
@@ -276,4 +217,3 @@ def _sh_grad(ctx: Any, v_colors: Tensor) -> tuple[Tensor | None, ...]:
 
 torch.library.register_autograd("ns_multigpu::project", _project_grad, setup_context=_project_setup, lib=LIBRARY)
 torch.library.register_autograd("ns_multigpu::sh_colors", _sh_grad, setup_context=_sh_setup, lib=LIBRARY)
-gsplat_projection.register(LIBRARY)

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext import gsplat_rasterization
 from cuda_ext._checks import check_floats
 from cuda_ext._library import LIBRARY, NAMESPACE
-from cuda_ext._load import native_serves
+from cuda_ext._load import backend, native_serves
 from cuda_ext.reference import rasterization as reference
 
-__all__ = ["intersect", "rasterize"]
+__all__ = ["intersect", "intersect_capacity", "rasterize"]
 
 
 def intersect(
@@ -34,7 +33,8 @@ def intersect(
 
     Splats of equal depth come in the order of their rows, so the result is one and the same on every run, on any
     number of threads. A splat reaches a tile where its alpha is at least 1/255 at some pixel centre; the bounds are
-    rounded outward and may list a few more. Not differentiable.
+    rounded outward and may list a few more. Not differentiable. On CUDA it waits for the device once, to learn how many
+    there are; `intersect_capacity` does not.
 
     Args:
         means2d: [M,2] centres in pixels (x, y).
@@ -54,18 +54,44 @@ def intersect(
         TypeError, ValueError: types, shapes, patches or tile_size are wrong.
         RuntimeError: more than 2^31 - 1 intersections.
     """
-    _check_patches(patches, tile_size)
-    rows = means2d.shape[0]
-    check_floats(
-        means2d,
-        means2d=(means2d, (-1, 2)),
-        conics=(conics, (rows, 3)),
-        row_opacities=(row_opacities, (rows,)),
-        depths=(depths, (rows,)),
-    )
-    _check_ints(means2d, radii=(radii, (rows, 2)), view_ids=(view_ids, (rows,)))
+    _check_rows(means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size)
     arguments = (means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size)
     return torch.ops.ns_multigpu.intersect(*arguments) if native_serves(means2d) else reference.intersect(*arguments)
+
+
+def intersect_capacity(
+    means2d: Tensor,
+    conics: Tensor,
+    row_opacities: Tensor,
+    radii: Tensor,
+    depths: Tensor,
+    view_ids: Tensor,
+    patches: Sequence[int],
+    tile_size: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`intersect` with room for `capacity` intersections: on CUDA it never waits for the device, so that a CUDA graph
+    can hold it.
+
+    Args:
+        means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size: as `intersect`.
+        capacity: 0 to 2^31 - 1. On CUDA each takes 12 bytes while it runs (16 above 65,535 tiles), 4 of which stay.
+
+    Returns:
+        tile_offsets [T+1] int32, row_ids [capacity] int32 (-1 behind the last list) and count [1] int64, the true
+        number of intersections. Where it is above the capacity, some are missing from the lists, which are still valid
+        input for `rasterize`: do the step again with more room.
+
+    Raises:
+        TypeError, ValueError: types, shapes, patches, tile_size or capacity are wrong.
+    """
+    _check_rows(means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size)
+    if not 0 <= capacity < 2**31:
+        raise ValueError(f"intersect_capacity: capacity must lie in 0..2^31 - 1, got {capacity}.")
+    arguments = (means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size, capacity)
+    if native_serves(means2d):
+        return torch.ops.ns_multigpu.intersect_capacity(*arguments)
+    return reference.intersect_capacity(*arguments)
 
 
 def rasterize(
@@ -126,7 +152,26 @@ def rasterize(
             f"numbers, got {tuple(tile_offsets.shape)}. Give intersect and rasterize the same patches and tile_size."
         )
     arguments = (means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, absgrad_probe)
-    return torch.ops.ns_multigpu.rasterize(*arguments) if native_serves(means2d) else reference.rasterize(*arguments)
+    if native_serves(means2d):
+        out, alpha, last, _ = torch.ops.ns_multigpu.rasterize(*arguments)
+        return out, alpha, last
+    return reference.rasterize(*arguments)
+
+
+def _check_rows(
+    means2d: Tensor, conics: Tensor, row_opacities: Tensor, radii: Tensor, depths: Tensor, view_ids: Tensor,
+    patches: Sequence[int], tile_size: int,
+) -> None:  # fmt: skip
+    _check_patches(patches, tile_size)
+    rows = means2d.shape[0]
+    check_floats(
+        means2d,
+        means2d=(means2d, (-1, 2)),
+        conics=(conics, (rows, 3)),
+        row_opacities=(row_opacities, (rows,)),
+        depths=(depths, (rows,)),
+    )
+    _check_ints(means2d, radii=(radii, (rows, 2)), view_ids=(view_ids, (rows,)))
 
 
 def _check_patches(patches: Sequence[int], tile_size: int) -> None:
@@ -163,36 +208,65 @@ def _intersect_fake(means2d, conics, row_opacities, radii, depths, view_ids, pat
     return means2d.new_empty(tiles + 1, dtype=torch.int32), means2d.new_empty(count, dtype=torch.int32)
 
 
+def _state_size(features: Tensor, row_ids: Tensor, patches: Sequence[int], tile_size: int) -> int:
+    """Floats that forward keeps for backward: on CUDA as RasterState in csrc/cuda/rasterize.h lays them out."""
+    if features.device.type != "cuda" or backend("cuda") != "native":
+        return 0
+    (rows, channels), listed, tiles = features.shape, row_ids.shape[0], _tile_count(patches, tile_size)
+    fast = tile_size == 16 and channels <= 4
+    slots, checkpoints = (listed // 256 + tiles, listed // 256) if fast else (0, 0)
+    parts = (8 * tiles, tiles, slots, 12 * rows, checkpoints * 256 * (5 if channels == 4 else 4))
+    return sum((part + 31) // 32 * 32 for part in parts)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::intersect_capacity", lib=LIBRARY)
+def _intersect_capacity_fake(
+    means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size, capacity
+):  # fmt: skip
+    tiles = _tile_count(patches, tile_size)
+    integers = (means2d.new_empty(size, dtype=torch.int32) for size in (tiles + 1, capacity))
+    return *integers, means2d.new_empty(1, dtype=torch.int64)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::rasterize", lib=LIBRARY)
 def _rasterize_fake(means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, absgrad_probe):
     pixels = _pixel_count(patches)
     out = features.new_empty(pixels, features.shape[1])
-    return out, features.new_empty(pixels), features.new_empty(pixels, dtype=torch.int32)
+    alpha, last = features.new_empty(pixels), features.new_empty(pixels, dtype=torch.int32)
+    return out, alpha, last, features.new_empty(_state_size(features, row_ids, patches, tile_size), dtype=torch.float32)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::rasterize_backward", lib=LIBRARY)
 def _rasterize_backward_fake(
-    means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, alpha, last, v_out, v_alpha,
-    absgrad,
+    means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, alpha, last, state, out, v_out,
+    v_alpha, absgrad,
 ):  # fmt: skip
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in
                   (means2d, conics, row_opacities, features))  # fmt: skip
     return *grads, means2d.new_empty(means2d.shape[0] if absgrad else 0, 2)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+@torch.library.register_fake(f"{NAMESPACE}::rasterize_backward_into", lib=LIBRARY)
+def _rasterize_backward_into_fake(
+    means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, alpha, last, state, out, v_out,
+    v_alpha, absgrad, sinks, owners, slots, system_scope,
+):  # fmt: skip
+    return None
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     *tensors, patches, tile_size, probe = inputs
-    _, alpha, last = output
-    ctx.save_for_backward(*tensors, alpha, last)
+    out, alpha, last, state = output
+    ctx.save_for_backward(*tensors, alpha, last, state, out)
     ctx.patches, ctx.tile_size = patches, tile_size
     ctx.absgrad = probe is not None and probe.requires_grad
-    ctx.mark_non_differentiable(last)
+    ctx.mark_non_differentiable(last, state)
 
 
-def _rasterize_backward(ctx: Any, v_out: Tensor, v_alpha: Tensor, _v_last: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, alpha, last = ctx.saved_tensors
+def _rasterize_backward(ctx: Any, v_out: Tensor, v_alpha: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, alpha, last, state, out = ctx.saved_tensors
     *grads, v_abs = torch.ops.ns_multigpu.rasterize_backward(
-        *tensors, ctx.patches, ctx.tile_size, alpha, last, v_out, v_alpha, ctx.absgrad
+        *tensors, ctx.patches, ctx.tile_size, alpha, last, state, out, v_out, v_alpha, ctx.absgrad
     )
     return *grads, None, None, None, None, v_abs if ctx.absgrad else None
 
@@ -200,4 +274,3 @@ def _rasterize_backward(ctx: Any, v_out: Tensor, v_alpha: Tensor, _v_last: Tenso
 torch.library.register_autograd(
     f"{NAMESPACE}::rasterize", _rasterize_backward, setup_context=_save_for_backward, lib=LIBRARY
 )
-gsplat_rasterization.register(LIBRARY)

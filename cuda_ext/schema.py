@@ -1,10 +1,14 @@
 """The one schema of the native operators.
 
-Every implementation (C++ on CPU, gsplat or our own kernels on CUDA) registers against these strings, so the operators
+Every implementation (C++ on CPU, our own kernels or gsplat's on CUDA) registers against these strings, so the operators
 also exist, with fake kernels and autograd, on a machine that has no compiler. Shapes and units are in the public
-wrappers of `cuda_ext.projection`, `cuda_ext.rasterization` and `cuda_ext.loss`.
+wrappers of `cuda_ext.culling`, `cuda_ext.projection`, `cuda_ext.rasterization` and `cuda_ext.loss`.
 """
 
+_CULL_INPUTS = (
+    "Tensor means, Tensor scales, Tensor opacities, Tensor viewmats, Tensor Ks, int[] sizes, int[] rects, "
+    "float eps2d, float near, float far"
+)
 _PROJECT_INPUTS = (
     "Tensor means, Tensor quats, Tensor scales, Tensor opacities, Tensor viewmats, Tensor Ks, int[] sizes, "
     "Tensor view_ids, Tensor point_ids, float eps2d, float near, float far, bool antialiased"
@@ -12,14 +16,22 @@ _PROJECT_INPUTS = (
 _SH_INPUTS = (
     "int degree, Tensor means, Tensor camera_centers, Tensor sh_dc, Tensor sh_rest, Tensor view_ids, Tensor point_ids"
 )
+_INTERSECT_INPUTS = (
+    "Tensor means2d, Tensor conics, Tensor row_opacities, Tensor radii, Tensor depths, Tensor view_ids, "
+    "int[] patches, int tile_size"
+)
 _RASTERIZE_INPUTS = (
     "Tensor means2d, Tensor conics, Tensor row_opacities, Tensor features, Tensor tile_offsets, Tensor row_ids, "
     "int[] patches, int tile_size"
 )
+_RASTERIZE_BACKWARD_INPUTS = (
+    f"{_RASTERIZE_INPUTS}, Tensor alpha, Tensor last, Tensor state, Tensor out, Tensor v_out, Tensor v_alpha, "
+    "bool absgrad"
+)
 
 SCHEMAS: tuple[str, ...] = (
-    "cull(Tensor means, Tensor scales, Tensor opacities, Tensor viewmats, Tensor Ks, int[] sizes, int[] rects, "
-    "float eps2d, float near, float far) -> (Tensor view_ids, Tensor point_ids)",
+    f"cull({_CULL_INPUTS}) -> (Tensor view_ids, Tensor point_ids)",
+    f"cull_capacity({_CULL_INPUTS}, int capacity) -> (Tensor view_ids, Tensor point_ids, Tensor count)",
     f"project({_PROJECT_INPUTS}) -> (Tensor means2d, Tensor conics, Tensor depths, Tensor row_opacities, Tensor radii)",
     f"project_backward({_PROJECT_INPUTS}, Tensor conics, Tensor radii, Tensor v_means2d, Tensor v_conics, "
     "Tensor v_depths, Tensor v_row_opacities) -> "
@@ -27,10 +39,28 @@ SCHEMAS: tuple[str, ...] = (
     f"sh_colors({_SH_INPUTS}) -> Tensor colors",
     f"sh_colors_backward({_SH_INPUTS}, Tensor colors, Tensor v_colors) -> "
     "(Tensor v_means, Tensor v_camera_centers, Tensor v_sh_dc, Tensor v_sh_rest)",
-    "intersect(Tensor means2d, Tensor conics, Tensor row_opacities, Tensor radii, Tensor depths, Tensor view_ids, "
-    "int[] patches, int tile_size) -> (Tensor tile_offsets, Tensor row_ids)",
-    f"rasterize({_RASTERIZE_INPUTS}, Tensor? absgrad_probe) -> (Tensor out, Tensor alpha, Tensor last)",
-    f"rasterize_backward({_RASTERIZE_INPUTS}, Tensor alpha, Tensor last, Tensor v_out, Tensor v_alpha, bool absgrad)"
-    " -> (Tensor v_means2d, Tensor v_conics, Tensor v_row_opacities, Tensor v_features, Tensor v_means2d_abs)",
+    f"intersect({_INTERSECT_INPUTS}) -> (Tensor tile_offsets, Tensor row_ids)",
+    f"intersect_capacity({_INTERSECT_INPUTS}, int capacity) -> (Tensor tile_offsets, Tensor row_ids, Tensor count)",
+    f"rasterize({_RASTERIZE_INPUTS}, Tensor? absgrad_probe) -> (Tensor out, Tensor alpha, Tensor last, Tensor state)",
+    f"rasterize_backward({_RASTERIZE_BACKWARD_INPUTS}) -> "
+    "(Tensor v_means2d, Tensor v_conics, Tensor v_row_opacities, Tensor v_features, Tensor v_means2d_abs)",
+    # Writes through the addresses in `sinks`, which no dispatcher sees.
+    f"rasterize_backward_into({_RASTERIZE_BACKWARD_INPUTS}, Tensor sinks, Tensor owners, Tensor slots, "
+    "bool system_scope) -> ()",
+    "composite(Tensor out, Tensor alpha, Tensor background) -> Tensor rgb",
+    "composite_backward(Tensor out, Tensor alpha, Tensor background, Tensor v_rgb) -> (Tensor v_out, Tensor v_alpha)",
     "l1_ssim(Tensor pred, Tensor target, int[] inner) -> (Tensor l1_sum, Tensor ssim_sum, Tensor dssim_dpred)",
+    "l1_ssim_backward(Tensor pred, Tensor target, Tensor dssim_dpred, int[] inner, Tensor v_l1, Tensor v_ssim) -> "
+    "Tensor v_pred",
+    "splat_forward(Tensor means, Tensor quats, Tensor log_scales, Tensor logits, Tensor sh_dc, Tensor sh_rest, "
+    "Tensor viewmats, Tensor Ks, int[] sizes, int degree, float eps2d, float near, float far, bool antialiased, "
+    "bool depth, int capacity) -> (Tensor view_ids, Tensor point_ids, Tensor count, Tensor means2d, Tensor conics, "
+    "Tensor opacities, Tensor features, Tensor depths, Tensor radii)",
+    "splat_update(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor scalars, "
+    "Tensor viewmats, Tensor Ks, int[] sizes, Tensor view_ids, Tensor point_ids, Tensor count, Tensor conics, "
+    "Tensor features, Tensor radii, Tensor[] row_gradients, Tensor(d!) grad2d, Tensor(e!) seen, Tensor(f!) radii_max, "
+    "int degree, float eps2d, float near, float far, bool antialiased, bool absgrad, bool selective, "
+    "float opacity_weight, float scale_weight) -> ()",
+    "adam_step(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+    "Tensor scalars, bool set_grads_to_zero) -> ()",
 )

@@ -81,6 +81,35 @@ def cull(
     return torch.repeat_interleave(views, counts), points.to(torch.int32)
 
 
+def cull_capacity(
+    means: Tensor,
+    scales: Tensor,
+    opacities: Tensor,
+    viewmats: Tensor,
+    Ks: Tensor,
+    sizes: Sequence[int],
+    rects: Sequence[int],
+    eps2d: float,
+    near: float,
+    far: float,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `cuda_ext.cull_capacity`."""
+    views, points = cull(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far)
+    rows = min(len(views), capacity)
+    view_ids = views.new_full((capacity,), max(viewmats.shape[0] - 1, 0))
+    point_ids = points.new_full((capacity,), -1)
+    view_ids[:rows], point_ids[:rows] = views[:rows], points[:rows]
+    return view_ids, point_ids, torch.tensor([len(views)], device=means.device)
+
+
+def _take(rows: Tensor, ids: Tensor) -> Tensor:
+    """rows[ids]; padding, whose id is -1, gets the first row, or zeros where there is none."""
+    if rows.shape[0] == 0:
+        return rows.new_zeros(ids.shape[0], *rows.shape[1:]) + rows.sum()  # the sum, 0, for autograd
+    return rows[ids.clamp_min(0)]
+
+
 def project(
     means: Tensor,
     quats: Tensor,
@@ -103,25 +132,25 @@ def project(
     R, t, K = viewmats[view, :3, :3], viewmats[view, :3, 3], Ks[view]
     focal, center = torch.stack([K[:, 0, 0], K[:, 1, 1]], dim=-1), K[:, :2, 2]
 
-    seen = (R @ means[point][..., None]).squeeze(-1) + t
-    in_depth = (seen[:, 2] >= near) & (seen[:, 2] <= far)
+    seen = (R @ _take(means, point)[..., None]).squeeze(-1) + t
+    in_depth = (seen[:, 2] >= near) & (seen[:, 2] <= far) & (point >= 0)
     z = torch.where(in_depth, seen[:, 2], 1.0)
     slope = seen[:, :2] / z[:, None]
     means2d = slope * focal + center
 
-    axes = R @ (rotation_matrices(quats[point]) * scales[point][:, None, :])
+    axes = R @ (rotation_matrices(_take(quats, point)) * _take(scales, point)[:, None, :])
     clamped = slope.clamp(lower[view], upper[view])
     # The two rows of (Jacobian of the perspective division) times axes; the covariance is their Gram matrix.
     a = (focal / z[:, None])[..., None] * (axes[:, :2] - clamped[..., None] * axes[:, 2:])
     xx, xy, yy = (a[:, 0] ** 2).sum(-1), (a[:, 0] * a[:, 1]).sum(-1), (a[:, 1] ** 2).sum(-1)
     sharp_det = torch.linalg.cross(a[:, 0], a[:, 1]).square().sum(-1)
     det = sharp_det + eps2d * (xx + yy + eps2d)
-    invertible = det > 0
+    invertible = (det > 0) & torch.isfinite(det)
     det = torch.where(invertible, det, 1.0)
     xx, yy = xx + eps2d, yy + eps2d
     conics = torch.stack([yy / det, -xy / det, xx / det], dim=-1)
 
-    row_opacities = opacities[point]
+    row_opacities = _take(opacities, point)
     if antialiased:
         visible = sharp_det > 0
         ratio = torch.where(visible, sharp_det / det, 1.0)
@@ -176,11 +205,11 @@ def sh_colors(
 ) -> Tensor:
     """See `cuda_ext.sh_colors`."""
     point = point_ids.long()
-    way = means[point] - camera_centers[view_ids.long()]
+    way = _take(means, point) - camera_centers[view_ids.long()]
     apart = (way != 0).any(-1, keepdim=True)
     unit = torch.where(apart, way, 1.0)
     unit = torch.where(apart, unit / unit.norm(dim=-1, keepdim=True), 0.0)
     basis = sh_basis(degree, unit)
-    color = basis[:, :1] * sh_dc[point]
-    color = color + (basis[:, 1:, None] * sh_rest[point, : basis.shape[-1] - 1]).sum(-2)
-    return torch.relu(color + 0.5)
+    color = basis[:, :1] * _take(sh_dc, point)
+    color = color + (basis[:, 1:, None] * _take(sh_rest[:, : basis.shape[-1] - 1], point)).sum(-2)
+    return torch.where(point[:, None] >= 0, torch.relu(color + 0.5), 0.0)

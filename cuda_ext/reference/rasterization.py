@@ -88,6 +88,20 @@ def intersect(
     return torch.cat(counts).cumsum(0).int(), torch.cat(ids)
 
 
+def at_capacity(tile_offsets: Tensor, row_ids: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The lists of `intersect` in the form of `intersect_capacity`: cut off, or filled up with -1, at `capacity`."""
+    listed = row_ids.shape[0]
+    padded = row_ids.new_full((capacity,), -1)
+    padded[:listed] = row_ids[:capacity]
+    return tile_offsets.clamp(max=capacity), padded, torch.full((1,), listed, device=row_ids.device)
+
+
+def intersect_capacity(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As `cuda_ext.intersect_capacity`; its arguments are those of `intersect` and the capacity."""
+    *inputs, capacity = arguments
+    return at_capacity(*intersect(*inputs), capacity)
+
+
 class _SpreadWithAbsSum(torch.autograd.Function):
     """Gives every pixel its own copy of a splat's offset; backward also hands the sum of |gradient| to the probe."""
 
@@ -136,7 +150,7 @@ def rasterize(
     device, channels = means2d.device, features.shape[1]
     offsets = tile_offsets.tolist()
     lengths = [end - start for start, end in pairwise(offsets)]
-    rows = row_ids.long()
+    rows = row_ids[: offsets[-1]].long()  # behind these there may be padding
     table = torch.cat([means2d, conics, row_opacities[:, None], features], dim=1)
     nothing = table[:0].sum()  # keeps the outputs differentiable where no splat reaches any pixel
     if absgrad_probe is not None:

@@ -157,6 +157,15 @@ def max_in_place(x: Tensor, world: World) -> None:
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=world.group)
 
 
+def all_gather_into(out: Tensor, x: Tensor, world: World) -> None:
+    """Every rank's `x` (one shape everywhere) into `out` [ranks, *x.shape], without autograd or waiting."""
+    if world.group is None:
+        out[0] = x
+        return
+    world.traffic.add((world.size - 1) * x.nbytes)
+    dist.all_gather_into_tensor(out.view(-1, *x.shape[1:]), x, group=world.group)
+
+
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], world: World) -> Tensor:
     """Rows [sum(send), ...] -> [sum(receive), ...]; trailing sizes of zero are fine."""
     out = x.new_empty((sum(receive), *x.shape[1:]))

@@ -222,13 +222,15 @@ def check_operators(device_type: str, problem: str | None) -> None:
 
     Args:
         device_type: "cuda" or "cpu".
-        problem: what `cuda_ext.compiler_problem()` says.
+        problem: what `cuda_ext.compiler_problem(device_type)` says.
 
     Raises:
-        InputError: they cannot. Without them training on CPU would take days, so it is not done unasked.
+        InputError: they cannot. Without them training would take days, so it is not done unasked.
     """
-    if device_type == "cpu" and problem is not None:
-        raise InputError(f"The native operators that training on CPU needs cannot be built. {problem}")
+    if problem is not None:
+        raise InputError(
+            f"The native operators that training on {device_type.upper()} needs cannot be built. {problem}"
+        )
 
 
 def check_image_memory(gigabytes: float | None) -> None:

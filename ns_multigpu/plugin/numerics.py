@@ -150,6 +150,20 @@ class NumericGuard:
             optimizer.grad_scale, optimizer.found_inf = None, bad  # type: ignore[attr-defined]
         return True
 
+    def note(self, step: int, names: Sequence[str], numbers: Tensor, views: Sequence[int], losses: Tensor) -> None:
+        """As `watch`, for a step whose update the device has taken already.
+
+        Args:
+            step: the step.
+            names: of what the numbers are about.
+            numbers: one for each name, finite where its gradients are.
+            views: that this rank rendered.
+            losses: of these views, and perhaps more behind them.
+        """
+        if self.active:
+            shares = [losses[k] for k in range(len(views))]
+            self._steps.append(_Step(step, list(names), numbers.double(), list(views), shares))
+
     def look(self, step: int, params: Mapping[str, Tensor], *, now: bool = False) -> None:
         """Reads what the steps left, when it is time or `now`. Every rank calls it at the same steps.
 

@@ -1,12 +1,14 @@
 """Nerfstudio's optimizers for batches of views, over parameters that densification replaces."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from nerfstudio.engine.optimizers import Optimizers
 from torch.nn import Parameter
 
+from cuda_ext.adam import FusedAdam
 from ns_multigpu.plugin.batch_scaling import ScalingRule, learning_rate_factor, scale_optimizer, scale_scheduler
 
 
@@ -18,15 +20,23 @@ class BatchOptimizers(Optimizers):
         param_groups: see nerfstudio's.
         rule: how learning rates follow the batch.
         batch: views a step.
+        fused: our fused Adam in the place of torch's on a CPU too; on a GPU it always is.
 
     Raises:
         InputError: an optimizer or scheduler cannot follow the batch.
     """
 
     def __init__(
-        self, config: dict[str, Any], param_groups: dict[str, list[Parameter]], rule: ScalingRule, batch: int
+        self,
+        config: dict[str, Any],
+        param_groups: dict[str, list[Parameter]],
+        rule: ScalingRule,
+        batch: int,
+        *,
+        fused: bool = False,
     ) -> None:
-        super().__init__(config, param_groups)
+        ours = {name: _fused(group, param_groups.get(name, []), fused) for name, group in config.items()}
+        super().__init__(ours, param_groups)
         self.rate_factor = learning_rate_factor(rule, batch)
         # The mean gradient of B nearly independent views is shorter than one view's by sqrt(B): so is the limit.
         self._norm_factor = 1.0 if rule == "none" else batch**-0.5
@@ -59,3 +69,11 @@ class BatchOptimizers(Optimizers):
             # An empty parameter (harmonics of degree 0) has a gradient only where ranks exchange: no step, anywhere.
             if any(p.grad is not None and p.numel() > 0 for p in params):
                 grad_scaler.step(optimizer)
+
+
+def _fused(group: dict[str, Any], params: Sequence[Parameter], always: bool) -> dict[str, Any]:
+    """The group's config with our Adam in the place of torch's for parameters on a GPU, or `always`."""
+    optimizer = group["optimizer"]
+    if optimizer._target is not torch.optim.Adam or not (always or any(p.is_cuda for p in params)):
+        return group
+    return {**group, "optimizer": replace(optimizer, _target=FusedAdam)}

@@ -1,13 +1,18 @@
 """What a run tells of itself while it goes on, and its sum at the end."""
 
 import json
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ns_multigpu.core.collectives import all_gather_floats
+import torch
+from nerfstudio.utils import writer
+from torch import Tensor
+
+from ns_multigpu.core.collectives import all_gather_floats, sum_in_place
 from ns_multigpu.core.world import World
 
 
@@ -109,3 +114,41 @@ class ProgressLog:
         # A restart that finds nothing left to do has nothing to add to what the run before it said.
         if self._world.is_main and (steps > 0 or not file.exists()):
             file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf8")
+
+
+def summed_over_ranks(shares: Mapping[str, Tensor], world: World) -> dict[str, float]:
+    """The sums of what each rank has a share of; `mse` becomes `psnr`. Waits for the device."""
+    values = torch.stack([share.detach().float().reshape(()) for share in shares.values()])
+    sum_in_place(values, world)
+    summed = dict(zip(shares, values.tolist(), strict=True))
+    if "mse" in summed:
+        summed["psnr"] = -10 * math.log10(max(summed.pop("mse"), 1e-12))
+    return summed
+
+
+def write_step(
+    step: int,
+    summed: Mapping[str, float],
+    losses: Sequence[str],
+    metrics: Mapping[str, Any],
+    row: Mapping[str, float],
+    rates: Mapping[str, float],
+    world: World,
+) -> None:
+    """Hands a step's numbers to nerfstudio's writers, under its names.
+
+    Args:
+        summed: the loss and its terms, by name.
+        losses: the names of the terms.
+        metrics: what nerfstudio calls metrics.
+        row: what `ProgressLog.row` returned.
+        rates: learning rates by parameter group.
+    """
+    writer.put_scalar(name="Train Loss", scalar=summed["loss"], step=step)
+    writer.put_dict(name="Train Loss Dict", scalar_dict={name: summed[name] for name in losses}, step=step)
+    writer.put_dict(name="Train Metrics Dict", scalar_dict=dict(metrics), step=step)
+    writer.put_dict(name="Step", scalar_dict=dict(row), step=step)
+    for name, rate in rates.items():
+        writer.put_scalar(name=f"learning_rate/{name}", scalar=rate, step=step)
+    if world.device.type == "cuda":
+        writer.put_scalar(name="GPU Memory (MB)", scalar=torch.cuda.max_memory_allocated() / 2**20, step=step)

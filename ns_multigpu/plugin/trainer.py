@@ -11,19 +11,22 @@ from nerfstudio.engine.callbacks import TrainingCallbackLocation
 from nerfstudio.engine.trainer import Trainer
 from nerfstudio.utils import writer
 from nerfstudio.utils.misc import step_check
+from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.utils.writer import EventName, TimeWriter
 from torch import Tensor
 
-from ns_multigpu.core.collectives import barrier, sum_in_place
+from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.replicas import assert_identical
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin import checks, memory
 from ns_multigpu.plugin.agreement import check_same_start
+from ns_multigpu.plugin.fused_options import fuses, next_stop
+from ns_multigpu.plugin.fused_training import FusedTraining
 from ns_multigpu.plugin.guards import Guards
 from ns_multigpu.plugin.optimizers import BatchOptimizers
 from ns_multigpu.plugin.pipeline import DistributedPipeline, DistributedPipelineConfig
 from ns_multigpu.plugin.process_world import set_world
-from ns_multigpu.plugin.progress import ProgressLog
+from ns_multigpu.plugin.progress import ProgressLog, summed_over_ranks, write_step
 from ns_multigpu.plugin.ranks import rendezvous_explained
 from ns_multigpu.plugin.resume import RunCheckpoints
 from ns_multigpu.plugin.trainer_config import DistributedTrainerConfig
@@ -77,6 +80,7 @@ class DistributedTrainer(Trainer):
             self.pipeline.get_param_groups(),
             self.config.batch_scaling,
             self.pipeline.batch_size,
+            fused=self.config.fused_steps == "always",
         )
         self.pipeline.model.rate_factor = optimizers.rate_factor
         return optimizers
@@ -104,23 +108,29 @@ class DistributedTrainer(Trainer):
         self.progress.restart_clock(self._start_step)
         self.stop_training = False
         self.steps_taken = 0
+        self.fused = self._fused()
         steps = self.config.max_num_iterations  # in all: a run that was resumed has taken some of them
         self.step = self._start_step - 1
         # Nerfstudio's terminal log prints it, also where a run that was killed after its last save has no step to take.
         writer.GLOBAL_BUFFER["step"] = max(self.step, 0)
         with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME):
-            for step in range(self._start_step, steps):
-                if not self._may_go_on(step):
-                    break
-                self.step = step
-                self._one_step(step, last=step + 1 == steps)
+            step, evaluates = self._start_step, bool(self.pipeline.datamanager.eval_dataset)
+            while step < steps and self._may_go_on(step):
+                if self.fused is None:
+                    block = range(step, step + 1)
+                    self._one_step(step, last=step + 1 == steps)
+                else:
+                    block = self.fused.block(step, next_stop(self.config, step, steps, evaluates=evaluates))
+                    self._fused_steps(self.fused, block, last=block.stop == steps)
+                step = block.stop
         self.progress.finish(self.step + 1 - self._start_step, self.batch_size, self.pipeline.model.num_points)
         if self.guards.signals.agreed:
             self._stop_early()
         self._after_train()
 
     def _one_step(self, step: int, last: bool) -> None:
-        logs = step_check(step, self.config.logging.steps_per_log, run_at_zero=True) or last
+        self.step = step
+        logs = self._logs(step) or last
         with self.train_lock, TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=step) as train_time:
             self.pipeline.train()
             self.pipeline.model.step = step * self.batch_size
@@ -128,14 +138,52 @@ class DistributedTrainer(Trainer):
             loss, losses, metrics = self.train_iteration(step, metrics=logs)
             self._run_callbacks(step, TrainingCallbackLocation.AFTER_TRAIN_ITERATION)
         self.steps_taken += 1
-        self._look_for_nan(now=last or step_check(step, self.config.steps_per_save))
+        self._show_speed(step, train_time.duration)
+        self._after_steps(step, last, (loss, losses, metrics) if logs else None)
+
+    def _fused(self) -> FusedTraining | None:
+        """What takes fused steps, where this run's are."""
+        yes, text = fuses(self.config, self.pipeline, self.optimizers, self.world)
+        CONSOLE.print(text)
+        return FusedTraining(self.pipeline, self.optimizers, self.world, self.guards.computed) if yes else None
+
+    def _fused_steps(self, fused: FusedTraining, steps: range, last: bool) -> None:
+        """Takes the steps of a block; only after the last of them is there anything else to do."""
+        self.step = steps[-1]
+        with self.train_lock, TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=self.step, write=False) as train_time:
+            self.pipeline.train()
+            self.pipeline.model.step = steps[0] * self.batch_size
+            result = fused.run(steps)
+            self.pipeline.model.step = self.step * self.batch_size
+            fused.refine(steps)
+        seconds = train_time.duration / len(steps)
+        writer.put_time(EventName.ITER_TRAIN_TIME, seconds, self.step, avg_over_steps=True, update_eta=True)
+        self.steps_taken += len(steps)
+        for k, step in enumerate(steps):
+            self.guards.numbers.note(step, ("the rows",), result.reports[k, -1:], result.views[k], result.reports[k])
+        self._show_speed(self.step, seconds)
+        loss = result.reports[-1, :-1].sum() / self.batch_size
+        self._after_steps(
+            self.step, last, (loss, {"main_loss": loss}, {"mse": result.mse}) if self._logs(self.step) or last else None
+        )
+
+    def _logs(self, step: int) -> bool:
+        return step_check(step, self.config.logging.steps_per_log, run_at_zero=True)
+
+    def _show_speed(self, step: int, seconds: float) -> None:
         if step > 1:
             pixels = self.batch_size * self.pipeline.datamanager.get_train_rays_per_batch()
-            duration = pixels / max(0.001, train_time.duration)
+            duration = pixels / max(0.001, seconds)
             writer.put_time(name=EventName.TRAIN_RAYS_PER_SEC, duration=duration, step=step, avg_over_steps=True)
+
+    def _after_steps(
+        self, step: int, last: bool, measured: tuple[Tensor, dict[str, Any], dict[str, Any]] | None
+    ) -> None:
+        """What follows a step, and what follows a block after its last: looks, logs, evaluation, checkpoints."""
+        self._look_for_nan(now=last or step_check(step, self.config.steps_per_save))
         self._update_viewer_state(step)
-        if logs:
-            self._log(step, loss, losses, metrics)
+        if measured is not None:
+            self._log(step, *measured)
         if step_check(step, self.config.steps_per_checksum):
             self.compare_replicas(step)
         if self.pipeline.datamanager.eval_dataset:
@@ -257,25 +305,13 @@ class DistributedTrainer(Trainer):
 
     def _log(self, step: int, loss: Tensor, losses: dict[str, Tensor], metrics: dict[str, Any]) -> None:
         """Sums what the ranks measured and writes it. Every rank calls it at the same steps."""
-        names = ["loss", *losses, *metrics]
-        values = torch.stack([v.detach().float().reshape(()) for v in (loss, *losses.values(), *metrics.values())])
-        sum_in_place(values, self.world)
-        summed = dict(zip(names, values.tolist(), strict=True))
-        if "mse" in summed:
-            summed["psnr"] = float(-10 * torch.log10(torch.tensor(max(summed.pop("mse"), 1e-12))))
+        summed = summed_over_ranks({"loss": loss, **losses, **metrics}, self.world)
         model = self.pipeline.model
         row = self.progress.row(step, self.batch_size, self.pipeline.timer.take(), summed, model.num_points)
-        writer.put_scalar(name="Train Loss", scalar=summed["loss"], step=step)
-        writer.put_dict(name="Train Loss Dict", scalar_dict={k: summed[k] for k in losses}, step=step)
         extra: dict[str, Any] = {"psnr": summed["psnr"], "gaussian_count": model.num_points}
         model.camera_optimizer.get_metrics_dict(extra)
-        writer.put_dict(name="Train Metrics Dict", scalar_dict=extra, step=step)
-        writer.put_dict(name="Step", scalar_dict=row, step=step)
-        for name, scheduler in self.optimizers.schedulers.items():
-            writer.put_scalar(name=f"learning_rate/{name}", scalar=scheduler.get_last_lr()[0], step=step)
-        if self.world.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated() / 2**20
-            writer.put_scalar(name="GPU Memory (MB)", scalar=peak, step=step)
+        rates = {name: scheduler.get_last_lr()[0] for name, scheduler in self.optimizers.schedulers.items()}
+        write_step(step, summed, list(losses), extra, row, rates, self.world)
 
     def _after_train(self) -> None:
         """Saves, says where everything is, and keeps the viewer open if there is one; see nerfstudio's."""

@@ -63,6 +63,9 @@ class DistributedTrainerConfig(TrainerConfig):
     """Steps between two looks for NaN and infinity in losses, gradients and parameters; 0 for none."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do about NaN or infinity in gradients: stop the run, or leave such steps out."""
+    fused_steps: Literal["auto", "always", "never"] = "auto"
+    """Whether to take steps in our own fused operators and CUDA graphs instead of autograd: "auto" does on GPUs where
+    the options allow it and says so, or what does not allow it; "always" refuses to start where they do not."""
     keep_checkpoints: int = 2
     """How many checkpoints to keep, the newest; 0 for all (as with save_only_latest_checkpoint False)."""
 
@@ -156,9 +159,9 @@ def _speaks() -> bool:
 
 def _prepare_operators(device_type: Literal["cpu", "cuda", "mps"]) -> None:
     """Builds the native operators here, once and in sight, before several workers ask for them at the same time."""
-    checks.check_operators(device_type, cuda_ext.compiler_problem())
-    if device_type == "cpu" and os.environ.get("NS_MULTIGPU_OPS") != "reference":
+    checks.check_operators(device_type, cuda_ext.compiler_problem(device_type))
+    if cuda_ext.backend(device_type) == "native":
         try:
-            cuda_ext.build_native()
+            cuda_ext.build_native(device_type)
         except cuda_ext.NativeBuildError as error:
             raise InputError(str(error)) from error

@@ -19,6 +19,7 @@ from ns_multigpu.core.random import seed_from
 from ns_multigpu.core.types import Splats, View
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians import screen_radii
+from ns_multigpu.primitives.regroup import grow_and_prune
 
 
 def dues(period: int, first: int, count: int) -> range:
@@ -60,10 +61,23 @@ class ReplicatedDensifier(DefaultStrategy):
             step: images seen before this step.
             info: see `densification_info`.
         """
-        images: int = info["n_cameras"]
         if step >= self.refine_stop_iter:
             return
         self._count(params, state, info)
+        self.refine_when_due(params, optimizers, state, step, info["n_cameras"])
+
+    def due_after(self, step: int, images: int) -> bool:
+        """Whether a step that sees `images` images from number `step` on is followed by a refinement or a reset."""
+        if step >= self.refine_stop_iter:
+            return False
+        return due(self.refine_every, step, images) is not None or due(self.reset_every, step, images) is not None
+
+    def refine_when_due(
+        self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int
+    ) -> None:
+        """Refines, and resets opacities, if either is due after a step whose statistics have been counted."""
+        if step >= self.refine_stop_iter:
+            return
         refine = due(self.refine_every, step, images)
         reset = due(self.reset_every, step, images)
         if (
@@ -84,18 +98,23 @@ class ReplicatedDensifier(DefaultStrategy):
         # gsplat's operations draw from the default generators: seed them for the while, alike on every rank.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed_from(self.seed, "densify", image))
-            self._grow_gs(params, optimizers, state, image)
-            self._prune_gs(params, optimizers, state, image)
+            grow_and_prune(self, params, optimizers, state, image)
         for name in ("grad2d", "count", "radii"):
             if isinstance(state.get(name), Tensor):
                 state[name].zero_()
 
+    def statistics(self, params: Any, state: dict[str, Any]) -> dict[str, Tensor]:
+        """The running sums that `state` holds, made where there are none: by name, [N] each."""
+        names = ("grad2d", "count", *(("radii",) if self.refine_scale2d_stop_iter > 0 else ()))
+        for name in names:
+            if not isinstance(state.get(name), Tensor):
+                state[name] = params["means"].new_zeros(len(params["means"]))
+        return {name: state[name] for name in names}
+
     @torch.no_grad()
     def _count(self, params: MutableMapping[str, Tensor], state: dict[str, Any], info: Mapping[str, Any]) -> None:
         """Adds this rank's rows to the running statistics; `info` holds the rows of the points that it owns."""
-        for name in ("grad2d", "count", *(("radii",) if self.refine_scale2d_stop_iter > 0 else ())):
-            if not isinstance(state.get(name), Tensor):
-                state[name] = params["means"].new_zeros(len(params["means"]))
+        self.statistics(params, state)
         ids, gradients, radii = info["ids"], info["gradients"], info["radii"]
         visible = info["visible"].to(gradients.dtype)
         state["grad2d"].index_add_(0, ids, gradients * visible)

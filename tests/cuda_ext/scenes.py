@@ -38,6 +38,11 @@ class Scene:
         values = (getattr(self, field.name) for field in fields(self))
         return Scene(*(v.to(dtype) if isinstance(v, Tensor) else v for v in values))
 
+    def on(self, device: str) -> "Scene":
+        """The same scene on another device."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return Scene(*(v.to(device) if isinstance(v, Tensor) else v for v in values))
+
     def all_rows(self) -> tuple[Tensor, Tensor]:
         """Every (view, point) pair, in order: view_ids, point_ids."""
         views, points = len(self.viewmats), len(self.means)

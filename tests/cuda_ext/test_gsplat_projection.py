@@ -15,7 +15,6 @@ from tests.cuda_ext.scenes import Scene, random_scene
 
 torch_impl = pytest.importorskip("gsplat.cuda._torch_impl", reason="gsplat is not installed")
 SETTINGS = (0.3, 0.01, 1e10)
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
 def fused_projection(
@@ -167,30 +166,40 @@ def test_only_float32() -> None:
         )
 
 
-def to_cuda(scene: Scene) -> Scene:
-    """The scene on the GPU."""
-    return Scene(**{k: v.cuda() if isinstance(v, Tensor) else v for k, v in vars(scene).items()})
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("views", [1, 3])
+def test_padding_is_dead(views: int) -> None:
+    scene = random_scene(views=views)
+    view_ids, point_ids = scene.cull()
+    rows, padding = len(view_ids), torch.full((7,), -1, dtype=torch.int32)
+    points, cameras = (scene.means, scene.quats, scene.scales, scene.opacities), (scene.viewmats, scene.Ks, scene.sizes)
+    harmonics = (2, scene.means, scene.camera_centers, scene.sh_dc, scene.sh_rest)
+    results = []
+    for ids in (
+        (view_ids, point_ids),
+        (torch.cat([view_ids, torch.full_like(padding, views - 1)]), torch.cat([point_ids, padding])),
+    ):
+        arguments = (*points, *cameras, *ids, *SETTINGS, True)
+        out = gsplat_projection._project(*arguments)
+        gradients = gsplat_projection._project_backward(*arguments, out[1], out[4], *(o + 1 for o in out[:4]))
+        colors = gsplat_projection._sh_colors(*harmonics, *ids)
+        gradients += gsplat_projection._sh_colors_backward(*harmonics, *ids, colors, colors + 1)
+        results.append(((*out, colors), gradients))
+    for whole, part in zip(results[1][0], results[0][0], strict=True):
+        assert_close(whole[:rows], part)
+        assert (whole[rows:] == 0).all() and (part != 0).any()
+    for whole, part in zip(results[1][1], results[0][1], strict=True):
+        assert_close(whole, part, rtol=1e-4, atol=1e-4)
 
 
-@needs_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("antialiased", [False, True])
 def test_project_on_cuda(antialiased: bool) -> None:
-    scene = to_cuda(random_scene(points=3000, views=3))
-    ops = torch.ops.ns_multigpu
-    assert_project_agrees(scene, ops.project, ops.project_backward, antialiased=antialiased)
+    functions = (gsplat_projection._project, gsplat_projection._project_backward)
+    assert_project_agrees(random_scene(points=3000, views=3).on("cuda"), *functions, antialiased=antialiased)
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_sh_on_cuda() -> None:
-    scene = to_cuda(random_scene(points=3000, views=3))
-    assert_sh_agrees(scene, torch.ops.ns_multigpu.sh_colors, torch.ops.ns_multigpu.sh_colors_backward)
-
-
-@needs_cuda
-def test_cull_on_cuda() -> None:
-    scene = random_scene(points=3000, views=3)
-    with cuda_ext.use_reference():
-        expected = scene.cull()
-    got = to_cuda(scene).cull()
-    assert abs(len(got[0]) - len(expected[0])) <= 3  # a point on the bound may fall on either side
-    assert got[0].is_cuda and got[1].dtype == torch.int32
+    functions = (gsplat_projection._sh_colors, gsplat_projection._sh_colors_backward)
+    assert_sh_agrees(random_scene(points=3000, views=3).on("cuda"), *functions)

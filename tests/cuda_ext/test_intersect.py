@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext import intersect, use_reference
+from cuda_ext import intersect, intersect_capacity, use_reference
 from tests.cuda_ext.splats import Splats, make_splats
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -178,17 +179,47 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.ns_multigpu.intersect.default, _arguments(splats))
 
 
-def _arguments(splats: Splats) -> tuple[object, ...]:
+def _arguments(splats: Splats) -> tuple[Any, ...]:
     return (
         splats.means2d, splats.conics, splats.row_opacities, splats.radii, splats.depths, splats.view_ids,
         list(splats.patches), splats.tile_size,
     )  # fmt: skip
 
 
-@pytest.mark.gpu
-def test_gsplat_lists_what_each_tile_shows() -> None:
-    splats = SCENES["mixed"].with_patches(*ODD_PATCHES)
-    offsets, rows = splats.to("cuda").intersect()
-    for tile, listed in zip(tile_rectangles(ODD_PATCHES, 16), lists_of(offsets.cpu(), rows.cpu()), strict=True):
-        assert set(shown_rows(splats, tile)) <= set(listed), tile
-        assert listed == sorted(listed, key=lambda r: (float(splats.depths[r]), r))
+def _at_capacity(splats: Splats, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    return intersect_capacity(
+        splats.means2d, splats.conics, splats.row_opacities, splats.radii, splats.depths, splats.view_ids,
+        splats.patches, splats.tile_size, capacity,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("forced", [False, True], ids=["native", "reference"])
+def test_capacity_cuts_off_or_fills_up(forced: bool) -> None:
+    splats = replace(SCENES["mixed"], patches=ODD_PATCHES, tile_size=5)
+
+    def check() -> None:
+        offsets, rows = splats.intersect()
+        listed = len(rows)
+        for capacity in (0, 1, listed - 1, listed, listed + 100):
+            cut, padded, count = _at_capacity(splats, capacity)
+            assert count.dtype == torch.int64 and count.tolist() == [listed]
+            assert padded.shape == (capacity,) and padded.dtype == cut.dtype == torch.int32
+            assert torch.equal(cut, offsets.clamp(max=capacity))
+            assert torch.equal(padded[:listed], rows[:capacity]) and bool((padded[listed:] == -1).all())
+
+    if forced:
+        with use_reference():
+            check()
+    else:
+        check()
+
+
+def test_wrong_capacity_is_named() -> None:
+    with pytest.raises(ValueError, match="capacity"):
+        _at_capacity(make_splats(5, 32, 32), -1)
+
+
+def test_capacity_opcheck() -> None:
+    splats = make_splats(20, 40, 30)
+    _at_capacity(splats, 64)
+    torch.library.opcheck(torch.ops.ns_multigpu.intersect_capacity.default, (*_arguments(splats), 64))

@@ -187,10 +187,9 @@ def test_opcheck() -> None:
         torch.library.opcheck(torch.ops.ns_multigpu.l1_ssim.default, arguments)
 
 
-@pytest.mark.gpu
-def test_cuda_equals_cpu() -> None:
-    pred, target = images(60, 71, torch.float32)
-    expected = backward(pred, target, (3, 0, 70, 60))
-    actual = backward(pred.cuda(), target.cuda(), (3, 0, 70, 60))
-    for a, b in zip(actual, expected, strict=True):
-        assert (a.cpu() - b).norm() <= 2e-4 * b.norm()
+def test_backward_opcheck() -> None:
+    pred, target = images(20, 22, torch.float32)
+    dssim, one = torch.randn_like(pred), torch.ones(())
+    torch.library.opcheck(
+        torch.ops.ns_multigpu.l1_ssim_backward.default, (pred, target, dssim, [2, 0, 22, 18], one, one)
+    )

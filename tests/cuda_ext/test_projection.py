@@ -149,6 +149,13 @@ def test_singular_covariance_is_dead_without_blur(either: str) -> None:
     assert (scene.project(row, row, antialiased=True).radii == 0).all()  # its compensated opacity is 0
 
 
+def test_overflowing_covariance_is_dead(either: str) -> None:
+    """Not alive with a conic of NaN."""
+    scene = one_point(torch.float32, scales=[[1e25, 1e25, 1e25]])
+    for antialiased in (False, True):
+        assert all((o == 0).all() for o in scene.project(*scene.all_rows(), antialiased=antialiased))
+
+
 def test_jacobian_clamp_stops_gradients(either: str) -> None:
     """A wide splat beyond 1.3 times the half image: its conic no longer depends on where it is along x."""
     row = torch.zeros(1, dtype=torch.int32)

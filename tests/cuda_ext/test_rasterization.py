@@ -248,6 +248,39 @@ def test_not_contiguous_inputs_and_broadcast_gradients() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+@BACKENDS
+def test_padding_behind_the_lists_changes_nothing(backend: Backend) -> None:
+    splats = make_splats(60, 20, 20).leaves()
+    offsets, rows = splats.intersect()
+    padded = torch.cat([rows, torch.full((50,), 2**31 - 1, dtype=torch.int32)])
+    with backend():
+        results = [rasterize(*splats.inputs(), offsets, ids, splats.patches) for ids in (rows, padded)]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    gradients = [torch.autograd.grad(out.sum(), splats.inputs()[:3]) for out, _, _ in results]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("absgrad", [False, True])
+def test_gradients_into_two_sinks(absgrad: bool) -> None:
+    splats = make_splats(60, 20, 20)
+    arguments = (*splats.inputs(), *splats.intersect(), list(splats.patches), 16)
+    operators = torch.ops.ns_multigpu
+    out, alpha, last, state = operators.rasterize(*arguments, None)
+    walk = (*arguments, alpha, last, state, out, torch.cos(out * 9), torch.sin(alpha * 9), absgrad)
+    *gradients, v_abs = operators.rasterize_backward(*walk)
+    sinks = [torch.zeros(40, 16), torch.ones(60, 16)]
+    owners, slots = (torch.arange(60) % 3 == 0).int(), torch.arange(60).int() * 2 // 3
+    slots[owners == 1] = torch.arange(20).int() * 3
+    operators.rasterize_backward_into(*walk, torch.tensor([s.data_ptr() for s in sinks]), owners, slots, False)
+    expected = torch.cat([gradients[0], gradients[1], gradients[2][:, None], gradients[3], torch.zeros(60, 1)], dim=1)
+    expected = torch.cat([expected, v_abs if absgrad else torch.zeros(60, 2), torch.zeros(60, 4)], dim=1)
+    for k, sink in enumerate(sinks):
+        mine = owners == k
+        wanted = torch.full_like(sink, float(k)).index_add_(0, slots[mine], expected[mine])
+        torch.testing.assert_close(sink, wanted)
+    assert expected.count_nonzero() > 400
+
+
 def test_wrong_arguments_are_named() -> None:
     splats = make_splats(5, 40, 32)
     lists = splats.intersect()
@@ -266,19 +299,19 @@ def test_wrong_arguments_are_named() -> None:
 def test_opcheck() -> None:
     splats = make_splats(20, 40, 30).leaves()
     arguments = (*splats.inputs(), *splats.intersect(), list(splats.patches), 16)
-    out, alpha, last = rasterize(*arguments)
     operators = torch.ops.ns_multigpu
+    out, alpha, last, state = operators.rasterize(*arguments, None)
     for probe in (None, torch.zeros(20, 2, requires_grad=True)):
         torch.library.opcheck(operators.rasterize.default, (*arguments, probe))
     detached = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
-    gradients = (alpha.detach(), last, torch.ones_like(out), torch.ones_like(alpha))
+    gradients = (alpha.detach(), last, state, out.detach(), torch.ones_like(out), torch.ones_like(alpha))
     for absgrad in (False, True):
         torch.library.opcheck(operators.rasterize_backward.default, (*detached, *gradients, absgrad))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("channels", [3, 4, 6])
-def test_gsplat_equals_reference(channels: int) -> None:
+def test_cuda_equals_reference(channels: int) -> None:
     splats = make_splats(400, 47, 33, channels=channels, views=2, opacities=(0.02, 0.99)).to("cuda")
     splats = splats.with_patches(1, 0, 0, 47, 33, *PIECES, 0, 5, 5, 5, 9)
     (out, alpha, last), gradients = backward(splats)

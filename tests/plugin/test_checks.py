@@ -98,7 +98,9 @@ def test_seed_points() -> None:
 
 def test_operators() -> None:
     checks.check_operators("cpu", None)
-    checks.check_operators("cuda", "No C++ compiler.")
+    checks.check_operators("cuda", None)
+    with pytest.raises(InputError, match=r"training on CUDA needs cannot be built. No nvcc. Install one"):
+        checks.check_operators("cuda", "No nvcc. Install one.")
     with pytest.raises(InputError, match=r"training on CPU needs cannot be built. No C\+\+ compiler. Install one"):
         checks.check_operators("cpu", "No C++ compiler. Install one.")
 

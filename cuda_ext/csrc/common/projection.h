@@ -133,8 +133,8 @@ NSMG_HD Splat<T> make_splat(const Camera<T>& camera, const Point<T>& point, T ep
   s.opacity = point.opacity * (antialiased ? compensation(f) : T(1));
   s.variance_x = f.xx;
   s.variance_y = f.yy;
-  // Written so that a NaN anywhere is not alive.
-  s.alive = (s.depth >= camera.near_plane) & (s.depth <= camera.far_plane) & (f.det > T(0)) &
+  // Written so that a NaN anywhere is not alive, nor a determinant that overflowed: its inverse is 0.
+  s.alive = (s.depth >= camera.near_plane) & (s.depth <= camera.far_plane) & (f.det > T(0)) & (inverse_det > T(0)) &
             (s.opacity >= min_alpha<T>());
   return s;
 }
@@ -149,6 +149,26 @@ NSMG_HD T reach(T opacity) {
 template <typename T>
 NSMG_HD bool overlaps(T x, T y, T rx, T ry, T x0, T y0, T x1, T y1) {
   return (x + rx > x0) & (x - rx < x1) & (y + ry > y0) & (y - ry < y1);
+}
+
+// One row as `project` puts it out: the splat, and its half extents in whole pixels.
+template <typename T>
+struct ProjectedRow {
+  Splat<T> splat;
+  T rx, ry;
+  bool alive;  // whether it adds anything to its whole view; if not, the rest means nothing
+};
+
+template <typename T>
+NSMG_HD ProjectedRow<T> project_row(const Camera<T>& camera, const Point<T>& point, T eps2d, bool antialiased) {
+  ProjectedRow<T> row;
+  row.splat = make_splat(camera, point, eps2d, antialiased);
+  const T reach2 = row.splat.alive ? reach(row.splat.opacity) : T(0);
+  row.rx = outward(std::sqrt(reach2 * row.splat.variance_x), extent_margin<T>());
+  row.ry = outward(std::sqrt(reach2 * row.splat.variance_y), extent_margin<T>());
+  row.alive = row.splat.alive &
+              overlaps(row.splat.x, row.splat.y, row.rx, row.ry, T(0), T(0), camera.width, camera.height);
+  return row;
 }
 
 // Whether a point may reach alpha 1/255 in a rectangle, from its largest scale alone: no rotation widens a splat beyond

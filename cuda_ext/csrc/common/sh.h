@@ -6,7 +6,7 @@
 
 namespace nsmg {
 
-constexpr int sh_bases(int degree) { return (degree + 1) * (degree + 1); }
+NSMG_HD constexpr int sh_bases(int degree) { return (degree + 1) * (degree + 1); }
 
 template <typename T>
 struct ShConstants {

@@ -7,6 +7,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -17,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "../common/ellipse.h"
+#include "../common/cover.h"
 #include "patches.h"
 
 namespace nsmg {
@@ -78,28 +79,15 @@ struct Rows {
   }
 };
 
-// Tiles [first, last) along one axis whose pixel centres come within [lo, hi] of a patch that starts at `origin`.
-template <typename T>
-inline std::pair<int, int> covered_tiles(T lo, T hi, int origin, int pixels, int tile_size) {
-  int first, last;
-  covered_steps(Span<T>{lo, hi}, T(origin), pixels, first, last);
-  return first < last ? std::pair(first / tile_size, (last - 1) / tile_size + 1) : std::pair(0, 0);
-}
-
 // Calls emit(tile) for every tile of the patch that the row's ellipse, within its box, may reach.
 template <typename T, typename Emit>
 inline void visit_tiles(const Rows<T>& rows, const Ellipse<T>& e, int64_t row, const Patch& patch, int tile_size,
                         const Emit& emit) {
   const T reach_x = T(rows.radius[2 * row]), reach_y = T(rows.radius[2 * row + 1]);
-  const auto [x_first, x_last] =
-      covered_tiles(e.mean_x - reach_x, e.mean_x + reach_x, patch.x0, patch.width(), tile_size);
-  for (int column = x_first; column < x_last; ++column) {
-    const int x0 = patch.x0 + column * tile_size, x1 = std::min(x0 + tile_size, patch.x1);
-    const Span<T> span = e.y_span(T(x0) + T(0.5), T(x1) - T(0.5));
-    const auto [y_first, y_last] = covered_tiles(std::max(span.lo, e.mean_y - reach_y),
-                                                 std::min(span.hi, e.mean_y + reach_y), patch.y0, patch.height(),
-                                                 tile_size);
-    for (int line = y_first; line < y_last; ++line) emit(line * patch.tiles_x + column);
+  const TileRange columns = tile_columns(e, reach_x, patch, tile_size);
+  for (int column = columns.first; column < columns.last; ++column) {
+    const TileRange lines = tiles_of_column(e, reach_y, patch, column, tile_size);
+    for (int line = lines.first; line < lines.last; ++line) emit(line * patch.tiles_x + column);
   }
 }
 
@@ -189,7 +177,26 @@ std::tuple<at::Tensor, at::Tensor> intersect(const at::Tensor& means2d_, const a
   return run(float{});
 }
 
+// The same with room for `capacity` intersections, whatever their number. Where that is larger, the lists are cut off.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> intersect_capacity(
+    const at::Tensor& means2d, const at::Tensor& conics, const at::Tensor& row_opacities, const at::Tensor& radii,
+    const at::Tensor& depths, const at::Tensor& view_ids, at::IntArrayRef patches, int64_t tile_size,
+    int64_t capacity) {
+  TORCH_CHECK_VALUE(capacity >= 0 && capacity <= std::numeric_limits<int32_t>::max(),
+                    "intersect_capacity: capacity must lie in 0..2^31 - 1, got ", capacity);
+  const auto [tile_offsets, listed] =
+      intersect(means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size);
+  at::Tensor row_ids = at::full({capacity}, -1, listed.options());
+  const int64_t kept = std::min(capacity, listed.size(0));
+  std::copy_n(listed.const_data_ptr<int32_t>(), kept, row_ids.mutable_data_ptr<int32_t>());
+  return {tile_offsets.clamp_max(capacity), row_ids,
+          at::full({1}, listed.size(0), listed.options().dtype(at::kLong))};
+}
+
 }  // namespace
 }  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("intersect", &nsmg::intersect); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
+  m.impl("intersect", &nsmg::intersect);
+  m.impl("intersect_capacity", &nsmg::intersect_capacity);
+}

@@ -227,6 +227,7 @@ Projected project(const at::Tensor& means, const at::Tensor& quats, const at::Te
   at::Tensor means2d = at::empty({in.rows(), 2}, options), conics = at::empty({in.rows(), 3}, options);
   at::Tensor depths = at::empty({in.rows()}, options), row_opacities = at::empty({in.rows()}, options);
   at::Tensor radii = at::empty({in.rows(), 2}, options.dtype(at::kInt));
+  for (const at::Tensor& output : {means2d, conics, depths, row_opacities, radii}) zero_padding(output, in.starts);
   AT_DISPATCH_FLOATING_TYPES(means.scalar_type(), "project", [&] {
     using T = scalar_t;
     with_flag(antialiased, [&](auto flag) {

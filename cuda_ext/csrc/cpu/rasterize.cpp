@@ -120,33 +120,35 @@ void render_all(const SplatTable<T>& table, const PatchList& list, T* out, T* al
   });
 }
 
+using Rendered = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // out, alpha, last, state
+
 template <typename T>
-std::tuple<at::Tensor, at::Tensor, at::Tensor> rasterize_as(const SplatTable<T>& table, const PatchList& list,
-                                                            const at::TensorOptions& options) {
+Rendered rasterize_as(const SplatTable<T>& table, const PatchList& list, const at::TensorOptions& options) {
   at::Tensor out = at::empty({list.pixels, table.channels}, options);
   at::Tensor alpha = at::empty({list.pixels}, options);
   at::Tensor last = at::empty({list.pixels}, options.dtype(at::kInt));
+  at::Tensor state = at::empty({0}, options.dtype(at::kFloat));  // the backward pass here needs nothing more
   T* out_ptr = out.mutable_data_ptr<T>();
   T* alpha_ptr = alpha.mutable_data_ptr<T>();
   int32_t* last_ptr = last.mutable_data_ptr<int32_t>();
   if constexpr (std::is_same_v<T, float>) {
     if (table.channels == 3) {
       render_all<T, 3>(table, list, out_ptr, alpha_ptr, last_ptr);
-      return {out, alpha, last};
+      return {out, alpha, last, state};
     }
     if (table.channels == 4) {
       render_all<T, 4>(table, list, out_ptr, alpha_ptr, last_ptr);
-      return {out, alpha, last};
+      return {out, alpha, last, state};
     }
   }
   render_all<T, 0>(table, list, out_ptr, alpha_ptr, last_ptr);
-  return {out, alpha, last};
+  return {out, alpha, last, state};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> rasterize(
-    const at::Tensor& means2d_, const at::Tensor& conics_, const at::Tensor& row_opacities_,
-    const at::Tensor& features_, const at::Tensor& tile_offsets_, const at::Tensor& row_ids_, at::IntArrayRef patches,
-    int64_t tile_size, const std::optional<at::Tensor>& /* absgrad_probe: for autograd alone */) {
+Rendered rasterize(const at::Tensor& means2d_, const at::Tensor& conics_, const at::Tensor& row_opacities_,
+                   const at::Tensor& features_, const at::Tensor& tile_offsets_, const at::Tensor& row_ids_,
+                   at::IntArrayRef patches, int64_t tile_size,
+                   const std::optional<at::Tensor>& /* absgrad_probe: for autograd alone */) {
   const PatchList list(patches, tile_size);
   const at::Tensor means2d = means2d_.contiguous(), conics = conics_.contiguous(),
                    row_opacities = row_opacities_.contiguous(), features = features_.contiguous(),

@@ -255,8 +255,8 @@ Gradients backward_as(const SplatTable<T>& table, const PatchList& list, const P
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> rasterize_backward(
     const at::Tensor& means2d_, const at::Tensor& conics_, const at::Tensor& row_opacities_,
     const at::Tensor& features_, const at::Tensor& tile_offsets_, const at::Tensor& row_ids_, at::IntArrayRef patches,
-    int64_t tile_size, const at::Tensor& alpha_, const at::Tensor& last_, const at::Tensor& v_out_,
-    const at::Tensor& v_alpha_, bool absgrad) {
+    int64_t tile_size, const at::Tensor& alpha_, const at::Tensor& last_, const at::Tensor& /* state: empty here */,
+    const at::Tensor& /* out */, const at::Tensor& v_out_, const at::Tensor& v_alpha_, bool absgrad) {
   const PatchList list(patches, tile_size);
   const at::Tensor means2d = means2d_.contiguous(), conics = conics_.contiguous(),
                    row_opacities = row_opacities_.contiguous(), features = features_.contiguous(),
@@ -282,7 +282,53 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> rasterize
   return run(float{});
 }
 
+// Adds the gradients of row r, as 16 floats, to the record at sinks[owners[r]] + 64 slots[r] bytes.
+void rasterize_backward_into(const at::Tensor& means2d, const at::Tensor& conics, const at::Tensor& row_opacities,
+                             const at::Tensor& features, const at::Tensor& tile_offsets, const at::Tensor& row_ids,
+                             at::IntArrayRef patches, int64_t tile_size, const at::Tensor& alpha,
+                             const at::Tensor& last, const at::Tensor& state, const at::Tensor& out,
+                             const at::Tensor& v_out, const at::Tensor& v_alpha, bool absgrad,
+                             const at::Tensor& sinks_, const at::Tensor& owners_, const at::Tensor& slots_,
+                             bool /* system_scope: one memory here */) {
+  const int64_t rows = means2d.size(0), channels = features.size(1);
+  TORCH_CHECK_TYPE(means2d.scalar_type() == at::kFloat, "rasterize_backward_into: records are float32, the inputs ",
+                   means2d.scalar_type());
+  TORCH_CHECK_VALUE(channels <= 4, "rasterize_backward_into: a record holds 4 channels, features has ", channels);
+  TORCH_CHECK_VALUE(owners_.sizes() == at::IntArrayRef({rows}) && slots_.sizes() == owners_.sizes(),
+                    "rasterize_backward_into: owners and slots must be [M] = [", rows, "], got ", owners_.sizes(),
+                    " and ", slots_.sizes());
+  const at::Tensor sinks = sinks_.contiguous(), owners = owners_.contiguous(), slots = slots_.contiguous();
+  const int64_t* bases = sinks.const_data_ptr<int64_t>();
+  const int32_t* owner = owners.const_data_ptr<int32_t>();
+  const int32_t* slot = slots.const_data_ptr<int32_t>();
+  const auto [v_means2d, v_conics, v_opacities, v_features, v_abs] =
+      rasterize_backward(means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, alpha,
+                         last, state, out, v_out, v_alpha, absgrad);
+  const float *mean = v_means2d.const_data_ptr<float>(), *conic = v_conics.const_data_ptr<float>(),
+              *opacity = v_opacities.const_data_ptr<float>(), *feature = v_features.const_data_ptr<float>(),
+              *abs = absgrad ? v_abs.const_data_ptr<float>() : nullptr;
+  std::vector<char> named(rows, 0);  // by an intersection: the others may have no owner
+  const at::Tensor listed = row_ids.contiguous();
+  const int32_t* ids = listed.const_data_ptr<int32_t>();
+  const int64_t used = tile_offsets[-1].item<int32_t>();
+  for (int64_t i = 0; i < used; ++i) named[ids[i]] = 1;
+  for (int64_t r = 0; r < rows; ++r) {
+    if (!named[r]) continue;
+    TORCH_CHECK_VALUE(owner[r] >= 0 && owner[r] < sinks.size(0), "rasterize_backward_into: row ", r, " has owner ",
+                      owner[r], ", and there are ", sinks.size(0), " sinks");
+    float* record = reinterpret_cast<float*>(bases[owner[r]]) + 16 * int64_t(slot[r]);
+    for (int d = 0; d < 2; ++d) record[d] += mean[2 * r + d];
+    for (int d = 0; d < 3; ++d) record[2 + d] += conic[3 * r + d];
+    record[5] += opacity[r];
+    for (int64_t d = 0; d < channels; ++d) record[6 + d] += feature[r * channels + d];
+    for (int d = 0; absgrad && d < 2; ++d) record[10 + d] += abs[2 * r + d];
+  }
+}
+
 }  // namespace
 }  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) { m.impl("rasterize_backward", &nsmg::rasterize_backward); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
+  m.impl("rasterize_backward", &nsmg::rasterize_backward);
+  m.impl("rasterize_backward_into", &nsmg::rasterize_backward_into);
+}

@@ -18,8 +18,9 @@ struct Chunk {
   int64_t view, begin, end;  // rows
 };
 
-// Where each view's rows start; V + 1 numbers. Throws unless rows are sorted by (view, point) without repetition and
-// all ids are in range: the backward kernels add to a point's gradient without atomics because of that.
+// Where each view's rows start; V + 1 numbers, the last of which is where padding starts: rows at the end whose point is
+// -1 and whose view is the last. Throws unless rows are sorted by (view, point) without repetition and all ids are in
+// range: the backward kernels add to a point's gradient without atomics because of that.
 inline std::vector<int64_t> view_starts(const at::Tensor& view_ids, const at::Tensor& point_ids, int64_t views,
                                         int64_t points) {
   TORCH_CHECK_VALUE(view_ids.scalar_type() == at::kInt && point_ids.scalar_type() == at::kInt,
@@ -27,9 +28,11 @@ inline std::vector<int64_t> view_starts(const at::Tensor& view_ids, const at::Te
                     point_ids.scalar_type(), ".");
   TORCH_CHECK_VALUE(view_ids.dim() == 1 && view_ids.sizes() == point_ids.sizes(),
                     "view_ids and point_ids must both be [M], not ", view_ids.sizes(), " and ", point_ids.sizes(), ".");
-  const int64_t rows = view_ids.numel();
   const int32_t* view = view_ids.const_data_ptr<int32_t>();
   const int32_t* point = point_ids.const_data_ptr<int32_t>();
+  const int32_t padding_view = static_cast<int32_t>(std::max<int64_t>(views - 1, 0));
+  int64_t rows = view_ids.numel();
+  while (rows > 0 && point[rows - 1] == -1 && view[rows - 1] == padding_view) --rows;
   bool bad = false;
   for (int64_t i = 0; i < rows; ++i) {
     bad |= (view[i] < 0) | (view[i] >= views) | (point[i] < 0) | (point[i] >= points);
@@ -66,6 +69,11 @@ void for_chunks(const std::vector<Chunk>& chunks, const F& f) {
       f(i, chunks[i]);
     }
   });
+}
+
+// Zeroes the padding's part of an output that has a line a row.
+inline void zero_padding(const at::Tensor& output, const std::vector<int64_t>& starts) {
+  output.narrow(0, starts.back(), output.size(0) - starts.back()).zero_();
 }
 
 // A contiguous tensor of this shape and dtype, or an error that names it. A size of -1 accepts any.

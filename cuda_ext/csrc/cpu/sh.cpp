@@ -126,6 +126,7 @@ at::Tensor sh_colors(int64_t degree, const at::Tensor& means, const at::Tensor& 
                      const at::Tensor& sh_rest, const at::Tensor& view_ids, const at::Tensor& point_ids) {
   const Inputs in = check_inputs(degree, means, camera_centers, sh_dc, sh_rest, view_ids, point_ids);
   at::Tensor colors = at::empty({in.rows(), 3}, means.options());
+  zero_padding(colors, in.starts);
   const std::vector<Chunk> chunks = chunks_of(in.starts, 0, in.views());
   AT_DISPATCH_FLOATING_TYPES(means.scalar_type(), "sh_colors", [&] {
     using T = scalar_t;

@@ -1,0 +1,175 @@
+"""The fused way through the operators, piece by piece, as `ns_multigpu.primitives.fused_step` goes it."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.floors import TILE, Counts, count
+from benchmarks.garden import DEGREE, Scene
+from cuda_ext import SplatRows, intersect_capacity, splat_forward, splat_update
+from cuda_ext.adam import adam_scalars
+from ns_multigpu.primitives.fused_step import padded
+
+
+class Lists(NamedTuple):
+    """What `intersect_capacity` returns."""
+
+    tile_offsets: Tensor
+    row_ids: Tensor
+    count: Tensor
+
+
+class Pixels(NamedTuple):
+    """What the operator `rasterize` returns."""
+
+    out: Tensor
+    alpha: Tensor
+    last: Tensor
+    state: Tensor
+
+
+class Capacities(NamedTuple):
+    """Room for rows and intersections."""
+
+    rows: int
+    intersections: int
+
+
+def needed(scene: Scene) -> Capacities:
+    """The capacities that training settles on for this scene."""
+    path = FusedPath(scene, Capacities(scene.points, 1))
+    rows = path.splat()
+    return Capacities(padded(int(rows.count)), padded(int(path.lists(rows).count)))
+
+
+class FusedPath:
+    """Renders a scene and brings an image's gradient back to its rows. Allocates nothing that depends on the data.
+
+    Args:
+        scene: with one view.
+        capacities: of rows and intersections.
+        system_scope: add gradients with atomics that other GPUs see.
+        absgrad: sum up absolute gradients as well.
+        target: [H W, 3] what the image should be; by default the scene's.
+    """
+
+    def __init__(
+        self,
+        scene: Scene,
+        capacities: Capacities,
+        system_scope: bool = False,
+        absgrad: bool = False,
+        target: Tensor | None = None,
+    ) -> None:
+        self.scene, self.capacities = scene, capacities
+        self._system_scope, self._absgrad = system_scope, absgrad
+        self._patches = [0, 0, 0, scene.width, scene.height]
+        device = scene.device
+        self.records = torch.zeros(capacities.rows, 16, device=device)
+        self._sinks = torch.tensor([self.records.data_ptr()], dtype=torch.int64, device=device)
+        self._owners = torch.zeros(capacities.rows, dtype=torch.int32, device=device)
+        self._slots = torch.arange(capacities.rows, dtype=torch.int32, device=device)
+        self.target = scene.floats().view(-1, 3) if target is None else target
+        self._v_alpha = torch.zeros(len(self.target), device=device)
+
+    def splat(self) -> SplatRows:
+        s = self.scene
+        return splat_forward(*s.raw(), s.viewmats, s.Ks, s.size, DEGREE, self.capacities.rows)
+
+    def lists(self, rows: SplatRows) -> Lists:
+        geometry = (rows.means2d, rows.conics, rows.opacities, rows.radii, rows.depths, rows.view_ids)
+        return Lists(*intersect_capacity(*geometry, self._patches, TILE, self.capacities.intersections))
+
+    def pixels(self, rows: SplatRows, lists: Lists) -> Pixels:
+        return Pixels(*torch.ops.ns_multigpu.rasterize(*self._inputs(rows, lists), None))
+
+    def image_gradient(self, pixels: Pixels) -> Tensor:
+        """Of the mean squared error against the target."""
+        return (pixels.out - self.target) * (2 / self.target.numel())
+
+    def backward(self, rows: SplatRows, lists: Lists, pixels: Pixels, v_out: Tensor) -> None:
+        """Clears the records and sums the gradients up there, through the table of sinks."""
+        self.records.zero_()
+        torch.ops.ns_multigpu.rasterize_backward_into(
+            *self._inputs(rows, lists), *pixels[1:], pixels.out, v_out, self._v_alpha, self._absgrad, self._sinks,
+            self._owners, self._slots, self._system_scope,
+        )  # fmt: skip
+
+    def local_backward(self, rows: SplatRows, lists: Lists, pixels: Pixels, v_out: Tensor) -> None:
+        """The same into records of the operator's own, which it unpacks: what autograd calls."""
+        torch.ops.ns_multigpu.rasterize_backward(
+            *self._inputs(rows, lists), *pixels[1:], pixels.out, v_out, self._v_alpha, self._absgrad
+        )
+
+    def forward(self) -> tuple[SplatRows, Lists, Pixels]:
+        rows = self.splat()
+        lists = self.lists(rows)
+        return rows, lists, self.pixels(rows, lists)
+
+    def both(self) -> tuple[SplatRows, Lists, Pixels]:
+        """Forward and backward, to `records`."""
+        rows, lists, pixels = self.forward()
+        self.backward(rows, lists, pixels, self.image_gradient(pixels))
+        return rows, lists, pixels
+
+    def counts(self) -> Counts:
+        """See `benchmarks.floors`.
+
+        Raises:
+            RuntimeError: a capacity is too small.
+        """
+        rows, lists, pixels = self.forward()
+        self.check_room(rows, lists)
+        return count(self.scene.points, rows, lists.tile_offsets, lists.row_ids, pixels.last, self.scene.size)
+
+    def check_room(self, rows: SplatRows, lists: Lists) -> None:
+        """Raises RuntimeError where a capacity is too small: the figures would be of something else."""
+        met = Capacities(int(rows.count), int(lists.count))
+        if met.rows > self.capacities.rows or met.intersections > self.capacities.intersections:
+            raise RuntimeError(f"{met} were met, but there is room for {self.capacities}.")
+
+    def _inputs(self, rows: SplatRows, lists: Lists) -> tuple[object, ...]:
+        splats = (rows.means2d, rows.conics, rows.opacities, rows.features)
+        return (*splats, lists.tile_offsets, lists.row_ids, self._patches, TILE)
+
+
+class FusedUpdate:
+    """`splat_update` of a scene's parameters that leaves them where they are: the learning rate is zero.
+
+    Attributes:
+        exp_avgs: the first moments.
+
+    Args:
+        scene: with one view.
+        remember: False: moments are the gradients of the last step alone, to be looked at. True: as in training.
+    """
+
+    def __init__(self, scene: Scene, remember: bool = True) -> None:
+        self._scene = scene
+        self.exp_avgs = [torch.zeros_like(p) for p in scene.raw()]
+        self._exp_avg_sqs = [torch.zeros_like(p) for p in scene.raw()]
+        line = adam_scalars(0.0, (0.9, 0.999) if remember else (0.0, 0.0), 1e-15, 1)
+        self._scalars = torch.tensor([line] * len(self.exp_avgs), device=scene.device)
+
+    def __call__(self, rows: SplatRows, records: Tensor) -> None:
+        s = self._scene
+        moments = (self.exp_avgs, self._exp_avg_sqs, self._scalars)
+        splat_update(s.raw(), *moments, s.viewmats, s.Ks, s.size, rows, records, DEGREE)
+
+
+@contextmanager
+def backward_kernel(name: str) -> Iterator[None]:
+    """Inside, rasterization goes back through the kernel of this name, `pixel` or `splat`."""
+    before = os.environ.get("NS_MULTIGPU_BACKWARD")
+    os.environ["NS_MULTIGPU_BACKWARD"] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["NS_MULTIGPU_BACKWARD"]
+        else:
+            os.environ["NS_MULTIGPU_BACKWARD"] = before

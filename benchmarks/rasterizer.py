@@ -1,0 +1,209 @@
+"""Times rasterization, forward and backward, against gsplat 1.4.0 on one GPU, and checks that both draw the same.
+
+    python -m benchmarks.rasterizer [--scenes garden-11 ...] [--garden PATH] [--quick] [--json FILE]
+
+Four ways: gsplat's `rasterization` (packed False, as nerfstudio calls it); ours through the public operators and
+autograd; ours through the fused path, eagerly and as a CUDA graph. The loss is a mean squared error against noise. The
+fused path ends with the gradients of rows (splats of this view), from which training goes on to Adam's step in one
+kernel: "and update" has that in it, so it does more than the others, which end with the gradients of parameters.
+Below are the pieces of the fused path, replayed from CUDA graphs, beside the hardware's floor for each
+(`benchmarks.floors`) and with other kernels and scopes of the backward pass. Peak memory is what a way holds beyond
+the scene's parameters and image; moments of Adam do not count.
+
+On a CPU gsplat cannot run: the fused path is then checked against the public operators.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.agreement import Drawn, compare
+from benchmarks.floors import Counts, floors
+from benchmarks.fused_path import Capacities, FusedPath, FusedUpdate, backward_kernel, needed
+from benchmarks.garden import Garden, Scene
+from benchmarks.sections import Line, Sections, finish, parse, parser, ratio, show
+from benchmarks.stopwatch import Stopwatch, captured, peak_bytes
+from benchmarks.ways import Render, gsplat_counts, gsplat_render, joined, operators_render
+from cuda_ext.fused import PARAMETERS
+
+
+@dataclass
+class Results:
+    """Of one scene."""
+
+    scene: Scene
+    lines: list[Line] = field(default_factory=list)
+    drawn: dict[str, Drawn] = field(default_factory=dict)
+
+
+def time_autograd(name: str, results: Results, watch: Stopwatch, parameters: list[Tensor], render: Render) -> None:
+    """Times a way that goes through autograd, and keeps what it draws."""
+    device = results.scene.device
+    leaves = [p.detach().requires_grad_() for p in parameters]
+    target = results.scene.floats().view(-1, 3)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return render(leaves)[0]
+
+    def both() -> Tensor:
+        for leaf in leaves:
+            leaf.grad = None
+        image, _ = render(leaves)
+        (image - target).square().mean().backward()
+        return image.detach()
+
+    forward_ms, both_ms = watch.median(forward), watch.median(both)
+    forward_peak = peak_bytes(device, forward)
+    for leaf in leaves:
+        leaf.grad = None
+    both_peak = peak_bytes(device, both)
+    results.lines += [
+        Line(f"{name}: forward", forward_ms, peak_bytes=forward_peak),
+        Line(f"{name}: forward and backward", both_ms, peak_bytes=both_peak),
+    ]
+    image = both()
+    gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    if len(gradients) == 5:  # harmonics in one tensor
+        gradients[4:] = [gradients[4][:, 0], gradients[4][:, 1:]]
+    scales, opacities = leaves[2].detach(), leaves[3].detach()
+    gradients[2] = gradients[2] * scales  # by the logarithm
+    gradients[3] = gradients[3] * opacities * (1 - opacities)  # by the logit
+    results.drawn[name] = Drawn(image, dict(zip(PARAMETERS, gradients, strict=True)))
+
+
+def time_fused(results: Results, watch: Stopwatch, room: Capacities, floor: dict[str, float]) -> None:
+    """Times the fused path as a whole, and keeps what it draws."""
+    scene = results.scene
+    device = scene.device
+    path, update = FusedPath(scene, room), FusedUpdate(scene)
+
+    def updated() -> None:
+        rows, _, _ = path.both()
+        update(rows, path.records)
+
+    both = floor["forward and backward"]
+    kinds = (
+        ("forward", path.forward, floor["forward"]),
+        ("forward and backward", path.both, both),
+        ("forward, backward and update", updated, both + floor["update"]),
+    )
+    for what, work, least in kinds:
+        peak = None
+        if work == path.both:  # records of gradients and their places included
+            peak = peak_bytes(device, lambda: FusedPath(scene, room, target=path.target).both())
+        bound = least if device.type == "cuda" else None
+        results.lines.append(Line(f"fused: {what}", watch.median(work), bound, peak))
+        if device.type == "cuda":
+            results.lines.append(Line(f"fused, graph: {what}", watch.median(captured(work, device)), bound))
+    rows, lists, pixels = path.both()
+    path.check_room(rows, lists)
+    gradients = FusedUpdate(scene, remember=False)
+    gradients(rows, path.records)
+    results.drawn["fused"] = Drawn(pixels.out, dict(zip(PARAMETERS, gradients.exp_avgs, strict=True)))
+
+
+def time_pieces(results: Results, watch: Stopwatch, room: Capacities, floor: dict[str, float]) -> None:
+    """Times the pieces of the fused path, and other ways of its backward pass."""
+    scene = results.scene
+    cuda = scene.device.type == "cuda"
+    path = FusedPath(scene, room)
+    rows, lists, pixels = path.forward()
+    v_out = path.image_gradient(pixels)
+    update = FusedUpdate(scene)
+
+    def add(what: str, work: Callable[[], Any], piece: str) -> None:
+        results.lines.append(Line(f"  {what}", watch.kernels(work), floor[piece] if cuda else None))
+
+    add("splat_forward", path.splat, "splat_forward")
+    add("intersect_capacity", lambda: path.lists(rows), "intersect")
+    add("rasterize", lambda: path.pixels(rows, lists), "rasterize")
+    everything = (rows, lists, pixels, v_out)
+    for kernel in ("pixel", "splat") if cuda else ("pixel",):
+        with backward_kernel(kernel):
+            add(f"backward, {kernel}: local, unpacked", lambda: path.local_backward(*everything), "backward")
+            for scope, system in (("gpu", False), ("system", True)):
+                other = FusedPath(scene, room, system_scope=system)
+                add(f"backward, {kernel}: into, {scope} scope", lambda o=other: o.backward(*everything), "backward")
+            other = FusedPath(scene, room, absgrad=True)
+            add(f"backward, {kernel}: into, absgrad", lambda o=other: o.backward(*everything), "backward")
+    path.backward(*everything)
+    add("splat_update (with Adam)", lambda: update(rows, path.records), "update")
+
+
+def measure(scene: Scene, sections: Sections, watch: Stopwatch) -> dict[str, Any]:
+    """All of one scene."""
+    results, name = Results(scene), scene.name
+    report: dict[str, Any] = {"name": name, "points": scene.points, "width": scene.width, "height": scene.height}
+    cuda = scene.device.type == "cuda"
+    if cuda:
+        with sections.section(f"{name}: gsplat"):
+            report["gsplat_counts"] = gsplat_counts(scene)
+            *geometry, dc, rest = scene.activated()
+            time_autograd("gsplat", results, watch, [*geometry, joined(dc, rest)], gsplat_render(scene))
+            del geometry, dc, rest
+    with sections.section(f"{name}: operators"):
+        time_autograd("operators", results, watch, scene.activated(), operators_render(scene))
+    room: Capacities | None = None
+    counts: Counts | None = None
+    with sections.section(f"{name}: counts"):
+        room = needed(scene)
+        counts = FusedPath(scene, room).counts()
+        report |= {"counts": asdict(counts), "floors_ms": floors(counts), "capacities": room._asdict()}
+    if room is not None and counts is not None:
+        with sections.section(f"{name}: fused"):
+            time_fused(results, watch, room, floors(counts))
+        with sections.section(f"{name}: pieces"):
+            time_pieces(results, watch, room, floors(counts))
+    show(sections.console, scene.describe(), results.lines)
+    for title, numbers in (("ours", report.get("counts", {})), ("gsplat", report.get("gsplat_counts", {}))):
+        if numbers:
+            sections.console.print(f"{title}: " + ", ".join(f"{key} {value:,}" for key, value in numbers.items()))
+    with sections.section(f"{name}: comparison"):
+        report["against"] = compare(sections.console, results.drawn, "gsplat" if cuda else "operators")
+    return report | {"lines": results.lines}
+
+
+def summarize(console: Console, reports: list[dict[str, Any]]) -> None:
+    """Prints how many times faster than gsplat each way is."""
+    table = Table(title="times faster than gsplat 1.4.0", title_justify="left")
+    ways = ("operators", "fused", "fused, graph")
+    heads = [f"{way}: {what}" for what in ("forward", "forward and backward") for way in ways]
+    for head in ("scene", *heads, "fused, graph: forward, backward and update", "peak, of gsplat's"):
+        table.add_column(head, justify="left" if head == "scene" else "right")
+    for report in reports:
+        lines = {line.what: line for line in report["lines"]}
+        ms = {what: line.ms for what, line in lines.items()}
+        cells = [ratio(ms.get(f"gsplat: {head.split(': ')[1]}"), ms.get(head)) for head in heads]
+        cells.append(
+            ratio(ms.get("gsplat: forward and backward"), ms.get("fused, graph: forward, backward and update"))
+        )
+        peaks = [line.peak_bytes for w in ("fused", "gsplat") if (line := lines.get(f"{w}: forward and backward"))]
+        cells.append(ratio(*peaks) if len(peaks) == 2 else "")
+        table.add_row(report["name"], *cells)
+    console.print(table)
+
+
+def main() -> int:
+    options = parse(parser(__doc__))
+    device = torch.device(options.device)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    sections, watch = Sections(console, device), Stopwatch(device, options.iterations)
+    garden = Garden(options.garden, device)
+    reports: list[dict[str, Any]] = []
+    for name in options.scenes:
+        with sections.section(f"{name}: scene"):
+            reports.append(measure(garden.scene(name), sections, watch))
+    if device.type == "cuda":
+        summarize(console, reports)
+    return finish("rasterizer", options, sections, reports)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

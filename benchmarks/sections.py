@@ -1,0 +1,116 @@
+"""What the GPU benchmarks share: options, sections that may fail, tables of lines, the report."""
+
+import argparse
+import json
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.environment import describe
+from benchmarks.garden import DEFAULT, GRIDS, TINY
+from benchmarks.stopwatch import free
+
+
+@dataclass(frozen=True)
+class Line:
+    """A figure: what was timed, milliseconds, the hardware's floor for it, and peak memory in bytes."""
+
+    what: str
+    ms: float
+    floor_ms: float | None = None
+    peak_bytes: int | None = None
+
+
+@dataclass
+class Sections:
+    """Runs the pieces of a benchmark: one that fails is reported, and the others still run."""
+
+    console: Console
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.failures: list[dict[str, str]] = []
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """A piece of the benchmark; an exception in it ends here."""
+        try:
+            yield
+        except Exception as error:
+            self.failures.append({"section": name, "error": f"{type(error).__name__}: {error}"})
+            self.console.rule(f"[red]FAILED: {name}")
+            self.console.print(traceback.format_exc(), markup=False, highlight=False)
+        free(self.device)
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of every GPU benchmark."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--scenes", nargs="+", choices=[*GRIDS, TINY], help="default: all gardens; on a CPU the tiny one")
+    made.add_argument("--garden", type=Path, default=DEFAULT, metavar="PATH", help="garden.npz (default: %(default)s)")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--iterations", type=int, default=30, help="timed runs of each piece, of which the median counts")
+    made.add_argument("--quick", action="store_true", help="5 iterations: to see that it runs")
+    made.add_argument("--json", type=Path, help="also write the figures here")
+    return made
+
+
+def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options given, with what follows from them."""
+    options = made.parse_args()
+    if options.scenes is None:
+        options.scenes = list(GRIDS) if options.device == "cuda" else [TINY]
+    if options.quick:
+        options.iterations = 5
+    if options.device == "cuda":
+        torch.cuda.init()  # fails here, and says why
+        options.device = f"cuda:{torch.cuda.current_device()}"
+    return options
+
+
+def show(console: Console, title: str, lines: Sequence[Line]) -> None:
+    """Prints lines as a table."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("what", min_width=44)
+    for name in ("ms", "floor, ms", "times floor", "peak, GiB"):
+        table.add_column(name, justify="right")
+    for line in lines:
+        floor = "" if line.floor_ms is None else f"{line.floor_ms:.3f}"
+        times = "" if line.floor_ms is None else f"{line.ms / line.floor_ms:.1f}"
+        peak = "" if line.peak_bytes is None else f"{line.peak_bytes / 2**30:.2f}"
+        table.add_row(line.what, f"{line.ms:.3f}", floor, times, peak)
+    console.print(table)
+
+
+def ratio(numerator: float | None, denominator: float | None) -> str:
+    """How many times; empty where either is missing."""
+    return "" if not numerator or not denominator else f"{numerator / denominator:.2f}"
+
+
+def finish(name: str, options: argparse.Namespace, sections: Sections, scenes: Sequence[dict[str, Any]]) -> int:
+    """Writes the report where it was asked for and returns the exit status."""
+    if options.json:
+        report = {
+            "benchmark": name,
+            **describe(),
+            "iterations": options.iterations,
+            "scenes": [_plain(scene) for scene in scenes],
+            "failures": sections.failures,
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    for failure in sections.failures:
+        sections.console.print(f"FAILED {failure['section']}: {failure['error'][:300]}", markup=False, highlight=False)
+    return 1 if sections.failures else 0
+
+
+def _plain(scene: dict[str, Any]) -> dict[str, Any]:
+    lines = {line.what: {k: v for k, v in asdict(line).items() if k != "what"} for line in scene.get("lines", [])}
+    return {**scene, "lines": lines}

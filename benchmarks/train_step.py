@@ -1,0 +1,290 @@
+"""Times a whole training step, render, L1 + SSIM, backward and Adam, against today's parts on one GPU.
+
+    python -m benchmarks.train_step [--scenes garden-11 ...] [--garden PATH] [--absgrad] [--quick] [--json FILE]
+
+Today's step is what nerfstudio's splatfacto runs: activations, gsplat 1.4.0's `rasterization`, a background, L1 and
+pytorch_msssim's SSIM, six `torch.optim.Adam` (with its defaults, and with fused=True). Ours is `FusedStep` as training
+takes it, eagerly and as a CUDA graph, upload of cameras, rates and image included; and, for comparison, our public
+operators under autograd with `FusedAdam`. Neither counts densification's statistics. Learning rates are so small that
+the scene stays as it is. Peak memory is beyond the parameters and Adam's moments, the image included.
+
+The first step of each is compared with today's: the image, the loss and Adam's first moments.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.agreement import Drawn, compare
+from benchmarks.autograd_step import RATE, SSIM_LAMBDA, AutogradStep, Kind, torch_loss
+from benchmarks.floors import floors
+from benchmarks.fused_path import Capacities, FusedPath, FusedUpdate, needed
+from benchmarks.garden import Garden, Scene
+from benchmarks.sections import Line, Sections, finish, parse, parser, ratio, show
+from benchmarks.stopwatch import Stopwatch, Work, captured, peak_bytes
+from cuda_ext import AdamStep, FusedAdam
+from cuda_ext.adam import ScalarRing
+from cuda_ext.fused import PARAMETERS
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings
+
+MOST_LOSS_DIFFERENCE = 1e-2
+"""Relative."""
+
+
+class OurStep:
+    """`FusedStep` with what training does around it on the host.
+
+    Args:
+        graph: replay a CUDA graph from the second step on.
+    """
+
+    def __init__(self, scene: Scene, room: Capacities, absgrad: bool, graph: bool) -> None:
+        self._scene = scene
+        params = {name: torch.nn.Parameter(p.clone()) for name, p in zip(ORDER, scene.raw(), strict=True)}
+        self.adam = AdamStep([FusedAdam([p], lr=RATE, eps=1e-15) for p in params.values()], with_grads=False)
+        moments = zip(self.adam.exp_avgs, self.adam.exp_avg_sqs, strict=True)
+        settings = StepSettings(
+            width=scene.width, height=scene.height, views=1, degree=3, antialiased=False, absgrad=absgrad,
+            ssim_lambda=SSIM_LAMBDA, rows=room.rows, intersections=room.intersections,
+        )  # fmt: skip
+        self.fused = FusedStep(params, dict(zip(ORDER, moments, strict=True)), {}, settings, World.single(scene.device))
+        cameras = [scene.viewmats.reshape(-1).cpu(), scene.Ks.reshape(-1).cpu()]
+        self._cameras = torch.cat([*cameras, scene.background().cpu()])
+        self._ring = ScalarRing(scene.device, self.fused.inputs.numel(), slots=16)
+        self._graph = graph
+        self._run: Work | None = None
+        self._taken = 0
+
+    def __call__(self) -> None:
+        numbers = torch.tensor(self.adam.count()).reshape(-1)
+        inputs = torch.cat([self._cameras, numbers])
+        self._ring.upload(inputs[None], torch.float32, into=self.fused.inputs[None])
+        self.fused.targets[0].copy_(self._scene.target)
+        if self._run is not None:
+            self._run()
+        elif self._graph:
+            self._run = captured(self._both, self._scene.device)  # takes a step, too
+        else:
+            self._both()
+        self._taken += 1
+
+    def _both(self) -> None:
+        self.fused.render()
+        self.fused.update()
+
+    def check(self) -> None:
+        """Raises RuntimeError unless all steps were taken: the figures would be of something else."""
+        status = self.fused.status()
+        if status.full or status.done != self._taken:
+            raise RuntimeError(f"of {self._taken} steps not all were taken: {status}")
+
+
+@dataclass
+class Results:
+    """Of one scene."""
+
+    scene: Scene
+    lines: list[Line] = field(default_factory=list)
+    drawn: dict[str, Drawn] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+
+    def beyond_model(self, fresh: Callable[[], Any]) -> int | None:
+        """Peak memory of `fresh`, which makes its own parameters and moments, without those."""
+        model = 3 * sum(p.numel() * p.element_size() for p in self.scene.raw())
+        peak = peak_bytes(self.scene.device, fresh)
+        return None if peak is None else peak - model
+
+
+def time_autograd(name: str, kind: Kind, results: Results, watch: Stopwatch, absgrad: bool) -> None:
+    """Times a step that goes through autograd, and keeps what its first one makes."""
+    scene = results.scene
+
+    def fresh() -> AutogradStep:
+        made = AutogradStep(scene, kind, absgrad)
+        made()  # makes the moments
+        made()
+        return made
+
+    peak = results.beyond_model(fresh)
+    step = AutogradStep(scene, kind, absgrad)
+    image, loss = step()
+    results.losses[name] = float(loss)
+    results.drawn[name] = Drawn(image.detach(), dict(zip(PARAMETERS, [m.clone() for m in step.moments()], strict=True)))
+    results.lines.append(Line(f"step, {name}", watch.median(step), peak_bytes=peak))
+
+
+def time_ours(
+    name: str, graph: bool, results: Results, watch: Stopwatch, room: Capacities, floor: float | None, absgrad: bool
+) -> None:
+    """Times our step, eagerly or as a graph."""
+    scene = results.scene
+
+    def fresh() -> OurStep:
+        made = OurStep(scene, room, absgrad, graph)
+        for _ in range(3):
+            made()
+        return made
+
+    peak = results.beyond_model(fresh)
+    step = OurStep(scene, room, absgrad, graph)
+    step()
+    if graph:  # what is compared shall be the graph's
+        for moment in step.adam.exp_avgs:
+            moment.zero_()
+        step()
+    results.losses[name] = float(step.fused.report[0])
+    moments: dict[str, Tensor] = dict(zip(PARAMETERS, [m.clone() for m in step.adam.exp_avgs], strict=True))
+    results.drawn[name] = Drawn(step.fused.rgb.reshape(-1, 3).clone(), moments)
+    results.lines.append(Line(f"step, {name}", watch.median(step), floor, peak))
+    step.check()
+
+
+def time_losses(results: Results, watch: Stopwatch, floor: float | None) -> None:
+    """Times L1 + SSIM with gradient: pytorch_msssim's and ours."""
+    scene = results.scene
+    inner = (0, 0, scene.width, scene.height)
+    generator = torch.Generator(scene.device).manual_seed(1)
+    image = torch.rand(scene.height, scene.width, 3, generator=generator, device=scene.device)
+    loss = torch_loss(scene)
+    v_l1, v_ssim = (torch.tensor(v, device=scene.device) for v in (1e-7, -1e-7))
+    operators = torch.ops.ns_multigpu
+    _, _, gradient = operators.l1_ssim(image, scene.target, inner)
+
+    def theirs() -> None:
+        loss(image.detach().requires_grad_()).backward()
+
+    def back() -> Tensor:
+        return operators.l1_ssim_backward(image, scene.target, gradient, inner, v_l1, v_ssim)
+
+    def both() -> None:
+        operators.l1_ssim(image, scene.target, inner)
+        back()
+
+    results.lines += [
+        Line("  loss: L1 and pytorch_msssim, with gradient", watch.median(theirs)),
+        Line("  loss: l1_ssim", watch.kernels(lambda: operators.l1_ssim(image, scene.target, inner))),
+        Line("  loss: l1_ssim_backward", watch.kernels(back)),
+        Line("  loss: both of them", watch.kernels(both), floor),
+    ]
+
+
+def time_updates(results: Results, watch: Stopwatch, room: Capacities, floor: dict[str, float]) -> None:
+    """Times Adam on explicit gradients, torch's and ours, and our update from gradients of rows."""
+    scene = results.scene
+    params = [torch.nn.Parameter(p.clone()) for p in scene.raw()]
+    for p in params:
+        p.grad = torch.full_like(p, 1e-6)
+    kinds: tuple[tuple[str, dict[str, Any]], ...] = (("default", {}), ("fused=True", {"fused": True}))
+    for name, options in kinds:
+        optimizers = [torch.optim.Adam([p], lr=RATE, eps=1e-15, **options) for p in params]
+        results.lines.append(
+            Line(f"  Adam: six torch.optim.Adam, {name}", watch.median(lambda o=optimizers: [x.step() for x in o]))
+        )
+        del optimizers
+    adam = AdamStep([FusedAdam([p], lr=RATE, eps=1e-15) for p in params])
+    adam.upload()
+    results.lines.append(Line("  Adam: adam_step", watch.kernels(adam.launch), floor.get("adam")))
+    del adam, params
+    path, update = FusedPath(scene, room), FusedUpdate(scene)
+    rows, lists, _ = path.both()
+    path.check_room(rows, lists)
+    results.lines.append(
+        Line(
+            "  splat_update: from rows, with Adam",
+            watch.kernels(lambda: update(rows, path.records)),
+            floor.get("update"),
+        )
+    )
+
+
+def check_losses(losses: dict[str, float], reference: str) -> None:
+    """Raises RuntimeError where a first step's loss is not the reference's."""
+    wanted = losses[reference]
+    wrong = {k: v for k, v in losses.items() if not abs(v - wanted) <= MOST_LOSS_DIFFERENCE * abs(wanted)}
+    if wrong:
+        raise RuntimeError(f"the loss of {reference} is {wanted}, but others' are {wrong}")
+
+
+def measure(scene: Scene, sections: Sections, watch: Stopwatch, absgrad: bool) -> dict[str, Any]:
+    """All of one scene."""
+    results, name = Results(scene), scene.name
+    report: dict[str, Any] = {"name": name, "points": scene.points, "width": scene.width, "height": scene.height}
+    cuda = scene.device.type == "cuda"
+    kinds = (("today", Kind("gsplat", "default")), ("today, fused Adam", Kind("gsplat", "fused"))) if cuda else ()
+    for way, kind in (*kinds, ("operators", Kind("operators", "ours"))):
+        with sections.section(f"{name}: {way}"):
+            time_autograd(way, kind, results, watch, absgrad)
+    room: Capacities | None = None
+    floor: dict[str, float] = {}
+    with sections.section(f"{name}: counts"):
+        room = needed(scene)
+        counts = FusedPath(scene, room).counts()
+        report |= {"counts": asdict(counts), "floors_ms": floors(counts), "capacities": room._asdict()}
+        floor = floors(counts) if cuda else {}
+    if room is not None:
+        for way, graph in (("ours", False), ("ours, graph", True)) if cuda else (("ours", False),):
+            with sections.section(f"{name}: {way}"):
+                time_ours(way, graph, results, watch, room, floor.get("step"), absgrad)
+        with sections.section(f"{name}: updates"):
+            time_updates(results, watch, room, floor)
+    with sections.section(f"{name}: losses"):
+        time_losses(results, watch, floor.get("loss"))
+    show(sections.console, scene.describe(), results.lines)
+    with sections.section(f"{name}: comparison"):
+        reference = "today" if cuda else "operators"
+        report |= {"against": compare(sections.console, results.drawn, reference), "losses": results.losses}
+        check_losses(results.losses, reference)
+    return report | {"lines": results.lines}
+
+
+def summarize(console: Console, reports: list[dict[str, Any]]) -> None:
+    """Prints how our step compares with today's."""
+    table = Table(title="whole step, ms", title_justify="left")
+    for head in (
+        "scene",
+        "today",
+        "today, fused Adam",
+        "operators",
+        "ours",
+        "ours, graph",
+        "times faster",
+        "peak, of today's",
+    ):
+        table.add_column(head, justify="left" if head == "scene" else "right")
+    for report in reports:
+        lines = {line.what.removeprefix("step, "): line for line in report["lines"]}
+        ways = ("today", "today, fused Adam", "operators", "ours", "ours, graph")
+        cells = [f"{lines[way].ms:.3f}" if way in lines else "" for way in ways]
+        if "today" in lines and "ours, graph" in lines:
+            today, ours = lines["today"], lines["ours, graph"]
+            cells += [ratio(today.ms, ours.ms), ratio(ours.peak_bytes, today.peak_bytes)]
+        table.add_row(report["name"], *cells)
+    console.print(table)
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--absgrad", action="store_true", help="sum up absolute gradients too, as splatfacto does")
+    options = parse(made)
+    device = torch.device(options.device)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    sections, watch = Sections(console, device), Stopwatch(device, options.iterations)
+    garden = Garden(options.garden, device)
+    reports: list[dict[str, Any]] = []
+    for name in options.scenes:
+        with sections.section(f"{name}: scene"):
+            reports.append(measure(garden.scene(name), sections, watch, options.absgrad))
+    if device.type == "cuda":
+        summarize(console, reports)
+    return finish("train_step", options, sections, reports)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

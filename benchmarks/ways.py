@@ -1,0 +1,65 @@
+"""Two ways to render a scene that autograd follows: gsplat's `rasterization`, and our public operators."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.floors import TILE
+from benchmarks.garden import DEGREE, Scene
+from cuda_ext import cull, intersect, project, rasterize, sh_colors
+
+Render = Callable[[list[Tensor]], tuple[Tensor, Tensor]]
+"""From means, quats, scales, opacities and harmonics to an image [H W, 3] without background and its alpha [H W]."""
+
+
+def gsplat_render(scene: Scene, absgrad: bool = False) -> Render:
+    """gsplat 1.4.0, packed False, as nerfstudio calls it. Harmonics may come in one tensor [N, 16, 3], or in two."""
+    from gsplat.rendering import rasterization
+
+    cameras: Any = (scene.viewmats, scene.Ks, scene.width, scene.height)
+
+    def render(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
+        *geometry, harmonics = leaves if len(leaves) == 5 else (*leaves[:4], joined(*leaves[4:]))
+        image, alpha, _ = rasterization(*geometry, harmonics, *cameras, sh_degree=DEGREE, packed=False, absgrad=absgrad)
+        return image.view(-1, 3), alpha.view(-1)
+
+    return render
+
+
+def gsplat_counts(scene: Scene) -> dict[str, int]:
+    """What gsplat's rendering of the scene meets."""
+    from gsplat.rendering import rasterization
+
+    *geometry, dc, rest = scene.activated()
+    cameras: Any = (scene.viewmats, scene.Ks, scene.width, scene.height)
+    with torch.no_grad():
+        info = rasterization(*geometry, joined(dc, rest), *cameras, sh_degree=DEGREE, packed=False)[2]
+    return {"visible": int((info["radii"] > 0).sum()), "intersections": len(info["flatten_ids"])}
+
+
+def operators_render(scene: Scene, absgrad: bool = False) -> Render:
+    """The public operators of `cuda_ext`, one after the other."""
+    cameras: Any = (scene.viewmats, scene.Ks, scene.size)
+    patches: Any = (0, 0, 0, *scene.size)
+
+    def render(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
+        means, quats, scales, opacities, dc, rest = leaves
+        view_ids, point_ids = cull(means, scales, opacities, *cameras, [0, 0, *scene.size])
+        splats = project(means, quats, scales, opacities, *cameras, view_ids, point_ids)
+        centers = -(scene.viewmats[:, :3, :3].mT @ scene.viewmats[:, :3, 3:]).squeeze(-1)
+        colors = sh_colors(DEGREE, means, centers, dc, rest, view_ids, point_ids)
+        means2d, conics, depths, row_opacities, radii = splats
+        geometry = [t.detach() for t in (means2d, conics, row_opacities)]
+        lists = intersect(*geometry, radii, depths.detach(), view_ids, patches, TILE)
+        probe = torch.zeros_like(means2d, requires_grad=torch.is_grad_enabled()) if absgrad else None
+        image, alpha, _ = rasterize(means2d, conics, row_opacities, colors, *lists, patches, TILE, probe)
+        return image, alpha
+
+    return render
+
+
+def joined(dc: Tensor, rest: Tensor) -> Tensor:
+    """All harmonics in one tensor [N, 16, 3]."""
+    return torch.cat([dc[:, None], rest], dim=1)

@@ -1,0 +1,74 @@
+// ns_multigpu::splat_forward on CUDA.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "cuda/splat_bind.h"
+#include "cuda/splat_forward.h"
+
+namespace nsmg {
+namespace {
+
+using Rows = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+                        at::Tensor>;
+
+Rows splat_forward(const at::Tensor& means_, const at::Tensor& quats_, const at::Tensor& log_scales_,
+                   const at::Tensor& logits_, const at::Tensor& sh_dc_, const at::Tensor& sh_rest_,
+                   const at::Tensor& viewmats_, const at::Tensor& Ks_, at::IntArrayRef sizes, int64_t degree,
+                   double eps2d, double near_plane, double far_plane, bool antialiased, bool depth, int64_t capacity) {
+  const int64_t points = means_.size(0), views = viewmats_.size(0);
+  const at::Tensor means = cuda_floats(means_, "means", {-1, 3}, means_);
+  const at::Tensor quats = cuda_floats(quats_, "quats", {points, 4}, means_);
+  const at::Tensor log_scales = cuda_floats(log_scales_, "log_scales", {points, 3}, means_);
+  const at::Tensor logits = cuda_floats(logits_, "logits", {points}, means_);
+  const at::Tensor sh_dc = cuda_floats(sh_dc_, "sh_dc", {points, 3}, means_);
+  const at::Tensor sh_rest = cuda_floats(sh_rest_, "sh_rest", {points, -1, 3}, means_);
+  const at::Tensor viewmats = cuda_floats(viewmats_, "viewmats", {-1, 4, 4}, means_);
+  const at::Tensor Ks = cuda_floats(Ks_, "Ks", {views, 3, 3}, means_);
+  check_degree(degree, sh_rest);
+  check_aligned(quats, "quats");
+  const c10::cuda::CUDAGuard guard(means.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+
+  const auto floats = means.options(), ints = floats.dtype(at::kInt), longs = floats.dtype(at::kLong);
+  const at::Tensor view_ids = at::empty({capacity}, ints), point_ids = at::empty({capacity}, ints);
+  const at::Tensor count = at::empty({1}, longs), radii = at::empty({capacity, 2}, ints);
+  const at::Tensor means2d = at::empty({capacity, 2}, floats), conics = at::empty({capacity, 3}, floats);
+  const at::Tensor opacities = at::empty({capacity}, floats), depths = at::empty({capacity}, floats);
+  const at::Tensor features = at::empty({capacity, depth ? 4 : 3}, floats);
+
+  const RawPoints raw = {means.const_data_ptr<float>(),      quats.const_data_ptr<float>(),
+                         log_scales.const_data_ptr<float>(), logits.const_data_ptr<float>(),
+                         sh_dc.const_data_ptr<float>(),      sh_rest.const_data_ptr<float>(),
+                         cuda_count(points, "points"),       static_cast<int>(3 * sh_rest.size(1))};
+  const SplatRows rows = {view_ids.mutable_data_ptr<int32_t>(), point_ids.mutable_data_ptr<int32_t>(),
+                          count.mutable_data_ptr<int64_t>(),    means2d.mutable_data_ptr<float>(),
+                          conics.mutable_data_ptr<float>(),     opacities.mutable_data_ptr<float>(),
+                          features.mutable_data_ptr<float>(),   depths.mutable_data_ptr<float>(),
+                          radii.mutable_data_ptr<int32_t>(),    cuda_count(capacity, "rows")};
+  const Views setup = make_views(viewmats, Ks, sizes, near_plane, far_plane);
+
+  const int64_t items = int64_t{cull_blocks(raw.count)} * views;
+  size_t scan_bytes = 0;
+  NSMG_CUDA_CHECK(cull_scan_bytes(items + 1, &scan_bytes, stream));
+  const at::Tensor bits = at::empty({items * (kCullPoints / 32)}, ints), counts = at::empty({items + 1}, ints);
+  const at::Tensor offsets = at::empty({items + 1}, longs);
+  const at::Tensor scan = at::empty({static_cast<int64_t>(scan_bytes)}, floats.dtype(at::kByte));
+  const CullBuffers buffers = {reinterpret_cast<uint32_t*>(bits.mutable_data_ptr<int32_t>()),
+                               counts.mutable_data_ptr<int32_t>(), offsets.mutable_data_ptr<int64_t>(),
+                               scan.mutable_data_ptr(), scan_bytes};
+  NSMG_CUDA_CHECK(splat_cull_launch(raw, setup, static_cast<float>(eps2d), buffers, rows, stream));
+  const SplatSettings settings = {static_cast<int>(degree), static_cast<float>(eps2d), antialiased, depth};
+  NSMG_CUDA_CHECK(splat_rows_launch(raw, setup, settings, rows, stream));
+  return {view_ids, point_ids, count, means2d, conics, opacities, features, depths, radii};
+}
+
+}  // namespace
+}  // namespace nsmg
+
+TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("splat_forward", &nsmg::splat_forward); }

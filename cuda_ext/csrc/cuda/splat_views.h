@@ -1,0 +1,56 @@
+// The views of a batch as the fused kernels take them: image sizes by value, so that a launch needs no copy from the
+// host, and cameras set up once a block in shared memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/projection.h"
+
+namespace nsmg {
+
+// Bounded by a kernel's 4 KB of parameters and by shared memory.
+constexpr int kMaxViews = 128;
+
+struct Views {
+  const float *viewmats, *Ks;  // [count, 4, 4] and [count, 3, 3]
+  int count;
+  float near_plane, far_plane;
+  int32_t size[2 * kMaxViews];  // width and height of each
+};
+
+struct ViewSetup {
+  Camera<float> camera;
+  Vec3<float> center;
+};
+
+// Bytes of shared memory for a number of views, in whole 16 bytes.
+__host__ __device__ inline size_t view_bytes(int views) { return (views * sizeof(ViewSetup) + 15) / 16 * 16; }
+
+#ifdef __CUDACC__
+
+// All threads of the block call it; it ends with a barrier.
+__device__ __forceinline__ void load_views(ViewSetup* shared, const Views& views) {
+  for (int i = threadIdx.x; i < views.count; i += blockDim.x) {
+    const Camera<float> camera =
+        make_camera(views.viewmats + 16 * i, views.Ks + 9 * i, static_cast<float>(views.size[2 * i]),
+                    static_cast<float>(views.size[2 * i + 1]), views.near_plane, views.far_plane);
+    shared[i].camera = camera;
+    shared[i].center = -1.0f * (camera.translation * camera.rotation);
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ Vec3<float> load3(const float* p, int64_t i) {
+  return {p[3 * i], p[3 * i + 1], p[3 * i + 2]};
+}
+
+__device__ __forceinline__ Quat<float> load_quat(const float* p, int64_t i) {
+  const float4 q = reinterpret_cast<const float4*>(p)[i];
+  return {q.x, q.y, q.z, q.w};
+}
+
+#endif  // __CUDACC__
+
+}  // namespace nsmg

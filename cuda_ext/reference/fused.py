@@ -1,0 +1,119 @@
+"""`splat_forward` and `splat_update` put together from the other operators and autograd. See `cuda_ext.fused`."""
+
+import torch
+from torch import Tensor
+
+from cuda_ext.adam import adam_step_torch
+from cuda_ext.culling import cull
+from cuda_ext.projection import project, sh_colors
+
+
+def camera_centers(viewmats: Tensor) -> Tensor:
+    """Where cameras [V, 4, 4] are, [V, 3] in world coordinates."""
+    return -(viewmats[:, :3, :3].mT @ viewmats[:, :3, 3:]).squeeze(-1)
+
+
+@torch.no_grad()
+def splat_forward_composed(
+    means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, sh_dc: Tensor, sh_rest: Tensor, viewmats: Tensor,
+    Ks: Tensor, sizes: list[int], degree: int, eps2d: float, near: float, far: float, antialiased: bool, depth: bool,
+    capacity: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """See `cuda_ext.fused.splat_forward`."""
+    scales, opacities = log_scales.exp(), logits.sigmoid()
+    rects = [n for w, h in zip(sizes[::2], sizes[1::2], strict=True) for n in (0, 0, w, h)]
+    view_ids, point_ids = cull(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far)
+    count = torch.tensor([len(view_ids)], dtype=torch.int64, device=means.device)
+    view_ids, point_ids = view_ids[:capacity], point_ids[:capacity]
+    means2d, conics, depths, row_opacities, radii = project(
+        means, quats, scales, opacities, viewmats, Ks, sizes, view_ids, point_ids, eps2d, near, far, antialiased
+    )
+    colors = sh_colors(degree, means, camera_centers(viewmats), sh_dc, sh_rest, view_ids, point_ids)
+    features = torch.where((radii > 0).all(-1, keepdim=True), colors, 0.0)
+    if depth:
+        features = torch.cat([features, depths[:, None]], dim=-1)
+
+    def padded(rows: Tensor, value: int = 0) -> Tensor:
+        return torch.cat([rows, rows.new_full((capacity - len(rows), *rows.shape[1:]), value)])
+
+    view_ids, point_ids = padded(view_ids, max(len(viewmats) - 1, 0)), padded(point_ids, -1)
+    rest = (padded(t) for t in (means2d, conics, row_opacities, features, depths, radii))
+    return (view_ids, point_ids, count, *rest)
+
+
+def splat_update_composed(
+    params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], scalars: Tensor, viewmats: Tensor,
+    Ks: Tensor, sizes: list[int], view_ids: Tensor, point_ids: Tensor, count: Tensor, conics: Tensor,
+    features: Tensor, radii: Tensor, row_gradients: list[Tensor], grad2d: Tensor, seen: Tensor, radii_max: Tensor,
+    degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool, selective: bool,
+    opacity_weight: float, scale_weight: float,
+) -> None:  # fmt: skip
+    """See `cuda_ext.fused.splat_update`."""
+    real = _real(point_ids, count)
+    view_ids, point_ids, radii, conics, features = (t[real] for t in (view_ids, point_ids, radii, conics, features))
+    alive = (radii > 0).all(-1)
+    v_means2d, v_conics, v_opacities, v_features, v_absolute = _given(row_gradients, real, features.shape[1])
+    v_depths = v_features[:, 3] if features.shape[1] == 4 else torch.zeros_like(v_opacities)
+    v_colors = torch.where(alive[:, None] & (features[:, :3] > 0), v_features[:, :3], 0.0)
+
+    with torch.enable_grad():
+        leaves = [p.detach().requires_grad_() for p in params]
+        means, quats, log_scales, logits, sh_dc, sh_rest = leaves
+        scales, opacities = log_scales.exp(), logits.sigmoid()
+        cameras = (viewmats, Ks, sizes, view_ids, point_ids)
+        out = project(means, quats, scales, opacities, *cameras, eps2d, near, far, antialiased)
+        colors = sh_colors(degree, means, camera_centers(viewmats), sh_dc, sh_rest, view_ids, point_ids)
+        outputs = [out.means2d, out.conics, out.depths, out.row_opacities, colors]
+        incoming = [v_means2d, v_conics, v_depths, v_opacities, v_colors]
+        outputs += [opacities.sum(), scales.sum()]
+        incoming += [means.new_tensor(opacity_weight), means.new_tensor(scale_weight)]
+        gradients = torch.autograd.grad(outputs, leaves, incoming, allow_unused=True, materialize_grads=True)
+
+    with torch.no_grad():
+        drawn = torch.unique(point_ids[alive].long())
+        if selective:
+            for i, gradient in enumerate(gradients):
+                p, m, v = params[i][drawn], exp_avgs[i][drawn], exp_avg_sqs[i][drawn]
+                adam_step_torch([p], [gradient[drawn]], [m], [v], scalars[i : i + 1], False)
+                params[i][drawn], exp_avgs[i][drawn], exp_avg_sqs[i][drawn] = p, m, v
+        else:
+            adam_step_torch(params, gradients, exp_avgs, exp_avg_sqs, scalars, False)
+        _count(v_absolute if absgrad else v_means2d, view_ids, point_ids, alive, conics, sizes, grad2d, seen, radii_max)
+
+
+def _real(point_ids: Tensor, count: Tensor) -> Tensor:
+    """The lines [M'] that are rows, not padding: of each segment, the first as many as `count` says."""
+    real = point_ids >= 0
+    if count.numel() > 0:
+        places = torch.arange(len(point_ids) // count.numel(), device=point_ids.device)
+        real = real & (places < count[:, None]).reshape(-1)
+    return real.nonzero().squeeze(-1)
+
+
+def _given(row_gradients: list[Tensor], real: Tensor, width: int) -> list[Tensor]:
+    """The gradients of means2d, conics, opacities and features, and the absolute ones, of the `real` lines."""
+    if len(row_gradients) == 1:
+        record = row_gradients[0][real]
+        return [record[:, 0:2], record[:, 2:5], record[:, 5], record[:, 6 : 6 + width], record[:, 10:12]]
+    return [gradient[real] if len(gradient) else gradient for gradient in row_gradients]
+
+
+def _count(
+    gradients: Tensor, view_ids: Tensor, point_ids: Tensor, alive: Tensor, conics: Tensor, sizes: list[int],
+    grad2d: Tensor, seen: Tensor, radii_max: Tensor,
+) -> None:  # fmt: skip
+    """Adds the rows to the densification's statistics, of which those that are empty are not wanted."""
+    size = gradients.new_tensor(sizes).view(-1, 2)
+    view, point = view_ids[alive].long(), point_ids[alive].long()
+    if grad2d.numel() > 0:
+        scaled = gradients[alive] * (size[view] / 2) * len(size)
+        grad2d.index_add_(0, point, scaled.norm(dim=-1))
+    if seen.numel() > 0:
+        seen.index_add_(0, point, torch.ones_like(point, dtype=seen.dtype))
+    if radii_max.numel() > 0:
+        a, b, c = conics[alive].unbind(-1)
+        middle, determinant = 0.5 * (a + c), a * c - b * b
+        largest = middle + (middle * middle - determinant).clamp(min=0.0).sqrt()
+        smallest = determinant / largest.clamp(min=1e-12)
+        radius = (3.0 * smallest.clamp(min=1e-12).rsqrt()).ceil() / size.amax(-1)[view]
+        radii_max.scatter_reduce_(0, point, radius, "amax")

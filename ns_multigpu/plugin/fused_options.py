@@ -1,0 +1,83 @@
+"""Whether a run's steps can be fused, and where a block of them has to end."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cuda_ext.adam import FusedAdam, kernels_serve
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.errors import InputError
+from ns_multigpu.primitives.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.fused_step import ORDER
+
+_MOST_VIEWS = 128
+
+
+def fuses(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bool, str]:
+    """Whether this run's steps are fused, the same on every rank, and what to say about it.
+
+    Args:
+        config: a `DistributedTrainerConfig`.
+        pipeline: its pipeline. optimizers: its `BatchOptimizers`.
+
+    Raises:
+        InputError: they must be and cannot.
+    """
+    if config.fused_steps == "never":
+        return False, "Steps are not fused: --fused-steps never."
+    reason = obstacle(config, pipeline, optimizers)
+    on_gpu = world.device.type == "cuda"
+    if config.fused_steps == "always":
+        if reason is not None:
+            raise InputError(f"--fused-steps always: steps cannot be fused, for {reason}. Use --fused-steps auto.")
+        return True, "Steps are fused."
+    if on_gpu and reason is None and not kernels_serve(pipeline.model.means):
+        reason = "gsplat's kernels serve instead of ours"
+    if not on_gpu:
+        return False, ""
+    return reason is None, "Steps are fused." if reason is None else f"Steps are not fused: {reason}."
+
+
+def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
+    """What about the options or the capture keeps steps from being fused; None if nothing does."""
+    model, options = pipeline.model, pipeline.model.config
+    cameras = pipeline.datamanager.train_dataset.cameras
+    sizes = {(int(w), int(h)) for w, h in zip(cameras.width.reshape(-1), cameras.height.reshape(-1), strict=True)}
+    shapes = pipeline.datamanager.train_shapes
+    smallest = 11 * 2**options.num_downscales
+    groups = {name: optimizers.optimizers.get(name) for name in ORDER}
+    tests: Sequence[tuple[bool, Callable[[], str]]] = (
+        (not pipeline.strategy.placement.replicated, lambda: f"the strategy is {pipeline.strategy.name}"),
+        (not isinstance(model.strategy, ReplicatedDensifier), lambda: "the densifier is not the default one"),
+        (options.camera_optimizer.mode != "off", lambda: "camera poses are optimized"),
+        (options.use_bilateral_grid, lambda: "there is a bilateral grid"),
+        (options.sh_degree == 0, lambda: "there are no spherical harmonics"),
+        (options.use_scale_regularization, lambda: "scales are regularised"),
+        (options.output_depth_during_training, lambda: "depth is asked for in training"),
+        (config.on_nonfinite == "skip", lambda: "steps with NaN are to be skipped"),
+        (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
+        (len(sizes) > 1, lambda: "views differ in size"),
+        (min(min(size) for size in sizes) < smallest, lambda: f"views have sides of less than {smallest} px"),
+        (any(shape.masked for shape in shapes), lambda: "there are masks"),
+        (any(shape.channels != 3 for shape in shapes), lambda: "images have an alpha channel"),
+        (any(not isinstance(group, FusedAdam) for group in groups.values()), lambda: "an optimizer is not Adam"),
+        (any(optimizers.config[n]["optimizer"].max_norm is not None for n in ORDER), lambda: "gradients are clipped"),
+    )
+    return next((reason() for failed, reason in tests if failed), None)
+
+
+def next_stop(config: Any, step: int, steps: int, *, evaluates: bool) -> int:
+    """The step before which a block that begins with `step` has to end, because there is something to do then.
+
+    Args:
+        config: a `DistributedTrainerConfig`.
+        steps: the run's.
+        evaluates: whether there are held-out views.
+    """
+    periods = [config.logging.steps_per_log, config.steps_per_save, config.steps_per_checksum]
+    if evaluates:
+        periods += [config.steps_per_eval_batch, config.steps_per_eval_image, config.steps_per_eval_all_images]
+    # These act after the multiples of their period, ...
+    ends = [-(-step // period) * period + 1 for period in periods if period > 0]
+    if config.steps_per_numeric_check > 0:  # ... and this one before.
+        ends.append((step // config.steps_per_numeric_check + 1) * config.steps_per_numeric_check)
+    return min([steps, *ends])

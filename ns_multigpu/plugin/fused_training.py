@@ -1,0 +1,223 @@
+"""Training in blocks of fused steps: what the host does between two looks at the device.
+
+The ordinary step goes through autograd, some hundred launches and as many objects; on a small capture the GPU waits for
+the host most of the time. Here a step is captured once in a CUDA graph (two, with the exchange between them, where
+there are several ranks) and replayed until something about it changes: the number of points, the resolution, the
+harmonics. The host uploads a hundred numbers and names an image.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext.adam import AdamStep, ScalarRing
+from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.core.types import View
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.cameras import view_from_camera
+from ns_multigpu.plugin.device_images import DeviceImages, whole_views
+from ns_multigpu.plugin.step_graphs import StepGraphs
+from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, first_capacities, padded
+
+MOST_STEPS = 64
+"""Steps of a block at most: so long a signal, or the viewer, may have to wait."""
+
+
+@dataclass
+class _Feed:
+    """What a step is fed: kept until the block is over, for a step may have to be taken again."""
+
+    step: int
+    indices: list[int]
+    views: list[View]
+    inputs: Tensor
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """What a block of steps leaves behind.
+
+    Attributes:
+        steps: their numbers.
+        views: of each step, the views that this rank rendered, by their number in the capture.
+        reports: [steps, V + 1] see `FusedStep.report`.
+        mse: [] this rank's share of the last step's mean squared error.
+    """
+
+    steps: range
+    views: list[list[int]]
+    reports: Tensor
+    mse: Tensor
+
+
+class FusedTraining:
+    """The fused steps of one rank.
+
+    Args:
+        pipeline: a `DistributedPipeline`, ready to train.
+        optimizers: a `BatchOptimizers`, its checkpoint loaded.
+        world: the ranks.
+        computed: called when this rank has given its device all of a step that waits for no other.
+    """
+
+    def __init__(self, pipeline: Any, optimizers: Any, world: World, computed: Callable[[], None]) -> None:
+        self._pipeline, self._optimizers, self._world = pipeline, optimizers, world
+        self._model = pipeline.model
+        self._images = DeviceImages(pipeline.datamanager, world)
+        self._cameras: dict[tuple[int, int], tuple[View, Tensor]] = {}
+        self._capacities: tuple[int, int] | None = None
+        self._step: FusedStep | None = None
+        self._adam: AdamStep | None = None
+        self._key: object = None
+        self._ring: ScalarRing | None = None
+        self._graphs = StepGraphs(world, computed)
+
+    def block(self, first: int, limit: int) -> range:
+        """The steps from `first` on, before `limit`, that can be taken without a change in between."""
+        batch, model, last = self._pipeline.batch_size, self._model, first
+        signature = self._signature(first)
+        while last + 1 < min(limit, first + MOST_STEPS):
+            if model.strategy.due_after(last * batch, batch) or self._signature(last + 1) != signature:
+                break
+            last += 1
+        return range(first, last + 1)
+
+    def run(self, steps: range) -> BlockResult:
+        """Takes the steps of a block. Every rank calls it with the same.
+
+        Refining, and resetting opacities, is left to the caller: see `refine`.
+        """
+        feeds = [self._feed(step) for step in steps]
+        views = self._pipeline.config.views_per_rank
+        reports = torch.zeros(len(feeds), views + 1, device=self._world.device)
+        done = 0
+        while done < len(feeds):
+            step = self._prepared(steps[0])
+            for k in range(done, len(feeds)):
+                self._take(step, feeds[k])
+                reports[k].copy_(step.report)
+            with self._pipeline.timer.measure("waiting for the device"):
+                status = step.status()
+            done += status.done
+            self._learn(status.rows, status.intersections, status.full)
+        mine = slice(self._world.rank * views, (self._world.rank + 1) * views)
+        return BlockResult(steps, [feed.indices[mine] for feed in feeds], reports, self._mse(step))
+
+    def refine(self, steps: range) -> None:
+        """Densification after a block."""
+        model, batch = self._model, self._pipeline.batch_size
+        before = model.gauss_params["means"]
+        model.strategy.refine_when_due(
+            model.gauss_params, self._optimizers.optimizers, model.strategy_state, steps[-1] * batch, batch
+        )
+        if model.gauss_params["means"] is not before or model.strategy.due_after(steps[-1] * batch, batch):
+            self._key = None  # parameters or moments are other tensors now
+
+    # ---- the host's part of a step ----
+
+    def _signature(self, step: int) -> tuple[int, int, bool]:
+        """What a step depends on that changes on its own: harmonics, resolution, whether statistics count."""
+        config, images = self._model.config, step * self._pipeline.batch_size
+        degree = min(images // config.sh_degree_interval, config.sh_degree)
+        factor = 2 ** max(config.num_downscales - images // config.resolution_schedule, 0)
+        return degree, factor, images < self._model.strategy.refine_stop_iter
+
+    def _camera(self, index: int, factor: int) -> tuple[View, Tensor]:
+        """A view on the host, and its 25 numbers: world-to-camera matrix and intrinsics."""
+        key = (index, factor)
+        if key not in self._cameras:
+            camera = self._pipeline.datamanager.train_camera(index)
+            view = view_from_camera(camera, camera.camera_to_worlds.reshape(-1, 3, 4)[0], index, factor)
+            self._cameras[key] = (view, torch.cat([view.viewmat.reshape(-1), view.K.reshape(-1)]))
+        return self._cameras[key]
+
+    def _feed(self, step: int) -> _Feed:
+        """Draws a step's views and backgrounds, and counts it in optimizers and schedules."""
+        pipeline, batch = self._pipeline, self._pipeline.batch_size
+        self._prepared(step)
+        assert self._adam is not None
+        indices = pipeline.datamanager.train_batch(step, batch)
+        _, factor, _ = self._signature(step)
+        cameras = [self._camera(index, factor) for index in indices]
+        first = self._world.rank * pipeline.config.views_per_rank
+        backgrounds = [self._background(step * batch + first + v) for v in range(pipeline.config.views_per_rank)]
+        numbers = torch.tensor(self._adam.count()).reshape(-1)
+        for scheduler in self._optimizers.schedulers.values():
+            scheduler.step()
+        matrices = torch.stack([numbers_ for _, numbers_ in cameras])
+        inputs = torch.cat([matrices[:, :16].reshape(-1), matrices[:, 16:].reshape(-1), *backgrounds, numbers])
+        return _Feed(step, indices, [view for view, _ in cameras], inputs)
+
+    def _background(self, image: int) -> Tensor:
+        model = self._model
+        if model.config.background_color == "random":
+            return torch.rand(3, generator=keyed_generator(model.seed, "background", image))
+        return model.background_color.float().cpu()
+
+    def _take(self, step: FusedStep, feed: _Feed) -> None:
+        timer = self._pipeline.timer
+        with timer.measure("data"):
+            if self._ring is None or self._ring_width != len(feed.inputs):
+                self._ring_width = len(feed.inputs)
+                self._ring = ScalarRing(self._world.device, self._ring_width, slots=16)
+            self._ring.upload(feed.inputs[None], torch.float32, into=step.inputs[None])
+            plan = whole_views(feed.views, self._world.size)
+            for v, image in enumerate(self._images.get(feed.indices, plan, feed.views)):
+                step.targets[v].copy_(image if step.targets.dtype == torch.uint8 else self._small(image, feed.step))
+        self._graphs.take(step, timer)
+
+    def _small(self, image: Tensor, step: int) -> Tensor:
+        """The image at the step's resolution, as floats."""
+        self._model.step = step * self._pipeline.batch_size
+        return self._model.get_gt_img(image)
+
+    def _prepared(self, step: int) -> FusedStep:
+        """The fused step for `step`, made anew if anything about it has changed."""
+        signature = self._signature(step)
+        key = (signature, self._capacities)
+        if self._step is not None and self._key == key:
+            return self._step
+        degree, factor, counts = signature
+        model, pipeline = self._model, self._pipeline
+        groups = [self._optimizers.optimizers[name] for name in ORDER]
+        self._graphs.forget()
+        self._step = None
+        self._adam = AdamStep(groups, with_grads=False)
+        view, _ = self._camera(0, factor)
+        if self._capacities is None:
+            each = pipeline.config.views_per_rank
+            self._capacities = first_capacities(model.num_points, view.width * view.height, each)
+        settings = StepSettings(
+            width=view.width, height=view.height, views=pipeline.config.views_per_rank, degree=degree,
+            antialiased=model.config.rasterize_mode == "antialiased", absgrad=model.config.use_absgrad,
+            ssim_lambda=model.config.ssim_lambda, rows=self._capacities[0], intersections=self._capacities[1],
+        )  # fmt: skip
+        # Every rank sees every row: rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
+        counting = counts and self._world.is_main
+        if counts:
+            model.strategy.statistics(model.gauss_params, model.strategy_state)
+        statistics = model.strategy.statistics(model.gauss_params, model.strategy_state) if counting else {}
+        moments = {name: (m, v) for name, m, v in zip(ORDER, self._adam.exp_avgs, self._adam.exp_avg_sqs, strict=True)}
+        as_bytes = factor == 1 and pipeline.config.datamanager.cache_images_type == "uint8"
+        kind = torch.uint8 if as_bytes else torch.float32
+        self._step = FusedStep(dict(model.gauss_params), moments, statistics, settings, self._world, kind)
+        self._key = (signature, self._capacities)
+        return self._step
+
+    def _learn(self, rows: int, intersections: int, full: bool) -> None:
+        """Fits the capacities to what was needed: where it was too little, and where it is far too much."""
+        assert self._capacities is not None
+        wanted = (padded(rows), padded(intersections))
+        if full:
+            # What was counted beyond a full capacity of rows may be too little: go well beyond.
+            fitted = [max(c, 2 * w if w > c else w) for w, c in zip(wanted, self._capacities, strict=True)]
+        else:
+            fitted = [w + w // 2 if c > 2 * w + 65536 else c for w, c in zip(wanted, self._capacities, strict=True)]
+        self._capacities = (fitted[0], fitted[1])
+
+    def _mse(self, step: FusedStep) -> Tensor:
+        target = step.targets.float() / 255 if step.targets.dtype == torch.uint8 else step.targets
+        return (step.rgb - target).square().mean() / self._world.size

@@ -1,0 +1,278 @@
+"""A whole step of training Gaussians on whole views, in operators that read nothing back: culling to Adam's update.
+
+Every rank holds all points and renders views of its own. What the ranks exchange are the gradients of the rows that
+they drew, 104 bytes each, rather than a gradient of every parameter (236 bytes a point): each rank then takes the same
+step from the same rows in the same order, so that replicas stay the same to the last bit.
+
+The number of rows and of intersections with tiles is known on the device alone, so both have a capacity. Where one is
+exceeded the step, and all that follow it, leave parameters, moments and statistics as they are (`Status.done` stops
+counting); the host finds out when it looks, makes room, and takes them again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import cuda_ext
+from cuda_ext.adam import SCALARS
+from cuda_ext.fused import SplatRows, splat_forward, splat_update
+from ns_multigpu.core.collectives import all_gather_into
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.gaussians import TILE
+
+ORDER = ("means", "quats", "scales", "opacities", "features_dc", "features_rest")
+"""The names of a model's parameters in the order that the fused operators take them."""
+
+_ROW_WORDS = (1, 1, 2, 3, 3, 16)
+"""32-bit words a row of what travels: view, point, radii, conic, features, gradients."""
+_HEADER = 4
+"""Words before them: rows, intersections (two words each)."""
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step depends on besides parameters and cameras; a change of any makes a new `FusedStep`.
+
+    Attributes:
+        width, height: of every view, pixels.
+        views: how many this rank renders; the batch is that many on every rank.
+        degree: harmonics in use.
+        antialiased, absgrad: see `Gaussians`.
+        ssim_lambda: see `photometric_loss`.
+        rows, intersections: the capacities of a rank.
+    """
+
+    width: int
+    height: int
+    views: int
+    degree: int
+    antialiased: bool
+    absgrad: bool
+    ssim_lambda: float
+    rows: int
+    intersections: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far the steps have got since the last look.
+
+    Attributes:
+        done: steps that were taken.
+        rows, intersections: the most that any rank had in any of them, taken or not.
+        full: whether a capacity was exceeded; later steps have waited.
+    """
+
+    done: int
+    rows: int
+    intersections: int
+    full: bool
+
+
+class FusedStep:
+    """The step of one rank.
+
+    `render`, `exchange` and `update`, in this order, are a step; the first and the last can each be captured in a CUDA
+    graph. Before them the caller fills the inputs in place. The batch's views are those of rank 0, then of rank 1, ...
+
+    Args:
+        params: the parameters by name, `ORDER`'s, each contiguous.
+        moments: by name, Adam's exp_avg and exp_avg_sq.
+        statistics: densification's `grad2d`, `count`, `radii`, [N] each, added to; empty to count nothing.
+        settings: see there.
+        world: the ranks.
+
+    Attributes:
+        inputs: one vector that holds the next four, in this order.
+        viewmats: [B, 4, 4] the batch's world-to-camera matrices. Ks: [B, 3, 3] its intrinsics.
+        backgrounds: [V, 3] of this rank's views. scalars: [6, 8] Adam's, see `cuda_ext.adam.AdamStep`.
+        targets: [V, H, W, 3] input: this rank's images, uint8 or float in [0, 1].
+        rgb: [V, H, W, 3] this rank's renderings of the last step.
+        report: [V + 1] the losses of this rank's views, not divided by B, and a number that is finite where all
+            gradients of this rank's rows are.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        moments: Mapping[str, tuple[Tensor, Tensor]],
+        statistics: Mapping[str, Tensor],
+        settings: StepSettings,
+        world: World,
+        target_type: torch.dtype = torch.uint8,
+    ) -> None:
+        self.settings, self._world = settings, world
+        self._params = [_flat(name, params[name].detach()) for name in ORDER]
+        self._moments = [[_flat(name, moments[name][i]) for name in ORDER] for i in (0, 1)]
+        self._statistics = dict(statistics)
+        device = self._params[0].device
+        batch = settings.views * world.size
+        parts = (16 * batch, 9 * batch, 3 * settings.views, len(ORDER) * SCALARS)
+        self.inputs = torch.zeros(sum(parts), device=device)
+        viewmats, Ks, backgrounds, scalars = self.inputs.split(parts)
+        self.viewmats, self.Ks = viewmats.view(batch, 4, 4), Ks.view(batch, 3, 3)
+        self.backgrounds, self.scalars = backgrounds.view(-1, 3), scalars.view(-1, SCALARS)
+        shape = (settings.views, settings.height, settings.width, 3)
+        self.targets = torch.zeros(shape, dtype=target_type, device=device)
+        self.rgb = self.report = torch.zeros(0, device=device)
+        self._records = torch.zeros(settings.rows, 16, device=device)
+        self._sinks = torch.tensor([self._records.data_ptr()], dtype=torch.int64, device=device)
+        self._owners = torch.zeros(settings.rows, dtype=torch.int32, device=device)
+        self._slots = torch.arange(settings.rows, dtype=torch.int32, device=device)
+        words = _HEADER + settings.rows * sum(_ROW_WORDS)
+        if world.group is not None:
+            self._mine = torch.zeros(words, dtype=torch.int32, device=device)
+            self._everyone = torch.zeros(world.size, words, dtype=torch.int32, device=device)
+        # A step that must not count takes Adam's with these: moments keep, and nothing moves.
+        self._still = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).repeat(len(ORDER), 1)
+        self._status = torch.zeros(4, dtype=torch.int64, device=device)  # done, rows, intersections, full
+        limits = [settings.rows, settings.intersections]
+        self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
+        windows = (settings.width - 10) * (settings.height - 10)
+        scale = 1.0 / (3 * batch)
+        self._v_l1 = torch.tensor(
+            (1 - settings.ssim_lambda) * scale / (settings.width * settings.height), device=device
+        )
+        self._v_ssim = torch.tensor(-settings.ssim_lambda * scale / windows, device=device)
+
+    @torch.no_grad()
+    def render(self) -> None:
+        """Renders this rank's views, their loss, and its gradient by the rows."""
+        s = self.settings
+        first = self._world.rank * s.views
+        own = slice(first, first + s.views)
+        rows = splat_forward(
+            *self._params,
+            viewmats=self.viewmats[own],
+            Ks=self.Ks[own],
+            sizes=(s.width, s.height) * s.views,
+            degree=s.degree,
+            capacity=s.rows,
+            antialiased=s.antialiased,
+        )
+        patches = [n for v in range(s.views) for n in (v, 0, 0, s.width, s.height)]
+        geometry = (rows.means2d, rows.conics, rows.opacities)
+        tile_offsets, row_ids, met = cuda_ext.intersect_capacity(
+            *geometry, rows.radii, rows.depths, rows.view_ids, patches, tile_size=TILE, capacity=s.intersections
+        )
+        inputs = (*geometry, rows.features, tile_offsets, row_ids, patches, TILE)
+        out, alpha, last, state = torch.ops.ns_multigpu.rasterize(*inputs, None)
+        losses, v_out, v_alpha = self._loss(out, alpha)
+        self._records.zero_()
+        torch.ops.ns_multigpu.rasterize_backward_into(
+            *inputs, alpha, last, state, out, v_out, v_alpha, s.absgrad, self._sinks, self._owners, self._slots, False
+        )
+        witness = torch.linalg.vector_norm(self._records, float("inf"))
+        self.report = torch.cat([losses, witness.view(1)])
+        self._rows, self._met = rows, met
+        if self._world.group is not None:
+            parts = (rows.view_ids + first, rows.point_ids, rows.radii, rows.conics, rows.features, self._records)
+            words = [part.view(torch.int32).reshape(-1) for part in parts]
+            header = torch.cat([rows.count, met]).view(torch.int32)
+            torch.cat([header, *words], out=self._mine)
+
+    def _loss(self, out: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sets rgb; returns the views' losses [V], and the gradients of the batch's mean loss by out and alpha."""
+        s = self.settings
+        inner = (0, 0, s.width, s.height)
+        pixels = s.width * s.height
+        images: list[Tensor] = []
+        losses: list[Tensor] = []
+        gradients: list[tuple[Tensor, Tensor]] = []
+        for v in range(s.views):
+            part = slice(v * pixels, (v + 1) * pixels)
+            blended = (out[part], alpha[part], self.backgrounds[v])
+            rgb = cuda_ext.composite(*blended).view(s.height, s.width, 3)
+            l1, ssim, dssim = torch.ops.ns_multigpu.l1_ssim(rgb, self.targets[v], inner)
+            v_rgb = torch.ops.ns_multigpu.l1_ssim_backward(rgb, self.targets[v], dssim, inner, self._v_l1, self._v_ssim)
+            gradients.append(torch.ops.ns_multigpu.composite_backward(*blended, v_rgb.view(-1, 3)))
+            batch = s.views * self._world.size
+            losses.append(s.ssim_lambda + batch * (self._v_l1 * l1 + self._v_ssim * ssim))
+            images.append(rgb)
+        if s.views == 1:
+            self.rgb = images[0][None]
+            return losses[0].view(1), *gradients[0]
+        self.rgb = torch.stack(images)
+        return torch.stack(losses), torch.cat([g[0] for g in gradients]), torch.cat([g[1] for g in gradients])
+
+    def exchange(self) -> None:
+        """Brings every rank's rows and their gradients to every rank."""
+        if self._world.group is not None:
+            all_gather_into(self._everyone, self._mine, self._world)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes Adam's step and adds to the statistics, unless a capacity was or is exceeded on any rank."""
+        s = self.settings
+        if self._world.group is None:
+            rows, records = self._rows, self._records
+            counts = torch.cat([rows.count, self._met]).view(1, 2)
+        else:
+            rows, records, counts = self._gathered()
+        most = counts.amax(dim=0)
+        full = (most > self._limits).any() | (self._status[3] > 0)
+        taken = torch.stack([1 - full.long(), most[0], most[1], full.long()])
+        self._status.copy_(torch.cat([self._status[:1] + taken[:1], torch.maximum(self._status[1:], taken[1:])]))
+        scalars = torch.where(full, self._still, self.scalars)
+        real = torch.where(full, torch.zeros_like(counts[:, 0]), counts[:, 0])
+        splat_update(
+            self._params,
+            *self._moments,
+            scalars=scalars,
+            viewmats=self.viewmats,
+            Ks=self.Ks,
+            sizes=(s.width, s.height) * len(self.viewmats),
+            rows=rows._replace(count=real),
+            gradients=records,
+            degree=s.degree,
+            antialiased=s.antialiased,
+            absgrad=s.absgrad,
+            grad2d=self._statistics.get("grad2d"),
+            seen=self._statistics.get("count"),
+            radii_max=self._statistics.get("radii"),
+        )
+
+    def _gathered(self) -> tuple[SplatRows, Tensor, Tensor]:
+        """All ranks' rows, a segment each; their gradients; and each rank's counts [R, 2]."""
+        header, body = self._everyone[:, :_HEADER], self._everyone[:, _HEADER:]
+        sections = body.split([words * self.settings.rows for words in _ROW_WORDS], dim=1)
+        view_ids, point_ids, radii, conics, features, records = (part.reshape(-1) for part in sections)
+        floats = [part.view(torch.float32) for part in (conics, features, records)]
+        none = floats[0].new_empty(0)
+        rows = SplatRows(
+            view_ids, point_ids, none, none, floats[0].view(-1, 3), none, floats[1].view(-1, 3), none, radii.view(-1, 2)
+        )
+        return rows, floats[2].view(-1, 16), header.contiguous().view(torch.int64)
+
+    def status(self) -> Status:
+        """Waits for the device, says how far the steps have got, and starts counting anew."""
+        done, rows, intersections, full = self._status.tolist()
+        self._status.zero_()
+        return Status(done, rows, intersections, full > 0)
+
+
+def _flat(name: str, tensor: Tensor) -> Tensor:
+    """Opacities are [N, 1] to an optimizer and [N] to the operators."""
+    return tensor.view(-1) if name == "opacities" else tensor
+
+
+def padded(count: int) -> int:
+    """A capacity for `count` rows or intersections, with room to grow."""
+    return max(1024, -(-int(count * 1.25) // 1024) * 1024)
+
+
+def first_capacities(points: int, pixels: int, views: int) -> tuple[int, int]:
+    """Capacities of rows and intersections to begin with, when nothing is known but the sizes.
+
+    Args:
+        points: the model's. pixels: of a view. views: that a rank renders.
+    """
+    tiles = -(-pixels // (TILE * TILE))
+    return padded(points * views), padded(views * (4 * points + 16 * tiles))
+
+
+def check_sizes(sizes: Sequence[tuple[int, int]]) -> bool:
+    """Whether views of these (width, height) can share a step: one size, with room for SSIM's window."""
+    return len(set(sizes)) == 1 and min(sizes[0]) > 10

@@ -1,0 +1,151 @@
+"""The fused step equals the ordinary one: autograd through the operators, torch's Adam, the densifier's counting."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cuda_ext.adam import adam_scalars
+from ns_multigpu.core.loss import photometric_loss
+from ns_multigpu.core.types import Patch, Points, View
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.densifier import ReplicatedDensifier, densification_info
+from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, first_capacities, padded
+from ns_multigpu.primitives.gaussians import Gaussians
+from tests.ranks import run_ranks
+from tests.strategies.scene import make_image, make_points, make_views
+
+RATES = {"means": 1e-3, "quats": 1e-3, "scales": 5e-3, "opacities": 5e-2, "features_dc": 2.5e-3, "features_rest": 1e-4}
+LAMBDA = 0.2
+WIDTH, HEIGHT = 45, 37
+
+
+def batch_of(step: int, size: int, device: torch.device) -> list[View]:
+    views = make_views(7, torch.float32, device)
+    order = [(3 * step + 2 * k) % 7 for k in range(size)]
+    return [replace(views[i], width=WIDTH, height=HEIGHT) for i in order]
+
+
+def background(step: int, position: int) -> torch.Tensor:
+    return torch.rand(3, generator=torch.Generator().manual_seed(100 * step + position))
+
+
+def ordinary(points: int, batch: int, steps: int, antialiased: bool, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """The course of one process that takes all views of a batch."""
+    place = torch.device(device)
+    params = {k: torch.nn.Parameter(v.detach()) for k, v in make_points(points, torch.float32, place).params.items()}
+    optimizers = {k: torch.optim.Adam([params[k]], lr=rate, eps=1e-15) for k, rate in RATES.items()}
+    densifier = ReplicatedDensifier(absgrad=True, refine_scale2d_stop_iter=4000)
+    state: dict[str, Any] = densifier.initialize_state(scene_scale=1.0)
+    losses = []
+    for step in range(steps):
+        views = batch_of(step, batch, place)
+        kind = Gaussians(sh_degree=2, antialiased=antialiased, absgrad=True)
+        held = Points(params)
+        splats = kind.splat(held, kind.cull(held, views, range(batch)), views)
+        total = torch.zeros((), device=place)
+        for p, pixels in enumerate(kind.render(splats, [Patch.whole(p, v) for p, v in enumerate(views)], views)):
+            rgb = (pixels.color + (1 - pixels.alpha) * background(step, p).to(place)).clamp(0, 1)
+            target = make_image(views[p]).to(place)
+            total = total + photometric_loss(rgb, target, pixels.patch, views[p], LAMBDA) / batch
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+        total.backward()
+        densifier._count(params, state, densification_info(splats, views))
+        for optimizer in optimizers.values():
+            optimizer.step()
+        losses.append(total.detach())
+    result = {k: v.detach().cpu() for k, v in params.items()}
+    result |= {f"v of {k}": optimizers[k].state[params[k]]["exp_avg_sq"].cpu() for k in RATES}
+    result |= {k: state[k].cpu() for k in ("grad2d", "count", "radii")}
+    return result | {"losses": torch.stack(losses).cpu()}
+
+
+def fused(
+    world: World, points: int, views: int, steps: int, antialiased: bool, rows: int = 0, intersections: int = 0
+) -> dict[str, torch.Tensor]:
+    """The same on several ranks, `views` on each; capacities that are too small grow on the way."""
+    params = {k: v.detach() for k, v in make_points(points, torch.float32, world.device).params.items()}
+    moments = {k: (torch.zeros_like(v), torch.zeros_like(v)) for k, v in params.items()}
+    statistics = {k: torch.zeros(points, device=world.device) for k in ("grad2d", "count", "radii")}
+    batch = views * world.size
+    guess = first_capacities(points, WIDTH * HEIGHT, views)
+    settings = StepSettings(
+        WIDTH, HEIGHT, views, 2, antialiased, True, LAMBDA, rows or guess[0], intersections or guess[1]
+    )
+
+    def made() -> FusedStep:
+        return FusedStep(params, moments, statistics if world.is_main else {}, settings, world)
+
+    one, losses, redone = made(), [], 0
+    step = 0
+    while step < steps:
+        here = batch_of(step, batch, world.device)
+        one.viewmats.copy_(torch.stack([v.viewmat for v in here]))
+        one.Ks.copy_(torch.stack([v.K for v in here]))
+        for v in range(views):
+            p = world.rank * views + v
+            one.backgrounds[v] = background(step, p).to(world.device)
+            one.targets[v] = make_image(here[p]).to(world.device)
+        lines = [adam_scalars(RATES[k], (0.9, 0.999), 1e-15, step + 1) for k in ORDER]
+        one.scalars.copy_(torch.tensor(lines))
+        one.render()
+        one.exchange()
+        one.update()
+        status = one.status()
+        if status.full:
+            assert status.done == 0
+            redone += 1
+            more = {"rows": max(settings.rows, padded(status.rows))}
+            more["intersections"] = max(settings.intersections, padded(status.intersections))
+            settings = replace(settings, **more)
+            one = made()
+            continue
+        assert status.done == 1
+        losses.append(one.report[:views].mean() / world.size)
+        assert torch.isfinite(one.report).all()
+        step += 1
+    result = {k: v.cpu() for k, v in params.items()} | {f"v of {k}": m[1].cpu() for k, m in moments.items()}
+    return result | {k: v.cpu() for k, v in statistics.items()} | {
+        "losses": torch.stack(losses).cpu(), "redone": torch.tensor(redone),
+    }  # fmt: skip
+
+
+def assert_same_course(outcomes: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
+    losses = torch.stack([o["losses"] for o in outcomes]).sum(0)
+    torch.testing.assert_close(losses, expected["losses"], rtol=1e-4, atol=1e-6)
+    main = outcomes[0]
+    for name in RATES:
+        # Adam divides small gradients by their own size: a rounding error there moves a parameter by as much as a step.
+        error = (main[name] - expected[name]).abs()
+        assert (error > 0.2 * RATES[name]).float().mean() < 2e-3, name
+        torch.testing.assert_close(main[f"v of {name}"], expected[f"v of {name}"], rtol=2e-2, atol=1e-9)
+        for other in outcomes[1:]:
+            assert torch.equal(other[name], main[name]), f"{name} differs between ranks"
+    assert torch.equal(main["count"], expected["count"])
+    torch.testing.assert_close(main["grad2d"], expected["grad2d"], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(main["radii"], expected["radii"], rtol=1e-6, atol=0.05)
+
+
+@pytest.mark.parametrize(("ranks", "views", "antialiased"), [(1, 1, False), (1, 3, True), (2, 1, False), (3, 2, True)])
+def test_a_fused_course_is_the_ordinary_one(ranks: int, views: int, antialiased: bool) -> None:
+    outcomes = run_ranks(fused, ranks, 300, views, 4, antialiased)
+    assert_same_course(outcomes, ordinary(300, ranks * views, 4, antialiased))
+    assert int(outcomes[0]["redone"]) == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_capacity_that_is_too_small_costs_a_step_and_changes_nothing(ranks: int) -> None:
+    outcomes = run_ranks(fused, ranks, 300, 1, 3, False, 64, 128)
+    assert int(outcomes[0]["redone"]) >= 1
+    assert_same_course(outcomes, ordinary(300, ranks, 3, False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("ranks", "views", "antialiased"), [(1, 1, False), (1, 3, True), (2, 1, False), (4, 2, True)])
+def test_a_fused_course_on_gpus(ranks: int, views: int, antialiased: bool) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    outcomes = run_ranks(fused, ranks, 3000, views, 4, antialiased, device="cuda")
+    assert_same_course(outcomes, ordinary(3000, ranks * views, 4, antialiased))
