@@ -17,7 +17,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from tempfile import mkdtemp
@@ -58,34 +60,53 @@ def command(run: str, seed: int, options: argparse.Namespace, output: Path) -> l
     words += ["--experiment-name", "capture", "--machine.device-type", options.device]
     words += ["--machine.num-devices", devices, "--machine.seed", str(seed), "--pipeline.views-per-rank", views]
     words += ["--max-num-images", str(options.images), "--vis", "tensorboard", "--logging.steps-per-log", "250"]
-    words += ["--steps-per-eval-image", "0", "--steps-per-eval-all-images", "0", "--eval-at-start", "True"]
+    words += ["--steps-per-eval-image", "0", "--steps-per-eval-all-images", "0"]
     words += ["--batch-scaling", "none"] if unscaled else []
     return [sys.executable, *words, *options.options.split(), *options.dataparser]
 
 
-def one(run: str, seed: int, options: argparse.Namespace, folder: Path, gpu: int | None) -> dict[str, Any]:
-    """Trains and evaluates; returns what came out."""
+def environment(gpu: int | None, sharers: int) -> dict[str, str]:
+    """The environment of a run that sees one GPU, or all, and leaves the other runs their cores."""
+    result = dict(os.environ)
+    if gpu is not None:
+        result["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        result.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // sharers)))
+    return result
+
+
+def train(run: str, seed: int, options: argparse.Namespace, folder: Path, gpu: int | None) -> dict[str, Any]:
+    """Trains; returns what the run says of itself. Splatfacto evaluates in the same process."""
     output = folder / f"{run}-{seed}"
-    environment = {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})}
     start = time.perf_counter()
     with (folder / f"{run}-{seed}.log").open("w") as log:
-        subprocess.run(command(run, seed, options, output), env=environment, stdout=log, stderr=log, check=True)
-        wall = time.perf_counter() - start
-        if run == "splatfacto":
-            result = json.loads((output / "result.json").read_text())
-        else:
-            place = output / "capture" / "splatfacto-batch" / "run"
-            result = json.loads((place / "training_summary.json").read_text())
-            evaluate = [sys.executable, "-m", "nerfstudio.scripts.eval", "--load-config", str(place / "config.yml")]
-            evaluate += ["--output-path", str(output / "eval.json")]
-            subprocess.run(evaluate, env=environment, stdout=log, stderr=log, check=True)
-            scores = json.loads((output / "eval.json").read_text())["results"]
-            result |= {"psnr": scores["psnr"], "ssim": scores["ssim"]}
-    result |= {"run": run, "seed": seed, "wall_s": wall}
+        where = environment(gpu, len(options.slots))
+        subprocess.run(command(run, seed, options, output), env=where, stdout=log, stderr=log, check=True)
+    wall = time.perf_counter() - start
+    summary = output / "result.json" if run == "splatfacto" else run_folder(output) / "training_summary.json"
+    result = json.loads(summary.read_text()) | {"run": run, "seed": seed, "wall_s": wall}
     Console().print(
-        f"{run} seed {seed}: {result['psnr']:.2f} dB, SSIM {result['ssim']:.4f}, {result['images_per_s']:.1f} img/s, "
-        f"{result['gaussians']} Gaussians, {wall:.0f} s in all"
+        f"{run} seed {seed}: {result['images_per_s']:.1f} img/s, {result['gaussians']} Gaussians, {wall:.0f} s"
     )
+    return result
+
+
+def run_folder(output: Path) -> Path:
+    """Where a run of ours lies."""
+    return output / "capture" / "splatfacto-batch" / "run"
+
+
+def evaluate(result: dict[str, Any], options: argparse.Namespace, folder: Path, gpu: int | None) -> dict[str, Any]:
+    """The same with held-out PSNR and SSIM, by ns-eval."""
+    if "psnr" not in result:
+        output = folder / f"{result['run']}-{result['seed']}"
+        words = ["-m", "nerfstudio.scripts.eval", "--load-config", str(run_folder(output) / "config.yml")]
+        with (folder / f"{output.name}.log").open("a") as log:
+            command = [sys.executable, *words, "--output-path", str(output / "eval.json")]
+            where = environment(gpu, len(options.slots))
+            subprocess.run(command, env=where, stdout=log, stderr=log, check=True)
+        scores = json.loads((output / "eval.json").read_text())["results"]
+        result = result | {"psnr": scores["psnr"], "ssim": scores["ssim"]}
+    Console().print(f"{result['run']} seed {result['seed']}: {result['psnr']:.2f} dB, SSIM {result['ssim']:.4f}")
     return result
 
 
@@ -96,27 +117,39 @@ def main() -> None:
     jobs = [(run, seed) for seed in options.seeds for run in options.runs]
     alone = [job for job in jobs if options.device == "cpu" or not re.fullmatch(r"splatfacto|batch-1(x.*)?", job[0])]
     shared = [job for job in jobs if job not in alone]
-    results: list[dict[str, Any]] = []
     gpus: Queue[int] = Queue()
     for gpu in options.slots:
         gpus.put(gpu)
 
-    def on_a_gpu(job: tuple[str, int]) -> dict[str, Any]:
+    def on_a_gpu(work: Callable[[int | None], dict[str, Any]]) -> dict[str, Any]:
         gpu = gpus.get()
         try:
-            return one(*job, options, folder, gpu) | {"alone": options.slots.count(gpu) == 1}
+            return {"alone": options.slots.count(gpu) == 1} | work(gpu if options.device == "cuda" else None)
+        except subprocess.CalledProcessError as error:  # the others are worth having
+            Console().print(f"A run failed; see the logs in {folder}. {error}", soft_wrap=True)
+            return {}
         finally:
             gpus.put(gpu)
 
+    def keep(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        results = [result for result in results if result]
+        if options.json:
+            options.json.write_text(json.dumps({**describe(), "results": results}, indent=2) + "\n")
+        return results
+
     with ThreadPoolExecutor(len(options.slots)) as pool:
-        results += pool.map(on_a_gpu, shared)
-    results += [one(*job, options, folder, None) | {"alone": True} for job in alone]
+        results = keep(list(pool.map(on_a_gpu, [partial(train, *job, options, folder) for job in shared])))
+        for job in alone:
+            results = keep([*results, train(*job, options, folder, None) | {"alone": True}])
+        results = keep(list(pool.map(on_a_gpu, [partial(evaluate, result, options, folder) for result in results])))
 
     table = Table(title=f"{options.images} images, {' '.join(options.dataparser)}")
     for head in ("run", "seeds", "PSNR", "spread", "SSIM", "images/s", "training s", "Gaussians", "MB sent/step"):
         table.add_column(head, justify="left" if head == "run" else "right")
     for run in options.runs:
         rows = [r for r in results if r["run"] == run]
+        if not rows:
+            continue
         mean = {k: statistics.mean(r[k] for r in rows) for k in ("psnr", "ssim")}
         timed = [r for r in rows if r["alone"]] or rows
         mean |= {k: statistics.mean(r[k] for r in timed) for k in ("images_per_s", "train_seconds")}
@@ -133,8 +166,8 @@ def main() -> None:
             f"{statistics.mean(r['bytes_per_step'] for r in rows) / 1e6:.1f}",
         )
     Console(width=130).print(table)
-    if options.json:
-        options.json.write_text(json.dumps({**describe(), "results": results}, indent=2) + "\n")
+    if len(results) < len(jobs):
+        raise SystemExit(f"{len(jobs) - len(results)} of {len(jobs)} runs failed.")
 
 
 if __name__ == "__main__":

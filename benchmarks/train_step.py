@@ -4,9 +4,11 @@
 
 Today's step is what nerfstudio's splatfacto runs: activations, gsplat 1.4.0's `rasterization`, a background, L1 and
 pytorch_msssim's SSIM, six `torch.optim.Adam` (with its defaults, and with fused=True). Ours is `FusedStep` as training
-takes it, eagerly and as a CUDA graph, upload of cameras, rates and image included; and, for comparison, our public
-operators under autograd with `FusedAdam`. Neither counts densification's statistics. Learning rates are so small that
-the scene stays as it is. Peak memory is beyond the parameters and Adam's moments, the image included.
+takes it, eagerly and as a CUDA graph, upload of cameras, rates and image included; "lazy" puts off the steps of points
+that are not drawn, a 50th of the flush after 50 steps included. For comparison there are our public operators under
+autograd with `FusedAdam`. None counts densification's statistics. Learning rates are so small that the scene stays as
+it is, and lazy steps find few more candidates than there are rows: in training there are some more. Peak memory is
+beyond the parameters and Adam's moments, the image included.
 
 The first step of each is compared with today's: the image, the loss and Adam's first moments.
 """
@@ -22,68 +24,19 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.agreement import Drawn, compare
-from benchmarks.autograd_step import RATE, SSIM_LAMBDA, AutogradStep, Kind, torch_loss
+from benchmarks.autograd_step import RATE, AutogradStep, Kind, torch_loss
 from benchmarks.floors import floors
 from benchmarks.fused_path import Capacities, FusedPath, FusedUpdate, needed
 from benchmarks.garden import Garden, Scene
+from benchmarks.lazy_parts import BLOCK, LazyParts, lazy_floors
+from benchmarks.our_step import OurStep
 from benchmarks.sections import Line, Sections, finish, parse, parser, ratio, show
-from benchmarks.stopwatch import Stopwatch, Work, captured, peak_bytes
+from benchmarks.stopwatch import Stopwatch, peak_bytes
 from cuda_ext import AdamStep, FusedAdam
-from cuda_ext.adam import ScalarRing
 from cuda_ext.fused import PARAMETERS
-from ns_multigpu.core.world import World
-from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings
 
 MOST_LOSS_DIFFERENCE = 1e-2
 """Relative."""
-
-
-class OurStep:
-    """`FusedStep` with what training does around it on the host.
-
-    Args:
-        graph: replay a CUDA graph from the second step on.
-    """
-
-    def __init__(self, scene: Scene, room: Capacities, absgrad: bool, graph: bool) -> None:
-        self._scene = scene
-        params = {name: torch.nn.Parameter(p.clone()) for name, p in zip(ORDER, scene.raw(), strict=True)}
-        self.adam = AdamStep([FusedAdam([p], lr=RATE, eps=1e-15) for p in params.values()], with_grads=False)
-        moments = zip(self.adam.exp_avgs, self.adam.exp_avg_sqs, strict=True)
-        settings = StepSettings(
-            width=scene.width, height=scene.height, views=1, degree=3, antialiased=False, absgrad=absgrad,
-            ssim_lambda=SSIM_LAMBDA, rows=room.rows, intersections=room.intersections,
-        )  # fmt: skip
-        self.fused = FusedStep(params, dict(zip(ORDER, moments, strict=True)), {}, settings, World.single(scene.device))
-        cameras = [scene.viewmats.reshape(-1).cpu(), scene.Ks.reshape(-1).cpu()]
-        self._cameras = torch.cat([*cameras, scene.background().cpu()])
-        self._ring = ScalarRing(scene.device, self.fused.inputs.numel(), slots=16)
-        self._graph = graph
-        self._run: Work | None = None
-        self._taken = 0
-
-    def __call__(self) -> None:
-        numbers = torch.tensor(self.adam.count()).reshape(-1)
-        inputs = torch.cat([self._cameras, numbers])
-        self._ring.upload(inputs[None], torch.float32, into=self.fused.inputs[None])
-        self.fused.targets[0].copy_(self._scene.target)
-        if self._run is not None:
-            self._run()
-        elif self._graph:
-            self._run = captured(self._both, self._scene.device)  # takes a step, too
-        else:
-            self._both()
-        self._taken += 1
-
-    def _both(self) -> None:
-        self.fused.render()
-        self.fused.update()
-
-    def check(self) -> None:
-        """Raises RuntimeError unless all steps were taken: the figures would be of something else."""
-        status = self.fused.status()
-        if status.full or status.done != self._taken:
-            raise RuntimeError(f"of {self._taken} steps not all were taken: {status}")
 
 
 @dataclass
@@ -121,28 +74,32 @@ def time_autograd(name: str, kind: Kind, results: Results, watch: Stopwatch, abs
 
 
 def time_ours(
-    name: str, graph: bool, results: Results, watch: Stopwatch, room: Capacities, floor: float | None, absgrad: bool
+    name: str, results: Results, watch: Stopwatch, room: Capacities, floor: float | None, absgrad: bool
 ) -> None:
-    """Times our step, eagerly or as a graph."""
-    scene = results.scene
+    """Times our step: eagerly, or as a "graph", or "lazy"."""
+    scene, graph, lazy = results.scene, "graph" in name, "lazy" in name
 
     def fresh() -> OurStep:
-        made = OurStep(scene, room, absgrad, graph)
+        made = OurStep(scene, room, absgrad, graph, lazy)
         for _ in range(3):
             made()
+        made.fused.flush()
         return made
 
     peak = results.beyond_model(fresh)
-    step = OurStep(scene, room, absgrad, graph)
+    step = OurStep(scene, room, absgrad, graph, lazy)
     step()
+    step.fused.flush()
     if graph:  # what is compared shall be the graph's
         for moment in step.adam.exp_avgs:
             moment.zero_()
         step()
+        step.fused.flush()
     results.losses[name] = float(step.fused.report[0])
     moments: dict[str, Tensor] = dict(zip(PARAMETERS, [m.clone() for m in step.adam.exp_avgs], strict=True))
     results.drawn[name] = Drawn(step.fused.rgb.reshape(-1, 3).clone(), moments)
-    results.lines.append(Line(f"step, {name}", watch.median(step), floor, peak))
+    ms = watch.median(lambda: step.block(BLOCK)) / BLOCK if lazy else watch.median(step)
+    results.lines.append(Line(f"step, {name}", ms, floor, peak))
     step.check()
 
 
@@ -204,6 +161,22 @@ def time_updates(results: Results, watch: Stopwatch, room: Capacities, floor: di
     )
 
 
+def time_lazy_parts(results: Results, watch: Stopwatch, room: Capacities, floor: dict[str, float]) -> None:
+    """Times the pieces that differ where steps are put off."""
+    path = FusedPath(results.scene, room)
+    rows, lists, _ = path.both()
+    path.check_room(rows, lists)
+    parts = LazyParts(path)
+    works: tuple[tuple[str, str, Callable[[], Any]], ...] = (
+        ("splat_forward", "forward", parts.forward),
+        ("splat_update", "update", lambda: parts.update(rows, path.records)),
+        ("splat_flush", "flush", parts.flush),
+    )
+    results.lines.append(Line("  splat_forward", watch.kernels(path.splat), floor.get("splat_forward")))
+    for what, key, work in works:
+        results.lines.append(Line(f"  lazy: {what}", watch.kernels(work), floor.get(f"lazy {key}")))
+
+
 def check_losses(losses: dict[str, float], reference: str) -> None:
     """Raises RuntimeError where a first step's loss is not the reference's."""
     wanted = losses[reference]
@@ -228,12 +201,17 @@ def measure(scene: Scene, sections: Sections, watch: Stopwatch, absgrad: bool) -
         counts = FusedPath(scene, room).counts()
         report |= {"counts": asdict(counts), "floors_ms": floors(counts), "capacities": room._asdict()}
         floor = floors(counts) if cuda else {}
+        if cuda:
+            floor |= {f"lazy {name}": ms for name, ms in lazy_floors(counts, floor).items()}
     if room is not None:
-        for way, graph in (("ours", False), ("ours, graph", True)) if cuda else (("ours", False),):
+        for way in ("ours", "ours, graph", "ours, graph, lazy") if cuda else ("ours", "ours, lazy"):
             with sections.section(f"{name}: {way}"):
-                time_ours(way, graph, results, watch, room, floor.get("step"), absgrad)
+                least = floor.get("lazy step" if "lazy" in way else "step")
+                time_ours(way, results, watch, room, least, absgrad)
         with sections.section(f"{name}: updates"):
             time_updates(results, watch, room, floor)
+        with sections.section(f"{name}: parts of a lazy step"):
+            time_lazy_parts(results, watch, room, floor)
     with sections.section(f"{name}: losses"):
         time_losses(results, watch, floor.get("loss"))
     show(sections.console, scene.describe(), results.lines)
@@ -254,16 +232,18 @@ def summarize(console: Console, reports: list[dict[str, Any]]) -> None:
         "operators",
         "ours",
         "ours, graph",
+        "ours, graph, lazy",
         "times faster",
         "peak, of today's",
     ):
         table.add_column(head, justify="left" if head == "scene" else "right")
     for report in reports:
         lines = {line.what.removeprefix("step, "): line for line in report["lines"]}
-        ways = ("today", "today, fused Adam", "operators", "ours", "ours, graph")
+        ways = ("today", "today, fused Adam", "operators", "ours", "ours, graph", "ours, graph, lazy")
         cells = [f"{lines[way].ms:.3f}" if way in lines else "" for way in ways]
-        if "today" in lines and "ours, graph" in lines:
-            today, ours = lines["today"], lines["ours, graph"]
+        ours = lines.get("ours, graph, lazy") or lines.get("ours, graph")
+        if "today" in lines and ours is not None:
+            today = lines["today"]
             cells += [ratio(today.ms, ours.ms), ratio(ours.peak_bytes, today.peak_bytes)]
         table.add_row(report["name"], *cells)
     console.print(table)

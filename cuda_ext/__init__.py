@@ -11,6 +11,7 @@ from cuda_ext.adam import AdamStep, FusedAdam, adam_step, fused_step
 from cuda_ext.compositing import composite
 from cuda_ext.culling import cull, cull_capacity
 from cuda_ext.fused import RowGradients, SplatRows, splat_forward, splat_update
+from cuda_ext.lazy_adam import LazyAdam, lazy_serves, splat_flush
 from cuda_ext.loss import l1_ssim
 from cuda_ext.projection import Projection, project, sh_colors
 from cuda_ext.rasterization import intersect, intersect_capacity, rasterize
@@ -18,6 +19,7 @@ from cuda_ext.rasterization import intersect, intersect_capacity, rasterize
 __all__ = [
     "AdamStep",
     "FusedAdam",
+    "LazyAdam",
     "NativeBuildError",
     "Projection",
     "RowGradients",
@@ -33,10 +35,12 @@ __all__ = [
     "intersect",
     "intersect_capacity",
     "l1_ssim",
+    "lazy_serves",
     "project",
     "rasterize",
     "reference_forced",
     "sh_colors",
+    "splat_flush",
     "splat_forward",
     "splat_update",
     "use_reference",

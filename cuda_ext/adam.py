@@ -16,11 +16,10 @@ from torch import Tensor
 from cuda_ext import _cuda
 from cuda_ext._library import LIBRARY
 from cuda_ext._load import native_serves, reference_forced
+from cuda_ext._ring import ScalarRing
 
 SCALARS = 8
 """Numbers a parameter: see `adam_scalars`."""
-
-_SLOTS = 8
 
 
 def adam_scalars(rate: float, betas: tuple[float, float], eps: float, step: float) -> tuple[float, ...]:
@@ -94,58 +93,6 @@ def adam_step_torch(
             g.zero_()
 
 
-class ScalarRing:
-    """Carries small tables of numbers to a device without waiting for it.
-
-    A copy from pinned memory is done when the device gets there; until then the host must not touch the memory. So
-    there are several slots, each with an event that says when its copy is done. The host waits only if it is as many
-    uploads ahead as there are slots.
-
-    Args:
-        device: where to; on a CPU there is nothing to carry.
-        width: numbers a line.
-        slots: uploads that may be under way.
-    """
-
-    def __init__(self, device: torch.device, width: int = SCALARS, slots: int = _SLOTS) -> None:
-        self._device, self._width, self._slots = device, width, slots
-        self._lines = 0
-        self._next = 0
-
-    def _grow(self, lines: int, dtype: torch.dtype) -> None:
-        self._lines, self._dtype = 1 << (lines - 1).bit_length(), dtype
-        shape = (self._slots, self._lines, self._width)
-        # The old ones may be in use yet: torch's allocators keep their memory until the device is past it.
-        self._host = torch.empty(shape, dtype=dtype, pin_memory=True)
-        self._there = torch.empty(shape, dtype=dtype, device=self._device)
-        self._done = [torch.cuda.Event() for _ in range(self._slots)]
-
-    def upload(
-        self, lines: Sequence[Sequence[float]] | Tensor, dtype: torch.dtype, into: Tensor | None = None
-    ) -> Tensor:
-        """The lines as a tensor [n, width] on the device, or in `into`; valid until as many uploads as there are slots
-        have followed. All uploads of a ring are made, and their results used, on one stream.
-
-        Raises:
-            RuntimeError: the stream is being captured: the graph would repeat today's numbers for ever.
-        """
-        table = torch.as_tensor(lines, dtype=dtype).reshape(len(lines), self._width)
-        if self._device.type != "cuda":
-            return table if into is None else into.copy_(table)
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("Adam's scalars cannot be uploaded within a CUDA graph: call AdamStep.upload() before.")
-        if len(lines) > self._lines or dtype != self._dtype:
-            self._grow(len(lines), dtype)
-        slot, self._next = self._next, (self._next + 1) % self._slots
-        self._done[slot].synchronize()  # returns at once for an event that was never recorded
-        host = self._host[slot, : len(lines)]
-        host.copy_(table)
-        there = self._there[slot, : len(lines)] if into is None else into
-        there.copy_(host, non_blocking=True)
-        self._done[slot].record(torch.cuda.current_stream(self._device))
-        return there
-
-
 class FusedAdam(torch.optim.Adam):
     """`torch.optim.Adam` with the step in one launch: the same options, the same state_dict, and either loads the
     other's. Groups with options that the kernel does not know (weight decay, amsgrad, maximize, capturable,
@@ -215,7 +162,7 @@ class AdamStep:
         if len({(p.device, p.dtype) for p in self.params}) != 1:
             raise ValueError("AdamStep needs parameters, all on one device and of one dtype.")
         first = self.params[0]
-        self._ring = ScalarRing(first.device)
+        self._ring = ScalarRing(first.device, SCALARS)
         self.scalars = torch.zeros(len(self.params), SCALARS, dtype=first.dtype, device=first.device)
 
     def count(self) -> list[tuple[float, ...]]:
@@ -246,7 +193,7 @@ _rings: dict[tuple[torch.device, int], ScalarRing] = {}
 def _ring(device: torch.device) -> ScalarRing:
     """The ring of a device's current stream."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _rings.setdefault((device, stream), ScalarRing(device))
+    return _rings.setdefault((device, stream), ScalarRing(device, SCALARS))
 
 
 def _plain(group: dict[str, Any]) -> bool:

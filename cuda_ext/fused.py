@@ -15,10 +15,9 @@ from torch import Tensor
 from cuda_ext._checks import check_depth_range, check_floats, check_ints, check_rows
 from cuda_ext._library import LIBRARY
 from cuda_ext.adam import SCALARS, kernels_serve
+from cuda_ext.lazy_adam import LazyAdam, check_parameters
 from cuda_ext.reference.fused import splat_forward_composed, splat_update_composed
-
-PARAMETERS = ("means", "quats", "log_scales", "logits", "sh_dc", "sh_rest")
-"""The order of parameters, moments and scalars in `splat_update`."""
+from cuda_ext.reference.lazy_adam import PARAMETERS
 
 
 class SplatRows(NamedTuple):
@@ -76,6 +75,9 @@ def splat_forward(
     far: float = 1e10,
     antialiased: bool = False,
     depth: bool = False,
+    exp_avgs: Sequence[Tensor] = (),
+    exp_avg_sqs: Sequence[Tensor] = (),
+    lazy: LazyAdam | None = None,
 ) -> SplatRows:
     """Culls against whole views, projects and evaluates colours: `cull`, `project` and `sh_colors` at once.
 
@@ -93,6 +95,10 @@ def splat_forward(
         capacity: lines of the result.
         eps2d, near, far, antialiased: see `project`.
         depth: add the depth to the features.
+        exp_avgs, exp_avg_sqs, lazy: the parameters' moments, and the steps that were put off. Rows are then those of
+            the points where these steps lead them; nothing is written. On CUDA more rows than necessary may come out,
+            dead ones, for where a point may have come to is known only within bounds; those hold for moments that Adam
+            made, with one pair of betas.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, device or shape, or out of range.
@@ -114,10 +120,19 @@ def splat_forward(
     sizes = check_ints("sizes", sizes, 2, views, "view")
     if capacity < 0:
         raise ValueError(f"capacity must not be negative, as {capacity} is.")
-    op: Any = torch.ops.ns_multigpu.splat_forward if kernels_serve(means) else splat_forward_composed
+    ops = torch.ops.ns_multigpu
+    op: Any = ops.splat_forward if lazy is None else ops.splat_forward_lazy
+    if not kernels_serve(means):
+        op = splat_forward_composed
     parameters = [t.detach() for t in (means, quats, log_scales, logits, sh_dc, sh_rest)]
     cameras = (viewmats.detach(), Ks, sizes)
-    return SplatRows(*op(*parameters, *cameras, degree, eps2d, near, far, antialiased, depth, capacity))
+    missed: tuple[Any, ...] = ()
+    if lazy is not None:
+        check_parameters(parameters, exp_avgs, exp_avg_sqs)
+        lazy.check(means)
+        moments = ([t.detach() for t in tensors] for tensors in (exp_avgs, exp_avg_sqs))
+        missed = (*moments, lazy.last, lazy.table, lazy.steps)
+    return SplatRows(*op(*parameters, *cameras, degree, eps2d, near, far, antialiased, depth, capacity, *missed))
 
 
 @torch.no_grad()
@@ -143,6 +158,7 @@ def splat_update(
     selective: bool = False,
     opacity_weight: float = 0.0,
     scale_weight: float = 0.0,
+    lazy: LazyAdam | None = None,
 ) -> None:
     """Brings the gradients of rows back to the parameters and takes Adam's step there, all in place.
 
@@ -170,19 +186,16 @@ def splat_update(
         selective: see above.
         opacity_weight, scale_weight: the loss also holds this times the sum of all opacities, and of all scales (MCMC's
             regularisation). With `selective`, of the points drawn.
+        lazy: put off the steps of points that are not drawn (see `cuda_ext.lazy_adam`, also for which options of Adam):
+            1416 bytes of each such point are then neither read nor written. Those of points that are drawn are taken.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong dtype, device or shape.
+        TypeError, ValueError: an argument of the wrong dtype, device or shape; `lazy` with `selective` or weights.
         NativeBuildError: the operators cannot be compiled.
     """
     means = params[0]
-    points, views, count = means.shape[0], viewmats.shape[0], rows.point_ids.shape[0]
-    shapes = ((points, 3), (points, 4), (points, 3), (points,), (points, 3), (points, -1, 3))
-    for what, tensors in (("params", params), ("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)):
-        if len(tensors) != len(PARAMETERS):
-            raise ValueError(f"{what} must be {', '.join(PARAMETERS)}, not {len(tensors)} tensors.")
-        named = zip(PARAMETERS, tensors, shapes, strict=True)
-        check_floats(means, **{f"{what}: {name}": (tensor, shape) for name, tensor, shape in named})
+    views, count = viewmats.shape[0], rows.point_ids.shape[0]
+    check_parameters(params, exp_avgs, exp_avg_sqs)
     check_floats(
         means,
         scalars=(scalars, (len(PARAMETERS), SCALARS)),
@@ -195,19 +208,26 @@ def splat_update(
     sizes = check_ints("sizes", sizes, 2, views, "view")
     if absgrad and isinstance(gradients, RowGradients) and gradients.absolute.shape != (count, 2):
         raise ValueError("absgrad needs the absolute gradients [M, 2]: call rasterize_backward with absgrad.")
+    missed: tuple[Tensor, ...] = ()
+    if lazy is not None:
+        if selective or opacity_weight or scale_weight:
+            raise ValueError("lazy puts off steps without a gradient: leave selective, opacity_weight, scale_weight.")
+        lazy.check(means)
+        missed = (lazy.last, lazy.table, lazy.steps)
     given = [gradients] if isinstance(gradients, Tensor) else list(gradients)
     statistics = [means.new_empty(0) if t is None else t for t in (grad2d, seen, radii_max)]
     op: Any = torch.ops.ns_multigpu.splat_update if kernels_serve(means) else splat_update_composed
     op(
         *([t.detach() for t in tensors] for tensors in (params, exp_avgs, exp_avg_sqs)), scalars, viewmats.detach(), Ks,
         sizes, rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, given, *statistics,
-        degree, eps2d, near, far, antialiased, absgrad, selective, opacity_weight, scale_weight,
+        degree, eps2d, near, far, antialiased, absgrad, selective, opacity_weight, scale_weight, *missed,
     )  # fmt: skip
 
 
 @torch.library.register_fake("ns_multigpu::splat_forward", lib=LIBRARY)
+@torch.library.register_fake("ns_multigpu::splat_forward_lazy", lib=LIBRARY)
 def _splat_forward_fake(means: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    depth, capacity = rest[-2:]
+    depth, capacity = rest[13:15]
     floats = [means.new_empty(s) for s in ((capacity, 2), (capacity, 3), (capacity,), (capacity, 3 + depth))]
     ids = [means.new_empty(capacity, dtype=torch.int32) for _ in range(2)]
     count, radii = means.new_empty(1, dtype=torch.int64), means.new_empty((capacity, 2), dtype=torch.int32)
@@ -220,4 +240,5 @@ def _splat_update_fake(*_: Any) -> None:
 
 
 LIBRARY.impl("splat_forward", splat_forward_composed, "CPU")
+LIBRARY.impl("splat_forward_lazy", splat_forward_composed, "CPU")
 LIBRARY.impl("splat_update", splat_update_composed, "CPU")

@@ -28,6 +28,14 @@ _RASTERIZE_BACKWARD_INPUTS = (
     f"{_RASTERIZE_INPUTS}, Tensor alpha, Tensor last, Tensor state, Tensor out, Tensor v_out, Tensor v_alpha, "
     "bool absgrad"
 )
+_SPLAT_INPUTS = (
+    "Tensor means, Tensor quats, Tensor log_scales, Tensor logits, Tensor sh_dc, Tensor sh_rest, Tensor viewmats, "
+    "Tensor Ks, int[] sizes, int degree, float eps2d, float near, float far, bool antialiased, bool depth, int capacity"
+)
+_SPLAT_OUTPUTS = (
+    "(Tensor view_ids, Tensor point_ids, Tensor count, Tensor means2d, Tensor conics, Tensor opacities, "
+    "Tensor features, Tensor depths, Tensor radii)"
+)
 
 SCHEMAS: tuple[str, ...] = (
     f"cull({_CULL_INPUTS}) -> (Tensor view_ids, Tensor point_ids)",
@@ -52,15 +60,17 @@ SCHEMAS: tuple[str, ...] = (
     "l1_ssim(Tensor pred, Tensor target, int[] inner) -> (Tensor l1_sum, Tensor ssim_sum, Tensor dssim_dpred)",
     "l1_ssim_backward(Tensor pred, Tensor target, Tensor dssim_dpred, int[] inner, Tensor v_l1, Tensor v_ssim) -> "
     "Tensor v_pred",
-    "splat_forward(Tensor means, Tensor quats, Tensor log_scales, Tensor logits, Tensor sh_dc, Tensor sh_rest, "
-    "Tensor viewmats, Tensor Ks, int[] sizes, int degree, float eps2d, float near, float far, bool antialiased, "
-    "bool depth, int capacity) -> (Tensor view_ids, Tensor point_ids, Tensor count, Tensor means2d, Tensor conics, "
-    "Tensor opacities, Tensor features, Tensor depths, Tensor radii)",
+    f"splat_forward({_SPLAT_INPUTS}) -> {_SPLAT_OUTPUTS}",
+    f"splat_forward_lazy({_SPLAT_INPUTS}, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor last, Tensor table, "
+    f"Tensor steps) -> {_SPLAT_OUTPUTS}",
     "splat_update(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor scalars, "
     "Tensor viewmats, Tensor Ks, int[] sizes, Tensor view_ids, Tensor point_ids, Tensor count, Tensor conics, "
     "Tensor features, Tensor radii, Tensor[] row_gradients, Tensor(d!) grad2d, Tensor(e!) seen, Tensor(f!) radii_max, "
     "int degree, float eps2d, float near, float far, bool antialiased, bool absgrad, bool selective, "
-    "float opacity_weight, float scale_weight) -> ()",
+    "float opacity_weight, float scale_weight, Tensor(g!)? last=None, Tensor(h!)? table=None, "
+    "Tensor(i!)? steps=None) -> ()",
+    "splat_flush(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!) last, "
+    "Tensor(e!) table, Tensor(f!) steps) -> ()",
     "adam_step(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
     "Tensor scalars, bool set_grads_to_zero) -> ()",
 )

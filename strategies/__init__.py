@@ -9,8 +9,10 @@ from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.world import World
 from strategies.batch import batch
 from strategies.single import single
+from strategies.tile import tile
 
 STRATEGIES: dict[str, Callable[[World], Strategy]] = {
     "single": single,
     "batch": batch,
+    "tile": tile,
 }

@@ -89,8 +89,8 @@ def test_all_native_sources_are_packaged() -> None:
 
 
 def test_files_stay_short() -> None:
-    folders = (*PACKAGES, "tests", "demo", "benchmarks")
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h")]
+    folders, suffixes = (*PACKAGES, "tests", "demo", "benchmarks"), (".py", ".cpp", ".h", ".cu", ".cuh")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text("utf8").splitlines()) for path in files}
     assert len(lengths) > 30
     assert {path: lines for path, lines in lengths.items() if lines > LONGEST} == {}

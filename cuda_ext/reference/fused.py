@@ -1,11 +1,14 @@
 """`splat_forward` and `splat_update` put together from the other operators and autograd. See `cuda_ext.fused`."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from cuda_ext.adam import adam_step_torch
 from cuda_ext.culling import cull
 from cuda_ext.projection import project, sh_colors
+from cuda_ext.reference.lazy_adam import MOST_STEPS, caught_up, extend, stands_still, write_caught_up
 
 
 def camera_centers(viewmats: Tensor) -> Tensor:
@@ -17,9 +20,14 @@ def camera_centers(viewmats: Tensor) -> Tensor:
 def splat_forward_composed(
     means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, sh_dc: Tensor, sh_rest: Tensor, viewmats: Tensor,
     Ks: Tensor, sizes: list[int], degree: int, eps2d: float, near: float, far: float, antialiased: bool, depth: bool,
-    capacity: int,
+    capacity: int, exp_avgs: Sequence[Tensor] = (), exp_avg_sqs: Sequence[Tensor] = (), last: Tensor | None = None,
+    table: Tensor | None = None, steps: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See `cuda_ext.fused.splat_forward`."""
+    if last is not None and table is not None:
+        params = [means, quats, log_scales, logits, sh_dc, sh_rest]
+        params, _, _ = caught_up(params, list(exp_avgs), list(exp_avg_sqs), last, table)
+        means, quats, log_scales, logits, sh_dc, sh_rest = params
     scales, opacities = log_scales.exp(), logits.sigmoid()
     rects = [n for w, h in zip(sizes[::2], sizes[1::2], strict=True) for n in (0, 0, w, h)]
     view_ids, point_ids = cull(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far)
@@ -46,12 +54,18 @@ def splat_update_composed(
     Ks: Tensor, sizes: list[int], view_ids: Tensor, point_ids: Tensor, count: Tensor, conics: Tensor,
     features: Tensor, radii: Tensor, row_gradients: list[Tensor], grad2d: Tensor, seen: Tensor, radii_max: Tensor,
     degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool, selective: bool,
-    opacity_weight: float, scale_weight: float,
+    opacity_weight: float, scale_weight: float, last: Tensor | None = None, table: Tensor | None = None,
+    steps: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See `cuda_ext.fused.splat_update`."""
     real = _real(point_ids, count)
     view_ids, point_ids, radii, conics, features = (t[real] for t in (view_ids, point_ids, radii, conics, features))
     alive = (radii > 0).all(-1)
+    drawn = torch.unique(point_ids[alive].long())
+    if last is not None and table is not None and steps is not None:
+        if int(steps) >= MOST_STEPS and not stands_still(scalars):
+            raise ValueError(f"{MOST_STEPS} steps have been put off: call splat_flush before the next.")
+        write_caught_up(params, exp_avgs, exp_avg_sqs, drawn, last, table)
     v_means2d, v_conics, v_opacities, v_features, v_absolute = _given(row_gradients, real, features.shape[1])
     v_depths = v_features[:, 3] if features.shape[1] == 4 else torch.zeros_like(v_opacities)
     v_colors = torch.where(alive[:, None] & (features[:, :3] > 0), v_features[:, :3], 0.0)
@@ -70,14 +84,17 @@ def splat_update_composed(
         gradients = torch.autograd.grad(outputs, leaves, incoming, allow_unused=True, materialize_grads=True)
 
     with torch.no_grad():
-        drawn = torch.unique(point_ids[alive].long())
-        if selective:
+        if selective or last is not None:
             for i, gradient in enumerate(gradients):
                 p, m, v = params[i][drawn], exp_avgs[i][drawn], exp_avg_sqs[i][drawn]
                 adam_step_torch([p], [gradient[drawn]], [m], [v], scalars[i : i + 1], False)
                 params[i][drawn], exp_avgs[i][drawn], exp_avg_sqs[i][drawn] = p, m, v
         else:
             adam_step_torch(params, gradients, exp_avgs, exp_avg_sqs, scalars, False)
+        if last is not None and table is not None and steps is not None:
+            if not stands_still(scalars):
+                extend(table, steps, scalars)
+            last[drawn] = steps.to(last.dtype)
         _count(v_absolute if absgrad else v_means2d, view_ids, point_ids, alive, conics, sizes, grad2d, seen, radii_max)
 
 

@@ -1,10 +1,13 @@
 """Which rank renders which patch of the step's batch."""
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from ns_multigpu.core.placement import Plan
-from ns_multigpu.core.types import Patch, View
+from ns_multigpu.core.tile_work import TileWork
+from ns_multigpu.core.types import SSIM_HALO, Patch, View
 
 
 class Assignment(ABC):
@@ -50,3 +53,79 @@ class DealtViews(Assignment):
             rank = owner[position] if owner[position] >= 0 else next(spare)
             plan[rank].append(Patch.whole(position, view))
         return plan
+
+
+class TileRanges(Assignment):
+    """Every view of the batch is cut into bands of whole rows of tiles, so that all ranks have equal work.
+
+    The views' rows of tiles, one view after the other, are one line that is cut into as many stretches as there are
+    ranks: a rank gets a band of a large view, or several small views, or the end of one and the beginning of the next.
+    Where images are held does not count: a band of an image is little beside the splats that it needs.
+
+    Args:
+        work: the work of each row, as far as it is known; the same on every rank.
+    """
+
+    def __init__(self, work: TileWork) -> None:
+        self._work = work
+
+    def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
+        ranges = cut_rows(self._work.estimate(views), ranks)
+        return [[self._band(view, views[view], first, last) for view, first, last in one] for one in ranges]
+
+    def _band(self, position: int, view: View, first: int, last: int) -> Patch:
+        if first == 0 and last == self._work.rows(view):
+            return Patch.whole(position, view)
+        tile = self._work.tile
+        return Patch(position, 0, first * tile, view.width, min(last * tile, view.height), SSIM_HALO)
+
+
+_SNAP = 32
+"""A cut that is off by less than this fraction of a rank's share goes between two views, where it costs no halo."""
+
+
+def cut_rows(work: Sequence[Sequence[int]], ranks: int) -> list[list[tuple[int, int, int]]]:
+    """Cuts the rows of several views, one view after the other, into stretches of equal work.
+
+    Every row is in one stretch. A rank's work differs from the mean by no more than the largest row's, or a sixteenth
+    of the mean where that is more: each cut is made at the end of a row that is nearest to its ideal place. With more
+    ranks than rows, or much of the work in one row, some ranks get none. Integers alone: the same cuts everywhere.
+
+    Args:
+        work: by view, by row, not negative; where all is 0 all rows count alike.
+        ranks: how many stretches.
+
+    Returns:
+        by rank, ascending: (view, first row, end row), never empty.
+
+    Raises:
+        ValueError: `ranks` is not positive, or some work is negative.
+    """
+    if ranks < 1:
+        raise ValueError(f"cut_rows: {ranks} ranks; at least one is needed")
+    line = [amount for rows in work for amount in rows]
+    if any(amount < 0 for amount in line):
+        raise ValueError(f"cut_rows: negative work, {min(line)}")
+    before = list(accumulate(line if any(line) else [1] * len(line), initial=0))
+    starts = list(accumulate((len(rows) for rows in work), initial=0))
+    total = before[-1]
+
+    def off(place: int, rank: int) -> int:
+        """How far a cut at `place` is from where it should be, in units of 1/ranks."""
+        return abs(before[place] * ranks - rank * total)
+
+    cuts = [0]
+    for rank in range(1, ranks):
+        below = bisect_right(before, rank * total // ranks) - 1
+        nearest = min((place for place in (below, below + 1) if place <= len(line)), key=lambda p: off(p, rank))
+        between = min(starts, key=lambda p: off(p, rank))
+        cuts.append(between if _SNAP * off(between, rank) <= total else nearest)
+    cuts.append(len(line))
+    return [
+        [
+            (view, max(first, start) - start, min(last, end) - start)
+            for view, (start, end) in enumerate(pairwise(starts))
+            if max(first, start) < min(last, end)
+        ]
+        for first, last in pairwise(cuts)
+    ]

@@ -1,26 +1,34 @@
 """What crosses the wire in a step: gradients, splats or partial pixels."""
 
 from abc import ABC
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from ns_multigpu.core.buckets import GradientBuckets
 from ns_multigpu.core.placement import Plan
-from ns_multigpu.core.types import Pixels, Splats
+from ns_multigpu.core.types import Points, Rendering, Splats, View
 from ns_multigpu.core.world import World
 
 
 class Exchange(ABC):  # noqa: B024  (every hook has a meaning when left alone: nothing crosses there)
     """Hooks around rendering and around the backward pass. What a subclass leaves alone exchanges nothing there."""
 
-    def before_render(self, splats: Splats, plan: Plan, world: World) -> Splats:
-        """Splats of this rank's points -> splats of this rank's patches."""
-        return splats
+    def before_render(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
+        """Splats of this rank's points (`own`, of `points`) -> splats of this rank's patches."""
+        return own
 
-    def after_render(self, pixels: list[Pixels], plan: Plan, world: World) -> list[Pixels]:
-        """Pixels of this rank's splats -> pixels of this rank's patches."""
-        return pixels
+    def after_render(
+        self, rendering: Rendering, splats: Splats, views: Sequence[View], plan: Plan, world: World
+    ) -> Rendering:
+        """Pixels of this rank's splats -> pixels of this rank's patches.
+
+        Args:
+            rendering: what was rendered here, and the splats of this rank's points.
+            splats: what it was rendered from: `before_render`'s.
+            views, plan, world: as there.
+        """
+        return rendering
 
     def begin_backward(self, params: Iterable[Tensor]) -> None:
         """Called before backward with every parameter that an optimizer updates, in the model's order."""

@@ -40,11 +40,12 @@ def photometric_loss(rgb: Tensor, target: Tensor, patch: Patch, view: View, ssim
     )
     if short and ssim_lambda != 0:
         raise ValueError(f"a patch that ends inside its view needs a halo of {SSIM_HALO} pixels: {patch}")
-    if ssim_lambda == 0 and (right - left <= 2 * SSIM_HALO or bottom - top <= 2 * SSIM_HALO):
+    if right - left <= 2 * SSIM_HALO or bottom - top <= 2 * SSIM_HALO:
+        # No window of the view has its centre in the patch: it lies at the border, or the view itself is that small.
         x0, y0, x1, y1 = patch.inner(view)
         scale = 255.0 if not target.dtype.is_floating_point else 1.0
         difference = (rgb - target.to(rgb.dtype) / scale)[y0:y1, x0:x1]
-        return difference.abs().sum() / (3 * view.width * view.height)
+        return (1 - ssim_lambda) * difference.abs().sum() / (3 * view.width * view.height)
     l1_sum, ssim_sum, _ = cuda_ext.l1_ssim(rgb, target, patch.inner(view))
     l1 = l1_sum / (3 * view.width * view.height)
     if ssim_lambda == 0:

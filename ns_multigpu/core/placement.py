@@ -2,8 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
 
-from ns_multigpu.core.types import Patch
+from ns_multigpu.core.types import Patch, Points
 from ns_multigpu.core.world import World
 
 Plan = Sequence[Sequence[Patch]]
@@ -23,6 +25,10 @@ class Placement(ABC):
     @abstractmethod
     def loss_share(self, world: World) -> float:
         """The weight on this rank of a loss term on the points themselves, so that the ranks' sum counts it once."""
+
+    def hold(self, points: Points, world: World) -> Points:
+        """This rank's part of a whole model: all of it, unless the placement shards points."""
+        return points
 
 
 class AllHere(Placement):
@@ -47,3 +53,49 @@ class Replicated(Placement):
 
     def loss_share(self, world: World) -> float:
         return 1.0 / world.size
+
+
+@final
+@dataclass(frozen=True)
+class Sharded(Placement):
+    """Every point is on one rank: each owns a contiguous range of the whole model's rows, in the order of the ranks.
+
+    A point's global id is its row in the whole model: the points of the ranks before its owner, plus its row there. So
+    rows ordered by (view, owner, row there) are ordered by (view, global id), and splats of equal depth are blended in
+    the order in which `single` blends them.
+
+    Attributes:
+        bounds: [ranks + 1] rank r owns the rows [bounds[r], bounds[r + 1]), perhaps none; None for equal numbers.
+    """
+
+    bounds: tuple[int, ...] | None = None
+    replicated = False
+
+    def views_to_splat(self, plan: Plan, world: World) -> list[int]:
+        """All of the batch's views that anybody renders: which ranks' patches a point reaches only its splat tells."""
+        return sorted({patch.view for patches in plan for patch in patches})
+
+    def loss_share(self, world: World) -> float:
+        """1: a term that is a sum over points is summed over each point's owner. (A mean is not such a term.)"""
+        return 1.0
+
+    def hold(self, points: Points, world: World) -> Points:
+        """This rank's range of `points`, copied, so that the rest can be let go.
+
+        Raises:
+            ValueError: the bounds do not fit the points or the world.
+        """
+        count = len(points)
+        bounds = even_bounds(count, world.size) if self.bounds is None else self.bounds
+        if len(bounds) != world.size + 1 or bounds[0] != 0 or bounds[-1] != count or list(bounds) != sorted(bounds):
+            raise ValueError(
+                f"bounds {list(bounds)} do not deal {count} points out to {world.size} ranks: give {world.size + 1} "
+                f"ascending numbers from 0 to {count}"
+            )
+        own = slice(bounds[world.rank], bounds[world.rank + 1])
+        return Points({k: v.detach()[own].clone().requires_grad_(v.requires_grad) for k, v in points.params.items()})
+
+
+def even_bounds(count: int, ranks: int) -> tuple[int, ...]:
+    """[ranks + 1] ascending numbers from 0 to `count` whose differences differ by one at most."""
+    return tuple(rank * count // ranks for rank in range(ranks + 1))

@@ -48,6 +48,6 @@ class Strategy:
         """
         hits = primitive.cull(points, views, self.placement.views_to_splat(plan, self.world))
         own = primitive.splat(points, hits, views)
-        splats = self.exchange.before_render(own, plan, self.world)
+        splats = self.exchange.before_render(own, points, views, plan, self.world)
         pixels = primitive.render(splats, plan[self.world.rank], views)
-        return Rendering(self.exchange.after_render(pixels, plan, self.world), own)
+        return self.exchange.after_render(Rendering(pixels, own), splats, views, plan, self.world)

@@ -96,7 +96,8 @@ class Hits:
 
     Attributes:
         view_ids: [M] int32, positions in the step's list of views.
-        point_ids: [M] int32, rows of `Points`.
+        point_ids: [M] int32, rows of `Points`; where points are sharded, for rows that came from their owners, rows of
+            the whole model (see `Sharded`).
     """
 
     view_ids: Tensor
@@ -114,11 +115,14 @@ class Splats:
         hits: where each row comes from.
         rows: named tensors, each [M, ...]; what crosses the wire when splats are exchanged.
         probe: [M, 2], zero; its gradient is the densifier's statistic of the row (see the primitive).
+        probe_rendered: whether `Primitive.render` gives the probe its gradient, so that it must travel with the rows;
+            else it has one through the rows that it was added to.
     """
 
     hits: Hits
     rows: Mapping[str, Tensor]
     probe: Tensor | None = None
+    probe_rendered: bool = False
 
     def __len__(self) -> int:
         return len(self.hits)
@@ -147,7 +151,8 @@ class Rendering:
 
     Attributes:
         pixels: this rank's patches.
-        splats: the splats of the points that this rank holds: where densification statistics arrive.
+        splats: the splats of the points that this rank holds: where densification statistics arrive. A rank without
+            pixels makes its loss depend on their rows, for backward is where the ranks exchange gradients.
     """
 
     pixels: Sequence[Pixels]

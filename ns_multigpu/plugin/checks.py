@@ -127,14 +127,24 @@ def check_run_folder(folder: Path) -> None:
         ) from error
 
 
+_NOT_FOR_TRAINING = {"tile": "densification, checkpoints and evaluation of points that are spread over the GPUs"}
+"""Strategies that render and give gradients, and what they lack before one can train with them."""
+
+
 def check_strategy(name: str, known: Collection[str]) -> None:
-    """Whether `name` is one of the `known` strategies.
+    """Whether one can train with the strategy `name`, one of those `known`.
 
     Raises:
-        InputError: it is not; it lists those there are, the closest first.
+        InputError: one cannot, or there is none of that name; it lists those there are, the closest first.
     """
+    if name in known and name in _NOT_FOR_TRAINING:
+        raise InputError(
+            f"The strategy {name!r} is not ready for training: {_NOT_FOR_TRAINING[name]} are still missing. Choose "
+            "--pipeline.strategy batch."
+        )
     if name in known:
         return
+    known = [one for one in known if one not in _NOT_FOR_TRAINING]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     raise InputError(f"There is no strategy {name!r}. {hint}The strategies are: {', '.join(sorted(known))}.")

@@ -4,6 +4,9 @@ The ordinary step goes through autograd, some hundred launches and as many objec
 the host most of the time. Here a step is captured once in a CUDA graph (two, with the exchange between them, where
 there are several ranks) and replayed until something about it changes: the number of points, the resolution, the
 harmonics. The host uploads a hundred numbers and names an image.
+
+Within a block the steps of points that are not drawn are put off (`cuda_ext.lazy_adam`); before anybody else may look
+at the model, they are taken.
 """
 
 from collections.abc import Callable
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.adam import AdamStep, ScalarRing
+from cuda_ext.lazy_adam import LazyAdam, lazy_serves
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
@@ -71,6 +75,7 @@ class FusedTraining:
         self._capacities: tuple[int, int] | None = None
         self._step: FusedStep | None = None
         self._adam: AdamStep | None = None
+        self._lazy: LazyAdam | None = None
         self._key: object = None
         self._ring: ScalarRing | None = None
         self._graphs = StepGraphs(world, computed)
@@ -90,19 +95,22 @@ class FusedTraining:
 
         Refining, and resetting opacities, is left to the caller: see `refine`.
         """
-        feeds = [self._feed(step) for step in steps]
+        feeds: list[_Feed] = []
         views = self._pipeline.config.views_per_rank
-        reports = torch.zeros(len(feeds), views + 1, device=self._world.device)
+        reports = torch.zeros(len(steps), views + 1, device=self._world.device)
         done = 0
-        while done < len(feeds):
+        while done < len(steps):
             step = self._prepared(steps[0])
-            for k in range(done, len(feeds)):
+            for k in range(done, len(steps)):
+                if k == len(feeds):  # drawn while the device is busy with the step before
+                    feeds.append(self._feed(steps[k]))
                 self._take(step, feeds[k])
                 reports[k].copy_(step.report)
             with self._pipeline.timer.measure("waiting for the device"):
                 status = step.status()
             done += status.done
             self._learn(status.rows, status.intersections, status.full)
+        step.flush()  # here only: where it happens must not depend on capacities, for it rounds
         mine = slice(self._world.rank * views, (self._world.rank + 1) * views)
         return BlockResult(steps, [feed.indices[mine] for feed in feeds], reports, self._mse(step))
 
@@ -183,6 +191,10 @@ class FusedTraining:
         degree, factor, counts = signature
         model, pipeline = self._model, self._pipeline
         groups = [self._optimizers.optimizers[name] for name in ORDER]
+        if not all(lazy_serves(group["betas"], group["eps"]) for o in groups for group in o.param_groups):
+            self._lazy = None
+        elif self._lazy is None or len(self._lazy.last) != model.num_points:  # else there may be steps put off in it
+            self._lazy = LazyAdam.make(model.num_points, self._world.device)
         self._graphs.forget()
         self._step = None
         self._adam = AdamStep(groups, with_grads=False)
@@ -203,7 +215,7 @@ class FusedTraining:
         moments = {name: (m, v) for name, m, v in zip(ORDER, self._adam.exp_avgs, self._adam.exp_avg_sqs, strict=True)}
         as_bytes = factor == 1 and pipeline.config.datamanager.cache_images_type == "uint8"
         kind = torch.uint8 if as_bytes else torch.float32
-        self._step = FusedStep(dict(model.gauss_params), moments, statistics, settings, self._world, kind)
+        self._step = FusedStep(dict(model.gauss_params), moments, statistics, settings, self._world, kind, self._lazy)
         self._key = (signature, self._capacities)
         return self._step
 
@@ -215,7 +227,10 @@ class FusedTraining:
             # What was counted beyond a full capacity of rows may be too little: go well beyond.
             fitted = [max(c, 2 * w if w > c else w) for w, c in zip(wanted, self._capacities, strict=True)]
         else:
-            fitted = [w + w // 2 if c > 2 * w + 65536 else c for w, c in zip(wanted, self._capacities, strict=True)]
+            spare = 3 * 8192
+            fitted = [
+                w + w // 8 if c > w + w // 2 + spare else c for w, c in zip(wanted, self._capacities, strict=True)
+            ]
         self._capacities = (fitted[0], fitted[1])
 
     def _mse(self, step: FusedStep) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_floats, sum_in_place
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.timing import StepTimer
 
 
 class ProgressLog:
@@ -54,6 +55,32 @@ class ProgressLog:
         """Training starts now, with `first_step`."""
         self._last_step = first_step - 1
         self._began = self._last_time = time.perf_counter()
+
+    def log(
+        self,
+        step: int,
+        batch: int,
+        timer: StepTimer,
+        shares: Mapping[str, Tensor],
+        losses: Sequence[str],
+        model: Any,
+        optimizers: Any,
+    ) -> None:
+        """Sums what the ranks measured in a step and writes it. Every rank calls it at the same steps.
+
+        Args:
+            timer: of this rank's time by part since the last log.
+            shares: this rank's share of the loss, of its terms, and of the metrics.
+            losses: the names of the terms.
+            model: a `SplatModel`.
+            optimizers: a `BatchOptimizers`.
+        """
+        summed = summed_over_ranks(shares, self._world)
+        row = self.row(step, batch, timer.take(), summed, model.num_points)
+        extra: dict[str, Any] = {"psnr": summed["psnr"], "gaussian_count": model.num_points}
+        model.camera_optimizer.get_metrics_dict(extra)
+        rates = {name: scheduler.get_last_lr()[0] for name, scheduler in optimizers.schedulers.items()}
+        write_step(step, summed, losses, extra, row, rates, self._world)
 
     def row(
         self, step: int, batch: int, seconds: dict[str, float], values: dict[str, float], points: int

@@ -26,6 +26,9 @@ class SplatModelConfig(SplatfactoModelConfig):
     _target: type = field(default_factory=_splat_model)
     densifier: Literal["default", "mcmc"] = "default"
     """How points are added and removed: "default" splits, clones and prunes; "mcmc" relocates, up to max-gs-num."""
+    morton_order: bool = False
+    """With default, order the Gaussians along a Morton curve at each refinement: neighbours in space, neighbours in
+    memory."""
     max_gs_num: int = 1_000_000
     """With mcmc, the most Gaussians the whole model may have, over all ranks."""
     noise_lr: float = 5e5
@@ -75,4 +78,5 @@ def make_densifier(
         absgrad=options.use_absgrad,
         world=world,
         seed=seed,
+        morton=options.morton_order,
     )

@@ -11,7 +11,6 @@ from nerfstudio.engine.callbacks import TrainingCallbackLocation
 from nerfstudio.engine.trainer import Trainer
 from nerfstudio.utils import writer
 from nerfstudio.utils.misc import step_check
-from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.utils.writer import EventName, TimeWriter
 from torch import Tensor
 
@@ -20,13 +19,13 @@ from ns_multigpu.core.replicas import assert_identical
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin import checks, memory
 from ns_multigpu.plugin.agreement import check_same_start
-from ns_multigpu.plugin.fused_options import fuses, next_stop
-from ns_multigpu.plugin.fused_training import FusedTraining
+from ns_multigpu.plugin.fused_blocks import FusedBlocks
+from ns_multigpu.plugin.fused_options import next_stop
 from ns_multigpu.plugin.guards import Guards
 from ns_multigpu.plugin.optimizers import BatchOptimizers
 from ns_multigpu.plugin.pipeline import DistributedPipeline, DistributedPipelineConfig
 from ns_multigpu.plugin.process_world import set_world
-from ns_multigpu.plugin.progress import ProgressLog, summed_over_ranks, write_step
+from ns_multigpu.plugin.progress import ProgressLog
 from ns_multigpu.plugin.ranks import rendezvous_explained
 from ns_multigpu.plugin.resume import RunCheckpoints
 from ns_multigpu.plugin.trainer_config import DistributedTrainerConfig
@@ -108,7 +107,7 @@ class DistributedTrainer(Trainer):
         self.progress.restart_clock(self._start_step)
         self.stop_training = False
         self.steps_taken = 0
-        self.fused = self._fused()
+        fused = FusedBlocks.if_asked_for(self.config, self.pipeline, self.optimizers, self.world, self.guards)
         steps = self.config.max_num_iterations  # in all: a run that was resumed has taken some of them
         self.step = self._start_step - 1
         # Nerfstudio's terminal log prints it, also where a run that was killed after its last save has no step to take.
@@ -116,12 +115,12 @@ class DistributedTrainer(Trainer):
         with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME):
             step, evaluates = self._start_step, bool(self.pipeline.datamanager.eval_dataset)
             while step < steps and self._may_go_on(step):
-                if self.fused is None:
+                if fused is None:
                     block = range(step, step + 1)
                     self._one_step(step, last=step + 1 == steps)
                 else:
-                    block = self.fused.block(step, next_stop(self.config, step, steps, evaluates=evaluates))
-                    self._fused_steps(self.fused, block, last=block.stop == steps)
+                    block = fused.training.block(step, next_stop(self.config, step, steps, evaluates=evaluates))
+                    self._fused_steps(fused, block, last=block.stop == steps)
                 step = block.stop
         self.progress.finish(self.step + 1 - self._start_step, self.batch_size, self.pipeline.model.num_points)
         if self.guards.signals.agreed:
@@ -141,31 +140,14 @@ class DistributedTrainer(Trainer):
         self._show_speed(step, train_time.duration)
         self._after_steps(step, last, (loss, losses, metrics) if logs else None)
 
-    def _fused(self) -> FusedTraining | None:
-        """What takes fused steps, where this run's are."""
-        yes, text = fuses(self.config, self.pipeline, self.optimizers, self.world)
-        CONSOLE.print(text)
-        return FusedTraining(self.pipeline, self.optimizers, self.world, self.guards.computed) if yes else None
-
-    def _fused_steps(self, fused: FusedTraining, steps: range, last: bool) -> None:
+    def _fused_steps(self, fused: FusedBlocks, steps: range, last: bool) -> None:
         """Takes the steps of a block; only after the last of them is there anything else to do."""
         self.step = steps[-1]
-        with self.train_lock, TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=self.step, write=False) as train_time:
-            self.pipeline.train()
-            self.pipeline.model.step = steps[0] * self.batch_size
-            result = fused.run(steps)
-            self.pipeline.model.step = self.step * self.batch_size
-            fused.refine(steps)
-        seconds = train_time.duration / len(steps)
-        writer.put_time(EventName.ITER_TRAIN_TIME, seconds, self.step, avg_over_steps=True, update_eta=True)
+        with self.train_lock:
+            seconds, measured = fused.take(steps)
         self.steps_taken += len(steps)
-        for k, step in enumerate(steps):
-            self.guards.numbers.note(step, ("the rows",), result.reports[k, -1:], result.views[k], result.reports[k])
         self._show_speed(self.step, seconds)
-        loss = result.reports[-1, :-1].sum() / self.batch_size
-        self._after_steps(
-            self.step, last, (loss, {"main_loss": loss}, {"mse": result.mse}) if self._logs(self.step) or last else None
-        )
+        self._after_steps(self.step, last, measured if self._logs(self.step) or last else None)
 
     def _logs(self, step: int) -> bool:
         return step_check(step, self.config.logging.steps_per_log, run_at_zero=True)
@@ -305,13 +287,9 @@ class DistributedTrainer(Trainer):
 
     def _log(self, step: int, loss: Tensor, losses: dict[str, Tensor], metrics: dict[str, Any]) -> None:
         """Sums what the ranks measured and writes it. Every rank calls it at the same steps."""
-        summed = summed_over_ranks({"loss": loss, **losses, **metrics}, self.world)
-        model = self.pipeline.model
-        row = self.progress.row(step, self.batch_size, self.pipeline.timer.take(), summed, model.num_points)
-        extra: dict[str, Any] = {"psnr": summed["psnr"], "gaussian_count": model.num_points}
-        model.camera_optimizer.get_metrics_dict(extra)
-        rates = {name: scheduler.get_last_lr()[0] for name, scheduler in self.optimizers.schedulers.items()}
-        write_step(step, summed, list(losses), extra, row, rates, self.world)
+        shares = {"loss": loss, **losses, **metrics}
+        model, timer = self.pipeline.model, self.pipeline.timer
+        self.progress.log(step, self.batch_size, timer, shares, list(losses), model, self.optimizers)
 
     def _after_train(self) -> None:
         """Saves, says where everything is, and keeps the viewer open if there is one; see nerfstudio's."""

@@ -41,10 +41,12 @@ class ReplicatedDensifier(DefaultStrategy):
     Attributes:
         world: the ranks whose statistics are summed.
         seed: the run's seed.
+        morton: bring the points into Morton order at each refinement.
     """
 
     world: World = field(default_factory=World.single)
     seed: int = 0
+    morton: bool = False
 
     def step_post_backward(
         self,
@@ -98,7 +100,7 @@ class ReplicatedDensifier(DefaultStrategy):
         # gsplat's operations draw from the default generators: seed them for the while, alike on every rank.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed_from(self.seed, "densify", image))
-            grow_and_prune(self, params, optimizers, state, image)
+            grow_and_prune(self, params, optimizers, state, image, morton=self.morton)
         for name in ("grad2d", "count", "radii"):
             if isinstance(state.get(name), Tensor):
                 state[name].zero_()

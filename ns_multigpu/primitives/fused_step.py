@@ -7,6 +7,9 @@ step from the same rows in the same order, so that replicas stay the same to the
 The number of rows and of intersections with tiles is known on the device alone, so both have a capacity. Where one is
 exceeded the step, and all that follow it, leave parameters, moments and statistics as they are (`Status.done` stops
 counting); the host finds out when it looks, makes room, and takes them again.
+
+A lazy step leaves the points that no rank drew for later (`cuda_ext.lazy_adam`): parameters and moments are what they
+ought to be only after `flush`, for which there has to be one every 64 steps at least.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +21,7 @@ from torch import Tensor
 import cuda_ext
 from cuda_ext.adam import SCALARS
 from cuda_ext.fused import SplatRows, splat_forward, splat_update
+from cuda_ext.lazy_adam import MOST_STEPS, LazyAdam, splat_flush
 from ns_multigpu.core.collectives import all_gather_into
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians import TILE
@@ -62,7 +66,7 @@ class Status:
     Attributes:
         done: steps that were taken.
         rows, intersections: the most that any rank had in any of them, taken or not.
-        full: whether a capacity was exceeded; later steps have waited.
+        full: whether a capacity was exceeded, or a lazy step waits for a flush; later steps have waited.
     """
 
     done: int
@@ -83,6 +87,9 @@ class FusedStep:
         statistics: densification's `grad2d`, `count`, `radii`, [N] each, added to; empty to count nothing.
         settings: see there.
         world: the ranks.
+        target_type: of `targets`.
+        lazy: put off the steps of points that are not drawn, and keep them there (see `cuda_ext.lazy_adam`, also for
+            which options of Adam). A step made anew before a flush goes on from that of the one before.
 
     Attributes:
         inputs: one vector that holds the next four, in this order.
@@ -102,12 +109,14 @@ class FusedStep:
         settings: StepSettings,
         world: World,
         target_type: torch.dtype = torch.uint8,
+        lazy: LazyAdam | None = None,
     ) -> None:
         self.settings, self._world = settings, world
         self._params = [_flat(name, params[name].detach()) for name in ORDER]
         self._moments = [[_flat(name, moments[name][i]) for name in ORDER] for i in (0, 1)]
         self._statistics = dict(statistics)
         device = self._params[0].device
+        self._lazy = lazy
         batch = settings.views * world.size
         parts = (16 * batch, 9 * batch, 3 * settings.views, len(ORDER) * SCALARS)
         self.inputs = torch.zeros(sum(parts), device=device)
@@ -151,6 +160,9 @@ class FusedStep:
             degree=s.degree,
             capacity=s.rows,
             antialiased=s.antialiased,
+            exp_avgs=self._moments[0],
+            exp_avg_sqs=self._moments[1],
+            lazy=self._lazy,
         )
         patches = [n for v in range(s.views) for n in (v, 0, 0, s.width, s.height)]
         geometry = (rows.means2d, rows.conics, rows.opacities)
@@ -213,6 +225,8 @@ class FusedStep:
             rows, records, counts = self._gathered()
         most = counts.amax(dim=0)
         full = (most > self._limits).any() | (self._status[3] > 0)
+        if self._lazy is not None:
+            full = full | (self._lazy.steps[0] >= MOST_STEPS)
         taken = torch.stack([1 - full.long(), most[0], most[1], full.long()])
         self._status.copy_(torch.cat([self._status[:1] + taken[:1], torch.maximum(self._status[1:], taken[1:])]))
         scalars = torch.where(full, self._still, self.scalars)
@@ -232,7 +246,13 @@ class FusedStep:
             grad2d=self._statistics.get("grad2d"),
             seen=self._statistics.get("count"),
             radii_max=self._statistics.get("radii"),
+            lazy=self._lazy,
         )
+
+    def flush(self) -> None:
+        """Takes the steps that were put off; until the next step everything is as it ought to be. All ranks do it."""
+        if self._lazy is not None:
+            splat_flush(self._params, self._moments[0], self._moments[1], self._lazy)
 
     def _gathered(self) -> tuple[SplatRows, Tensor, Tensor]:
         """All ranks' rows, a segment each; their gradients; and each rank's counts [R, 2]."""

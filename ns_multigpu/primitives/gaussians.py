@@ -101,7 +101,7 @@ class Gaussians(Primitive):
             "depths": depths,
             "radii": radii,
         }
-        return Splats(hits, rows, probe)
+        return Splats(hits, rows, probe, probe_rendered=self.absgrad)
 
     def render(self, splats: Splats, patches: Sequence[Patch], views: Sequence[View]) -> list[Pixels]:
         """See `Primitive.render`: alpha blending front to back, tile by tile."""

@@ -58,9 +58,17 @@ def test_equals_the_reference(height: int, width: int, inner: Rectangle, bytes_:
 
 def test_a_full_hd_image() -> None:
     pred, target = (x.cuda() for x in images(1080, 1920, torch.float32))
-    results = zip(backward(pred, target, whole(pred)), reference(pred, target, whole(pred)), strict=True)
-    for (got, wanted), relative in zip(results, (1e-6, 1e-5, 1e-4, 1e-4), strict=True):
+    results = backward(pred, target, whole(pred))
+    expected = reference(pred, target, whole(pred))
+    for got, wanted, relative in zip(results[:3], expected[:3], (1e-6, 1e-5, 1e-4), strict=True):
         assert_near(got, wanted, relative)
+    # Among millions of pixels a few differ from their byte / 255 by less than float32 rounds that quotient: the sign of
+    # the difference, 0.8 of the gradient, is then anybody's.
+    distance = (pred.double() - target.double() / 255).abs()
+    unclear = (distance > 0) & (distance < 2.0**-24)
+    assert int(unclear.sum()) <= 20
+    assert bool(((results[3] - expected[3]).abs()[unclear] < 1.6 + 1e-3).all())
+    assert_near(torch.where(unclear, expected[3], results[3].double()), expected[3], 1e-4)
 
 
 @pytest.mark.parametrize("cuts_x, cuts_y", [((0, 1, 17, 18, 140), (0, 3, 89, 131)), ((0, 64, 140), (0, 70, 131))])

@@ -8,29 +8,16 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import cuda_ext
+from tests.cuda_ext.projections import PROJECT_INPUTS, projected, weights
 from tests.cuda_ext.scenes import Scene, one_point, random_scene
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(cuda_ext.backend("cuda") != "native", reason="NS_MULTIGPU_CUDA or NS_MULTIGPU_OPS says so"),
 ]
-PROJECT_INPUTS = ("means", "quats", "scales", "opacities", "viewmats")
 SH_INPUTS = ("means", "camera_centers", "sh_dc", "sh_rest")
 MANY = 70  # views: more than fit into the arguments of one launch
 OPS = torch.ops.ns_multigpu
-
-
-def weights(outputs: list[Tensor], seed: int = 7) -> list[Tensor]:
-    """Fixed gradients of the outputs, the same on every device and in every dtype."""
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randn(o.shape, generator=g, dtype=torch.float64).to(o) for o in outputs]
-
-
-def projected(scene: Scene, rows: tuple[Tensor, Tensor], antialiased: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs of `project` and the gradients of its inputs."""
-    leaves = [getattr(scene, name).detach().clone().requires_grad_() for name in PROJECT_INPUTS]
-    out = cuda_ext.project(*leaves, scene.Ks, scene.sizes, *rows, antialiased=antialiased)
-    return list(out), list(torch.autograd.grad(out[:4], leaves, weights(list(out[:4]))))
 
 
 def colored(scene: Scene, rows: tuple[Tensor, Tensor], degree: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -124,45 +111,6 @@ def test_project(points: int, views: int, antialiased: bool) -> None:
     assert torch.equal(radii > 0, twin[4] > 0)
     for name, got, want in zip(PROJECT_INPUTS, gradients, twin_gradients, strict=True):
         close(name, got, want, 1e-3)
-
-
-EDGE_CASES: dict[str, dict[str, list]] = {
-    "plain": {},
-    "on the near plane": {"means": [[0.0, 0.0, 0.01]]},
-    "before the near plane": {"means": [[0.0, 0.0, 0.0099]]},
-    "behind the camera": {"means": [[0.1, 0.1, -5.0]]},
-    "in the camera": {"means": [[0.0, 0.0, 0.0]]},
-    "mean on a tile's corner": {"means": [[-0.1, 0.4, 5.0]]},
-    "beyond the clamp": {"means": [[12.0, -9.0, 5.0]], "scales": [[3.0, 3.0, 3.0]]},
-    "huge": {"scales": [[1e4, 1e4, 1e4]]},
-    "far too huge": {"scales": [[1e25, 1e25, 1e25]]},
-    "below a pixel": {"scales": [[1e-6, 1e-6, 1e-6]]},
-    "a point": {"scales": [[0.0, 0.0, 0.0]]},
-    "a needle": {"scales": [[1.0, 1e-7, 1e-7]], "quats": [[0.3, -0.2, 0.8, 0.1]]},
-    "just opaque enough": {"opacities": [1.001 / 255]},
-    "too transparent": {"opacities": [0.999 / 255]},
-    "opaque": {"opacities": [1.0]},
-    "long quaternion": {"quats": [[30.0, -20.0, 5.0, 1.0]]},
-    "NaN mean": {"means": [[float("nan"), 0.0, 5.0]]},
-    "NaN scale": {"scales": [[float("nan"), 0.1, 0.1]]},
-    "NaN opacity": {"opacities": [float("nan")]},
-}
-
-
-@pytest.mark.parametrize("antialiased", [False, True])
-@pytest.mark.parametrize("case", EDGE_CASES)
-def test_edge_cases_are_those_of_the_cpu(case: str, antialiased: bool) -> None:
-    scene = one_point(torch.float32, **EDGE_CASES[case])
-    rows = scene.all_rows()
-    assert ids(scene.on("cuda").cull()) == ids(scene.cull())
-    out, gradients = projected(scene.on("cuda"), (rows[0].cuda(), rows[1].cuda()), antialiased)
-    expected, expected_gradients = projected(scene, rows, antialiased)
-    for got, want in zip(out[:4], expected[:4], strict=True):
-        assert_close(got.cpu(), want, rtol=1e-4, atol=1e-6)
-    assert torch.equal(out[4].cpu() > 0, expected[4] > 0)
-    assert_close(out[4].cpu().float(), expected[4].float(), rtol=1e-5, atol=1.0)
-    for got, want in zip(gradients, expected_gradients, strict=True):
-        assert_close(got.cpu(), want, rtol=2e-3, atol=1e-3 * max(1e-30, float(want.abs().max())))
 
 
 @pytest.mark.parametrize("views", [1, 3])

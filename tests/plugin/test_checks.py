@@ -7,6 +7,7 @@ import pytest
 from ns_multigpu.plugin import checks
 from ns_multigpu.plugin.errors import InputError, WorkerFailed, show
 from ns_multigpu.plugin.ranks import Ranks
+from strategies import STRATEGIES
 
 FOUR = Ranks(rank=5, size=8, local_rank=1, local_size=4, machines=2)
 
@@ -72,6 +73,16 @@ def test_strategy() -> None:
         checks.check_strategy("bacth", {"single": 1, "batch": 2})
     with pytest.raises(InputError, match=r"no strategy 'xyzzy'. The strategies are"):
         checks.check_strategy("xyzzy", ["single", "batch"])
+
+
+def test_strategies_that_cannot_train_yet() -> None:
+    ready = set(STRATEGIES) - {"tile"}
+    for name in ready:
+        checks.check_strategy(name, STRATEGIES)
+    with pytest.raises(InputError, match=r"'tile' is not ready for training: densification.*--pipeline.strategy batch"):
+        checks.check_strategy("tile", STRATEGIES)
+    with pytest.raises(InputError, match=r"no strategy 'xyzzy'. The strategies are: batch, single\.$"):
+        checks.check_strategy("xyzzy", STRATEGIES)
 
 
 def test_views() -> None:

@@ -169,6 +169,39 @@ def test_skipping_on_a_gpu_needs_an_adam() -> None:
         guard.prepare({"means": torch.optim.RAdam([torch.nn.Parameter(torch.zeros(1, device="cuda"))])})
 
 
+# ---- steps whose update the device has taken already ----
+
+
+@device
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_noted_step_is_named_by_what_was_bad_in_it(place: str, value: float) -> None:
+    run = Run(place_of(place), every=4)
+    report = torch.ones(4, 3, device=run.world.device)  # of each step two views' losses, and what shows the gradients
+    report[1, 1] = value
+    report[2, 2] = value
+    for step in range(4):
+        run.guard.note(step, ("the rows",), report[step, -1:], [10 * step, 10 * step + 1], report[step])
+        if step < 3:
+            run.look(step)
+    with pytest.raises(NonFiniteError) as caught:
+        run.look(3)
+    text = str(caught.value)
+    assert "Steps 0 to 3" in text and "step 0" not in text and "step 3" not in text
+    assert "step 1: loss of frame_11.png\n" in text
+    assert "step 2: gradient of the rows (views of the step: frame_20.png, frame_21.png)" in text
+
+
+def test_noted_steps_that_are_fine_leave_nothing() -> None:
+    run = Run(World.single(), every=2)
+    for step in range(6):
+        run.guard.note(step, ("the rows",), torch.full((1,), 1e38), [step], torch.tensor([-1e38, NAN]))
+        run.look(step)
+    assert run.said == [] and run.guard._steps == [], "what lies behind the views' losses is not looked at"
+    never = Run(World.single(), every=0)
+    never.guard.note(0, ("the rows",), torch.tensor([NAN]), [0], torch.tensor([NAN]))
+    never.look(0, now=True)
+
+
 # ---- memory ----
 
 NOW = Circumstances(2, 130, 1_234_567, 4, (1920, 1080), torch.device("cpu"), "runs/x/step-000000100.ckpt")

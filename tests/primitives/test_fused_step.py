@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cuda_ext.adam import adam_scalars
+from cuda_ext.lazy_adam import LazyAdam
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.types import Patch, Points, View
 from ns_multigpu.core.world import World
@@ -63,7 +64,14 @@ def ordinary(points: int, batch: int, steps: int, antialiased: bool, device: str
 
 
 def fused(
-    world: World, points: int, views: int, steps: int, antialiased: bool, rows: int = 0, intersections: int = 0
+    world: World,
+    points: int,
+    views: int,
+    steps: int,
+    antialiased: bool,
+    rows: int = 0,
+    intersections: int = 0,
+    lazy: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The same on several ranks, `views` on each; capacities that are too small grow on the way."""
     params = {k: v.detach() for k, v in make_points(points, torch.float32, world.device).params.items()}
@@ -75,10 +83,12 @@ def fused(
         WIDTH, HEIGHT, views, 2, antialiased, True, LAMBDA, rows or guess[0], intersections or guess[1]
     )
 
-    def made() -> FusedStep:
-        return FusedStep(params, moments, statistics if world.is_main else {}, settings, world)
+    put_off_here = LazyAdam.make(points, world.device) if lazy else None
 
-    one, losses, redone = made(), [], 0
+    def made() -> FusedStep:
+        return FusedStep(params, moments, statistics if world.is_main else {}, settings, world, lazy=put_off_here)
+
+    one, losses, redone, put_off, first = made(), [], 0, 0, (0, 0)
     step = 0
     while step < steps:
         here = batch_of(step, batch, world.device)
@@ -97,18 +107,22 @@ def fused(
         if status.full:
             assert status.done == 0
             redone += 1
+            put_off = max(put_off, step)
             more = {"rows": max(settings.rows, padded(status.rows))}
             more["intersections"] = max(settings.intersections, padded(status.intersections))
             settings = replace(settings, **more)
             one = made()
             continue
         assert status.done == 1
+        first = first if step else (status.rows, status.intersections)
         losses.append(one.report[:views].mean() / world.size)
         assert torch.isfinite(one.report).all()
         step += 1
+    one.flush()
     result = {k: v.cpu() for k, v in params.items()} | {f"v of {k}": m[1].cpu() for k, m in moments.items()}
     return result | {k: v.cpu() for k, v in statistics.items()} | {
         "losses": torch.stack(losses).cpu(), "redone": torch.tensor(redone),
+        "put off": torch.tensor(put_off), "first": torch.tensor(first),
     }  # fmt: skip
 
 
@@ -119,12 +133,13 @@ def assert_same_course(outcomes: list[dict[str, torch.Tensor]], expected: dict[s
     for name in RATES:
         # Adam divides small gradients by their own size: a rounding error there moves a parameter by as much as a step.
         error = (main[name] - expected[name]).abs()
-        assert (error > 0.2 * RATES[name]).float().mean() < 2e-3, name
-        torch.testing.assert_close(main[f"v of {name}"], expected[f"v of {name}"], rtol=2e-2, atol=1e-9)
+        assert (error > 0.2 * RATES[name]).float().mean() < 1e-2, name
+        moments, right = main[f"v of {name}"], expected[f"v of {name}"]
+        assert (moments - right).norm() < 1e-3 * right.norm(), name
         for other in outcomes[1:]:
             assert torch.equal(other[name], main[name]), f"{name} differs between ranks"
     assert torch.equal(main["count"], expected["count"])
-    torch.testing.assert_close(main["grad2d"], expected["grad2d"], rtol=1e-3, atol=1e-6)
+    assert (main["grad2d"] - expected["grad2d"]).norm() < 1e-3 * expected["grad2d"].norm()
     torch.testing.assert_close(main["radii"], expected["radii"], rtol=1e-6, atol=0.05)
 
 
@@ -142,10 +157,55 @@ def test_a_capacity_that_is_too_small_costs_a_step_and_changes_nothing(ranks: in
     assert_same_course(outcomes, ordinary(300, ranks, 3, False))
 
 
+def assert_same_steps(lazy: list[dict[str, torch.Tensor]], eager: list[dict[str, torch.Tensor]]) -> None:
+    """Closer to each other than to the ordinary course, whose sums have another order."""
+    for name, rate in RATES.items():
+        error = (lazy[0][name] - eager[0][name]).abs()
+        assert float(error.mean()) < 2e-3 * rate, name
+        assert all(torch.equal(other[name], lazy[0][name]) for other in lazy), f"{name} differs between ranks"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_that_are_put_off_are_the_ordinary_ones(ranks: int) -> None:
+    lazy = run_ranks(fused, ranks, 300, 1, 8, False, 0, 0, True)
+    assert_same_steps(lazy, run_ranks(fused, ranks, 300, 1, 8, False))
+    assert_same_course(lazy, ordinary(300, ranks, 8, False))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_capacity_exceeded_while_steps_are_put_off(ranks: int) -> None:
+    plenty = run_ranks(fused, ranks, 300, 1, 8, False, 0, 0, True)
+    tight = run_ranks(fused, ranks, 300, 1, 8, False, *plenty[0]["first"].tolist(), True)
+    assert int(tight[0]["redone"]) >= 1 and int(tight[0]["put off"]) >= 1
+    for name in RATES:
+        assert torch.equal(tight[0][name], plenty[0][name]), name
+    assert_same_steps(tight, plenty)
+
+
+def test_a_lazy_step_waits_for_a_flush_once_64_are_put_off() -> None:
+    params = {k: v.detach() for k, v in make_points(20, torch.float32, "cpu").params.items()}
+    moments = {k: (torch.zeros_like(v), torch.zeros_like(v)) for k, v in params.items()}
+    settings = StepSettings(16, 16, 1, 0, False, False, LAMBDA, 32, 128)
+    one = FusedStep(params, moments, {}, settings, World.single(torch.device("cpu")), lazy=LazyAdam.make(20, "cpu"))
+    view = batch_of(0, 1, torch.device("cpu"))[0]
+    one.viewmats[0], one.Ks[0] = view.viewmat, view.K
+    for k in range(67):
+        one.scalars.copy_(torch.tensor([adam_scalars(RATES[n], (0.9, 0.999), 1e-15, k + 1) for n in ORDER]))
+        one.render()
+        one.update()
+    status = one.status()
+    assert (status.done, status.full) == (64, True) and status.rows <= 32
+    one.flush()
+    one.render()
+    one.update()
+    assert (one.status().done, one.status().full) == (1, False)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(("ranks", "views", "antialiased"), [(1, 1, False), (1, 3, True), (2, 1, False), (4, 2, True)])
-def test_a_fused_course_on_gpus(ranks: int, views: int, antialiased: bool) -> None:
+def test_a_fused_course_on_gpus(ranks: int, views: int, antialiased: bool, lazy: bool) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    outcomes = run_ranks(fused, ranks, 3000, views, 4, antialiased, device="cuda")
+    outcomes = run_ranks(fused, ranks, 3000, views, 4, antialiased, 0, 0, lazy, device="cuda")
     assert_same_course(outcomes, ordinary(3000, ranks * views, 4, antialiased))

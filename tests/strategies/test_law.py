@@ -5,14 +5,16 @@ Adding a strategy or a primitive to its table below adds its test.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from ns_multigpu.core.collectives import sum_all
+from ns_multigpu.core.collectives import all_gather_ints, all_gather_rows, sum_all
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.primitive import Primitive
-from ns_multigpu.core.types import Points
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.types import Patch, Points
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.densifier import densification_info
 from ns_multigpu.primitives.gaussians import Gaussians
@@ -29,62 +31,88 @@ PRIMITIVES: dict[str, Callable[[], Primitive]] = {
 # Forward and gradients: rounding of a changed order of summation, far inside KERNELS.md's tolerances for the operators.
 TOLERANCES = {torch.float64: {"rtol": 1e-9, "atol": 1e-11}, torch.float32: {"rtol": 1e-4, "atol": 2e-6}}
 
-Outcome = dict[str, torch.Tensor | dict[str, torch.Tensor] | dict[int, torch.Tensor]]
+Pieces = list[tuple[Patch, torch.Tensor]]
+Outcome = dict[str, Any]
 
 
 def one_step(world: World, strategy: str, primitive: str, views: int, points: int, dtype: torch.dtype) -> Outcome:
+    """`take_step` with a new strategy of that name."""
+    return take_step(STRATEGIES[strategy](world), primitive, views, points, dtype)
+
+
+def take_step(spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype) -> Outcome:
     """Renders a batch, takes the loss of this rank's patches and exchanges gradients."""
-    kind = PRIMITIVES[primitive]()
-    spread = STRATEGIES[strategy](world)
-    held: Points = make_points(points, dtype, world.device)
+    kind, world = PRIMITIVES[primitive](), spread.world
+    held: Points = spread.placement.hold(make_points(points, dtype, world.device), world)
     batch = make_views(views, dtype, world.device)
     poses = [v.viewmat.clone().requires_grad_() for v in batch]
     batch = [replace(v, viewmat=p) for v, p in zip(batch, poses, strict=True)]
     plan = spread.plan(batch, holders=[(3 * i) % world.size for i in range(views)])
     rendering = spread.render(kind, held, batch, plan)
     loss = sum((r.sum() * 0.0 for r in rendering.splats.rows.values() if r.requires_grad), start=torch.zeros(()))
-    images: dict[int, torch.Tensor] = {}
-    depths: dict[int, torch.Tensor] = {}
+    images: Pieces = []
+    depths: Pieces = []
     for pixels in rendering.pixels:
         view = batch[pixels.patch.view]
         rgb = (pixels.color + (1 - pixels.alpha) * 0.3).clamp(0, 1)
-        images[pixels.patch.view] = rgb.detach().cpu()
+        x0, y0, x1, y1 = pixels.patch.inner(view)
+        images.append((pixels.patch, rgb.detach()[y0:y1, x0:x1].cpu()))
         if pixels.depth is not None:
-            depths[pixels.patch.view] = (pixels.depth * (pixels.alpha > 0.01)).detach().cpu()
-        target = make_image(view).to(world.device)
+            depths.append((pixels.patch, (pixels.depth * (pixels.alpha > 0.01)).detach()[y0:y1, x0:x1].cpu()))
+        left, top, right, bottom = pixels.patch.rendered(view)
+        target = make_image(view).to(world.device)[top:bottom, left:right]
         loss = loss + photometric_loss(rgb, target, pixels.patch, view, 0.2) / len(batch)
     leaves = [*poses, *held.params.values()]
     spread.exchange.begin_backward(leaves)
     loss.backward()
     spread.exchange.end_backward()
     info = densification_info(rendering.splats, batch)
+    gradients = {name: _gradient(value) for name, value in held.params.items()}
+    first = 0
+    if not spread.placement.replicated:
+        first = sum(row[0] for row in all_gather_ints([len(held)], world)[: world.rank])
+        gradients = {name: all_gather_rows(grad, world)[0] for name, grad in gradients.items()}
     statistics = torch.zeros(2, points, device=world.device)
-    statistics[0].index_add_(0, info["ids"], info["gradients"].float() * info["visible"])
-    statistics[1].index_add_(0, info["ids"], info["visible"])
+    statistics[0].index_add_(0, first + info["ids"], info["gradients"].float() * info["visible"])
+    statistics[1].index_add_(0, first + info["ids"], info["visible"])
     return {
         "loss": sum_all(loss.detach().reshape(1), world).cpu(),
         "images": images,
         "depths": depths,
         "statistics": sum_all(statistics, world).cpu(),
-        "gradients": {name: _gradient(value) for name, value in held.params.items()},
-        "poses": {str(i): _gradient(pose) for i, pose in enumerate(poses)},
+        "gradients": {name: grad.cpu() for name, grad in gradients.items()},
+        "poses": {str(i): _gradient(pose).cpu() for i, pose in enumerate(poses)},
     }
 
 
 def _gradient(leaf: torch.Tensor) -> torch.Tensor:
     """No gradient means zero."""
-    return torch.zeros_like(leaf).detach().cpu() if leaf.grad is None else leaf.grad.cpu()
+    return torch.zeros_like(leaf).detach() if leaf.grad is None else leaf.grad
+
+
+def stitch(pieces: Pieces) -> dict[int, torch.Tensor]:
+    """The images that the patches are of, each of which must be covered, and no pixel twice."""
+    images: dict[int, torch.Tensor] = {}
+    for view in {patch.view for patch, _ in pieces}:
+        of_view = [(patch, piece) for patch, piece in pieces if patch.view == view]
+        width, height = max(patch.x1 for patch, _ in of_view), max(patch.y1 for patch, _ in of_view)
+        covered = torch.zeros(height, width, dtype=torch.int32)
+        images[view] = of_view[0][1].new_zeros(height, width, of_view[0][1].shape[-1])
+        for patch, piece in of_view:
+            covered[patch.y0 : patch.y1, patch.x0 : patch.x1] += 1
+            images[view][patch.y0 : patch.y1, patch.x0 : patch.x1] = piece
+        assert bool((covered == 1).all()), f"view {view}: {of_view}"
+    return images
 
 
 def check(outcomes: list[Outcome], expected: Outcome, dtype: torch.dtype) -> None:
     """Whether the ranks together produced what one rank did."""
     close = TOLERANCES[dtype]
     for kind in ("images", "depths"):
-        seen: dict[int, torch.Tensor] = {}
-        for outcome in outcomes:
-            seen.update(outcome[kind])
-        assert seen.keys() == expected[kind].keys()
-        for view, image in expected[kind].items():
+        seen = stitch([piece for outcome in outcomes for piece in outcome[kind]])
+        wanted = stitch(expected[kind])
+        assert seen.keys() == wanted.keys()
+        for view, image in wanted.items():
             torch.testing.assert_close(seen[view], image, **close)
     for outcome in outcomes:
         torch.testing.assert_close(outcome["loss"], expected["loss"], **close)
@@ -104,7 +132,7 @@ def test_equals_single(strategy: str, size: int, primitive: str) -> None:
     dtype = torch.float64 if primitive == "gaussians" else torch.float32
     expected = one_step(World.single(), "single", primitive, 5, 150, dtype)
     # The scene must be able to show a difference.
-    assert sum(float(image.std()) > 0.02 for image in expected["images"].values()) >= 4
+    assert sum(float(image.std()) > 0.02 for image in stitch(expected["images"]).values()) >= 4
     unused = {"features_rest"} if "plain" in primitive else set()
     assert all(float(g.abs().sum()) > 0 for name, g in expected["gradients"].items() if name not in unused)
     check(run_ranks(one_step, size, strategy, primitive, 5, 150, dtype), expected, dtype)

@@ -3,7 +3,12 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+#include <vector>
+
+#include "common/lazy_adam.h"
 #include "cuda/check.h"
+#include "cuda/splat_lazy.h"
 #include "cuda/splat_views.h"
 
 namespace nsmg {
@@ -32,6 +37,58 @@ inline void check_degree(int64_t degree, const at::Tensor& sh_rest) {
   const int64_t bases = (degree + 1) * (degree + 1) - 1;
   TORCH_CHECK_VALUE(sh_rest.size(1) >= bases && sh_rest.size(1) <= 15, "sh_rest must hold ", bases,
                     " to 15 bases for degree ", degree, ", not ", sh_rest.size(1), ".");
+}
+
+inline constexpr const char* kNames[kUpdateTensors] = {"means", "quats", "log_scales", "logits", "sh_dc", "sh_rest"};
+
+// The data of a tensor that is written in place.
+inline float* in_place(const at::Tensor& tensor, const char* name, at::IntArrayRef shape, const at::Tensor& like) {
+  const at::Tensor same = cuda_floats(tensor, name, shape, like);
+  TORCH_CHECK_VALUE(same.is_same(tensor), name, " must be contiguous: it is written in place.");
+  return tensor.mutable_data_ptr<float>();
+}
+
+struct Parameters {
+  at::TensorList values, moments1, moments2;
+};
+
+// Checks the parameters and moments, and puts their addresses and sizes into a launch that writes them.
+template <typename Launch>
+void put_parameters(const Parameters& all, Launch& launch) {
+  TORCH_CHECK_VALUE(all.values.size() == kUpdateTensors && all.moments1.size() == kUpdateTensors &&
+                        all.moments2.size() == kUpdateTensors,
+                    "params, exp_avgs and exp_avg_sqs must each be means, quats, log_scales, logits, sh_dc, sh_rest.");
+  const at::Tensor& means = all.values[kMeans];
+  const int64_t points = means.size(0), bases = all.values[kShRest].dim() == 3 ? all.values[kShRest].size(1) : -1;
+  const std::vector<int64_t> shapes[kUpdateTensors] = {{points, 3}, {points, 4}, {points, 3},
+                                                       {points},    {points, 3}, {points, bases, 3}};
+  for (int i = 0; i < kUpdateTensors; ++i) {
+    launch.values[i] = in_place(all.values[i], kNames[i], shapes[i], means);
+    launch.moments1[i] = in_place(all.moments1[i], "exp_avg", shapes[i], means);
+    launch.moments2[i] = in_place(all.moments2[i], "exp_avg_sq", shapes[i], means);
+    check_aligned(all.values[i], kNames[i]);
+    check_aligned(all.moments1[i], "exp_avg");
+    check_aligned(all.moments2[i], "exp_avg_sq");
+  }
+  launch.points = cuda_count(points, "points");
+  launch.rest_floats = static_cast<int>(3 * bases);
+}
+
+using Optional = std::optional<at::Tensor>;
+
+// The three tensors of a LazyAdam, all of them or none.
+inline LazyState lazy_state(const Optional& last, const Optional& table, const Optional& steps,
+                            const at::Tensor& means) {
+  TORCH_CHECK_VALUE(last.has_value() == table.has_value() && last.has_value() == steps.has_value(),
+                    "last, table and steps belong together: give all of them or none.");
+  if (!last.has_value()) return {};
+  const at::Tensor there = cuda_checked(*last, "last", {means.size(0)}, at::kByte, means);
+  const at::Tensor count = cuda_ints(*steps, "steps", {1}, means);
+  TORCH_CHECK_VALUE(there.is_same(*last) && count.is_same(*steps), "last and steps must be contiguous.");
+  check_aligned(*table, "table");
+  return {last->mutable_data_ptr<uint8_t>(),
+          in_place(*table, "table", {kLazySteps + 1, kUpdateTensors, kLazyFloats}, means),
+          steps->mutable_data_ptr<int32_t>()};
 }
 
 }  // namespace nsmg

@@ -1,10 +1,13 @@
 // Which points may be seen in which views: a bit and a count each, a prefix sum, then the rows in (view, point) order.
-// The order does not depend on how blocks are scheduled. 28 bytes a point, whatever the number of views.
+// The order does not depend on how blocks are scheduled. 28 bytes a point, whatever the number of views; 29 where steps
+// may have been missed.
 
 #include <cub/device/device_scan.cuh>
 
 #include "common/activations.h"
+#include "common/moving.h"
 #include "cuda/splat_forward.h"
+#include "cuda/splat_lazy_device.h"
 
 namespace nsmg {
 namespace {
@@ -15,26 +18,37 @@ struct Add {
   __host__ __device__ int64_t operator()(int64_t a, int64_t b) const { return a + b; }
 };
 
+// Lazy: points whose missed steps may have moved them, by as much as the table says.
+template <bool Lazy>
 __global__ void __launch_bounds__(kCullPoints)
-    flag_kernel(const RawPoints points, const __grid_constant__ Views views, float eps2d, uint32_t* bits,
-                int32_t* counts) {
+    flag_kernel(const RawPoints points, const MissedSteps missed, const __grid_constant__ Views views, float eps2d,
+                uint32_t* bits, int32_t* counts) {
   extern __shared__ float4 storage[];
   auto* setups = reinterpret_cast<ViewSetup*>(storage);
   load_views(setups, views);
   const int64_t i = int64_t{blockIdx.x} * kCullPoints + threadIdx.x;
   const bool inside = i < points.count;
   Vec3<float> mean = {0.0f, 0.0f, 0.0f};
-  float largest = 0.0f, reach2 = -1.0f;
+  float largest = 0.0f, reach2 = -1.0f, moved = 0.0f;
   if (inside) {
     mean = load3(points.means, i);
     const Vec3<float> log_scale = load3(points.log_scales, i);
-    largest = std::exp(larger(larger(log_scale.x, log_scale.y), log_scale.z));
-    const float opacity = sigmoid(points.logits[i]);
+    float grown = 0.0f, risen = 0.0f;
+    if constexpr (Lazy) {
+      const int last = missed.last[i];
+      moved = 1.7321f * load_lazy_bound(missed.table, last, kMeans);  // in each of three directions
+      grown = load_lazy_bound(missed.table, last, kLogScales);
+      risen = load_lazy_bound(missed.table, last, kLogits);
+    }
+    largest = std::exp(larger(larger(log_scale.x, log_scale.y), log_scale.z) + grown);
+    const float opacity = sigmoid(points.logits[i] + risen);
     if (opacity >= min_alpha<float>()) reach2 = reach(opacity);
   }
   for (int v = 0; v < views.count; ++v) {
     const Camera<float>& camera = setups[v].camera;
-    const bool keep = inside && may_touch(camera, mean, largest, reach2, eps2d, 0.0f, 0.0f, camera.width, camera.height);
+    const bool keep =
+        inside && (Lazy ? may_touch_moving(camera, mean, moved, largest, reach2, eps2d)
+                        : may_touch(camera, mean, largest, reach2, eps2d, 0.0f, 0.0f, camera.width, camera.height));
     const uint32_t word = __ballot_sync(0xffffffffu, keep);
     const int count = __syncthreads_count(keep);
     const int64_t block = int64_t{v} * gridDim.x + blockIdx.x;
@@ -73,12 +87,18 @@ cudaError_t cull_scan_bytes(int64_t items, size_t* bytes, cudaStream_t stream) {
                                         static_cast<int64_t*>(nullptr), Add{}, int64_t{0}, items, stream);
 }
 
-cudaError_t splat_cull_launch(const RawPoints& points, const Views& views, float eps2d, const CullBuffers& buffers,
-                              const SplatRows& rows, cudaStream_t stream) {
+cudaError_t splat_cull_launch(const RawPoints& points, const MissedSteps& missed, const Views& views, float eps2d,
+                              const CullBuffers& buffers, const SplatRows& rows, cudaStream_t stream) {
   const int blocks = cull_blocks(points.count);
   if (blocks == 0 || views.count == 0) return cudaMemsetAsync(rows.count, 0, sizeof(int64_t), stream);
-  flag_kernel<<<blocks, kCullPoints, view_bytes(views.count), stream>>>(points, views, eps2d, buffers.bits,
-                                                                        buffers.counts);
+  const size_t shared = view_bytes(views.count);
+  uint32_t* const bits = buffers.bits;
+  int32_t* const counts = buffers.counts;
+  if (missed.last == nullptr) {
+    flag_kernel<false><<<blocks, kCullPoints, shared, stream>>>(points, missed, views, eps2d, bits, counts);
+  } else {
+    flag_kernel<true><<<blocks, kCullPoints, shared, stream>>>(points, missed, views, eps2d, bits, counts);
+  }
   cudaError_t status = cudaGetLastError();
   if (status != cudaSuccess) return status;
   size_t bytes = buffers.scan_bytes;

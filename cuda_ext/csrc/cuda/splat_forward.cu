@@ -1,10 +1,12 @@
 // Projection and colour of rows, from raw parameters: a thread a row, with the harmonics of a warp's rows brought into
 // shared memory by the whole warp. 8 + 44 + 12 + 12 K bytes read a row that is drawn (K harmonics beyond the first), and
-// 52 written (56 with depth as a feature).
+// 52 written (56 with depth as a feature). A point that has missed steps takes them here, in registers alone: as many
+// bytes again for each of its two moments.
 
 #include "common/activations.h"
 #include "common/sh.h"
 #include "cuda/splat_forward.h"
+#include "cuda/splat_lazy_device.h"
 
 namespace nsmg {
 namespace {
@@ -19,10 +21,90 @@ size_t shared_bytes(int degree, int views) {
   return view_bytes(views) + (degree > 0 ? sizeof(float) * kThreads * rest_stride(degree) : 0);
 }
 
+// A point, and its colour without direction, as they are.
+struct Now {
+  const RawPoints& points;
+
+  __device__ __forceinline__ Point<float> point(int64_t id, int) const {
+    return activated(load3(points.means, id), load_quat(points.quats, id), load3(points.log_scales, id),
+                     points.logits[id]);
+  }
+  __device__ __forceinline__ Vec3<float> dc(int64_t id, int) const { return load3(points.sh_dc, id); }
+};
+
+// The same as the missed steps leave it.
+struct CaughtUp {
+  const RawPoints& points;
+  const MissedSteps& missed;
+
+  __device__ __forceinline__ LazyFactor factor(int last, int tensor) const {
+    return load_lazy_factor(missed.table, last, tensor);
+  }
+  __device__ __forceinline__ Vec3<float> vector(const float* value, int tensor, int64_t id, int last) const {
+    return caught_up3(factor(last, tensor), value, missed.moments1[tensor], missed.moments2[tensor], id);
+  }
+  __device__ __forceinline__ Point<float> point(int64_t id, int last) const {
+    const Quat<float> quat = caught_up_quat(factor(last, kQuats), points.quats, missed.moments1[kQuats],
+                                            missed.moments2[kQuats], id);
+    const float logit = caught_up(factor(last, kLogits), points.logits, missed.moments1[kLogits],
+                                  missed.moments2[kLogits], id);
+    return activated(vector(points.means, kMeans, id, last), quat, vector(points.log_scales, kLogScales, id, last),
+                     logit);
+  }
+  __device__ __forceinline__ Vec3<float> dc(int64_t id, int last) const {
+    return vector(points.sh_dc, kShDc, id, last);
+  }
+};
+
+// Brings the harmonics of the warp's rows, of points `drawn` (-1: of none), to its shared memory. They are one string of
+// 32 kFloats numbers, of which each lane takes every 32nd.
 template <int Degree>
+__device__ __forceinline__ void stage(const RawPoints& points, int drawn, float* shared, int lane) {
+  constexpr int kFloats = rest_floats(Degree), kStride = rest_stride(Degree);
+#pragma unroll 9
+  for (int k = 0; k < kFloats; ++k) {
+    const int at = 32 * k + lane, owner = at / kFloats, number = at % kFloats;
+    const int from = __shfl_sync(0xffffffffu, drawn, owner);
+    if (from >= 0) {
+      shared[owner * kStride + number] = __ldg(points.sh_rest + int64_t{from} * points.rest_floats + number);
+    }
+  }
+}
+
+// The same as the missed steps leave them.
+template <int Degree>
+__device__ __forceinline__ void stage(const RawPoints& points, const MissedSteps& missed, int drawn, int last,
+                                      float* shared, int lane) {
+  constexpr int kFloats = rest_floats(Degree), kStride = rest_stride(Degree);
+  constexpr int kBatch = kFloats % 9 == 0 ? 9 : 8;  // loads of each array in flight
+  static_assert(kFloats % kBatch == 0);
+#pragma unroll 1
+  for (int base = 0; base < kFloats; base += kBatch) {
+    float p[kBatch] = {}, m[kBatch] = {}, v[kBatch] = {};
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int at = 32 * (base + k) + lane;
+      const int from = __shfl_sync(0xffffffffu, drawn, at / kFloats);
+      if (from >= 0) {
+        const int64_t i = int64_t{from} * points.rest_floats + at % kFloats;
+        p[k] = __ldg(points.sh_rest + i);
+        m[k] = __ldg(missed.moments1[kShRest] + i);
+        v[k] = __ldg(missed.moments2[kShRest] + i);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int at = 32 * (base + k) + lane, owner = at / kFloats;
+      const LazyFactor f = load_lazy_factor(missed.table, __shfl_sync(0xffffffffu, last, owner), kShRest);
+      shared[owner * kStride + at % kFloats] = lazy_value(f.shift, f.eps, p[k], m[k], v[k]);
+    }
+  }
+}
+
+template <int Degree, bool Lazy>
 __global__ void __launch_bounds__(kThreads)
-    rows_kernel(const RawPoints points, const __grid_constant__ Views views, const SplatSettings settings,
-                const SplatRows rows) {
+    rows_kernel(const __grid_constant__ RawPoints points, const __grid_constant__ MissedSteps missed,
+                const __grid_constant__ Views views, const SplatSettings settings, const SplatRows rows) {
   extern __shared__ float4 storage[];
   auto* setups = reinterpret_cast<ViewSetup*>(storage);
   load_views(setups, views);
@@ -32,12 +114,20 @@ __global__ void __launch_bounds__(kThreads)
   const int view = real ? rows.view_ids[row] : 0;
   const int64_t id = real ? rows.point_ids[row] : 0;
 
+  const int last = Lazy && real ? missed.last[id] : 0;
+  const auto source = [&] {
+    if constexpr (Lazy) {
+      return CaughtUp{points, missed};
+    } else {
+      return Now{points};
+    }
+  }();
+
   ProjectedRow<float> projected = {};
   Vec3<float> mean = {};
   if (real) {
-    mean = load3(points.means, id);
-    const Point<float> point =
-        activated(mean, load_quat(points.quats, id), load3(points.log_scales, id), points.logits[id]);
+    const Point<float> point = source.point(id, last);
+    mean = point.mean;
     projected = project_row(setups[view].camera, point, settings.eps2d, settings.antialiased);
   }
   const Splat<float>& s = projected.splat;
@@ -45,23 +135,21 @@ __global__ void __launch_bounds__(kThreads)
 
   Vec3<float> color = {0.0f, 0.0f, 0.0f};
   if constexpr (Degree > 0) {
-    constexpr int kFloats = rest_floats(Degree), kStride = rest_stride(Degree);
+    constexpr int kStride = rest_stride(Degree);
     const int lane = threadIdx.x & 31;
     float* mine = reinterpret_cast<float*>(reinterpret_cast<char*>(storage) + view_bytes(views.count)) +
                   (threadIdx.x & ~31) * kStride;
-    const int source = alive ? static_cast<int>(id) : -1;
-    // The rows' harmonics as one string of 32 kFloats numbers, of which each lane takes every 32nd.
-#pragma unroll 9
-    for (int k = 0; k < kFloats; ++k) {
-      const int at = 32 * k + lane, owner = at / kFloats, number = at % kFloats;
-      const int from = __shfl_sync(0xffffffffu, source, owner);
-      if (from >= 0) mine[owner * kStride + number] = __ldg(points.sh_rest + int64_t{from} * points.rest_floats + number);
+    const int drawn = alive ? static_cast<int>(id) : -1;
+    if constexpr (Lazy) {
+      stage<Degree>(points, missed, drawn, last, mine, lane);
+    } else {
+      stage<Degree>(points, drawn, mine, lane);
     }
     __syncwarp();
     if (alive) {
       float b[sh_bases(Degree)];
       sh_basis<Degree>(direction(setups[view].center, mean).unit, b);
-      color = b[0] * load3(points.sh_dc, id);
+      color = b[0] * source.dc(id, last);
       const float* coefficient = mine + lane * kStride;
 #pragma unroll
       for (int k = 1; k < sh_bases(Degree); ++k) {
@@ -69,7 +157,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   } else if (alive) {
-    color = ShConstants<float>::k0 * load3(points.sh_dc, id);
+    color = ShConstants<float>::k0 * source.dc(id, last);
   }
 
   if (row >= rows.capacity) return;
@@ -99,27 +187,32 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <int Degree>
-cudaError_t launch(const RawPoints& points, const Views& views, const SplatSettings& settings, const SplatRows& rows,
-                   cudaStream_t stream) {
+cudaError_t launch(const RawPoints& points, const MissedSteps& missed, const Views& views,
+                   const SplatSettings& settings, const SplatRows& rows, cudaStream_t stream) {
   const int blocks = (rows.capacity + kThreads - 1) / kThreads;
-  rows_kernel<Degree><<<blocks, kThreads, shared_bytes(Degree, views.count), stream>>>(points, views, settings, rows);
+  const size_t shared = shared_bytes(Degree, views.count);
+  if (missed.last == nullptr) {
+    rows_kernel<Degree, false><<<blocks, kThreads, shared, stream>>>(points, missed, views, settings, rows);
+  } else {
+    rows_kernel<Degree, true><<<blocks, kThreads, shared, stream>>>(points, missed, views, settings, rows);
+  }
   return cudaGetLastError();
 }
 
 }  // namespace
 
-cudaError_t splat_rows_launch(const RawPoints& points, const Views& views, const SplatSettings& settings,
-                              const SplatRows& rows, cudaStream_t stream) {
+cudaError_t splat_rows_launch(const RawPoints& points, const MissedSteps& missed, const Views& views,
+                              const SplatSettings& settings, const SplatRows& rows, cudaStream_t stream) {
   if (rows.capacity == 0) return cudaSuccess;
   switch (settings.degree) {
     case 0:
-      return launch<0>(points, views, settings, rows, stream);
+      return launch<0>(points, missed, views, settings, rows, stream);
     case 1:
-      return launch<1>(points, views, settings, rows, stream);
+      return launch<1>(points, missed, views, settings, rows, stream);
     case 2:
-      return launch<2>(points, views, settings, rows, stream);
+      return launch<2>(points, missed, views, settings, rows, stream);
     default:
-      return launch<3>(points, views, settings, rows, stream);
+      return launch<3>(points, missed, views, settings, rows, stream);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/splat_lazy.h"
 #include "cuda/splat_views.h"
 
 namespace nsmg {
@@ -15,6 +16,13 @@ struct RawPoints {
   const float *means, *quats, *log_scales, *logits, *sh_dc, *sh_rest;
   int count;
   int rest_floats;  // of a point in sh_rest: 3 R
+};
+
+// What the points may have missed of a block of steps; null pointers: nothing.
+struct MissedSteps {
+  const float *moments1[kUpdateTensors], *moments2[kUpdateTensors];
+  const uint8_t* last;
+  const float* table;
 };
 
 struct SplatSettings {
@@ -49,11 +57,12 @@ inline int cull_blocks(int points) { return (points + kCullPoints - 1) / kCullPo
 cudaError_t cull_scan_bytes(int64_t items, size_t* bytes, cudaStream_t stream);
 
 // Fills view_ids, point_ids and count: the rows of points that may reach alpha 1/255 in a view, in (view, point) order.
-cudaError_t splat_cull_launch(const RawPoints& points, const Views& views, float eps2d, const CullBuffers& buffers,
-                              const SplatRows& rows, cudaStream_t stream);
+// Where steps were missed, of points that may have come there: more rows, and among them those that there should be.
+cudaError_t splat_cull_launch(const RawPoints& points, const MissedSteps& missed, const Views& views, float eps2d,
+                              const CullBuffers& buffers, const SplatRows& rows, cudaStream_t stream);
 
 // Fills the rest of the rows from view_ids, point_ids and count; padding rows get zeros.
-cudaError_t splat_rows_launch(const RawPoints& points, const Views& views, const SplatSettings& settings,
-                              const SplatRows& rows, cudaStream_t stream);
+cudaError_t splat_rows_launch(const RawPoints& points, const MissedSteps& missed, const Views& views,
+                              const SplatSettings& settings, const SplatRows& rows, cudaStream_t stream);
 
 }  // namespace nsmg

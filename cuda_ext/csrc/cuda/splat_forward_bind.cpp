@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "cuda/splat_bind.h"
@@ -17,10 +18,17 @@ namespace {
 using Rows = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
                         at::Tensor>;
 
-Rows splat_forward(const at::Tensor& means_, const at::Tensor& quats_, const at::Tensor& log_scales_,
-                   const at::Tensor& logits_, const at::Tensor& sh_dc_, const at::Tensor& sh_rest_,
-                   const at::Tensor& viewmats_, const at::Tensor& Ks_, at::IntArrayRef sizes, int64_t degree,
-                   double eps2d, double near_plane, double far_plane, bool antialiased, bool depth, int64_t capacity) {
+// The moments and the LazyAdam of steps that were put off.
+struct Missed {
+  at::TensorList exp_avgs, exp_avg_sqs;
+  const at::Tensor &last, &table, &steps;
+};
+
+Rows make_rows(const at::Tensor& means_, const at::Tensor& quats_, const at::Tensor& log_scales_,
+               const at::Tensor& logits_, const at::Tensor& sh_dc_, const at::Tensor& sh_rest_,
+               const at::Tensor& viewmats_, const at::Tensor& Ks_, at::IntArrayRef sizes, int64_t degree,
+               double eps2d, double near_plane, double far_plane, bool antialiased, bool depth, int64_t capacity,
+               const Missed* put_off) {
   const int64_t points = means_.size(0), views = viewmats_.size(0);
   const at::Tensor means = cuda_floats(means_, "means", {-1, 3}, means_);
   const at::Tensor quats = cuda_floats(quats_, "quats", {points, 4}, means_);
@@ -51,6 +59,17 @@ Rows splat_forward(const at::Tensor& means_, const at::Tensor& quats_, const at:
                           conics.mutable_data_ptr<float>(),     opacities.mutable_data_ptr<float>(),
                           features.mutable_data_ptr<float>(),   depths.mutable_data_ptr<float>(),
                           radii.mutable_data_ptr<int32_t>(),    cuda_count(capacity, "rows")};
+  MissedSteps missed = {};
+  if (put_off != nullptr) {
+    const LazyState lazy = lazy_state(put_off->last, put_off->table, put_off->steps, means);
+    missed.last = lazy.last;
+    missed.table = lazy.table;
+    FlushLaunch checked = {};  // those that are read here are written when steps are caught up with
+    put_parameters({{means, quats, log_scales, logits, sh_dc, sh_rest}, put_off->exp_avgs, put_off->exp_avg_sqs},
+                   checked);
+    std::copy_n(checked.moments1, kUpdateTensors, missed.moments1);
+    std::copy_n(checked.moments2, kUpdateTensors, missed.moments2);
+  }
   const Views setup = make_views(viewmats, Ks, sizes, near_plane, far_plane);
 
   const int64_t items = int64_t{cull_blocks(raw.count)} * views;
@@ -62,13 +81,35 @@ Rows splat_forward(const at::Tensor& means_, const at::Tensor& quats_, const at:
   const CullBuffers buffers = {reinterpret_cast<uint32_t*>(bits.mutable_data_ptr<int32_t>()),
                                counts.mutable_data_ptr<int32_t>(), offsets.mutable_data_ptr<int64_t>(),
                                scan.mutable_data_ptr(), scan_bytes};
-  NSMG_CUDA_CHECK(splat_cull_launch(raw, setup, static_cast<float>(eps2d), buffers, rows, stream));
+  NSMG_CUDA_CHECK(splat_cull_launch(raw, missed, setup, static_cast<float>(eps2d), buffers, rows, stream));
   const SplatSettings settings = {static_cast<int>(degree), static_cast<float>(eps2d), antialiased, depth};
-  NSMG_CUDA_CHECK(splat_rows_launch(raw, setup, settings, rows, stream));
+  NSMG_CUDA_CHECK(splat_rows_launch(raw, missed, setup, settings, rows, stream));
   return {view_ids, point_ids, count, means2d, conics, opacities, features, depths, radii};
+}
+
+Rows splat_forward(const at::Tensor& means, const at::Tensor& quats, const at::Tensor& log_scales,
+                   const at::Tensor& logits, const at::Tensor& sh_dc, const at::Tensor& sh_rest,
+                   const at::Tensor& viewmats, const at::Tensor& Ks, at::IntArrayRef sizes, int64_t degree,
+                   double eps2d, double near_plane, double far_plane, bool antialiased, bool depth, int64_t capacity) {
+  return make_rows(means, quats, log_scales, logits, sh_dc, sh_rest, viewmats, Ks, sizes, degree, eps2d, near_plane,
+                   far_plane, antialiased, depth, capacity, nullptr);
+}
+
+Rows splat_forward_lazy(const at::Tensor& means, const at::Tensor& quats, const at::Tensor& log_scales,
+                        const at::Tensor& logits, const at::Tensor& sh_dc, const at::Tensor& sh_rest,
+                        const at::Tensor& viewmats, const at::Tensor& Ks, at::IntArrayRef sizes, int64_t degree,
+                        double eps2d, double near_plane, double far_plane, bool antialiased, bool depth,
+                        int64_t capacity, at::TensorList exp_avgs, at::TensorList exp_avg_sqs, const at::Tensor& last,
+                        const at::Tensor& table, const at::Tensor& steps) {
+  const Missed missed = {exp_avgs, exp_avg_sqs, last, table, steps};
+  return make_rows(means, quats, log_scales, logits, sh_dc, sh_rest, viewmats, Ks, sizes, degree, eps2d, near_plane,
+                   far_plane, antialiased, depth, capacity, &missed);
 }
 
 }  // namespace
 }  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("splat_forward", &nsmg::splat_forward); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
+  m.impl("splat_forward", &nsmg::splat_forward);
+  m.impl("splat_forward_lazy", &nsmg::splat_forward_lazy);
+}

@@ -5,12 +5,10 @@
 
 #include <cstdint>
 
+#include "cuda/splat_lazy.h"
 #include "cuda/splat_views.h"
 
 namespace nsmg {
-
-// The parameters, in the order of adam_step's lines of scalars.
-enum UpdateTensor { kMeans, kQuats, kLogScales, kLogits, kShDc, kShRest, kUpdateTensors };
 
 // Points of a warp: rows of a view within such a group lie together.
 constexpr int kGroup = 32;
@@ -54,9 +52,13 @@ struct UpdateLaunch {
   UpdateStatistics statistics;
   UpdateSettings settings;
   int32_t* starts;  // [views, groups + 1]: where a view's rows of a group begin
+  LazyState lazy;   // null pointers: every point takes every step
   Views views;
 };
 
 cudaError_t splat_update_launch(const UpdateLaunch& launch, cudaStream_t stream);
+
+// The lazy one's part: steps the points that are drawn, from `starts`, and extends the table.
+cudaError_t splat_lazy_update_launch(const UpdateLaunch& launch, cudaStream_t stream);
 
 }  // namespace nsmg

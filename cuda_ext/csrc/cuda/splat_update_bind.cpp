@@ -14,42 +14,9 @@
 namespace nsmg {
 namespace {
 
-constexpr const char* kNames[kUpdateTensors] = {"means", "quats", "log_scales", "logits", "sh_dc", "sh_rest"};
-
-// The data of a tensor that is written in place.
-float* in_place(const at::Tensor& tensor, const char* name, at::IntArrayRef shape, const at::Tensor& like) {
-  const at::Tensor same = cuda_floats(tensor, name, shape, like);
-  TORCH_CHECK_VALUE(same.is_same(tensor), name, " must be contiguous: it is written in place.");
-  return tensor.mutable_data_ptr<float>();
-}
-
 // A statistic of each point, or null where it is empty.
 float* statistic(const at::Tensor& tensor, const char* name, const at::Tensor& means) {
   return tensor.numel() == 0 ? nullptr : in_place(tensor, name, {means.size(0)}, means);
-}
-
-struct Parameters {
-  at::TensorList values, moments1, moments2;
-};
-
-void put_parameters(const Parameters& all, UpdateLaunch& launch) {
-  TORCH_CHECK_VALUE(all.values.size() == kUpdateTensors && all.moments1.size() == kUpdateTensors &&
-                        all.moments2.size() == kUpdateTensors,
-                    "params, exp_avgs and exp_avg_sqs must each be means, quats, log_scales, logits, sh_dc, sh_rest.");
-  const at::Tensor& means = all.values[kMeans];
-  const int64_t points = means.size(0), bases = all.values[kShRest].dim() == 3 ? all.values[kShRest].size(1) : -1;
-  const std::vector<int64_t> shapes[kUpdateTensors] = {{points, 3}, {points, 4}, {points, 3},
-                                                       {points},    {points, 3}, {points, bases, 3}};
-  for (int i = 0; i < kUpdateTensors; ++i) {
-    launch.values[i] = in_place(all.values[i], kNames[i], shapes[i], means);
-    launch.moments1[i] = in_place(all.moments1[i], "exp_avg", shapes[i], means);
-    launch.moments2[i] = in_place(all.moments2[i], "exp_avg_sq", shapes[i], means);
-    check_aligned(all.values[i], kNames[i]);
-    check_aligned(all.moments1[i], "exp_avg");
-    check_aligned(all.moments2[i], "exp_avg_sq");
-  }
-  launch.points = cuda_count(points, "points");
-  launch.rest_floats = static_cast<int>(3 * bases);
 }
 
 void splat_update(at::TensorList params, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
@@ -59,9 +26,14 @@ void splat_update(at::TensorList params, at::TensorList exp_avgs, at::TensorList
                   const at::Tensor& radii_, at::TensorList row_gradients, const at::Tensor& grad2d,
                   const at::Tensor& seen, const at::Tensor& radii_max, int64_t degree, double eps2d, double near_plane,
                   double far_plane, bool antialiased, bool absgrad, bool selective, double opacity_weight,
-                  double scale_weight) {
+                  double scale_weight, const Optional& last, const Optional& table, const Optional& steps) {
   UpdateLaunch launch = {};
   put_parameters({params, exp_avgs, exp_avg_sqs}, launch);
+  launch.lazy = lazy_state(last, table, steps, params[kMeans]);
+  if (launch.lazy.last != nullptr) {
+    TORCH_CHECK_VALUE(!selective && opacity_weight == 0.0 && scale_weight == 0.0,
+                      "lazy steps are those of points without a gradient: neither selective nor regularised ones.");
+  }
   const at::Tensor& means = params[kMeans];
   check_degree(degree, params[kShRest]);
   const at::Tensor scalars = cuda_floats(scalars_, "scalars", {kUpdateTensors, 8}, means);

@@ -1,9 +1,15 @@
 // Adam over a stretch of one parameter tensor by one warp, with the gradients in shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/adam_device.h"
 
 namespace nsmg {
+
+// How many float4s of each array a lane has in flight.
+template <int Count>
+using Batch = std::integral_constant<int, Count>;
 
 struct Span {
   float *value, *moment1, *moment2;  // of the warp's first point, at a multiple of 16 bytes
@@ -27,8 +33,8 @@ __device__ __forceinline__ void pick(float4& now, const float4& before, uint32_t
 }
 
 // Steps the span. `gradient` [floats] lies in shared memory, or is null for zero. With `Selective` only the points whose
-// bit is set in `points` are touched. `Batch` float4s of each array are in flight.
-template <bool Selective, int Batch>
+// bit is set in `points` are touched. `Count` float4s of each array are in flight.
+template <bool Selective, int Count>
 __device__ __forceinline__ void step_span(const Span& span, const float* gradient, const float* scalars,
                                           uint32_t points, int lane) {
   const AdamScalars<float> s = load_adam_scalars(scalars);
@@ -37,11 +43,11 @@ __device__ __forceinline__ void step_span(const Span& span, const float* gradien
   auto* moment2 = reinterpret_cast<float4*>(span.moment2);
   const auto* gradient4 = reinterpret_cast<const float4*>(gradient);
   const int quads = span.floats / 4;
-  for (int base = lane; base < quads; base += 32 * Batch) {
-    float4 p[Batch], m[Batch], v[Batch];
-    uint32_t bits[Batch];
+  for (int base = lane; base < quads; base += 32 * Count) {
+    float4 p[Count], m[Count], v[Count];
+    uint32_t bits[Count];
 #pragma unroll
-    for (int k = 0; k < Batch; ++k) {
+    for (int k = 0; k < Count; ++k) {
       const int q = base + 32 * k;
       bits[k] = q < quads ? (Selective ? chosen(points, q, span.width) : 15u) : 0u;
       if (bits[k] != 0) {
@@ -51,7 +57,7 @@ __device__ __forceinline__ void step_span(const Span& span, const float* gradien
       }
     }
 #pragma unroll
-    for (int k = 0; k < Batch; ++k) {
+    for (int k = 0; k < Count; ++k) {
       const int q = base + 32 * k;
       if (bits[k] != 0) {
         const float4 old_p = p[k], old_m = m[k], old_v = v[k];

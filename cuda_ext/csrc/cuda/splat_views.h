@@ -10,6 +10,9 @@
 
 namespace nsmg {
 
+// The parameters, in the order of adam_step's lines of scalars.
+enum UpdateTensor { kMeans, kQuats, kLogScales, kLogits, kShDc, kShRest, kUpdateTensors };
+
 // Bounded by a kernel's 4 KB of parameters and by shared memory.
 constexpr int kMaxViews = 128;
 

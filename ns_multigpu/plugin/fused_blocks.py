@@ -1,0 +1,64 @@
+"""Blocks of fused steps as the training loop sees them: timed, looked at for NaN, and measured at their ends."""
+
+from typing import Any
+
+from nerfstudio.utils import writer
+from nerfstudio.utils.rich_utils import CONSOLE
+from nerfstudio.utils.writer import EventName, TimeWriter
+from torch import Tensor
+
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.fused_options import fuses
+from ns_multigpu.plugin.fused_training import FusedTraining
+from ns_multigpu.plugin.guards import Guards
+
+
+class FusedBlocks:
+    """Takes one block of fused steps after another.
+
+    Args:
+        pipeline: a `DistributedPipeline`, ready to train.
+        optimizers: a `BatchOptimizers`, its checkpoint loaded.
+        world: the ranks.
+        guards: told of each step.
+
+    Attributes:
+        training: what takes the steps.
+    """
+
+    def __init__(self, pipeline: Any, optimizers: Any, world: World, guards: Guards) -> None:
+        self._pipeline, self._guards = pipeline, guards
+        self.training = FusedTraining(pipeline, optimizers, world, guards.computed)
+
+    @classmethod
+    def if_asked_for(
+        cls, config: Any, pipeline: Any, optimizers: Any, world: World, guards: Guards
+    ) -> "FusedBlocks | None":
+        """What takes this run's steps where they are fused, else None; says which on the terminal.
+
+        Raises:
+            InputError: they must be fused and cannot.
+        """
+        yes, text = fuses(config, pipeline, optimizers, world)
+        CONSOLE.print(text)
+        return cls(pipeline, optimizers, world, guards) if yes else None
+
+    def take(self, steps: range) -> tuple[float, tuple[Tensor, dict[str, Any], dict[str, Any]]]:
+        """Takes the steps of a block and what densification they are followed by. Every rank calls it with the same.
+
+        Returns:
+            seconds a step; and of the last step this rank's share of the loss, of its terms, and of the metrics.
+        """
+        pipeline, last = self._pipeline, steps[-1]
+        with TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=last, write=False) as train_time:
+            pipeline.train()
+            pipeline.model.step = steps[0] * pipeline.batch_size
+            result = self.training.run(steps)
+            pipeline.model.step = last * pipeline.batch_size
+            self.training.refine(steps)
+        seconds = train_time.duration / len(steps)
+        writer.put_time(EventName.ITER_TRAIN_TIME, seconds, last, avg_over_steps=True, update_eta=True)
+        for k, step in enumerate(steps):
+            self._guards.numbers.note(step, ("the rows",), result.reports[k, -1:], result.views[k], result.reports[k])
+        loss = result.reports[-1, :-1].sum() / pipeline.batch_size
+        return seconds, (loss, {"main_loss": loss}, {"mse": result.mse})

@@ -1,0 +1,17 @@
+"""`tile`: each rank owns a range of the points and renders a band of the images; splats travel between them.
+
+The scheme of torch-dgx (section 4): per-point work where the points are, per-pixel work where the pixels are.
+"""
+
+from ns_multigpu.core.assignment import TileRanges
+from ns_multigpu.core.placement import Sharded
+from ns_multigpu.core.splat_exchange import ExchangedSplats
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.tile_work import TileWork
+from ns_multigpu.core.world import World
+
+
+def tile(world: World, bounds: tuple[int, ...] | None = None) -> Strategy:
+    """The strategy `tile` for `world`; `bounds` are the ranges of points that the ranks own (see `Sharded`)."""
+    work = TileWork()
+    return Strategy("tile", Sharded(bounds), TileRanges(work), ExchangedSplats(world, work), world)

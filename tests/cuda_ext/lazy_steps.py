@@ -1,0 +1,108 @@
+"""Courses of steps over a small model, dense and with steps put off, for the tests of both."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext.adam import adam_scalars
+from cuda_ext.fused import RowGradients, SplatRows
+from cuda_ext.lazy_adam import LazyAdam, splat_flush
+from tests.cuda_ext.fused_steps import Model, make_model
+
+RATES = (2e-3, 1e-3, 5e-3, 2e-2, 2.5e-3, 5e-4)
+CAPACITY = 2000
+
+
+def step_scalars(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Adam's numbers of a step, counted from 0, with rates that fall."""
+    lines = [adam_scalars(rate * 0.98**step, (0.9, 0.999), 1e-15, step + 1) for rate in RATES]
+    return torch.tensor(lines, dtype=dtype)
+
+
+def fresh_model(points: int, views: int = 2, dtype: torch.dtype = torch.float64, rest: int = 15) -> Model:
+    """A scene wider than the images, at whose Adam nothing has happened yet."""
+    model = make_model(points, views, seed=3, rest=rest, spread=1.2).to("cpu", dtype)
+    for moments in (model.exp_avgs, model.exp_avg_sqs):
+        for moment in moments:
+            moment.zero_()
+    return model
+
+
+class Course:
+    """Steps of one model whose cameras turn to and fro, so that points go in and out of view.
+
+    Attributes:
+        rows: of the last step.
+        longest_gap: the most steps that a point which is drawn had missed.
+    """
+
+    def __init__(self, model: Model, lazy: bool, degree: int = 3, **settings: Any) -> None:
+        means = model.params[0]
+        self.model, self.degree, self.settings = model, degree, settings
+        self.lazy = LazyAdam.make(len(means), means.device, means.dtype) if lazy else None
+        self.statistics = {k: torch.zeros_like(means[:, 0]) for k in ("grad2d", "seen", "radii_max")}
+        self._viewmats = model.viewmats.clone()
+        self.longest_gap, self._drawn = 0, [0, 0]
+
+    @property
+    def drawn_share(self) -> float:
+        """Of the points, the share that a step drew, on average."""
+        return self._drawn[0] / max(self._drawn[1], 1)
+
+    def forward(self, step: int) -> SplatRows:
+        self._turn(step)
+        missed: dict[str, Any] = {}
+        if self.lazy is not None:
+            missed = {"exp_avgs": self.model.exp_avgs, "exp_avg_sqs": self.model.exp_avg_sqs, "lazy": self.lazy}
+        return self.model.forward(CAPACITY, self.degree, **self.settings, **missed)
+
+    def step(self, step: int) -> None:
+        model = self.model
+        self.rows = self.forward(step)
+        model.scalars = step_scalars(step, model.params[0].dtype).to(model.params[0].device)
+        drawn = self.rows.point_ids[self.rows.radii[:, 0] > 0].unique().long()
+        self._drawn[0] += len(drawn)
+        self._drawn[1] += len(model.params[0])
+        if self.lazy is not None and len(drawn):
+            self.longest_gap = max(self.longest_gap, int((self.lazy.steps - self.lazy.last[drawn].int()).max()))
+        gradients = row_gradients(self.rows, step)
+        model.update(self.rows, gradients, self.degree, lazy=self.lazy, **self.settings, **self.statistics)
+
+    def flush(self) -> None:
+        assert self.lazy is not None
+        splat_flush(self.model.params, self.model.exp_avgs, self.model.exp_avg_sqs, self.lazy)
+
+    def _turn(self, step: int) -> None:
+        angle = torch.tensor(0.9 * (step % 14 - 6.5) / 6.5, dtype=torch.float64)
+        turn = torch.eye(4, dtype=torch.float64)
+        turn[0, 0] = turn[2, 2] = angle.cos()
+        turn[0, 2], turn[2, 0] = angle.sin(), -angle.sin()
+        self.model.viewmats = turn.to(self._viewmats) @ self._viewmats
+
+
+def row_gradients(rows: SplatRows, step: int) -> RowGradients:
+    """Gradients that depend on the view and point of a row and on the step, not on where the row lies."""
+    key = (rows.view_ids * 1000 + rows.point_ids).to(torch.float64)[:, None]
+
+    def waves(width: int, size: float, phase: float) -> Tensor:
+        columns = torch.arange(width, device=key.device, dtype=torch.float64)
+        return (size * torch.sin(key * 1.7 + columns * 2.3 + step * 0.61 + phase)).to(rows.means2d.dtype)
+
+    opacities, features = waves(1, 0.3, 2.0)[:, 0], waves(rows.features.shape[1], 0.3, 3.0)
+    return RowGradients(waves(2, 0.01, 0.0), waves(3, 0.1, 1.0), opacities, features, waves(2, 0.02, 4.0).abs())
+
+
+def differences(one: Course, other: Course, mean: bool = False) -> dict[str, float]:
+    """How far apart two models are, at most or in the mean: parameters in units of the rate, moments of the largest."""
+    found: dict[str, float] = {}
+    kinds = ("params", "exp_avgs", "exp_avg_sqs")
+    for kind in kinds:
+        lists = (getattr(one.model, kind), getattr(other.model, kind))
+        for i, (a, b) in enumerate(zip(*lists, strict=True)):
+            a, b = a.double().cpu(), b.double().cpu()
+            if a.numel() > 0:
+                unit = RATES[i] if kind == "params" else float(a.abs().max()) or 1.0
+                apart = (a - b).abs()
+                found[f"{kind} {i}"] = float(apart.mean() if mean else apart.max()) / unit
+    return found

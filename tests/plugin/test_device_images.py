@@ -1,0 +1,77 @@
+"""The images of a fused step's views: kept on every GPU, or brought from the ranks that hold them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.types import Patch, View
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin import device_images
+from ns_multigpu.plugin.device_images import DeviceImages, whole_views
+from ns_multigpu.plugin.image_share import ImageShare
+from ns_multigpu.plugin.image_store import ImageData, ImageShape
+from tests.ranks import run_ranks
+
+COUNT = 9
+SHAPE = ImageShape(4, 5, 3, torch.uint8, False)
+BATCHES = ([0, 1, 2, 3], [5, 5, 0, 5], [8, 7], [2, 4, 6, 8, 0, 2])
+
+
+def _image(index: int) -> Tensor:
+    return torch.randint(0, 256, (4, 5, 3), generator=torch.Generator().manual_seed(index), dtype=torch.uint8)
+
+
+def _decode(index: int) -> ImageData:
+    return {"image": _image(index)}
+
+
+def _views(count: int) -> list[View]:
+    return [View(torch.eye(4), torch.eye(3), 5, 4) for _ in range(count)]
+
+
+def _images(world: World, budget: int | None = None) -> DeviceImages:
+    share = ImageShare([SHAPE] * COUNT, _decode, world, label="test", budget=budget)
+    return DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
+
+
+def test_whole_views_are_dealt_in_order() -> None:
+    views = _views(6)
+    plan = whole_views(views, 3)
+    assert [[patch.view for patch in mine] for mine in plan] == [[0, 1], [2, 3], [4, 5]]
+    assert all(patch == Patch.whole(patch.view, views[patch.view]) for mine in plan for patch in mine)
+    assert [patch.view for patch in whole_views(views, 1)[0]] == list(range(6))
+
+
+def _brought(world: World, budget: int | None) -> int:
+    images = _images(world, budget)
+    before = world.traffic.sent
+    for batch in BATCHES:
+        views = _views(len(batch))
+        each = len(batch) // world.size
+        mine = batch[world.rank * each : (world.rank + 1) * each]
+        found = images.get(batch, whole_views(views, world.size), views)
+        assert len(found) == each
+        assert all(torch.equal(image, _image(index)) for image, index in zip(found, mine, strict=True))
+    return world.traffic.sent - before
+
+
+@pytest.mark.parametrize(("size", "budget"), [(1, None), (2, None), (2, 128)])
+def test_images_come_from_the_ranks_that_hold_them(size: int, budget: int | None) -> None:
+    sent = run_ranks(_brought, size, budget)
+    # Rank 0 holds the even views. Of the batches' second halves it is 2; 0; none; 8, 0, 2 that rank 1 gets from it.
+    assert sum(sent) == 0 if size == 1 else sent[0] >= 5 * SHAPE.nbytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.1, 0.0], ids=["kept", "brought"])
+def test_on_a_gpu_they_stay_where_they_fit(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_images, "_SHARE", share)
+    world = World.single("cuda:0")
+    images = _images(world)
+    assert len(images._kept) == (COUNT if share > 0 else 0)
+    for batch in BATCHES:
+        views = _views(len(batch))
+        found = images.get(batch, whole_views(views, 1), views)
+        assert all(image.is_cuda and torch.equal(image.cpu(), _image(i)) for image, i in zip(found, batch, strict=True))

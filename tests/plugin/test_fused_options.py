@@ -1,0 +1,188 @@
+"""Every obstacle to fused steps is named; a block ends where something is to be done."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from nerfstudio.utils.misc import step_check
+
+from cuda_ext.adam import FusedAdam
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.errors import InputError
+from ns_multigpu.plugin.fused_options import fuses, next_stop, obstacle
+from ns_multigpu.primitives.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.fused_step import ORDER
+
+
+def make_run(fused_steps: str = "always") -> SimpleNamespace:
+    """A run without any obstacle, as far as `obstacle` looks at it."""
+    options = SimpleNamespace(
+        num_downscales=1,
+        camera_optimizer=SimpleNamespace(mode="off"),
+        use_bilateral_grid=False,
+        sh_degree=3,
+        use_scale_regularization=False,
+        output_depth_during_training=False,
+    )
+    densifier = object.__new__(ReplicatedDensifier)
+    model = SimpleNamespace(config=options, strategy=densifier, means=torch.zeros(4, 3))
+    cameras = SimpleNamespace(width=torch.full((3, 1), 30), height=torch.full((3, 1), 22))
+    data = SimpleNamespace(
+        train_dataset=SimpleNamespace(cameras=cameras),
+        train_shapes=[SimpleNamespace(masked=False, channels=3) for _ in range(3)],
+    )
+    strategy = SimpleNamespace(placement=SimpleNamespace(replicated=True), name="strips")
+    params = {name: torch.nn.Parameter(torch.zeros(2)) for name in ORDER}
+    optimizers = SimpleNamespace(
+        optimizers={name: FusedAdam([param]) for name, param in params.items()},
+        config={name: {"optimizer": SimpleNamespace(max_norm=None)} for name in ORDER},
+    )
+    return SimpleNamespace(
+        config=SimpleNamespace(fused_steps=fused_steps, on_nonfinite="stop"),
+        pipeline=SimpleNamespace(model=model, datamanager=data, strategy=strategy, batch_size=4),
+        optimizers=optimizers,
+    )
+
+
+def asked(run: SimpleNamespace, world: World | None = None) -> tuple[bool, str]:
+    return fuses(run.config, run.pipeline, run.optimizers, world or World.single())
+
+
+def _set(path: str, value: Any) -> Callable[[SimpleNamespace], None]:
+    def change(run: SimpleNamespace) -> None:
+        *parents, last = path.split(".")
+        place: Any = run
+        for parent in parents:
+            place = getattr(place, parent)
+        setattr(place, last, value)
+
+    return change
+
+
+def _other_optimizer(run: SimpleNamespace) -> None:
+    run.optimizers.optimizers["quats"] = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+
+
+def _no_optimizer(run: SimpleNamespace) -> None:
+    del run.optimizers.optimizers["features_rest"]
+
+
+def _one_clipped(run: SimpleNamespace) -> None:
+    run.optimizers.config["scales"]["optimizer"].max_norm = 1.0
+
+
+def _one_wider(run: SimpleNamespace) -> None:
+    run.pipeline.datamanager.train_dataset.cameras.width[1] = 31
+
+
+def _small(run: SimpleNamespace) -> None:
+    run.pipeline.datamanager.train_dataset.cameras.height[:] = 21
+
+
+def _one_masked(run: SimpleNamespace) -> None:
+    run.pipeline.datamanager.train_shapes[2].masked = True
+
+
+def _one_transparent(run: SimpleNamespace) -> None:
+    run.pipeline.datamanager.train_shapes[1].channels = 4
+
+
+OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
+    (_set("pipeline.strategy.placement.replicated", False), "the strategy is strips"),
+    (_set("pipeline.model.strategy", object()), "the densifier is not the default one"),
+    (_set("pipeline.model.config.camera_optimizer.mode", "SO3xR3"), "camera poses are optimized"),
+    (_set("pipeline.model.config.use_bilateral_grid", True), "there is a bilateral grid"),
+    (_set("pipeline.model.config.sh_degree", 0), "there are no spherical harmonics"),
+    (_set("pipeline.model.config.use_scale_regularization", True), "scales are regularised"),
+    (_set("pipeline.model.config.output_depth_during_training", True), "depth is asked for in training"),
+    (_set("config.on_nonfinite", "skip"), "steps with NaN are to be skipped"),
+    (_set("pipeline.batch_size", 129), "there are more than 128 views a step"),
+    (_one_wider, "views differ in size"),
+    (_small, "views have sides of less than 22 px"),
+    (_one_masked, "there are masks"),
+    (_one_transparent, "images have an alpha channel"),
+    (_other_optimizer, "an optimizer is not Adam"),
+    (_no_optimizer, "an optimizer is not Adam"),
+    (_one_clipped, "gradients are clipped"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), OBSTACLES, ids=[reason for _, reason in OBSTACLES])
+def test_every_obstacle_names_itself(change: Callable[[SimpleNamespace], None], reason: str) -> None:
+    run = make_run()
+    assert obstacle(run.config, run.pipeline, run.optimizers) is None
+    change(run)
+    assert obstacle(run.config, run.pipeline, run.optimizers) == reason
+    with pytest.raises(InputError, match=f"^--fused-steps always: .*for {reason}. Use --fused-steps auto.$"):
+        asked(run)
+    run.config.fused_steps = "never"
+    assert asked(run)[0] is False
+
+
+def test_what_is_asked_for() -> None:
+    assert asked(make_run("always")) == (True, "Steps are fused.")
+    assert asked(make_run("never")) == (False, "Steps are not fused: --fused-steps never.")
+    assert asked(make_run("auto")) == (False, ""), "on a CPU nobody gains by it"
+
+
+def test_on_a_gpu_they_are_fused_where_nothing_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(0, 1, 0, 1, torch.device("cuda", 0))
+    serves = True
+    monkeypatch.setattr("ns_multigpu.plugin.fused_options.kernels_serve", lambda _: serves)
+    run = make_run("auto")
+    assert asked(run, world) == (True, "Steps are fused.")
+    serves = False
+    assert asked(run, world) == (False, "Steps are not fused: gsplat's kernels serve instead of ours.")
+    serves = True
+    _one_masked(run)
+    assert asked(run, world) == (False, "Steps are not fused: there are masks.")
+
+
+def _acts(config: Any, step: int, evaluates: bool) -> bool:
+    """Whether the trainer has anything to do after a step: what it asks, in its words and nerfstudio's."""
+    periods = [config.steps_per_save, config.steps_per_checksum]
+    if evaluates:
+        periods += [config.steps_per_eval_batch, config.steps_per_eval_image, config.steps_per_eval_all_images]
+    looks = config.steps_per_numeric_check > 0 and (step + 1) % config.steps_per_numeric_check == 0
+    logs = step_check(step, config.logging.steps_per_log, run_at_zero=True)
+    return looks or logs or any(step_check(step, period) for period in periods)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize(
+    ("log", "save", "checksum", "batch", "image", "all_images", "numeric"),
+    [
+        (10, 2000, 500, 500, 100, 1000, 50),
+        (7, 11, 13, 5, 17, 3, 4),
+        (1, 10, 10, 10, 10, 10, 10),
+        (100, 90, 0, 0, 0, 0, 0),
+        (100, 95, 0, 0, 0, 35, 0),
+        (1000, 1000, 1000, 1000, 1000, 1000, 33),
+        (1000, 1000, 1000, 1000, 1000, 1000, 1),
+    ],
+)
+def test_blocks_end_where_the_trainer_acts(
+    log: int, save: int, checksum: int, batch: int, image: int, all_images: int, numeric: int, evaluates: bool
+) -> None:
+    config = SimpleNamespace(
+        logging=SimpleNamespace(steps_per_log=log),
+        steps_per_save=save,
+        steps_per_checksum=checksum,
+        steps_per_eval_batch=batch,
+        steps_per_eval_image=image,
+        steps_per_eval_all_images=all_images,
+        steps_per_numeric_check=numeric,
+    )
+    steps = 230
+    for first in range(steps):
+        last = next(step for step in range(first, steps) if step == steps - 1 or _acts(config, step, evaluates))
+        assert next_stop(config, first, steps, evaluates=evaluates) == last + 1, first
+
+
+def test_a_run_that_logs_nothing_has_blocks_to_its_end() -> None:
+    config = SimpleNamespace(
+        logging=SimpleNamespace(steps_per_log=0), steps_per_save=0, steps_per_checksum=0, steps_per_numeric_check=0
+    )
+    assert next_stop(config, 0, 77, evaluates=False) == next_stop(config, 40, 77, evaluates=False) == 77

@@ -1,0 +1,76 @@
+"""The order of a fused step's parts; on a GPU, that replays do what the first run did."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.step_graphs import StepGraphs
+from ns_multigpu.plugin.timing import StepTimer
+
+
+class Step:
+    """Notes what is called; its numbers show how often it ran on the device."""
+
+    def __init__(self, notes: list[str], device: str = "cpu") -> None:
+        self.notes = notes
+        self.rendered, self.updated = (torch.zeros(3, device=device) for _ in range(2))
+
+    def render(self) -> None:
+        self.notes.append("render")
+        self.rendered += 1
+
+    def exchange(self) -> None:
+        self.notes.append("exchange")
+
+    def update(self) -> None:
+        self.notes.append("update")
+        self.updated += self.rendered
+
+
+def several(world: World) -> World:
+    """A world with a group, to which nothing is said."""
+    return replace(world, size=2, group=object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_on_a_cpu_every_step_runs_as_it_is(alone: bool) -> None:
+    world = World.single() if alone else several(World.single())
+    notes: list[str] = []
+    timer = StepTimer(world.device)
+    timer.listener = lambda part: notes.append(f"<{part}>")
+    graphs = StepGraphs(world, lambda: notes.append("computed"))
+    step: Any = Step(notes)
+    once = ["<compute>", "render", "update"]
+    if not alone:
+        once = ["<compute>", "render", "computed", "<exchange>", "exchange", "<compute>", "update"]
+    for _ in range(3):
+        graphs.take(step, timer)
+    graphs.forget()
+    graphs.take(step, timer)
+    assert notes == 4 * once
+    assert timer.take().keys() == ({"compute"} if alone else {"compute", "exchange"})
+    assert step.rendered.tolist() == [4.0] * 3 and step.updated.tolist() == [10.0] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("alone", [True, False])
+def test_on_a_gpu_steps_are_replayed_until_they_change(alone: bool) -> None:
+    world = World.single("cuda:0")
+    world = world if alone else several(world)
+    notes: list[str] = []
+    graphs, timer = StepGraphs(world, lambda: None), StepTimer(world.device)
+    step: Any = Step(notes, "cuda")
+    for taken in range(1, 6):
+        graphs.take(step, timer)
+        assert step.rendered.tolist() == [float(taken)] * 3
+        assert step.updated.tolist() == [taken * (taken + 1) / 2] * 3
+    assert notes.count("render") == notes.count("update") == 2, "it ran once, and was captured once"
+    other: Any = Step(notes, "cuda")
+    graphs.forget()
+    for _ in range(3):
+        graphs.take(other, timer)
+    assert other.updated.tolist() == [6.0] * 3 and step.rendered.tolist() == [5.0] * 3
+    assert notes.count("render") == 4
