@@ -1,7 +1,7 @@
 """A whole step of training Gaussians on whole views, in operators that read nothing back: culling to Adam's update.
 
 Every rank holds all points and renders views of its own. What the ranks exchange are the gradients of the rows that
-they drew, 104 bytes each, rather than a gradient of every parameter (236 bytes a point): each rank then takes the same
+they drew, 76 bytes each, rather than a gradient of every parameter (236 bytes a point): each rank then takes the same
 step from the same rows in the same order, so that replicas stay the same to the last bit.
 
 The number of rows and of intersections with tiles is known on the device alone, so both have a capacity. Where one is
@@ -12,7 +12,7 @@ A lazy step leaves the points that no rank drew for later (`cuda_ext.lazy_adam`)
 ought to be only after `flush`, for which there has to be one every 64 steps at least.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +29,10 @@ from ns_multigpu.primitives.gaussians import TILE
 ORDER = ("means", "quats", "scales", "opacities", "features_dc", "features_rest")
 """The names of a model's parameters in the order that the fused operators take them."""
 
-_ROW_WORDS = (1, 1, 2, 3, 3, 16)
-"""32-bit words a row of what travels: view, point, radii, conic, features, gradients."""
+_GRADIENTS = 12
+"""Numbers of a gradient record that mean something."""
+_ROW_WORDS = (1, 1, 2, 3, _GRADIENTS)
+"""32-bit words a row of what travels: view, point, radii, conic, gradients."""
 _HEADER = 4
 """Words before them: rows, intersections (two words each)."""
 
@@ -134,6 +136,7 @@ class FusedStep:
         if world.group is not None:
             self._mine = torch.zeros(words, dtype=torch.int32, device=device)
             self._everyone = torch.zeros(world.size, words, dtype=torch.int32, device=device)
+            self._bright = torch.ones(world.size * settings.rows, 3, device=device)
         # A step that must not count takes Adam's with these: moments keep, and nothing moves.
         self._still = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).repeat(len(ORDER), 1)
         self._status = torch.zeros(4, dtype=torch.int64, device=device)  # done, rows, intersections, full
@@ -180,7 +183,10 @@ class FusedStep:
         self.report = torch.cat([losses, witness.view(1)])
         self._rows, self._met = rows, met
         if self._world.group is not None:
-            parts = (rows.view_ids + first, rows.point_ids, rows.radii, rows.conics, rows.features, self._records)
+            # No gradient passes where a colour is clamped at black: applied here, the colours need not travel.
+            by_geometry, by_color, rest = self._records[:, :_GRADIENTS].split([6, 3, 3], dim=1)
+            gradients = torch.cat([by_geometry, torch.where(rows.features > 0, by_color, 0.0), rest], dim=1)
+            parts = (rows.view_ids + first, rows.point_ids, rows.radii, rows.conics, gradients)
             words = [part.view(torch.int32).reshape(-1) for part in parts]
             header = torch.cat([rows.count, met]).view(torch.int32)
             torch.cat([header, *words], out=self._mine)
@@ -258,13 +264,11 @@ class FusedStep:
         """All ranks' rows, a segment each; their gradients; and each rank's counts [R, 2]."""
         header, body = self._everyone[:, :_HEADER], self._everyone[:, _HEADER:]
         sections = body.split([words * self.settings.rows for words in _ROW_WORDS], dim=1)
-        view_ids, point_ids, radii, conics, features, records = (part.reshape(-1) for part in sections)
-        floats = [part.view(torch.float32) for part in (conics, features, records)]
-        none = floats[0].new_empty(0)
-        rows = SplatRows(
-            view_ids, point_ids, none, none, floats[0].view(-1, 3), none, floats[1].view(-1, 3), none, radii.view(-1, 2)
-        )
-        return rows, floats[2].view(-1, 16), header.contiguous().view(torch.int64)
+        view_ids, point_ids, radii, words, gradients = (part.reshape(-1) for part in sections)
+        conics, none = words.view(torch.float32).view(-1, 3), self._bright.new_empty(0)
+        records = torch.nn.functional.pad(gradients.view(torch.float32).view(-1, _GRADIENTS), (0, 16 - _GRADIENTS))
+        rows = SplatRows(view_ids, point_ids, none, none, conics, none, self._bright, none, radii.view(-1, 2))
+        return rows, records, header.contiguous().view(torch.int64)
 
     def status(self) -> Status:
         """Waits for the device, says how far the steps have got, and starts counting anew."""
@@ -291,8 +295,3 @@ def first_capacities(points: int, pixels: int, views: int) -> tuple[int, int]:
     """
     tiles = -(-pixels // (TILE * TILE))
     return padded(points * views), padded(views * (4 * points + 16 * tiles))
-
-
-def check_sizes(sizes: Sequence[tuple[int, int]]) -> bool:
-    """Whether views of these (width, height) can share a step: one size, with room for SSIM's window."""
-    return len(set(sizes)) == 1 and min(sizes[0]) > 10
