@@ -40,7 +40,8 @@ class FusedBlocks:
             InputError: they must be fused and cannot.
         """
         yes, text = fuses(config, pipeline, optimizers, world)
-        CONSOLE.print(text)
+        if text:
+            CONSOLE.print(text)
         return cls(pipeline, optimizers, world, guards) if yes else None
 
     def take(self, steps: range) -> tuple[float, tuple[Tensor, dict[str, Any], dict[str, Any]]]:
