@@ -9,6 +9,7 @@ python -m cuda_ext build --cuda --output DIR       for all GPUs (or TORCH_CUDA_A
 import argparse
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,11 +23,14 @@ def build_cuda_into(folder: Path) -> Path:
     """Compiles the CUDA operators for all GPUs and puts the library into `folder`; returns its path.
 
     Raises:
-        NativeBuildError: they cannot be compiled; the message says how to mend it.
-        OSError: the folder cannot be written.
+        NativeBuildError: they cannot be compiled, or the folder cannot be written; the message says how to mend it.
     """
+    try:  # before minutes are spent
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise NativeBuildError(f"{folder} cannot be written ({error}): name another folder.") from error
     built = _cuda.ahead_of_time_library().build()
-    folder.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copy(built, folder / f"{NAME}.so"))
 
 

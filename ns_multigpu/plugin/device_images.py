@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.collectives import all_gather_ints
 from ns_multigpu.core.placement import Plan
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
@@ -27,22 +28,20 @@ class DeviceImages:
         self._data, self._world = data, world
         self._kept: dict[int, Tensor] = {}
         total = sum(shape.nbytes for shape in data.train_share.shapes)
+        memory = 0
         if world.device.type == "cuda":
             memory = torch.cuda.get_device_properties(world.device).total_memory
-            keep = total <= _SHARE * memory
-        else:
-            keep = False
-        if keep:
+        # The ranks' GPUs may differ, and fetching takes all ranks: the smallest decides.
+        if total <= _SHARE * min(row[0] for row in all_gather_ints([memory], world)):
             for index in range(len(data.train_share.shapes)):
                 self._kept[index] = data.train_share.fetch(index, world.device)["image"]
 
-    def get(self, indices: list[int], plan: Plan, views: list[View]) -> list[Tensor]:
+    def get(self, indices: list[int], plan: Plan) -> list[Tensor]:
         """This rank's images [H, W, 3], in the order of its patches.
 
         Args:
             indices: the batch's views by their number in the capture.
             plan: which rank renders which of them, whole.
-            views: the batch; only their number matters.
         """
         mine = [patch.view for patch in plan[self._world.rank]]
         if self._kept:

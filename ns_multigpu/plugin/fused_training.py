@@ -78,6 +78,7 @@ class FusedTraining:
         self._lazy: LazyAdam | None = None
         self._key: object = None
         self._ring: ScalarRing | None = None
+        self._ring_width = 0
         self._graphs = StepGraphs(world, computed)
 
     def block(self, first: int, limit: int) -> range:
@@ -173,7 +174,7 @@ class FusedTraining:
                 self._ring = ScalarRing(self._world.device, self._ring_width, slots=16)
             self._ring.upload(feed.inputs[None], torch.float32, into=step.inputs[None])
             plan = whole_views(feed.views, self._world.size)
-            for v, image in enumerate(self._images.get(feed.indices, plan, feed.views)):
+            for v, image in enumerate(self._images.get(feed.indices, plan)):
                 step.targets[v].copy_(image if step.targets.dtype == torch.uint8 else self._small(image, feed.step))
         self._graphs.take(step, timer)
 

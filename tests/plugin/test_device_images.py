@@ -51,7 +51,7 @@ def _brought(world: World, budget: int | None) -> int:
         views = _views(len(batch))
         each = len(batch) // world.size
         mine = batch[world.rank * each : (world.rank + 1) * each]
-        found = images.get(batch, whole_views(views, world.size), views)
+        found = images.get(batch, whole_views(views, world.size))
         assert len(found) == each
         assert all(torch.equal(image, _image(index)) for image, index in zip(found, mine, strict=True))
     return world.traffic.sent - before
@@ -73,5 +73,5 @@ def test_on_a_gpu_they_stay_where_they_fit(share: float, monkeypatch: pytest.Mon
     assert len(images._kept) == (COUNT if share > 0 else 0)
     for batch in BATCHES:
         views = _views(len(batch))
-        found = images.get(batch, whole_views(views, 1), views)
+        found = images.get(batch, whole_views(views, 1))
         assert all(image.is_cuda and torch.equal(image.cpu(), _image(i)) for image, i in zip(found, batch, strict=True))
