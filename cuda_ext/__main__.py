@@ -25,13 +25,13 @@ def build_cuda_into(folder: Path) -> Path:
     Raises:
         NativeBuildError: they cannot be compiled, or the folder cannot be written; the message says how to mend it.
     """
+    library = _cuda.ahead_of_time_library()
     try:  # before minutes are spent
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise NativeBuildError(f"{folder} cannot be written ({error}): name another folder.") from error
-    built = _cuda.ahead_of_time_library().build()
-    return Path(shutil.copy(built, folder / f"{NAME}.so"))
+    return Path(shutil.copy(library.build(), folder / f"{NAME}.so"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import torch
 from nerfstudio.engine.optimizers import Optimizers
 from torch.nn import Parameter
 
-from cuda_ext.adam import FusedAdam
+from cuda_ext.adam import FusedAdam, fused_step
 from ns_multigpu.plugin.batch_scaling import ScalingRule, learning_rate_factor, scale_optimizer, scale_scheduler
 
 
@@ -59,7 +59,8 @@ class BatchOptimizers(Optimizers):
             raise AttributeError("parameters follow from the optimizers")
 
     def optimizer_scaler_step_all(self, grad_scaler: Any) -> None:
-        """Clips gradients where a group's config has a max_norm, then takes a step of every optimizer."""
+        """Clips gradients where a group's config has a max_norm, then takes a step of every optimizer at once."""
+        stepped: list[torch.optim.Optimizer] = []
         for name, optimizer in self.optimizers.items():
             params = self.parameters[name]
             max_norm = self.config[name]["optimizer"].max_norm
@@ -68,7 +69,12 @@ class BatchOptimizers(Optimizers):
                 torch.nn.utils.clip_grad_norm_(params, max_norm * self._norm_factor)
             # An empty parameter (harmonics of degree 0) has a gradient only where ranks exchange: no step, anywhere.
             if any(p.grad is not None and p.numel() > 0 for p in params):
+                stepped.append(optimizer)
+        if grad_scaler.is_enabled():
+            for optimizer in stepped:
                 grad_scaler.step(optimizer)
+        else:
+            fused_step(stepped)
 
 
 def _fused(group: dict[str, Any], params: Sequence[Parameter], always: bool) -> dict[str, Any]:

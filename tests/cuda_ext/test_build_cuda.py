@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,3 +224,16 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(["build", "--output", str(tmp_path)])
     assert "--output needs --cuda" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_compiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cuda_ext import __main__, _cuda
+
+    monkeypatch.setattr(
+        _cuda, "ahead_of_time_library", lambda: SimpleNamespace(build=lambda: pytest.fail("it compiled"))
+    )
+    (tmp_path / "file").write_text("")
+    assert __main__.main(["build", "--cuda", "--output", str(tmp_path / "file" / "folder")]) == 1
+    assert "name another folder" in capsys.readouterr().err
