@@ -40,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--slots", nargs="+", type=int, default=[0], help="GPUs for runs of one; one listed twice is shared"
     )
+    parser.add_argument("--also-at", type=int, default=0, help="splatfacto is evaluated after so many images as well")
     parser.add_argument("--options", default="", help="further options of ns-train, as one string")
     parser.add_argument("--output", type=Path, help="folder for the runs; by default a temporary one")
     parser.add_argument("--json", type=Path)
@@ -51,6 +52,7 @@ def command(run: str, seed: int, options: argparse.Namespace, output: Path) -> l
     """The command line of one run."""
     if run == "splatfacto":
         words = ["-m", "benchmarks.splatfacto_baseline", "--images", str(options.images), "--seed", str(seed)]
+        words += ["--also-at", str(options.also_at)]
         return [sys.executable, *words, "--output", str(output), "--", *options.dataparser]
     match = re.fullmatch(r"batch-(\d+)(?:x(\d+))?(-unscaled)?", run)
     if match is None:
