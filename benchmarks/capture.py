@@ -3,7 +3,8 @@
     python -m benchmarks.capture --runs splatfacto batch-1 batch-4 batch-4-unscaled --seeds 42 43 44 --images 15000 \\
         --json out.json -- colmap --data fox --downscale-factor 1 --eval-mode interval --eval-interval 8
 
-A run is `splatfacto` (nerfstudio's own, one device) or `batch-D` with D devices, `batch-DxV` with V views on each, and
+A run is `splatfacto` (nerfstudio's own, one device), `batch-D` with D devices, `batch-DxV` with V views on each,
+`tile-D` with D devices and a view a step, `tile-DxV` with V views a step, and
 `-unscaled` behind it for learning rates that do not follow the batch. What follows `--` is the dataparser, as
 `ns-train` takes it. Runs of one GPU are started at once on the GPUs that --slots lists; speeds are taken from runs that
 had their GPU to themselves.
@@ -54,13 +55,23 @@ def command(run: str, seed: int, options: argparse.Namespace, output: Path) -> l
         words = ["-m", "benchmarks.splatfacto_baseline", "--images", str(options.images), "--seed", str(seed)]
         words += ["--also-at", str(options.also_at)]
         return [sys.executable, *words, "--output", str(output), "--", *options.dataparser]
-    match = re.fullmatch(r"batch-(\d+)(?:x(\d+))?(-unscaled)?", run)
+    match = re.fullmatch(r"(batch|tile)-(\d+)(?:x(\d+))?(-unscaled)?", run)
     if match is None:
         raise SystemExit(f"unknown run {run!r}; see --help")
-    devices, views, unscaled = match.group(1), match.group(2) or "1", match.group(3)
-    words = ["-m", "nerfstudio.scripts.train", "splatfacto-batch", "--output-dir", str(output), "--timestamp", "run"]
+    strategy, devices, views, unscaled = match.group(1), match.group(2), match.group(3), match.group(4)
+    words = [
+        "-m",
+        "nerfstudio.scripts.train",
+        f"splatfacto-{strategy}",
+        "--output-dir",
+        str(output),
+        "--timestamp",
+        "run",
+    ]
     words += ["--experiment-name", "capture", "--machine.device-type", options.device]
-    words += ["--machine.num-devices", devices, "--machine.seed", str(seed), "--pipeline.views-per-rank", views]
+    words += ["--machine.num-devices", devices, "--machine.seed", str(seed)]
+    if views is not None:
+        words += [f"--pipeline.views-per-{'rank' if strategy == 'batch' else 'step'}", views]
     words += ["--max-num-images", str(options.images), "--vis", "tensorboard", "--logging.steps-per-log", "250"]
     words += ["--steps-per-eval-image", "0", "--steps-per-eval-all-images", "0"]
     words += ["--batch-scaling", "none"] if unscaled else []
@@ -94,7 +105,7 @@ def train(run: str, seed: int, options: argparse.Namespace, folder: Path, gpu: i
 
 def run_folder(output: Path) -> Path:
     """Where a run of ours lies."""
-    return output / "capture" / "splatfacto-batch" / "run"
+    return next((output / "capture").glob("splatfacto-*")) / "run"
 
 
 def evaluate(result: dict[str, Any], options: argparse.Namespace, folder: Path, gpu: int | None) -> dict[str, Any]:
@@ -117,7 +128,9 @@ def main() -> None:
     folder = options.output or Path(mkdtemp(prefix="capture-"))
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [(run, seed) for seed in options.seeds for run in options.runs]
-    alone = [job for job in jobs if options.device == "cpu" or not re.fullmatch(r"splatfacto|batch-1(x.*)?", job[0])]
+    alone = [
+        job for job in jobs if options.device == "cpu" or not re.fullmatch(r"splatfacto|(batch|tile)-1(x.*)?", job[0])
+    ]
     shared = [job for job in jobs if job not in alone]
     gpus: Queue[int] = Queue()
     for gpu in options.slots:

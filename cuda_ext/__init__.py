@@ -13,11 +13,14 @@ from cuda_ext.culling import cull, cull_capacity
 from cuda_ext.fused import RowGradients, SplatRows, splat_forward, splat_update
 from cuda_ext.lazy_adam import LazyAdam, lazy_serves, splat_flush
 from cuda_ext.loss import l1_ssim
+from cuda_ext.peer_sort import band_lists, intersect_keys, merge_level, publish_count, sort_pairs
 from cuda_ext.projection import Projection, project, sh_colors
 from cuda_ext.rasterization import intersect, intersect_capacity, rasterize
+from cuda_ext.row_exchange import ArrivedRows, collect, pack, route, unpack
 
 __all__ = [
     "AdamStep",
+    "ArrivedRows",
     "FusedAdam",
     "LazyAdam",
     "NativeBuildError",
@@ -26,7 +29,9 @@ __all__ = [
     "SplatRows",
     "adam_step",
     "backend",
+    "band_lists",
     "build_native",
+    "collect",
     "compiler_problem",
     "composite",
     "cull",
@@ -34,14 +39,21 @@ __all__ = [
     "fused_step",
     "intersect",
     "intersect_capacity",
+    "intersect_keys",
     "l1_ssim",
     "lazy_serves",
+    "merge_level",
+    "pack",
     "project",
+    "publish_count",
     "rasterize",
     "reference_forced",
+    "route",
     "sh_colors",
+    "sort_pairs",
     "splat_flush",
     "splat_forward",
     "splat_update",
+    "unpack",
     "use_reference",
 ]

@@ -42,7 +42,7 @@ def intersect(
         row_opacities: [M] in (0,1).
         radii: [M,2] int32, half the box of the support in pixels (x, y); 0 drops the row.
         depths: [M].
-        view_ids: [M] int32, ascending.
+        view_ids: [M] int32, in any order.
         patches: 5 integers a patch (view, x0, y0, x1, y1), inside the view; may be empty.
         tile_size: pixels along a tile's side.
 

@@ -73,4 +73,23 @@ SCHEMAS: tuple[str, ...] = (
     "Tensor(e!) table, Tensor(f!) steps) -> ()",
     "adam_step(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
     "Tensor scalars, bool set_grads_to_zero) -> ()",
+    # The addresses in `destinations` and `sources`, too, no dispatcher sees.
+    "route(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches, int ranks) -> "
+    "(Tensor place, Tensor counts)",
+    "pack(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
+    "Tensor radii, Tensor place, Tensor destinations, int capacity) -> ()",
+    "unpack(Tensor records, Tensor counts, int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, "
+    "Tensor opacities, Tensor features, Tensor depths, Tensor radii, Tensor owners, Tensor slots)",
+    "collect(Tensor place, Tensor count, Tensor sources, int capacity) -> Tensor records",
+    # Addresses in these are of buffers of all ranks, by rank; no dispatcher sees what is read and written there.
+    "sort_pairs(Tensor(a!) keys, Tensor values, Tensor count, int begin_bit, int end_bit, Tensor(b!) out_keys, "
+    "Tensor(c!) out_values) -> ()",
+    "publish_count(Tensor count, int[] addresses, int limit) -> ()",
+    "merge_level(int[] keys_at, int[] values_at, Tensor counts, int first, int middle, int end, int rank, "
+    "Tensor(a!) out_keys, Tensor(b!) out_values) -> Tensor count",
+    "intersect_keys(Tensor means2d, Tensor conics, Tensor row_opacities, Tensor radii, Tensor depths, "
+    "Tensor view_ids, int[] sizes, int tile_size, int owner, int capacity) -> "
+    "(Tensor keys, Tensor values, Tensor count)",
+    "band_lists(int[] keys_at, int[] values_at, Tensor counts, int[] bands, Tensor where, int segment, "
+    "int capacity) -> (Tensor tile_offsets, Tensor row_ids, Tensor count)",
 )

@@ -3,12 +3,15 @@
 A subcommand is a function with documented, typed arguments in COMMANDS; tyro makes its options from them.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import tyro
+
+from ns_multigpu.planning.command import plan
 
 
 def city(
@@ -78,13 +81,90 @@ def city(
     print(f"{views} views in {output}: ns-train METHOD colmap --data {output} --colmap-path sparse/0")
 
 
-def _progress(done: Iterable[int], total: int) -> Iterable[int]:
+def export(load_config: Path, output: Path, step: int | None = None, overwrite: bool = False) -> None:
+    """Write a run's Gaussians to one PLY file, as ns-export gaussian-splat does, without holding the model.
+
+    Args:
+        load_config: config.yml in the run's folder.
+        output: The PLY file to write.
+        step: Of the checkpoint; by default the newest.
+        overwrite: Replace the file if it exists.
+    """
+    from ns_multigpu.plugin.ply_export import export_ply, run_checkpoint
+
+    checkpoint = run_checkpoint(load_config, step)
+    progress = functools.partial(_progress, description="Writing Gaussians")
+    kept, total = export_ply(checkpoint, output, overwrite=overwrite, progress=progress)
+    left_out = f" ({total - kept} of {total} are all but transparent, or not finite)" if kept < total else ""
+    print(f"{kept} Gaussians of {checkpoint} in {output}{left_out}")
+
+
+def evaluate(
+    load_config: Path,
+    output_path: Path = Path("output.json"),
+    render_output_path: Path | None = None,
+    step: int | None = None,
+    num_devices: int | None = None,
+    device_type: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
+    """Measure a run's model on all held-out views, as ns-eval does, with as many GPUs as it needs.
+
+    Args:
+        load_config: config.yml in the run's folder.
+        output_path: The JSON file to write.
+        render_output_path: Folder for the rendered images; by default they are not kept.
+        step: Of the checkpoint; by default the newest.
+        num_devices: How many devices hold the model; by default as many as trained it.
+        device_type: Of the devices; auto takes GPUs if there are any.
+    """
+    from ns_multigpu.plugin.model_tools import Evaluation, run_tool
+
+    run_tool(load_config, step, Evaluation(output_path, render_output_path), num_devices, device_type)
+
+
+def render(
+    load_config: Path,
+    camera_path_filename: Path,
+    output_path: Path = Path("renders/output.mp4"),
+    rendered_output_names: tuple[str, ...] = ("rgb",),
+    downscale_factor: float = 1.0,
+    image_format: Literal["jpeg", "png"] = "jpeg",
+    step: int | None = None,
+    num_devices: int | None = None,
+    device_type: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
+    """Render a run's model along a camera path, as ns-render camera-path does, with as many GPUs as it needs.
+
+    Args:
+        load_config: config.yml in the run's folder.
+        camera_path_filename: JSON file of the path, from the viewer.
+        output_path: The video to write; a name without a suffix is a folder for images.
+        rendered_output_names: What to show, side by side: rgb, depth, accumulation.
+        downscale_factor: Renders at the path's size divided by this.
+        image_format: Of images in a folder.
+        step: Of the checkpoint; by default the newest.
+        num_devices: How many devices hold the model; by default as many as trained it.
+        device_type: Of the devices; auto takes GPUs if there are any.
+    """
+    from ns_multigpu.plugin.model_tools import CameraPath, run_tool
+
+    work = CameraPath(camera_path_filename, output_path, rendered_output_names, downscale_factor, image_format)
+    run_tool(load_config, step, work, num_devices, device_type)
+
+
+def _progress(done: Iterable[int], total: int, description: str = "Rendering views") -> Iterable[int]:
     from rich.progress import track
 
-    return track(done, description="Rendering views", total=total)
+    return track(done, description=description, total=total)
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"city": city}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "city": city,
+    "plan": plan,
+    "export": export,
+    "eval": evaluate,
+    "render": render,
+}
 """Subcommands by name."""
 
 

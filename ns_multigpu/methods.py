@@ -31,7 +31,7 @@ def _group(rate: float, final: float | None = None, warmup: int = 0) -> dict[str
     return {"optimizer": AdamOptimizerConfig(lr=rate, eps=1e-15), "scheduler": schedule}
 
 
-def splatfacto(strategy: str) -> DistributedTrainerConfig:
+def splatfacto(strategy: str, *, views_per_step: int | None = None) -> DistributedTrainerConfig:
     """Splatfacto's recipe (nerfstudio 1.1.5) under a strategy of ours."""
     return DistributedTrainerConfig(
         method_name=f"splatfacto-{strategy}",
@@ -43,6 +43,7 @@ def splatfacto(strategy: str) -> DistributedTrainerConfig:
         mixed_precision=False,
         pipeline=DistributedPipelineConfig(
             strategy=strategy,
+            views_per_step=views_per_step,
             datamanager=DistributedDataManagerConfig(dataparser=NerfstudioDataParserConfig(load_3D_points=True)),
             model=SplatModelConfig(),
         ),
@@ -64,4 +65,9 @@ def splatfacto(strategy: str) -> DistributedTrainerConfig:
 splatfacto_batch = MethodSpecification(
     config=splatfacto("batch"),
     description="Splatfacto on several GPUs, batch strategy: replicated model, each GPU renders its own views",
+)
+
+splatfacto_tile = MethodSpecification(
+    config=splatfacto("tile", views_per_step=1),
+    description="Splatfacto on several GPUs, tile strategy: sharded model, every GPU renders a part of each view",
 )

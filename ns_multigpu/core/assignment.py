@@ -67,16 +67,16 @@ class TileRanges(Assignment):
     """
 
     def __init__(self, work: TileWork) -> None:
-        self._work = work
+        self.work = work
 
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
-        ranges = cut_rows(self._work.estimate(views), ranks)
+        ranges = cut_rows(self.work.estimate(views), ranks)
         return [[self._band(view, views[view], first, last) for view, first, last in one] for one in ranges]
 
     def _band(self, position: int, view: View, first: int, last: int) -> Patch:
-        if first == 0 and last == self._work.rows(view):
+        if first == 0 and last == self.work.rows(view):
             return Patch.whole(position, view)
-        tile = self._work.tile
+        tile = self.work.tile
         return Patch(position, 0, first * tile, view.width, min(last * tile, view.height), SSIM_HALO)
 
 

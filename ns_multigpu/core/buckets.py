@@ -78,6 +78,16 @@ class GradientBuckets:
                 torch._foreach_copy_(grads, bucket.views)  # pyright: ignore
             bucket.work, bucket.flat, bucket.views = None, None, []
 
+    def finish_unready(self, params: list[Tensor]) -> None:
+        """`finish` in the place of a backward that failed, or never began: sums that mean nothing, but none is missing.
+
+        Args:
+            params: as given to `watch`.
+        """
+        if not self._armed:
+            self.watch(params)
+        self.finish()
+
     def _lay_out(self, params: list[Tensor]) -> None:
         for hook in self._hooks:
             hook.remove()

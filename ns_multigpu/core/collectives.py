@@ -166,6 +166,15 @@ def all_gather_into(out: Tensor, x: Tensor, world: World) -> None:
     dist.all_gather_into_tensor(out.view(-1, *x.shape[1:]), x, group=world.group)
 
 
+def all_to_all_into(out: Tensor, x: Tensor, world: World) -> None:
+    """Line r of `x` [ranks, ...] to rank r, whose lines arrive in `out`, without autograd or waiting."""
+    if world.group is None:
+        out.copy_(x)
+        return
+    world.traffic.add(x.nbytes // world.size * (world.size - 1))
+    dist.all_to_all_single(out, x, group=world.group)
+
+
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], world: World) -> Tensor:
     """Rows [sum(send), ...] -> [sum(receive), ...]; trailing sizes of zero are fine."""
     out = x.new_empty((sum(receive), *x.shape[1:]))

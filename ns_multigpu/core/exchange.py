@@ -2,6 +2,7 @@
 
 from abc import ABC
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,6 +14,9 @@ from ns_multigpu.core.world import World
 
 class Exchange(ABC):  # noqa: B024  (every hook has a meaning when left alone: nothing crosses there)
     """Hooks around rendering and around the backward pass. What a subclass leaves alone exchanges nothing there."""
+
+    survives_giving_up: ClassVar[bool] = False
+    """Whether a rank that failed while it rendered, or on the way back, can let the others go on: see `give_up`."""
 
     def before_render(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
         """Splats of this rank's points (`own`, of `points`) -> splats of this rank's patches."""
@@ -38,13 +42,26 @@ class Exchange(ABC):  # noqa: B024  (every hook has a meaning when left alone: n
         """Called after backward, before the optimizers step: all gradients are final when it returns."""
         return
 
+    def give_up(self, params: Iterable[Tensor]) -> None:
+        """Called in the place of what is missing of rendering, `begin_backward`, backward and `end_backward`, by a rank
+        that could not go on: takes part in what the others still wait for. All must then drop the step's gradients.
+
+        Args:
+            params: as `begin_backward`'s.
+        """
+        return
+
 
 class Nothing(Exchange):
     """No rank needs anything of another."""
 
+    survives_giving_up = True
+
 
 class SummedGradients(Exchange):
     """Replicas sum their gradients, in large buckets that leave while backward still runs."""
+
+    survives_giving_up = True
 
     def __init__(self, world: World) -> None:
         self._buckets = GradientBuckets(world)
@@ -54,3 +71,6 @@ class SummedGradients(Exchange):
 
     def end_backward(self) -> None:
         self._buckets.finish()
+
+    def give_up(self, params: Iterable[Tensor]) -> None:
+        self._buckets.finish_unready(list(params))

@@ -22,10 +22,6 @@ class Placement(ABC):
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
         """Positions of the views for which this rank splats the points that it holds, ascending."""
 
-    @abstractmethod
-    def loss_share(self, world: World) -> float:
-        """The weight on this rank of a loss term on the points themselves, so that the ranks' sum counts it once."""
-
     def hold(self, points: Points, world: World) -> Points:
         """This rank's part of a whole model: all of it, unless the placement shards points."""
         return points
@@ -39,9 +35,6 @@ class AllHere(Placement):
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
         return sorted({patch.view for patch in plan[world.rank]})
 
-    def loss_share(self, world: World) -> float:
-        return 1.0
-
 
 class Replicated(Placement):
     """Every rank holds every point, and all copies stay identical."""
@@ -50,9 +43,6 @@ class Replicated(Placement):
 
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
         return sorted({patch.view for patch in plan[world.rank]})
-
-    def loss_share(self, world: World) -> float:
-        return 1.0 / world.size
 
 
 @final
@@ -74,10 +64,6 @@ class Sharded(Placement):
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
         """All of the batch's views that anybody renders: which ranks' patches a point reaches only its splat tells."""
         return sorted({patch.view for patches in plan for patch in patches})
-
-    def loss_share(self, world: World) -> float:
-        """1: a term that is a sum over points is summed over each point's owner. (A mean is not such a term.)"""
-        return 1.0
 
     def hold(self, points: Points, world: World) -> Points:
         """This rank's range of `points`, copied, so that the rest can be let go.

@@ -3,9 +3,14 @@
 """Random numbers that depend on what they are for, never on who draws them."""
 
 import hashlib
+import math
 from typing import cast
 
 import torch
+from torch import Tensor
+
+_ROWS = 1 << 22
+"""Rows of normals made at a time: what is needed beside the result stays small."""
 
 
 def seed_from(*key: int | str) -> int:
@@ -23,3 +28,37 @@ def keyed_permutation(count: int, *key: int | str) -> list[int]:
     """A permutation of range(count), drawn by a key."""
     order = torch.randperm(count, generator=keyed_generator(*key))
     return cast(list[int], order.tolist())
+
+
+def keyed_normals(
+    seed: int, name: str, step: int, first: int, count: int, width: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Rows [first, first + count) of an endless table of standard normal numbers, [count, width] float32.
+
+    The table follows from (seed, name, step, width): whoever makes a part of it finds the same numbers there. Its
+    number k is made of 64 bits that SplitMix64 (Steele, Lea and Flood 2014) draws k-th, by Box and Muller's transform,
+    in float64; on another kind of device the last bit may be another.
+    """
+    table = torch.empty(count, width, device=device)
+    start = _signed(seed_from(seed, name, step))
+    for row in range(0, count, _ROWS):
+        part = table[row : row + _ROWS]
+        counter = torch.arange(part.numel(), device=device) + ((first + row) * width + 1)
+        bits = _splitmix(counter.mul_(_signed(0x9E3779B97F4A7C15)).add_(start))
+        radius = ((bits >> 32 & 0xFFFFFFFF).double() + 0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+        angle = (bits & 0xFFFFFFFF).double().mul_(2.0**-32 * 2.0 * math.pi)
+        part.copy_(radius.mul_(angle.cos_()).view_as(part))
+    return table
+
+
+def _splitmix(x: Tensor) -> Tensor:
+    """SplitMix64's finalizer of int64s, in place. Products wrap around; shifts are made to bring in zeros."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
+        x *= _signed(factor)
+    return x
+
+
+def _signed(bits: int) -> int:
+    """The int64 of these 64 bits."""
+    return bits - (1 << 64) if bits >> 63 else bits

@@ -20,11 +20,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.checkpoint_rows import Rows
 from ns_multigpu.plugin.checkpoint_storage import SavedTensors, save_file, save_tensors, sync_folder, write_file
 from ns_multigpu.plugin.checkpoint_verify import (
     FORMAT,
     MANIFEST,
     OURS,
+    SHARDS,
     DamagedCheckpoint,
     Manifest,
     Stamp,
@@ -48,7 +50,7 @@ def save(
     models: Path,
     step: int,
     pipeline: Callable[[], Mapping[str, Any]],
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | Rows],
     values: Mapping[str, Any],
     world: World,
 ) -> str:
@@ -57,7 +59,8 @@ def save(
     Args:
         models: the run's `nerfstudio_models` folder, on a file system that all ranks share.
         step: the last step taken.
-        pipeline: the state that nerfstudio's commands read; called on rank 0.
+        pipeline: the state that nerfstudio's commands read; called on rank 0. A marker of shards in it (see
+            sharded_state) is told the name of the state folder.
         tensors, values: the training state (see training_state); values are rank 0's.
 
     Returns:
@@ -82,8 +85,11 @@ def save(
     def write_model() -> Stamp | None:
         if not world.is_main:
             return None
+        content = dict(pipeline())
+        if SHARDS in content:
+            content[SHARDS] = {**content[SHARDS], "state": name}
         ours = {"format": FORMAT, "state": name, "method": values.get("method"), "images": values.get("images")}
-        return save_file(file, {"step": step, "pipeline": dict(pipeline()), OURS: ours})
+        return save_file(file, {"step": step, "pipeline": content, OURS: ours})
 
     def commit() -> None:
         if world.is_main:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.checkpoint_rows import Rows, RowsPlanner, read_rows
 from ns_multigpu.plugin.checkpoint_verify import Stamp, new_digest
 
 
@@ -131,14 +132,14 @@ class _StampingFiles(FileSystem):
         self.stamps[Path(new_path).name] = self.stamps.pop(Path(path).name)
 
 
-def save_tensors(folder: Path, tensors: Mapping[str, Tensor], world: World) -> dict[str, Stamp]:
+def save_tensors(folder: Path, tensors: Mapping[str, Tensor | Rows], world: World) -> dict[str, Stamp]:
     """Writes tensors; those that several ranks name are the same on each and are written by one of them.
 
     Every rank calls it.
 
     Args:
         folder: an empty folder that all ranks see.
-        tensors: by name.
+        tensors: by name; of one that the ranks hold together each writes its rows.
 
     Returns:
         what this rank has written.
@@ -150,7 +151,13 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor], world: World) -> d
     writer.fs = files = _StampingFiles()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        dcp.save(dict(tensors), storage_writer=writer, process_group=world.control, no_dist=world.control is None)
+        dcp.save(
+            {name: value for name, value in tensors.items() if isinstance(value, Tensor)},
+            storage_writer=writer,
+            planner=RowsPlanner({name: value for name, value in tensors.items() if isinstance(value, Rows)}),
+            process_group=world.control,
+            no_dist=world.control is None,
+        )
     return files.stamps
 
 
@@ -197,7 +204,8 @@ class SavedTensors:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        listed = _Reader(folder).read_metadata().state_dict_metadata
+        self._metadata = _Reader(folder).read_metadata()
+        listed = self._metadata.state_dict_metadata
         self._listed = {k: entry for k, entry in listed.items() if isinstance(entry, TensorStorageMetadata)}
 
     @property
@@ -215,3 +223,17 @@ class SavedTensors:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
                 dcp.load(wanted, storage_reader=_Reader(self._folder), no_dist=True)
         return wanted
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(self._listed[name].size)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """As it was saved."""
+        return self._listed[name].properties.dtype
+
+    def read_rows(self, into: Mapping[str, Tensor], first: int) -> None:
+        """Rows from `first` on into tensors that lie where they are wanted; see `checkpoint_rows.read_rows`."""
+        reader = _Reader(self._folder)
+        reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        read_rows(reader, self._listed, into, first)

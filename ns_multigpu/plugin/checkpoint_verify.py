@@ -1,7 +1,8 @@
 """Where checkpoints lie, and whether one is whole.
 
 A checkpoint is `nerfstudio_models/step-N.ckpt`, which nerfstudio's commands read, and the folder that it names in
-`nerfstudio_models_state/`, which only training reads. The folder's `manifest.json` holds the size and the checksum of
+`nerfstudio_models_state/`, which only training reads, unless the model's points lie there too (see sharded_state). The
+folder's `manifest.json` holds the size and the checksum of
 every file, the .ckpt's too. The .ckpt is put in its place last, by one rename: until then there is no checkpoint, and
 from then on it is whole.
 """
@@ -25,6 +26,10 @@ FORMAT = 1
 
 OURS = "ns_multigpu"
 """Key of the .ckpt under which the training state is named: {"format": int, "state": folder name}."""
+
+SHARDS = "ns_multigpu.shards"
+"""Key of the pipeline's state in a .ckpt whose points lie in the state folder (see sharded_state): {"state": folder
+name, "counts": points by rank, "shapes": {parameter: shape of the whole}}."""
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)\.ckpt")
@@ -195,6 +200,14 @@ def problems(path: Path, folder: Path, manifest: Manifest, part: int = 0, parts:
     return [text for text in found if text]
 
 
+def cut_short(folder: Path, manifest: Manifest) -> list[str]:
+    """Which files of a state folder are missing or have another size, each named; only the list of tensors is read."""
+    found = [
+        _problem(folder / name, stamp, contents=name == ".metadata") for name, stamp in sorted(manifest.files.items())
+    ]
+    return [text for text in found if text]
+
+
 def check_checkpoint(path: Path) -> Manifest | None:
     """The manifest of a checkpoint of which every byte is as it was written; None for a plain nerfstudio one.
 
@@ -230,13 +243,14 @@ def latest_checkpoint(models: Path, tell: Any = None) -> Path | None:
     return None
 
 
-def _problem(path: Path, stamp: Stamp) -> str:
+def _problem(path: Path, stamp: Stamp, *, contents: bool = True) -> str:
     try:
         size = path.stat().st_size
         if size != stamp.size:
             what = "truncated" if size < stamp.size else "altered"
             return f"{path} has been {what}: it has {size} bytes and was written with {stamp.size}"
-        return "" if stamp_of(path) == stamp else f"{path} has been altered: its contents do not have their checksum"
+        whole = not contents or stamp_of(path) == stamp
+        return "" if whole else f"{path} has been altered: its contents do not have their checksum"
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:

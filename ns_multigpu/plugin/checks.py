@@ -127,24 +127,14 @@ def check_run_folder(folder: Path) -> None:
         ) from error
 
 
-_NOT_FOR_TRAINING = {"tile": "densification, checkpoints and evaluation of points that are spread over the GPUs"}
-"""Strategies that render and give gradients, and what they lack before one can train with them."""
-
-
 def check_strategy(name: str, known: Collection[str]) -> None:
     """Whether one can train with the strategy `name`, one of those `known`.
 
     Raises:
         InputError: one cannot, or there is none of that name; it lists those there are, the closest first.
     """
-    if name in known and name in _NOT_FOR_TRAINING:
-        raise InputError(
-            f"The strategy {name!r} is not ready for training: {_NOT_FOR_TRAINING[name]} are still missing. Choose "
-            "--pipeline.strategy batch."
-        )
     if name in known:
         return
-    known = [one for one in known if one not in _NOT_FOR_TRAINING]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     raise InputError(f"There is no strategy {name!r}. {hint}The strategies are: {', '.join(sorted(known))}.")
@@ -171,6 +161,28 @@ def check_views_per_rank(views: int) -> None:
     """
     if views < 1:
         raise InputError(f"--pipeline.views-per-rank {views}: at least one view a rank is needed.")
+
+
+def check_views_per_step(views: int | None, ranks: int, *, cuts_views: bool) -> None:
+    """Whether a step's views can be spread over the ranks.
+
+    Args:
+        views: --pipeline.views-per-step, if given.
+        ranks: how many there are.
+        cuts_views: whether the strategy can have a view drawn by several ranks.
+
+    Raises:
+        InputError: they cannot.
+    """
+    if views is None:
+        return
+    if views < 1:
+        raise InputError(f"--pipeline.views-per-step {views}: at least one view a step is needed.")
+    if not cuts_views and views % ranks:
+        raise InputError(
+            f"--pipeline.views-per-step {views}: this strategy deals out whole views, and {ranks} workers need a "
+            f"multiple of {ranks}. Give {-(-views // ranks) * ranks}, or use splatfacto-tile, which cuts views."
+        )
 
 
 def check_no_accumulation(steps: Mapping[str, int]) -> None:

@@ -26,7 +26,7 @@ launchers pass on to their workers what they have been sent themselves."""
 _STUCK = 4.0
 """Seconds after a signal in which a rank must move on, or be taken for one that waits for a dead peer."""
 
-GO_ON, WAIT, STOP, _SIGNAL = 0, 1, 2, 16
+GO_ON, WAIT, RENDER, STOP, _SIGNAL = 0, 1, 2, 3, 16
 
 
 class NonFiniteError(ArithmeticError):
@@ -118,16 +118,19 @@ class StopSignals:
             self._wakeup[1].close()  # the thread reads the end of the stream, and ends
             self._wakeup = None
 
-    def verdict(self, world: World, *, stop: bool = False, wait: bool = False) -> int:
-        """What all ranks do now: GO_ON, WAIT (ask again soon) or STOP; every rank calls it and gets the same.
+    def verdict(self, world: World, *, stop: bool = False, wait: bool = False, render: bool = False) -> int:
+        """What all ranks do now: GO_ON, WAIT (ask again soon), RENDER (then ask again) or STOP; every rank calls it and
+        gets the same.
 
         One integer over the control group. A signal on any rank stops all of them, and is then in `agreed` of all.
 
         Args:
             stop: this rank has another reason to end.
             wait: this rank wants to pause.
+            render: this rank has an image to be rendered by all.
         """
-        wish = _SIGNAL + self.requested if self.requested else STOP if stop else WAIT if wait else GO_ON
+        other = STOP if stop else RENDER if render else WAIT if wait else GO_ON
+        wish = _SIGNAL + self.requested if self.requested else other
         answer = max_int(wish, world)
         if answer >= _SIGNAL:
             self.agreed = answer - _SIGNAL

@@ -11,6 +11,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.fused_options import fuses
 from ns_multigpu.plugin.fused_training import FusedTraining
 from ns_multigpu.plugin.guards import Guards
+from ns_multigpu.plugin.tile_training import TileTraining
 
 
 class FusedBlocks:
@@ -28,7 +29,8 @@ class FusedBlocks:
 
     def __init__(self, pipeline: Any, optimizers: Any, world: World, guards: Guards) -> None:
         self._pipeline, self._guards = pipeline, guards
-        self.training = FusedTraining(pipeline, optimizers, world, guards.computed)
+        kind = TileTraining if pipeline.model.sharded else FusedTraining
+        self.training = kind(pipeline, optimizers, world, guards.computed)
 
     @classmethod
     def if_asked_for(

@@ -46,7 +46,6 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     smallest = 11 * 2**options.num_downscales
     groups = {name: optimizers.optimizers.get(name) for name in ORDER}
     tests: Sequence[tuple[bool, Callable[[], str]]] = (
-        (not pipeline.strategy.placement.replicated, lambda: f"the strategy is {pipeline.strategy.name}"),
         (not isinstance(model.strategy, ReplicatedDensifier), lambda: "the densifier is not the default one"),
         (options.camera_optimizer.mode != "off", lambda: "camera poses are optimized"),
         (options.use_bilateral_grid, lambda: "there is a bilateral grid"),

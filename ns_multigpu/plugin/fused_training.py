@@ -18,16 +18,25 @@ from torch import Tensor
 
 from cuda_ext.adam import AdamStep, ScalarRing
 from cuda_ext.lazy_adam import LazyAdam, lazy_serves
+from ns_multigpu.core.placement import Plan
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.cameras import view_from_camera
 from ns_multigpu.plugin.device_images import DeviceImages, whole_views
+from ns_multigpu.plugin.fused_rescue import bytes_of_step, go_back, last_whole_step
+from ns_multigpu.plugin.out_of_memory import Counts, check_room
 from ns_multigpu.plugin.step_graphs import StepGraphs
 from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, first_capacities, padded
 
+_LAZY_BELOW = 0.35
+"""Steps are put off where a step draws less than this part of the points: measured on an H200, where a point that is
+drawn costs 2.5 times as much as one that takes an ordinary step (benchmarks/NOTES.md)."""
+
 MOST_STEPS = 64
 """Steps of a block at most: so long a signal, or the viewer, may have to wait."""
+_MOST_AT_FIRST = 1 << 22
+"""Points of which the first step of a run may draw all; one that needs more room is taken again with more."""
 
 
 @dataclass
@@ -38,6 +47,7 @@ class _Feed:
     indices: list[int]
     views: list[View]
     inputs: Tensor
+    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -72,11 +82,13 @@ class FusedTraining:
         self._model = pipeline.model
         self._images = DeviceImages(pipeline.datamanager, world)
         self._cameras: dict[tuple[int, int], tuple[View, Tensor]] = {}
-        self._capacities: tuple[int, int] | None = None
-        self._step: FusedStep | None = None
+        self._capacities: tuple[int, ...] | None = None
+        self._step: Any = None
         self._adam: AdamStep | None = None
         self._lazy: LazyAdam | None = None
         self._key: object = None
+        self._wants_lazy = True
+        self._rows_drawn: int | None = None  # by one rank in one step, at most
         self._ring: ScalarRing | None = None
         self._ring_width = 0
         self._graphs = StepGraphs(world, computed)
@@ -96,34 +108,103 @@ class FusedTraining:
 
         Refining, and resetting opacities, is left to the caller: see `refine`.
         """
+        self._choose_lazy()
         feeds: list[_Feed] = []
-        views = self._pipeline.config.views_per_rank
-        reports = torch.zeros(len(steps), views + 1, device=self._world.device)
-        done = 0
-        while done < len(steps):
-            step = self._prepared(steps[0])
-            for k in range(done, len(steps)):
-                if k == len(feeds):  # drawn while the device is busy with the step before
-                    feeds.append(self._feed(steps[k]))
-                self._take(step, feeds[k])
-                reports[k].copy_(step.report)
-            with self._pipeline.timer.measure("waiting for the device"):
-                status = step.status()
-            done += status.done
-            self._learn(status.rows, status.intersections, status.full)
-        step.flush()  # here only: where it happens must not depend on capacities, for it rounds
-        mine = slice(self._world.rank * views, (self._world.rank + 1) * views)
+        mine = self._own_views()
+        reports = torch.zeros(len(steps), mine.stop - mine.start + 1, device=self._world.device)
+        step: Any = None
+        with last_whole_step(self, steps, self._optimizers, self._world) as taken:
+            while taken.done < len(steps):
+                step = None  # its memory is the next one's, if there is to be another
+                step = self._prepared(steps[0])
+                for k in range(taken.done, len(steps)):
+                    if k == len(feeds):  # drawn while the device is busy with the step before
+                        feeds.append(self._feed(steps[k]))
+                    self._take(step, feeds[k])
+                    reports[k].copy_(step.report)
+                with self._pipeline.timer.measure("waiting for the device"):
+                    status = step.status()
+                taken.done += status.done
+                self._learn(status)
+            step.flush()  # here only: where it happens must not depend on capacities, for it rounds
         return BlockResult(steps, [feed.indices[mine] for feed in feeds], reports, self._mse(step))
+
+    def _choose_lazy(self) -> None:
+        """Whether to put steps off in the block that begins: not where a step draws much of the model.
+
+        Between blocks alone, for within one there are steps put off. On a CPU always: it must give the same bits again.
+        """
+        if self._world.device.type != "cuda" or self._rows_drawn is None:
+            return
+        # Of a sharded model every rank draws about its part; of replicas every rank steps what all have drawn.
+        wanted = self._world.size * self._rows_drawn < _LAZY_BELOW * max(self._model.total_points, 1)
+        if wanted != self._wants_lazy:
+            self._wants_lazy, self._key = wanted, None
 
     def refine(self, steps: range) -> None:
         """Densification after a block."""
         model, batch = self._model, self._pipeline.batch_size
         before = model.gauss_params["means"]
+        if model.strategy.due_after(steps[-1] * batch, batch):
+            self._release()  # each tensor is to go when there is a new one in its place
         model.strategy.refine_when_due(
             model.gauss_params, self._optimizers.optimizers, model.strategy_state, steps[-1] * batch, batch
         )
         if model.gauss_params["means"] is not before or model.strategy.due_after(steps[-1] * batch, batch):
             self._key = None  # parameters or moments are other tensors now
+
+    def taken_since(self) -> int:
+        """Steps that the device has taken since it was asked last."""
+        return self._step.status().done if self._step is not None else 0
+
+    def go_back(self, counts: Counts, done: int) -> None:
+        """Leaves everything as after `done` steps of a block, which the device has taken, and holds no buffers."""
+        go_back(self._model, self._optimizers, self._lazy, counts, done)
+        self._release()
+
+    def _release(self) -> None:
+        self._graphs.forget()
+        self._step = self._adam = self._key = None
+
+    # ---- what depends on how the work is spread ----
+
+    def _own_views(self) -> slice:
+        """Which of a batch's views this rank's reports are about."""
+        each = self._pipeline.batch_size // self._world.size
+        return slice(self._world.rank * each, (self._world.rank + 1) * each)
+
+    def _plan(self, views: list[View]) -> Plan:
+        """Who renders what of a batch."""
+        return whole_views(views, self._world.size)
+
+    def _render(self, step: Any, feed: _Feed) -> None:
+        """Takes a step whose inputs are in place: its images, and the step itself."""
+        with self._pipeline.timer.measure("data"):
+            for v, image in enumerate(self._images.get(feed.indices, feed.plan)):
+                step.targets[v].copy_(image if step.targets.dtype == torch.uint8 else self._small(image, feed.step))
+        self._graphs.take(step, self._pipeline.timer)
+
+    def _first_capacities(self, pixels: int) -> tuple[int, ...]:
+        points = min(self._model.num_points, _MOST_AT_FIRST)
+        return first_capacities(points, pixels, self._pipeline.batch_size // self._world.size)
+
+    def _made(self, view: View, degree: int, moments: Any, counts: bool, kind: torch.dtype) -> Any:
+        """The step for the present capacities."""
+        assert self._capacities is not None
+        model, options = self._model, self._model.config
+        settings = StepSettings(
+            width=view.width, height=view.height, views=self._pipeline.batch_size // self._world.size, degree=degree,
+            antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad,
+            ssim_lambda=options.ssim_lambda, rows=self._capacities[0], intersections=self._capacities[1],
+        )  # fmt: skip
+        # Every rank sees every row: rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
+        counting = counts and self._world.is_main
+        statistics = model.strategy.statistics(model.gauss_params, model.strategy_state) if counting else {}
+        return FusedStep(dict(model.gauss_params), moments, statistics, settings, self._world, kind, self._lazy)
+
+    def _mse(self, step: Any) -> Tensor:
+        target = step.targets.float() / 255 if step.targets.dtype == torch.uint8 else step.targets
+        return (step.rgb - target).square().mean() / self._world.size
 
     # ---- the host's part of a step ----
 
@@ -151,14 +232,15 @@ class FusedTraining:
         indices = pipeline.datamanager.train_batch(step, batch)
         _, factor, _ = self._signature(step)
         cameras = [self._camera(index, factor) for index in indices]
-        first = self._world.rank * pipeline.config.views_per_rank
-        backgrounds = [self._background(step * batch + first + v) for v in range(pipeline.config.views_per_rank)]
+        mine = self._own_views()
+        backgrounds = [self._background(step * batch + v) for v in range(mine.start, mine.stop)]
         numbers = torch.tensor(self._adam.count()).reshape(-1)
         for scheduler in self._optimizers.schedulers.values():
             scheduler.step()
         matrices = torch.stack([numbers_ for _, numbers_ in cameras])
         inputs = torch.cat([matrices[:, :16].reshape(-1), matrices[:, 16:].reshape(-1), *backgrounds, numbers])
-        return _Feed(step, indices, [view for view, _ in cameras], inputs)
+        views = [view for view, _ in cameras]
+        return _Feed(step, indices, views, inputs, self._plan(views))
 
     def _background(self, image: int) -> Tensor:
         model = self._model
@@ -166,24 +248,20 @@ class FusedTraining:
             return torch.rand(3, generator=keyed_generator(model.seed, "background", image))
         return model.background_color.float().cpu()
 
-    def _take(self, step: FusedStep, feed: _Feed) -> None:
-        timer = self._pipeline.timer
-        with timer.measure("data"):
+    def _take(self, step: Any, feed: _Feed) -> None:
+        with self._pipeline.timer.measure("data"):
             if self._ring is None or self._ring_width != len(feed.inputs):
                 self._ring_width = len(feed.inputs)
                 self._ring = ScalarRing(self._world.device, self._ring_width, slots=16)
             self._ring.upload(feed.inputs[None], torch.float32, into=step.inputs[None])
-            plan = whole_views(feed.views, self._world.size)
-            for v, image in enumerate(self._images.get(feed.indices, plan)):
-                step.targets[v].copy_(image if step.targets.dtype == torch.uint8 else self._small(image, feed.step))
-        self._graphs.take(step, timer)
+        self._render(step, feed)
 
     def _small(self, image: Tensor, step: int) -> Tensor:
         """The image at the step's resolution, as floats."""
         self._model.step = step * self._pipeline.batch_size
         return self._model.get_gt_img(image)
 
-    def _prepared(self, step: int) -> FusedStep:
+    def _prepared(self, step: int) -> Any:
         """The fused step for `step`, made anew if anything about it has changed."""
         signature = self._signature(step)
         key = (signature, self._capacities)
@@ -192,7 +270,8 @@ class FusedTraining:
         degree, factor, counts = signature
         model, pipeline = self._model, self._pipeline
         groups = [self._optimizers.optimizers[name] for name in ORDER]
-        if not all(lazy_serves(group["betas"], group["eps"]) for o in groups for group in o.param_groups):
+        serves = all(lazy_serves(group["betas"], group["eps"]) for o in groups for group in o.param_groups)
+        if not self._wants_lazy or not serves:
             self._lazy = None
         elif self._lazy is None or len(self._lazy.last) != model.num_points:  # else there may be steps put off in it
             self._lazy = LazyAdam.make(model.num_points, self._world.device)
@@ -201,30 +280,29 @@ class FusedTraining:
         self._adam = AdamStep(groups, with_grads=False)
         view, _ = self._camera(0, factor)
         if self._capacities is None:
-            each = pipeline.config.views_per_rank
-            self._capacities = first_capacities(model.num_points, view.width * view.height, each)
-        settings = StepSettings(
-            width=view.width, height=view.height, views=pipeline.config.views_per_rank, degree=degree,
-            antialiased=model.config.rasterize_mode == "antialiased", absgrad=model.config.use_absgrad,
-            ssim_lambda=model.config.ssim_lambda, rows=self._capacities[0], intersections=self._capacities[1],
-        )  # fmt: skip
-        # Every rank sees every row: rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
-        counting = counts and self._world.is_main
+            self._capacities = self._first_capacities(view.width * view.height)
         if counts:
             model.strategy.statistics(model.gauss_params, model.strategy_state)
-        statistics = model.strategy.statistics(model.gauss_params, model.strategy_state) if counting else {}
+        self._check_room(view)
         moments = {name: (m, v) for name, m, v in zip(ORDER, self._adam.exp_avgs, self._adam.exp_avg_sqs, strict=True)}
         as_bytes = factor == 1 and pipeline.config.datamanager.cache_images_type == "uint8"
         kind = torch.uint8 if as_bytes else torch.float32
-        self._step = FusedStep(dict(model.gauss_params), moments, statistics, settings, self._world, kind, self._lazy)
+        self._step = self._made(view, degree, moments, counts, kind)
         self._key = (signature, self._capacities)
         return self._step
 
-    def _learn(self, rows: int, intersections: int, full: bool) -> None:
+    def _check_room(self, view: View) -> None:
+        """Whether there is room on all ranks for the buffers of a step, before any rank begins it."""
+        assert self._capacities is not None
+        pixels = view.width * view.height * self._pipeline.batch_size // self._world.size
+        check_room(bytes_of_step(self._capacities, pixels, self._world.size), "a step's buffers", self._world)
+
+    def _learn(self, status: Any) -> None:
         """Fits the capacities to what was needed: where it was too little, and where it is far too much."""
         assert self._capacities is not None
-        wanted = (padded(rows), padded(intersections))
-        if full:
+        self._rows_drawn = status.needed[0]
+        wanted = [padded(needed) for needed in status.needed]
+        if status.full:
             # What was counted beyond a full capacity of rows may be too little: go well beyond.
             fitted = [max(c, 2 * w if w > c else w) for w, c in zip(wanted, self._capacities, strict=True)]
         else:
@@ -232,8 +310,4 @@ class FusedTraining:
             fitted = [
                 w + w // 8 if c > w + w // 2 + spare else c for w, c in zip(wanted, self._capacities, strict=True)
             ]
-        self._capacities = (fitted[0], fitted[1])
-
-    def _mse(self, step: FusedStep) -> Tensor:
-        target = step.targets.float() / 255 if step.targets.dtype == torch.uint8 else step.targets
-        return (step.rgb - target).square().mean() / self._world.size
+        self._capacities = tuple(fitted)

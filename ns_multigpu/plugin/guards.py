@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.markup import escape
@@ -13,12 +13,23 @@ from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin import memory
 from ns_multigpu.plugin.checkpoint_verify import checkpoints_in
-from ns_multigpu.plugin.faults import STOP, WAIT, Interrupted, StopSignals, signal_name
+from ns_multigpu.plugin.faults import RENDER, STOP, WAIT, Interrupted, StopSignals, signal_name
 from ns_multigpu.plugin.numerics import NumericGuard
 from ns_multigpu.plugin.watchdog import Heartbeat, Watchdog, heartbeat_store
 
 _PAUSE = 0.05
 """Seconds between two looks at whether a pause is over."""
+
+
+class Renders(Protocol):
+    """Renders for a viewer what takes all ranks; see `RenderService`."""
+
+    @property
+    def wanted(self) -> bool: ...
+
+    def wait_until_wanted(self, seconds: float) -> None: ...
+
+    def serve(self) -> None: ...
 
 
 class Guards:
@@ -90,20 +101,34 @@ class Guards:
             last_checkpoint=str(kept[-1]) if kept else "",
         )
 
-    def may_go_on(self, step: int, *, stop: Callable[[], bool], paused: Callable[[], bool]) -> bool:
+    def may_go_on(
+        self, step: int, *, stop: Callable[[], bool], paused: Callable[[], bool], renders: Renders | None = None
+    ) -> bool:
         """Whether all ranks take another step; every rank calls it and gets the same. It returns when a pause is over.
 
         Args:
             step: the step.
             stop, paused: what this rank's viewer says; rank 0 has it.
+            renders: renders for rank 0's viewer, one image before a step and as many as it wants in a pause; None where
+                that takes no other rank.
         """
+        served = False
         while True:
             self.heart.beat("decide", step)
             wait = self._world.is_main and paused()
-            verdict = self.signals.verdict(self._world, stop=stop(), wait=wait)
-            if verdict != WAIT:
+            render = renders is not None and self._world.is_main and renders.wanted and (wait or not served)
+            verdict = self.signals.verdict(self._world, stop=stop(), wait=wait, render=render)
+            if verdict == RENDER and renders is not None:
+                self.heart.beat("render")
+                renders.serve()
+                served = True
+            elif verdict == WAIT:
+                if renders is None:
+                    time.sleep(_PAUSE)
+                elif self._world.is_main:  # the others wait for it
+                    renders.wait_until_wanted(_PAUSE)
+            else:
                 return verdict != STOP
-            time.sleep(_PAUSE)
 
     def interrupted(self, step: int | None, saved: Path | None, folder: Path) -> Interrupted:
         """What to raise when all ranks have stopped for a signal; says so, on rank 0.

@@ -42,7 +42,7 @@ class Circumstances:
 
 def where_memory_ran_out(error: BaseException) -> str | None:
     """Whether `error`, or what caused it, is a lack of memory: "device" or "host" if so, else None."""
-    seen: BaseException | None = error
+    seen: BaseException | None = None if isinstance(error, RanOutOfMemory) else error
     while seen is not None:
         text = str(seen)
         if isinstance(seen, torch.cuda.OutOfMemoryError) or any(sign in text for sign in _DEVICE_SIGNS):
@@ -51,7 +51,7 @@ def where_memory_ran_out(error: BaseException) -> str | None:
             return "host"
         if isinstance(seen, RuntimeError) and any(sign in text for sign in _HOST_SIGNS):
             return "host"
-        seen = seen.__cause__
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return None
 
 
@@ -88,6 +88,23 @@ def explain(error: BaseException, now: Circumstances) -> RanOutOfMemory | None:
         + "\n  - ".join(remedies)
         + kept
     )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that this process can still have of a GPU, its allocator's idle blocks included; None of a CPU."""
+    if device.type != "cuda":
+        return None
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + idle
+
+
+def make_room(device: torch.device) -> None:
+    """Gives the allocator's idle blocks back to a GPU that has less than that free. Called before a capture, which has
+    memory of its own and cannot have them given back when it finds none."""
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if torch.cuda.mem_get_info(device)[0] < idle:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def _device_memory(device: torch.device) -> str:

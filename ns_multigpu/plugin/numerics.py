@@ -74,7 +74,7 @@ class NumericGuard:
         say: Callable[[str], None] = print,
     ) -> None:
         self._world, self._every, self._skip = world, every, on_nonfinite == "skip"
-        self._replicated, self._view_name, self._say = replicated, view_name, say
+        self.replicated, self._view_name, self._say = replicated, view_name, say
         self._steps: list[_Step] = []
 
     @property
@@ -140,7 +140,7 @@ class NumericGuard:
         if not self._skip or not graded:
             return True
         bad = (~numbers.isfinite().all()).to(torch.float32)
-        if not self._replicated:
+        if not self.replicated:
             max_in_place(bad, self._world)
         if probe is not None and probe.grad is not None:
             probe.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,5 +1,6 @@
 """The pipeline: a step's batch, spread by a strategy; evaluation in lockstep. No DDP wrapper."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -15,8 +16,12 @@ from torch import Tensor
 from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.plugin import checks
+from ns_multigpu.plugin.checkpoint_verify import SHARDS
 from ns_multigpu.plugin.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.evaluation import RenderedView, rendered_views
 from ns_multigpu.plugin.process_world import get_world
+from ns_multigpu.plugin.render_service import RenderService
+from ns_multigpu.plugin.sharded_state import counts_for, counts_in, load_points, own_range
 from ns_multigpu.plugin.splat_model import SplatModel
 from ns_multigpu.plugin.splat_options import SplatModelConfig
 from ns_multigpu.plugin.timing import StepTimer
@@ -34,6 +39,26 @@ class DistributedPipelineConfig(VanillaPipelineConfig):
     """How the work of a step is spread over the ranks."""
     views_per_rank: int = 1
     """Views a rank in each step; the batch is this times the number of ranks."""
+    views_per_step: int | None = None
+    """Views of a step over all ranks, instead of views-per-rank times their number. Strategies that deal out whole
+    views need a multiple of the number of ranks; those that cut views, any number."""
+
+    transport: Literal["auto", "peer", "collective"] = "auto"
+    """How splats and their gradients travel where points are sharded: "peer" reads and writes the other GPUs' memory
+    (one machine with NVLink or peer access), "collective" goes through torch.distributed, with the same results."""
+    tile_lists: Literal["gather", "sort"] = "gather"
+    """How the splats of each tile are found where points are sharded: "gather", each rank sorts what it draws; "sort",
+    one merge-path sort of all splats over all GPUs. The lists are the same."""
+    gradients: Literal["atomics", "transfer"] = "atomics"
+    """With peer transport, how gradients reach the Gaussians' owners: "atomics" adds them into the owner's memory over
+    the link as they are made; "transfer" adds them up where they are drawn, and the owner reads each sum once."""
+
+    checkpoints: Path | None = field(default=None, init=False, repr=False, compare=False)
+    """The folder that .ckpt files are loaded from, beside which the points of a sharded model lie; no option."""
+
+    def batch(self, ranks: int) -> int:
+        """Views a step of so many ranks."""
+        return self.views_per_rank * ranks if self.views_per_step is None else self.views_per_step
 
 
 class DistributedPipeline(VanillaPipeline):
@@ -59,15 +84,21 @@ class DistributedPipeline(VanillaPipeline):
         checks.check_strategy(config.strategy, STRATEGIES)
         checks.check_views_per_rank(config.views_per_rank)
         self.world = get_world(str(device))
+        self.strategy: Strategy = STRATEGIES[config.strategy](self.world)
+        sharded = not self.strategy.placement.replicated
+        checks.check_views_per_step(config.views_per_step, self.world.size, cuts_views=sharded)
         # A world of one as far as nerfstudio knows: it would wrap the model in DDP, which densification breaks.
         super().__init__(config, device, test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
         if test_mode == "val":
             # Training: later than the datamanager because it knows, earlier than any image is read.
             self.datamanager.check_capture()
-            checks.check_views(len(self.datamanager.train_dataset), self.world.size)
+            checks.check_views(len(self.datamanager.train_dataset), 1 if sharded else self.world.size)
             checks.check_seed_points(_count(self.model.seed_points), config.model.random_init)
             checks.check_cap(self.model.num_points, config.model.densifier, config.model.max_gs_num)
-        self.strategy: Strategy = STRATEGIES[config.strategy](self.world)
+            if sharded:
+                self.model.hold_shard(self.world)
+        self.renders = RenderService(self.model, self.strategy)
+        self.renders.install()
         self.timer = StepTimer(self.world.device)
         seed = broadcast_object(torch.initial_seed(), 0, self.world)
         self.model.prepare_densifier(self.world, seed)
@@ -75,12 +106,33 @@ class DistributedPipeline(VanillaPipeline):
     @property
     def batch_size(self) -> int:
         """Views a step, over all ranks."""
-        return self.config.views_per_rank * self.world.size
+        return self.config.batch(self.world.size)
 
     def prepare_training(self) -> None:
         """Reads this rank's images. Every rank calls it."""
         _ = self.datamanager.train_share
         _ = self.datamanager.train_cameras_on_device
+
+    def load_pipeline(self, loaded_state: dict[str, Any], step: int) -> None:
+        """Loads what a .ckpt holds, and the points that it names if they are in shards: this rank's, or all of them.
+
+        Args:
+            loaded_state: the .ckpt's pipeline.
+            step: its step.
+
+        Raises:
+            InputError: the shards are missing or damaged.
+        """
+        model, load = self.model, super().load_pipeline
+        if SHARDS not in loaded_state and not model.sharded:
+            load(loaded_state, step)
+            return
+        counts = counts_in(loaded_state)
+        rows = own_range(counts, self.world) if model.sharded else range(sum(counts))
+        folder = self.config.checkpoints
+        load_points(lambda rest: load(rest, step), model.gauss_params, loaded_state, folder, rows, model.device)
+        if model.sharded:
+            model.shard_counts = counts_for(counts, self.world)
 
     def get_train_loss_dict(
         self, step: int, *, metrics: bool = False
@@ -102,8 +154,7 @@ class DistributedPipeline(VanillaPipeline):
         with timer.measure("compute"):
             primitive = model.primitive(depth=model.config.output_depth_during_training)
             rendering = self.strategy.render(primitive, model.points, views, plan)
-            share = self.strategy.placement.loss_share(self.world)
-            losses, measured = model.patch_losses(rendering, views, images, loss_share=share, metrics=metrics)
+            losses, measured = model.patch_losses(rendering, views, images, world=self.world, metrics=metrics)
         return {}, losses, measured
 
     def get_eval_image_metrics_and_images(self, step: int) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -119,7 +170,7 @@ class DistributedPipeline(VanillaPipeline):
     def get_average_eval_image_metrics(
         self, step: int | None = None, output_path: Path | None = None, get_std: bool = False
     ) -> dict[str, float]:
-        """Mean metrics over the held-out views; each rank evaluates those it holds. Every rank calls it.
+        """Mean metrics over the held-out views, each rank measuring those whose images it holds. Every rank calls it.
 
         Args:
             step: unused; nerfstudio passes it.
@@ -130,15 +181,14 @@ class DistributedPipeline(VanillaPipeline):
         if output_path is not None:
             output_path.mkdir(exist_ok=True, parents=True)
         share = self.datamanager.eval_share
-        pairs = zip(share.own, self.datamanager.fixed_indices_eval_dataloader, strict=True)
+        views: Iterable[RenderedView] = rendered_views(self.model, self.datamanager, self.renders, self.world)
         rows: dict[int, dict[str, float]] = {}
         if self.world.is_main:
-            pairs = track(pairs, "Evaluating held-out views", total=len(share.own), console=CONSOLE, transient=True)
-        for index, (camera, batch) in pairs:
-            start = perf_counter()
-            outputs = self.model.get_outputs_for_camera(camera)
-            pixels = int((camera.height * camera.width).item())
-            metrics, images = self.model.get_image_metrics_and_images(outputs, batch)
+            views = track(views, "Evaluating held-out views", total=len(share.own), console=CONSOLE, transient=True)
+        for view in views:
+            index, start = view.index, perf_counter() - view.seconds
+            pixels = int((view.camera.height * view.camera.width).item())
+            metrics, images = self.model.get_image_metrics_and_images(view.outputs, view.image)
             metrics["num_rays_per_sec"] = pixels / (perf_counter() - start)
             metrics["fps"] = metrics["num_rays_per_sec"] / pixels
             rows[index] = metrics

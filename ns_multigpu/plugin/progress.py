@@ -76,8 +76,8 @@ class ProgressLog:
             optimizers: a `BatchOptimizers`.
         """
         summed = summed_over_ranks(shares, self._world)
-        row = self.row(step, batch, timer.take(), summed, model.num_points)
-        extra: dict[str, Any] = {"psnr": summed["psnr"], "gaussian_count": model.num_points}
+        row = self.row(step, batch, timer.take(), summed, model.total_points)
+        extra: dict[str, Any] = {"psnr": summed["psnr"], "gaussian_count": model.total_points}
         model.camera_optimizer.get_metrics_dict(extra)
         rates = {name: scheduler.get_last_lr()[0] for name, scheduler in optimizers.schedulers.items()}
         write_step(step, summed, losses, extra, row, rates, self._world)

@@ -19,7 +19,19 @@ from ns_multigpu.plugin.errors import InputError
 from ns_multigpu.plugin.optimizers import BatchOptimizers
 from ns_multigpu.plugin.pipeline import DistributedPipeline
 from ns_multigpu.plugin.run_folder import restarts
+from ns_multigpu.plugin.sharded_state import (
+    OwnMoments,
+    counts_in,
+    own_range,
+    put_statistics,
+    shapes_in,
+    split_state,
+    without_points,
+)
+from ns_multigpu.plugin.splat_model import SplatModel
 from ns_multigpu.plugin.trainer_config import DistributedTrainerConfig
+from ns_multigpu.primitives.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.mcmc import McmcDensifier
 
 _NOT_CARRIED = ("_model.lpips.",)
 """Weights that nerfstudio's Splatfacto saves and ours fetches when it needs them."""
@@ -66,7 +78,15 @@ class RunCheckpoints:
         if step < 0 or step == self._saved_step:
             return step >= 0
         tensors, values = self._take(step)
-        problem = save(self._models, step, self._pipeline.state_dict, tensors, values, self._world)
+        model, pipeline = self._pipeline.model, self._pipeline.state_dict
+        if model.sharded:
+            tensors, marker = split_state(tensors, dict(model.gauss_params.items()), self._world)
+            values["gaussians"] = sum(marker["counts"])
+
+            def pipeline() -> dict[str, Any]:
+                return without_points(self._pipeline.state_dict(), marker)
+
+        problem = save(self._models, step, pipeline, tensors, values, self._world)
         if problem:
             _tell(
                 f"The checkpoint of step {step} could not be written: {problem}. Training goes on; the earlier "
@@ -97,7 +117,7 @@ class RunCheckpoints:
             "optimizers": plain,
             "schedulers": {name: int(s.last_epoch) for name, s in self._optimizers.schedulers.items()},
             "scaler": self._scaler.state_dict(),
-            "densifier": {"kind": type(model.strategy).__name__, "values": settings},
+            "densifier": {"kind": _densifier(model), "values": settings},
         }
         return {**moments, **statistics, **state.take_generators(world)}, values
 
@@ -142,13 +162,17 @@ class RunCheckpoints:
         pipeline, model, values = self._pipeline, self._pipeline.model, opened.values
         before = _clock(opened)
         now = before.convert(pipeline.batch_size)
+        pipeline.config.checkpoints = opened.path.parent
         pipeline.load_pipeline(loaded, now.steps - 1)
         model.step = now.images
+        points = counts_in(loaded)
+        rows = own_range(points, self._world) if model.sharded else range(sum(points))
+        plain: Mapping[str, Any] = {}
         if opened.tensors is None:
             saved, counts = _plain_optimizers(opened.content)
         else:
-            names = [name for name in opened.tensors.names if name.startswith("optimizers/")]
-            saved, counts = {**opened.tensors.read(names), **values["optimizers"]}, values["schedulers"]
+            saved, plain, counts = opened.tensors, values["optimizers"], values["schedulers"]
+        saved = OwnMoments(saved, plain, list(model.gauss_params), sum(points), rows, model.device)
         ratio, rule = before.batch / now.batch, self._config.batch_scaling
         state.put_optimizers(self._optimizers.optimizers, pipeline.get_param_groups(), saved, ratio, rule)
         if self._config.load_scheduler:
@@ -158,9 +182,12 @@ class RunCheckpoints:
             return
         model.prepare_densifier(self._world, int(values["seed"]))
         read, names = opened.tensors.read, opened.tensors.names
-        if values["densifier"]["kind"] == type(model.strategy).__name__:
+        if values["densifier"]["kind"] == _densifier(model):
             model.strategy_state.update(values["densifier"]["values"])
-            state.put_densifier(model.strategy_state, names, read, values["ranks"], self._world, model.device)
+            left = put_statistics(
+                model.strategy_state, opened.tensors, sum(points), rows, model.sharded, self._world, model.device
+            )
+            state.put_densifier(model.strategy_state, left, read, values["ranks"], self._world, model.device)
         if self._scaler.is_enabled() and values["scaler"]:
             self._scaler.load_state_dict(values["scaler"])
         state.put_generators(names, read, self._world)
@@ -169,7 +196,7 @@ class RunCheckpoints:
         values, before = opened.values, _clock(opened)
         origin = f"{values['ranks']} worker(s), {before.batch} images a step" if values else "nerfstudio's own trainer"
         lines = [
-            f"Resumed from {opened.path}: {before.images} images seen, {self._pipeline.model.num_points} Gaussians, "
+            f"Resumed from {opened.path}: {before.images} images seen, {self._pipeline.model.total_points} Gaussians, "
             f"written by {origin}. Going on with step {now.steps} at {now.batch} images a step."
         ]
         if now.images != before.images:
@@ -177,7 +204,7 @@ class RunCheckpoints:
         if not values:
             lines.append("It has no statistics of densification: they are gathered anew.")
         else:
-            kind = type(self._pipeline.model.strategy).__name__
+            kind = _densifier(self._pipeline.model)
             if values["densifier"]["kind"] != kind:
                 lines.append(f"It was densified by {values['densifier']['kind']}, and is by {kind} from now on.")
             if values["views"] != _views(self._pipeline.datamanager):
@@ -203,15 +230,16 @@ def fitting(opened: Opened, present: Mapping[str, Any], method: str) -> dict[str
     }
     writer = opened.values.get("method")
     whose = f"a checkpoint of {writer}" if writer else "a checkpoint of nerfstudio's own"
-    if not any(key.startswith("_model.gauss_params.") for key in saved):
+    shapes = shapes_in(saved)
+    if not any(key.startswith("_model.gauss_params.") for key in shapes):
         raise InputError(
             f"{opened.path} is {whose}, whose model is not made of Gaussians: {method} cannot go on from it. Give a "
             f"checkpoint of {method}."
         )
-    differences = [f"it has no {_short(key)}" for key in present.keys() - saved.keys()]
-    differences += [f"it has {_short(key)}, which this run has not" for key in saved.keys() - present.keys()]
-    for key in saved.keys() & present.keys():
-        there, here = tuple(saved[key].shape), tuple(present[key].shape)
+    differences = [f"it has no {_short(key)}" for key in present.keys() - shapes.keys()]
+    differences += [f"it has {_short(key)}, which this run has not" for key in shapes.keys() - present.keys()]
+    for key in shapes.keys() & present.keys():
+        there, here = shapes[key], tuple(present[key].shape)
         if "gauss_params." in key:  # any number of Gaussians will do
             there, here = there[1:], here[1:]
         if there != here:
@@ -243,6 +271,12 @@ def _plain_optimizers(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
         for name, value in entry.items()
     }
     return moments, {group: int(table["last_epoch"]) for group, table in content.get("schedulers", {}).items()}
+
+
+def _densifier(model: SplatModel) -> str:
+    """The name of the model's densifier, the same whether its points are spread over the ranks or not: it has the same
+    statistics."""
+    return (McmcDensifier if isinstance(model.strategy, McmcDensifier) else ReplicatedDensifier).__name__
 
 
 def _views(datamanager: Any) -> list[Any]:

@@ -4,7 +4,7 @@ A subclass of nerfstudio's model because its viewer and exporter ask for one; it
 other ranks only that a rendering may hold some of a batch's patches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.cameras import view_from_camera
 from ns_multigpu.plugin.lpips import OptionalLpips
+from ns_multigpu.plugin.sharded_points import ShardedPoints, mean_of
 from ns_multigpu.plugin.splat_options import SplatModelConfig, make_densifier
 from ns_multigpu.primitives.densifier import densification_info, dues
 from ns_multigpu.primitives.gaussian_init import initial_gaussians
@@ -34,7 +35,7 @@ from ns_multigpu.primitives.mcmc import McmcDensifier
 PARAMETERS = ("means", "scales", "quats", "opacities", "features_dc", "features_rest")
 
 
-class SplatModel(SplatfactoModel):
+class SplatModel(ShardedPoints, SplatfactoModel):
     """3D Gaussian Splatting for any strategy.
 
     `step` is the number of images seen, so that warm-up, resolution schedule, harmonics and densification keep their
@@ -43,6 +44,8 @@ class SplatModel(SplatfactoModel):
 
     config: SplatModelConfig
     training_options: Any
+    elsewhere: Callable[[Cameras, OrientedBox | None], dict[str, Any]] | None = None
+    """Renders instead of this process, which has not got all the points (see `RenderService`)."""
 
     def populate_modules(self) -> None:
         """Builds parameters and modules on the CPU; nothing is fetched and no GPU is needed."""
@@ -82,7 +85,7 @@ class SplatModel(SplatfactoModel):
     def prepare_densifier(self, world: World, seed: int) -> None:
         """Makes densification count over `world` and draw by `seed`. Called before the first step."""
         self.seed = seed
-        self.strategy = make_densifier(self.config, self.num_train_data, world, seed)
+        self.strategy = make_densifier(self.config, self.num_train_data, world, seed, sharded=self.sharded)
         self.strategy_state = self.strategy.initialize_state()
 
     @property
@@ -127,7 +130,7 @@ class SplatModel(SplatfactoModel):
         views: Sequence[View],
         images: dict[int, dict[str, Tensor]],
         *,
-        loss_share: float,
+        world: World,
         metrics: bool,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """This rank's share of the batch's loss, which is the mean over views of Splatfacto's.
@@ -136,7 +139,7 @@ class SplatModel(SplatfactoModel):
             rendering: this rank's patches.
             views: the whole batch.
             images: "image" [H, W, 3|4] and perhaps "mask" [H, W, 1] of each view of which this rank has a patch.
-            loss_share: this rank's weight of terms on parameters (see `Placement.loss_share`).
+            world: the ranks: terms on parameters are shared out over them.
             metrics: whether to compute metrics too.
 
         Returns:
@@ -166,11 +169,13 @@ class SplatModel(SplatfactoModel):
                 error = (rgb.detach() - target / scale)[y0:y1, x0:x1]
                 squared = squared + error.square().sum() / (3 * view.width * view.height * len(views))
         losses = {"main_loss": loss}
-        extra: dict[str, Tensor] = self._regularisation(len(views))
+        share = self.share_of_points(world)
+        losses.update({name: value * share for name, value in self._regularisation(len(views)).items()})
+        extra = dict[str, Tensor]()
         self.camera_optimizer.get_loss_dict(extra)
         if self.config.use_bilateral_grid:
             extra["tv_loss"] = 10 * total_variation_loss(self.bil_grids.grids)
-        losses.update({name: value * loss_share for name, value in extra.items()})
+        losses.update({name: value / world.size for name, value in extra.items()})
         return losses, {"mse": squared} if metrics else {}
 
     def step_cb(self, optimizers: Any, step: int) -> None:
@@ -193,6 +198,8 @@ class SplatModel(SplatfactoModel):
                 info=densification_info(self.rendering.splats, self.views),
             )
         self.rendering = None
+        if dues(self.config.refine_every, self.step, len(self.views)):
+            self.count_shards()
 
     def _training_background(self, position: int) -> Tensor:
         """The background of the batch's view at `position`, drawn by the number of its image in the whole course."""
@@ -236,25 +243,27 @@ class SplatModel(SplatfactoModel):
         if config.use_scale_regularization and share > 0:
             scales = self.scales.exp()
             ratio = (scales.amax(dim=-1) / scales.amin(dim=-1)).clamp(min=config.max_gauss_ratio)
-            terms["scale_reg"] = 0.1 * share * (ratio - config.max_gauss_ratio).mean()
+            terms["scale_reg"] = 0.1 * share * mean_of(ratio - config.max_gauss_ratio)
         if config.densifier == "mcmc":
             if config.mcmc_opacity_reg > 0:
-                terms["mcmc_opacity_reg"] = config.mcmc_opacity_reg * self.opacities.sigmoid().mean()
+                terms["mcmc_opacity_reg"] = config.mcmc_opacity_reg * mean_of(self.opacities.sigmoid())
             if config.mcmc_scale_reg > 0:
-                terms["mcmc_scale_reg"] = config.mcmc_scale_reg * self.scales.exp().mean()
+                terms["mcmc_scale_reg"] = config.mcmc_scale_reg * mean_of(self.scales.exp())
         return terms
 
-    # ---- evaluation and viewing: one process, the whole view ----
+    # ---- evaluation and viewing: the whole view ----
 
     def get_outputs(self, camera: Cameras) -> dict[str, Any]:
-        """Renders one camera from the points of this process. See `SplatfactoModel.get_outputs`.
+        """Renders one camera: here, or `elsewhere`. See `SplatfactoModel.get_outputs`.
 
         Returns:
             rgb [H, W, 3], depth [H, W, 1], accumulation [H, W, 1], background [3] or [H, W, 3].
         """
+        if self.elsewhere is not None:
+            return self.elsewhere(camera, self.crop_box)
         params = dict(self.gauss_params.items())
         if self.crop_box is not None and not self.training:
-            kept = self.crop_box.within(self.means).squeeze(-1)
+            kept = self.crop_box.within(self.means).reshape(-1)
             if not bool(kept.any()):
                 return self.get_empty_outputs(
                     int(camera.width.item()), int(camera.height.item()), self.background_color.to(self.device)
@@ -264,7 +273,10 @@ class SplatModel(SplatfactoModel):
         primitive = self.primitive(depth=True)
         points = Points(params)
         splats = primitive.splat(points, primitive.cull(points, [view], [0]), [view])
-        pixels = primitive.render(splats, [Patch.whole(0, view)], [view])[0]
+        return self.outputs_of(primitive.render(splats, [Patch.whole(0, view)], [view])[0], view)
+
+    def outputs_of(self, pixels: Pixels, view: View) -> dict[str, Any]:
+        """What `get_outputs` makes of a whole view's pixels, with their depth."""
         background = self._get_background_color()
         rgb = (pixels.color + (1 - pixels.alpha) * background).clamp(0.0, 1.0)
         depth = pixels.depth

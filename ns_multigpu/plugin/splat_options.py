@@ -1,6 +1,7 @@
 """Splatfacto's options, those of MCMC added, and the densifier that they describe."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from nerfstudio.models.splatfacto import SplatfactoModelConfig
@@ -8,6 +9,8 @@ from nerfstudio.models.splatfacto import SplatfactoModelConfig
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.mcmc import McmcDensifier
+from ns_multigpu.primitives.sharded_densifier import ShardedDensifier
+from ns_multigpu.primitives.sharded_mcmc import ShardedMcmc
 
 
 def _splat_model() -> type:
@@ -27,8 +30,14 @@ class SplatModelConfig(SplatfactoModelConfig):
     densifier: Literal["default", "mcmc"] = "default"
     """How points are added and removed: "default" splits, clones and prunes; "mcmc" relocates, up to max-gs-num."""
     morton_order: bool = False
-    """With default, order the Gaussians along a Morton curve at each refinement: neighbours in space, neighbours in
-    memory."""
+    """Order the Gaussians along a Morton curve at each refinement: neighbours in space, neighbours in memory. Where
+    they are spread over the GPUs, they always are in that order."""
+    rebalance_above: float = 1.1
+    """Where the Gaussians are spread over the GPUs: spread them anew, at a refinement, once a GPU has more than this
+    times the mean of the work."""
+    max_gaussians: int | None = None
+    """With default, the most Gaussians the whole model may have, over all ranks: a refinement that would exceed it only
+    prunes. By default what fits the GPUs' memory (see docs/planning.md); on a CPU any number."""
     max_gs_num: int = 1_000_000
     """With mcmc, the most Gaussians the whole model may have, over all ranks."""
     noise_lr: float = 5e5
@@ -42,7 +51,7 @@ class SplatModelConfig(SplatfactoModelConfig):
 
 
 def make_densifier(
-    options: SplatModelConfig, views: int, world: World, seed: int
+    options: SplatModelConfig, views: int, world: World, seed: int, *, sharded: bool = False
 ) -> ReplicatedDensifier | McmcDensifier:
     """The densifier, which counts images seen and decides alike on every rank.
 
@@ -51,9 +60,15 @@ def make_densifier(
         views: training views of the capture: refinement pauses for an epoch after opacities were reset.
         world: the ranks whose statistics are summed.
         seed: the run's seed.
+        sharded: every rank holds a part of the points, and not all of them.
     """
     if options.densifier == "mcmc":
-        return McmcDensifier(
+        mcmc = (
+            partial(ShardedMcmc, world=world, threshold=options.rebalance_above)
+            if sharded
+            else partial(McmcDensifier, morton=options.morton_order)
+        )
+        return mcmc(
             cap_max=options.max_gs_num,
             noise_lr=options.noise_lr,
             refine_start_iter=options.warmup_length,
@@ -62,7 +77,12 @@ def make_densifier(
             min_opacity=options.mcmc_min_opacity,
             seed=seed,
         )
-    return ReplicatedDensifier(
+    default = (
+        partial(ShardedDensifier, threshold=options.rebalance_above)
+        if sharded
+        else partial(ReplicatedDensifier, morton=options.morton_order)
+    )
+    return default(
         prune_opa=options.cull_alpha_thresh,
         grow_grad2d=options.densify_grad_thresh,
         grow_scale3d=options.densify_size_thresh,
@@ -78,5 +98,4 @@ def make_densifier(
         absgrad=options.use_absgrad,
         world=world,
         seed=seed,
-        morton=options.morton_order,
     )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.memory import make_room
 from ns_multigpu.plugin.timing import StepTimer
 from ns_multigpu.primitives.fused_step import FusedStep
 
@@ -38,6 +39,7 @@ class StepGraphs:
         alone = self._world.group is None
         parts = [lambda: (step.render(), step.update())] if alone else [step.render, step.update]
         if self._warm and self._cuda and not self._graphs:
+            make_room(self._world.device)
             self._graphs = [self._captured(part) for part in parts]
             self._retired = []
         runs: list[Callable[[], Any]] = [graph.replay for graph in self._graphs] if self._graphs else list(parts)

@@ -24,10 +24,12 @@ class StepTimer:
         self._seconds: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, Any, Any]] = []
         self.listener: Callable[[str], None] | None = None
+        self.part = ""
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
         """Counts the enclosed work to `part`."""
+        self.part = part
         if self.listener is not None:
             self.listener(part)
         if not self._cuda:

@@ -17,12 +17,14 @@ from torch import Tensor
 from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.replicas import assert_identical
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import checks, memory
+from ns_multigpu.plugin import checks, memory, viewing
 from ns_multigpu.plugin.agreement import check_same_start
+from ns_multigpu.plugin.capacity import announce
 from ns_multigpu.plugin.fused_blocks import FusedBlocks
 from ns_multigpu.plugin.fused_options import next_stop
 from ns_multigpu.plugin.guards import Guards
 from ns_multigpu.plugin.optimizers import BatchOptimizers
+from ns_multigpu.plugin.out_of_memory import Attempt, saving
 from ns_multigpu.plugin.pipeline import DistributedPipeline, DistributedPipelineConfig
 from ns_multigpu.plugin.process_world import set_world
 from ns_multigpu.plugin.progress import ProgressLog
@@ -50,13 +52,14 @@ class DistributedTrainer(Trainer):
         check_same_start(config, self.world)
         set_world(self.world)
         assert isinstance(config.pipeline, DistributedPipelineConfig)
-        batch = config.pipeline.views_per_rank * self.world.size
+        batch = config.pipeline.batch(self.world.size)
         # Nerfstudio shows progress and remaining time against this.
         config = dataclasses.replace(config, max_num_iterations=config.steps_for(batch))
         super().__init__(config, local_rank=local_rank, world_size=world_size)
         # Nerfstudio opens viewers and writers where this is 0: on one rank of the job, not on one of each machine.
         self.local_rank = self.world.rank
         self.guards = Guards(self.config, self.world, self._view_name)
+        self.attempt = Attempt(self)
 
     def setup(self, test_mode: Any = "val") -> None:
         """Builds everything; when it returns, every rank is ready to take the first step."""
@@ -66,8 +69,9 @@ class DistributedTrainer(Trainer):
     def _setup(self, test_mode: Any) -> None:
         super().setup(test_mode)
         self.pipeline.prepare_training()
-        for param in self.pipeline.model.parameters():
+        for param in self.pipeline.model.replicated_parameters():
             broadcast_in_place(param.data, self.world)
+        self.guards.numbers.replicated = self.pipeline.strategy.placement.replicated
         self.batch_size = self.pipeline.batch_size
         self.compare_replicas(self._start_step)
         barrier(self.world)
@@ -82,6 +86,8 @@ class DistributedTrainer(Trainer):
             fused=self.config.fused_steps == "always",
         )
         self.pipeline.model.rate_factor = optimizers.rate_factor
+        if self.pipeline.renders.shared:
+            self.train_lock = self.pipeline.renders.lock  # nerfstudio hands it to its viewer next
         return optimizers
 
     def train(self) -> None:
@@ -93,7 +99,7 @@ class DistributedTrainer(Trainer):
         """
         self.pipeline.timer.listener = self.guards.heart.beat
         self.guards.numbers.prepare(self.optimizers.optimizers)
-        with self.guards.on_duty(self._circumstances):
+        with self.guards.on_duty(self._circumstances), contextlib.closing(self.pipeline.renders), saving(self):
             self._train()
 
     def _train(self) -> None:
@@ -108,6 +114,7 @@ class DistributedTrainer(Trainer):
         self.stop_training = False
         self.steps_taken = 0
         fused = FusedBlocks.if_asked_for(self.config, self.pipeline, self.optimizers, self.world, self.guards)
+        announce(self.pipeline, self.optimizers, self.world, fused=fused is not None)
         steps = self.config.max_num_iterations  # in all: a run that was resumed has taken some of them
         self.step = self._start_step - 1
         # Nerfstudio's terminal log prints it, also where a run that was killed after its last save has no step to take.
@@ -122,7 +129,7 @@ class DistributedTrainer(Trainer):
                     block = fused.training.block(step, next_stop(self.config, step, steps, evaluates=evaluates))
                     self._fused_steps(fused, block, last=block.stop == steps)
                 step = block.stop
-        self.progress.finish(self.step + 1 - self._start_step, self.batch_size, self.pipeline.model.num_points)
+        self.progress.finish(self.step + 1 - self._start_step, self.batch_size, self.pipeline.model.total_points)
         if self.guards.signals.agreed:
             self._stop_early()
         self._after_train()
@@ -190,15 +197,16 @@ class DistributedTrainer(Trainer):
         """
         timer, exchange = self.pipeline.timer, self.pipeline.strategy.exchange
         self.optimizers.zero_grad_all()
-        with torch.autocast(device_type=self.world.device.type, enabled=self.mixed_precision):
-            _, losses, measured = self.pipeline.get_train_loss_dict(step, metrics=metrics)
-            loss = functools.reduce(torch.add, losses.values())
-        with timer.measure("compute"):
-            exchange.begin_backward(self._parameters())
-            self.grad_scaler.scale(loss).backward()
-        self.guards.computed()
+        with self.attempt.rendering(step):
+            with torch.autocast(device_type=self.world.device.type, enabled=self.mixed_precision):
+                _, losses, measured = self.pipeline.get_train_loss_dict(step, metrics=metrics)
+                loss = functools.reduce(torch.add, losses.values())
+            with timer.measure("compute"):
+                exchange.begin_backward(self._parameters())
+                self.grad_scaler.scale(loss).backward()
         with timer.measure("exchange"):
             exchange.end_backward()
+        self.attempt.rendered(step)
         with timer.measure("compute"):
             if self._gradients_usable(step):
                 self.optimizers.optimizer_scaler_step_all(self.grad_scaler)
@@ -210,13 +218,14 @@ class DistributedTrainer(Trainer):
         return loss.detach(), losses, measured
 
     def compare_replicas(self, step: int) -> None:
-        """Proves that all ranks hold the same parameters.
+        """Proves that all ranks hold the same parameters, where they are to.
 
         Raises:
             ReplicaDivergedError: they do not.
         """
-        if self.pipeline.strategy.placement.replicated:
-            assert_identical(dict(self.pipeline.model.named_parameters()), self.world, step)
+        replicated = {id(param) for param in self.pipeline.model.replicated_parameters()}
+        named = {name: param for name, param in self.pipeline.model.named_parameters() if id(param) in replicated}
+        assert_identical(named, self.world, step)
 
     def save_checkpoint(self, step: int) -> None:
         """Writes a checkpoint with all ranks together, whole or not at all. If the disk is full, training goes on."""
@@ -242,9 +251,7 @@ class DistributedTrainer(Trainer):
 
     def _may_go_on(self, step: int) -> bool:
         """Whether to take `step`: all ranks go on or none; while rank 0's viewer pauses, all wait."""
-        return self.guards.may_go_on(
-            step, stop=lambda: self.stop_training, paused=lambda: self.training_state == "paused"
-        )
+        return viewing.may_go_on(self, step)
 
     def _stop_early(self) -> None:
         """Saves, where asked to, and leaves: a signal has ended the run, after the same step on every rank.
@@ -300,8 +307,11 @@ class DistributedTrainer(Trainer):
 
     def _train_complete_viewer(self) -> None:
         """Keeps the viewer open until Ctrl-C, or SIGTERM."""
-        with contextlib.suppress(KeyboardInterrupt), self.guards.signals.as_keyboard_interrupt():
-            super()._train_complete_viewer()
+        if self.world.group is not None:
+            viewing.stay_open(self)
+        else:
+            with contextlib.suppress(KeyboardInterrupt), self.guards.signals.as_keyboard_interrupt():
+                super()._train_complete_viewer()
 
 
 def broadcast_in_place(x: Tensor, world: World) -> None:

@@ -10,6 +10,7 @@ the others: they are torchrun's, or a `WorkerLauncher` starts them.
 import os
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -98,7 +99,7 @@ class DistributedTrainerConfig(TrainerConfig):
         else:
             machine.num_devices, machine.num_machines = ranks.local_size, ranks.machines
             self.timestamp = agree(ranks, self._name_run_folder, manifest=manifest_of(self))
-        _prepare_operators(machine.device_type)
+        prepare_operators(machine.device_type)
 
     def _name_run_folder(self) -> str:
         if restarts() > 0 and self.timestamp == "{timestamp}":
@@ -108,6 +109,13 @@ class DistributedTrainerConfig(TrainerConfig):
         if "TORCHELASTIC_RUN_ID" in os.environ:
             note_name(self.output_dir, self.timestamp)
         return self.timestamp
+
+    def get_checkpoint_dir(self) -> Path:
+        """The run's folder of checkpoints. The pipeline is told of it, because nerfstudio's commands, which ask for it
+        before they set the pipeline up, give the pipeline a .ckpt's contents and not its place."""
+        folder = super().get_checkpoint_dir()
+        self.pipeline.checkpoints = folder  # pyright: ignore[reportAttributeAccessIssue]
+        return folder
 
     def print_to_terminal(self) -> None:
         """Prints the configuration, on one rank of the job."""
@@ -157,7 +165,7 @@ def _speaks() -> bool:
     return ranks is None or ranks.rank == 0
 
 
-def _prepare_operators(device_type: Literal["cpu", "cuda", "mps"]) -> None:
+def prepare_operators(device_type: Literal["cpu", "cuda", "mps"]) -> None:
     """Builds the native operators here, once and in sight, before several workers ask for them at the same time."""
     checks.check_operators(device_type, cuda_ext.compiler_problem(device_type))
     if cuda_ext.backend(device_type) == "native":

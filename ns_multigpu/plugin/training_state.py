@@ -25,7 +25,7 @@ from ns_multigpu.plugin.errors import InputError
 Tensors = dict[str, Tensor]
 Values = dict[str, Any]
 
-_MERGED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+MERGED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "grad2d": torch.add,
     "count": torch.add,
     "radii": torch.maximum,
@@ -61,7 +61,7 @@ def put_optimizers(
     the gradients of views as independent (see batch_scaling); then the second moment of their mean is inverse to B.
 
     Args:
-        saved: what `take_optimizers` took, both tables in one.
+        saved: what `take_optimizers` took, both tables in one; its tensors are used up.
         ratio: the batch they were saved with over the present one.
         rule: how learning rates follow the batch.
     """
@@ -72,12 +72,14 @@ def put_optimizers(
         optimizer.state.clear()
         state: dict[int, dict[str, Any]] = {}
         prefix = f"optimizers/{group}/"
-        for key, value in saved.items():
+        for key in saved:
             if not key.startswith(prefix):
                 continue
+            value = saved[key]
             number, name = key[len(prefix) :].split("/", 1)
             if ratio != 1 and (name == "step" or (rule == "sqrt" and name in ("exp_avg_sq", "max_exp_avg_sq"))):
-                value = value * ratio
+                in_place = isinstance(value, Tensor) and value.is_floating_point()
+                value = value.mul_(ratio) if in_place else value * ratio
             state.setdefault(int(number), {})[name] = value
         # The groups it is given are its own, so this loads the state alone, and to the right devices.
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -131,7 +133,7 @@ def put_densifier(
         of_rank = {r: name for r, name in of_rank.items() if name in names}
         if saved_ranks == world.size:
             mine = [world.rank] if world.rank in of_rank else []
-        elif kind in _MERGED:
+        elif kind in MERGED:
             mine = [r for r in of_rank if r % world.size == world.rank]
         else:
             mine = list(of_rank)
@@ -142,8 +144,8 @@ def put_densifier(
             continue
         merged = tables[0]
         for table in tables[1:]:
-            if kind in _MERGED:
-                merged = _MERGED[kind](merged, table)
+            if kind in MERGED:
+                merged = MERGED[kind](merged, table)
             elif not torch.equal(merged, table):
                 raise InputError(
                     f"The densifier's {kind!r} differs between the {saved_ranks} workers that wrote the checkpoint, "

@@ -5,7 +5,7 @@ is the clock, which counts images seen rather than steps; the statistics, which 
 numbers, which are keyed by (seed, image) rather than drawn from each rank's own generator.
 """
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,9 @@ from ns_multigpu.core.collectives import max_in_place, sum_in_place
 from ns_multigpu.core.random import seed_from
 from ns_multigpu.core.types import Splats, View
 from ns_multigpu.core.world import World
+from ns_multigpu.primitives.cap import allowed_growth
 from ns_multigpu.primitives.gaussians import screen_radii
-from ns_multigpu.primitives.regroup import grow_and_prune
+from ns_multigpu.primitives.regroup import Fates, grow_and_prune
 
 
 def dues(period: int, first: int, count: int) -> range:
@@ -42,11 +43,15 @@ class ReplicatedDensifier(DefaultStrategy):
         world: the ranks whose statistics are summed.
         seed: the run's seed.
         morton: bring the points into Morton order at each refinement.
+        cap: most points of the whole model, None for any number: a refinement that would lead beyond only prunes.
+        held_back: called each time that happens, with the number of points there would have been.
     """
 
     world: World = field(default_factory=World.single)
     seed: int = 0
     morton: bool = False
+    cap: int | None = None
+    held_back: Callable[[int], None] | None = None
 
     def step_post_backward(
         self,
@@ -100,10 +105,25 @@ class ReplicatedDensifier(DefaultStrategy):
         # gsplat's operations draw from the default generators: seed them for the while, alike on every rank.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed_from(self.seed, "densify", image))
-            grow_and_prune(self, params, optimizers, state, image, morton=self.morton)
+            grow_and_prune(self, params, optimizers, state, image, morton=self.morton, cap=self._alone_within_cap)
         for name in ("grad2d", "count", "radii"):
             if isinstance(state.get(name), Tensor):
                 state[name].zero_()
+
+    def within_cap(self, fates: Fates, total_now: int, total_after: int) -> Fates:
+        """The fates of this rank's points; without growth where the whole model would outgrow the cap.
+
+        Args:
+            total_now, total_after: points of the whole model, over all ranks, before the refinement and after it.
+        """
+        if allowed_growth(total_now, total_after, self.cap):
+            return fates
+        if self.held_back is not None:
+            self.held_back(total_after)
+        return fates.without_growth()
+
+    def _alone_within_cap(self, fates: Fates) -> Fates:
+        return self.within_cap(fates, len(fates.kept), fates.total)
 
     def statistics(self, params: Any, state: dict[str, Any]) -> dict[str, Tensor]:
         """The running sums that `state` holds, made where there are none: by name, [N] each."""

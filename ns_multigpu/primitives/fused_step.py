@@ -76,6 +76,11 @@ class Status:
     intersections: int
     full: bool
 
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """What the capacities would have had to be."""
+        return self.rows, self.intersections
+
 
 class FusedStep:
     """The step of one rank.

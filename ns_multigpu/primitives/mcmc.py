@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gsplat.utils import normalized_quat_to_rotmat
 from torch import Tensor
 
-from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.core.random import keyed_generator, keyed_normals
 from ns_multigpu.primitives.densifier import dues
+from ns_multigpu.primitives.morton import morton_order
+from ns_multigpu.primitives.regroup import Regrouping, replace_parameter
+from ns_multigpu.primitives.steady import logit, rotate, rotations, sigmoid
 
 MOST_COPIES = 51
 """A Gaussian that is to become more than this many is treated as if it became this many, as in gsplat."""
@@ -40,6 +42,7 @@ class McmcDensifier:
         refine_start_iter, refine_stop_iter, refine_every: when to relocate and grow, in images seen.
         min_opacity: a Gaussian of at most this opacity is dead.
         seed: the run's seed.
+        morton: bring the Gaussians into Morton order at each refinement.
     """
 
     cap_max: int = 1_000_000
@@ -49,6 +52,7 @@ class McmcDensifier:
     refine_every: int = 100
     min_opacity: float = 0.005
     seed: int = 0
+    morton: bool = False
 
     def initialize_state(self) -> dict[str, Any]:
         """What must be kept between steps: nothing."""
@@ -79,13 +83,21 @@ class McmcDensifier:
         for image in dues(self.refine_every, step, images):
             if self.refine_start_iter < image < self.refine_stop_iter:
                 self._relocate(params, optimizers, image)
-                self._grow(params, optimizers, image)
-        generator = keyed_generator(self.seed, "mcmc noise", step, device=params["means"].device)
-        add_noise(params, math.sqrt(images) * rate * self.noise_lr, generator)
+                sources = self._growth(params, image)
+                self._share_out(params, sources)
+                self._rearrange(params, optimizers, sources)
+        means = params["means"]
+        first = self._first_row(len(means))
+        noise = keyed_normals(self.seed, "mcmc noise", step, first, len(means), 3, means.device)
+        add_noise(params, math.sqrt(images) * rate * self.noise_lr, noise)
+
+    def _first_row(self, count: int) -> int:
+        """The number in the whole model of the first of the `count` Gaussians that are here."""
+        return 0
 
     def _relocate(self, params: Any, optimizers: dict[str, Any], image: int) -> None:
         """Moves every dead Gaussian onto a living one, drawn by opacity."""
-        opacities = params["opacities"].flatten().sigmoid()
+        opacities = sigmoid(params["opacities"].detach().flatten())
         dead = opacities <= self.min_opacity
         targets = torch.where(dead)[0]
         sources = pick(opacities.masked_fill(dead, 0.0), len(targets), keyed_generator(self.seed, "relocate", image))
@@ -93,34 +105,38 @@ class McmcDensifier:
             return
         self._share_out(params, sources)
         for name, value in params.items():
+            # As in gsplat the moments of what was moved here stay as they are.
             value.data[targets] = value.data[sources]
-            for moment in _moments(optimizers.get(name), value):
-                # As in gsplat: those of the Gaussian that was moved here stay as they are.
-                moment[sources] = 0
+            clear_moments(optimizers.get(name), value, sources)
 
-    def _grow(self, params: Any, optimizers: dict[str, Any], image: int) -> None:
-        """Adds Gaussians on top of those that are there, drawn by opacity, up to the cap."""
+    def _growth(self, params: Any, image: int) -> Tensor:
+        """Which Gaussians get a copy, once for each, drawn by opacity, up to the cap."""
         count = len(params["means"])
-        wanted = max(0, min(self.cap_max, int(GROWTH * count)) - count)
-        opacities = params["opacities"].flatten().sigmoid()
-        sources = pick(opacities, wanted, keyed_generator(self.seed, "grow", image))
-        if len(sources) == 0:
+        opacities = sigmoid(params["opacities"].detach().flatten())
+        return pick(opacities, self._room(count), keyed_generator(self.seed, "grow", image))
+
+    def _room(self, count: int) -> int:
+        """How many a whole model of `count` Gaussians grows by."""
+        return max(0, min(self.cap_max, int(GROWTH * count)) - count)
+
+    def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor) -> None:
+        """Adds the copies of `sources`, and brings the Gaussians into Morton order if that is wanted."""
+        if len(sources) == 0 and not self.morton:
             return
-        self._share_out(params, sources)
-        for name, value in list(params.items()):
-            grown = torch.nn.Parameter(torch.cat([value.data, value.data[sources]]))
-            if name in optimizers:
-                _replace(optimizers[name], value, grown, len(sources))
-            params[name] = grown
+        regrouping = grown(len(params["means"]), sources)
+        if self.morton:
+            regrouping = regrouping.ordered(morton_order(regrouping.positions(params["means"])))
+        for name in list(params):
+            replace_parameter(optimizers.get(name), params, name, params[name].detach()[regrouping.source], regrouping)
 
     def _share_out(self, params: Any, sources: Tensor) -> None:
         """Makes each picked Gaussian so faint and small that it and its copies look as it did alone."""
         copies = torch.bincount(sources, minlength=len(params["means"]))
         chosen = torch.where(copies > 0)[0]
         logits = params["opacities"].data
-        opacities, factors = relocated(logits[chosen].flatten().sigmoid(), copies[chosen] + 1)
+        opacities, factors = relocated(sigmoid(logits[chosen].flatten()), copies[chosen] + 1)
         largest = 1.0 - torch.finfo(torch.float32).eps
-        logits[chosen] = opacities.clamp(self.min_opacity, largest).logit().reshape(-1, *logits.shape[1:])
+        logits[chosen] = logit(opacities.clamp(self.min_opacity, largest)).reshape(-1, *logits.shape[1:])
         params["scales"].data[chosen] += factors.log()[:, None]
 
 
@@ -155,13 +171,29 @@ def relocated(opacities: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
     return new.to(opacities.dtype), (old / f).to(opacities.dtype)
 
 
+def grown(count: int, sources: Tensor) -> Regrouping:
+    """`count` Gaussians, and after them copies of `sources` [G] int64, those of the first source first.
+
+    In this order copies that share a Morton code stand as their sources do, whatever they were drawn in.
+    """
+    here = torch.arange(count, device=sources.device)
+    source = torch.cat([here, torch.sort(sources).values])
+    fresh = torch.arange(count, len(source), device=sources.device)
+    return Regrouping(source, fresh, children=fresh[:0], offsets=torch.zeros(0, 3, device=sources.device))
+
+
+def running_sums(weights: Tensor) -> Tensor:
+    """The sums of the first one, two, ... of the weights [N] in [0, 1], in units of 2^-24, [N] int64."""
+    return (weights.to(torch.float64) * _QUANTA).long().cumsum(0)
+
+
 def pick(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """`count` rows, [count] int64, drawn with replacement in proportion to `weights` [N] in [0, 1].
 
     Exact in integers, so that the same weights and generator (a host's) give the same rows everywhere, on any number
     of weights. None are drawn if no weight reaches 2^-24.
     """
-    sums = (weights.to(torch.float64) * _QUANTA).long().cumsum(0)
+    sums = running_sums(weights)
     total = int(sums[-1]) if len(sums) and count else 0
     if total == 0:
         return torch.empty(0, dtype=torch.int64, device=weights.device)
@@ -169,37 +201,25 @@ def pick(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return torch.searchsorted(sums, drawn, right=True)
 
 
-def add_noise(params: Any, scale: float, generator: torch.Generator) -> None:
-    """Moves means by scale * gate(opacity) * covariance @ normal noise (equation 10), in place.
+def add_noise(params: Any, scale: float, noise: Tensor) -> None:
+    """Moves means by scale * gate(opacity) * covariance @ noise (equation 10), in place.
 
     Args:
         params: as in `McmcDensifier.step_post_backward`.
         scale: learning rate times noise_lr.
-        generator: on the means' device.
+        noise: [N, 3] normal numbers.
     """
     means = params["means"].data
-    gate = torch.sigmoid(NOISE_STEEPNESS * (NOISE_OPACITY - params["opacities"].data.flatten().sigmoid()))
-    noise = torch.randn(means.shape, generator=generator, device=means.device, dtype=means.dtype)
-    rotations = normalized_quat_to_rotmat(torch.nn.functional.normalize(params["quats"].data, dim=-1))
-    along = torch.einsum("nji,nj->ni", rotations, noise) * (2 * params["scales"].data).exp()
-    means += scale * gate[:, None] * torch.einsum("nij,nj->ni", rotations, along)
+    gate = sigmoid(NOISE_STEEPNESS * (NOISE_OPACITY - sigmoid(params["opacities"].data.flatten())))
+    frames = rotations(params["quats"].data)
+    along = rotate(frames.mT, noise.to(means.dtype)) * (2 * params["scales"].data).exp()
+    means += scale * gate[:, None] * rotate(frames, along)
 
 
-def _moments(optimizer: torch.optim.Optimizer | None, param: Tensor) -> list[Tensor]:
-    """What an optimizer keeps for each element of a parameter."""
+def clear_moments(optimizer: torch.optim.Optimizer | None, param: Tensor, rows: Tensor) -> None:
+    """Sets to zero what an optimizer keeps for some rows of a parameter."""
     if optimizer is None or param not in optimizer.state:
-        return []
-    return [v for v in optimizer.state[param].values() if torch.is_tensor(v) and v.shape == param.shape]
-
-
-def _replace(optimizer: torch.optim.Optimizer, old: Tensor, new: Tensor, added: int) -> None:
-    """Puts `new`, which is `old` with `added` more rows, in its place; the new rows' moments start from zero."""
-    for group in optimizer.param_groups:
-        group["params"] = [new if p is old else p for p in group["params"]]
-    if old not in optimizer.state:
         return
-    state = optimizer.state.pop(old)
-    for key, value in state.items():
-        if torch.is_tensor(value) and value.shape == old.shape:
-            state[key] = torch.cat([value, value.new_zeros(added, *value.shape[1:])])
-    optimizer.state[new] = state
+    for value in optimizer.state[param].values():
+        if torch.is_tensor(value) and value.shape == param.shape:
+            value[rows] = 0

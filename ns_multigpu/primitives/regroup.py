@@ -9,19 +9,19 @@ Optionally the points are brought into the order of their Morton codes on the sa
 in space are near each other in memory.
 """
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from gsplat.strategy import DefaultStrategy
-from gsplat.utils import normalized_quat_to_rotmat
 from torch import Tensor
+
+from ns_multigpu.primitives.morton import morton_order
+from ns_multigpu.primitives.steady import logit, rotate, rotations, sigmoid
 
 SHRINK = 1.6
 """A split's two children have their parent's scales divided by this (Kerbl et al. 2023, section 5.2)."""
-
-_MORTON_BITS = 21  # an axis: three of them fill 63 bits of an int64
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,69 @@ class Regrouping:
         fresh: [F] int64, the new points that are not what they were: their moments start from zero.
         children: [2 C] int64, the new points among `fresh` that came out of a split: first halves, then second halves.
         offsets: [2 C, 3] how far each child lies from its parent.
-        duplicated, split, pruned: how many points; `pruned` counts new ones too.
     """
 
     source: Tensor
     fresh: Tensor
     children: Tensor
     offsets: Tensor
-    duplicated: int
-    split: int
-    pruned: int
+
+    def ordered(self, order: Tensor) -> "Regrouping":
+        """The same new points in another order: the k-th becomes the one that was at `order[k]`, [T] int64."""
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return Regrouping(self.source[order], place[self.fresh], place[self.children], self.offsets)
+
+    def positions(self, means: Tensor) -> Tensor:
+        """The new points' means, [T, 3], from the old ones'."""
+        new = means.detach()[self.source]
+        new[self.children] += self.offsets
+        return new
+
+
+@dataclass(frozen=True)
+class Fates:
+    """What becomes of each of N points: masks [N] bool, and how many of each.
+
+    Attributes:
+        kept: stays, not split. copied: a copy of it stays beside it. born: split, into halves that stay.
+        split: is split, whatever becomes of the halves. duplicate: is copied, whatever becomes of the copy.
+        stays: would be kept if nothing were split.
+        n_kept, n_copied, n_born, n_split, n_duplicate, n_stays: their numbers.
+    """
+
+    kept: Tensor
+    copied: Tensor
+    born: Tensor
+    split: Tensor
+    duplicate: Tensor
+    stays: Tensor
+    n_kept: int
+    n_copied: int
+    n_born: int
+    n_split: int
+    n_duplicate: int
+    n_stays: int
+
+    @property
+    def total(self) -> int:
+        """How many points there will be."""
+        return self.n_kept + self.n_copied + 2 * self.n_born
+
+    @property
+    def pruned(self) -> int:
+        """How many go, new ones included."""
+        return len(self.kept) + self.n_duplicate + self.n_split - self.total
+
+    def without_growth(self) -> "Fates":
+        """What becomes of the points if they are pruned only."""
+        none = torch.zeros_like(self.stays)
+        return Fates(self.stays, none, none, none, none, self.stays, self.n_stays, 0, 0, 0, 0, self.n_stays)
+
+    def categories(self) -> Tensor:
+        """[T] int64, in the order in which `regroup` lists the new points: 0 kept, 1 copy, 2 first, 3 second half."""
+        numbers = torch.arange(4, device=self.kept.device)
+        times = torch.tensor([self.n_kept, self.n_copied, self.n_born, self.n_born], device=self.kept.device)
+        return numbers.repeat_interleave(times, output_size=self.total)
 
 
 @torch.no_grad()
@@ -54,6 +107,7 @@ def grow_and_prune(
     image: int,
     *,
     morton: bool = False,
+    cap: Callable[[Fates], Fates] | None = None,
 ) -> tuple[int, int, int]:
     """Does what `DefaultStrategy._grow_gs` and `_prune_gs` do, one after the other. Waits for the device once.
 
@@ -67,27 +121,35 @@ def grow_and_prune(
         state: `grad2d`, `count` and, where the rules ask for it, `radii`, [N] each; `scene_scale`. Tensors follow.
         image: the clock, which some rules look at.
         morton: bring the points into Morton order as well.
+        cap: may take growth out of what has been decided.
 
     Returns:
         how many points were duplicated, split and pruned.
     """
-    regrouping = plan(rules, params, state, image, morton=morton)
-    if regrouping is None:
-        return 0, 0, 0
+    fates = decide(rules, params, state, image)
+    if cap is not None:
+        fates = cap(fates)
     count = len(params["means"])
-    for name, value in list(params.items()):
-        replace_parameter(optimizers.get(name), params, name, _values(rules, name, value, regrouping), regrouping)
+    if fates.n_duplicate == fates.n_split == 0 and fates.total == count and not morton:
+        return 0, 0, 0
+    # A number for every split, pruned or not: the draw must not depend on what is pruned.
+    drawn = torch.randn(2, fates.n_split, 3, device=params["means"].device) if fates.n_split else None
+    regrouping = regroup(params, fates, drawn)
+    if morton:
+        regrouping = regrouping.ordered(morton_order(regrouping.positions(params["means"])))
+    for name in list(params):
+        value = params[name].detach()[regrouping.source]
+        edit_children(rules, name, value, regrouping)
+        replace_parameter(optimizers.get(name), params, name, value, regrouping)
     for name, value in state.items():
         if isinstance(value, Tensor) and len(value) == count:
             state[name] = value[regrouping.source]
-    return regrouping.duplicated, regrouping.split, regrouping.pruned
+    return fates.n_duplicate, fates.n_split, fates.pruned
 
 
 @torch.no_grad()
-def plan(
-    rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int, *, morton: bool = False
-) -> Regrouping | None:
-    """Decides what becomes of every point; None if all stay as and where they are. See `grow_and_prune`."""
+def decide(rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int) -> Fates:
+    """Decides what becomes of every point, each by itself. Waits for the device. See `grow_and_prune`."""
     scales, logits = params["scales"].detach(), params["opacities"].detach()
     largest = scales.exp().amax(dim=-1)
     steep = state["grad2d"] / state["count"].clamp_min(1) > rules.grow_grad2d
@@ -98,39 +160,30 @@ def plan(
     stays = ~_pruned(rules, logits, largest, state, image)
     child_largest = _child_scales(scales).exp().amax(dim=-1)
     born = split & ~_pruned(rules, _child_logits(rules, logits), child_largest, state, image)
-    kept, copied = stays & ~split, stays & duplicate
+    masks = (stays & ~split, stays & duplicate, born, split, duplicate, stays)
+    return Fates(*masks, *torch.stack([mask.sum() for mask in masks]).tolist())
 
-    masks = (kept, copied, born, split, duplicate)
-    n_kept, n_copied, n_born, n_split, n_duplicate = torch.stack([mask.sum() for mask in masks]).tolist()
-    count, total = len(scales), n_kept + n_copied + 2 * n_born
-    if n_duplicate == n_split == 0 and total == count and not morton:
-        return None
-    parents = compact(born, n_born)
-    source = torch.cat([compact(kept, n_kept), compact(copied, n_copied), parents, parents])
+
+@torch.no_grad()
+def regroup(params: Mapping[str, Tensor], fates: Fates, drawn: Tensor | None) -> Regrouping:
+    """The new points: those kept, then copies, then first halves of splits, then second halves, each by parent.
+
+    Args:
+        params: see `grow_and_prune`.
+        fates: the points'.
+        drawn: [2, n_split, 3] normal numbers for the two halves of each split; None if there is none.
+    """
+    scales = params["scales"].detach()
+    parents = compact(fates.born, fates.n_born)
+    kept, copied = compact(fates.kept, fates.n_kept), compact(fates.copied, fates.n_copied)
     offsets = scales.new_zeros(0, 3)
-    if n_split > 0:
-        # A number for every split, pruned or not: the draw must not depend on what is pruned.
-        drawn = torch.randn(2, n_split, 3, device=scales.device)
-        rank = (split.cumsum(0) - 1)[parents]
-        rotations = normalized_quat_to_rotmat(torch.nn.functional.normalize(params["quats"].detach()[parents], dim=-1))
-        along = scales[parents].exp() * drawn[:, rank]
-        offsets = torch.einsum("nij,bnj->bni", rotations, along).reshape(-1, 3).to(scales.dtype)
-    place = torch.arange(total, device=source.device)
-    if morton:
-        means = params["means"].detach()[source]
-        means[n_kept + n_copied :] += offsets
-        order = morton_order(means)
-        source = source[order]
-        place = torch.empty_like(order).scatter_(0, order, place)
-    return Regrouping(
-        source,
-        fresh=place[n_kept:],
-        children=place[n_kept + n_copied :],
-        offsets=offsets,
-        duplicated=n_duplicate,
-        split=n_split,
-        pruned=count + n_duplicate + n_split - total,
-    )
+    if drawn is not None:
+        number = (fates.split.cumsum(0) - 1)[parents]
+        along = scales[parents].exp() * drawn[:, number]
+        offsets = rotate(rotations(params["quats"].detach()[parents]), along).reshape(-1, 3).to(scales.dtype)
+    place = torch.arange(fates.total, device=parents.device)
+    fresh, children = place[fates.n_kept :], place[fates.n_kept + fates.n_copied :]
+    return Regrouping(torch.cat([kept, copied, parents, parents]), fresh, children, offsets)
 
 
 def replace_parameter(
@@ -157,6 +210,17 @@ def replace_parameter(
     optimizer.state[new] = state
 
 
+def edit_children(rules: DefaultStrategy, name: str, rows: Tensor, regrouping: Regrouping) -> None:
+    """Makes children of a parameter's rows [T, ...] that are still their parents', in place."""
+    children = regrouping.children
+    if name == "means":
+        rows[children] += regrouping.offsets
+    elif name == "scales":
+        rows[children] = _child_scales(rows[children])
+    elif name == "opacities":
+        rows[children] = _child_logits(rules, rows[children])
+
+
 def compact(mask: Tensor, count: int) -> Tensor:
     """The indices of the `count` true elements of `mask` [N], [count] int64, without asking the device for `count`."""
     # What is not wanted goes to one more place at the end, which is cut off.
@@ -165,42 +229,9 @@ def compact(mask: Tensor, count: int) -> Tensor:
     return numbers.new_empty(count + 1).scatter_(0, place, numbers)[:count]
 
 
-def morton_codes(means: Tensor) -> Tensor:
-    """The Morton codes of positions [N, 3], [N] int64: 21 bits an axis of a cube around all of them, interleaved."""
-    if len(means) == 0:
-        return torch.empty(0, dtype=torch.int64, device=means.device)
-    positions = means.detach().double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    low = positions.amin(dim=0)
-    side = (positions.amax(dim=0) - low).amax().clamp_min(1e-30)
-    cells = (1 << _MORTON_BITS) - 1
-    code = torch.zeros(len(means), dtype=torch.int64, device=means.device)
-    for axis in range(3):
-        cell = ((positions[:, axis] - low[axis]) / side * cells).long().clamp_(0, cells)
-        code |= _spread(cell) << axis
-    return code
-
-
-def morton_order(means: Tensor) -> Tensor:
-    """The permutation [N] int64 that brings positions [N, 3] into the order of their Morton codes; ties stay."""
-    return torch.sort(morton_codes(means), stable=True).indices
-
-
-def _spread(x: Tensor) -> Tensor:
-    """The 21 lowest bits of int64s, two zeros between each and the next."""
-    for shift, mask in (
-        (32, 0x001F00000000FFFF),
-        (16, 0x001F0000FF0000FF),
-        (8, 0x100F00F00F00F00F),
-        (4, 0x10C30C30C30C30C3),
-        (2, 0x1249249249249249),
-    ):
-        x = (x | (x << shift)) & mask
-    return x
-
-
 def _pruned(rules: DefaultStrategy, logits: Tensor, largest: Tensor, state: Mapping[str, Any], image: int) -> Tensor:
     """Which points go: too faint, or, once opacities have been reset, too big. [N] bool."""
-    gone = logits.flatten().sigmoid() < rules.prune_opa
+    gone = sigmoid(logits.flatten()) < rules.prune_opa
     if image > rules.reset_every:
         gone = gone | (largest > rules.prune_scale3d * state["scene_scale"])
         if image < rules.refine_scale2d_stop_iter:
@@ -214,17 +245,4 @@ def _child_scales(scales: Tensor) -> Tensor:
 
 def _child_logits(rules: DefaultStrategy, logits: Tensor) -> Tensor:
     """A child's opacity: its parent's, or such that two of them look like it (Bulò et al. 2024, arXiv:2404.06109)."""
-    return torch.logit(1.0 - torch.sqrt(1.0 - logits.sigmoid())) if rules.revised_opacity else logits
-
-
-def _values(rules: DefaultStrategy, name: str, value: Tensor, regrouping: Regrouping) -> Tensor:
-    """A parameter's values for the new points."""
-    new = value.detach()[regrouping.source]
-    children = regrouping.children
-    if name == "means":
-        new[children] += regrouping.offsets
-    elif name == "scales":
-        new[children] = _child_scales(new[children])
-    elif name == "opacities":
-        new[children] = _child_logits(rules, new[children])
-    return new
+    return logit(1.0 - torch.sqrt(1.0 - sigmoid(logits))) if rules.revised_opacity else logits

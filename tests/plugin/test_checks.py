@@ -75,14 +75,21 @@ def test_strategy() -> None:
         checks.check_strategy("xyzzy", ["single", "batch"])
 
 
-def test_strategies_that_cannot_train_yet() -> None:
-    ready = set(STRATEGIES) - {"tile"}
-    for name in ready:
+def test_all_strategies_can_train() -> None:
+    for name in STRATEGIES:
         checks.check_strategy(name, STRATEGIES)
-    with pytest.raises(InputError, match=r"'tile' is not ready for training: densification.*--pipeline.strategy batch"):
-        checks.check_strategy("tile", STRATEGIES)
-    with pytest.raises(InputError, match=r"no strategy 'xyzzy'. The strategies are: batch, single\.$"):
+    with pytest.raises(InputError, match=r"no strategy 'xyzzy'. The strategies are: batch, single, tile\.$"):
         checks.check_strategy("xyzzy", STRATEGIES)
+
+
+def test_views_of_a_step() -> None:
+    checks.check_views_per_step(None, 4, cuts_views=False)
+    checks.check_views_per_step(8, 4, cuts_views=False)
+    checks.check_views_per_step(1, 4, cuts_views=True)
+    with pytest.raises(InputError, match=r"views-per-step 6: .* 4 workers need a multiple of 4. Give 8, or"):
+        checks.check_views_per_step(6, 4, cuts_views=False)
+    with pytest.raises(InputError, match=r"views-per-step 0: at least one"):
+        checks.check_views_per_step(0, 4, cuts_views=True)
 
 
 def test_views() -> None:

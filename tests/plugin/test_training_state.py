@@ -85,11 +85,11 @@ def test_optimizers_go_on_with_other_parameters() -> None:
     walk(other, resumed, gradients[3:])
     assert torch.equal(other, param)
 
-    put_optimizers({"x": resumed}, {"x": [other]}, tensors, 4 / 2, "sqrt")
+    put_optimizers({"x": resumed}, {"x": [other]}, copy.deepcopy(tensors), 4 / 2, "sqrt")
     assert float(resumed.state[other]["step"]) == 6.0
     assert torch.equal(resumed.state[other]["exp_avg_sq"], 2 * tensors["optimizers/x/0/exp_avg_sq"])
     assert torch.equal(resumed.state[other]["exp_avg"], tensors["optimizers/x/0/exp_avg"])
-    put_optimizers({"x": resumed}, {"x": [other]}, tensors, 4 / 2, "linear")
+    put_optimizers({"x": resumed}, {"x": [other]}, copy.deepcopy(tensors), 4 / 2, "linear")
     assert torch.equal(resumed.state[other]["exp_avg_sq"], tensors["optimizers/x/0/exp_avg_sq"])
 
 

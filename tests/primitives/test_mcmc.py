@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.core.random import keyed_generator, keyed_normals
 from ns_multigpu.primitives.mcmc import MOST_COPIES, McmcDensifier, add_noise, pick, relocated
 
 
@@ -147,7 +147,7 @@ def test_noise_has_the_shape_of_the_gaussian_and_spares_the_opaque() -> None:
         "opacities": torch.logit(torch.full((count, 1), 0.005)),
     }
     params["opacities"][0] = 10.0
-    add_noise(params, 7.0, keyed_generator(1))
+    add_noise(params, 7.0, keyed_normals(1, "noise", 0, 0, count, 3))
     covariance = rotation @ torch.diag(torch.tensor([0.3, 0.1, 0.5]) ** 2) @ rotation.T
     expected = (7.0 * 0.5) ** 2 * covariance @ covariance  # the gate is 1/2 where the opacity is t
     measured = params["means"][1:].T @ params["means"][1:] / (count - 1)

@@ -7,7 +7,8 @@ import torch
 from gsplat.strategy import DefaultStrategy
 from torch import Tensor
 
-from ns_multigpu.primitives.regroup import compact, grow_and_prune, morton_codes, morton_order
+from ns_multigpu.primitives.morton import MORTON_BITS, morton_codes, morton_order
+from ns_multigpu.primitives.regroup import compact, grow_and_prune
 
 COUNT = 400
 RULES: dict[str, Any] = {
@@ -133,16 +134,19 @@ def test_compact() -> None:
 
 
 def test_morton_codes() -> None:
-    side = (1 << 21) - 1
-    corners = torch.tensor([[x, y, z] for z in (0, side) for y in (0, side) for x in (0, side)], dtype=torch.float64)
-    assert morton_codes(corners).tolist() == [
-        sum(((i >> axis) & 1) * sum(1 << (3 * b + axis) for b in range(21)) for axis in range(3)) for i in range(8)
-    ]
+    half = 1 << (MORTON_BITS - 1)
     g = torch.Generator().manual_seed(0)
-    cells = torch.randint(0, side, (50, 3), generator=g)
-    expected = [sum(((int(c[axis]) >> b) & 1) << (3 * b + axis) for b in range(21) for axis in range(3)) for c in cells]
-    inside = torch.cat([(cells + 0.5).double() / side, corners[[0, -1]] / side])
-    assert morton_codes(inside)[:-2].tolist() == expected
+    cells = torch.cat([torch.randint(0, 2 * half, (50, 3), generator=g), torch.tensor([[0, 0, 0], [2 * half - 1] * 3])])
+    inside = (cells.double() - half + 0.5) / half * 4.0
+    expected = [
+        sum(((int(c[axis]) >> b) & 1) << (3 * b + axis) for b in range(MORTON_BITS) for axis in range(3)) for c in cells
+    ]
+    assert morton_codes(inside).tolist() == expected
+    points = torch.rand(4000, 3, generator=g)
+    far = torch.cat([points - 0.4, torch.tensor([[40.0, 0.0, 0.0]])])
+    kept = morton_order(far)[morton_order(far) < 4000]
+    assert float((kept == morton_order(far[:4000])).double().mean()) > 0.99  # one point far away changes nothing
+    assert len(morton_codes(points[:0])) == 0 and morton_codes(torch.zeros(3, 3)).unique().numel() == 1
     # Neighbours in the order are nearer than points picked at random.
     points = torch.rand(4000, 3, generator=g)
     near = (points[morton_order(points)].diff(dim=0)).norm(dim=-1).mean()

@@ -19,7 +19,8 @@ template <typename T>
 NSMG_HD void adam_element(const AdamScalars<T>& s, T gradient, T& value, T& moment1, T& moment2) {
   moment1 = moment1 + s.rest1 * (gradient - moment1);
   moment2 = s.beta2 * moment2 + s.rest2 * gradient * gradient;
-  value = value - s.rate * s.correction1 * (moment1 / (std::sqrt(moment2) * s.correction2 + s.eps));
+  const T size = square_root(moment2) * s.correction2 + s.eps;
+  value = value - s.rate * s.correction1 * quotient(moment1, size);
 }
 
 }  // namespace nsmg

@@ -66,7 +66,7 @@ NSMG_HD LazyLine<T> lazy_extended(const LazyLine<T>& line, const AdamScalars<T>&
 // The value that the missed steps lead to; the moments of before.
 template <typename T>
 NSMG_HD T lazy_value(T shift, T eps, T value, T moment1, T moment2) {
-  const T moved = multiply_add(-shift, moment1 / (std::sqrt(moment2) + eps), value);
+  const T moved = multiply_add(-shift, quotient(moment1, square_root(moment2) + eps), value);
   return moment1 == T(0) ? value : moved;  // also where eps is 0 and there never was a gradient
 }
 

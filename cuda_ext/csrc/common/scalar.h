@@ -56,6 +56,30 @@ NSMG_HD double multiply_add(double a, double b, double c) {
 #endif
 }
 
+// a / b and the square root of a >= 0, on the device to two units in the last place: exact ones take a slow path where a
+// number is 0 or tiny, as most moments of points that are drawn behind others are.
+NSMG_HD float quotient(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fdividef(a, b);
+#else
+  return a / b;
+#endif
+}
+
+NSMG_HD double quotient(double a, double b) { return a / b; }
+
+NSMG_HD float square_root(float a) {
+#ifdef __CUDA_ARCH__
+  float root;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(a));
+  return root;
+#else
+  return std::sqrt(a);
+#endif
+}
+
+NSMG_HD double square_root(double a) { return std::sqrt(a); }
+
 // A half extent in pixels as a whole number, never too small: the margins cover the rounding of what led to `extent`.
 template <typename T>
 NSMG_HD T outward(T extent, T relative_margin) {

@@ -63,14 +63,11 @@ struct Rows {
 
   // The view's rows that reach its image at all, nearest first.
   std::vector<int32_t> by_depth(int view_id) const {
-    const int64_t first = std::lower_bound(view, view + count, view_id) - view;
-    const int64_t last = std::upper_bound(view, view + count, view_id) - view;
     std::vector<int32_t> rows;
     std::vector<decltype(ordered_bits(T()))> keys;
-    rows.reserve(last - first);
-    keys.reserve(last - first);
-    for (int64_t r = first; r < last; ++r)
-      if (radius[2 * r] > 0 && radius[2 * r + 1] > 0) {
+    // Rows that came from several ranks are not in the order of their views.
+    for (int64_t r = 0; r < count; ++r)
+      if (view[r] == view_id && radius[2 * r] > 0 && radius[2 * r + 1] > 0) {
         rows.push_back(int32_t(r));
         keys.push_back(ordered_bits(depth[r]));
       }

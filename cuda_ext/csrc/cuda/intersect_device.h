@@ -62,6 +62,12 @@ __device__ __forceinline__ void for_patches(const PatchTable& table, const RowSp
   }
 }
 
+// The bits of a float as an unsigned number of the same order.
+__device__ __forceinline__ uint32_t ordered_bits(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
 template <typename T>
 __device__ __forceinline__ T warp_sum(T value) {
   for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);

@@ -25,12 +25,6 @@ __global__ void upload_kernel(const __grid_constant__ PatchBatch batch, int coun
   if (total != nullptr && threadIdx.x == 0) *total = 0;
 }
 
-// The bits of a float as an unsigned number of the same order.
-__device__ __forceinline__ uint32_t ordered_bits(float value) {
-  const uint32_t bits = __float_as_uint(value);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
 // kTile: the size of a tile where it is known at compile time (no integer divisions), else 0.
 template <int kTile>
 __global__ void __launch_bounds__(kThreads)

@@ -1,0 +1,284 @@
+"""Steps of training over the views of a city, by one way after the other: what all ways share, and `single`.
+
+A run finds the room that its steps need, shows what a first step makes of the model, and times steps as training takes
+them: views in turn, inputs uploaded, put-off steps flushed. Learning rates are so small that the model stays as it is,
+so that one run after the other starts from the same.
+"""
+
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.city_model import DEGREE, CityModel, CityScene
+from benchmarks.lockstep import Clock, Inputs, memory, over_ranks
+from benchmarks.stopwatch import Work, captured
+from cuda_ext import LazyAdam
+from cuda_ext.adam import adam_scalars
+from cuda_ext.lazy_adam import MOST_STEPS
+from ns_multigpu.core.collectives import barrier
+from ns_multigpu.core.types import View
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, padded
+from ns_multigpu.primitives.gaussians import TILE
+
+SSIM_LAMBDA = 0.2
+RATES = {
+    "means": 1.6e-4, "quats": 1e-3, "scales": 5e-3, "opacities": 5e-2, "features_dc": 2.5e-3, "features_rest": 1.25e-4
+}  # fmt: skip
+"""Splatfacto's."""
+_STILL = dict.fromkeys(ORDER, 1e-12)
+"""Rates that leave the model as it is."""
+_BLOCK = 50
+"""Steps that share a flush, as in training."""
+_BURST = 4
+"""Steps that the host may be ahead without waiting for the device."""
+_MOST_AT_FIRST = 1 << 20
+_MOST_TRIES = 16
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run goes over.
+
+    Attributes:
+        scene, views: see there. images: [H, W, 3] uint8 each, on the device.
+    """
+
+    scene: CityScene
+    views: Sequence[View]
+    images: Sequence[Tensor]
+
+
+class Run(ABC):
+    """One way of taking steps.
+
+    Args:
+        model: this rank's points; its moments are used.
+        course: the views.
+        world: the ranks that take the steps together.
+        batch: views of a step.
+        lazy: put off the steps of points that are not drawn.
+    """
+
+    def __init__(self, model: CityModel, course: Course, world: World, batch: int, lazy: bool) -> None:
+        self.model, self.course, self.world, self.batch = model, course, world, batch
+        views = len(course.views)
+        self.batches = [
+            [course.views[(b * batch + k) % views] for k in range(batch)] for b in range(max(1, views // batch))
+        ]
+        self._lazy = LazyAdam.make(len(model), model.device) if lazy else None
+        self.number = 0
+        """Of the last step, as Adam counts."""
+        pixels = course.scene.width * course.scene.height
+        rows = padded(min(max(model.counts) * batch, _MOST_AT_FIRST))
+        self.capacities = self._first_capacities(rows, padded(4 * rows + 16 * batch * -(-pixels // TILE**2)))
+        self.needed: tuple[int, ...] = tuple(0 for _ in self.capacities)
+        self.step: Any = None
+
+    # ---- what ways differ in ----
+
+    @abstractmethod
+    def _first_capacities(self, rows: int, intersections: int) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def _make(self) -> Any:
+        """A step for `capacities`; `self.step` is None now."""
+
+    @abstractmethod
+    def _take(self, batch: int, inputs: Tensor) -> None:
+        """Gives the device a step of one of `batches`."""
+
+    # ---- what they share ----
+
+    def settle(self) -> None:
+        """Takes every batch twice, makes room where it is needed, and keeps as much as training would."""
+        for _ in range(2):
+            for b in range(len(self.batches)):
+                self._fit(b)
+            self.flush()
+        self.capacities = tuple(padded(n) for n in self.needed)
+        self.step = None
+        self.step = self._make()
+
+    def _fit(self, b: int) -> None:
+        for _ in range(_MOST_TRIES):
+            if self.step is None:
+                self.step = self._make()
+            self.advance(b)
+            status = self.step.status()
+            if not status.full:
+                self.needed = tuple(max(pair) for pair in zip(self.needed, status.needed, strict=True))
+                return
+            self.make_room(status.needed)
+        raise RuntimeError(f"after {_MOST_TRIES} tries there is still no room: {status}, capacities {self.capacities}")
+
+    def make_room(self, needed: Sequence[int]) -> None:
+        """Makes the step anew, with room for so much."""
+        # What was counted beyond a full capacity of rows may be too little.
+        wanted = [padded(n) for n in needed]
+        self.capacities = tuple(
+            max(c, w + w // 2 if w > c else w) for w, c in zip(wanted, self.capacities, strict=True)
+        )
+        self.step = None
+        self.step = self._make()
+
+    def advance(self, b: int, rates: dict[str, float] | None = None) -> None:
+        """Takes a step of a batch."""
+        self.number += 1
+        lines = [adam_scalars((rates or _STILL)[k], (0.9, 0.999), 1e-15, self.number) for k in ORDER]
+        views = self.batches[b]
+        parts = [view.viewmat.reshape(-1) for view in views] + [view.K.reshape(-1) for view in views]
+        backgrounds = torch.zeros(self.step.backgrounds.numel())
+        self._take(b, torch.cat([*parts, backgrounds, torch.tensor(lines).reshape(-1)]))
+
+    def flush(self) -> None:
+        self.step.flush()
+
+    def losses(self) -> list[float]:
+        """The loss of every view of the batches, in their order."""
+        found: list[float] = []
+        for b in range(len(self.batches)):
+            self.advance(b)
+            shares = over_ranks(self.step.report[: self.batch].tolist(), self.world)
+            found += [sum(column) for column in zip(*shares, strict=True)]
+        self.flush()
+        return found
+
+    def first_step(self) -> dict[str, Any]:
+        """What a first step at splatfacto's rates makes of the model, which is put back: figures that must be the same
+        for all ways. The lengths of the gradients by parameter (float64 sums), how far the parameters move in all, and
+        what the model was."""
+        params, moments = self.model.params, self.model.moments()
+        before = {k: v.clone() for k, v in params.items()}
+        self.still_moments()
+        self.number = 0
+        self.advance(0, RATES)
+        self.flush()
+        squares = [float(moments[k][0].square().sum(dtype=torch.float64)) * 100 for k in ORDER]
+        moved = [float((params[k] - before[k]).abs_().sum(dtype=torch.float64)) for k in ORDER]
+        held = [float(before[k].sum(dtype=torch.float64)) for k in ORDER]
+        for k, v in params.items():
+            v.copy_(before[k])
+        self.still_moments()
+        self.number = 0
+        sums = [sum(column) for column in zip(*over_ranks([*squares, *moved, *held], self.world), strict=True)]
+        n = len(ORDER)
+        return {
+            "gradients": dict(zip(ORDER, [s**0.5 for s in sums[:n]], strict=True)),
+            "moved": dict(zip(ORDER, sums[n : 2 * n], strict=True)),
+            "model": dict(zip(ORDER, sums[2 * n :], strict=True)),
+            "losses": self.losses(),
+        }
+
+    def still_moments(self) -> None:
+        for both in self.model.moments().values():
+            for moment in both:
+                moment.zero_()
+
+    def time(self, steps: int) -> dict[str, Any]:
+        """Times at least so many steps, as far as a block has them, the same number of every batch; collective.
+
+        Returns:
+            ms: of a step: the slowest rank's, median over a batch's steps, mean over batches; a 50th of the flush
+            included. ms_by_batch. flush_ms. host_ms: of giving the device a step. wall_ms: by the host's clock.
+        """
+        count, device = len(self.batches), self.model.device
+        cycles = max(1, min(-(-steps // count), (_BLOCK - count) // count))
+        assert (cycles + 1) * count <= MOST_STEPS
+        self.flush()
+        self.step.status()  # counts anew
+        for b in range(count):
+            self.advance(b)
+        self._wait()
+        barrier(self.world)
+        clock, began = Clock(device), time.perf_counter()
+        clock.mark()
+        for _ in range(cycles):
+            for b in range(count):
+                self.advance(b)
+                clock.mark()
+        mine = clock.intervals()
+        wall = (time.perf_counter() - began) * 1e3 / len(mine)
+        slowest = [max(column) for column in zip(*over_ranks(mine, self.world), strict=True)]
+        by_batch = [statistics.median(slowest[b::count]) for b in range(count)]
+        clock = Clock(device)
+        clock.mark()
+        self.flush()
+        clock.mark()
+        flush = max(row[0] for row in over_ranks(clock.intervals(), self.world))
+        ms = statistics.mean(by_batch) + (flush / _BLOCK if self._lazy is not None else 0.0)
+        self._check_all_taken((cycles + 1) * count)
+        bursts: list[float] = []
+        for _ in range(3):
+            self._wait()
+            barrier(self.world)
+            began = time.perf_counter()
+            for k in range(_BURST):
+                self.advance(k % count)
+            bursts.append((time.perf_counter() - began) * 1e3 / _BURST)
+        self.flush()
+        self._wait()
+        host, wall = (max(c) for c in zip(*over_ranks([statistics.median(bursts), wall], self.world), strict=True))
+        return {
+            "ms": ms, "ms_by_batch": by_batch, "flush_ms": flush, "host_ms": host, "wall_ms": wall,
+            "images_per_s": 1e3 * self.batch / ms, "steps": cycles * count, "capacities": list(self.capacities),
+            "needed": list(self.needed), "memory": memory(self.world),
+        }  # fmt: skip
+
+    def _check_all_taken(self, steps: int) -> None:
+        status = self.step.status()
+        if status.full or status.done != steps:
+            raise RuntimeError(f"of {steps} steps not all were taken: {status}, capacities {self.capacities}")
+        self.last_status = status
+
+    def _wait(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+
+class SingleRun(Run):
+    """`FusedStep` on one GPU, as a CUDA graph: a view a step."""
+
+    def __init__(self, model: CityModel, course: Course, world: World, lazy: bool) -> None:
+        super().__init__(model, course, world, 1, lazy)
+        self._graph: Work | None = None
+
+    def _first_capacities(self, rows: int, intersections: int) -> tuple[int, ...]:
+        return rows, intersections
+
+    def _make(self) -> FusedStep:
+        self._graph = None
+        scene = self.course.scene
+        settings = StepSettings(
+            width=scene.width, height=scene.height, views=1, degree=DEGREE, antialiased=False, absgrad=False,
+            ssim_lambda=SSIM_LAMBDA, rows=self.capacities[0], intersections=self.capacities[1],
+        )  # fmt: skip
+        made = FusedStep(self.model.params, self.model.moments(), {}, settings, self.world, lazy=self._lazy)
+        self._inputs = Inputs(made.inputs)
+        return made
+
+    def _take(self, batch: int, inputs: Tensor) -> None:
+        self._inputs.upload(inputs)
+        self.step.targets[0].copy_(self.course.images[self.batches[batch][0].index])
+        if self._graph is not None:
+            self._graph()
+        else:
+            self._both()
+
+    def settle(self) -> None:
+        super().settle()
+        if self.model.device.type == "cuda":
+            self.advance(0)
+            self.flush()
+            self._graph = captured(self._both, self.model.device)  # takes a step, too
+            self.flush()
+
+    def _both(self) -> None:
+        self.step.render()
+        self.step.update()

@@ -1,0 +1,174 @@
+"""Trains the largest model: some steps of `splatfacto-tile` on a city of hundreds of millions of Gaussians.
+
+    python -m benchmarks.largest --points 400M --image 4K --json FILE
+
+Every GPU makes its own shard (`city_model`): no tensor is ever as large as the whole model. Parameters, both moments of
+Adam and densification's statistics are float32; the learning rates are splatfacto's. Moments in half the bytes are
+nothing that this project has, so there is no option for them. Printed are the time of a step and the memory of each
+GPU; the loss of each view the first and the last time that it was seen shows that it trains. On a CPU: --device cpu
+--gpus 2 --points 2000 --image 96x64 --steps 4 --views 2.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks.city_model import CityScene, make_model
+from benchmarks.city_runs import RATES, Course
+from benchmarks.environment import describe
+from benchmarks.lockstep import Clock, memory, over_ranks
+from benchmarks.rank_jobs import Job, run_jobs
+from benchmarks.stopwatch import free
+from benchmarks.tile import MOST_VIEWS, image_size
+from benchmarks.tile_run import Mode, TileRun
+from cuda_ext._load import build_native
+from ns_multigpu.core.collectives import barrier
+from ns_multigpu.core.peer_memory import choose_transport
+from ns_multigpu.core.world import World
+from ns_multigpu.planning.quantities import parse_count
+
+_FLOATS = 3 * 59 + 3
+"""Of a point: parameters, two moments each, statistics."""
+
+_BLOCK = 50
+"""Steps that share a flush."""
+
+
+def make_worker(world: World, shared: Job) -> Callable[[Job], Job]:
+    """What trains; see `rank_jobs`."""
+    return lambda job: _train(world, job)
+
+
+def _train(world: World, job: Job) -> Job:
+    scene = CityScene(**job["scene"])
+    began = time.perf_counter()
+    model = make_model(scene, world)
+    course = Course(scene, scene.cameras(), scene.images(world))
+    made, making = time.perf_counter() - began, memory(world)
+    free(world.device)
+    if world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(world.device)
+    chosen = choose_transport(world, job["transport"])
+    mode = Mode("peer" if chosen.peer else "collective", job["gradients"], lazy=not job["dense"])
+    run = TileRun(model, course, world, 1, mode, counting=True)
+    run.settle()  # finds the room that steps need
+    run.still_moments()
+    for counted in run.statistics.values():
+        counted.zero_()
+    run.step.status()  # counts anew
+    settled = time.perf_counter() - began
+    run.number = done = 0
+    times: list[float] = []
+    losses: list[tuple[int, float]] = []
+    redone, flush = 0, 0.0
+    while done < job["steps"]:
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        barrier(world)
+        reports: list[Tensor] = []
+        clock = Clock(world.device)
+        clock.mark()
+        for k in range(done, min(job["steps"], done + _BLOCK)):
+            run.advance(k % len(run.batches), RATES)
+            reports.append(run.step.report[0].clone())
+            clock.mark()
+        run.flush()
+        clock.mark()
+        slowest = [max(column) for column in zip(*over_ranks(clock.intervals(), world), strict=True)]
+        status = run.step.status()
+        flush = slowest.pop()
+        times += slowest[: status.done]
+        shares = over_ranks([float(loss) for loss in reports[: status.done]], world)
+        losses += [(k % len(run.batches), sum(one)) for k, one in enumerate(zip(*shares, strict=True), start=done)]
+        done += status.done
+        run.number = done
+        if status.full:
+            redone += 1
+            if redone > 8:
+                raise RuntimeError(f"there is still no room: {status}, capacities {run.capacities}")
+            run.make_room(status.needed)
+    finite = all(bool(torch.isfinite(p.sum())) for p in model.params.values())
+    if min(row[0] for row in over_ranks([float(finite)], world)) < 1:
+        raise RuntimeError("a parameter is not finite")
+    by_view = {view: [loss for seen, loss in losses if seen == view] for view in range(len(run.batches))}
+    ms = statistics.median(times)
+    return {
+        "points": sum(model.counts), "points_by_rank": list(model.counts), "steps": done, "ms": ms, "step_ms": times,
+        "flush_ms": flush, "ms_with_flush": ms + (0.0 if job["dense"] else flush / _BLOCK), "mode": mode.name,
+        "losses_by_view": by_view, "made_seconds": made, "settled_seconds": settled, "model_seconds": model.seconds,
+        "state_gib_by_rank": [4 * _FLOATS * n / 2**30 for n in model.counts], "memory": memory(world),
+        "memory_making": making,
+        "capacities": list(run.capacities), "needed": list(run.needed), "taken_again": redone,
+        "transport": chosen.reason,
+    }  # fmt: skip
+
+
+def arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() if cuda else 2, help="default: all")
+    parser.add_argument("--points", type=parse_count, default=400_000_000)
+    parser.add_argument("--image", type=image_size, default=(3840, 2160), help="1080p, 4K, 8K or WIDTHxHEIGHT")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--views", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=0, help="along a side of the city (default: as the points grow)")
+    parser.add_argument("--transport", choices=("auto", "peer", "collective"), default="auto")
+    parser.add_argument("--gradients", choices=("atomics", "transfer"), default="atomics")
+    parser.add_argument("--dense", action="store_true", help="no step is put off")
+    parser.add_argument("--stall", type=float, default=500.0, help="seconds after which the run counts as hung")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(words)
+    if not 1 <= options.views <= MOST_VIEWS or options.steps < 1:
+        parser.error(f"--views must lie between 1 and {MOST_VIEWS}, --steps be 1 or more")
+    return options
+
+
+def main(words: list[str] | None = None) -> int:
+    options = arguments(words)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if options.device == "cuda":
+        build_native("cuda")  # here, not on every rank at once
+    scene = CityScene(options.points, options.image[0], options.image[1], options.views, options.blocks)
+    job: Job = {"scene": asdict(scene), **{key: getattr(options, key) for key in ("steps", "transport", "gradients")}}
+    job["dense"] = options.dense
+    found: list[Job] = []
+    run_jobs(
+        make_worker, {}, [job], options.gpus, options.device, lambda _, result: found.append(result), float("inf"),
+        options.stall,
+    )  # fmt: skip
+    if not found:  # torchrun's other ranks
+        return 0
+    result = found[0]
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"benchmark": "largest", **describe(), "result": result}, indent=1) + "\n")
+    if "error" in result:
+        console.print(f"FAILED: {result['error'][-2000:]}", markup=False, highlight=False)
+        return 1
+    console.print(f"{scene.name}, {options.gpus} ranks, {result['mode']}: {result['transport']}")
+    console.print(
+        f"{result['steps']} steps: {result['ms']:.2f} ms each (median), flush {result['flush_ms']:.1f} ms; model and "
+        f"images made in {result['made_seconds']:.1f} s {result['model_seconds']}, first steps after "
+        f"{result['settled_seconds']:.1f} s"
+    )
+    for rank, points in enumerate(result["points_by_rank"]):
+        used = result["memory"][rank] if result["memory"] else {}
+        state = result["state_gib_by_rank"][rank]
+        console.print(f"rank {rank}: {points:,} points, {state:.2f} GiB of parameters and state; GiB: {used}")
+    for view, losses in result["losses_by_view"].items():
+        console.print(f"view {view}: loss {losses[0]:.5f} -> {losses[-1]:.5f}" if losses else f"view {view}: not seen")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

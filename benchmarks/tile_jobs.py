@@ -1,0 +1,121 @@
+"""What a rank does for `benchmarks.tile`: one way of training on one scene, checked against `single`, then timed."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.city_model import CityModel, CityScene, make_model
+from benchmarks.city_runs import Course, Run, SingleRun
+from benchmarks.gsplat_city import GsplatRun
+from benchmarks.rank_jobs import Job, JobFailed
+from benchmarks.stopwatch import free
+from benchmarks.tile_run import Mode, TileRun
+from ns_multigpu.core.peer_memory import Transport, choose_transport
+from ns_multigpu.core.world import World
+
+_TOLERANCES = {"gradients": 2e-3, "moved": 1e-2}
+"""Relative, of what a first step makes of the model. Where a gradient is next to nothing, rounding decides which way
+Adam's first step goes, but not how far."""
+_LOSS_TOLERANCE = 5e-4
+_GSPLAT_TOLERANCE = 2e-2
+"""gsplat cuts splats off at three sigma."""
+
+
+def make_worker(world: World, shared: Job) -> Callable[[Job], Job]:
+    """What does jobs; see `rank_jobs`. `shared`: folder for images, or None; single: its figures by scene's name."""
+    return _Worker(world, Path(shared["folder"]) if shared["folder"] else None, shared["single"])
+
+
+class _Worker:
+    def __init__(self, world: World, folder: Path | None, single: dict[str, Any]) -> None:
+        self._world, self._folder, self._single = world, folder, dict(single)
+        self._model: tuple[tuple[int, int], CityModel] | None = None
+        self._course: tuple[CityScene, Course] | None = None
+        self._transport: Transport | None = None
+
+    def __call__(self, job: Job) -> Job:
+        free(self._world.device)
+        if self._world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._world.device)
+        model, course = self._prepared(CityScene(**job["scene"]))
+        made = {"points_by_rank": list(model.counts), "model_seconds": model.seconds}
+        if job["kind"] == "gsplat":
+            return made | self._gsplat(model, course, job)
+        if job["kind"] == "single":
+            run: Run = SingleRun(model, course, self._world, job["lazy"])
+        else:
+            mode = Mode(**job["mode"])
+            if mode.transport == "peer":
+                self._transport = self._transport or choose_transport(self._world, "auto")
+                if not self._transport.peer:
+                    raise JobFailed(self._transport.reason)
+            run = TileRun(model, course, self._world, job["batch"], mode)
+        model.moments()
+        run.still_moments()
+        run.settle()
+        made["check"] = self._checked(run, course.scene.name, job["kind"] == "single" and job["lazy"])
+        made |= run.time(job["steps"])
+        if isinstance(run, TileRun):
+            made["parts"] = run.parts()
+        return made
+
+    def _prepared(self, scene: CityScene) -> tuple[CityModel, Course]:
+        key = (scene.points, scene.blocks)
+        if self._model is None or self._model[0] != key:
+            self._model = self._course = None
+            self._model = (key, make_model(scene, self._world))
+        if self._course is None or self._course[0] != scene:
+            self._course = None
+            images = scene.images(self._world, self._folder)
+            self._course = (scene, Course(scene, scene.cameras(), images))
+        return self._model[1], self._course[1]
+
+    def _checked(self, run: Run, name: str, reference: bool) -> dict[str, Any]:
+        """What the first step makes of the model, compared with `single`'s.
+
+        Raises:
+            JobFailed: it is something else: what would be timed is another thing. On every rank.
+        """
+        found = run.first_step()
+        if reference:
+            self._single[name] = found
+        expected = self._single.get(name)
+        if expected is None:
+            return {**found, "compared": False}
+        wrong = differences(found, expected, run.batch, sum(run.model.counts))
+        if wrong:
+            raise JobFailed("not what `single` does: " + "; ".join(wrong))
+        return {**found, "compared": not reference}
+
+    def _gsplat(self, model: CityModel, course: Course, job: Job) -> Job:
+        run = GsplatRun(model, course, self._world, job["fused"])
+        seen = self._world.rank % len(course.views)
+        loss = run.loss_of(seen)
+        expected = self._single.get(course.scene.name)
+        if expected is not None and _far(loss, expected["losses"][seen], _GSPLAT_TOLERANCE):
+            raise RuntimeError(f"gsplat's loss of view {seen} is {loss}; `single` has {expected['losses'][seen]}.")
+        return {"loss": loss, **run.time(job["steps"])}
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any], batch: int, points: int) -> list[str]:
+    """What two ways disagree about, in words; see `Run.first_step`. Gradients of a larger batch are other gradients."""
+    wrong: list[str] = []
+    for name, value in expected["model"].items():
+        if not abs(found["model"][name] - value) <= 1e-7 * points:
+            wrong.append(f"the sum of all {name} was {found['model'][name]}, not {value}")
+    if batch == 1:
+        for what, tolerance in _TOLERANCES.items():
+            for name, value in expected[what].items():
+                if _far(found[what][name], value, tolerance):
+                    wrong.append(f"{what} of {name}: {found[what][name]}, not {value}")
+    pairs: Sequence[tuple[float, float]] = list(zip(found["losses"], expected["losses"], strict=False))
+    for view, (loss, right) in enumerate(pairs):
+        if _far(loss, right, _LOSS_TOLERANCE):
+            wrong.append(f"the loss of view {view}: {loss}, not {right}")
+    return wrong
+
+
+def _far(found: float, expected: float, tolerance: float) -> bool:
+    return not abs(found - expected) <= tolerance * abs(expected)

@@ -1,0 +1,238 @@
+"""Steps of `TileStep` over the views of a city, with what training does around them (`plugin.tile_training`)."""
+
+import statistics
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.city_model import DEGREE, CityModel
+from benchmarks.city_runs import SSIM_LAMBDA, Course, Run
+from benchmarks.lockstep import Clock, Inputs, over_ranks
+from cuda_ext.row_exchange import RECORD_FLOATS
+from ns_multigpu.core.assignment import TileRanges
+from ns_multigpu.core.tile_work import TileWork
+from ns_multigpu.core.types import View
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.tile_lists import SortedLists
+from ns_multigpu.primitives.tile_rows import CollectiveRows, OwnRows, PeerRows, RowTransport
+from ns_multigpu.primitives.tile_settings import TileSettings, bands
+from ns_multigpu.primitives.tile_step import TileStep
+
+PARTS = ("project", "send", "sort", "raster", "loss", "backward", "return", "update")
+LINK_GB_PER_S = 390.0
+"""Writing to another H200's memory over NVLink."""
+RECORD_BYTES = 4 * RECORD_FLOATS
+
+_LAG = 4
+"""Steps after which the counts of a step are read, as in training."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way of taking tile steps.
+
+    Attributes:
+        transport: "peer" or "collective". gradients: in peer memory "atomics" or "transfer".
+        lists: "gather": each rank sorts what arrives; "sort": the sort over all ranks.
+        lazy: put off the steps of points that are not drawn.
+    """
+
+    transport: str = "peer"
+    gradients: str = "atomics"
+    lists: str = "gather"
+    lazy: bool = True
+
+    @property
+    def name(self) -> str:
+        words = [self.transport, self.gradients if self.transport == "peer" else "", "sort" * (self.lists == "sort")]
+        return ", ".join(word for word in (*words, "" if self.lazy else "dense") if word)
+
+
+def lists_to_choose() -> tuple[str, ...]:
+    """How `TileStep` can make its lists: by gathering, and by the sort over ranks."""
+    return ("gather", "sort")
+
+
+class TileRun(Run):
+    """See `Run`. With `counting` steps add to densification's statistics, as training's do for a while."""
+
+    def __init__(
+        self, model: CityModel, course: Course, world: World, batch: int, mode: Mode, *, counting: bool = False
+    ) -> None:
+        super().__init__(model, course, world, batch, mode.lazy)
+        self.mode = mode
+        self._assignment = TileRanges(TileWork())
+        names = ("grad2d", "count", "radii") if counting else ()
+        self.statistics = {name: torch.zeros(len(model), device=model.device) for name in names}
+        self._pending: deque[tuple[Sequence[View], Tensor, Any]] = deque()
+        self._parts = Parts(world.device)
+
+    def _first_capacities(self, rows: int, intersections: int) -> tuple[int, ...]:
+        return rows, rows, intersections
+
+    def _make(self) -> TileStep:
+        scene, world = self.course.scene, self.world
+        self._rows: RowTransport | None = None  # its memory is the next one's
+        settings = TileSettings(
+            width=scene.width, height=scene.height, views=self.batch, degree=DEGREE, antialiased=False, absgrad=False,
+            ssim_lambda=SSIM_LAMBDA, rows=self.capacities[0], segment=self.capacities[1],
+            intersections=self.capacities[2],
+        )  # fmt: skip
+        shape = (settings.rows, settings.segment, settings.words)
+        if world.size == 1:
+            self._rows = OwnRows(world, *shape)
+        elif self.mode.transport == "peer":
+            self._rows = PeerRows(world, *shape, atomics=self.mode.gradients == "atomics")
+        else:
+            self._rows = CollectiveRows(world, *shape)
+        lists = SortedLists(settings, world, peer=self.mode.transport == "peer") if self.mode.lists == "sort" else None
+        made = TileStep(
+            self.model.params, self.model.moments(), self.statistics, settings, world, self._rows, self._lazy, lists,
+            measure=self._parts.measure,
+        )  # fmt: skip
+        self._inputs = Inputs(made.inputs)
+        return made
+
+    def _take(self, batch: int, inputs: Tensor) -> None:
+        views, world = self.batches[batch], self.world
+        while len(self._pending) > _LAG:
+            self._learn_work()
+        plan = bands(self._assignment.assign(views, world.size), self.step.settings)
+        targets: list[Tensor] = []
+        for patch in plan[world.rank]:
+            _, top, _, bottom = patch.rendered(views[patch.view])
+            targets.append(self.course.images[views[patch.view].index][top:bottom].contiguous())
+        self._inputs.upload(inputs)
+        self.step.render(plan, targets)
+        self.step.update()
+        self._pending.append(self._on_its_way(views))
+
+    def _on_its_way(self, views: Sequence[View]) -> tuple[Sequence[View], Tensor, Any]:
+        counts = self.step.tile_counts
+        if not counts.is_cuda:
+            return views, counts.clone(), None
+        there = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        there.copy_(counts, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return views, there, arrived
+
+    def _learn_work(self) -> None:
+        views, counts, arrived = self._pending.popleft()
+        if arrived is not None:
+            arrived.synchronize()
+        self._assignment.work.learn(views, counts.reshape(-1).tolist())
+
+    def flush(self) -> None:
+        super().flush()
+        while self._pending:
+            self._learn_work()
+
+    def settle(self) -> None:
+        super().settle()
+        # A step in which something had no room has counted too little.
+        for b in range(len(self.batches)):
+            self._fit(b)
+        self.flush()
+
+    def time(self, steps: int) -> dict[str, Any]:
+        """Also balance: of the ranks' intersections, see `balance`; exchange: by rank, rows sent and bytes a step."""
+        self.world.traffic.since("steps")
+        before = self.number
+        result = super().time(steps)
+        sent = self.last_status.sent / self.last_status.done
+        counted = self.world.traffic.since("steps") / (self.number - before)
+        table = over_ranks([sent, counted], self.world)
+        peer = self.mode.transport == "peer"
+        rows = [row[0] for row in table]
+        sizes = [2 * RECORD_BYTES * row[0] if peer else row[1] for row in table]
+        return {**result, "balance": self.balance(), "exchange": {"rows_sent": rows, "bytes_sent": sizes}}
+
+    def balance(self) -> dict[str, float]:
+        """The most intersections of a rank over the mean: in bands of equally many rows of tiles, in those that are
+        drawn; and how many times all intersections the ranks have with their halos. Means over batches."""
+        counts = self._assignment.work.counts
+        found: dict[str, list[float]] = {"equal_rows": [], "planned": [], "with_halo": []}
+        for views in self.batches:
+            by_view = [counts[view.index] for view in views]
+            for name, work in (("equal_rows", TileWork()), ("planned", self._assignment.work)):
+                plan = bands(TileRanges(work).assign(views, self.world.size), self.step.settings)
+                own, drawn = [0] * self.world.size, 0
+                for rank, patches in enumerate(plan):
+                    for patch in patches:
+                        tile, of = work.tile, by_view[patch.view]
+                        _, top, _, bottom = patch.rendered(views[patch.view])
+                        own[rank] += sum(of[patch.y0 // tile : -(-patch.y1 // tile)])
+                        drawn += sum(of[top // tile : -(-bottom // tile)])
+                total = max(1, sum(own))
+                found[name].append(max(own) * self.world.size / total)
+                if name == "planned":
+                    found["with_halo"].append(drawn / total)
+        return {name: round(statistics.mean(values), 3) for name, values in found.items()}
+
+    def parts(self) -> dict[str, Any]:
+        """Milliseconds by part, as medians over the batches' steps: the slowest rank's and the ranks' mean. A part of
+        the exchange ends when all have come to its barrier, so that it holds the waiting for the others.
+
+        `link_gb_per_s`: bytes sent in "send" and "return" over their time, the busiest rank's: a lower bound.
+        """
+        for b in range(len(self.batches)):
+            self.advance(b)
+        self.step.status()
+        self._parts.start()
+        for b in range(len(self.batches)):
+            self.advance(b)
+        mine = self._parts.stop()
+        self.flush()
+        sent = self.step.status().sent / len(self.batches)
+        table = over_ranks([*(mine[part] for part in PARTS), sent], self.world)
+        columns = list(zip(*table, strict=True))
+        exchange = [row[PARTS.index("send")] + row[PARTS.index("return")] for row in table]
+        rates = [2 * RECORD_BYTES * row[-1] / (ms * 1e6) for row, ms in zip(table, exchange, strict=True) if ms > 0]
+        return {
+            "slowest_ms": dict(zip(PARTS, map(max, columns[:-1]), strict=True)),
+            "mean_ms": dict(zip(PARTS, map(statistics.mean, columns[:-1]), strict=True)),
+            "link_gb_per_s": max(rates, default=0.0),
+        }
+
+
+class Parts:
+    """The time of the parts of steps; off until started."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._on = device, False
+        self._clocks: dict[str, list[Clock]] = {}
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """What a `TileStep` takes."""
+        if not self._on:
+            yield
+            return
+        clock = Clock(self._device)
+        clock.mark()
+        yield
+        clock.mark()
+        self._clocks.setdefault(part, []).append(clock)
+
+    def start(self) -> None:
+        self._on = True
+        self._clocks = {}
+
+    def stop(self) -> dict[str, float]:
+        """The median of each part of `PARTS`, milliseconds."""
+        self._on = False
+        unknown = set(self._clocks) - set(PARTS)
+        if unknown:
+            raise RuntimeError(f"TileStep names parts that this benchmark does not know: {sorted(unknown)}")
+        return {
+            part: statistics.median(clock.intervals()[0] for clock in self._clocks[part])
+            if part in self._clocks
+            else 0.0
+            for part in PARTS
+        }

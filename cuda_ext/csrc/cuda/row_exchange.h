@@ -1,0 +1,67 @@
+// Rows on their way between ranks: which go where (route), as records of 64 bytes into the memory of other GPUs (pack),
+// rows again where they arrive (unpack), and the sums of their gradients where they came from (collect). Everything runs
+// on the given stream, waits for nothing and takes its sizes from the arguments alone, so that a CUDA graph can hold it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace nsmg {
+
+inline constexpr int kMostRanks = 32;  // a bit, and a lane of a warp, for each
+
+// A record is 16 floats, four times 16 bytes: means2d x, y, conic xx, xy | conic yy, opacity, red, green | blue, depth,
+// radii x, y | view id, slot, 0, 0. The last six of these are int32, bit for bit.
+inline constexpr int kRecordQuads = 4;
+
+// A rectangle of a view that a rank renders, halo included.
+struct RankPatch {
+  int32_t view, rank, x0, y0, x1, y1;
+};
+
+// What routing looks at: `count` lines, of which the first *real are rows.
+struct RouteRows {
+  const int32_t* view_ids;
+  const int64_t* real;
+  const float* means2d;
+  const int32_t* radii;
+  int count;
+};
+
+// Rows per block of the routing kernels.
+inline constexpr int kRouteRows = 1024;
+
+inline int route_blocks(int rows) { return static_cast<int>((int64_t{rows} + kRouteRows - 1) / kRouteRows); }
+
+// Device memory: `patches`, `host_patches` long, and `block_counts`, ranks * route_blocks(count) long. Patches are copied
+// by value, so the host's may go at once; they must ascend by view. counts [ranks].
+cudaError_t route_launch(const RouteRows& rows, const RankPatch* host_patches, int patch_count, RankPatch* patches,
+                         int ranks, int32_t* block_counts, int32_t* place, int64_t* counts, cudaStream_t stream);
+
+struct PackRows {
+  const float *means2d, *conics, *opacities, *features, *depths;
+  const int32_t *radii, *view_ids;
+  int count;
+};
+
+// place [ranks, count]; destinations [ranks] in device memory, each aligned to 16 bytes.
+cudaError_t pack_launch(const PackRows& rows, const int32_t* place, const int64_t* destinations, int ranks,
+                        int capacity, cudaStream_t stream);
+
+// Arrays of ranks * capacity rows.
+struct UnpackedRows {
+  float *means2d, *conics, *opacities, *features, *depths;
+  int32_t *radii, *view_ids, *owners, *slots;
+};
+
+// records [ranks, capacity, 16], aligned to 16 bytes; counts [ranks].
+cudaError_t unpack_launch(const float* records, const int64_t* counts, int ranks, int capacity, int views,
+                          const UnpackedRows& rows, cudaStream_t stream);
+
+// place [ranks, count]; sources [ranks] in device memory, each aligned to 16 bytes; records [count, 16].
+cudaError_t collect_launch(const int32_t* place, const int64_t* real, const int64_t* sources, int ranks, int capacity,
+                           int count, float* records, cudaStream_t stream);
+
+}  // namespace nsmg

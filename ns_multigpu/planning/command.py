@@ -1,0 +1,159 @@
+"""`ns-multigpu plan`: memory a GPU and time a step, for each strategy, before anything is rented or started."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from ns_multigpu.planning import rates
+from ns_multigpu.planning.pace import Pace, pace
+from ns_multigpu.planning.quantities import gib, parse_count, parse_size
+from ns_multigpu.planning.room import Room, most_points, room
+from ns_multigpu.planning.work import ROOM, SCENE, STRATEGIES, VISIBLE, Course, batch_of, share
+
+_KEPT = 0.1
+"""The part of a GPU's memory that training images may take (`plugin.device_images`)."""
+_MOST_INTERSECTIONS = 2**31 - 1
+
+
+def plan(
+    points: str,
+    image: str,
+    gpus: int = 1,
+    views_per_step: int = 1,
+    sh_degree: int = 3,
+    gpu: Literal["auto", "h200"] = "auto",
+    gpu_memory: float | None = None,
+    strategy: Literal["all", "single", "batch", "tile"] = "all",
+    images: int = 0,
+    visible_fraction: float | None = None,
+    intersections_per_splat: float | None = None,
+    transport: Literal["peer", "collective"] = "peer",
+    densify: bool = True,
+    fused: bool = True,
+) -> None:
+    """Print the memory that each GPU needs and the time that a step takes, for each strategy.
+
+    Args:
+        points: Gaussians of the whole model: 8000000, 400M, 1.5B.
+        image: Size of the training images: 3840x2160.
+        gpus: GPUs to spread the work over.
+        views_per_step: Views a step, over all GPUs; batch rounds it up to whole views on every GPU.
+        sh_degree: Degree of the harmonics, 0 to 3.
+        gpu: Whose memory: that of this machine's GPU (an H200's where there is none), or an H200's.
+        gpu_memory: Memory of a GPU in GiB, instead of what gpu says.
+        strategy: Which strategy to plan.
+        images: Training images; they are kept on the GPUs where they take at most a tenth of their memory.
+        visible_fraction: The part of the Gaussians that a view shows; by default the measured scene's.
+        intersections_per_splat: Tiles of 16x16 pixels that a visible Gaussian meets; by default the measured scene's.
+        transport: How tile exchanges rows: through peer memory (NVLink), or by collectives.
+        densify: The model grows and is pruned while it trains, which takes memory of its own.
+        fused: Steps are fused (see docs/kernels.md). If not there is no time, for none was measured; memory is an upper
+            bound.
+    """
+    if intersections_per_splat is not None and not intersections_per_splat > 0:
+        raise ValueError(f"intersections-per-splat is {intersections_per_splat}: give more than 0")
+    if gpu_memory is not None and not gpu_memory > 0:
+        raise ValueError(f"gpu-memory is {gpu_memory} GiB: give more than 0")
+    if images < 0:
+        raise ValueError(f"images is {images}: give how many there are")
+    width, height = parse_size(image)
+    course = Course(
+        parse_count(points), width, height, views_per_step, gpus, sh_degree,
+        VISIBLE if visible_fraction is None else visible_fraction, intersections_per_splat or 0.0, fused,
+    )  # fmt: skip
+    memory, whose = _memory(gpu, gpu_memory)
+    kept = 3.0 * images * course.pixels
+    kept = kept if kept <= _KEPT * memory else 0.0
+    chosen = STRATEGIES if strategy == "all" else (strategy,)
+    print(_heading(course, memory, whose, assumed=visible_fraction is None or intersections_per_splat is None))
+    rooms = {name: room(name, course, memory, kept) for name in chosen}
+    most = {name: most_points(name, course, memory, densify=densify, images=kept) for name in chosen}
+    print(_memory_table(rooms, most, densify=densify))
+    if fused:
+        print(_time_table({name: pace(name, course, transport=transport) for name in chosen}, transport))
+    for note in _notes(course, chosen, images, kept):
+        print(note)
+
+
+def _memory(gpu: str, given: float | None) -> tuple[float, str]:
+    """Bytes of a GPU, and what GPU that is."""
+    if given is not None:
+        return given * 2**30, "as given"
+    if gpu == "auto":
+        import torch
+
+        if torch.cuda.is_available():
+            found = torch.cuda.get_device_properties(0)
+            return float(found.total_memory), found.name
+    return float(rates.MEMORY), rates.GPU
+
+
+def _heading(course: Course, memory: float, whose: str, *, assumed: bool) -> str:
+    text = (
+        f"{course.points:,} Gaussians (harmonics of degree {course.sh_degree}), {course.views} view(s) a step of "
+        f"{course.width}x{course.height}, {course.gpus} GPU(s) of {gib(memory)} GiB ({whose})\n"
+        f"A view shows {course.visible:.1%} of the Gaussians, and each meets {course.tiles:.1f} tiles"
+    )
+    if assumed:
+        text += f";\n  not given, so taken from {SCENE}.\n  Your scene's: --visible-fraction, --intersections-per-splat"
+    return text + "."
+
+
+def _memory_table(rooms: dict[str, Room], most: dict[str, int], *, densify: bool) -> str:
+    def line(name: str, cell: Callable[[Room], float]) -> list[str]:
+        return [name, *(gib(cell(found)) for found in rooms.values())]
+
+    lines = [
+        ["Memory a GPU, GiB", *rooms],
+        line("  parameters", lambda r: r.parameters),
+        line("  Adam's moments", lambda r: r.moments),
+        line("  statistics", lambda r: r.statistics),
+        *([line("  gradients", lambda r: r.gradients)] if any(r.gradients for r in rooms.values()) else []),
+        line("  training images", lambda r: r.images),
+        line("  step: rows", lambda r: r.rows),
+        line("  step: intersections", lambda r: r.intersections),
+        line("  step: pixels", lambda r: r.pixels),
+        line("  step: exchange", lambda r: r.exchange),
+        *([line("  densifying (instead of step)", lambda r: r.refining)] if densify else []),
+        line("  reserve", lambda r: r.reserve),
+        line("  needed at most", lambda r: r.memory - r.headroom(densify=densify)),
+        line("  headroom", lambda r: r.headroom(densify=densify)),
+        ["  fits", *("yes" if r.headroom(densify=densify) >= 0 else "NO" for r in rooms.values())],
+        ["  most Gaussians that fit", *(f"{count:,}" for count in most.values())],
+    ]
+    return "\n" + _aligned(lines)
+
+
+def _time_table(paces: dict[str, Pace], transport: str) -> str:
+    lines = [[f"Time a step, ms (rates of {rates.GPU})", *paces]]
+    titles = {
+        "project": "cull + project", "sort": "sort", "raster": "raster", "loss": "loss", "backward": "backward",
+        "exchange": "exchange", "update": "update", "step": "step",
+    }  # fmt: skip
+    lines += [[f"  {title}", *(f"{getattr(p, part):,.2f}" for p in paces.values())] for part, title in titles.items()]
+    lines.append(["  views a step", *(str(p.views) for p in paces.values())])
+    lines.append(["  images a second", *(f"{p.images_per_second:,.1f}" for p in paces.values())])
+    sources = [rates.PROJECT, rates.PROJECT_LAZY, rates.LOSS, rates.PEER if transport == "peer" else rates.COLLECTIVE]
+    named = ", ".join(dict.fromkeys(rate.source for rate in sources))
+    return "\n" + _aligned(lines) + f"\n  Rates: {named}"
+
+
+def _notes(course: Course, chosen: Sequence[str], images: int, kept: float) -> list[str]:
+    notes = []
+    if "single" in chosen and course.gpus > 1:
+        notes.append("single uses one GPU.")
+    if "batch" in chosen and batch_of("batch", course) != course.views:
+        notes.append(f"batch gives every GPU a view: {batch_of('batch', course)} a step.")
+    if images and not kept:
+        notes.append("The training images take more than a tenth of a GPU and stay on the host.")
+    for name in chosen:
+        if ROOM * share(name, course).intersections > _MOST_INTERSECTIONS:
+            notes.append(f"{name}: more intersections on a GPU than it can count (2^31); spread the step further.")
+    return ["", *(f"- {note}" for note in notes)] if notes else []
+
+
+def _aligned(lines: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in lines
+    )

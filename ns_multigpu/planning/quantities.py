@@ -1,0 +1,45 @@
+"""Numbers as people type and read them: 400M, 1.5B, 3840x2160, 12.3 GiB."""
+
+import re
+
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
+_COUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?|\.\d+)\s*([kmbg]?)", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+)\s*[xX]\s*(\d+)\s*")
+
+
+def parse_count(text: str) -> int:
+    """400M, 1.5B, 250k, 8000000 or 8_000_000 as an integer.
+
+    Raises:
+        ValueError: it is none of these, or not a whole number of at least 1.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no number of points: write 8000000, 250k, 400M or 1.5B")
+    number, suffix = match.groups()
+    value = float(number.replace("_", "").replace(",", "")) * _SUFFIXES[suffix.lower()]
+    count = round(value)
+    if count < 1 or abs(value - count) > 1e-6 * count:
+        raise ValueError(f"{text!r} is not a whole number of points, 1 or more")
+    return count
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """3840x2160 as (width, height).
+
+    Raises:
+        ValueError: it is no such size, or one too small for the loss's window of 11 pixels.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no size of an image: write WIDTHxHEIGHT, such as 3840x2160")
+    width, height = int(match[1]), int(match[2])
+    if min(width, height) < 11:
+        raise ValueError(f"images of {width}x{height} are too small: SSIM has a window of 11 pixels")
+    return width, height
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, with two digits after the point where they mean something."""
+    value = size / 2**30
+    return f"{value:,.2f}" if abs(value) < 100 else f"{value:,.1f}"

@@ -1,0 +1,153 @@
+"""Memory of one GPU, by part: what `FusedStep`, `TileStep`, the CUDA operators under them and densification allocate.
+
+Every figure is a count of bytes of buffers that exist in the code named beside it; on the four scenes that were
+measured the sum is within 2 % of the allocator's peak (benchmarks/results/train-step-h200.json; see
+tests/test_planning.py). What `tile` needs has not been measured yet.
+"""
+
+from dataclasses import dataclass
+
+from ns_multigpu.planning.work import RECORD_BYTES, ROOM, ROW_BYTES, Course, Share, ranks_used, share
+
+# Bytes a point.
+STATISTICS = 12  # grad2d, count, radii
+LAZY = 1  # LazyAdam.last
+_INDICES = 40  # where new points come from, and their order
+# Bytes a row that is projected here.
+_ROWS = 56  # SplatRows: two ids, means2d, conic, opacity, features, depth, radii
+_KEPT_ROWS = 56  # those of the step before, until new ones are there
+# Bytes a row that is drawn here.
+_TABLE = 48  # RasterState.table
+_RECORDS = 72  # gradients, owners, slots
+_ARRIVED = 60  # SplatRows, but for point ids; owners and slots
+# Bytes an intersection: row_ids, and checkpoints of transmittance and colour. Keys and ids that are sorted are gone by
+# then: 12 (16 beyond 65,535 tiles), of which row_ids are 4.
+_INTERSECTION = 20
+# Bytes a pixel, at the loss: target 3, rgb of this step and the last 24, colour, alpha, last 20, the loss's gradient 12
+# and its maps 36.
+_PIXEL = 95
+_PER_TILE = 40  # of 256 pixels: TileInfo, offsets, slots
+
+RESERVE = 2 << 30
+"""Bytes of CUDA itself, kernels, NCCL's channels. Assumed."""
+SLACK = 0.05
+"""The part of a GPU's memory that its allocator cannot use, being in pieces. Assumed."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes on one GPU.
+
+    Attributes:
+        parameters, moments, statistics: of the model. gradients: of all parameters, where steps are not fused.
+        rows, intersections, pixels, exchange: buffers of a step.
+        images: training images that are kept on the GPU.
+        refining: what densification needs beside the model, in place of a step's buffers: old tensors of which new
+            ones are made (`regroup.grow_and_prune`).
+        reserve: for CUDA, and what its allocator cannot use.
+        memory: of the GPU.
+    """
+
+    parameters: float
+    moments: float
+    statistics: float
+    gradients: float
+    rows: float
+    intersections: float
+    pixels: float
+    exchange: float
+    images: float
+    refining: float
+    reserve: float
+    memory: float
+
+    @property
+    def model(self) -> float:
+        """What there is throughout."""
+        return self.parameters + self.moments + self.statistics + self.gradients + self.images
+
+    @property
+    def step(self) -> float:
+        """Buffers of a step."""
+        return self.rows + self.intersections + self.pixels + self.exchange
+
+    @property
+    def training(self) -> float:
+        """The most that a step holds."""
+        return self.model + self.step + self.reserve
+
+    @property
+    def densifying(self) -> float:
+        """The most that there is while points are grown and pruned."""
+        return self.model + self.refining + self.reserve
+
+    def headroom(self, *, densify: bool) -> float:
+        """What is left; negative where it does not fit."""
+        return self.memory - (max(self.training, self.densifying) if densify else self.training)
+
+
+def room(strategy: str, course: Course, memory: float, images: float = 0.0) -> Room:
+    """The memory of one rank of `strategy`.
+
+    Args:
+        memory: bytes of a GPU.
+        images: bytes of training images on it.
+    """
+    one, ranks = share(strategy, course), ranks_used(strategy, course)
+    parameters = 4.0 * course.floats * one.points
+    pieces = step_buffers(one, ranks)
+    # Tensors are replaced one by one: of the largest there are the old value and an old moment beside all that is new;
+    # and indices, masks and positions of all points. A sharded model keeps what ranks exchange rows through.
+    refining = (2 * 4.0 * max(course.rest, 4) + _INDICES) * one.points + (pieces["exchange"] if one.arrivals else 0.0)
+    return Room(
+        parameters=parameters,
+        moments=2 * parameters,
+        statistics=float((STATISTICS + LAZY) * one.points),
+        gradients=0.0 if course.fused else parameters,
+        **pieces,
+        images=images,
+        refining=refining,
+        reserve=RESERVE + SLACK * memory,
+        memory=memory,
+    )
+
+
+def step_buffers(one: Share, ranks: int, *, capacity: float = ROOM) -> dict[str, float]:
+    """Bytes of a step's buffers: `rows`, `intersections`, `pixels` and `exchange`.
+
+    Args:
+        capacity: by how much capacities exceed counts.
+    """
+    rows = capacity * one.rows
+    if one.arrivals:  # TileStep
+        arrivals = capacity * one.arrivals
+        on_rows = rows * (_ROWS + _KEPT_ROWS + 4 * ranks) + arrivals * (_ARRIVED + _TABLE)
+        # Of every arrival a record and its gradient, with either transport; and what is collected, twice.
+        exchange = arrivals * (2 * RECORD_BYTES + 8) + 2 * RECORD_BYTES * rows
+    else:  # FusedStep
+        on_rows = rows * (_ROWS + _KEPT_ROWS + _TABLE + _RECORDS)
+        # What a rank gives and gets (see FusedStep's _mine, _everyone and _bright), and what is taken apart of it.
+        exchange = 0.0
+        if ranks > 1:
+            exchange = rows * (ROW_BYTES + ranks * (ROW_BYTES + 12)) + rows * ranks * (ROW_BYTES + RECORD_BYTES)
+    return {
+        "rows": on_rows,
+        "intersections": _INTERSECTION * capacity * one.intersections,
+        "pixels": one.pixels * (_PIXEL + _PER_TILE / 256),
+        "exchange": exchange,
+    }
+
+
+def most_points(strategy: str, course: Course, memory: float, *, densify: bool, images: float = 0.0) -> int:
+    """The largest model that fits, all else being as in `course`; 0 if nothing does."""
+
+    def fits(points: int) -> bool:
+        return room(strategy, course.with_points(points), memory, images).headroom(densify=densify) >= 0
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

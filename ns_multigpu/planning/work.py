@@ -1,0 +1,165 @@
+"""How much of everything one rank has in a step, by strategy.
+
+How many points a view shows, and how many tiles a splat meets, depends on the scene. The defaults are those of the
+largest scene that was measured: the garden of Mip-NeRF 360 repeated on a grid (benchmarks/garden.py), 7.93 M points, of
+which 1.73 M are drawn; each meets 3.5 tiles of an image of 1920x1080, and 7.9 of one of 3840x2160 (`counts` in
+benchmarks/results/rasterizer-h200.json; gsplat, which bounds splats by squares, counts 5.8 and 14.7).
+"""
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+STRATEGIES = ("single", "batch", "tile")
+"""The strategies that can be planned."""
+
+SCENE = "garden repeated on a grid, 7.93 M Gaussians (benchmarks/results/rasterizer-h200.json)"
+VISIBLE = 1_734_766 / 7_927_073
+_TILES_1080P, _TILES_4K = 6_103_052 / 1_734_766, 13_711_081 / 1_734_018
+_PIXELS_1080P, _PIXELS_4K = 1920 * 1080, 3840 * 2160
+
+TILE = 16
+"""Side of a tile, and rows of pixels of a band's halo."""
+ROOM = 1.25
+"""Capacities have this much more room than was needed (`fused_step.padded`)."""
+UNEVEN = 2.0
+"""How much more than an equal share the largest of the segments holds that ranks send each other. Assumed."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is to be trained.
+
+    Attributes:
+        points: of the whole model.
+        width, height: of an image.
+        views: views a step, over all GPUs.
+        gpus: how many.
+        sh_degree: harmonics, 0 to 3.
+        visible: the part of the points that a view shows.
+        tiles: tiles that a visible splat meets.
+        fused: whether steps are fused (see docs/kernels.md); else gradients of all parameters are in memory.
+    """
+
+    points: int
+    width: int
+    height: int
+    views: int = 1
+    gpus: int = 1
+    sh_degree: int = 3
+    visible: float = VISIBLE
+    tiles: float = 0.0
+    fused: bool = True
+
+    def __post_init__(self) -> None:
+        if self.views < 1 or self.gpus < 1:
+            raise ValueError(f"{self.views} views a step on {self.gpus} GPUs: give at least 1 of each")
+        if not 0 <= self.sh_degree <= 3:
+            raise ValueError(f"sh-degree is {self.sh_degree}: give 0 to 3")
+        if not 0 < self.visible <= 1:
+            raise ValueError(f"visible-fraction is {self.visible}: give a part of the points, above 0 and at most 1")
+        if self.tiles < 0:
+            raise ValueError(f"intersections-per-splat is {self.tiles}: give more than 0")
+        if self.tiles == 0:
+            object.__setattr__(self, "tiles", usual_tiles(self.width * self.height))
+
+    @property
+    def pixels(self) -> int:
+        """Of an image."""
+        return self.width * self.height
+
+    @property
+    def floats(self) -> int:
+        """Parameters of a point: mean 3, scale 3, rotation 4, opacity 1, colour 3 and the higher harmonics."""
+        return 14 + self.rest
+
+    @property
+    def rest(self) -> int:
+        """Parameters of a point's higher harmonics."""
+        return 3 * ((self.sh_degree + 1) ** 2 - 1)
+
+    def with_points(self, points: int) -> "Course":
+        """The same with another model."""
+        return replace(self, points=points)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has in a step; the rank with the most, where they differ.
+
+    Attributes:
+        points: that it holds.
+        views: of which it projects its points.
+        rows: splats of its own points in all its views.
+        arrivals: rows that it draws but may not own, padding included (`tile`); 0 where it draws its own.
+        drawn: rows that it draws.
+        intersections, pixels: that it draws, halos included.
+        updated: rows by whose gradients it updates its points.
+        traffic: bytes that it receives from other ranks, the way there and the way back.
+        traffic_padded: the same by collectives, which send capacities whole.
+    """
+
+    points: int
+    views: int
+    rows: float
+    arrivals: float
+    drawn: float
+    intersections: float
+    pixels: float
+    updated: float
+    traffic: float
+    traffic_padded: float
+
+
+def usual_tiles(pixels: int) -> float:
+    """Tiles that a visible splat meets in the measured scene, for images of so many pixels: linear between the two
+    sizes measured, and beyond them."""
+    slope = (_TILES_4K - _TILES_1080P) / (_PIXELS_4K - _PIXELS_1080P)
+    return _TILES_1080P + slope * (pixels - _PIXELS_1080P)
+
+
+def ranks_used(strategy: str, course: Course) -> int:
+    """GPUs that the strategy uses."""
+    return 1 if strategy == "single" else course.gpus
+
+
+def batch_of(strategy: str, course: Course) -> int:
+    """Views a step: `batch` gives each rank equally many whole ones, at least one."""
+    return ceil(course.views / course.gpus) * course.gpus if strategy == "batch" else course.views
+
+
+def share(strategy: str, course: Course) -> Share:
+    """What a rank has in a step of `strategy`.
+
+    Raises:
+        ValueError: the strategy cannot be planned.
+    """
+    ranks = ranks_used(strategy, course)
+    seen = course.points * course.visible
+    if strategy in ("single", "batch"):
+        views = batch_of(strategy, course) // ranks
+        rows = seen * views
+        crossing = rows * ROW_BYTES * (ranks - 1)
+        return Share(
+            course.points, views, rows, 0.0, rows, rows * course.tiles, float(course.pixels * views), rows * ranks,
+            crossing, ROOM * crossing,
+        )  # fmt: skip
+    if strategy != "tile":
+        raise ValueError(f"there is no plan for the strategy {strategy!r}: choose from {', '.join(STRATEGIES)}")
+    part = course.views / ranks
+    # Where views are cut, a band is drawn with a row of tiles more on either side.
+    cut = ranks > 1 and course.views % ranks != 0
+    halo = 1 + 2 * TILE / (course.height * part) if cut else 1.0
+    rows, drawn = seen * part, min(seen * part * halo, seen * course.views)
+    arrivals = min(UNEVEN * drawn, seen * course.views) if ranks > 1 else drawn
+    crossing = 2 * RECORD_BYTES * (ranks - 1) / ranks
+    return Share(
+        ceil(course.points / ranks), course.views, rows, arrivals, drawn, drawn * course.tiles,
+        min(course.pixels * part * halo, float(course.pixels * course.views)), rows, crossing * drawn,
+        ROOM * crossing * arrivals,
+    )  # fmt: skip
+
+
+ROW_BYTES = 76
+"""A row and its gradients as `batch` gathers them (`FusedStep`)."""
+RECORD_BYTES = 64
+"""A row, or its gradients, as `tile` exchanges them (`cuda_ext.row_exchange`)."""

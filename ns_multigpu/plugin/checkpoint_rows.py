@@ -1,0 +1,132 @@
+"""Tensors of which each rank holds some rows: written where they are, read from any row on by any number of ranks.
+
+torch.distributed.checkpoint knows such tensors as chunks of one. We cut a rank's rows into blocks, each a chunk of its
+own: torch brings chunks to the host, and back from the disk, one at a time and whole, so that a block, and not a rank's
+whole part, is what either needs of the host's memory.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+BLOCK = 1 << 20
+"""Rows that are written as one piece."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """This rank's rows of a tensor that the ranks hold together.
+
+    Attributes:
+        own: [n, ...] on any device; n may be 0.
+        first: the row of the whole tensor that `own` begins with: those of the ranks before.
+        total: rows of the whole tensor.
+    """
+
+    own: Tensor
+    first: int
+    total: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+        return torch.Size((self.total, *self.own.shape[1:]))
+
+
+class RowsPlanner(dcp.DefaultSavePlanner):
+    """Plans the writing of a state, and of `rows` beside it.
+
+    Nobody's rows are sent to anybody: ranks tell each other which blocks they hold, and each writes its own.
+    """
+
+    def __init__(self, rows: Mapping[str, Rows]) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def create_local_plan(self) -> SavePlan:
+        """The state's items, and this rank's blocks."""
+        plan = super().create_local_plan()
+        blocks = [item for name, rows in self._rows.items() for item in _blocks(name, rows, self.is_coordinator)]
+        self.plan = dataclasses.replace(plan, items=[*plan.items, *blocks])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What is to be written under `index`."""
+        rows = self._rows.get(index.fqn)
+        if rows is None:
+            return super().lookup_object(index)
+        if math.prod(rows.shape) == 0:
+            return rows.own.new_empty(rows.shape)
+        assert index.offset is not None
+        begin = index.offset[0] - rows.first
+        return rows.own[begin : begin + BLOCK]
+
+
+def _blocks(name: str, rows: Rows, is_coordinator: bool) -> Iterator[WriteItem]:
+    if math.prod(rows.shape) == 0:  # nothing but its shape: one rank writes that
+        if is_coordinator:
+            yield _item(name, rows, 0, rows.total)
+        return
+    for begin in range(0, len(rows.own), BLOCK):
+        yield _item(name, rows, rows.first + begin, min(BLOCK, len(rows.own) - begin))
+
+
+def _item(name: str, rows: Rows, first: int, count: int) -> WriteItem:
+    chunk = _chunk(first, count, rows.own.shape)
+    properties = TensorProperties.create_from_tensor(rows.own.detach())
+    data = TensorWriteData(chunk=chunk, properties=properties, size=rows.shape)
+    return WriteItem(index=MetadataIndex(name, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)
+
+
+def _chunk(first: int, count: int, shape: torch.Size) -> ChunkStorageMetadata:
+    offsets = torch.Size((first, *(0 for _ in shape[1:])))
+    return ChunkStorageMetadata(offsets=offsets, sizes=torch.Size((count, *shape[1:])))
+
+
+class _Into(dcp.DefaultLoadPlanner):
+    """Knows the tensors to read into, by name."""
+
+    def __init__(self, into: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._into = into
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._into[index.fqn]
+
+
+def read_rows(
+    reader: dcp.FileSystemReader, listed: Mapping[str, TensorStorageMetadata], into: Mapping[str, Tensor], first: int
+) -> None:
+    """Reads rows of saved tensors, a block at a time, straight into tensors on any device; each process on its own.
+
+    Args:
+        reader: of the folder, told of its metadata.
+        listed: what there is, by name.
+        into: [n, ...] by name: rows `first` to `first + n` of the whole; of another dtype they are converted.
+
+    Raises:
+        ValueError: rows that were not saved are asked for.
+    """
+    items: list[Any] = []
+    for name, tensor in into.items():
+        size = listed[name].size
+        if first < 0 or first + len(tensor) > size[0] or tensor.shape[1:] != size[1:]:
+            wanted = f"rows {first} to {first + len(tensor)} of shape {list(tensor.shape[1:])}"
+            raise ValueError(f"{name} was saved with shape {list(size)}: {wanted} are not in it")
+        if tensor.numel():
+            items += create_read_items_for_chunk_list(name, listed[name], [_chunk(first, len(tensor), tensor.shape)])
+    reader.read_data(LoadPlan(items), _Into(into)).wait()

@@ -1,0 +1,65 @@
+"""A model whose points are spread over the ranks, as far as the model itself has to know."""
+
+import torch
+from nerfstudio.models.splatfacto import SplatfactoModel
+from torch import Tensor
+
+from ns_multigpu.core.collectives import all_gather_ints
+from ns_multigpu.core.placement import even_bounds
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.regroup import morton_order
+
+
+class ShardedPoints(SplatfactoModel):
+    """What `SplatModel` can say about the points that other ranks hold.
+
+    A sharded model's parameters are this rank's rows of the whole model's, which is in Morton order, the ranks' rows
+    one after the other.
+
+    Attributes:
+        shard_counts: of a sharded model how many points each rank holds; None where this process holds all.
+        shard_world: the ranks.
+    """
+
+    shard_counts: list[int] | None = None
+    shard_world: World | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this process holds its rank's part of the points only."""
+        return self.shard_counts is not None
+
+    @property
+    def total_points(self) -> int:
+        """Points of the whole model."""
+        return self.num_points if self.shard_counts is None else sum(self.shard_counts)
+
+    @torch.no_grad()
+    def hold_shard(self, world: World) -> None:
+        """Brings the whole model, which every rank holds, into Morton order and keeps this rank's equal part of it."""
+        order = morton_order(self.gauss_params["means"].detach())
+        bounds = even_bounds(len(order), world.size)
+        mine = order[bounds[world.rank] : bounds[world.rank + 1]]
+        for name, value in list(self.gauss_params.items()):
+            self.gauss_params[name] = torch.nn.Parameter(value.detach()[mine])
+        self.shard_world = world
+        self.count_shards()
+
+    def count_shards(self) -> None:
+        """Learns how many points each rank of a sharded model has now. Every rank calls it."""
+        if self.shard_world is not None:
+            self.shard_counts = [row[0] for row in all_gather_ints([self.num_points], self.shard_world)]
+
+    def replicated_parameters(self) -> list[torch.nn.Parameter]:
+        """What is to be the same on every rank: all parameters, or all but a sharded model's points."""
+        points = {id(param) for param in self.gauss_params.values()} if self.sharded else set[int]()
+        return [param for param in self.parameters() if id(param) not in points]
+
+    def share_of_points(self, world: World) -> float:
+        """The weight on this rank of a mean over this process's points, so that the ranks' sum is that over all."""
+        return self.num_points / max(self.total_points, 1) if self.sharded else 1 / world.size
+
+
+def mean_of(values: Tensor) -> Tensor:
+    """The mean [], with gradients; 0 of none, as a shard without points has it."""
+    return values.mean() if values.numel() else values.sum()

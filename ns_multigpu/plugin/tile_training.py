@@ -1,0 +1,178 @@
+"""Training a sharded model in blocks of fused steps: see `fused_training`, of which this is the part that differs.
+
+A step's plan follows from how much work each row of tiles was when its view was seen last. Those counts come from the
+device some steps later than they are made, always the same number, so that nobody waits for them and all ranks plan the
+same.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from nerfstudio.utils.rich_utils import CONSOLE
+from torch import Tensor
+
+from cuda_ext.row_exchange import RECORD_FLOATS
+from ns_multigpu.core.peer_memory import choose_transport
+from ns_multigpu.core.placement import Plan
+from ns_multigpu.core.types import View
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.errors import InputError
+from ns_multigpu.plugin.fused_training import BlockResult, FusedTraining
+from ns_multigpu.primitives.fused_step import padded
+from ns_multigpu.primitives.gaussians import TILE
+from ns_multigpu.primitives.tile_lists import GatheredLists, SortedLists, TileLists
+from ns_multigpu.primitives.tile_rows import CollectiveRows, OwnRows, PeerRows, RowTransport
+from ns_multigpu.primitives.tile_settings import TileSettings, bands
+from ns_multigpu.primitives.tile_step import TileStep
+
+_LAG = 4
+"""Steps after which a step's counts are read: long enough that the device is done with it."""
+_MOST_AT_FIRST = 1 << 20
+"""Rows of a rank that the first step of a run has room for; a step that needs more is taken again with more."""
+
+
+@dataclass
+class _Counts:
+    """Work by rows of tiles on its way to the host."""
+
+    views: list[View]
+    counts: Tensor
+    arrived: Any
+
+
+class TileTraining(FusedTraining):
+    """The fused steps of one rank of a sharded model. Arguments as `FusedTraining`'s."""
+
+    def __init__(self, pipeline: Any, optimizers: Any, world: World, computed: Callable[[], None]) -> None:
+        super().__init__(pipeline, optimizers, world, computed)
+        self._computed = computed
+        self._work = pipeline.strategy.assignment.work
+        self._pending: deque[_Counts] = deque()
+        self._rows: RowTransport | None = None
+        self._lists: TileLists | None = None
+        self._lists_shape = (0, 0, 0)
+        self._targets: list[Tensor] = []
+        self._drawn: Plan = []
+        options = pipeline.config
+        try:
+            self._transport = choose_transport(world, options.transport)
+        except RuntimeError as error:
+            raise InputError(f"--pipeline.transport {options.transport}: {error}") from error
+        self._atomics = options.gradients == "atomics"
+        if world.is_main and world.size > 1:
+            CONSOLE.print(self._transport.reason)
+
+    def run(self, steps: range) -> BlockResult:
+        result = super().run(steps)
+        while self._pending:  # so that what is known at a checkpoint does not depend on what was on its way
+            self._learn_work()
+        return result
+
+    def refine(self, steps: range) -> None:
+        super().refine(steps)
+        if self._key is None:
+            self._model.count_shards()
+
+    def _own_views(self) -> slice:
+        return slice(0, self._pipeline.batch_size)
+
+    def _plan(self, views: list[View]) -> Plan:
+        while len(self._pending) > _LAG:
+            self._learn_work()
+        return self._pipeline.strategy.plan(views)
+
+    def _render(self, step: TileStep, feed: Any) -> None:
+        timer, plan = self._pipeline.timer, bands(feed.plan, step.settings)
+        mine = plan[self._world.rank]
+        with timer.measure("data"):
+            images = self._images.get(feed.indices, plan)
+            as_bytes = self._signature(feed.step)[1] == 1
+            self._targets = []
+            for patch, image in zip(mine, images, strict=True):
+                _, top, _, bottom = patch.rendered(feed.views[patch.view])
+                self._targets.append((image if as_bytes else self._small(image, feed.step))[top:bottom].contiguous())
+        step.render(plan, self._targets)
+        self._computed()
+        step.update()
+        self._drawn = plan
+        self._pending.append(self._on_its_way(feed.views, step.tile_counts))
+
+    def _on_its_way(self, views: list[View], counts: Tensor) -> _Counts:
+        if not counts.is_cuda:
+            return _Counts(views, counts.clone(), None)
+        there = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        there.copy_(counts, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return _Counts(views, there, arrived)
+
+    def _learn_work(self) -> None:
+        one = self._pending.popleft()
+        if one.arrived is not None:
+            one.arrived.synchronize()
+        self._work.learn(one.views, one.counts.reshape(-1).tolist())
+
+    def _first_capacities(self, pixels: int) -> tuple[int, ...]:
+        batch = self._pipeline.batch_size
+        rows = padded(min(max(self._model.shard_counts) * batch, _MOST_AT_FIRST))
+        tiles = -(-pixels // (TILE * TILE)) * batch
+        return rows, rows, padded(4 * rows + 16 * tiles)
+
+    def _made(self, view: View, degree: int, moments: Any, counts: bool, kind: torch.dtype) -> TileStep:
+        assert self._capacities is not None
+        model, options = self._model, self._model.config
+        rows, segment, intersections = self._capacities
+        settings = TileSettings(
+            width=view.width, height=view.height, views=self._pipeline.batch_size, degree=degree,
+            antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad,
+            ssim_lambda=options.ssim_lambda, rows=rows, segment=segment, intersections=intersections,
+        )  # fmt: skip
+        statistics = model.strategy.statistics(model.gauss_params, model.strategy_state) if counts else {}
+        self._rows = self._transport_for(settings)
+        timer = self._pipeline.timer
+        names = {"send": "exchange", "return": "exchange"}
+        return TileStep(
+            dict(model.gauss_params), moments, statistics, settings, self._world, self._rows, self._lazy,
+            lists=self._lists_for(settings), measure=lambda part: timer.measure(names.get(part, "compute")),
+        )  # fmt: skip
+
+    def _lists_for(self, settings: TileSettings) -> TileLists:
+        shape = (settings.rows, settings.segment, settings.intersections)
+        if self._lists is None or self._lists_shape != shape:
+            self._lists = None  # its memory is the next one's
+            self._lists_shape = shape
+            if self._pipeline.config.tile_lists == "sort":
+                self._lists = SortedLists(settings, self._world, peer=self._transport.peer)
+            else:
+                self._lists = GatheredLists(settings, self._world.rank)
+        return self._lists
+
+    def _transport_for(self, settings: TileSettings) -> RowTransport:
+        shape = (settings.rows, settings.segment, settings.words)
+        old = self._rows
+        if old is not None and (old.rows, old.capacity, old.words) == shape:
+            return old
+        self._rows = None  # its memory is the next one's
+        if self._world.size == 1:
+            return OwnRows(self._world, *shape)
+        if self._transport.peer:
+            return PeerRows(self._world, *shape, atomics=self._atomics)
+        return CollectiveRows(self._world, *shape)
+
+    def _learn(self, status: Any) -> None:
+        super()._learn(status)
+        if self._transport.peer:  # collectives count for themselves
+            self._world.traffic.add(2 * 4 * RECORD_FLOATS * status.sent)
+
+    def _mse(self, step: TileStep) -> Tensor:
+        s = step.settings
+        squared = torch.zeros((), device=self._world.device)
+        for patch, rgb, target in zip(self._drawn[self._world.rank], step.rgb, self._targets, strict=True):
+            top = patch.y0 - patch.rendered(View(step.viewmats[0], step.Ks[0], s.width, s.height))[1]
+            own = target[top : top + patch.y1 - patch.y0]
+            wanted = own.float() / 255 if own.dtype == torch.uint8 else own
+            squared = squared + (rgb - wanted).square().sum()
+        return squared / (3 * s.width * s.height * s.views)

@@ -1,0 +1,36 @@
+"""The viewer's place in the training loop: what a trainer does for it when ranks move in lockstep."""
+
+import contextlib
+from typing import Any
+
+from nerfstudio.utils.rich_utils import CONSOLE
+
+from ns_multigpu.core.collectives import broadcast_int
+
+
+def may_go_on(trainer: Any, step: int) -> bool:
+    """Whether to take `step`: all ranks go on or none. It returns when a pause of rank 0's viewer is over, or never.
+
+    In between it renders for the viewer what takes all ranks. Every rank calls it.
+    """
+    return trainer.guards.may_go_on(
+        step,
+        stop=lambda: trainer.stop_training,
+        paused=lambda: trainer.training_state != "training",
+        renders=trainer.pipeline.renders.if_shared,
+    )
+
+
+def stay_open(trainer: Any) -> None:
+    """After training: keeps rank 0's viewer open, if there is one, until Ctrl-C or SIGTERM. Every rank calls it.
+
+    All stay, for it may take them all to render; and one that left would be taken for one that does not answer.
+    """
+    viewer = trainer.viewer_state
+    if not broadcast_int(int(viewer is not None), 0, trainer.world):
+        return
+    if viewer is not None:
+        with contextlib.suppress(RuntimeError):  # its connections come and go
+            viewer.training_complete()
+        CONSOLE.print("Use ctrl+c to quit", justify="center")
+    may_go_on(trainer, trainer.step)

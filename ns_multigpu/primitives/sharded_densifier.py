@@ -1,0 +1,70 @@
+"""Growing and pruning of Gaussians that are spread over the ranks: one after the other, the ranks then hold the points
+that one rank with `morton` would have, and nearly equal work each.
+
+A point's statistics are on its owner, and so is the decision; what the points of the other ranks have to do with it is
+the numbers that a split draws, which go by its place among all splits, and the order.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ns_multigpu.core.collectives import all_gather_ints
+from ns_multigpu.core.random import seed_from
+from ns_multigpu.primitives.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.regroup import decide, edit_children, regroup
+from ns_multigpu.primitives.sharded_order import Reordering, clock, order_keys, plan_move
+from ns_multigpu.primitives.sharded_rows import move_rows
+
+
+@dataclass
+class ShardedDensifier(ReplicatedDensifier):
+    """Adaptive density control for shards. See `ReplicatedDensifier`; parameters, moments, statistics and the rows of
+    `info` are those of this rank's points, and every rank calls all methods together.
+
+    The work of a point is `refine_every`, for being there, and `seen_cost` for every image that it was seen in since
+    the last refinement.
+
+    Attributes:
+        threshold: ranges are made anew where a rank's work is more than this times the mean.
+        seen_cost: see above; 0 for ranges of equal numbers.
+        reordering: what the last refinement did; whoever logs it sets it to None.
+    """
+
+    morton: bool = True
+    threshold: float = 1.1
+    seen_cost: int = 4
+    reordering: Reordering | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if not self.morton:
+            raise ValueError("shards are ranges of the Morton order: a sharded densifier cannot do without it")
+
+    @torch.no_grad()
+    def _refine(self, params: Any, optimizers: Any, state: dict[str, Any], image: int) -> None:
+        world = self.world
+        statistics = self.statistics(params, state)
+        device = params["means"].device
+        started = clock(device)
+        fates = decide(self, params, state, image)
+        splits = [row[0] for row in all_gather_ints([fates.n_split], world)]
+        drawn = None
+        if sum(splits) > 0:
+            first = sum(splits[: world.rank])
+            # What one rank draws for all splits, of which these are some.
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                torch.manual_seed(seed_from(self.seed, "densify", image))
+                drawn = torch.randn(2, sum(splits), 3, device=device)[:, first : first + fates.n_split].clone()
+        regrouping = regroup(params, fates, drawn)
+        keys = order_keys(regrouping.positions(params["means"]), fates.categories(), world)
+        del fates, drawn
+        keys, order = torch.sort(keys, stable=True)
+        regrouping = regrouping.ordered(order)
+        weights = self.refine_every + self.seen_cost * statistics["count"].long()[regrouping.source]
+        move = plan_move(keys, weights, world, self.threshold)
+        del keys, order, weights
+        row_bytes = move_rows(params, optimizers, regrouping, move, world, lambda *rows: edit_children(self, *rows))
+        for name, value in statistics.items():
+            state[name] = value.new_zeros(len(params["means"]))
+        self.reordering = move.record(started, row_bytes)

@@ -1,0 +1,237 @@
+"""A whole step of training sharded Gaussians: each rank projects its own, draws its bands of the batch's views from
+everybody's, and brings gradients back to their owners (torch-dgx, section 4), in operators that read nothing back.
+
+Every rank splats the points that it owns for all views, whole, and sends each row to the ranks in whose bands it shows
+(`tile_rows`). What a rank renders it renders with a halo of one row of tiles, so that the gradient of its own pixels is
+whole (`tile_loss`); what arrives is ordered by owner and row, so that splats of equal depth blend as in `single`.
+
+Capacities and their overflow are as in `fused_step`: a step for which there is not room on some rank changes nothing
+anywhere, and all that follow wait until the host has looked and made room.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext.adam import SCALARS
+from cuda_ext.fused import splat_forward, splat_update
+from cuda_ext.lazy_adam import MOST_STEPS, LazyAdam, splat_flush
+from cuda_ext.row_exchange import route
+from ns_multigpu.core.placement import Plan
+from ns_multigpu.core.types import Patch, View
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.fused_step import ORDER
+from ns_multigpu.primitives.gaussians import TILE
+from ns_multigpu.primitives.tile_lists import GatheredLists, TileLists
+from ns_multigpu.primitives.tile_loss import band_loss
+from ns_multigpu.primitives.tile_rows import RowTransport
+from ns_multigpu.primitives.tile_settings import HEAD, TileSettings, TileStatus
+
+
+class TileStep:
+    """The step of one rank.
+
+    `render` and `update`, in this order, are a step. Before them the caller fills the inputs in place.
+
+    Args:
+        params, moments, statistics: as `FusedStep`'s, of this rank's points.
+        settings: see there.
+        world: the ranks.
+        transport: for `settings.rows`, `settings.segment` and `settings.words`.
+        lazy: as `FusedStep`'s.
+        lists: how each tile's splats are found; `GatheredLists` unless given.
+        measure: called with the name of each part (project, send, sort, raster, loss, backward, return, update), gives
+            a context to do it in.
+
+    Attributes:
+        inputs: one vector that holds the next four, in this order.
+        viewmats: [B, 4, 4] the batch's world-to-camera matrices. Ks: [B, 3, 3] its intrinsics.
+        backgrounds: [B, 3]. scalars: [6, 8] Adam's.
+        report: [B + 1] this rank's shares of the views' losses (summed over ranks they are the views', not divided by
+            B), and a number that is finite where all gradients that arrived here are.
+        rgb: this rank's renderings of the last step, one a patch, without halo [h, W, 3].
+        tile_counts: [B, rows of tiles] int64, intersections in each row of tiles, over all ranks.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        moments: Mapping[str, tuple[Tensor, Tensor]],
+        statistics: Mapping[str, Tensor],
+        settings: TileSettings,
+        world: World,
+        transport: RowTransport,
+        lazy: LazyAdam | None = None,
+        lists: TileLists | None = None,
+        measure: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
+    ) -> None:
+        self._measure = measure
+        self._lists = lists or GatheredLists(settings, world.rank)
+        self.settings, self._world, self._transport, self._lazy = settings, world, transport, lazy
+        self._params = [_flat(name, params[name].detach()) for name in ORDER]
+        self._moments = [[_flat(name, moments[name][i]) for name in ORDER] for i in (0, 1)]
+        self._statistics = dict(statistics)
+        device, batch = self._params[0].device, settings.views
+        parts = (16 * batch, 9 * batch, 3 * batch, len(ORDER) * SCALARS)
+        self.inputs = torch.zeros(sum(parts), device=device)
+        viewmats, Ks, backgrounds, scalars = self.inputs.split(parts)
+        self.viewmats, self.Ks = viewmats.view(batch, 4, 4), Ks.view(batch, 3, 3)
+        self.backgrounds, self.scalars = backgrounds.view(-1, 3), scalars.view(-1, SCALARS)
+        self.report = torch.zeros(batch + 1, device=device)
+        self.rgb: list[Tensor] = []
+        self.tile_counts = torch.zeros(batch, settings.tile_rows, dtype=torch.int64, device=device)
+        self._sizes = (settings.width, settings.height) * batch
+        self._still = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).repeat(len(ORDER), 1)
+        self._status = torch.zeros(6, dtype=torch.int64, device=device)
+        limits = [settings.rows, settings.segment, settings.intersections]
+        self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
+        windows = (settings.width - 10) * (settings.height - 10)
+        scale = 1.0 / (3 * batch)
+        self._v_l1 = torch.tensor(
+            (1 - settings.ssim_lambda) * scale / (settings.width * settings.height), device=device
+        )
+        self._v_ssim = torch.tensor(-settings.ssim_lambda * scale / windows, device=device)
+
+    @torch.no_grad()
+    def render(self, plan: Plan, targets: Sequence[Tensor]) -> None:
+        """Splats this rank's points, exchanges rows, draws this rank's bands, their loss and its gradient by the rows,
+        and brings gradients back.
+
+        Args:
+            plan: `bands`' of a plan that is the same on all ranks.
+            targets: of each of this rank's patches the image under its rendered rectangle [h, W, 3], uint8 or float.
+        """
+        s, world, transport, measure = self.settings, self._world, self._transport, self._measure
+        with measure("project"):
+            rows = splat_forward(
+                *self._params, viewmats=self.viewmats, Ks=self.Ks, sizes=self._sizes, degree=s.degree,
+                capacity=s.rows, antialiased=s.antialiased, exp_avgs=self._moments[0], exp_avg_sqs=self._moments[1],
+                lazy=self._lazy,
+            )  # fmt: skip
+        views = [self._view(position) for position in range(s.views)]
+        reach = [
+            n
+            for rank, patches in enumerate(plan)
+            for patch in patches
+            for n in (rank, patch.view, *patch.rendered(views[patch.view]))
+        ]
+        with measure("sort"):
+            self._lists.begin(rows, views)
+        with measure("send"):
+            place, counts = route(rows.view_ids, rows.count, rows.means2d, rows.radii, reach, world.size)
+            arrived = transport.send(rows, place, counts, s.views)
+        own = plan[world.rank]
+        patches = [n for patch in own for n in (patch.view, *patch.rendered(views[patch.view]))]
+        geometry = (arrived.means2d, arrived.conics, arrived.opacities)
+        with measure("sort"):
+            tile_offsets, row_ids, met = self._lists.finish(arrived, plan, views)
+        inputs = (*geometry, arrived.features, tile_offsets, row_ids, patches, TILE)
+        with measure("raster"):
+            out, alpha, last, state = torch.ops.ns_multigpu.rasterize(*inputs, None)
+        with measure("loss"):
+            v_out, v_alpha = self._losses(out, alpha, last, own, views, targets)
+        with measure("backward"):
+            sinks = transport.sinks(arrived.owners, arrived.slots)
+            torch.ops.ns_multigpu.rasterize_backward_into(
+                *inputs, alpha, last, state, out, v_out, v_alpha, s.absgrad,
+                sinks.addresses, sinks.owners, sinks.slots, sinks.system_scope,
+            )  # fmt: skip
+        with measure("return"):
+            sent = counts.sum() - counts[world.rank]
+            work = self._work(tile_offsets, own, views)
+            message = torch.cat([rows.count, counts.amax(dim=0, keepdim=True), met, sent.view(1), work])
+            self._rows = rows
+            self._records, self._messages = transport.bring_back(place, rows.count, message)
+            self.report[-1] = torch.linalg.vector_norm(self._records, float("inf"))
+
+    def _view(self, position: int) -> View:
+        return View(self.viewmats[position], self.Ks[position], self.settings.width, self.settings.height, position)
+
+    def _losses(
+        self, out: Tensor, alpha: Tensor, last: Tensor, own: Sequence[Patch], views: Sequence[View],
+        targets: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Sets rgb and this rank's losses; returns the gradients by out and alpha, and closes the halo in `last`."""
+        s = self.settings
+        self.report.zero_()
+        self.rgb = []
+        gradients: list[tuple[Tensor, Tensor]] = []
+        start = 0
+        for patch, target in zip(own, targets, strict=True):
+            view = views[patch.view]
+            _, top, _, bottom = patch.rendered(view)
+            piece = slice(start, start + (bottom - top) * s.width)
+            start = piece.stop
+            background = self.backgrounds[patch.view]
+            loss = band_loss(out[piece], alpha[piece], background, target, patch, view, self._v_l1, self._v_ssim)
+            gradients.append((loss.v_out, loss.v_alpha))
+            # Nothing comes from the halo's pixels: the way back need not look at them.
+            rows = last[piece].view(bottom - top, s.width)
+            rows[: patch.y0 - top].fill_(-1)
+            rows[patch.y1 - top :].fill_(-1)
+            self.rgb.append(loss.rgb[patch.y0 - top : patch.y1 - top])
+            share = s.views * (self._v_l1 * loss.l1 + self._v_ssim * loss.ssim)
+            self.report[patch.view] += share + s.ssim_lambda if patch.y0 == 0 else share
+        if len(gradients) == 1:
+            return gradients[0]
+        v_out = torch.cat([out[:0], *(g[0] for g in gradients)])
+        return v_out, torch.cat([alpha[:0], *(g[1] for g in gradients)])
+
+    def _work(self, tile_offsets: Tensor, own: Sequence[Patch], views: Sequence[View]) -> Tensor:
+        """[B * rows of tiles] int64, the intersections of each row of tiles of this rank's bands; zero elsewhere."""
+        s = self.settings
+        columns = -(-s.width // TILE)
+        work = torch.zeros(s.views, s.tile_rows, dtype=torch.int64, device=tile_offsets.device)
+        start = 0
+        for patch in own:
+            _, top, _, bottom = patch.rendered(views[patch.view])
+            rows = -(-(bottom - top) // TILE)
+            ends = tile_offsets[start : start + rows * columns + 1 : columns].long()
+            start += rows * columns
+            first, halo = patch.y0 // TILE, (patch.y0 - top) // TILE
+            count = -(-(patch.y1 - patch.y0) // TILE)
+            work[patch.view, first : first + count] = ends.diff()[halo : halo + count]
+        return work.view(-1)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes Adam's step and adds to the statistics, unless a capacity was or is exceeded on any rank."""
+        s = self.settings
+        most = self._messages[:, :3].amax(dim=0)
+        full = (most > self._limits).any() | (self._status[4] > 0)
+        if self._lazy is not None:
+            full = full | (self._lazy.steps[0] >= MOST_STEPS)
+        self.tile_counts.copy_(self._messages[:, HEAD:].sum(dim=0).view_as(self.tile_counts))
+        sent = self._messages[self._world.rank, 3]
+        taken = torch.stack([1 - full.long(), most[0], most[1], most[2], full.long(), sent])
+        before = self._status
+        self._status.copy_(
+            torch.cat([before[:1] + taken[:1], torch.maximum(before[1:5], taken[1:5]), before[5:] + taken[5:]])
+        )
+        scalars = torch.where(full, self._still, self.scalars)
+        real = torch.where(full, torch.zeros_like(self._rows.count), self._rows.count)
+        with self._measure("update"):
+            splat_update(
+                self._params, *self._moments, scalars=scalars, viewmats=self.viewmats, Ks=self.Ks, sizes=self._sizes,
+                rows=self._rows._replace(count=real), gradients=self._records, degree=s.degree,
+                antialiased=s.antialiased, absgrad=s.absgrad, grad2d=self._statistics.get("grad2d"),
+                seen=self._statistics.get("count"), radii_max=self._statistics.get("radii"), lazy=self._lazy,
+            )  # fmt: skip
+
+    def flush(self) -> None:
+        """Takes the steps that were put off. All ranks do it."""
+        if self._lazy is not None:
+            splat_flush(self._params, self._moments[0], self._moments[1], self._lazy)
+
+    def status(self) -> TileStatus:
+        """Waits for the device, says how far the steps have got, and starts counting anew."""
+        done, rows, segment, intersections, full, sent = self._status.tolist()
+        self._status.zero_()
+        return TileStatus(done, rows, segment, intersections, full > 0, sent)
+
+
+def _flat(name: str, tensor: Tensor) -> Tensor:
+    return tensor.view(-1) if name == "opacities" else tensor

@@ -1,0 +1,273 @@
+"""The exchange of rows on the CPU, with ranks that share this process: who gets what, there and back."""
+
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from cuda_ext import ArrivedRows, collect, pack, route, unpack
+from ns_multigpu.core.splat_exchange import touches
+from ns_multigpu.core.types import Hits, Patch, Splats, View
+
+WIDTH, HEIGHT, HALO = 50, 70, 16
+OPS = torch.ops.ns_multigpu
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a rank has to send: some rows, then padding."""
+
+    view_ids: Tensor
+    count: Tensor
+    means2d: Tensor
+    conics: Tensor
+    opacities: Tensor
+    features: Tensor
+    depths: Tensor
+    radii: Tensor
+
+    def __len__(self) -> int:
+        return len(self.view_ids)
+
+    def to(self, device: str) -> "Rows":
+        return Rows(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+    def route(self, patches: list[int], ranks: int) -> tuple[Tensor, Tensor]:
+        return route(self.view_ids, self.count, self.means2d, self.radii, patches, ranks)
+
+    def packed(self) -> tuple[Tensor, ...]:
+        return (
+            self.view_ids, self.means2d, self.conics, self.opacities, self.features, self.depths, self.radii
+        )  # fmt: skip
+
+
+def make_rows(real: int, padding: int, views: int = 2, seed: int = 0) -> Rows:
+    """Rows on and around images; coordinates in quarters of a pixel, so that boxes end on pixel centres, too."""
+    g = torch.Generator().manual_seed(seed)
+    lines = real + padding
+    view_ids = torch.cat(
+        [torch.randint(0, views, (real,), generator=g).sort().values, torch.full((padding,), views - 1)]
+    )
+    means2d = torch.rand(lines, 2, generator=g) * torch.tensor([WIDTH + 30.0, HEIGHT + 30.0]) - 15
+    means2d = (means2d * 4).round() / 4
+    radii = torch.randint(0, 9, (lines, 2), generator=g).int()
+    floats = [torch.randn(lines, *shape, generator=g) for shape in ((3,), (), (3,), ())]
+    return Rows(view_ids.int(), torch.tensor([real]), means2d, *floats, radii)
+
+
+def bands(ranks: int, views: int) -> list[tuple[int, Patch]]:
+    """Rank and patch of bands of each view, another number of lines each; some are empty."""
+    result: list[tuple[int, Patch]] = []
+    for view in range(views):
+        cuts = [HEIGHT * k * k // (ranks * ranks) for k in range(ranks + 1)]
+        for k, (top, bottom) in enumerate(pairwise(cuts)):
+            result.append(((k + view) % ranks, Patch(view, 0, top, WIDTH, bottom, HALO)))
+    return result
+
+
+def numbers(parts: list[tuple[int, Patch]], views: int) -> list[int]:
+    cameras = make_views(views)
+    return [n for rank, patch in parts for n in (rank, patch.view, *patch.rendered(cameras[patch.view]))]
+
+
+def make_views(count: int) -> list[View]:
+    return [View(torch.eye(4), torch.eye(3), WIDTH, HEIGHT) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """All ranks' rows after a whole exchange: route, pack and unpack on each."""
+
+    rows: list[Rows]
+    places: list[Tensor]
+    counts: Tensor  # [from, to]
+    arrived: list[ArrivedRows]
+    capacity: int
+
+
+def exchange(rows: list[Rows], patches: list[int], capacity: int, views: int = 2) -> Exchange:
+    """On the device of the rows; each rank's segments lie in one tensor."""
+    ranks, device = len(rows), rows[0].means2d.device
+    segments = [torch.full((ranks, capacity, 16), 7.0, device=device) for _ in range(ranks)]
+    routed = [one.route(patches, ranks) for one in rows]
+    for source, (one, (place, _)) in enumerate(zip(rows, routed, strict=True)):
+        pack(*one.packed(), place, addresses(segments, source), capacity)
+    counts = torch.stack([counts for _, counts in routed])
+    arrived = [unpack(segments[rank], counts[:, rank], views) for rank in range(ranks)]
+    return Exchange(rows, [place for place, _ in routed], counts, arrived, capacity)
+
+
+def addresses(segments: list[Tensor], source: int) -> Tensor:
+    """Where the segments of a source lie: tensors [ranks, capacity, 16] of each rank."""
+    capacity = segments[0].shape[1]
+    return torch.tensor([t.data_ptr() + 64 * capacity * source for t in segments], device=segments[0].device)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+def test_route_is_the_rule_of_touches(ranks: int) -> None:
+    rows, views, parts = make_rows(900, 60), make_views(2), bands(ranks, 2)
+    place, counts = rows.route(numbers(parts, 2), ranks)
+    splats = Splats(Hits(rows.view_ids, rows.view_ids), {"means2d": rows.means2d, "radii": rows.radii})
+    assert place.dtype == torch.int32 and place.shape == (ranks, 960)
+    assert counts.dtype == torch.int64 and counts.shape == (ranks,)
+    for rank in range(ranks):
+        touch = touches(splats, views, [patch for owner, patch in parts if owner == rank])
+        touch[900:] = False
+        assert torch.equal(place[rank] >= 0, touch)
+        assert place[rank][touch].tolist() == list(range(int(counts[rank]))), "their own order, without gaps"
+        assert int(counts[rank]) > 20 or ranks > 4
+    assert int((place >= 0).sum(0).max()) > 1 or ranks == 1
+
+
+def test_route_is_what_pixels_say() -> None:
+    rows = make_rows(300, 0, views=1)
+    patches = [0, 0, 0, 0, 20, 70, 1, 0, 20, 30, 50, 31, 1, 0, 49, 69, 50, 70]
+    place, _ = rows.route(patches, 2)
+    for rank in range(2):
+        for row in range(300):
+            (x, y), (rx, ry) = rows.means2d[row].tolist(), rows.radii[row].tolist()
+            reached = rx > 0 and ry > 0 and any(
+                abs(j + 0.5 - x) <= rx and abs(i + 0.5 - y) <= ry
+                for k in range(0, len(patches), 6) if patches[k] == rank
+                for j in range(patches[k + 2], patches[k + 4]) for i in range(patches[k + 3], patches[k + 5])
+            )  # fmt: skip
+            assert (int(place[rank, row]) >= 0) == reached, (rank, row)
+
+
+def test_padding_dead_rows_and_other_views_go_nowhere() -> None:
+    rows = make_rows(40, 10, views=2)
+    rows = replace(rows, means2d=torch.full((50, 2), 25.0), radii=torch.full((50, 2), 3, dtype=torch.int32))
+    rows.radii[5, 0], rows.radii[6, 1] = 0, 0
+    whole = [0, 0, 0, 0, WIDTH, HEIGHT]
+    place, counts = rows.route(whole, 1)
+    expected = (rows.view_ids == 0) & (torch.arange(50) < 40)
+    expected[5:7] = False
+    assert torch.equal(place[0] >= 0, expected) and counts.tolist() == [int(expected.sum())] and 5 < counts[0] < 30
+    place, counts = replace(rows, count=torch.tensor([10**12])).route([*whole, 0, 1, 0, 0, WIDTH, HEIGHT], 1)
+    assert counts.tolist() == [48], "a count beyond the lines is all lines"
+    for patches in ([], [0, 0, 3, 3, 3, 60], [1, 1, 3, 3, 20, 3]):
+        place, counts = rows.route(patches, 2)
+        assert bool((place == -1).all()) and counts.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_rows_arrive_as_they_were(ranks: int) -> None:
+    rows = [make_rows(150 + 30 * rank, 20, seed=rank) for rank in range(ranks)]
+    done = exchange(rows, numbers(bands(ranks, 2), 2), 260)
+    assert int(done.counts.max()) <= 260 and int(done.counts.sum()) > 60
+    check_arrived(done, 2)
+
+
+def check_arrived(done: Exchange, views: int) -> None:
+    """Each segment holds the rows that were routed there, as far as there is room, and padding."""
+    for rank, arrived in enumerate(done.arrived):
+        for source, (rows, place) in enumerate(zip(done.rows, done.places, strict=True)):
+            slots = (place[rank] >= 0).nonzero().squeeze(-1)[: done.capacity]
+            segment = slice(source * done.capacity, (source + 1) * done.capacity)
+            mine = ArrivedRows(*(column[segment] for column in arrived))
+            assert bool((mine.owners == source).all()) and mine.owners.dtype == torch.int32
+            assert torch.equal(mine.slots[: len(slots)], slots.int())
+            for name in ("view_ids", "means2d", "conics", "opacities", "features", "depths", "radii"):
+                column, given = getattr(mine, name), getattr(rows, name)
+                assert column.dtype == given.dtype and torch.equal(column[: len(slots)], given[slots]), name
+                rest = views - 1 if name == "view_ids" else 0
+                assert bool((column[len(slots) :] == rest).all()), name
+            assert bool((mine.slots[len(slots) :] == 0).all())
+
+
+def test_too_little_room_drops_the_last_and_tells() -> None:
+    rows = [make_rows(200, 0, seed=rank) for rank in range(2)]
+    done = exchange(rows, numbers(bands(2, 2), 2), 30)
+    assert bool((done.counts > 30).any())
+    check_arrived(done, 2)
+    whole = exchange(rows, numbers(bands(2, 2), 2), 200)
+    assert torch.equal(done.counts, whole.counts), "they tell how much room it takes"
+
+
+def test_pack_writes_its_own_lines_alone() -> None:
+    rows = make_rows(160, 5, views=1)
+    place, counts = rows.route([0, 0, 0, 0, 30, 70], 1)
+    memory = torch.full((200, 16), 3.0)
+    pack(*rows.packed(), place, torch.tensor([memory[50].data_ptr()]), 20)
+    assert int(counts) > 20
+    untouched = torch.ones(200, dtype=torch.bool)
+    untouched[50:70] = False
+    assert bool((memory[untouched] == 3.0).all()) and bool((memory[50:70, 14:] == 0.0).all())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_gradients_come_back_as_sums(ranks: int) -> None:
+    rows = [make_rows(150, 9, seed=rank) for rank in range(ranks)]
+    done = exchange(rows, numbers(bands(ranks, 2), 2), 100)
+    g = torch.Generator().manual_seed(9)
+    grads = [torch.randn(ranks, 100, 16, generator=g) for _ in range(ranks)]
+    for owner, (one, place) in enumerate(zip(rows, done.places, strict=True)):
+        found = collect(place, one.count, addresses(grads, owner), 100)
+        expected = torch.zeros(159, 16)
+        for rank in range(ranks):
+            arrived = done.arrived[rank]
+            for line in range(owner * 100, owner * 100 + min(100, int(done.counts[owner, rank]))):
+                assert arrived.owners[line] == owner
+                expected[int(arrived.slots[line])] += grads[rank].view(-1, 16)[line]
+        assert torch.equal(found, expected) and found.shape == (159, 16)
+        assert bool((found[150:] == 0).all()) and int(found.any(1).sum()) > 30
+
+
+def test_nothing_to_send() -> None:
+    none = make_rows(0, 0)
+    place, counts = none.route(numbers(bands(3, 2), 2), 3)
+    assert place.shape == (3, 0) and counts.tolist() == [0, 0, 0]
+    done = exchange([none, make_rows(0, 8), make_rows(30, 0)], numbers(bands(3, 2), 2), 40)
+    check_arrived(done, 2)
+    nowhere = torch.zeros(3, dtype=torch.int64)
+    pack(*none.packed(), place, nowhere, 5)
+    assert collect(place, none.count, nowhere, 5).shape == (0, 16)
+    some, _ = make_rows(30, 0).route(numbers(bands(3, 2), 2), 3)
+    pack(*make_rows(30, 0).packed(), some, nowhere, 0)
+    assert not bool(collect(some, torch.tensor([30]), nowhere, 0).any())
+    assert unpack(torch.zeros(3, 0, 16), counts, 2).means2d.shape == (0, 2)
+
+
+def test_wrong_arguments_are_named() -> None:
+    rows = make_rows(10, 2)
+    place, counts = rows.route([0, 0, 0, 0, 50, 70], 1)
+    records, somewhere = torch.zeros(1, 12, 16), torch.zeros(1, dtype=torch.int64)
+    for patches, ranks, text in (([0, 0, 0, 0, 5], 1, "6 integers"), ([1, 0, 0, 0, 5, 5], 1, "0 <= rank < 1"),
+                                 ([0, 0, 5, 0, 3, 5], 1, "x1 >= x0"), ([], 0, "ranks"), ([], 33, "ranks")):  # fmt: skip
+        with pytest.raises(ValueError, match=text):
+            rows.route(patches, ranks)
+    with pytest.raises(TypeError, match="float32"):
+        replace(rows, means2d=rows.means2d.double()).route([], 1)
+    with pytest.raises(TypeError, match="view_ids"):
+        replace(rows, view_ids=rows.view_ids.long()).route([], 1)
+    with pytest.raises(ValueError, match="count"):
+        replace(rows, count=torch.tensor(5)).route([], 1)
+    with pytest.raises(ValueError, match="features"):
+        pack(*replace(rows, features=torch.zeros(12, 4)).packed(), place, somewhere, 12)
+    with pytest.raises(ValueError, match="destinations"):
+        pack(*rows.packed(), place, torch.zeros(2, dtype=torch.int64), 12)
+    with pytest.raises(ValueError, match="capacity"):
+        pack(*rows.packed(), place, somewhere, -1)
+    with pytest.raises(ValueError, match="records"):
+        unpack(records.view(12, 16), counts, 2)
+    with pytest.raises(ValueError, match="view"):
+        unpack(records, counts, 0)
+    with pytest.raises(TypeError, match="counts"):
+        unpack(records, counts.int(), 2)
+    with pytest.raises(ValueError, match="sources"):
+        collect(place, rows.count, torch.zeros(2, dtype=torch.int64), 12)
+
+
+def test_opcheck() -> None:
+    rows, patches = make_rows(20, 4), numbers(bands(2, 2), 2)
+    place, counts = rows.route(patches, 2)
+    segments = [torch.zeros(1, 24, 16) for _ in range(2)]
+    inputs = (rows.view_ids, rows.count, rows.means2d, rows.radii, patches, 2)
+    assert all(torch.equal(a, b) for a, b in zip(OPS.route(*inputs), (place, counts), strict=True))
+    torch.library.opcheck(OPS.route.default, inputs)
+    torch.library.opcheck(OPS.pack.default, (*rows.packed(), place, addresses(segments, 0), 24))
+    assert bool(segments[0].any())
+    torch.library.opcheck(OPS.unpack.default, (torch.cat(segments), counts, 2))
+    torch.library.opcheck(OPS.collect.default, (place, rows.count, addresses(segments, 0), 24))

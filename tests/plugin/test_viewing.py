@@ -1,0 +1,187 @@
+"""Nerfstudio's render thread on rank 0, for a model that takes all ranks: in steps, in a pause, at the end."""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from nerfstudio.cameras.cameras import CameraType
+from nerfstudio.viewer.render_state_machine import RenderAction, RenderStateMachine
+from nerfstudio.viewer.utils import CameraState, get_camera
+
+from ns_multigpu.core.collectives import broadcast_object, sum_in_place
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin import viewing
+from ns_multigpu.plugin.guards import Guards
+from tests.plugin.guarded_toy import GuardedConfig
+from tests.plugin.rendering import make_pipeline, write_capture
+from tests.ranks import run_ranks
+
+PRELOAD = ("ns_multigpu.methods", "tests.plugin.rendering", "nerfstudio.viewer.viewer")
+STATE = CameraState(
+    fov=1.2, aspect=1.5, camera_type=CameraType.PERSPECTIVE,
+    c2w=torch.tensor([[0.0, -0.24254, 0.97014, 2.0], [1.0, 0, 0, 0.1], [0, 0.97014, 0.24254, 0.5]]),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_capture(tmp_path_factory.mktemp("capture") / "tiny")
+
+
+class Viewer:
+    """As much of nerfstudio's viewer as its render thread touches, and somebody who moves the camera all the time."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self.train_lock, self.pipeline = pipeline.renders.lock, pipeline
+        self.ready, self.include_time, self.step = True, False, 0
+        self.control_panel = SimpleNamespace(
+            crop_viewport=False, background_color=(26, 51, 77), max_res=40, layer_depth=False, output_render="rgb"
+        )
+        self.render_tab_state = SimpleNamespace(preview_render=False)
+        self.images: list[torch.Tensor] = []
+        self.thread = RenderStateMachine(self, 1.0, None)  # type: ignore[arg-type]
+        self.thread._send_output_to_viewer = lambda outputs, **_: self.images.append(outputs["rgb"])  # type: ignore
+        self.thread.start()
+        threading.Thread(target=self._move, daemon=True).start()
+
+    def _move(self) -> None:
+        while self.thread.is_alive():
+            self.thread.action(RenderAction("move", STATE))
+            time.sleep(0.004)
+
+    def get_model(self) -> Any:
+        return self.pipeline.model
+
+    def get_camera_state(self, client: Any) -> CameraState:
+        return STATE
+
+    def training_complete(self) -> None:
+        self.ready = True
+
+    def then(self, count: int, action: Callable[[], None]) -> None:
+        """Does `action`, from another thread, once so many more images have come."""
+        goal = len(self.images) + count
+
+        def wait() -> None:
+            while len(self.images) < goal:
+                time.sleep(0.002)
+            action()
+
+        threading.Thread(target=wait, daemon=True).start()
+
+
+def _trainer(world: World, capture: Path, folder: Path) -> Any:
+    pipeline = make_pipeline(world, capture, bounds=[rank * 90 // world.size for rank in range(world.size + 1)])
+    viewer = Viewer(pipeline) if world.is_main else None
+    guards = Guards(GuardedConfig(str(folder)), world, str)
+    return SimpleNamespace(
+        world=world, pipeline=pipeline, guards=guards, viewer_state=viewer, step=0, stop_training=False,
+        training_state="training",
+    )  # fmt: skip
+
+
+def _steps(trainer: Any, first: int, last: int, seconds: float = 0.01) -> int:
+    """Steps that see to it that nobody renders meanwhile; returns how many were taken."""
+    model = trainer.pipeline.model
+    for step in range(first, last):
+        if not viewing.may_go_on(trainer, step):
+            return step - first
+        with trainer.pipeline.renders.lock:
+            trainer.pipeline.train()
+            sum_in_place(torch.ones(3), trainer.world)
+            time.sleep(seconds)
+            assert model.training, "a viewer's thread has changed the model in the middle of a step"
+        trainer.step = step
+    return last - first
+
+
+def _session(world: World, capture: Path, folder: Path) -> dict[str, Any]:
+    """Steps, a pause, steps, and a viewer that is kept open."""
+    trainer = _trainer(world, capture, folder)
+    viewer, renders, counts = trainer.viewer_state, trainer.pipeline.renders, list[int]()
+    with contextlib.closing(renders):
+        taken = _steps(trainer, 0, 40)
+        if viewer is not None:
+            counts.append(len(viewer.images))
+            trainer.training_state = "paused"
+            viewer.then(5, lambda: setattr(trainer, "training_state", "training"))
+        start = time.monotonic()
+        taken += _steps(trainer, 40, 42)
+        if viewer is not None:
+            counts.append(len(viewer.images))
+            trainer.training_state = "completed"
+            viewer.then(5, lambda: setattr(trainer, "stop_training", True))
+        viewing.stay_open(trainer)
+        paused = time.monotonic() - start
+        image = None
+        if viewer is not None:
+            counts.append(len(viewer.images))
+            image = viewer.images[-1]
+        height, width = broadcast_object(None if image is None else image.shape[:2], 0, world)
+        trainer.pipeline.eval()
+        again = renders.render(get_camera(STATE, height, width))
+    ended, same = True, True
+    if viewer is not None:
+        viewer.thread.join(5)
+        ended = not viewer.thread.is_alive()
+        assert image is not None and again is not None
+        same = torch.equal(image, again["rgb"]) and float(image.std()) > 0.02
+    return {"taken": taken, "counts": counts, "ended": ended, "same": same, "paused": paused}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_session(capture: Path, tmp_path: Path, size: int) -> None:
+    results = run_ranks(_session, size, capture, tmp_path, preload=PRELOAD)
+    assert [result["taken"] for result in results] == [42] * size
+    in_steps, paused, completed = results[0]["counts"]
+    assert 3 <= in_steps <= 41, "at most one image a step"
+    assert paused >= in_steps + 5 and completed >= paused + 5
+    assert all(result["ended"] and result["same"] for result in results)
+    assert results[0]["paused"] < 20
+
+
+def _broken_off(world: World, capture: Path, folder: Path, how: str) -> tuple[bool, int, str]:
+    """Training ends while the viewer's thread waits: by an error in a step, in a rendering, or by a signal."""
+    trainer = _trainer(world, capture, folder)
+    said, taken = "", 0
+    try:
+        with contextlib.closing(trainer.pipeline.renders):
+            taken = _steps(trainer, 0, 3)
+            if how == "error in a rendering":
+                trainer.pipeline.strategy.placement.__class__.views_to_splat = _fail
+            if how == "signal" and world.rank == world.size - 1:
+                trainer.guards.signals.requested = signal.SIGTERM
+            if how == "error in a step":
+                trainer.pipeline.renders.wait_until_wanted(1.0)
+                raise ValueError("the step is broken")
+            if how == "signal in the end":
+                trainer.training_state = "completed"
+                if world.rank == world.size - 1:
+                    threading.Timer(0.3, lambda: setattr(trainer.guards.signals, "requested", signal.SIGINT)).start()
+                viewing.stay_open(trainer)
+            else:
+                taken += _steps(trainer, 3, 500)
+    except ValueError as error:
+        said = str(error)
+    if trainer.viewer_state is None:
+        return True, taken, said
+    trainer.viewer_state.thread.join(5)
+    return not trainer.viewer_state.thread.is_alive(), taken, said
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError("the rendering is broken")
+
+
+@pytest.mark.parametrize("how", ["error in a step", "error in a rendering", "signal", "signal in the end"])
+def test_no_thread_waits_for_training_that_has_ended(capture: Path, tmp_path: Path, how: str) -> None:
+    for ended, taken, said in run_ranks(_broken_off, 2, capture, tmp_path, how, preload=PRELOAD):
+        assert ended
+        assert (said == "" and taken == 3) if "signal" in how else "is broken" in said

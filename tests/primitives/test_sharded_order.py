@@ -1,0 +1,203 @@
+"""The order over ranks against one rank's stable sort, and what travels against what ought to be there."""
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.regroup import Regrouping
+from ns_multigpu.primitives.sharded_order import Move, Reordering, find_splitters, imbalance, order_keys, plan_move
+from ns_multigpu.primitives.sharded_rows import move_rows
+from tests.ranks import run_ranks
+
+PRELOAD = ("tests.primitives.test_sharded_order",)
+LAST = (1 << 62) - 1
+CASES = ("random", "one has all", "some have none", "nothing", "one key", "few keys", "in order", "no work")
+CASES += ("uneven work", "nearly even", "ends of the range")
+WEIGHTED = ("uneven work", "nearly even", "no work")
+
+
+def rows_of(case: str, size: int) -> list[tuple[Tensor, Tensor]]:
+    """Keys and weights that each rank starts with."""
+    g = keyed_generator("order", case, size)
+    counts = [int(torch.randint(40, 90, (1,), generator=g)) for _ in range(size)]
+    if case == "one has all":
+        counts = [150 if rank == size - 1 else 0 for rank in range(size)]
+    elif case == "some have none":
+        counts = [0 if rank % 2 == 0 else 61 for rank in range(size)]
+    elif case == "nothing":
+        counts = [0] * size
+    elif case in ("nearly even", "in order"):
+        counts = [100 + rank for rank in range(size)]
+    found: list[tuple[Tensor, Tensor]] = []
+    for rank, count in enumerate(counts):
+        keys = torch.randint(LAST, (count,), generator=g)
+        weights = torch.full((count,), 8)
+        if case == "one key":
+            keys.fill_(12345)
+        elif case == "few keys":
+            keys %= 3
+        elif case == "in order":
+            keys = torch.arange(count) + 1000 * rank
+        elif case == "ends of the range":
+            keys[::2], keys[1::3] = 0, LAST
+        if case == "uneven work":
+            weights = torch.where(keys < LAST // 5, 40, torch.randint(1, 5, (count,), generator=g))
+        elif case == "no work":
+            weights.zero_()
+        found.append((keys, weights))
+    return found
+
+
+def reorder(world: World, case: str) -> tuple[Move, Reordering, dict[str, Tensor], int]:
+    """Moves rows that tell where they came from, and their weights."""
+    keys, weights = rows_of(case, world.size)[world.rank]
+    ids = torch.stack([torch.full_like(keys, world.rank), torch.arange(len(keys))], dim=1)
+    sorted_keys, order = torch.sort(keys, stable=True)
+    params: dict[str, Any] = {
+        "keys": torch.nn.Parameter(keys, requires_grad=False),
+        "ids": torch.nn.Parameter(ids, requires_grad=False),
+        "weights": torch.nn.Parameter(weights, requires_grad=False),
+    }
+    none = order[:0]
+    world.traffic.since(case)
+    move = plan_move(sorted_keys, weights[order], world, 1.1)
+    row_bytes = move_rows(params, {}, Regrouping(order, none, none, torch.zeros(0, 3)), move, world)
+    return move, move.record(0.0, row_bytes), {n: v.detach() for n, v in params.items()}, world.traffic.since(case)
+
+
+def reorder_all(world: World) -> dict[str, Any]:
+    return {case: reorder(world, case) for case in CASES}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_order_of_the_whole(size: int) -> None:
+    outcomes = run_ranks(reorder_all, size, preload=PRELOAD)
+    for case in CASES:
+        whole = rows_of(case, size)
+        keys, order = torch.sort(torch.cat([k for k, _ in whole]), stable=True)
+        ids = [[rank, row] for rank, (k, _) in enumerate(whole) for row in range(len(k))]
+        parts = [outcome[case][2] for outcome in outcomes]
+        assert torch.equal(torch.cat([part["keys"] for part in parts]), keys), case
+        assert torch.cat([part["ids"] for part in parts]).tolist() == [ids[int(k)] for k in order], case
+        ends = [(int(p["keys"][0]), int(p["keys"][-1])) for p in parts if len(p["keys"])]
+        assert all(a[1] < b[0] for a, b in pairwise(ends)), f"{case}: equal keys are on two ranks"
+
+        record: Reordering = outcomes[0][case][1]
+        assert len({(o[case][1].counts_after, o[case][1].bytes_sent) for o in outcomes}) == 1
+        assert record.counts_before == tuple(len(k) for k, _ in whole)
+        assert record.counts_after == tuple(len(part["keys"]) for part in parts)
+        works = [int(part["weights"].sum()) for part in parts]
+        assert record.imbalance_before == pytest.approx(imbalance([int(w.sum()) for _, w in whole]))
+        assert record.imbalance_after == pytest.approx(imbalance(works))
+        assert sum(o[case][3] for o in outcomes) == record.bytes_sent == record.moved * (8 + 8 + 16 + 8)
+        assert record.rebalanced == (record.imbalance_before > 1.1)
+        if case in ("uneven work", "one has all", "some have none") and size > 1:
+            heaviest = max(int(w.max()) for _, w in whole if len(w))
+            assert record.imbalance_after <= 1 + heaviest * size / sum(works) and record.moved > 0, case
+            assert record.imbalance_after < 1.06, case
+        if case in ("one has all", "random") and record.rebalanced:
+            assert max(record.counts_after) - min(record.counts_after) <= 1, "equal work is equal numbers"
+        if case == "in order":
+            assert record.moved == 0 and record.counts_after == record.counts_before and not record.rebalanced
+        assert "points in order" in str(record)
+
+
+@pytest.mark.parametrize("span", [1, 5, 1000, LAST])
+def test_splitters_are_as_near_as_can_be(span: int) -> None:
+    g = keyed_generator("splitters", span)
+    keys = torch.sort(torch.randint(span, (200,), generator=g)).values
+    weights = torch.randint(0, 9, (200,), generator=g)
+    total = int(weights.sum())
+    targets = [*sorted(torch.randint(total + 1, (30,), generator=g).tolist()), total]
+    sums = torch.nn.functional.pad(weights.cumsum(0), (1, 0))
+    found = find_splitters(keys, sums, targets, total, World.single())
+    assert found == sorted(found)
+    possible = [0, total, *(int(weights[keys < key].sum()) for key in keys)]
+    for target, splitter in zip(targets, found, strict=True):
+        below = int(weights[keys < splitter].sum())
+        assert abs(below - target) == min(abs(other - target) for other in possible)
+
+
+def test_keys_are_of_one_box(size: int = 3) -> None:
+    for outcome in run_ranks(boxed, size, preload=PRELOAD):
+        assert outcome
+
+
+def boxed(world: World) -> bool:
+    """Whether a rank's keys are what they would be with all points here; the first rank has none."""
+    g = keyed_generator("boxes")
+    means, categories = torch.randn(90, 3, generator=g), torch.randint(4, (90,), generator=g)
+    bounds = [0, 0, *(90 * k // (world.size - 1) for k in range(1, world.size))]
+    own = slice(bounds[world.rank], bounds[world.rank + 1])
+    keys = order_keys(means[own], categories[own], world)
+    return torch.equal(keys, order_keys(means, categories, World.single())[own])
+
+
+SHAPES: dict[str, tuple[int, ...]] = {"wide": (15, 3), "flat": (), "thin": (3,), "none": (0, 3), "bare": (4,)}
+
+
+def carried(world: World) -> tuple[dict[str, Tensor], list[float]]:
+    """Moves parameters of many shapes; the last rank alone has points, and the first was left behind in steps."""
+    last = world.size - 1
+    count = 50 if world.rank == last else 0
+    params: dict[str, Any] = {}
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    for name, shape in SHAPES.items():
+        number = torch.arange(count, dtype=torch.float32).view(-1, *[1] * len(shape)).expand(count, *shape)
+        params[name] = torch.nn.Parameter(number.clone(), requires_grad=name != "bare")
+        if name == "bare":
+            continue
+        optimizer = optimizers[name] = torch.optim.Adam([params[name]])
+        if world.rank in (0, last):
+            optimizer.state[params[name]] = {
+                "step": torch.tensor(7.0 if world.rank == last else 3.0),
+                "exp_avg": number + 0.5,
+                "exp_avg_sq": (number * 2).to(torch.bfloat16),
+                "scale": torch.arange(count, dtype=torch.float32) * 3,
+            }
+    keys = torch.arange(count)
+    move = plan_move(keys, torch.ones_like(keys), world, 1.1)
+    fresh = keys[keys % 10 == 4]
+    edit = lambda name, rows, _: rows.neg_() if name in ("thin", "flat") else None  # noqa: E731
+    move_rows(params, optimizers, Regrouping(keys, fresh, keys[:0], torch.zeros(0, 3)), move, world, edit)
+    found = {name: value.detach() for name, value in params.items()}
+    steps: list[float] = []
+    for name, optimizer in optimizers.items():
+        assert optimizer.param_groups[0]["params"] == [params[name]] and list(optimizer.state) == [params[name]]
+        state = optimizer.state[params[name]]
+        steps.append(float(state["step"]))
+        found |= {f"{name}.{key}": value for key, value in state.items() if key != "step"}
+    assert all(params[name].requires_grad == (name != "bare") for name in params)
+    return found, steps
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_everything_of_a_point_travels(size: int) -> None:
+    outcomes = run_ranks(carried, size, preload=PRELOAD)
+    number = torch.arange(50, dtype=torch.float32)
+    kept = torch.where(number % 10 == 4, 0.0, 1.0)
+    bounds = [0, *accumulate(len(found["flat"]) for found, _ in outcomes)]
+    assert max(b - a for a, b in pairwise(bounds)) <= 50 // size + 1
+    assert all(steps == [7.0] * 4 for _, steps in outcomes), "a rank that gets points goes on from the others' steps"
+    for name, shape in SHAPES.items():
+        sign = -1.0 if name in ("thin", "flat") else 1.0
+        wanted = {name: sign * number}
+        if name != "bare":
+            wanted |= {f"{name}.exp_avg": kept * (number + 0.5), f"{name}.exp_avg_sq": kept * number * 2}
+        for key, value in wanted.items():
+            whole = torch.cat([found[key] for found, _ in outcomes])
+            assert whole.shape == (50, *shape)
+            assert torch.equal(whole.float(), value.view(-1, *[1] * len(shape)).expand(50, *shape)), key
+            assert whole.dtype == (torch.bfloat16 if key.endswith("_sq") else torch.float32)
+        if name != "bare":
+            assert torch.equal(torch.cat([found[f"{name}.scale"] for found, _ in outcomes]), kept * number * 3)
+
+
+def test_refusal() -> None:
+    with pytest.raises(ValueError, match=r"at least 1, not 0\.9"):
+        plan_move(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), World.single(), 0.9)

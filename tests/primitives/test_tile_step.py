@@ -1,0 +1,175 @@
+"""The tile step equals the ordinary one: autograd through the operators on one rank, torch's Adam, its counting."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cuda_ext.adam import adam_scalars
+from cuda_ext.lazy_adam import LazyAdam
+from ns_multigpu.core.assignment import TileRanges
+from ns_multigpu.core.placement import Sharded
+from ns_multigpu.core.tile_work import TileWork
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.fused_step import ORDER, padded
+from ns_multigpu.primitives.tile_lists import SortedLists
+from ns_multigpu.primitives.tile_rows import CollectiveRows, OwnRows, PeerRows, RowTransport
+from ns_multigpu.primitives.tile_settings import TileSettings, bands
+from ns_multigpu.primitives.tile_step import TileStep
+from tests.primitives.test_fused_step import HEIGHT, LAMBDA, RATES, WIDTH, background, batch_of, ordinary
+from tests.ranks import run_ranks
+from tests.strategies.scene import make_image, make_points
+
+POINTS = 300
+
+
+def sharded(
+    world: World,
+    batch: int,
+    steps: int,
+    antialiased: bool = False,
+    bounds: tuple[int, ...] | None = None,
+    room: tuple[int, int, int] = (1024, 1024, 4096),
+    lazy: bool = False,
+    transport: str = "collective",
+    by_sort: bool = False,
+    points: int = POINTS,
+) -> dict[str, torch.Tensor]:
+    """The course of several ranks, each with its points; capacities that are too small grow on the way."""
+    device = world.device
+    held = Sharded(bounds).hold(make_points(points, torch.float32, device), world)
+    params = {k: v.detach() for k, v in held.params.items()}
+    moments = {k: (torch.zeros_like(v), torch.zeros_like(v)) for k, v in params.items()}
+    statistics = {k: torch.zeros(len(held), device=device) for k in ("grad2d", "count", "radii")}
+    put_off = LazyAdam.make(len(held), device) if lazy else None
+    work = TileWork()
+    assignment = TileRanges(work)
+    settings = TileSettings(WIDTH, HEIGHT, batch, 2, antialiased, True, LAMBDA, *room)
+
+    def made() -> TileStep:
+        shape = (settings.rows, settings.segment, settings.words)
+        rows: RowTransport = (
+            OwnRows(world, *shape)
+            if transport == "own"
+            else CollectiveRows(world, *shape)
+            if transport == "collective"
+            else PeerRows(world, *shape, atomics=transport == "atomics")
+        )
+        lists = SortedLists(settings, world, peer=transport != "collective") if by_sort else None
+        return TileStep(params, moments, statistics, settings, world, rows, put_off, lists)
+
+    one, losses, redone, sent, uneven = made(), [], 0, 0, 0
+    step = 0
+    while step < steps:
+        here = batch_of(step, batch, device)
+        one.viewmats.copy_(torch.stack([v.viewmat for v in here]))
+        one.Ks.copy_(torch.stack([v.K for v in here]))
+        one.backgrounds.copy_(torch.stack([background(step, p) for p in range(batch)]))
+        one.scalars.copy_(torch.tensor([adam_scalars(RATES[k], (0.9, 0.999), 1e-15, step + 1) for k in ORDER]))
+        plan = bands(assignment.assign(here, world.size), settings)
+        targets = []
+        for patch in plan[world.rank]:
+            _, top, _, bottom = patch.rendered(here[patch.view])
+            targets.append(make_image(here[patch.view]).to(device)[top:bottom].contiguous())
+        one.render(plan, targets)
+        one.update()
+        status = one.status()
+        if status.full:
+            assert status.done == 0
+            redone += 1
+            wanted = [padded(n) for n in status.needed]
+            more = [
+                max(w, c)
+                for w, c in zip(wanted, (settings.rows, settings.segment, settings.intersections), strict=True)
+            ]
+            settings = replace(settings, rows=more[0], segment=more[1], intersections=more[2])
+            one = made()
+            continue
+        assert status.done == 1 and torch.isfinite(one.report).all()
+        counts = one.tile_counts.cpu()
+        work.learn(here, counts.reshape(-1).tolist())
+        uneven += int(len({len(patches) for patches in plan}) > 1 or not plan[-1])
+        losses.append(one.report[:batch].mean())
+        sent += status.sent
+        step += 1
+    one.flush()
+    result = {k: v.cpu() for k, v in params.items()} | {f"v of {k}": m[1].cpu() for k, m in moments.items()}
+    return result | {k: v.cpu() for k, v in statistics.items()} | {
+        "losses": torch.stack(losses).cpu(), "redone": torch.tensor(redone), "sent": torch.tensor(sent),
+        "tiles": one.tile_counts.cpu(),
+    }  # fmt: skip
+
+
+def assert_same_course(outcomes: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
+    losses = torch.stack([o["losses"] for o in outcomes]).sum(0)
+    torch.testing.assert_close(losses, expected["losses"], rtol=1e-4, atol=1e-6)
+    whole = {name: torch.cat([o[name] for o in outcomes]) for name in expected if name != "losses"}
+    for name in RATES:
+        error = (whole[name] - expected[name]).abs()
+        # Adam divides small gradients by their own size: a rounding error there moves a parameter by as much as a step.
+        assert (error > 0.2 * RATES[name]).float().mean() < 1e-2, name
+        right = expected[f"v of {name}"]
+        assert (whole[f"v of {name}"] - right).norm() < 5e-3 * right.norm(), name
+    assert torch.equal(whole["count"], expected["count"])
+    assert (whole["grad2d"] - expected["grad2d"]).norm() < 1e-3 * expected["grad2d"].norm()
+    torch.testing.assert_close(whole["radii"], expected["radii"], rtol=1e-6, atol=0.05)
+    assert all(torch.equal(o["tiles"], outcomes[0]["tiles"]) for o in outcomes), "ranks know of different work"
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 3), (2, 1), (3, 2), (4, 1), (4, 5)])
+def test_a_course_on_shards_is_the_ordinary_one(ranks: int, batch: int) -> None:
+    outcomes = run_ranks(sharded, ranks, batch, 4)
+    assert_same_course(outcomes, ordinary(POINTS, batch, 4, False))
+    assert sum(int(o["redone"]) for o in outcomes) == 0
+    assert ranks == 1 or sum(int(o["sent"]) for o in outcomes) > 0
+
+
+def test_rows_that_stay_where_they_are() -> None:
+    room = (1024, 1024, 4096)
+    outcomes = run_ranks(sharded, 1, 2, 3, False, None, room, True, "own")
+    assert_same_course(outcomes, ordinary(POINTS, 2, 3, False))
+
+
+def test_a_course_with_antialiasing() -> None:
+    assert_same_course(run_ranks(sharded, 2, 2, 4, True), ordinary(POINTS, 2, 4, True))
+
+
+@pytest.mark.parametrize("bounds", [(0, 0, 300), (0, 7, 7, 300)])
+def test_a_rank_that_owns_no_points(bounds: tuple[int, ...]) -> None:
+    outcomes = run_ranks(sharded, len(bounds) - 1, 1, 3, False, bounds)
+    assert_same_course(outcomes, ordinary(POINTS, 1, 3, False))
+
+
+@pytest.mark.parametrize("room", [(16, 1024, 4096), (1024, 16, 64)])
+def test_capacities_that_are_too_small_cost_a_step_and_change_nothing(room: tuple[int, int, int]) -> None:
+    outcomes = run_ranks(sharded, 2, 2, 3, False, None, room)
+    assert all(int(o["redone"]) >= 1 for o in outcomes)
+    assert_same_course(outcomes, ordinary(POINTS, 2, 3, False))
+
+
+def test_steps_that_are_put_off_are_the_ordinary_ones() -> None:
+    outcomes = run_ranks(sharded, 2, 1, 6, False, None, (1024, 1024, 4096), True)
+    assert_same_course(outcomes, ordinary(POINTS, 1, 6, False))
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 2), (3, 2)])
+def test_lists_by_a_sort_over_all_ranks_are_the_same(ranks: int, batch: int) -> None:
+    room = (1024, 1024, 4096)
+    one = run_ranks(sharded, ranks, batch, 3, False, None, room, False, "collective", True)
+    other = run_ranks(sharded, ranks, batch, 3, False, None, room)
+    for a, b in zip(one, other, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("transport", "by_sort", "lazy"),
+    [("collective", False, True), ("transfer", False, False), ("atomics", True, True), ("atomics", False, False)],
+)
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 1), (2, 3), (4, 1), (4, 4)])
+def test_a_course_on_gpus(ranks: int, batch: int, lazy: bool, transport: str, by_sort: bool) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    room = (8192, 8192, 65536)
+    outcomes = run_ranks(sharded, ranks, batch, 4, False, None, room, lazy, transport, by_sort, 3000, device="cuda")
+    assert_same_course(outcomes, ordinary(3000, batch, 4, False))

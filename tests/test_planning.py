@@ -1,0 +1,260 @@
+"""The planner against what is there: buffers of a real step, the allocator's peaks, kernels that were timed."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ns_multigpu.cli import main
+from ns_multigpu.core.world import World
+from ns_multigpu.planning import rates
+from ns_multigpu.planning.pace import pace
+from ns_multigpu.planning.quantities import gib, parse_count, parse_size
+from ns_multigpu.planning.room import most_points, room, step_buffers
+from ns_multigpu.planning.work import ROOM, STRATEGIES, VISIBLE, Course, Share, batch_of, share, usual_tiles
+from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, padded
+from ns_multigpu.primitives.gaussian_init import initial_gaussians
+from ns_multigpu.primitives.tile_rows import CollectiveRows, PeerRows
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+GIB = 2**30
+
+
+def scenes(name: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / name).read_text("utf8"))["scenes"]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("400M", 400_000_000), ("1.5B", 1_500_000_000), ("8000000", 8_000_000), ("8_000_000", 8_000_000),
+     ("250k", 250_000), ("2g", 2_000_000_000), (" 0.1m ", 100_000)],
+)  # fmt: skip
+def test_counts_as_people_write_them(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "many", "-4M", "4X", "0", "1.5", "0.0001k", "M", "1e6", "4 0 0"])
+def test_nonsense_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"number of points|whole number"):
+        parse_count(text)
+
+
+def test_sizes() -> None:
+    assert parse_size("3840x2160") == parse_size(" 3840 X 2160 ") == (3840, 2160)
+    for text in ("3840", "3840x", "x2160", "4x4", "3840*2160", "0x0"):
+        with pytest.raises(ValueError, match=r"size of an image|too small"):
+            parse_size(text)
+    assert [gib(x * GIB) for x in (0, 1.234, 123.456)] == ["0.00", "1.23", "123.5"]
+
+
+@pytest.mark.parametrize("degree", [0, 1, 3])
+def test_parameters_and_moments_are_exact(degree: int) -> None:
+    points = 1000
+    params = initial_gaussians(None, sh_degree=degree, count=points, extent=1.0, generator=torch.Generator())
+    held = sum(tensor.nbytes for tensor in params.values())
+    found = room("single", Course(points, 640, 480, sh_degree=degree), GIB)
+    assert found.parameters == held and found.moments == 2 * held
+    assert room("tile", Course(4 * points, 640, 480, gpus=4, sh_degree=degree), GIB).parameters == held
+
+
+def _fused_step(rows: int, intersections: int, width: int, height: int, views: int, points: int = 300) -> FusedStep:
+    params = initial_gaussians(None, sh_degree=3, count=points, extent=1.0, generator=torch.Generator().manual_seed(1))
+    moments = {name: (torch.zeros_like(params[name]), torch.zeros_like(params[name])) for name in ORDER}
+    settings = StepSettings(width, height, views, 3, False, True, 0.2, rows, intersections)
+    step = FusedStep(params, moments, {}, settings, World.single())
+    step.viewmats.copy_(torch.eye(4))
+    step.viewmats[:, 2, 3] = 4.0
+    step.Ks.copy_(torch.tensor([[width, 0, width / 2], [0, width, height / 2], [0, 0, 1.0]]))
+    return step
+
+
+def _held(step: FusedStep) -> tuple[int, int]:
+    """Bytes of what a step keeps, by row and by pixel."""
+    rows = [step._records, step._owners, step._slots, *(t for t in step._rows if len(t) == step.settings.rows)]
+    return sum(t.nbytes for t in rows), step.targets.nbytes + step.rgb.nbytes
+
+
+@pytest.mark.parametrize(("rows", "views"), [(2048, 1), (8192, 1), (4096, 3)])
+def test_buffers_of_a_step_are_those_of_the_model(rows: int, views: int) -> None:
+    """What a step keeps on a CPU; the model counts the kernels' own there besides: 48 bytes a row of the rasterizer's
+    state, the rows of the step before, and what lives during the loss."""
+    step = _fused_step(rows, 16384, 64, 48, views)
+    step.render()
+    by_row, by_pixel = _held(step)
+    one = Share(300, views, rows, 0.0, rows, 16384, 64 * 48 * views, rows, 0.0, 0.0)
+    found = step_buffers(one, 1, capacity=1.0)
+    assert by_row == pytest.approx(found["rows"] - rows * (48 + 56), rel=0.2)
+    assert by_pixel == 64 * 48 * views * 15 and by_pixel < found["pixels"]
+
+
+def test_what_ranks_exchange_is_counted() -> None:
+    """The buffers of a rank of two, without a second rank: they are made before anybody is met."""
+    world = World.single()
+    there = World(0, 2, 0, 2, world.device, object(), object(), object())  # type: ignore[arg-type]
+    rows = 4096
+    alone = _fused_step(rows, 4096, 64, 48, 1)
+    settings = alone.settings
+    params = dict(zip(ORDER, alone._params, strict=True))
+    moments = {name: (m, m) for name, m in params.items()}
+    step = FusedStep(params, moments, {}, settings, there)
+    held = step._mine.nbytes + step._everyone.nbytes + step._bright.nbytes
+    taken_apart = rows * 2 * (76 + 64)
+    one = Share(300, 1, rows, 0.0, rows, 4096, 64 * 48, 2 * rows, 0.0, 0.0)
+    assert step_buffers(one, 2, capacity=1.0)["exchange"] == pytest.approx(held + taken_apart, rel=0.01)
+
+
+@pytest.mark.parametrize("transport", ["collective", "peer"])
+def test_what_rows_are_exchanged_through_is_counted(transport: str) -> None:
+    rows = 4096
+    if transport == "peer":
+        through = PeerRows(World.single(), rows, rows, 100, atomics=False)
+        held = through._buffer.local.nbytes
+    else:
+        through = CollectiveRows(World.single(), rows, rows, 100)
+        held = through._out.nbytes + through._in.nbytes
+    held += through._lines.nbytes + through._here.nbytes
+    one = Share(300, 1, rows, rows, rows, 4096, 64 * 48, rows, 0.0, 0.0)
+    collected = 2 * 64 * rows  # made anew each step, the last ones being there
+    assert step_buffers(one, 1, capacity=1.0)["exchange"] == pytest.approx(held + collected, rel=0.02)
+
+
+def test_memory_of_the_measured_scenes() -> None:
+    """Within 2 % of the allocator's peak beyond parameters and moments, on an H200."""
+    for scene in scenes("train-step-h200.json"):
+        rows, intersections = scene["capacities"]["rows"], scene["capacities"]["intersections"]
+        pixels = scene["width"] * scene["height"]
+        one = Share(scene["points"], 1, rows, 0.0, rows, intersections, pixels, rows, 0.0, 0.0)
+        found = sum(step_buffers(one, 1, capacity=1.0).values())
+        assert found == pytest.approx(scene["lines"]["step, ours"]["peak_bytes"], rel=0.02), scene["name"]
+
+
+def test_capacities_have_the_room_that_training_gives_them() -> None:
+    assert padded(4_000_000) == pytest.approx(ROOM * 4_000_000, rel=1e-3)
+
+
+def test_defaults_are_the_measured_scenes() -> None:
+    small, large = (s["counts"] for s in scenes("rasterizer-h200.json")[2:])
+    assert pytest.approx(small["kept"] / small["points"]) == VISIBLE
+    assert usual_tiles(1920 * 1080) == pytest.approx(small["intersections"] / small["kept"])
+    assert usual_tiles(3840 * 2160) == pytest.approx(large["intersections"] / large["kept"])
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "rate"),
+    [
+        ("rasterizer-h200.json", "  splat_forward", rates.PROJECT),
+        ("rasterizer-h200.json", "  intersect_capacity", rates.SORT),
+        ("rasterizer-h200.json", "  rasterize", rates.RASTER),
+        ("rasterizer-h200.json", "  backward, pixel: into, absgrad", rates.BACKWARD),
+        ("rasterizer-h200.json", "  splat_update (with Adam)", rates.UPDATE),
+        ("train-step-h200.json", "  loss: both of them", rates.LOSS),
+    ],
+)
+def test_rates_are_those_that_were_measured(file: str, line: str, rate: rates.Rate) -> None:
+    assert rate.source.endswith(file) and (RESULTS.parents[1] / rate.source).is_file()
+    for scene in scenes(file):
+        n = scene["counts"]
+        found = rate.ms(n["points"], n["kept"], n["intersections"], n["pixels"])
+        assert found == pytest.approx(scene["lines"][line]["ms"], rel=0.1), scene["name"]
+
+
+def test_rates_of_lazy_steps_and_links_are_in_their_files() -> None:
+    text = re.sub(r"\s+", " ", (RESULTS.parents[1] / rates.UPDATE_LAZY.source).read_text("utf8"))
+    assert "forward 0.60 ms" in text and "update 1.90 ms" in text and "2.83 ms once a block of 50 steps" in text
+    n = scenes("rasterizer-h200.json")[2]["counts"]
+    assert rates.PROJECT_LAZY.ms(points=n["points"]) == pytest.approx(0.60, rel=0.01)
+    assert rates.UPDATE_LAZY.ms(rows=n["kept"]) == pytest.approx(1.90, rel=0.01)
+    assert rates.FLUSH.ms(points=n["points"]) == pytest.approx(2.83, rel=0.01) and rates.BLOCK == 50
+    links = (RESULTS.parents[1] / rates.PEER.source).read_text("utf8")
+    assert "372, 390 GB/s" in links and rates.PEER.bytes_per_ms == 372e6
+    assert "292 GB/s" in links and rates.COLLECTIVE.bytes_per_ms == 292e6
+
+
+@pytest.mark.parametrize("scene", [2, 3])
+def test_a_whole_dense_step_takes_what_it_took(scene: int) -> None:
+    """The sum of the parts, for the scene that the defaults are of, against the whole step, which nobody fitted."""
+    measured = scenes("train-step-h200.json")[scene]
+    course = Course(measured["points"], measured["width"], measured["height"])
+    found = pace("single", course, lazy=False).step
+    assert found == pytest.approx(measured["lines"]["step, ours, graph"]["ms"], rel=0.1)
+
+
+def test_shares_of_the_strategies() -> None:
+    course = Course(4_000_000, 1920, 1080, views=2, gpus=4)
+    single, batch, tile = (share(name, course) for name in STRATEGIES)
+    assert (single.points, batch.points, tile.points) == (4_000_000, 4_000_000, 1_000_000)
+    assert (single.views, batch.views, tile.views) == (2, 1, 2)
+    assert (batch_of("single", course), batch_of("batch", course), batch_of("tile", course)) == (2, 4, 2)
+    assert single.pixels == 2 * 1920 * 1080 and batch.pixels == 1920 * 1080
+    assert 1920 * 1080 / 2 < tile.pixels < 1.2 * 1920 * 1080 / 2, "half a view, and its halo"
+    assert single.traffic == 0 and batch.traffic == pytest.approx(3 * 76 * batch.rows)
+    assert batch.updated == 4 * batch.rows
+    whole = share("tile", Course(4_000_000, 1920, 1080, views=4, gpus=4))
+    assert whole.pixels == 1920 * 1080, "no view is cut: no halo"
+    alone = share("tile", Course(4_000_000, 1920, 1080))
+    assert alone.traffic == 0 and alone.drawn == share("single", Course(4_000_000, 1920, 1080)).drawn
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("densify", [True, False])
+def test_the_largest_model_is_the_largest(strategy: str, densify: bool) -> None:
+    course = Course(1, 1280, 720, views=2, gpus=2)
+    most = most_points(strategy, course, 40 * GIB, densify=densify)
+    assert room(strategy, course.with_points(most), 40 * GIB).headroom(densify=densify) >= 0
+    assert room(strategy, course.with_points(most + 1), 40 * GIB).headroom(densify=densify) < 0
+    assert most_points(strategy, course, 1 * GIB, densify=densify) == 0, "less than is set aside"
+    assert most_points(strategy, course, 80 * GIB, densify=densify) > 2 * most
+
+
+def test_shards_hold_more_and_gradients_less() -> None:
+    course = Course(1, 1280, 720, views=4, gpus=4)
+    sizes = {name: most_points(name, course, 40 * GIB, densify=True) for name in STRATEGIES}
+    assert sizes["tile"] > 2.5 * sizes["single"]
+    unfused = Course(1, 1280, 720, views=4, gpus=4, fused=False)
+    assert most_points("single", unfused, 40 * GIB, densify=True) < sizes["single"]
+
+
+def test_the_command_prints_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--points", "400M", "--image", "3840x2160", "--gpus", "4", "--gpu", "h200"])
+    out = capsys.readouterr().out
+    assert "400,000,000 Gaussians" in out and "139.0 GiB (NVIDIA H200)" in out and "garden" in out
+    lines = {line[:30].strip(): line[30:].split() for line in out.splitlines() if line.startswith("  ")}
+    assert lines["fits"] == ["NO", "NO", "yes"]
+    assert lines["parameters"][0] == gib(400e6 * 236) and lines["parameters"][2] == gib(100e6 * 236)
+    times = {line.split("  ")[1]: line for line in out[out.index("Time a step") :].splitlines() if line[:2] == "  "}
+    for part in ("cull + project", "sort", "raster", "loss", "backward", "exchange", "update", "step"):
+        assert len(re.findall(r"[\d,]+\.\d\d", times[part])) == 3
+    assert "batch gives every GPU a view: 4 a step" in out
+
+
+def test_the_command_takes_what_is_known_of_the_scene(capsys: pytest.CaptureFixture[str]) -> None:
+    main([
+        "plan", "--points", "8M", "--image", "1920x1080", "--gpu-memory", "24", "--strategy", "single",
+        "--visible-fraction", "0.1", "--intersections-per-splat", "4", "--images", "100",
+    ])  # fmt: skip
+    out = capsys.readouterr().out
+    assert "24.00 GiB (as given)" in out and "10.0%" in out and "4.0 tiles" in out and "not given" not in out
+    assert "tile" not in out.split("Memory a GPU")[1].splitlines()[0]
+    assert re.search(rf"training images\s+{gib(3 * 100 * 1920 * 1080)}\n", out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--points", "lots", "--image", "1920x1080"], "no number of points"),
+        (["--points", "8M", "--image", "1080p"], "WIDTHxHEIGHT"),
+        (["--points", "8M", "--image", "1920x1080", "--gpus", "0"], "at least 1"),
+        (["--points", "8M", "--image", "1920x1080", "--sh-degree", "4"], "0 to 3"),
+        (["--points", "8M", "--image", "1920x1080", "--visible-fraction", "1.5"], "visible-fraction"),
+        (["--points", "8M", "--image", "1920x1080", "--intersections-per-splat", "0"], "intersections-per-splat"),
+        (["--points", "8M", "--image", "1920x1080", "--gpu-memory", "-1"], "gpu-memory"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments])
+    assert ended.value.code == 1
+    assert said in capsys.readouterr().err
