@@ -23,6 +23,14 @@ class Assignment(ABC):
             holders: the rank that holds each view's image, where there is one to prefer.
         """
 
+    def knowledge(self) -> list[list[int]]:
+        """What plans depend on besides the batch, for a checkpoint: rows of integers. Nothing, unless it learns."""
+        return []
+
+    def learn_again(self, knowledge: Sequence[Sequence[int]]) -> None:
+        """Goes on with what `knowledge` returned."""
+        return
+
 
 class AllViewsHere(Assignment):
     """Every view, whole, on rank 0 (of a world of one)."""
@@ -72,6 +80,13 @@ class TileRanges(Assignment):
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
         ranges = cut_rows(self.work.estimate(views), ranks)
         return [[self._band(view, views[view], first, last) for view, first, last in one] for one in ranges]
+
+    def knowledge(self) -> list[list[int]]:
+        """A row a view: its number, then the work of each of its rows of tiles."""
+        return [[index, *counts] for index, counts in sorted(self.work.counts.items())]
+
+    def learn_again(self, knowledge: Sequence[Sequence[int]]) -> None:
+        self.work.counts = {row[0]: list(row[1:]) for row in knowledge}
 
     def _band(self, position: int, view: View, first: int, last: int) -> Patch:
         if first == 0 and last == self.work.rows(view):

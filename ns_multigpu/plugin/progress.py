@@ -76,20 +76,27 @@ class ProgressLog:
             optimizers: a `BatchOptimizers`.
         """
         summed = summed_over_ranks(shares, self._world)
-        row = self.row(step, batch, timer.take(), summed, model.total_points)
+        row = self.row(step, batch, timer.take(), summed, model.total_points, reordering_of(model.strategy))
         extra: dict[str, Any] = {"psnr": summed["psnr"], "gaussian_count": model.total_points}
         model.camera_optimizer.get_metrics_dict(extra)
         rates = {name: scheduler.get_last_lr()[0] for name, scheduler in optimizers.schedulers.items()}
         write_step(step, summed, losses, extra, row, rates, self._world)
 
     def row(
-        self, step: int, batch: int, seconds: dict[str, float], values: dict[str, float], points: int
+        self,
+        step: int,
+        batch: int,
+        seconds: dict[str, float],
+        values: dict[str, float],
+        points: int,
+        more: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
         """The means since the last row, over ranks, for the logs. Every rank calls it at the same steps.
 
         Args:
             seconds: this rank's time by part since the last row.
             values: losses and metrics of this step, already summed over ranks.
+            more: what else belongs into the row.
         """
         now = time.perf_counter()
         steps = max(step - self._last_step, 1)
@@ -112,6 +119,7 @@ class ProgressLog:
             "images_per_s": steps * batch / elapsed,
             "bytes_per_step": self._world.traffic.since("log") / steps,
             "gaussians": float(points),
+            **(more or {}),
         }
         self._last_step, self._last_time, self._pause_since_log = step, now, 0.0
         if self._world.is_main:
@@ -141,6 +149,21 @@ class ProgressLog:
         # A restart that finds nothing left to do has nothing to add to what the run before it said.
         if self._world.is_main and (steps > 0 or not file.exists()):
             file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf8")
+
+
+def reordering_of(densifier: Any) -> dict[str, float]:
+    """What the last refinement of a sharded model did to its ranges and what that cost, if nobody has asked yet."""
+    done = getattr(densifier, "reordering", None)
+    if done is None:
+        return {}
+    densifier.reordering = None
+    return {
+        "reordering_ms": 1e3 * done.seconds,
+        "reordering_points_moved": float(done.moved),
+        "reordering_bytes": float(done.bytes_sent),
+        "imbalance_before": done.imbalance_before,
+        "imbalance_after": done.imbalance_after,
+    }
 
 
 def summed_over_ranks(shares: Mapping[str, Tensor], world: World) -> dict[str, float]:

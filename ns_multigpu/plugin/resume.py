@@ -114,6 +114,7 @@ class RunCheckpoints:
             "gaussians": model.num_points,
             "seed": model.seed,
             "views": _views(data),
+            "assignment": self._pipeline.strategy.assignment.knowledge(),
             "optimizers": plain,
             "schedulers": {name: int(s.last_epoch) for name, s in self._optimizers.schedulers.items()},
             "scaler": self._scaler.state_dict(),
@@ -181,6 +182,8 @@ class RunCheckpoints:
         if opened.tensors is None:
             return
         model.prepare_densifier(self._world, int(values["seed"]))
+        if values["views"] == _views(pipeline.datamanager):
+            pipeline.strategy.assignment.learn_again(values.get("assignment", []))
         read, names = opened.tensors.read, opened.tensors.names
         if values["densifier"]["kind"] == _densifier(model):
             model.strategy_state.update(values["densifier"]["values"])
