@@ -53,7 +53,7 @@ class TileTraining(FusedTraining):
         self._pending: deque[_Counts] = deque()
         self._rows: RowTransport | None = None
         self._lists: TileLists | None = None
-        self._lists_shape = (0, 0, 0)
+        self._lists_shape: tuple[int, ...] = ()
         self._targets: list[Tensor] = []
         self._drawn: Plan = []
         options = pipeline.config
@@ -140,7 +140,7 @@ class TileTraining(FusedTraining):
         )  # fmt: skip
 
     def _lists_for(self, settings: TileSettings) -> TileLists:
-        shape = (settings.rows, settings.segment, settings.intersections)
+        shape = (settings.width, settings.height, settings.rows, settings.segment, settings.intersections)
         if self._lists is None or self._lists_shape != shape:
             self._lists = None  # its memory is the next one's
             self._lists_shape = shape

@@ -47,8 +47,11 @@ class ShardedDensifier(ReplicatedDensifier):
         statistics = self.statistics(params, state)
         device = params["means"].device
         started = clock(device)
-        fates = decide(self, params, state, image)
-        splits = [row[0] for row in all_gather_ints([fates.n_split], world)]
+        wanted = decide(self, params, state, image)
+        told = all_gather_ints([len(params["means"]), wanted.total, wanted.n_split], world)
+        fates = self.within_cap(wanted, sum(row[0] for row in told), sum(row[1] for row in told))
+        splits = [row[2] if fates is wanted else 0 for row in told]
+        del wanted
         drawn = None
         if sum(splits) > 0:
             first = sum(splits[: world.rank])

@@ -80,7 +80,7 @@ def pixels_covered(plan: Plan, views: list[View]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("sizes", [[(1, 1)], [(40, 35)], [(64, 49), (17, 16), (33, 100)], [(20, 30)] * 9, []])
 def test_patches_cover_each_pixel_once(sizes: list[tuple[int, int]], ranks: int) -> None:
     views = [view(width, height, index) for index, (width, height) in enumerate(sizes)]
-    work = TileWork()
+    work = TileWork(empty=1)
     for counts in (None, [index * 7 % 5 * 100 for index in range(sum(work.rows(v) for v in views))]):
         if counts is not None:
             work.learn(views, counts)
@@ -94,7 +94,7 @@ def test_patches_cover_each_pixel_once(sizes: list[tuple[int, int]], ranks: int)
 
 def test_what_was_seen_moves_the_cuts() -> None:
     views = [view(160, 160, 3)]
-    work = TileWork()
+    work = TileWork(empty=1)
     assert [p[0].y1 for p in TileRanges(work).assign(views, 2)] == [80, 160]
     work.learn(views, [0, 0, 0, 0, 0, 0, 0, 0, 1000, 1000])
     assert [p[0].y1 for p in TileRanges(work).assign(views, 2)] == [144, 160]
@@ -104,7 +104,7 @@ def test_what_was_seen_moves_the_cuts() -> None:
 
 def test_unseen_views_count_by_their_area_at_the_rate_of_seen_ones() -> None:
     seen, unseen = view(32, 32, 0), view(64, 40, 1)
-    work = TileWork()
+    work = TileWork(empty=1)
     assert work.estimate([seen, unseen]) == [[512, 512], [1024, 1024, 512]]
     work.learn([seen], [6, 14])
     # 20 intersections and 4 tiles on 1024 pixels; the unseen view's last row of tiles is cut in half.
@@ -175,3 +175,12 @@ def test_the_loss_of_bands_is_the_images(height: int, ranks: int) -> None:
     (gradient,) = torch.autograd.grad(total, rgb)
     torch.testing.assert_close(total, whole, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-14)
+
+
+def test_what_is_known_of_views_goes_through_a_checkpoint() -> None:
+    views = [View(torch.eye(4), torch.eye(3), 64, 40, index=index) for index in (5, 2)]
+    one, other = TileRanges(TileWork()), TileRanges(TileWork())
+    one.work.learn(views, [9, 1, 1, 4, 4, 7])
+    other.learn_again(one.knowledge())
+    assert other.work.counts == one.work.counts
+    assert [list(p) for p in other.assign(views, 3)] == [list(p) for p in one.assign(views, 3)]

@@ -8,7 +8,7 @@ far below gradients that matter.
 import copy
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,10 @@ def write_capture(folder: Path, *, alpha: bool = False, masks: bool = False, wid
 
 
 def follow(
-    world: World, capture: Path, runs: Path, options: Mapping[str, Any], steps: int, views_per_rank: int
-) -> DistributedTrainer:
+    world: World, capture: Path, runs: Path, options: Mapping[str, Any], steps: int, views_per_rank: int,
+    *, method: str = "splatfacto-batch", double: bool = True,
+    ready: Callable[[DistributedTrainer], None] = lambda _: None,
+) -> DistributedTrainer:  # fmt: skip
     """Trains for so many steps and returns the trainer, with everything that it trained.
 
     Args:
@@ -86,8 +88,11 @@ def follow(
         runs: folder to write run folders to, another one for each rank.
         options: "a.b.c" -> value, beginning at the trainer's config.
         steps: steps of `views_per_rank` views a rank.
+        method: the method to train with.
+        double: whether to train in double precision.
+        ready: called before the first step.
     """
-    config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
+    config: Any = copy.deepcopy(all_methods[method])
     config.machine.device_type = "cpu"
     config.vis = ""
     config.output_dir = runs / f"rank-{world.rank}"
@@ -115,6 +120,10 @@ def follow(
     trainer = DistributedTrainer(config)
     trainer.save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]  # what a run leaves is not looked at
     trainer.setup()
+    ready(trainer)
+    if not double:
+        trainer.train()
+        return trainer
     trainer.pipeline.model.double()
     cameras = trainer.pipeline.datamanager.train_cameras_on_device
     cameras.camera_to_worlds = cameras.camera_to_worlds.double()

@@ -90,7 +90,6 @@ def _one_transparent(run: SimpleNamespace) -> None:
 
 
 OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
-    (_set("pipeline.strategy.placement.replicated", False), "the strategy is strips"),
     (_set("pipeline.model.strategy", object()), "the densifier is not the default one"),
     (_set("pipeline.model.config.camera_optimizer.mode", "SO3xR3"), "camera poses are optimized"),
     (_set("pipeline.model.config.use_bilateral_grid", True), "there is a bilateral grid"),

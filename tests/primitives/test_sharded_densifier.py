@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a rank is pruned": {},
     "no splits": {"grow_scale3d": 1e9, "refine_scale2d_stop_iter": 0},
     "revised opacity": {"revised_opacity": True},
+    "capped": {"cap": COUNT + 60},
 }
 Outcome = tuple[dict[str, Tensor], list[Reordering]]
 
