@@ -205,7 +205,7 @@ def _entries(optimizer: FusedAdam, with_grads: bool) -> Iterator[tuple[dict[str,
     """Group, parameter and state of all that take part in a step; states are made where there are none."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param.numel() == 0 or (with_grads and param.grad is None):
+            if with_grads and (param.numel() == 0 or param.grad is None):
                 continue
             state = optimizer.state[param]
             if len(state) == 0:

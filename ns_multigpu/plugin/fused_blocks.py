@@ -8,7 +8,7 @@ from nerfstudio.utils.writer import EventName, TimeWriter
 from torch import Tensor
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.fused_options import fuses
+from ns_multigpu.plugin.fused_options import check_wishes, fuses
 from ns_multigpu.plugin.fused_training import FusedTraining
 from ns_multigpu.plugin.guards import Guards
 from ns_multigpu.plugin.tile_training import TileTraining
@@ -39,11 +39,12 @@ class FusedBlocks:
         """What takes this run's steps where they are fused, else None; says which on the terminal.
 
         Raises:
-            InputError: they must be fused and cannot.
+            InputError: they must be fused and cannot, or something is asked for that is for fused steps only.
         """
         yes, text = fuses(config, pipeline, optimizers, world)
         if text:
             CONSOLE.print(text)
+        check_wishes(pipeline, fused=yes)
         return cls(pipeline, optimizers, world, guards) if yes else None
 
     def take(self, steps: range) -> tuple[float, tuple[Tensor, dict[str, Any], dict[str, Any]]]:

@@ -37,6 +37,28 @@ def fuses(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bo
     return reason is None, "Steps are fused." if reason is None else f"Steps are not fused: {reason}."
 
 
+def check_wishes(pipeline: Any, *, fused: bool) -> None:
+    """Whether what is asked for about the exchange of rows can be had.
+
+    Args:
+        pipeline: a `DistributedPipeline`. fused: whether its steps are.
+
+    Raises:
+        InputError: it is for fused steps of sharded points, and these are others.
+    """
+    if fused and pipeline.model.sharded:
+        return
+    asked, usual = pipeline.config, {"transport": ("auto", "collective"), "tile_lists": ("gather",)}
+    for name, values in usual.items():
+        value = getattr(asked, name)
+        if value not in values:
+            why = "these are not fused" if pipeline.model.sharded else f"the strategy is {pipeline.strategy.name}"
+            raise InputError(
+                f"--pipeline.{name.replace('_', '-')} {value}: that is for the fused steps of splatfacto-tile, and "
+                f"{why}. Leave it out, or see with --fused-steps always what is in the way."
+            )
+
+
 def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     """What about the options or the capture keeps steps from being fused; None if nothing does."""
     model, options = pipeline.model, pipeline.model.config

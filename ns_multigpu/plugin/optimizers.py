@@ -9,6 +9,8 @@ from nerfstudio.engine.optimizers import Optimizers
 from torch.nn import Parameter
 
 from cuda_ext.adam import FusedAdam, fused_step
+from ns_multigpu.core.collectives import sum_in_place
+from ns_multigpu.core.world import World
 from ns_multigpu.plugin.batch_scaling import ScalingRule, learning_rate_factor, scale_optimizer, scale_scheduler
 
 
@@ -21,6 +23,7 @@ class BatchOptimizers(Optimizers):
         rule: how learning rates follow the batch.
         batch: views a step.
         fused: our fused Adam in the place of torch's on a CPU too; on a GPU it always is.
+        spread: groups of which every rank holds its part only, and the ranks.
 
     Raises:
         InputError: an optimizer or scheduler cannot follow the batch.
@@ -34,7 +37,9 @@ class BatchOptimizers(Optimizers):
         batch: int,
         *,
         fused: bool = False,
+        spread: Mapping[str, World] | None = None,
     ) -> None:
+        self._spread = spread or {}
         ours = {name: _fused(group, param_groups.get(name, []), fused) for name, group in config.items()}
         super().__init__(ours, param_groups)
         self.rate_factor = learning_rate_factor(rule, batch)
@@ -66,7 +71,7 @@ class BatchOptimizers(Optimizers):
             max_norm = self.config[name]["optimizer"].max_norm
             if max_norm is not None:
                 grad_scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(params, max_norm * self._norm_factor)
+                clip_gradients(params, max_norm * self._norm_factor, self._spread.get(name))
             # An empty parameter (harmonics of degree 0) has a gradient only where ranks exchange: no step, anywhere.
             if any(p.grad is not None and p.numel() > 0 for p in params):
                 stepped.append(optimizer)
@@ -75,6 +80,24 @@ class BatchOptimizers(Optimizers):
                 grad_scaler.step(optimizer)
         else:
             fused_step(stepped)
+
+
+def clip_gradients(params: Sequence[Parameter], most: float, world: World | None) -> None:
+    """Scales gradients down to a norm of `most`, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Args:
+        params: those whose gradients are clipped together; others have none.
+        world: where the ranks hold parts of them, whose norm is that of the whole; every rank calls it. Else None.
+    """
+    if world is None:
+        torch.nn.utils.clip_grad_norm_(params, most)
+        return
+    gradients = [p.grad for p in params if p.grad is not None]
+    squared = sum((g.square().sum() for g in gradients), torch.zeros((), dtype=params[0].dtype, device=world.device))
+    sum_in_place(squared, world)
+    factor = (most / (squared.sqrt() + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)
 
 
 def _fused(group: dict[str, Any], params: Sequence[Parameter], always: bool) -> dict[str, Any]:

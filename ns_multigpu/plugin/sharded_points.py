@@ -55,6 +55,10 @@ class ShardedPoints(SplatfactoModel):
         points = {id(param) for param in self.gauss_params.values()} if self.sharded else set[int]()
         return [param for param in self.parameters() if id(param) not in points]
 
+    def spread_parameters(self) -> dict[str, World]:
+        """The parameters of which each rank holds its rows only, and these ranks."""
+        return {} if self.shard_world is None else dict.fromkeys(self.gauss_params.keys(), self.shard_world)
+
     def share_of_points(self, world: World) -> float:
         """The weight on this rank of a mean over this process's points, so that the ranks' sum is that over all."""
         return self.num_points / max(self.total_points, 1) if self.sharded else 1 / world.size

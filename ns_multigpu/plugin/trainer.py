@@ -78,13 +78,10 @@ class DistributedTrainer(Trainer):
 
     def setup_optimizers(self) -> BatchOptimizers:
         """The optimizers, scaled for the batch before a checkpoint is loaded into them."""
-        optimizers = BatchOptimizers(
-            self.config.optimizers.copy(),
-            self.pipeline.get_param_groups(),
-            self.config.batch_scaling,
-            self.pipeline.batch_size,
-            fused=self.config.fused_steps == "always",
-        )
+        config, pipeline = self.config, self.pipeline
+        what = (config.optimizers.copy(), pipeline.get_param_groups(), config.batch_scaling, pipeline.batch_size)
+        always = config.fused_steps == "always"
+        optimizers = BatchOptimizers(*what, fused=always, spread=pipeline.model.spread_parameters())
         self.pipeline.model.rate_factor = optimizers.rate_factor
         if self.pipeline.renders.shared:
             self.train_lock = self.pipeline.renders.lock  # nerfstudio hands it to its viewer next

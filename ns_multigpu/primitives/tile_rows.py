@@ -182,8 +182,7 @@ class PeerRows(RowTransport):
 
     def send(self, rows: SplatRows, place: Tensor, counts: Tensor, views: int) -> ArrivedRows:
         self._pack(rows, place)
-        for rank, there in enumerate(self._their_counts):
-            there.copy_(counts[rank : rank + 1], non_blocking=True)
+        torch._foreach_copy_(self._their_counts, list(counts.split(1)))  # one launch for all ranks
         if self._atomics:
             self._table.zero_()
         self._buffer.barrier()
@@ -196,8 +195,7 @@ class PeerRows(RowTransport):
         return Sinks(self._sums, self._here, self._lines, system_scope=False)
 
     def bring_back(self, place: Tensor, count: Tensor, message: Tensor) -> tuple[Tensor, Tensor]:
-        for there in self._their_messages:
-            there.copy_(message, non_blocking=True)
+        torch._foreach_copy_(self._their_messages, [message] * self.world.size)
         self._buffer.barrier()
         if self._atomics:
             return self._table, self._everyone

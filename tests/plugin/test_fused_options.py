@@ -11,7 +11,7 @@ from nerfstudio.utils.misc import step_check
 from cuda_ext.adam import FusedAdam
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.errors import InputError
-from ns_multigpu.plugin.fused_options import fuses, next_stop, obstacle
+from ns_multigpu.plugin.fused_options import check_wishes, fuses, next_stop, obstacle
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.fused_step import ORDER
 
@@ -185,3 +185,19 @@ def test_a_run_that_logs_nothing_has_blocks_to_its_end() -> None:
         logging=SimpleNamespace(steps_per_log=0), steps_per_save=0, steps_per_checksum=0, steps_per_numeric_check=0
     )
     assert next_stop(config, 0, 77, evaluates=False) == next_stop(config, 40, 77, evaluates=False) == 77
+
+
+@pytest.mark.parametrize(("name", "value"), [("transport", "peer"), ("tile_lists", "sort")])
+def test_what_is_for_fused_steps_of_shards_is_refused_elsewhere(name: str, value: str) -> None:
+    run = make_run()
+    run.pipeline.config = SimpleNamespace(transport="auto", tile_lists="gather")
+    flag = f"--pipeline.{name.replace('_', '-')} {value}"
+    for fused, sharded, why in ((True, False, "the strategy is strips"), (False, True, "these are not fused")):
+        run.pipeline.model.sharded = sharded
+        setattr(run.pipeline.config, name, "gather" if name == "tile_lists" else "collective")
+        check_wishes(run.pipeline, fused=fused)
+        setattr(run.pipeline.config, name, value)
+        with pytest.raises(InputError, match=f"^{flag}: .* and {why}"):
+            check_wishes(run.pipeline, fused=fused)
+    run.pipeline.model.sharded = True
+    check_wishes(run.pipeline, fused=True)
