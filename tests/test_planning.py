@@ -149,7 +149,8 @@ def test_defaults_are_the_measured_scenes() -> None:
         ("rasterizer-h200.json", "  intersect_capacity", rates.SORT),
         ("rasterizer-h200.json", "  rasterize", rates.RASTER),
         ("rasterizer-h200.json", "  backward, pixel: into, absgrad", rates.BACKWARD),
-        ("rasterizer-h200.json", "  splat_update (with Adam)", rates.UPDATE),
+        ("train-step-h200.json", "  splat_update: from rows, with Adam", rates.UPDATE),
+        ("train-step-h200.json", "  lazy: splat_forward", rates.PROJECT_LAZY),
         ("train-step-h200.json", "  loss: both of them", rates.LOSS),
     ],
 )
@@ -162,12 +163,14 @@ def test_rates_are_those_that_were_measured(file: str, line: str, rate: rates.Ra
 
 
 def test_rates_of_lazy_steps_and_links_are_in_their_files() -> None:
-    text = re.sub(r"\s+", " ", (RESULTS.parents[1] / rates.UPDATE_LAZY.source).read_text("utf8"))
-    assert "forward 0.60 ms" in text and "update 1.90 ms" in text and "2.83 ms once a block of 50 steps" in text
-    n = scenes("rasterizer-h200.json")[2]["counts"]
-    assert rates.PROJECT_LAZY.ms(points=n["points"]) == pytest.approx(0.60, rel=0.01)
-    assert rates.UPDATE_LAZY.ms(rows=n["kept"]) == pytest.approx(1.90, rel=0.01)
-    assert rates.FLUSH.ms(points=n["points"]) == pytest.approx(2.83, rel=0.01) and rates.BLOCK == 50
+    for scene in scenes("train-step-h200.json")[1:]:  # in the smallest, launches are all of it
+        n, lines = scene["counts"], scene["lines"]
+        room = 0.01 if scene["name"] != "garden-5" else 0.2  # which has few points a view in a group of 32
+        assert rates.UPDATE_LAZY.ms(rows=n["kept"]) == pytest.approx(
+            lines["  lazy: splat_update"]["ms"], rel=room + 0.03
+        )
+        assert rates.FLUSH.ms(points=n["points"]) == pytest.approx(lines["  lazy: splat_flush"]["ms"], rel=0.03)
+    assert rates.BLOCK == 50
     links = (RESULTS.parents[1] / rates.PEER.source).read_text("utf8")
     assert "372, 390 GB/s" in links and rates.PEER.bytes_per_ms == 372e6
     assert "292 GB/s" in links and rates.COLLECTIVE.bytes_per_ms == 292e6

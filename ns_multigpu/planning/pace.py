@@ -36,11 +36,11 @@ class Pace:
         return 1e3 * self.views / self.step
 
 
-def pace(strategy: str, course: Course, *, lazy: bool = True, transport: str = "peer") -> Pace:
+def pace(strategy: str, course: Course, *, lazy: bool | None = None, transport: str = "peer") -> Pace:
     """The time of a step of `strategy`.
 
     Args:
-        lazy: steps of points that are not drawn are put off within a block, as fused training does.
+        lazy: steps of points that are not drawn are put off within a block; None: where fused training does.
         transport: of `tile`: "peer" or "collective".
     """
     one, ranks = share(strategy, course), ranks_used(strategy, course)
@@ -53,7 +53,7 @@ def pace(strategy: str, course: Course, *, lazy: bool = True, transport: str = "
         else:
             crossing = rates.COLLECTIVE.ms(one.traffic_padded)
     projected = one.points * one.views
-    if lazy:
+    if one.updated < rates.LAZY_BELOW * one.points if lazy is None else lazy:
         project = rates.PROJECT_LAZY.ms(points=projected)
         update = rates.UPDATE_LAZY.ms(rows=one.updated) + rates.FLUSH.ms(points=one.points) / rates.BLOCK
     else:

@@ -22,16 +22,13 @@ from ns_multigpu.core.placement import Plan
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
+from ns_multigpu.planning.rates import LAZY_BELOW
 from ns_multigpu.plugin.cameras import view_from_camera
 from ns_multigpu.plugin.device_images import DeviceImages, whole_views
 from ns_multigpu.plugin.fused_rescue import bytes_of_step, go_back, last_whole_step
 from ns_multigpu.plugin.out_of_memory import Counts, check_room
 from ns_multigpu.plugin.step_graphs import StepGraphs
 from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, first_capacities, padded
-
-_LAZY_BELOW = 0.35
-"""Steps are put off where a step draws less than this part of the points: measured on an H200, where a point that is
-drawn costs 2.5 times as much as one that takes an ordinary step (benchmarks/NOTES.md)."""
 
 MOST_STEPS = 64
 """Steps of a block at most: so long a signal, or the viewer, may have to wait."""
@@ -130,14 +127,15 @@ class FusedTraining:
         return BlockResult(steps, [feed.indices[mine] for feed in feeds], reports, self._mse(step))
 
     def _choose_lazy(self) -> None:
-        """Whether to put steps off in the block that begins: not where a step draws much of the model.
+        """Whether to put steps off in the block that begins: not where a step draws much of the model, for a point that
+        is drawn then costs 2.5 times as much as one that takes an ordinary step (benchmarks/NOTES.md).
 
         Between blocks alone, for within one there are steps put off. On a CPU always: it must give the same bits again.
         """
         if self._world.device.type != "cuda" or self._rows_drawn is None:
             return
         # Of a sharded model every rank draws about its part; of replicas every rank steps what all have drawn.
-        wanted = self._world.size * self._rows_drawn < _LAZY_BELOW * max(self._model.total_points, 1)
+        wanted = self._world.size * self._rows_drawn < LAZY_BELOW * max(self._model.total_points, 1)
         if wanted != self._wants_lazy:
             self._wants_lazy, self._key = wanted, None
 
