@@ -1,5 +1,6 @@
 """Runs a function on several ranks of one machine: gloo on CPU, NCCL on GPUs."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -71,4 +72,6 @@ def _rank(
         traceback.print_exc()
         raise
     finally:
+        # Errors that a test has caught keep frames, and so process groups, whose threads may abort the interpreter.
+        gc.collect()
         world.close()
