@@ -102,7 +102,7 @@ def _steps(trainer: Any, first: int, last: int, seconds: float = 0.01) -> int:
     return last - first
 
 
-def _session(world: World, capture: Path, folder: Path) -> dict[str, Any]:
+def _visit(world: World, capture: Path, folder: Path) -> dict[str, Any]:
     """Steps, a pause, steps, and a viewer that is kept open."""
     trainer = _trainer(world, capture, folder)
     viewer, renders, counts = trainer.viewer_state, trainer.pipeline.renders, list[int]()
@@ -137,8 +137,8 @@ def _session(world: World, capture: Path, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_session(capture: Path, tmp_path: Path, size: int) -> None:
-    results = run_ranks(_session, size, capture, tmp_path, preload=PRELOAD)
+def test_a_visit(capture: Path, tmp_path: Path, size: int) -> None:
+    results = run_ranks(_visit, size, capture, tmp_path, preload=PRELOAD)
     assert [result["taken"] for result in results] == [42] * size
     in_steps, paused, completed = results[0]["counts"]
     assert 3 <= in_steps <= 41, "at most one image a step"
