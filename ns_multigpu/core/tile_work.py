@@ -9,7 +9,7 @@ from torch import Tensor
 from ns_multigpu.core.types import Splats, View
 
 EMPTY_TILE = 64
-"""Of a step at 3840x2160 on an H200 the loss took 29 ns a tile, drawing forth and back about 0.3 ns an intersection
+"""Of a step at 3840x2160 on an H200 the loss took 29 ns a tile, drawing forth and back about 0.45 ns an intersection
 (benchmarks/results/tile-h200.md)."""
 
 

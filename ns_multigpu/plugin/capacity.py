@@ -12,6 +12,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.planning.quantities import gib
 from ns_multigpu.planning.room import most_points
 from ns_multigpu.planning.work import STRATEGIES, Course
+from ns_multigpu.plugin.errors import InputError
 from ns_multigpu.plugin.host_memory import available_memory
 from ns_multigpu.plugin.memory import free_bytes
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
@@ -90,8 +91,17 @@ def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Ca
     """Caps the default densifier and says, on rank 0, how many points there are, fit, and may become.
 
     Every rank calls it, before the first step, with the same arguments as `measure`.
+
+    Raises:
+        InputError: the cap that was asked for is below 1.
     """
-    found, options = measure(pipeline, optimizers, world, fused=fused), pipeline.model.config
+    options = pipeline.model.config
+    if options.max_gaussians is not None and options.max_gaussians < 1:
+        raise InputError(
+            f"--pipeline.model.max-gaussians {options.max_gaussians}: give how many Gaussians there may be, "
+            "1 or more, or leave it out."
+        )
+    found = measure(pipeline, optimizers, world, fused=fused)
     densifier, cap = pipeline.model.strategy, options.max_gs_num
     if isinstance(densifier, ReplicatedDensifier):
         cap = densifier.cap = cap_of(found, options.max_gaussians)

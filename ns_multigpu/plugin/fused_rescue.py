@@ -19,7 +19,7 @@ from ns_multigpu.planning.room import step_buffers
 from ns_multigpu.planning.work import Share
 from ns_multigpu.plugin import memory
 from ns_multigpu.plugin.out_of_memory import Counts, GivenUp, NoRoom, forget_frames
-from ns_multigpu.primitives.fused_step import ORDER
+from ns_multigpu.primitives.fused_step import ORDER, flat
 
 
 @dataclass
@@ -85,4 +85,4 @@ def bytes_of_step(capacities: Sequence[int], pixels: int, ranks: int) -> float:
 
 def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """As the operators take them: opacities [N]."""
-    return [tensor.view(-1) if name == "opacities" else tensor for name, tensor in zip(ORDER, tensors, strict=True)]
+    return [flat(name, tensor) for name, tensor in zip(ORDER, tensors, strict=True)]

@@ -57,7 +57,13 @@ class DistributedPipelineConfig(VanillaPipelineConfig):
     """The folder that .ckpt files are loaded from, beside which the points of a sharded model lie; no option."""
 
     def batch(self, ranks: int) -> int:
-        """Views a step of so many ranks."""
+        """Views a step of so many ranks.
+
+        Raises:
+            InputError: views-per-rank or views-per-step is below 1.
+        """
+        checks.check_views_per_rank(self.views_per_rank)
+        checks.check_views_per_step(self.views_per_step, ranks, cuts_views=True)
         return self.views_per_rank * ranks if self.views_per_step is None else self.views_per_step
 
 

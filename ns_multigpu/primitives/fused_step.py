@@ -119,8 +119,8 @@ class FusedStep:
         lazy: LazyAdam | None = None,
     ) -> None:
         self.settings, self._world = settings, world
-        self._params = [_flat(name, params[name].detach()) for name in ORDER]
-        self._moments = [[_flat(name, moments[name][i]) for name in ORDER] for i in (0, 1)]
+        self._params = [flat(name, params[name].detach()) for name in ORDER]
+        self._moments = [[flat(name, moments[name][i]) for name in ORDER] for i in (0, 1)]
         self._statistics = dict(statistics)
         device = self._params[0].device
         self._lazy = lazy
@@ -143,16 +143,11 @@ class FusedStep:
             self._everyone = torch.zeros(world.size, words, dtype=torch.int32, device=device)
             self._bright = torch.ones(world.size * settings.rows, 3, device=device)
         # A step that must not count takes Adam's with these: moments keep, and nothing moves.
-        self._still = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).repeat(len(ORDER), 1)
+        self._still = still(device)
         self._status = torch.zeros(4, dtype=torch.int64, device=device)  # done, rows, intersections, full
         limits = [settings.rows, settings.intersections]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
-        windows = (settings.width - 10) * (settings.height - 10)
-        scale = 1.0 / (3 * batch)
-        self._v_l1 = torch.tensor(
-            (1 - settings.ssim_lambda) * scale / (settings.width * settings.height), device=device
-        )
-        self._v_ssim = torch.tensor(-settings.ssim_lambda * scale / windows, device=device)
+        self._v_l1, self._v_ssim = loss_weights(settings.width, settings.height, batch, settings.ssim_lambda, device)
 
     @torch.no_grad()
     def render(self) -> None:
@@ -282,7 +277,21 @@ class FusedStep:
         return Status(done, rows, intersections, full > 0)
 
 
-def _flat(name: str, tensor: Tensor) -> Tensor:
+def still(device: torch.device) -> Tensor:
+    """[6, 8] scalars of a step of Adam that changes nothing."""
+    return torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).repeat(len(ORDER), 1)
+
+
+def loss_weights(
+    width: int, height: int, batch: int, ssim_lambda: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The gradients [] of a batch's mean loss by the sums of a view's absolute differences and of its SSIM."""
+    windows = (width - 10) * (height - 10)
+    by_l1 = (1 - ssim_lambda) / (3 * batch * width * height)
+    return torch.tensor(by_l1, device=device), torch.tensor(-ssim_lambda / (3 * batch * windows), device=device)
+
+
+def flat(name: str, tensor: Tensor) -> Tensor:
     """Opacities are [N, 1] to an optimizer and [N] to the operators."""
     return tensor.view(-1) if name == "opacities" else tensor
 

@@ -23,7 +23,7 @@ from cuda_ext.row_exchange import route
 from ns_multigpu.core.placement import Plan
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.fused_step import ORDER
+from ns_multigpu.primitives.fused_step import ORDER, flat, loss_weights, still
 from ns_multigpu.primitives.gaussians import TILE
 from ns_multigpu.primitives.tile_lists import GatheredLists, TileLists
 from ns_multigpu.primitives.tile_loss import band_loss
@@ -71,8 +71,8 @@ class TileStep:
         self._measure = measure
         self._lists = lists or GatheredLists(settings, world.rank)
         self.settings, self._world, self._transport, self._lazy = settings, world, transport, lazy
-        self._params = [_flat(name, params[name].detach()) for name in ORDER]
-        self._moments = [[_flat(name, moments[name][i]) for name in ORDER] for i in (0, 1)]
+        self._params = [flat(name, params[name].detach()) for name in ORDER]
+        self._moments = [[flat(name, moments[name][i]) for name in ORDER] for i in (0, 1)]
         self._statistics = dict(statistics)
         device, batch = self._params[0].device, settings.views
         parts = (16 * batch, 9 * batch, 3 * batch, len(ORDER) * SCALARS)
@@ -84,16 +84,11 @@ class TileStep:
         self.rgb: list[Tensor] = []
         self.tile_counts = torch.zeros(batch, settings.tile_rows, dtype=torch.int64, device=device)
         self._sizes = (settings.width, settings.height) * batch
-        self._still = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).repeat(len(ORDER), 1)
+        self._still = still(device)
         self._status = torch.zeros(6, dtype=torch.int64, device=device)
         limits = [settings.rows, settings.segment, settings.intersections]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
-        windows = (settings.width - 10) * (settings.height - 10)
-        scale = 1.0 / (3 * batch)
-        self._v_l1 = torch.tensor(
-            (1 - settings.ssim_lambda) * scale / (settings.width * settings.height), device=device
-        )
-        self._v_ssim = torch.tensor(-settings.ssim_lambda * scale / windows, device=device)
+        self._v_l1, self._v_ssim = loss_weights(settings.width, settings.height, batch, settings.ssim_lambda, device)
 
     @torch.no_grad()
     def render(self, plan: Plan, targets: Sequence[Tensor]) -> None:
@@ -231,7 +226,3 @@ class TileStep:
         done, rows, segment, intersections, full, sent = self._status.tolist()
         self._status.zero_()
         return TileStatus(done, rows, segment, intersections, full > 0, sent)
-
-
-def _flat(name: str, tensor: Tensor) -> Tensor:
-    return tensor.view(-1) if name == "opacities" else tensor

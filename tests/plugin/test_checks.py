@@ -6,6 +6,7 @@ import pytest
 
 from ns_multigpu.plugin import checks
 from ns_multigpu.plugin.errors import InputError, WorkerFailed, show
+from ns_multigpu.plugin.pipeline import DistributedPipelineConfig
 from ns_multigpu.plugin.ranks import Ranks
 from strategies import STRATEGIES
 
@@ -80,6 +81,12 @@ def test_all_strategies_can_train() -> None:
         checks.check_strategy(name, STRATEGIES)
     with pytest.raises(InputError, match=r"no strategy 'xyzzy'. The strategies are: batch, single, tile\.$"):
         checks.check_strategy("xyzzy", STRATEGIES)
+
+
+@pytest.mark.parametrize("views", [{"views_per_step": 0}, {"views_per_rank": 0}])
+def test_a_step_without_views_is_refused_before_it_is_counted_in(views: dict[str, int]) -> None:
+    with pytest.raises(InputError, match="at least one view"):
+        DistributedPipelineConfig(**views).batch(2)
 
 
 def test_views_of_a_step() -> None:

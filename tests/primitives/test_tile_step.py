@@ -58,7 +58,7 @@ def sharded(
         lists = SortedLists(settings, world, peer=transport != "collective") if by_sort else None
         return TileStep(params, moments, statistics, settings, world, rows, put_off, lists)
 
-    one, losses, redone, sent, uneven = made(), [], 0, 0, 0
+    one, losses, redone, sent = made(), [], 0, 0
     step = 0
     while step < steps:
         here = batch_of(step, batch, device)
@@ -88,7 +88,6 @@ def sharded(
         assert status.done == 1 and torch.isfinite(one.report).all()
         counts = one.tile_counts.cpu()
         work.learn(here, counts.reshape(-1).tolist())
-        uneven += int(len({len(patches) for patches in plan}) > 1 or not plan[-1])
         losses.append(one.report[:batch].mean())
         sent += status.sent
         step += 1
