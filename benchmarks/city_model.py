@@ -3,7 +3,7 @@
 Points lie where rays from straight above and from four sides meet the city, so that roofs and walls have some. The city
 grows with the points: they stay about 20 cm apart, as far as flights over cities find them, and a view straight down
 sees two million. The model is the same for any number of ranks: rays are drawn in pieces whose generator has the
-piece's number, and points are put into the order of their Morton codes, of which each rank has one range.
+piece's number, and points are put into the order of `primitives.morton`, of which each rank has one range.
 
 Everything is made on the rank's own device; what travels is 24 bytes a point.
 """
@@ -31,7 +31,7 @@ from ns_multigpu.data.render import render_rgb, tone_map
 from ns_multigpu.data.shade import Scene, radiance
 from ns_multigpu.data.trace import Width, trace
 from ns_multigpu.primitives.fused_step import ORDER
-from ns_multigpu.primitives.morton import morton_codes
+from ns_multigpu.primitives.morton import Grid, census, dealt_codes
 
 DEGREE = 3
 """Degree of the harmonics."""
@@ -145,11 +145,13 @@ class CityModel:
         params: by the names of `ORDER`, each contiguous.
         counts: points by rank.
         seconds: that making them took, by part.
+        moment_dtype: in which Adam's moments are kept.
     """
 
     params: dict[str, Tensor]
     counts: Sequence[int]
     seconds: dict[str, float]
+    moment_dtype: torch.dtype = torch.float32
     _moments: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -162,7 +164,10 @@ class CityModel:
     def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Adam's moments, always the same tensors; made at the first call, zero."""
         if not self._moments:
-            self._moments = {k: (torch.zeros_like(v), torch.zeros_like(v)) for k, v in self.params.items()}
+            kind = self.moment_dtype
+            self._moments = {
+                k: (torch.zeros_like(v, dtype=kind), torch.zeros_like(v, dtype=kind)) for k, v in self.params.items()
+            }
         return self._moments
 
     def forget_moments(self) -> None:
@@ -181,7 +186,7 @@ def make_model(scene: CityScene, world: World) -> CityModel:
     watch = _Watch(world.device, seconds)
     records = _sampled(scene, world)
     watch.lap("rays")
-    records = _in_order(records, max(scene.reach, scene.capture.city.half + 50.0), world)
+    records = _in_order(records, world)
     watch.lap("order")
     params = _parameters(records, scene.spacing)
     watch.lap("parameters")
@@ -238,10 +243,11 @@ def _cast(solid: Scene, scene: CityScene, into: Tensor, generator: torch.Generat
     into[:, 3:] = tone_map(radiance(solid, origin, direction, spread)).t()
 
 
-def _in_order(records: Tensor, reach: float, world: World) -> Tensor:
-    """All ranks' records in Morton order, of which each gets a range; the ranges differ by some thousandth."""
-    within = torch.tensor(reach, dtype=torch.float64, device=records.device)
-    codes, order = torch.sort(morton_codes(records[:, :3], within), stable=True)
+def _in_order(records: Tensor, world: World) -> Tensor:
+    """All ranks' records in training's order, of which each gets a range; the ranges differ by some thousandth."""
+    counted = all_gather_ints(census(records[:, :3]).tolist(), world)
+    grid = Grid.of([sum(column) for column in zip(*counted, strict=True)])
+    codes, order = torch.sort(dealt_codes(records[:, :3], grid), stable=True)
     records = records[order]
     del order
     # Each rank's sample stands for equally many of its points.
@@ -261,7 +267,7 @@ def _in_order(records: Tensor, reach: float, world: World) -> Tensor:
     send = [end - start for start, end in pairwise(edges)]
     records = exchange_rows(records, send, exchange_counts(send, world), world)
     # Stable, and what came from lower ranks lies first: equal codes are in the order in which they were drawn.
-    return records[torch.sort(morton_codes(records[:, :3], within), stable=True).indices]
+    return records[torch.sort(dealt_codes(records[:, :3], grid), stable=True).indices]
 
 
 def _parameters(records: Tensor, spacing: float) -> dict[str, Tensor]:

@@ -7,14 +7,14 @@ from torch import Tensor
 from ns_multigpu.core.collectives import all_gather_ints
 from ns_multigpu.core.placement import even_bounds
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.regroup import morton_order
+from ns_multigpu.primitives.morton import dealt_order
 
 
 class ShardedPoints(SplatfactoModel):
     """What `SplatModel` can say about the points that other ranks hold.
 
-    A sharded model's parameters are this rank's rows of the whole model's, which is in Morton order, the ranks' rows
-    one after the other.
+    A sharded model's parameters are this rank's rows of the whole model's, which is in the order of
+    `primitives.morton`, the ranks' rows one after the other.
 
     Attributes:
         shard_counts: of a sharded model how many points each rank holds; None where this process holds all.
@@ -36,8 +36,8 @@ class ShardedPoints(SplatfactoModel):
 
     @torch.no_grad()
     def hold_shard(self, world: World) -> None:
-        """Brings the whole model, which every rank holds, into Morton order and keeps this rank's equal part of it."""
-        order = morton_order(self.gauss_params["means"].detach())
+        """Brings the whole model, which every rank holds, into its order and keeps this rank's equal part of it."""
+        order = dealt_order(self.gauss_params["means"].detach())
         bounds = even_bounds(len(order), world.size)
         mine = order[bounds[world.rank] : bounds[world.rank + 1]]
         for name, value in list(self.gauss_params.items()):

@@ -42,7 +42,7 @@ class ReplicatedDensifier(DefaultStrategy):
     Attributes:
         world: the ranks whose statistics are summed.
         seed: the run's seed.
-        morton: bring the points into Morton order at each refinement.
+        morton: bring the points into the order of `morton` at each refinement.
         cap: most points of the whole model, None for any number: a refinement that would lead beyond only prunes.
         held_back: called each time that happens, with the number of points there would have been.
     """

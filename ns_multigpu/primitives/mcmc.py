@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ns_multigpu.core.random import keyed_generator, keyed_normals
 from ns_multigpu.primitives.densifier import dues
-from ns_multigpu.primitives.morton import morton_order
+from ns_multigpu.primitives.morton import dealt_order
 from ns_multigpu.primitives.regroup import Regrouping, replace_parameter
 from ns_multigpu.primitives.steady import logit, rotate, rotations, sigmoid
 
@@ -42,7 +42,7 @@ class McmcDensifier:
         refine_start_iter, refine_stop_iter, refine_every: when to relocate and grow, in images seen.
         min_opacity: a Gaussian of at most this opacity is dead.
         seed: the run's seed.
-        morton: bring the Gaussians into Morton order at each refinement.
+        morton: bring the Gaussians into the order of `morton` at each refinement.
     """
 
     cap_max: int = 1_000_000
@@ -120,12 +120,12 @@ class McmcDensifier:
         return max(0, min(self.cap_max, int(GROWTH * count)) - count)
 
     def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor) -> None:
-        """Adds the copies of `sources`, and brings the Gaussians into Morton order if that is wanted."""
+        """Adds the copies of `sources`, and brings the Gaussians into their order if that is wanted."""
         if len(sources) == 0 and not self.morton:
             return
         regrouping = grown(len(params["means"]), sources)
         if self.morton:
-            regrouping = regrouping.ordered(morton_order(regrouping.positions(params["means"])))
+            regrouping = regrouping.ordered(dealt_order(regrouping.positions(params["means"])))
         for name in list(params):
             replace_parameter(optimizers.get(name), params, name, params[name].detach()[regrouping.source], regrouping)
 
@@ -174,7 +174,7 @@ def relocated(opacities: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
 def grown(count: int, sources: Tensor) -> Regrouping:
     """`count` Gaussians, and after them copies of `sources` [G] int64, those of the first source first.
 
-    In this order copies that share a Morton code stand as their sources do, whatever they were drawn in.
+    In this order copies that share a code stand as their sources do, whatever they were drawn in.
     """
     here = torch.arange(count, device=sources.device)
     source = torch.cat([here, torch.sort(sources).values])

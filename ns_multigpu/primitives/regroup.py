@@ -5,8 +5,8 @@ every parameter and moment three times (duplicate, split, remove) and waits for 
 are made first, one small tensor of counts is read back, and an index says where each new point comes from. A child's
 fate can be decided before it exists: it has its parent's opacity and radius, and 1 / 1.6 of its scales.
 
-Optionally the points are brought into the order of their Morton codes on the same way, so that points near each other
-in space are near each other in memory.
+Optionally the points are brought into the order of `morton` on the same way, so that points near each other in space
+are near each other in memory.
 """
 
 from collections.abc import Callable, Mapping, MutableMapping
@@ -17,7 +17,7 @@ import torch
 from gsplat.strategy import DefaultStrategy
 from torch import Tensor
 
-from ns_multigpu.primitives.morton import morton_order
+from ns_multigpu.primitives.morton import dealt_order
 from ns_multigpu.primitives.steady import logit, rotate, rotations, sigmoid
 
 SHRINK = 1.6
@@ -120,7 +120,7 @@ def grow_and_prune(
         optimizers: by parameter; may lack some. They go on with the new parameters.
         state: `grad2d`, `count` and, where the rules ask for it, `radii`, [N] each; `scene_scale`. Tensors follow.
         image: the clock, which some rules look at.
-        morton: bring the points into Morton order as well.
+        morton: bring the points into the order of `morton` as well.
         cap: may take growth out of what has been decided.
 
     Returns:
@@ -136,7 +136,7 @@ def grow_and_prune(
     drawn = torch.randn(2, fates.n_split, 3, device=params["means"].device) if fates.n_split else None
     regrouping = regroup(params, fates, drawn)
     if morton:
-        regrouping = regrouping.ordered(morton_order(regrouping.positions(params["means"])))
+        regrouping = regrouping.ordered(dealt_order(regrouping.positions(params["means"])))
     for name in list(params):
         value = params[name].detach()[regrouping.source]
         edit_children(rules, name, value, regrouping)

@@ -39,7 +39,7 @@ class ShardedDensifier(ReplicatedDensifier):
 
     def __post_init__(self) -> None:
         if not self.morton:
-            raise ValueError("shards are ranges of the Morton order: a sharded densifier cannot do without it")
+            raise ValueError("shards are ranges of an order: a sharded densifier cannot do without it")
 
     @torch.no_grad()
     def _refine(self, params: Any, optimizers: Any, state: dict[str, Any], image: int) -> None:

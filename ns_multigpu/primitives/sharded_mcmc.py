@@ -54,7 +54,7 @@ class ShardedMcmc(McmcDensifier):
 
     def __post_init__(self) -> None:
         if not self.morton:
-            raise ValueError("shards are ranges of the Morton order: a sharded densifier cannot do without it")
+            raise ValueError("shards are ranges of an order: a sharded densifier cannot do without it")
 
     def forget(self) -> None:
         """Learns the ranks' numbers of Gaussians anew: to be called where anybody else has changed them."""

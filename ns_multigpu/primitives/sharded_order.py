@@ -1,4 +1,4 @@
-"""The Morton order of a model that is spread over the ranks, and which rank owns what of it.
+"""The order (`morton`) of a model that is spread over the ranks, and which rank owns what of it.
 
 Each rank sorts its own points by key; splitters cut the keys into as many ranges as there are ranks; every point
 travels, with its moments, to the rank whose range its key is in, and what has arrived is sorted again. Equal keys stay
@@ -17,11 +17,11 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_floats, all_gather_ints, exchange_rows
+from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.morton import MORTON_BITS, morton_codes, reach
+from ns_multigpu.primitives.morton import CODE_BITS, Grid, census, dealt_codes
 
-_KEY_BITS = 3 * MORTON_BITS + 2
+_KEY_BITS = CODE_BITS + 2
 _CANDIDATES = 63
 """Keys that a round of the bisection tries for each splitter: six bits of it are known after each."""
 
@@ -96,7 +96,7 @@ def clock(device: torch.device) -> float:
 
 
 def order_keys(means: Tensor, categories: Tensor, world: World) -> Tensor:
-    """By Morton code in a cube around all ranks' points, then by category: 62 bits.
+    """By the code of `dealt_codes` for all ranks' points, then by category: 62 bits.
 
     Args:
         means: [N, 3] positions.
@@ -105,9 +105,8 @@ def order_keys(means: Tensor, categories: Tensor, world: World) -> Tensor:
     Returns:
         [N] int64.
     """
-    furthest = max(row[0] for row in all_gather_floats([reach(means).item()], world))
-    within = torch.tensor(furthest, dtype=torch.float64, device=means.device)
-    return morton_codes(means, within) * 4 + categories
+    counts = [sum(column) for column in zip(*all_gather_ints(census(means).tolist(), world), strict=True)]
+    return dealt_codes(means, Grid.of(counts)) * 4 + categories
 
 
 def plan_move(keys: Tensor, weights: Tensor, world: World, threshold: float) -> Move:

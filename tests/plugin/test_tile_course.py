@@ -28,7 +28,7 @@ COMMON = {
     MODEL + "stop_screen_size_at": 0, MODEL + "num_downscales": 1, MODEL + "resolution_schedule": 20,
 }  # fmt: skip
 # In single precision Adam's eps has to be further from the rounding of gradients.
-FUSED = {"fused_steps": "always", **{f"optimizers.{name}.optimizer.eps": 1e-5 for name in ORDER}}
+FUSED = {"fused_steps": "always", **{f"optimizers.{name}.optimizer.eps": 1e-4 for name in ORDER}}
 MCMC = {
     MODEL + "densifier": "mcmc", MODEL + "max_gs_num": 80, MODEL + "mcmc_min_opacity": 0.095, MODEL + "noise_lr": 5e3,
 }  # fmt: skip

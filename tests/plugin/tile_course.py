@@ -10,7 +10,7 @@ from torch import Tensor
 from ns_multigpu.core.collectives import all_gather_ints, all_gather_objects
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.trainer import DistributedTrainer
-from ns_multigpu.primitives.morton import morton_order
+from ns_multigpu.primitives.morton import dealt_order
 from tests.plugin.course import follow
 
 MODEL = "pipeline.model."
@@ -37,7 +37,7 @@ def course(
     def ready(trainer: DistributedTrainer) -> None:
         model = trainer.pipeline.model
         if not model.sharded:
-            order = morton_order(model.means.detach())
+            order = dealt_order(model.means.detach())
             for value in model.gauss_params.values():
                 value.data = value.detach()[order]
         name = "_rearrange" if model.config.densifier == "mcmc" else "_refine"

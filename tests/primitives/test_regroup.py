@@ -7,7 +7,7 @@ import torch
 from gsplat.strategy import DefaultStrategy
 from torch import Tensor
 
-from ns_multigpu.primitives.morton import MORTON_BITS, morton_codes, morton_order
+from ns_multigpu.primitives.morton import dealt_order
 from ns_multigpu.primitives.regroup import compact, grow_and_prune
 
 COUNT = 400
@@ -104,13 +104,13 @@ def test_all_can_be_pruned() -> None:
     assert all(len(value) == 0 for value in params.values())
 
 
-def test_morton_order_keeps_the_points() -> None:
+def test_the_order_keeps_the_points() -> None:
     rules = DefaultStrategy(**RULES)
     plain, ordered = model(), model()
     for each, morton in ((plain, False), (ordered, True)):
         torch.manual_seed(3)
         grow_and_prune(rules, *each, 200, morton=morton)
-    order = morton_order(plain[0]["means"])
+    order = dealt_order(plain[0]["means"])
     assert not torch.equal(order, torch.arange(len(order)))
     theirs = lines(ordered)
     for name, value in lines(plain).items():
@@ -131,26 +131,3 @@ def test_compact() -> None:
     mask = torch.rand(100, generator=torch.Generator().manual_seed(0)) > 0.6
     for m in (mask, torch.ones(5, dtype=torch.bool), torch.zeros(5, dtype=torch.bool), mask[:0]):
         assert torch.equal(compact(m, int(m.sum())), torch.where(m)[0])
-
-
-def test_morton_codes() -> None:
-    half = 1 << (MORTON_BITS - 1)
-    g = torch.Generator().manual_seed(0)
-    cells = torch.cat([torch.randint(0, 2 * half, (50, 3), generator=g), torch.tensor([[0, 0, 0], [2 * half - 1] * 3])])
-    inside = (cells.double() - half + 0.5) / half * 4.0
-    expected = [
-        sum(((int(c[axis]) >> b) & 1) << (3 * b + axis) for b in range(MORTON_BITS) for axis in range(3)) for c in cells
-    ]
-    assert morton_codes(inside).tolist() == expected
-    points = torch.rand(4000, 3, generator=g)
-    far = torch.cat([points - 0.4, torch.tensor([[40.0, 0.0, 0.0]])])
-    kept = morton_order(far)[morton_order(far) < 4000]
-    assert float((kept == morton_order(far[:4000])).double().mean()) > 0.99  # one point far away changes nothing
-    assert len(morton_codes(points[:0])) == 0 and morton_codes(torch.zeros(3, 3)).unique().numel() == 1
-    # Neighbours in the order are nearer than points picked at random.
-    points = torch.rand(4000, 3, generator=g)
-    near = (points[morton_order(points)].diff(dim=0)).norm(dim=-1).mean()
-    assert near < 0.2 * points.diff(dim=0).norm(dim=-1).mean()
-    broken = points.clone()
-    broken[5], broken[6] = torch.nan, torch.inf
-    assert sorted(morton_order(broken).tolist()) == list(range(4000))

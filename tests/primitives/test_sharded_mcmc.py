@@ -99,5 +99,5 @@ def test_a_model_replaced_behind_its_back_is_noticed() -> None:
 
 
 def test_refuses_to_go_without_the_order() -> None:
-    with pytest.raises(ValueError, match="Morton order"):
+    with pytest.raises(ValueError, match="ranges of an order"):
         ShardedMcmc(morton=False)
