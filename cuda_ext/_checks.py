@@ -15,13 +15,23 @@ def check_floats(like: Tensor, **tensors: tuple[Tensor, Sequence[int]]) -> None:
     """
     if like.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"The operators work in float32 or float64, not {like.dtype}: convert with `.float()`.")
+    check_tensors(like.dtype, like.device, **tensors)
+
+
+def check_tensors(dtype: torch.dtype, device: torch.device, /, **tensors: tuple[Tensor, Sequence[int]]) -> None:
+    """Checks shape, dtype and device of tensors; -1 in a shape accepts any size.
+
+    Raises:
+        TypeError: a dtype or device is wrong.
+        ValueError: a shape is wrong.
+    """
     for name, (tensor, shape) in tensors.items():
         fits = tensor.dim() == len(shape)
         if not fits or any(want not in (-1, got) for want, got in zip(shape, tensor.shape, strict=True)):
             raise ValueError(f"{name} must have the shape {list(shape)} (-1: any size), not {list(tensor.shape)}.")
-        if tensor.dtype != like.dtype or tensor.device != like.device:
+        if tensor.dtype != dtype or tensor.device != device:
             raise TypeError(
-                f"{name} is {tensor.dtype} on {tensor.device}; it must be {like.dtype} on {like.device} like the rest."
+                f"{name} is {tensor.dtype} on {tensor.device}; it must be {dtype} on {device} like the rest."
             )
 
 

@@ -53,11 +53,18 @@ def adam_step(
         set_grads_to_zero: clear the gradients on the way.
 
     Raises:
+        TypeError: moments of another dtype than their parameters, such as compact ones (see `cuda_ext.compact_adam`).
         TypeError, ValueError: a tensor of the wrong shape, dtype or device (on CUDA).
         NativeBuildError: the CUDA operators cannot be compiled.
     """
     if not params:
         return
+    for p, m, v in zip(params, exp_avgs, exp_avg_sqs, strict=True):
+        if m.dtype != p.dtype or v.dtype != p.dtype:
+            raise TypeError(
+                f"adam_step: a parameter is {p.dtype}, its moments are {m.dtype} and {v.dtype}. Compact moments are "
+                "for splat_update and splat_flush, which round them as they must be: keep these as the parameter is."
+            )
     lists = [[t.detach() for t in tensors] for tensors in (params, grads, exp_avgs, exp_avg_sqs)]
     op: Any = torch.ops.ns_multigpu.adam_step if kernels_serve(params[0]) else adam_step_torch
     op(*lists, scalars, set_grads_to_zero)
@@ -96,12 +103,18 @@ def adam_step_torch(
 class FusedAdam(torch.optim.Adam):
     """`torch.optim.Adam` with the step in one launch: the same options, the same state_dict, and either loads the
     other's. Groups with options that the kernel does not know (weight decay, amsgrad, maximize, capturable,
-    differentiable, torch's own fused) are stepped by torch's code."""
+    differentiable, torch's own fused) are stepped by torch's code.
+
+    Attributes:
+        moment_dtype: in which moments are kept; None for the parameters'. See `cuda_ext.compact_adam`.
+    """
+
+    moment_dtype: torch.dtype | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See `torch.optim.Adam.step`."""
-        if not all(_plain(group) for group in self.param_groups):
+        if not is_plain(self):
             return super().step(closure)
         loss = None
         if closure is not None:
@@ -123,7 +136,7 @@ def fused_step(optimizers: Sequence[torch.optim.Optimizer], set_grads_to_zero: b
     together: list[FusedAdam] = []
     for optimizer in optimizers:
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        if isinstance(optimizer, FusedAdam) and not hooked and all(_plain(g) for g in optimizer.param_groups):
+        if isinstance(optimizer, FusedAdam) and not hooked and is_plain(optimizer):
             together.append(optimizer)
         else:
             optimizer.step()
@@ -149,7 +162,7 @@ class AdamStep:
     """
 
     def __init__(self, optimizers: Sequence[FusedAdam], *, with_grads: bool = True) -> None:
-        if not all(_plain(group) for optimizer in optimizers for group in optimizer.param_groups):
+        if not all(is_plain(optimizer) for optimizer in optimizers):
             raise ValueError("AdamStep knows no weight decay, amsgrad, maximize, capturable, differentiable or fused.")
         entries = [entry for o in optimizers for entry in _entries(o, with_grads)]
         self._optimizers = list(optimizers)
@@ -196,9 +209,10 @@ def _ring(device: torch.device) -> ScalarRing:
     return _rings.setdefault((device, stream), ScalarRing(device, SCALARS))
 
 
-def _plain(group: dict[str, Any]) -> bool:
+def is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the kernels know all options of an Adam: they know no weight decay, amsgrad or maximize."""
     options = ("weight_decay", "amsgrad", "maximize", "capturable", "differentiable", "fused")
-    return not any(group.get(option) for option in options)
+    return not any(group.get(option) for group in optimizer.param_groups for option in options)
 
 
 def _entries(optimizer: FusedAdam, with_grads: bool) -> Iterator[tuple[dict[str, Any], Tensor, dict[str, Any]]]:
@@ -210,8 +224,10 @@ def _entries(optimizer: FusedAdam, with_grads: bool) -> Iterator[tuple[dict[str,
             state = optimizer.state[param]
             if len(state) == 0:
                 state["step"] = torch.tensor(0.0)  # on the host: it is read there
-                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
-                state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(
+                        param, dtype=optimizer.moment_dtype, memory_format=torch.contiguous_format
+                    )
             yield group, param, state
 
 

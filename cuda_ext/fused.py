@@ -95,10 +95,10 @@ def splat_forward(
         capacity: lines of the result.
         eps2d, near, far, antialiased: see `project`.
         depth: add the depth to the features.
-        exp_avgs, exp_avg_sqs, lazy: the parameters' moments, and the steps that were put off. Rows are then those of
-            the points where these steps lead them; nothing is written. On CUDA more rows than necessary may come out,
-            dead ones, for where a point may have come to is known only within bounds; those hold for moments that Adam
-            made, with one pair of betas.
+        exp_avgs, exp_avg_sqs, lazy: the parameters' moments (see `splat_update`), and the steps that were put off. Rows
+            are then those of the points where these steps lead them; nothing is written. On CUDA more rows than
+            necessary may come out, dead ones, for where a point may have come to is known only within bounds; those
+            hold for moments that Adam made, with one pair of betas.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, device or shape, or out of range.
@@ -166,6 +166,11 @@ def splat_update(
     on. With `selective` those that are not drawn in any view are left alone (Mallick et al. 2024, "Taming 3DGS"), which
     saves their 1416 bytes and changes the result.
 
+    Moments may be compact, all of them as bfloat16: 944 bytes a point instead of 1416. The arithmetic is float32's, and
+    what is written is rounded up or down at random, so that its expected value is the exact one; a number that bfloat16
+    holds, such as any moment that a step leaves alone, stays what it is. The same model, gradients and scalars give the
+    same bits, whatever row, thread or rank a point is in (cuda_ext/csrc/common/compact.h says why, and how).
+
     Densification's statistics are added to as `ReplicatedDensifier` does: for each row that is drawn, `grad2d` gets the
     length of the gradient of means2d in units of half an image, times the number of views (the loss being their mean);
     `seen` gets 1; `radii_max` becomes the largest radius of the 3-sigma circle, a fraction of the image's longer side.
@@ -174,7 +179,7 @@ def splat_update(
 
     Args:
         params: the six parameters in the order of `PARAMETERS`, shapes as in `splat_forward`.
-        exp_avgs, exp_avg_sqs: their moments.
+        exp_avgs, exp_avg_sqs: their moments, of the parameters' dtype, or all of them bfloat16 where that is float32.
         scalars: [6, 8] of Adam: `AdamStep.scalars`, or lines of `adam_scalars`.
         viewmats, Ks, sizes, degree, eps2d, near, far, antialiased: those of `splat_forward`.
         rows: what `splat_forward` returned; or what it returned to S callers, one after the other, each with as many of
@@ -187,7 +192,8 @@ def splat_update(
         opacity_weight, scale_weight: the loss also holds this times the sum of all opacities, and of all scales (MCMC's
             regularisation). With `selective`, of the points drawn.
         lazy: put off the steps of points that are not drawn (see `cuda_ext.lazy_adam`, also for which options of Adam):
-            1416 bytes of each such point are then neither read nor written. Those of points that are drawn are taken.
+            1416 bytes (944) of each such point are then neither read nor written. Those of points that are drawn are
+            taken.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, device or shape; `lazy` with `selective` or weights.

@@ -7,6 +7,9 @@ them, `splat_update` takes them before a step with a gradient, and `splat_flush`
 
 Between a flush and the first step after it parameters and moments are those of dense Adam, up to rounding. In between
 they are not: nobody but these three operators may look at them.
+
+Moments may be compact, as bfloat16 (see `cuda_ext.fused.splat_update`). They are rounded where they are written: when a
+point is drawn, and at a flush, rather than in every step.
 """
 
 from collections.abc import Sequence
@@ -16,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext._checks import check_floats
+from cuda_ext._checks import check_floats, check_tensors
 from cuda_ext._library import LIBRARY
 from cuda_ext.adam import kernels_serve
+from cuda_ext.reference.compact import COMPACT
 from cuda_ext.reference.lazy_adam import MOST_STEPS, PARAMETERS, new_table, splat_flush_composed
 
 __all__ = ["MOST_STEPS", "LazyAdam", "lazy_serves", "splat_flush"]
@@ -103,18 +107,30 @@ def splat_flush(
 
 
 def check_parameters(params: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor]) -> None:
-    """Checks the six parameters and their moments.
+    """Checks the six parameters and their moments: of the parameters' dtype, or all bfloat16 beside float32.
 
     Raises:
         TypeError, ValueError: one has the wrong dtype, device or shape.
     """
+    moments = [*exp_avgs, *exp_avg_sqs]
+    compact = [moment for moment in moments if moment.dtype == COMPACT]
+    if compact and (len(compact) < len(moments) or params[0].dtype != torch.float32):
+        kinds = ", ".join(sorted({str(moment.dtype) for moment in moments}))
+        raise TypeError(
+            f"Adam's moments must all be of the parameters' dtype, or all be {COMPACT} beside parameters in "
+            f"torch.float32: they are {kinds}, and the parameters {params[0].dtype}."
+        )
     for what, tensors in (("params", params), ("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)):
         if len(tensors) != len(PARAMETERS):
             raise ValueError(f"{what} must be {', '.join(PARAMETERS)}, not {len(tensors)} tensors.")
         points = params[0].shape[0]
         shapes = ((points, 3), (points, 4), (points, 3), (points,), (points, 3), (points, -1, 3))
         named = zip(PARAMETERS, tensors, shapes, strict=True)
-        check_floats(params[0], **{f"{what}: {name}": (tensor, shape) for name, tensor, shape in named})
+        checked = {f"{what}: {name}": (tensor, shape) for name, tensor, shape in named}
+        if compact and what != "params":
+            check_tensors(COMPACT, params[0].device, **checked)
+        else:
+            check_floats(params[0], **checked)
 
 
 @torch.library.register_fake("ns_multigpu::splat_flush", lib=LIBRARY)

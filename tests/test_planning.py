@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.planning import rates
 from ns_multigpu.planning.pace import pace
 from ns_multigpu.planning.quantities import gib, parse_count, parse_size
-from ns_multigpu.planning.room import most_points, room, step_buffers
+from ns_multigpu.planning.room import STATISTICS, most_points, room, step_buffers
 from ns_multigpu.planning.work import ROOM, STRATEGIES, VISIBLE, Course, Share, batch_of, share, usual_tiles
 from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, padded
 from ns_multigpu.primitives.gaussian_init import initial_gaussians
@@ -58,6 +59,19 @@ def test_parameters_and_moments_are_exact(degree: int) -> None:
     found = room("single", Course(points, 640, 480, sh_degree=degree), GIB)
     assert found.parameters == held and found.moments == 2 * held
     assert room("tile", Course(4 * points, 640, 480, gpus=4, sh_degree=degree), GIB).parameters == held
+
+
+def test_a_compact_state_takes_half_the_moments() -> None:
+    """Of 720 bytes a Gaussian, with densification's statistics, 484 are left."""
+    full, compact = (
+        room("tile", Course(4_000_000, 640, 480, gpus=4, compact=compact), GIB) for compact in (False, True)
+    )
+    assert compact.moments == full.moments / 2 == 4 * 59 * 1_000_000 and compact.parameters == full.parameters
+    held = compact.parameters + compact.moments + STATISTICS * 1_000_000
+    assert held == 484 * 1_000_000 and full.refining - compact.refining == 2 * 45 * 1_000_000
+    course = Course(1, 3840, 2160, gpus=4)
+    fits = [most_points("tile", replace(course, compact=c), 139 * GIB, densify=False) for c in (False, True)]
+    assert fits[1] > 1.2 * fits[0]
 
 
 def _fused_step(rows: int, intersections: int, width: int, height: int, views: int, points: int = 300) -> FusedStep:
@@ -233,6 +247,17 @@ def test_the_command_prints_every_strategy(capsys: pytest.CaptureFixture[str]) -
     assert "batch gives every GPU a view: 4 a step" in out
 
 
+def test_the_command_plans_a_compact_state(capsys: pytest.CaptureFixture[str]) -> None:
+    main([
+        "plan", "--points", "1000M", "--image", "3840x2160", "--gpus", "4", "--gpu", "h200", "--strategy", "tile",
+        "--visible-fraction", "0.003", "--no-densify", "--optimizer-state", "compact",
+    ])  # fmt: skip
+    out = capsys.readouterr().out
+    lines = {line[:30].strip(): line[30:].split() for line in out.splitlines() if line.startswith("  ")}
+    assert lines["Adam's moments"] == [gib(250e6 * 236)] and lines["fits"] == ["yes"]
+    assert "Compact moments: the time is that of full ones" in out
+
+
 def test_the_command_takes_what_is_known_of_the_scene(capsys: pytest.CaptureFixture[str]) -> None:
     main([
         "plan", "--points", "8M", "--image", "1920x1080", "--gpu-memory", "24", "--strategy", "single",
@@ -254,6 +279,7 @@ def test_the_command_takes_what_is_known_of_the_scene(capsys: pytest.CaptureFixt
         (["--points", "8M", "--image", "1920x1080", "--visible-fraction", "1.5"], "visible-fraction"),
         (["--points", "8M", "--image", "1920x1080", "--intersections-per-splat", "0"], "intersections-per-splat"),
         (["--points", "8M", "--image", "1920x1080", "--gpu-memory", "-1"], "gpu-memory"),
+        (["--points", "8M", "--image", "1920x1080", "--no-fused", "--optimizer-state", "compact"], "for fused steps"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from cuda_ext.adam import adam_step_torch
 from cuda_ext.culling import cull
 from cuda_ext.projection import project, sh_colors
+from cuda_ext.reference.compact import as_floats, step_salts
 from cuda_ext.reference.lazy_adam import MOST_STEPS, caught_up, extend, stands_still, write_caught_up
 
 
@@ -58,6 +59,22 @@ def splat_update_composed(
     steps: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See `cuda_ext.fused.splat_update`."""
+    with as_floats(exp_avgs, exp_avg_sqs, lambda: step_salts(scalars, viewmats)) as (firsts, seconds):
+        _update(
+            params, firsts, seconds, scalars, viewmats, Ks, sizes, view_ids, point_ids, count, conics, features, radii,
+            row_gradients, grad2d, seen, radii_max, degree, eps2d, near, far, antialiased, absgrad, selective,
+            opacity_weight, scale_weight, last, table, steps,
+        )  # fmt: skip
+
+
+def _update(
+    params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], scalars: Tensor, viewmats: Tensor,
+    Ks: Tensor, sizes: list[int], view_ids: Tensor, point_ids: Tensor, count: Tensor, conics: Tensor,
+    features: Tensor, radii: Tensor, row_gradients: list[Tensor], grad2d: Tensor, seen: Tensor, radii_max: Tensor,
+    degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool, selective: bool,
+    opacity_weight: float, scale_weight: float, last: Tensor | None, table: Tensor | None, steps: Tensor | None,
+) -> None:  # fmt: skip
+    """The same with moments of the parameters' type."""
     real = _real(point_ids, count)
     view_ids, point_ids, radii, conics, features = (t[real] for t in (view_ids, point_ids, radii, conics, features))
     alive = (radii > 0).all(-1)

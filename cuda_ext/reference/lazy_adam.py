@@ -6,6 +6,8 @@ The formulas, and why they are dense Adam's, are in cuda_ext/csrc/common/lazy_ad
 import torch
 from torch import Tensor
 
+from cuda_ext.reference.compact import as_floats, flush_salts
+
 PARAMETERS = ("means", "quats", "log_scales", "logits", "sh_dc", "sh_rest")
 """The order of parameters, moments and scalars."""
 
@@ -47,10 +49,11 @@ def extend(table: Tensor, steps: Tensor, scalars: Tensor) -> None:
 def caught_up(
     params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], last: Tensor, table: Tensor
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Points [N] and their moments as the steps missed since `last` leave them."""
+    """Points [N] and their moments as the steps missed since `last` leave them; compact moments in the points' type."""
     lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
     for i, (p, m, v) in enumerate(zip(params, exp_avgs, exp_avg_sqs, strict=True)):
         lines = table[last.long(), i].view(-1, *[1] * (p.dim() - 1), 8)
+        m, v = m.to(p.dtype), v.to(p.dtype)
         moved = lines[..., _SHIFT] * m / (v.sqrt() + lines[..., _EPS])
         lists[0].append(torch.where(m == 0, p, p - moved))
         lists[1].append(m * lines[..., _DECAY1])
@@ -64,7 +67,8 @@ def splat_flush_composed(
 ) -> None:
     """See `cuda_ext.lazy_adam.splat_flush`."""
     behind = (last < steps).nonzero().squeeze(-1)
-    write_caught_up(params, exp_avgs, exp_avg_sqs, behind, last, table)
+    with as_floats(exp_avgs, exp_avg_sqs, lambda: flush_salts(table)) as (firsts, seconds):
+        write_caught_up(params, firsts, seconds, behind, last, table)
     last.zero_()
     table.copy_(new_table(table.dtype, table.device))
     steps.zero_()

@@ -29,6 +29,7 @@ def plan(
     transport: Literal["peer", "collective"] = "peer",
     densify: bool = True,
     fused: bool = True,
+    optimizer_state: Literal["full", "compact"] = "full",
 ) -> None:
     """Print the memory that each GPU needs and the time that a step takes, for each strategy.
 
@@ -48,6 +49,8 @@ def plan(
         densify: The model grows and is pruned while it trains, which takes memory of its own.
         fused: Steps are fused (see docs/kernels.md). If not there is no time, for none was measured; memory is an upper
             bound.
+        optimizer_state: Adam's moments as float32, or as bfloat16 (--pipeline.model.optimizer-state). Compact steps
+            have not been timed: the time is that of full ones.
     """
     if intersections_per_splat is not None and not intersections_per_splat > 0:
         raise ValueError(f"intersections-per-splat is {intersections_per_splat}: give more than 0")
@@ -59,6 +62,7 @@ def plan(
     course = Course(
         parse_count(points), width, height, views_per_step, gpus, sh_degree,
         VISIBLE if visible_fraction is None else visible_fraction, intersections_per_splat or 0.0, fused,
+        compact=optimizer_state == "compact",
     )  # fmt: skip
     memory, whose = _memory(gpu, gpu_memory)
     kept = 3.0 * images * course.pixels
@@ -143,6 +147,8 @@ def _notes(course: Course, chosen: Sequence[str], images: int, kept: float) -> l
         notes.append("single uses one GPU.")
     if "batch" in chosen and batch_of("batch", course) != course.views:
         notes.append(f"batch gives every GPU a view: {batch_of('batch', course)} a step.")
+    if course.compact:
+        notes.append("Compact moments: the time is that of full ones, whose update moves half as many bytes again.")
     if images and not kept:
         notes.append("The training images take more than a tenth of a GPU and stay on the host.")
     for name in chosen:

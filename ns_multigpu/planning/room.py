@@ -94,14 +94,16 @@ def room(strategy: str, course: Course, memory: float, images: float = 0.0) -> R
         images: bytes of training images on it.
     """
     one, ranks = share(strategy, course), ranks_used(strategy, course)
-    parameters = 4.0 * course.floats * one.points
+    numbers = float(course.floats * one.points)
+    parameters = 4.0 * numbers
     pieces = step_buffers(one, ranks)
     # Tensors are replaced one by one: of the largest there are the old value and an old moment beside all that is new;
     # and indices, masks and positions of all points. A sharded model keeps what ranks exchange rows through.
-    refining = (2 * 4.0 * max(course.rest, 4) + _INDICES) * one.points + (pieces["exchange"] if one.arrivals else 0.0)
+    largest = (4.0 + course.moment_bytes) * max(course.rest, 4)
+    refining = (largest + _INDICES) * one.points + (pieces["exchange"] if one.arrivals else 0.0)
     return Room(
         parameters=parameters,
-        moments=2 * parameters,
+        moments=2 * course.moment_bytes * numbers,
         statistics=float((STATISTICS + LAZY) * one.points),
         gradients=0.0 if course.fused else parameters,
         **pieces,

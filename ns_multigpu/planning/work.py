@@ -38,6 +38,7 @@ class Course:
         visible: the part of the points that a view shows.
         tiles: tiles that a visible splat meets.
         fused: whether steps are fused (see docs/kernels.md); else gradients of all parameters are in memory.
+        compact: whether Adam's moments are bfloat16 instead of float32 (see docs/planning.md).
     """
 
     points: int
@@ -49,6 +50,7 @@ class Course:
     visible: float = VISIBLE
     tiles: float = 0.0
     fused: bool = True
+    compact: bool = False
 
     def __post_init__(self) -> None:
         if self.views < 1 or self.gpus < 1:
@@ -59,6 +61,8 @@ class Course:
             raise ValueError(f"visible-fraction is {self.visible}: give a part of the points, above 0 and at most 1")
         if self.tiles < 0:
             raise ValueError(f"intersections-per-splat is {self.tiles}: give more than 0")
+        if self.compact and not self.fused:
+            raise ValueError("optimizer-state is compact, which is for fused steps: leave it out, or --no-fused")
         if self.tiles == 0:
             object.__setattr__(self, "tiles", usual_tiles(self.width * self.height))
 
@@ -76,6 +80,11 @@ class Course:
     def rest(self) -> int:
         """Parameters of a point's higher harmonics."""
         return 3 * ((self.sh_degree + 1) ** 2 - 1)
+
+    @property
+    def moment_bytes(self) -> int:
+        """Of one moment of one parameter."""
+        return 2 if self.compact else 4
 
     def with_points(self, points: int) -> "Course":
         """The same with another model."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cuda_ext.adam import FusedAdam, kernels_serve
+from cuda_ext.adam import FusedAdam, is_plain, kernels_serve
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.errors import InputError
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
@@ -20,21 +20,38 @@ def fuses(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bo
         pipeline: its pipeline. optimizers: its `BatchOptimizers`.
 
     Raises:
-        InputError: they must be and cannot.
+        InputError: they must be and cannot, or they are not and the optimizer's state is compact.
     """
+    yes, reason = _decided(config, pipeline, optimizers, world)
+    if not yes and pipeline.model.config.optimizer_state == "compact":
+        raise InputError(
+            "--pipeline.model.optimizer-state compact: only fused steps keep Adam's moments in bfloat16, and steps are "
+            f"not fused: {reason}. Change that, or leave the option out: the optimizer's state is full then."
+        )
+    if yes:
+        return True, "Steps are fused."
+    # On a CPU that is the usual, and nothing to speak of.
+    return False, f"Steps are not fused: {reason}." if config.fused_steps == "never" or _on_gpu(world) else ""
+
+
+def _decided(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bool, str]:
+    """Whether steps are fused, and why they are not."""
     if config.fused_steps == "never":
-        return False, "Steps are not fused: --fused-steps never."
+        return False, "--fused-steps never"
     reason = obstacle(config, pipeline, optimizers)
-    on_gpu = world.device.type == "cuda"
     if config.fused_steps == "always":
         if reason is not None:
             raise InputError(f"--fused-steps always: steps cannot be fused, for {reason}. Use --fused-steps auto.")
-        return True, "Steps are fused."
-    if on_gpu and reason is None and not kernels_serve(pipeline.model.means):
+        return True, ""
+    if not _on_gpu(world):
+        return False, reason or "on a CPU they are only with --fused-steps always"
+    if reason is None and not kernels_serve(pipeline.model.means):
         reason = "gsplat's kernels serve instead of ours"
-    if not on_gpu:
-        return False, ""
-    return reason is None, "Steps are fused." if reason is None else f"Steps are not fused: {reason}."
+    return reason is None, reason or ""
+
+
+def _on_gpu(world: World) -> bool:
+    return world.device.type == "cuda"
 
 
 def check_wishes(pipeline: Any, *, fused: bool) -> None:
@@ -81,6 +98,7 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         (any(shape.masked for shape in shapes), lambda: "there are masks"),
         (any(shape.channels != 3 for shape in shapes), lambda: "images have an alpha channel"),
         (any(not isinstance(group, FusedAdam) for group in groups.values()), lambda: "an optimizer is not Adam"),
+        (not all(is_plain(group) for group in groups.values() if group), lambda: "an optimizer has weight decay"),
         (any(optimizers.config[n]["optimizer"].max_norm is not None for n in ORDER), lambda: "gradients are clipped"),
     )
     return next((reason() for failed, reason in tests if failed), None)

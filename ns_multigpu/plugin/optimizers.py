@@ -9,6 +9,7 @@ from nerfstudio.engine.optimizers import Optimizers
 from torch.nn import Parameter
 
 from cuda_ext.adam import FusedAdam, fused_step
+from cuda_ext.compact_adam import CompactAdam
 from ns_multigpu.core.collectives import sum_in_place
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.batch_scaling import ScalingRule, learning_rate_factor, scale_optimizer, scale_scheduler
@@ -23,6 +24,7 @@ class BatchOptimizers(Optimizers):
         rule: how learning rates follow the batch.
         batch: views a step.
         fused: our fused Adam in the place of torch's on a CPU too; on a GPU it always is.
+        compact: groups whose Adam keeps its moments as bfloat16, wherever it is ours.
         spread: groups of which every rank holds its part only, and the ranks.
 
     Raises:
@@ -37,10 +39,14 @@ class BatchOptimizers(Optimizers):
         batch: int,
         *,
         fused: bool = False,
+        compact: Sequence[str] = (),
         spread: Mapping[str, World] | None = None,
     ) -> None:
         self._spread = spread or {}
-        ours = {name: _fused(group, param_groups.get(name, []), fused) for name, group in config.items()}
+        ours = {
+            name: _fused(group, param_groups.get(name, []), fused, CompactAdam if name in compact else FusedAdam)
+            for name, group in config.items()
+        }
         super().__init__(ours, param_groups)
         self.rate_factor = learning_rate_factor(rule, batch)
         # The mean gradient of B nearly independent views is shorter than one view's by sqrt(B): so is the limit.
@@ -100,9 +106,9 @@ def clip_gradients(params: Sequence[Parameter], most: float, world: World | None
         gradient.mul_(factor)
 
 
-def _fused(group: dict[str, Any], params: Sequence[Parameter], always: bool) -> dict[str, Any]:
-    """The group's config with our Adam in the place of torch's for parameters on a GPU, or `always`."""
+def _fused(group: dict[str, Any], params: Sequence[Parameter], always: bool, kind: type) -> dict[str, Any]:
+    """The group's config with our Adam, of this kind, in the place of torch's for parameters on a GPU, or `always`."""
     optimizer = group["optimizer"]
     if optimizer._target is not torch.optim.Adam or not (always or any(p.is_cuda for p in params)):
         return group
-    return {**group, "optimizer": replace(optimizer, _target=FusedAdam)}
+    return {**group, "optimizer": replace(optimizer, _target=kind)}

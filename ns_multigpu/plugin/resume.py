@@ -112,6 +112,7 @@ class RunCheckpoints:
             "steps": clock.steps,
             "images": clock.images,
             "gaussians": model.num_points,
+            "optimizer_state": model.config.optimizer_state,
             "seed": model.seed,
             "views": _views(data),
             "assignment": self._pipeline.strategy.assignment.knowledge(),
@@ -204,6 +205,10 @@ class RunCheckpoints:
         ]
         if now.images != before.images:
             lines.append(f"Its last {before.images - now.images} images begin the next step, and are seen twice.")
+        kept, keeps = values.get("optimizer_state", "full"), self._pipeline.model.config.optimizer_state
+        if kept != keeps:
+            how = "rounded to bfloat16, once" if keeps == "compact" else "exactly what they were, as float32"
+            lines.append(f"Its optimizer's state is {kept}, and is {keeps} from now on: Adam's moments are {how}.")
         if not values:
             lines.append("It has no statistics of densification: they are gathered anew.")
         else:

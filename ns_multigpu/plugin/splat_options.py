@@ -27,11 +27,15 @@ class SplatModelConfig(SplatfactoModelConfig):
     """
 
     _target: type = field(default_factory=_splat_model)
+    optimizer_state: Literal["full", "compact"] = "full"
+    """How Adam keeps its two moments of every parameter of the Gaussians: "full", as float32, 8 bytes a parameter and
+    472 a Gaussian; "compact", as bfloat16 that is rounded up or down at random, half of that. With compact a Gaussian
+    takes 484 bytes in all instead of 720. For fused steps only (see --fused-steps)."""
     densifier: Literal["default", "mcmc"] = "default"
     """How points are added and removed: "default" splits, clones and prunes; "mcmc" relocates, up to max-gs-num."""
     morton_order: bool = False
-    """Order the Gaussians along a Morton curve at each refinement: neighbours in space, neighbours in memory. Where
-    they are spread over the GPUs, they always are in that order."""
+    """Order the Gaussians at each refinement along a Morton curve within small cells, which are dealt out: neighbours
+    in space, neighbours in memory. Where they are spread over the GPUs, they always are in that order."""
     rebalance_above: float = 1.1
     """Where the Gaussians are spread over the GPUs: spread them anew, at a refinement, once a GPU has more than this
     times the mean of the work."""

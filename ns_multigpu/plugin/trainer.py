@@ -31,6 +31,7 @@ from ns_multigpu.plugin.progress import ProgressLog
 from ns_multigpu.plugin.ranks import rendezvous_explained
 from ns_multigpu.plugin.resume import RunCheckpoints
 from ns_multigpu.plugin.trainer_config import DistributedTrainerConfig
+from ns_multigpu.primitives.fused_step import ORDER
 
 
 class DistributedTrainer(Trainer):
@@ -81,7 +82,9 @@ class DistributedTrainer(Trainer):
         config, pipeline = self.config, self.pipeline
         what = (config.optimizers.copy(), pipeline.get_param_groups(), config.batch_scaling, pipeline.batch_size)
         always = config.fused_steps == "always"
-        optimizers = BatchOptimizers(*what, fused=always, spread=pipeline.model.spread_parameters())
+        compact = ORDER if pipeline.model.config.optimizer_state == "compact" else ()
+        spread = pipeline.model.spread_parameters()
+        optimizers = BatchOptimizers(*what, fused=always, compact=compact, spread=spread)
         self.pipeline.model.rate_factor = optimizers.rate_factor
         if self.pipeline.renders.shared:
             self.train_lock = self.pipeline.renders.lock  # nerfstudio hands it to its viewer next

@@ -90,7 +90,7 @@ class FusedStep:
 
     Args:
         params: the parameters by name, `ORDER`'s, each contiguous.
-        moments: by name, Adam's exp_avg and exp_avg_sq.
+        moments: by name, Adam's exp_avg and exp_avg_sq: float32, or all of them bfloat16 (see `splat_update`).
         statistics: densification's `grad2d`, `count`, `radii`, [N] each, added to; empty to count nothing.
         settings: see there.
         world: the ranks.

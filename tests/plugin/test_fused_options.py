@@ -20,6 +20,7 @@ def make_run(fused_steps: str = "always") -> SimpleNamespace:
     """A run without any obstacle, as far as `obstacle` looks at it."""
     options = SimpleNamespace(
         num_downscales=1,
+        optimizer_state="full",
         camera_optimizer=SimpleNamespace(mode="off"),
         use_bilateral_grid=False,
         sh_degree=3,
@@ -69,6 +70,10 @@ def _no_optimizer(run: SimpleNamespace) -> None:
     del run.optimizers.optimizers["features_rest"]
 
 
+def _one_decays(run: SimpleNamespace) -> None:
+    run.optimizers.optimizers["quats"].param_groups[0]["weight_decay"] = 0.1
+
+
 def _one_clipped(run: SimpleNamespace) -> None:
     run.optimizers.config["scales"]["optimizer"].max_norm = 1.0
 
@@ -104,6 +109,7 @@ OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
     (_one_transparent, "images have an alpha channel"),
     (_other_optimizer, "an optimizer is not Adam"),
     (_no_optimizer, "an optimizer is not Adam"),
+    (_one_decays, "an optimizer has weight decay"),
     (_one_clipped, "gradients are clipped"),
 ]
 
@@ -118,6 +124,40 @@ def test_every_obstacle_names_itself(change: Callable[[SimpleNamespace], None], 
         asked(run)
     run.config.fused_steps = "never"
     assert asked(run)[0] is False
+
+
+@pytest.mark.parametrize(("change", "reason"), OBSTACLES, ids=[reason for _, reason in OBSTACLES])
+def test_a_compact_state_without_fused_steps_is_refused(
+    change: Callable[[SimpleNamespace], None], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ns_multigpu.plugin.fused_options.kernels_serve", lambda _: True)
+    gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
+    run = make_run("auto")
+    run.pipeline.model.config.optimizer_state = "compact"
+    assert asked(run, gpu) == (True, "Steps are fused.")
+    change(run)
+    for world in (gpu, World.single()):
+        with pytest.raises(InputError, match=f"optimizer-state compact: .* not fused: {reason}. Change that, or leave"):
+            asked(run, world)
+
+
+def test_a_compact_state_is_refused_wherever_steps_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
+    monkeypatch.setattr("ns_multigpu.plugin.fused_options.kernels_serve", lambda _: False)
+    cases = [
+        ("never", World.single(), "--fused-steps never"),
+        ("never", gpu, "--fused-steps never"),
+        ("auto", World.single(), "on a CPU they are only with --fused-steps always"),
+        ("auto", gpu, "gsplat's kernels serve instead of ours"),
+    ]
+    for fused_steps, world, reason in cases:
+        run = make_run(fused_steps)
+        run.pipeline.model.config.optimizer_state = "compact"
+        with pytest.raises(InputError, match=f"steps are not fused: {reason}"):
+            asked(run, world)
+    run = make_run("always")
+    run.pipeline.model.config.optimizer_state = "compact"
+    assert asked(run) == (True, "Steps are fused.")
 
 
 def test_what_is_asked_for() -> None:

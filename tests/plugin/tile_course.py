@@ -21,7 +21,7 @@ def course(
     world: World, tile: bool, capture: Path, runs: Path, options: Mapping[str, Any], steps: int, views: int,
     *, double: bool = True,
 ) -> Outcome:  # fmt: skip
-    """Trains with `tile` on all of `world`, or with `batch` on a world of one, in Morton order from the start.
+    """Trains with `tile` on all of `world`, or with `batch` on a world of one, in order from the start.
 
     Args:
         world: this process's. capture, runs, options, steps, double: see `follow`.
@@ -30,9 +30,11 @@ def course(
 
     Returns:
         on every rank, of the whole model: `parameters` and `moments` by name; `points`, how many there were after each
-        refinement, (image, number); `shards`, each rank's number at the end; `metrics` on the held-out views.
+        refinement, (image, number), and `rebalanced`, whether ranges were cut anew; `shards`, each rank's number at the
+        end; `metrics` on the held-out views.
     """
     refined: list[tuple[int, int]] = []
+    rebalanced: list[bool] = []
 
     def ready(trainer: DistributedTrainer) -> None:
         model = trainer.pipeline.model
@@ -45,6 +47,8 @@ def course(
 
         def counted(params: Any, *rest: Any) -> None:
             refine(params, *rest)
+            record = getattr(model.strategy, "reordering", None)
+            rebalanced.append(record is not None and record.rebalanced)
             refined.append((model.step, sum(row[0] for row in all_gather_ints([len(params["means"])], world))))
 
         setattr(model.strategy, name, counted)
@@ -72,6 +76,7 @@ def course(
         "parameters": {**_whole(rows, world, model.sharded), **others},
         "moments": {**_whole(moments, world, model.sharded), **replicated},
         "points": refined,
+        "rebalanced": rebalanced,
         "shards": [row[0] for row in all_gather_ints([len(model.means)], world)],
         "without gradient": without,
         "metrics": {k: v for k, v in measured.items() if k not in ("fps", "num_rays_per_sec")},

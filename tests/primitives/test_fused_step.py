@@ -72,10 +72,11 @@ def fused(
     rows: int = 0,
     intersections: int = 0,
     lazy: bool = False,
+    moment: torch.dtype = torch.float32,
 ) -> dict[str, torch.Tensor]:
     """The same on several ranks, `views` on each; capacities that are too small grow on the way."""
     params = {k: v.detach() for k, v in make_points(points, torch.float32, world.device).params.items()}
-    moments = {k: (torch.zeros_like(v), torch.zeros_like(v)) for k, v in params.items()}
+    moments = {k: (torch.zeros_like(v, dtype=moment), torch.zeros_like(v, dtype=moment)) for k, v in params.items()}
     statistics = {k: torch.zeros(points, device=world.device) for k in ("grad2d", "count", "radii")}
     batch = views * world.size
     guess = first_capacities(points, WIDTH * HEIGHT, views)

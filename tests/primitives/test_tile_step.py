@@ -34,12 +34,13 @@ def sharded(
     transport: str = "collective",
     by_sort: bool = False,
     points: int = POINTS,
+    moment: torch.dtype = torch.float32,
 ) -> dict[str, torch.Tensor]:
     """The course of several ranks, each with its points; capacities that are too small grow on the way."""
     device = world.device
     held = Sharded(bounds).hold(make_points(points, torch.float32, device), world)
     params = {k: v.detach() for k, v in held.params.items()}
-    moments = {k: (torch.zeros_like(v), torch.zeros_like(v)) for k, v in params.items()}
+    moments = {k: (torch.zeros_like(v, dtype=moment), torch.zeros_like(v, dtype=moment)) for k, v in params.items()}
     statistics = {k: torch.zeros(len(held), device=device) for k in ("grad2d", "count", "radii")}
     put_off = LazyAdam.make(len(held), device) if lazy else None
     work = TileWork()

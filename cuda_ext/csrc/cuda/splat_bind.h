@@ -52,6 +52,17 @@ struct Parameters {
   at::TensorList values, moments1, moments2;
 };
 
+// A moment that is written in place, of the type of them all.
+inline void* moment_in_place(const at::Tensor& tensor, const char* kind, const char* name, at::IntArrayRef shape,
+                             const at::Tensor& like, at::ScalarType dtype) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, kind, " of ", name, " is ", tensor.scalar_type(),
+                   "; moments must all be Float, or all BFloat16, beside parameters in Float.");
+  const at::Tensor same = cuda_checked(tensor, kind, shape, dtype, like);
+  TORCH_CHECK_VALUE(same.is_same(tensor), kind, " of ", name, " must be contiguous: it is written in place.");
+  check_aligned(tensor, kind);
+  return tensor.mutable_data_ptr();
+}
+
 // Checks the parameters and moments, and puts their addresses and sizes into a launch that writes them.
 template <typename Launch>
 void put_parameters(const Parameters& all, Launch& launch) {
@@ -62,13 +73,13 @@ void put_parameters(const Parameters& all, Launch& launch) {
   const int64_t points = means.size(0), bases = all.values[kShRest].dim() == 3 ? all.values[kShRest].size(1) : -1;
   const std::vector<int64_t> shapes[kUpdateTensors] = {{points, 3}, {points, 4}, {points, 3},
                                                        {points},    {points, 3}, {points, bases, 3}};
+  launch.compact = all.moments1[kMeans].scalar_type() == at::kBFloat16;
+  const at::ScalarType type = launch.compact ? at::kBFloat16 : at::kFloat;
   for (int i = 0; i < kUpdateTensors; ++i) {
     launch.values[i] = in_place(all.values[i], kNames[i], shapes[i], means);
-    launch.moments1[i] = in_place(all.moments1[i], "exp_avg", shapes[i], means);
-    launch.moments2[i] = in_place(all.moments2[i], "exp_avg_sq", shapes[i], means);
     check_aligned(all.values[i], kNames[i]);
-    check_aligned(all.moments1[i], "exp_avg");
-    check_aligned(all.moments2[i], "exp_avg_sq");
+    launch.moments1[i] = moment_in_place(all.moments1[i], "exp_avg", kNames[i], shapes[i], means, type);
+    launch.moments2[i] = moment_in_place(all.moments2[i], "exp_avg_sq", kNames[i], shapes[i], means, type);
   }
   launch.points = cuda_count(points, "points");
   launch.rest_floats = static_cast<int>(3 * bases);

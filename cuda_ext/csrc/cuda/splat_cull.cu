@@ -19,7 +19,7 @@ struct Add {
 };
 
 // Lazy: points whose missed steps may have moved them, by as much as the table says.
-template <bool Lazy>
+template <bool Lazy, typename Moment>
 __global__ void __launch_bounds__(kCullPoints)
     flag_kernel(const RawPoints points, const MissedSteps missed, const __grid_constant__ Views views, float eps2d,
                 uint32_t* bits, int32_t* counts) {
@@ -36,9 +36,10 @@ __global__ void __launch_bounds__(kCullPoints)
     float grown = 0.0f, risen = 0.0f;
     if constexpr (Lazy) {
       const int last = missed.last[i];
-      moved = 1.7321f * load_lazy_bound(missed.table, last, kMeans);  // in each of three directions
-      grown = load_lazy_bound(missed.table, last, kLogScales);
-      risen = load_lazy_bound(missed.table, last, kLogits);
+      const auto most = [&](int tensor) { return wander<Moment>() * load_lazy_bound(missed.table, last, tensor); };
+      moved = 1.7321f * most(kMeans);  // in each of three directions
+      grown = most(kLogScales);
+      risen = most(kLogits);
     }
     largest = std::exp(larger(larger(log_scale.x, log_scale.y), log_scale.z) + grown);
     const float opacity = sigmoid(points.logits[i] + risen);
@@ -94,12 +95,12 @@ cudaError_t splat_cull_launch(const RawPoints& points, const MissedSteps& missed
   const size_t shared = view_bytes(views.count);
   uint32_t* const bits = buffers.bits;
   int32_t* const counts = buffers.counts;
-  if (missed.last == nullptr) {
-    flag_kernel<false><<<blocks, kCullPoints, shared, stream>>>(points, missed, views, eps2d, bits, counts);
-  } else {
-    flag_kernel<true><<<blocks, kCullPoints, shared, stream>>>(points, missed, views, eps2d, bits, counts);
-  }
-  cudaError_t status = cudaGetLastError();
+  cudaError_t status = with_moments(missed.compact, [&](auto moment) {
+    using Moment = decltype(moment);
+    const auto kernel = missed.last == nullptr ? flag_kernel<false, float> : flag_kernel<true, Moment>;
+    kernel<<<blocks, kCullPoints, shared, stream>>>(points, missed, views, eps2d, bits, counts);
+    return cudaGetLastError();
+  });
   if (status != cudaSuccess) return status;
   size_t bytes = buffers.scan_bytes;
   status = cub::DeviceScan::ExclusiveScan(buffers.scan, bytes, static_cast<const int32_t*>(buffers.counts),

@@ -43,14 +43,17 @@ struct FlushBlocks {
   uint32_t first[kUpdateTensors + 1];
 };
 
-// A block takes a stretch of kStretch floats of one tensor, as adam_step does.
+// A block takes a stretch of kStretch elements of one tensor, as adam_step does.
+template <typename Moment>
 __global__ void __launch_bounds__(kThreads)
     flush_kernel(const __grid_constant__ FlushLaunch launch, const __grid_constant__ FlushBlocks blocks) {
   const int steps = *launch.lazy.steps;
   if (steps == 0) return;
   int tensor = 0;
   while (blockIdx.x >= blocks.first[tensor + 1]) ++tensor;
-  float *value = launch.values[tensor], *moment1 = launch.moments1[tensor], *moment2 = launch.moments2[tensor];
+  float* value = launch.values[tensor];
+  auto* moment1 = static_cast<Moment*>(launch.moments1[tensor]);
+  auto* moment2 = static_cast<Moment*>(launch.moments2[tensor]);
   const uint8_t* last = launch.lazy.last;
   const float* table = launch.lazy.table;
   const int width = width_of(tensor, launch.rest_floats);
@@ -61,6 +64,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first_point = begin / width;
   const uint32_t offset = static_cast<uint32_t>(begin - first_point * width);
 
+  const uint32_t salt = tensor_salt(flush_salt<Moment>(table), tensor);
   float4 p[kQuads], m[kQuads], v[kQuads];
   int lasts[kQuads][4];
   bool behind[kQuads];
@@ -77,8 +81,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (behind[k]) {
       p[k] = reinterpret_cast<const float4*>(value)[begin / 4 + place];
-      m[k] = __ldcs(reinterpret_cast<const float4*>(moment1) + (begin / 4 + place));
-      v[k] = __ldcs(reinterpret_cast<const float4*>(moment2) + (begin / 4 + place));
+      m[k] = stream_moments(moment1, begin / 4 + place);
+      v[k] = stream_moments(moment2, begin / 4 + place);
     }
   }
 #pragma unroll
@@ -91,13 +95,16 @@ __global__ void __launch_bounds__(kThreads)
       catch_up(load_lazy_factor(table, lasts[k][2], tensor), p[k].z, m[k].z, v[k].z);
       catch_up(load_lazy_factor(table, lasts[k][3], tensor), p[k].w, m[k].w, v[k].w);
       reinterpret_cast<float4*>(value)[q] = p[k];
-      __stcs(reinterpret_cast<float4*>(moment1) + q, m[k]);
-      __stcs(reinterpret_cast<float4*>(moment2) + q, v[k]);
+      stream_moments(moment1, moment2, q, m[k], v[k], salt);
     }
   }
   // Only a tensor's last stretch may end within a quad.
   const int64_t i = last_quad * 4 + threadIdx.x;
-  if (i < end) catch_up(load_lazy_factor(table, last[i / width], tensor), value[i], moment1[i], moment2[i]);
+  if (i < end) {
+    float m = load_moment(moment1 + i), v = load_moment(moment2 + i);
+    catch_up(load_lazy_factor(table, last[i / width], tensor), value[i], m, v);
+    store_moments(moment1 + i, moment2 + i, m, v, salt);
+  }
 }
 
 }  // namespace
@@ -115,8 +122,10 @@ cudaError_t splat_flush_launch(const FlushLaunch& launch, cudaStream_t stream) {
   }
   if (launch.points > 0) {
     const unsigned number = blocks.first[kUpdateTensors];
-    flush_kernel<<<number, kThreads, 0, stream>>>(launch, blocks);
-    cudaError_t status = cudaGetLastError();
+    cudaError_t status = with_moments(launch.compact, [&](auto moment) {
+      flush_kernel<decltype(moment)><<<number, kThreads, 0, stream>>>(launch, blocks);
+      return cudaGetLastError();
+    });
     if (status != cudaSuccess) return status;
     status = cudaMemsetAsync(launch.lazy.last, 0, launch.points, stream);
     if (status != cudaSuccess) return status;

@@ -1,7 +1,7 @@
 // Projection and colour of rows, from raw parameters: a thread a row, with the harmonics of a warp's rows brought into
 // shared memory by the whole warp. 8 + 44 + 12 + 12 K bytes read a row that is drawn (K harmonics beyond the first), and
 // 52 written (56 with depth as a feature). A point that has missed steps takes them here, in registers alone: as many
-// bytes again for each of its two moments.
+// bytes again for each of its two moments, or half as many where they are bfloat16.
 
 #include "common/activations.h"
 #include "common/sh.h"
@@ -33,6 +33,7 @@ struct Now {
 };
 
 // The same as the missed steps leave it.
+template <typename Moment>
 struct CaughtUp {
   const RawPoints& points;
   const MissedSteps& missed;
@@ -40,14 +41,18 @@ struct CaughtUp {
   __device__ __forceinline__ LazyFactor factor(int last, int tensor) const {
     return load_lazy_factor(missed.table, last, tensor);
   }
+  __device__ __forceinline__ const Moment* moment1(int tensor) const {
+    return static_cast<const Moment*>(missed.moments1[tensor]);
+  }
+  __device__ __forceinline__ const Moment* moment2(int tensor) const {
+    return static_cast<const Moment*>(missed.moments2[tensor]);
+  }
   __device__ __forceinline__ Vec3<float> vector(const float* value, int tensor, int64_t id, int last) const {
-    return caught_up3(factor(last, tensor), value, missed.moments1[tensor], missed.moments2[tensor], id);
+    return caught_up3(factor(last, tensor), value, moment1(tensor), moment2(tensor), id);
   }
   __device__ __forceinline__ Point<float> point(int64_t id, int last) const {
-    const Quat<float> quat = caught_up_quat(factor(last, kQuats), points.quats, missed.moments1[kQuats],
-                                            missed.moments2[kQuats], id);
-    const float logit = caught_up(factor(last, kLogits), points.logits, missed.moments1[kLogits],
-                                  missed.moments2[kLogits], id);
+    const Quat<float> quat = caught_up_quat(factor(last, kQuats), points.quats, moment1(kQuats), moment2(kQuats), id);
+    const float logit = caught_up(factor(last, kLogits), points.logits, moment1(kLogits), moment2(kLogits), id);
     return activated(vector(points.means, kMeans, id, last), quat, vector(points.log_scales, kLogScales, id, last),
                      logit);
   }
@@ -72,9 +77,9 @@ __device__ __forceinline__ void stage(const RawPoints& points, int drawn, float*
 }
 
 // The same as the missed steps leave them.
-template <int Degree>
-__device__ __forceinline__ void stage(const RawPoints& points, const MissedSteps& missed, int drawn, int last,
-                                      float* shared, int lane) {
+template <int Degree, typename Moment>
+__device__ __forceinline__ void stage(const CaughtUp<Moment>& source, int drawn, int last, float* shared, int lane) {
+  const RawPoints& points = source.points;
   constexpr int kFloats = rest_floats(Degree), kStride = rest_stride(Degree);
   constexpr int kBatch = kFloats % 9 == 0 ? 9 : 8;  // loads of each array in flight
   static_assert(kFloats % kBatch == 0);
@@ -88,20 +93,20 @@ __device__ __forceinline__ void stage(const RawPoints& points, const MissedSteps
       if (from >= 0) {
         const int64_t i = int64_t{from} * points.rest_floats + at % kFloats;
         p[k] = __ldg(points.sh_rest + i);
-        m[k] = __ldg(missed.moments1[kShRest] + i);
-        v[k] = __ldg(missed.moments2[kShRest] + i);
+        m[k] = read_moment(source.moment1(kShRest) + i);
+        v[k] = read_moment(source.moment2(kShRest) + i);
       }
     }
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       const int at = 32 * (base + k) + lane, owner = at / kFloats;
-      const LazyFactor f = load_lazy_factor(missed.table, __shfl_sync(0xffffffffu, last, owner), kShRest);
+      const LazyFactor f = source.factor(__shfl_sync(0xffffffffu, last, owner), kShRest);
       shared[owner * kStride + at % kFloats] = lazy_value(f.shift, f.eps, p[k], m[k], v[k]);
     }
   }
 }
 
-template <int Degree, bool Lazy>
+template <int Degree, bool Lazy, typename Moment>
 __global__ void __launch_bounds__(kThreads)
     rows_kernel(const __grid_constant__ RawPoints points, const __grid_constant__ MissedSteps missed,
                 const __grid_constant__ Views views, const SplatSettings settings, const SplatRows rows) {
@@ -117,7 +122,7 @@ __global__ void __launch_bounds__(kThreads)
   const int last = Lazy && real ? missed.last[id] : 0;
   const auto source = [&] {
     if constexpr (Lazy) {
-      return CaughtUp{points, missed};
+      return CaughtUp<Moment>{points, missed};
     } else {
       return Now{points};
     }
@@ -141,7 +146,7 @@ __global__ void __launch_bounds__(kThreads)
                   (threadIdx.x & ~31) * kStride;
     const int drawn = alive ? static_cast<int>(id) : -1;
     if constexpr (Lazy) {
-      stage<Degree>(points, missed, drawn, last, mine, lane);
+      stage<Degree>(source, drawn, last, mine, lane);
     } else {
       stage<Degree>(points, drawn, mine, lane);
     }
@@ -191,12 +196,13 @@ cudaError_t launch(const RawPoints& points, const MissedSteps& missed, const Vie
                    const SplatSettings& settings, const SplatRows& rows, cudaStream_t stream) {
   const int blocks = (rows.capacity + kThreads - 1) / kThreads;
   const size_t shared = shared_bytes(Degree, views.count);
-  if (missed.last == nullptr) {
-    rows_kernel<Degree, false><<<blocks, kThreads, shared, stream>>>(points, missed, views, settings, rows);
-  } else {
-    rows_kernel<Degree, true><<<blocks, kThreads, shared, stream>>>(points, missed, views, settings, rows);
-  }
-  return cudaGetLastError();
+  return with_moments(missed.compact, [&](auto moment) {
+    using Moment = decltype(moment);
+    const auto kernel =
+        missed.last == nullptr ? rows_kernel<Degree, false, float> : rows_kernel<Degree, true, Moment>;
+    kernel<<<blocks, kThreads, shared, stream>>>(points, missed, views, settings, rows);
+    return cudaGetLastError();
+  });
 }
 
 }  // namespace

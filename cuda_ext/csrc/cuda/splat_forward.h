@@ -20,7 +20,8 @@ struct RawPoints {
 
 // What the points may have missed of a block of steps; null pointers: nothing.
 struct MissedSteps {
-  const float *moments1[kUpdateTensors], *moments2[kUpdateTensors];
+  const void *moments1[kUpdateTensors], *moments2[kUpdateTensors];
+  bool compact;  // moments are bfloat16, not float32
   const uint8_t* last;
   const float* table;
 };

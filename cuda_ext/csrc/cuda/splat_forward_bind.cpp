@@ -69,6 +69,7 @@ Rows make_rows(const at::Tensor& means_, const at::Tensor& quats_, const at::Ten
                    checked);
     std::copy_n(checked.moments1, kUpdateTensors, missed.moments1);
     std::copy_n(checked.moments2, kUpdateTensors, missed.moments2);
+    missed.compact = checked.compact;
   }
   const Views setup = make_views(viewmats, Ks, sizes, near_plane, far_plane);
 

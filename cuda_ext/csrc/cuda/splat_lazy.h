@@ -21,7 +21,9 @@ struct LazyState {
 cudaError_t splat_lazy_extend_launch(const LazyState& lazy, const float* scalars, cudaStream_t stream);
 
 struct FlushLaunch {
-  float *values[kUpdateTensors], *moments1[kUpdateTensors], *moments2[kUpdateTensors];
+  float* values[kUpdateTensors];
+  void *moments1[kUpdateTensors], *moments2[kUpdateTensors];
+  bool compact;  // moments are bfloat16, not float32
   int points, rest_floats;
   LazyState lazy;
 };

@@ -4,6 +4,7 @@
 #include "common/lazy_adam.h"
 #include "cuda/adam_device.h"
 #include "cuda/splat_lazy.h"
+#include "cuda/splat_moments.h"
 
 namespace nsmg {
 
@@ -32,24 +33,28 @@ __device__ __forceinline__ void catch_up(const LazyFactor& f, float& value, floa
 }
 
 // Element i as the missed steps leave it. Nothing is written, and nothing more read where none were missed.
-__device__ __forceinline__ float caught_up(const LazyFactor& f, const float* value, const float* moment1,
-                                           const float* moment2, int64_t i) {
-  return f.shift == 0.0f ? value[i] : lazy_value(f.shift, f.eps, value[i], moment1[i], moment2[i]);
+template <typename Moment>
+__device__ __forceinline__ float caught_up(const LazyFactor& f, const float* value, const Moment* moment1,
+                                           const Moment* moment2, int64_t i) {
+  return f.shift == 0.0f ? value[i]
+                         : lazy_value(f.shift, f.eps, value[i], load_moment(moment1 + i), load_moment(moment2 + i));
 }
 
-__device__ __forceinline__ Vec3<float> caught_up3(const LazyFactor& f, const float* value, const float* moment1,
-                                                  const float* moment2, int64_t i) {
+template <typename Moment>
+__device__ __forceinline__ Vec3<float> caught_up3(const LazyFactor& f, const float* value, const Moment* moment1,
+                                                  const Moment* moment2, int64_t i) {
   return {caught_up(f, value, moment1, moment2, 3 * i), caught_up(f, value, moment1, moment2, 3 * i + 1),
           caught_up(f, value, moment1, moment2, 3 * i + 2)};
 }
 
-__device__ __forceinline__ Quat<float> caught_up_quat(const LazyFactor& f, const float* value, const float* moment1,
-                                                      const float* moment2, int64_t i) {
+template <typename Moment>
+__device__ __forceinline__ Quat<float> caught_up_quat(const LazyFactor& f, const float* value, const Moment* moment1,
+                                                      const Moment* moment2, int64_t i) {
   const Quat<float> p = load_quat(value, i);
   if (f.shift == 0.0f) return p;
-  const Quat<float> m = load_quat(moment1, i), v = load_quat(moment2, i);
-  return {lazy_value(f.shift, f.eps, p.w, m.w, v.w), lazy_value(f.shift, f.eps, p.x, m.x, v.x),
-          lazy_value(f.shift, f.eps, p.y, m.y, v.y), lazy_value(f.shift, f.eps, p.z, m.z, v.z)};
+  const float4 m = load_moments(moment1, i), v = load_moments(moment2, i);
+  return {lazy_value(f.shift, f.eps, p.w, m.x, v.x), lazy_value(f.shift, f.eps, p.x, m.y, v.y),
+          lazy_value(f.shift, f.eps, p.y, m.z, v.z), lazy_value(f.shift, f.eps, p.z, m.w, v.w)};
 }
 
 // Whether a step with these scalars [kUpdateTensors, 8] moves nothing.

@@ -3,7 +3,8 @@
 // own and sums the gradients of the point's rows over the views; those of the harmonics are an outer product a row and go
 // to shared memory. Then the warp walks over the parameters, 16 bytes a lane, and takes Adam's step.
 //
-// 1416 bytes a point (59 floats, three arrays, read and written), and about 100 a row. Selective: only visible points.
+// 1416 bytes a point (59 floats, three arrays, read and written; 944 where moments are bfloat16), and about 100 a row.
+// Selective: only visible points.
 
 #include "cuda/splat_update.h"
 
@@ -44,7 +45,7 @@ __device__ __forceinline__ void stage(const float* from, float* to, int floats, 
   if (i < floats) to[i] = from[i];
 }
 
-template <int Degree, bool Selective>
+template <int Degree, bool Selective, typename Moment>
 __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_constant__ UpdateLaunch launch) {
   extern __shared__ float4 storage[];
   auto* views = reinterpret_cast<ViewSetup*>(storage);
@@ -93,10 +94,9 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
   }
   if (Selective && drawn_points == 0) return;
 
+  const uint32_t salt = step_salt<Moment>(launch.scalars, launch.views);
   const auto step = [&](auto batch, int tensor, int width, const float* gradient) {
-    const int64_t at = int64_t{first} * width;
-    const Span span = {launch.values[tensor] + at, launch.moments1[tensor] + at, launch.moments2[tensor] + at,
-                       size * width, width};
+    const Span<Moment> span = span_of<Moment>(launch, first, size, tensor, width, salt);
     step_span<Selective, decltype(batch)::value>(span, gradient, launch.scalars + 8 * tensor, drawn_points, lane);
   };
   const bool moved = shown || weighted;
@@ -108,18 +108,21 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
   if (launch.rest_floats > 0) step(Batch<4>{}, kShRest, launch.rest_floats, Degree > 0 && shown ? rest : nullptr);
 }
 
-template <int Degree, bool Selective>
+template <int Degree, bool Selective, typename Moment>
 cudaError_t launch_update(const UpdateLaunch& launch, cudaStream_t stream) {
   const int blocks = (update_groups(launch.points) + kUpdateWarps - 1) / kUpdateWarps;
   const size_t bytes = view_bytes(launch.views.count) + sizeof(float) * kUpdateWarps * warp_floats(launch.rest_floats);
-  update_kernel<Degree, Selective><<<blocks, kUpdateThreads, bytes, stream>>>(launch);
+  update_kernel<Degree, Selective, Moment><<<blocks, kUpdateThreads, bytes, stream>>>(launch);
   return cudaGetLastError();
 }
 
 template <int Degree>
 cudaError_t launch_degree(const UpdateLaunch& launch, cudaStream_t stream) {
-  return launch.settings.selective ? launch_update<Degree, true>(launch, stream)
-                                   : launch_update<Degree, false>(launch, stream);
+  return with_moments(launch.compact, [&](auto moment) {
+    using Moment = decltype(moment);
+    return launch.settings.selective ? launch_update<Degree, true, Moment>(launch, stream)
+                                     : launch_update<Degree, false, Moment>(launch, stream);
+  });
 }
 
 }  // namespace

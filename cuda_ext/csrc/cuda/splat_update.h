@@ -44,7 +44,9 @@ struct UpdateSettings {
 };
 
 struct UpdateLaunch {
-  float *values[kUpdateTensors], *moments1[kUpdateTensors], *moments2[kUpdateTensors];
+  float* values[kUpdateTensors];
+  void *moments1[kUpdateTensors], *moments2[kUpdateTensors];
+  bool compact;          // moments are bfloat16, not float32
   const float* scalars;  // [kUpdateTensors, 8]
   int points, rest_floats;
   UpdateRows rows;

@@ -1,8 +1,8 @@
 // The fused update of points that are drawn, all others being put off: see splat_update.cu and common/lazy_adam.h.
 //
 // A point that is drawn first takes the steps that it has missed, then the one with the gradient: 1418 bytes, about 100
-// a row, and its harmonics' 540 bytes twice (the second time from the L2 cache). A group without rows costs a look at
-// `starts`.
+// a row, and its harmonics' 540 bytes twice (the second time from the L2 cache); where moments are bfloat16, 946 and
+// 360. They are rounded once, at the end. A group without rows costs a look at `starts`.
 
 #include "cuda/splat_lazy_device.h"
 #include "cuda/splat_update_lane.h"
@@ -27,15 +27,16 @@ __device__ __forceinline__ void catch_up(const float4& f, float& value, float& m
 }
 
 // Brings the harmonics of `points` of the warp's to shared memory, as the missed steps leave them.
-__device__ __forceinline__ void stage_caught_up(const Span& span, const float4* factors, uint32_t points, float* to,
-                                                int lane) {
+template <typename Moment>
+__device__ __forceinline__ void stage_caught_up(const Span<Moment>& span, const float4* factors, uint32_t points,
+                                                float* to, int lane) {
   const int quads = span.floats / 4;
 #pragma unroll 2
   for (int q = lane; q < quads; q += 32) {
     if (chosen(points, q, span.width) == 0) continue;
     float4 p = reinterpret_cast<const float4*>(span.value)[q];
-    const float4 m = reinterpret_cast<const float4*>(span.moment1)[q];
-    const float4 v = reinterpret_cast<const float4*>(span.moment2)[q];
+    const float4 m = load_moments(span.moment1, q);
+    const float4 v = load_moments(span.moment2, q);
     const uint32_t width = span.width;
     const float4 f0 = factors[4 * q / width], f1 = factors[(4 * q + 1) / width];
     const float4 f2 = factors[(4 * q + 2) / width], f3 = factors[(4 * q + 3) / width];
@@ -48,7 +49,7 @@ __device__ __forceinline__ void stage_caught_up(const Span& span, const float4* 
   const int i = 4 * quads + lane;
   if (i < span.floats) {
     const float4 f = factors[i / span.width];
-    to[i] = lazy_value(f.x, f.y, span.value[i], span.moment1[i], span.moment2[i]);
+    to[i] = lazy_value(f.x, f.y, span.value[i], load_moment(span.moment1 + i), load_moment(span.moment2 + i));
   }
 }
 
@@ -68,13 +69,11 @@ __device__ __forceinline__ void step_quad(const AdamScalars<float>& s, const flo
 }
 
 // As step_span, of `points` alone. `Count` float4s of each array are in flight.
-template <int Count>
-__device__ __forceinline__ void step_lazy_span(const Span& span, const float* gradient, const float* scalars,
+template <int Count, typename Moment>
+__device__ __forceinline__ void step_lazy_span(const Span<Moment>& span, const float* gradient, const float* scalars,
                                                const float4* factors, uint32_t points, int lane) {
   const AdamScalars<float> s = load_adam_scalars(scalars);
   auto* value = reinterpret_cast<float4*>(span.value);
-  auto* moment1 = reinterpret_cast<float4*>(span.moment1);
-  auto* moment2 = reinterpret_cast<float4*>(span.moment2);
   const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   const int quads = span.floats / 4;
   for (int base = lane; base < quads; base += 32 * Count) {
@@ -86,8 +85,8 @@ __device__ __forceinline__ void step_lazy_span(const Span& span, const float* gr
       bits[k] = q < quads ? chosen(points, q, span.width) : 0u;
       if (bits[k] != 0) {
         p[k] = value[q];
-        m[k] = __ldcs(moment1 + q);
-        v[k] = __ldcs(moment2 + q);
+        m[k] = stream_moments(span.moment1, q);
+        v[k] = stream_moments(span.moment2, q);
       }
     }
 #pragma unroll
@@ -97,29 +96,32 @@ __device__ __forceinline__ void step_lazy_span(const Span& span, const float* gr
         const float4 g = gradient != nullptr ? reinterpret_cast<const float4*>(gradient)[q] : zero;
         step_quad(s, factors, q, span.width, bits[k], g, p[k], m[k], v[k]);
         value[q] = p[k];
-        __stcs(moment1 + q, m[k]);
-        __stcs(moment2 + q, v[k]);
+        stream_moments(span.moment1, span.moment2, q, m[k], v[k], span.salt);
       }
     }
   }
   const int i = 4 * quads + lane;
   if (i < span.floats && ((points >> (i / span.width)) & 1)) {
-    catch_up(factors[i / span.width], span.value[i], span.moment1[i], span.moment2[i]);
-    adam_element(s, gradient != nullptr ? gradient[i] : 0.0f, span.value[i], span.moment1[i], span.moment2[i]);
+    float m = load_moment(span.moment1 + i), v = load_moment(span.moment2 + i);
+    catch_up(factors[i / span.width], span.value[i], m, v);
+    adam_element(s, gradient != nullptr ? gradient[i] : 0.0f, span.value[i], m, v);
+    store_moments(span.moment1 + i, span.moment2 + i, m, v, span.salt);
   }
 }
 
 // A lane's point, all but its harmonics, as the missed steps leave it.
+template <typename Moment>
 __device__ __forceinline__ Point<float> caught_up_point(const UpdateLaunch& l, int last, int64_t id) {
   const auto factor = [&](int tensor) { return load_lazy_factor(l.lazy.table, last, tensor); };
-  return activated(
-      caught_up3(factor(kMeans), l.values[kMeans], l.moments1[kMeans], l.moments2[kMeans], id),
-      caught_up_quat(factor(kQuats), l.values[kQuats], l.moments1[kQuats], l.moments2[kQuats], id),
-      caught_up3(factor(kLogScales), l.values[kLogScales], l.moments1[kLogScales], l.moments2[kLogScales], id),
-      caught_up(factor(kLogits), l.values[kLogits], l.moments1[kLogits], l.moments2[kLogits], id));
+  const auto first = [&](int tensor) { return static_cast<const Moment*>(l.moments1[tensor]); };
+  const auto second = [&](int tensor) { return static_cast<const Moment*>(l.moments2[tensor]); };
+  return activated(caught_up3(factor(kMeans), l.values[kMeans], first(kMeans), second(kMeans), id),
+                   caught_up_quat(factor(kQuats), l.values[kQuats], first(kQuats), second(kQuats), id),
+                   caught_up3(factor(kLogScales), l.values[kLogScales], first(kLogScales), second(kLogScales), id),
+                   caught_up(factor(kLogits), l.values[kLogits], first(kLogits), second(kLogits), id));
 }
 
-template <int Degree>
+template <int Degree, typename Moment>
 __global__ void __launch_bounds__(kUpdateThreads, 4) lazy_update_kernel(const __grid_constant__ UpdateLaunch launch) {
   extern __shared__ float4 storage[];
   auto* views = reinterpret_cast<ViewSetup*>(storage);
@@ -152,17 +154,14 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) lazy_update_kernel(const __
   if (points == 0) return;
   const int last = drawn ? launch.lazy.last[id] : steps;
 
-  const auto span = [&](int tensor, int width) {
-    const int64_t at = int64_t{first} * width;
-    return Span{launch.values[tensor] + at, launch.moments1[tensor] + at, launch.moments2[tensor] + at, size * width,
-                width};
-  };
+  const uint32_t salt = step_salt<Moment>(launch.scalars, launch.views);
+  const auto span = [&](int tensor, int width) { return span_of<Moment>(launch, first, size, tensor, width, salt); };
   if constexpr (Degree > 0) {
     put_factors(factors, launch.lazy.table, last, kShRest, lane);
     stage_caught_up(span(kShRest, launch.rest_floats), factors, points, rest, lane);
     __syncwarp();
   }
-  const Point<float> point = caught_up_point(launch, last, id);
+  const Point<float> point = caught_up_point<Moment>(launch, last, id);
   Sums sums;
   PointStatistics statistics;
   if (drawn) statistics.load(launch.statistics, id);
@@ -190,8 +189,10 @@ cudaError_t launch_lazy(const UpdateLaunch& launch, cudaStream_t stream) {
   const int blocks = (update_groups(launch.points) + kUpdateWarps - 1) / kUpdateWarps;
   const size_t floats = kUpdateWarps * lazy_warp_floats(launch.rest_floats);
   const size_t bytes = view_bytes(launch.views.count) + sizeof(float) * floats;
-  lazy_update_kernel<Degree><<<blocks, kUpdateThreads, bytes, stream>>>(launch);
-  const cudaError_t status = cudaGetLastError();
+  const cudaError_t status = with_moments(launch.compact, [&](auto moment) {
+    lazy_update_kernel<Degree, decltype(moment)><<<blocks, kUpdateThreads, bytes, stream>>>(launch);
+    return cudaGetLastError();
+  });
   return status != cudaSuccess ? status : splat_lazy_extend_launch(launch.lazy, launch.scalars, stream);
 }
 

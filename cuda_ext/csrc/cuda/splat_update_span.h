@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "cuda/adam_device.h"
+#include "cuda/splat_moments.h"
 
 namespace nsmg {
 
@@ -11,11 +12,27 @@ namespace nsmg {
 template <int Count>
 using Batch = std::integral_constant<int, Count>;
 
+template <typename Moment>
 struct Span {
-  float *value, *moment1, *moment2;  // of the warp's first point, at a multiple of 16 bytes
-  int floats;                        // of the warp's points, `width` a point
+  float* value;  // of the warp's first point, at a multiple of 16 bytes, as its moments
+  Moment *moment1, *moment2;
+  int floats;  // of the warp's points, `width` a point
   int width;
+  uint32_t salt;  // of the dither
 };
+
+// Of a launch's tensor, from the warp's `first` point on. `salt` is the step's.
+template <typename Moment, typename Launch>
+__device__ __forceinline__ Span<Moment> span_of(const Launch& launch, int first, int size, int tensor, int width,
+                                                uint32_t salt) {
+  const int64_t at = int64_t{first} * width;
+  return {launch.values[tensor] + at,
+          static_cast<Moment*>(launch.moments1[tensor]) + at,
+          static_cast<Moment*>(launch.moments2[tensor]) + at,
+          size * width,
+          width,
+          tensor_salt(salt, tensor)};
+}
 
 // The elements of floats 4 q to 4 q + 3 whose points are in `points`, as four bits.
 __device__ __forceinline__ uint32_t chosen(uint32_t points, int q, int width) {
@@ -34,13 +51,11 @@ __device__ __forceinline__ void pick(float4& now, const float4& before, uint32_t
 
 // Steps the span. `gradient` [floats] lies in shared memory, or is null for zero. With `Selective` only the points whose
 // bit is set in `points` are touched. `Count` float4s of each array are in flight.
-template <bool Selective, int Count>
-__device__ __forceinline__ void step_span(const Span& span, const float* gradient, const float* scalars,
+template <bool Selective, int Count, typename Moment>
+__device__ __forceinline__ void step_span(const Span<Moment>& span, const float* gradient, const float* scalars,
                                           uint32_t points, int lane) {
   const AdamScalars<float> s = load_adam_scalars(scalars);
   auto* value = reinterpret_cast<float4*>(span.value);
-  auto* moment1 = reinterpret_cast<float4*>(span.moment1);
-  auto* moment2 = reinterpret_cast<float4*>(span.moment2);
   const auto* gradient4 = reinterpret_cast<const float4*>(gradient);
   const int quads = span.floats / 4;
   for (int base = lane; base < quads; base += 32 * Count) {
@@ -52,8 +67,8 @@ __device__ __forceinline__ void step_span(const Span& span, const float* gradien
       bits[k] = q < quads ? (Selective ? chosen(points, q, span.width) : 15u) : 0u;
       if (bits[k] != 0) {
         p[k] = value[q];
-        m[k] = __ldcs(moment1 + q);
-        v[k] = __ldcs(moment2 + q);
+        m[k] = stream_moments(span.moment1, q);
+        v[k] = stream_moments(span.moment2, q);
       }
     }
 #pragma unroll
@@ -69,19 +84,17 @@ __device__ __forceinline__ void step_span(const Span& span, const float* gradien
           pick(v[k], old_v, bits[k]);
         }
         value[q] = p[k];
-        __stcs(moment1 + q, m[k]);
-        __stcs(moment2 + q, v[k]);
+        stream_moments(span.moment1, span.moment2, q, m[k], v[k], span.salt);
       }
     }
   }
   // The last group of points may end within a quad.
   const int i = 4 * quads + lane;
   if (i < span.floats && (!Selective || ((points >> (i / span.width)) & 1))) {
-    float p = span.value[i], m = span.moment1[i], v = span.moment2[i];
+    float p = span.value[i], m = load_moment(span.moment1 + i), v = load_moment(span.moment2 + i);
     adam_element(s, gradient != nullptr ? gradient[i] : 0.0f, p, m, v);
     span.value[i] = p;
-    span.moment1[i] = m;
-    span.moment2[i] = v;
+    store_moments(span.moment1 + i, span.moment2 + i, m, v, span.salt);
   }
 }
 
