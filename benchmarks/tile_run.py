@@ -1,8 +1,7 @@
 """Steps of `TileStep` over the views of a city, with what training does around them (`plugin.tile_training`)."""
 
 import statistics
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,8 @@ from benchmarks.lockstep import Clock, Inputs, over_ranks
 from cuda_ext.row_exchange import RECORD_FLOATS
 from ns_multigpu.core.assignment import TileRanges
 from ns_multigpu.core.tile_work import TileWork
-from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
+from ns_multigpu.primitives.late_counts import LateCounts
 from ns_multigpu.primitives.tile_lists import SortedLists
 from ns_multigpu.primitives.tile_rows import CollectiveRows, OwnRows, PeerRows, RowTransport
 from ns_multigpu.primitives.tile_settings import TileSettings, bands
@@ -27,10 +26,6 @@ PARTS = ("project", "send", "sort", "raster", "loss", "backward", "return", "upd
 LINK_GB_PER_S = 390.0
 """Writing to another H200's memory over NVLink."""
 RECORD_BYTES = 4 * RECORD_FLOATS
-
-_LAG = 4
-"""Steps after which the counts of a step are read, as in training."""
-
 
 @dataclass(frozen=True)
 class Mode:
@@ -69,7 +64,7 @@ class TileRun(Run):
         self._assignment = TileRanges(TileWork())
         names = ("grad2d", "count", "radii") if counting else ()
         self.statistics = {name: torch.zeros(len(model), device=model.device) for name in names}
-        self._pending: deque[tuple[Sequence[View], Tensor, Any]] = deque()
+        self._counts = LateCounts(self._assignment.work)
         self._parts = Parts(world.device)
 
     def _first_capacities(self, rows: int, intersections: int) -> tuple[int, ...]:
@@ -100,8 +95,7 @@ class TileRun(Run):
 
     def _take(self, batch: int, inputs: Tensor) -> None:
         views, world = self.batches[batch], self.world
-        while len(self._pending) > _LAG:
-            self._learn_work()
+        self._counts.learn()
         plan = bands(self._assignment.assign(views, world.size), self.step.settings)
         targets: list[Tensor] = []
         for patch in plan[world.rank]:
@@ -110,28 +104,11 @@ class TileRun(Run):
         self._inputs.upload(inputs)
         self.step.render(plan, targets)
         self.step.update()
-        self._pending.append(self._on_its_way(views))
-
-    def _on_its_way(self, views: Sequence[View]) -> tuple[Sequence[View], Tensor, Any]:
-        counts = self.step.tile_counts
-        if not counts.is_cuda:
-            return views, counts.clone(), None
-        there = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-        there.copy_(counts, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return views, there, arrived
-
-    def _learn_work(self) -> None:
-        views, counts, arrived = self._pending.popleft()
-        if arrived is not None:
-            arrived.synchronize()
-        self._assignment.work.learn(views, counts.reshape(-1).tolist())
+        self._counts.send(views, self.step.tile_counts)
 
     def flush(self) -> None:
         super().flush()
-        while self._pending:
-            self._learn_work()
+        self._counts.learn(leave=0)
 
     def settle(self) -> None:
         super().settle()

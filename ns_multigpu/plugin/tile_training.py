@@ -5,9 +5,7 @@ device some steps later than they are made, always the same number, so that nobo
 same.
 """
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,24 +21,14 @@ from ns_multigpu.plugin.errors import InputError
 from ns_multigpu.plugin.fused_training import BlockResult, FusedTraining
 from ns_multigpu.primitives.fused_step import padded
 from ns_multigpu.primitives.gaussians import TILE
+from ns_multigpu.primitives.late_counts import LateCounts
 from ns_multigpu.primitives.tile_lists import GatheredLists, SortedLists, TileLists
 from ns_multigpu.primitives.tile_rows import CollectiveRows, OwnRows, PeerRows, RowTransport
 from ns_multigpu.primitives.tile_settings import TileSettings, bands
 from ns_multigpu.primitives.tile_step import TileStep
 
-_LAG = 4
-"""Steps after which a step's counts are read: long enough that the device is done with it."""
 _MOST_AT_FIRST = 1 << 20
 """Rows of a rank that the first step of a run has room for; a step that needs more is taken again with more."""
-
-
-@dataclass
-class _Counts:
-    """Work by rows of tiles on its way to the host."""
-
-    views: list[View]
-    counts: Tensor
-    arrived: Any
 
 
 class TileTraining(FusedTraining):
@@ -49,8 +37,7 @@ class TileTraining(FusedTraining):
     def __init__(self, pipeline: Any, optimizers: Any, world: World, computed: Callable[[], None]) -> None:
         super().__init__(pipeline, optimizers, world, computed)
         self._computed = computed
-        self._work = pipeline.strategy.assignment.work
-        self._pending: deque[_Counts] = deque()
+        self._counts = LateCounts(pipeline.strategy.assignment.work)
         self._rows: RowTransport | None = None
         self._lists: TileLists | None = None
         self._lists_shape: tuple[int, ...] = ()
@@ -67,8 +54,7 @@ class TileTraining(FusedTraining):
 
     def run(self, steps: range) -> BlockResult:
         result = super().run(steps)
-        while self._pending:  # so that what is known at a checkpoint does not depend on what was on its way
-            self._learn_work()
+        self._counts.learn(leave=0)  # what is known at a checkpoint must not depend on what was on its way
         return result
 
     def refine(self, steps: range) -> None:
@@ -80,8 +66,7 @@ class TileTraining(FusedTraining):
         return slice(0, self._pipeline.batch_size)
 
     def _plan(self, views: list[View]) -> Plan:
-        while len(self._pending) > _LAG:
-            self._learn_work()
+        self._counts.learn()
         return self._pipeline.strategy.plan(views)
 
     def _render(self, step: TileStep, feed: Any) -> None:
@@ -98,22 +83,7 @@ class TileTraining(FusedTraining):
         self._computed()
         step.update()
         self._drawn = plan
-        self._pending.append(self._on_its_way(feed.views, step.tile_counts))
-
-    def _on_its_way(self, views: list[View], counts: Tensor) -> _Counts:
-        if not counts.is_cuda:
-            return _Counts(views, counts.clone(), None)
-        there = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-        there.copy_(counts, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return _Counts(views, there, arrived)
-
-    def _learn_work(self) -> None:
-        one = self._pending.popleft()
-        if one.arrived is not None:
-            one.arrived.synchronize()
-        self._work.learn(one.views, one.counts.reshape(-1).tolist())
+        self._counts.send(feed.views, step.tile_counts)
 
     def _first_capacities(self, pixels: int) -> tuple[int, ...]:
         batch = self._pipeline.batch_size
@@ -129,6 +99,7 @@ class TileTraining(FusedTraining):
             width=view.width, height=view.height, views=self._pipeline.batch_size, degree=degree,
             antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad,
             ssim_lambda=options.ssim_lambda, rows=rows, segment=segment, intersections=intersections,
+            selective=options.selective_adam,
         )  # fmt: skip
         statistics = model.strategy.statistics(model.gauss_params, model.strategy_state) if counts else {}
         self._rows = self._transport_for(settings)
