@@ -27,6 +27,7 @@ LINK_GB_PER_S = 390.0
 """Writing to another H200's memory over NVLink."""
 RECORD_BYTES = 4 * RECORD_FLOATS
 
+
 @dataclass(frozen=True)
 class Mode:
     """A way of taking tile steps.

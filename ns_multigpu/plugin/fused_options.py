@@ -20,13 +20,19 @@ def fuses(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bo
         pipeline: its pipeline. optimizers: its `BatchOptimizers`.
 
     Raises:
-        InputError: they must be and cannot, or they are not and the optimizer's state is compact.
+        InputError: they must be and cannot, or they are not and the optimizer's state is compact or Adam selective.
     """
     yes, reason = _decided(config, pipeline, optimizers, world)
-    if not yes and pipeline.model.config.optimizer_state == "compact":
+    options = pipeline.model.config
+    if not yes and options.optimizer_state == "compact":
         raise InputError(
             "--pipeline.model.optimizer-state compact: only fused steps keep Adam's moments in bfloat16, and steps are "
             f"not fused: {reason}. Change that, or leave the option out: the optimizer's state is full then."
+        )
+    if not yes and options.selective_adam:
+        raise InputError(
+            "--pipeline.model.selective-adam True: only fused steps leave out Gaussians that are not drawn, and steps "
+            f"are not fused: {reason}. Change that, or leave the option out: all Gaussians take Adam's step then."
         )
     if yes:
         return True, "Steps are fused."

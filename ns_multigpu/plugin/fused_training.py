@@ -6,7 +6,7 @@ there are several ranks) and replayed until something about it changes: the numb
 harmonics. The host uploads a hundred numbers and names an image.
 
 Within a block the steps of points that are not drawn are put off (`cuda_ext.lazy_adam`); before anybody else may look
-at the model, they are taken.
+at the model, they are taken. With selective Adam they are not taken at all, and none is put off.
 """
 
 from collections.abc import Callable
@@ -84,7 +84,7 @@ class FusedTraining:
         self._adam: AdamStep | None = None
         self._lazy: LazyAdam | None = None
         self._key: object = None
-        self._wants_lazy = True
+        self._wants_lazy = not self._model.config.selective_adam  # which has none to put off
         self._rows_drawn: int | None = None  # by one rank in one step, at most
         self._ring: ScalarRing | None = None
         self._ring_width = 0
@@ -132,7 +132,8 @@ class FusedTraining:
 
         Between blocks alone, for within one there are steps put off. On a CPU always: it must give the same bits again.
         """
-        if self._world.device.type != "cuda" or self._rows_drawn is None:
+        selective = self._model.config.selective_adam
+        if selective or self._world.device.type != "cuda" or self._rows_drawn is None:
             return
         # Of a sharded model every rank draws about its part; of replicas every rank steps what all have drawn.
         wanted = self._world.size * self._rows_drawn < LAZY_BELOW * max(self._model.total_points, 1)
@@ -194,6 +195,7 @@ class FusedTraining:
             width=view.width, height=view.height, views=self._pipeline.batch_size // self._world.size, degree=degree,
             antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad,
             ssim_lambda=options.ssim_lambda, rows=self._capacities[0], intersections=self._capacities[1],
+            selective=options.selective_adam,
         )  # fmt: skip
         # Every rank sees every row: rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
         counting = counts and self._world.is_main

@@ -81,10 +81,10 @@ class DistributedTrainer(Trainer):
         """The optimizers, scaled for the batch before a checkpoint is loaded into them."""
         config, pipeline = self.config, self.pipeline
         what = (config.optimizers.copy(), pipeline.get_param_groups(), config.batch_scaling, pipeline.batch_size)
-        always = config.fused_steps == "always"
         compact = ORDER if pipeline.model.config.optimizer_state == "compact" else ()
+        fused = config.fused_steps == "always" or bool(compact) or pipeline.model.config.selective_adam
         spread = pipeline.model.spread_parameters()
-        optimizers = BatchOptimizers(*what, fused=always, compact=compact, spread=spread)
+        optimizers = BatchOptimizers(*what, fused=fused, compact=compact, spread=spread)
         self.pipeline.model.rate_factor = optimizers.rate_factor
         if self.pipeline.renders.shared:
             self.train_lock = self.pipeline.renders.lock  # nerfstudio hands it to its viewer next

@@ -25,6 +25,7 @@ from cuda_ext.lazy_adam import MOST_STEPS, LazyAdam, splat_flush
 from ns_multigpu.core.collectives import all_gather_into
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians import TILE
+from ns_multigpu.primitives.selective import check_lazy
 
 ORDER = ("means", "quats", "scales", "opacities", "features_dc", "features_rest")
 """The names of a model's parameters in the order that the fused operators take them."""
@@ -48,6 +49,7 @@ class StepSettings:
         antialiased, absgrad: see `Gaussians`.
         ssim_lambda: see `photometric_loss`.
         rows, intersections: the capacities of a rank.
+        selective: only points that a view of the batch draws, on any rank, take Adam's step; see `selective`.
     """
 
     width: int
@@ -59,6 +61,7 @@ class StepSettings:
     ssim_lambda: float
     rows: int
     intersections: int
+    selective: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,9 @@ class FusedStep:
         lazy: put off the steps of points that are not drawn, and keep them there (see `cuda_ext.lazy_adam`, also for
             which options of Adam). A step made anew before a flush goes on from that of the one before.
 
+    Raises:
+        ValueError: a selective step is to put steps off.
+
     Attributes:
         inputs: one vector that holds the next four, in this order.
         viewmats: [B, 4, 4] the batch's world-to-camera matrices. Ks: [B, 3, 3] its intrinsics.
@@ -118,6 +124,7 @@ class FusedStep:
         target_type: torch.dtype = torch.uint8,
         lazy: LazyAdam | None = None,
     ) -> None:
+        check_lazy(settings.selective, lazy)
         self.settings, self._world = settings, world
         self._params = [flat(name, params[name].detach()) for name in ORDER]
         self._moments = [[flat(name, moments[name][i]) for name in ORDER] for i in (0, 1)]
@@ -252,6 +259,7 @@ class FusedStep:
             grad2d=self._statistics.get("grad2d"),
             seen=self._statistics.get("count"),
             radii_max=self._statistics.get("radii"),
+            selective=s.selective,
             lazy=self._lazy,
         )
 

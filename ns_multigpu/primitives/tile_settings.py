@@ -25,6 +25,7 @@ class TileSettings:
         rows: capacity of a rank's own rows.
         segment: capacity of the rows that one rank sends to one other.
         intersections: capacity of a rank's bands.
+        selective: as in `StepSettings`: a point's owner has the rows of all views.
     """
 
     width: int
@@ -37,6 +38,7 @@ class TileSettings:
     rows: int
     segment: int
     intersections: int
+    selective: bool = False
 
     @property
     def tile_rows(self) -> int:

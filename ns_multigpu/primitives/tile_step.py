@@ -25,6 +25,7 @@ from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.fused_step import ORDER, flat, loss_weights, still
 from ns_multigpu.primitives.gaussians import TILE
+from ns_multigpu.primitives.selective import check_lazy
 from ns_multigpu.primitives.tile_lists import GatheredLists, TileLists
 from ns_multigpu.primitives.tile_loss import band_loss
 from ns_multigpu.primitives.tile_rows import RowTransport
@@ -45,6 +46,9 @@ class TileStep:
         lists: how each tile's splats are found; `GatheredLists` unless given.
         measure: called with the name of each part (project, send, sort, raster, loss, backward, return, update), gives
             a context to do it in.
+
+    Raises:
+        ValueError: a selective step is to put steps off.
 
     Attributes:
         inputs: one vector that holds the next four, in this order.
@@ -68,6 +72,7 @@ class TileStep:
         lists: TileLists | None = None,
         measure: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
     ) -> None:
+        check_lazy(settings.selective, lazy)
         self._measure = measure
         self._lists = lists or GatheredLists(settings, world.rank)
         self.settings, self._world, self._transport, self._lazy = settings, world, transport, lazy
@@ -213,7 +218,8 @@ class TileStep:
                 self._params, *self._moments, scalars=scalars, viewmats=self.viewmats, Ks=self.Ks, sizes=self._sizes,
                 rows=self._rows._replace(count=real), gradients=self._records, degree=s.degree,
                 antialiased=s.antialiased, absgrad=s.absgrad, grad2d=self._statistics.get("grad2d"),
-                seen=self._statistics.get("count"), radii_max=self._statistics.get("radii"), lazy=self._lazy,
+                seen=self._statistics.get("count"), radii_max=self._statistics.get("radii"), selective=s.selective,
+                lazy=self._lazy,
             )  # fmt: skip
 
     def flush(self) -> None:

@@ -12,6 +12,7 @@ from cuda_ext.adam import FusedAdam
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.errors import InputError
 from ns_multigpu.plugin.fused_options import check_wishes, fuses, next_stop, obstacle
+from ns_multigpu.plugin.fused_training import FusedTraining
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.fused_step import ORDER
 
@@ -21,6 +22,7 @@ def make_run(fused_steps: str = "always") -> SimpleNamespace:
     options = SimpleNamespace(
         num_downscales=1,
         optimizer_state="full",
+        selective_adam=False,
         camera_optimizer=SimpleNamespace(mode="off"),
         use_bilateral_grid=False,
         sh_degree=3,
@@ -126,22 +128,35 @@ def test_every_obstacle_names_itself(change: Callable[[SimpleNamespace], None], 
     assert asked(run)[0] is False
 
 
+# Options for fused steps only, and what is said where steps are not.
+FUSED_ONLY: list[tuple[str, Any, str]] = [
+    ("optimizer_state", "compact", "optimizer-state compact"),
+    ("selective_adam", True, "selective-adam True"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "flag"), FUSED_ONLY)
 @pytest.mark.parametrize(("change", "reason"), OBSTACLES, ids=[reason for _, reason in OBSTACLES])
-def test_a_compact_state_without_fused_steps_is_refused(
-    change: Callable[[SimpleNamespace], None], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_option_of_fused_steps_is_refused_without_them(
+    change: Callable[[SimpleNamespace], None], reason: str, name: str, value: Any, flag: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr("ns_multigpu.plugin.fused_options.kernels_serve", lambda _: True)
     gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
     run = make_run("auto")
-    run.pipeline.model.config.optimizer_state = "compact"
+    setattr(run.pipeline.model.config, name, value)
     assert asked(run, gpu) == (True, "Steps are fused.")
     change(run)
     for world in (gpu, World.single()):
-        with pytest.raises(InputError, match=f"optimizer-state compact: .* not fused: {reason}. Change that, or leave"):
+        said = f"^--pipeline.model.{flag}: .* not fused: {reason}. Change that, or leave"
+        with pytest.raises(InputError, match=said):
             asked(run, world)
 
 
-def test_a_compact_state_is_refused_wherever_steps_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "value", "flag"), FUSED_ONLY)
+def test_an_option_of_fused_steps_is_refused_wherever_they_are_not(
+    name: str, value: Any, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
     monkeypatch.setattr("ns_multigpu.plugin.fused_options.kernels_serve", lambda _: False)
     cases = [
@@ -152,11 +167,11 @@ def test_a_compact_state_is_refused_wherever_steps_are_not_fused(monkeypatch: py
     ]
     for fused_steps, world, reason in cases:
         run = make_run(fused_steps)
-        run.pipeline.model.config.optimizer_state = "compact"
-        with pytest.raises(InputError, match=f"steps are not fused: {reason}"):
+        setattr(run.pipeline.model.config, name, value)
+        with pytest.raises(InputError, match=f"{flag}: .*steps are not fused: {reason}"):
             asked(run, world)
     run = make_run("always")
-    run.pipeline.model.config.optimizer_state = "compact"
+    setattr(run.pipeline.model.config, name, value)
     assert asked(run) == (True, "Steps are fused.")
 
 
@@ -177,6 +192,18 @@ def test_on_a_gpu_they_are_fused_where_nothing_forbids_it(monkeypatch: pytest.Mo
     serves = True
     _one_masked(run)
     assert asked(run, world) == (False, "Steps are not fused: there are masks.")
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_selective_steps_are_never_put_off(selective: bool) -> None:
+    """Where others begin to be, once steps on a GPU draw little of the model."""
+    run = make_run()
+    run.pipeline.model.config.selective_adam, run.pipeline.model.total_points = selective, 1000
+    training = object.__new__(FusedTraining)
+    training._world, training._model = World(0, 1, 0, 1, torch.device("cuda", 0)), run.pipeline.model
+    training._rows_drawn, training._wants_lazy, training._key = 10, False, "made"
+    training._choose_lazy()
+    assert (training._wants_lazy, training._key) == ((False, "made") if selective else (True, None))
 
 
 def _acts(config: Any, step: int, evaluates: bool) -> bool:

@@ -60,6 +60,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "merge-path sort in ordinary steps": (
         {"pipeline.tile_lists": "sort"}, "^--pipeline.tile-lists sort: that is for the fused steps .* are not fused",
     ),
+    "selective Adam in ordinary steps": (
+        {"capture": "one size", MODEL + "selective_adam": True},
+        "^--pipeline.model.selective-adam True: only fused steps .* are not fused: on a CPU they are only with --fused",
+    ),
+    "a compact state in ordinary steps": (
+        {"capture": "one size", MODEL + "optimizer_state": "compact"},
+        "^--pipeline.model.optimizer-state compact: .* are not fused: on a CPU they are only with --fused-steps always",
+    ),
     "fused steps of mixed sizes": (FUSED, "^--fused-steps always: steps cannot be fused, for views differ in size"),
     "fused mcmc": (
         {**FUSED, "capture": "one size", **OPTIONS["densifier mcmc"]},

@@ -1,5 +1,6 @@
 """The fused step equals the ordinary one: autograd through the operators, torch's Adam, the densifier's counting."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.strategies.scene import make_image, make_points, make_views
 RATES = {"means": 1e-3, "quats": 1e-3, "scales": 5e-3, "opacities": 5e-2, "features_dc": 2.5e-3, "features_rest": 1e-4}
 LAMBDA = 0.2
 WIDTH, HEIGHT = 45, 37
+Scene = Callable[[int, torch.dtype, torch.device], Points]
 
 
 def batch_of(step: int, size: int, device: torch.device) -> list[View]:
@@ -32,10 +34,23 @@ def background(step: int, position: int) -> torch.Tensor:
     return torch.rand(3, generator=torch.Generator().manual_seed(100 * step + position))
 
 
-def ordinary(points: int, batch: int, steps: int, antialiased: bool, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """The course of one process that takes all views of a batch."""
+def step_all_but(left_alone: torch.Tensor, param: torch.nn.Parameter, optimizer: torch.optim.Adam) -> None:
+    """A dense step, after which the points that are to be `left_alone` [N] get back what they had."""
+    names = ("exp_avg", "exp_avg_sq")
+    state = optimizer.state[param]
+    before = [param.detach().clone(), *(state.get(name, torch.zeros_like(param)).clone() for name in names)]
+    optimizer.step()
+    for value, old in zip((param.data, *(state[name] for name in names)), before, strict=True):
+        value[left_alone] = old[left_alone]
+
+
+def ordinary(
+    points: int, batch: int, steps: int, antialiased: bool, device: str = "cpu", selective: bool = False,
+    scene: Scene = make_points,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The course of one process that takes all views of a batch; with selective Adam or dense."""
     place = torch.device(device)
-    params = {k: torch.nn.Parameter(v.detach()) for k, v in make_points(points, torch.float32, place).params.items()}
+    params = {k: torch.nn.Parameter(v.detach()) for k, v in scene(points, torch.float32, place).params.items()}
     optimizers = {k: torch.optim.Adam([params[k]], lr=rate, eps=1e-15) for k, rate in RATES.items()}
     densifier = ReplicatedDensifier(absgrad=True, refine_scale2d_stop_iter=4000)
     state: dict[str, Any] = densifier.initialize_state(scene_scale=1.0)
@@ -53,9 +68,12 @@ def ordinary(points: int, batch: int, steps: int, antialiased: bool, device: str
         for optimizer in optimizers.values():
             optimizer.zero_grad()
         total.backward()
-        densifier._count(params, state, densification_info(splats, views))
-        for optimizer in optimizers.values():
-            optimizer.step()
+        info = densification_info(splats, views)
+        densifier._count(params, state, info)
+        left_alone = torch.full((points,), selective, device=place)
+        left_alone[info["ids"][info["visible"] > 0]] = False
+        for k, optimizer in optimizers.items():
+            step_all_but(left_alone, params[k], optimizer)
         losses.append(total.detach())
     result = {k: v.detach().cpu() for k, v in params.items()}
     result |= {f"v of {k}": optimizers[k].state[params[k]]["exp_avg_sq"].cpu() for k in RATES}
@@ -73,16 +91,19 @@ def fused(
     intersections: int = 0,
     lazy: bool = False,
     moment: torch.dtype = torch.float32,
+    selective: bool = False,
+    scene: Scene = make_points,
 ) -> dict[str, torch.Tensor]:
     """The same on several ranks, `views` on each; capacities that are too small grow on the way."""
-    params = {k: v.detach() for k, v in make_points(points, torch.float32, world.device).params.items()}
+    params = {k: v.detach() for k, v in scene(points, torch.float32, world.device).params.items()}
     moments = {k: (torch.zeros_like(v, dtype=moment), torch.zeros_like(v, dtype=moment)) for k, v in params.items()}
     statistics = {k: torch.zeros(points, device=world.device) for k in ("grad2d", "count", "radii")}
     batch = views * world.size
     guess = first_capacities(points, WIDTH * HEIGHT, views)
     settings = StepSettings(
-        WIDTH, HEIGHT, views, 2, antialiased, True, LAMBDA, rows or guess[0], intersections or guess[1]
-    )
+        WIDTH, HEIGHT, views, 2, antialiased, True, LAMBDA, rows or guess[0], intersections or guess[1],
+        selective,
+    )  # fmt: skip
 
     put_off_here = LazyAdam.make(points, world.device) if lazy else None
 

@@ -16,7 +16,7 @@ from ns_multigpu.primitives.tile_lists import SortedLists
 from ns_multigpu.primitives.tile_rows import CollectiveRows, OwnRows, PeerRows, RowTransport
 from ns_multigpu.primitives.tile_settings import TileSettings, bands
 from ns_multigpu.primitives.tile_step import TileStep
-from tests.primitives.test_fused_step import HEIGHT, LAMBDA, RATES, WIDTH, background, batch_of, ordinary
+from tests.primitives.test_fused_step import HEIGHT, LAMBDA, RATES, WIDTH, Scene, background, batch_of, ordinary
 from tests.ranks import run_ranks
 from tests.strategies.scene import make_image, make_points
 
@@ -35,17 +35,19 @@ def sharded(
     by_sort: bool = False,
     points: int = POINTS,
     moment: torch.dtype = torch.float32,
+    selective: bool = False,
+    scene: Scene = make_points,
 ) -> dict[str, torch.Tensor]:
     """The course of several ranks, each with its points; capacities that are too small grow on the way."""
     device = world.device
-    held = Sharded(bounds).hold(make_points(points, torch.float32, device), world)
+    held = Sharded(bounds).hold(scene(points, torch.float32, device), world)
     params = {k: v.detach() for k, v in held.params.items()}
     moments = {k: (torch.zeros_like(v, dtype=moment), torch.zeros_like(v, dtype=moment)) for k, v in params.items()}
     statistics = {k: torch.zeros(len(held), device=device) for k in ("grad2d", "count", "radii")}
     put_off = LazyAdam.make(len(held), device) if lazy else None
     work = TileWork()
     assignment = TileRanges(work)
-    settings = TileSettings(WIDTH, HEIGHT, batch, 2, antialiased, True, LAMBDA, *room)
+    settings = TileSettings(WIDTH, HEIGHT, batch, 2, antialiased, True, LAMBDA, *room, selective)
 
     def made() -> TileStep:
         shape = (settings.rows, settings.segment, settings.words)
