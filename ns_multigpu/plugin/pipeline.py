@@ -19,6 +19,7 @@ from ns_multigpu.plugin import checks
 from ns_multigpu.plugin.checkpoint_verify import SHARDS
 from ns_multigpu.plugin.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.evaluation import RenderedView, rendered_views
+from ns_multigpu.plugin.ns_export import stream_for_ns_export
 from ns_multigpu.plugin.process_world import get_world
 from ns_multigpu.plugin.render_service import RenderService
 from ns_multigpu.plugin.sharded_state import counts_for, counts_in, load_points, own_range
@@ -87,6 +88,8 @@ class DistributedPipeline(VanillaPipeline):
         local_rank: int = 0,
         grad_scaler: Any = None,
     ) -> None:
+        if test_mode == "inference":
+            stream_for_ns_export()
         checks.check_strategy(config.strategy, STRATEGIES)
         checks.check_views_per_rank(config.views_per_rank)
         self.world = get_world(str(device))

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nerfstudio.configs.method_configs import all_methods
+from nerfstudio.scripts import exporter
 from nerfstudio.utils.eval_utils import eval_setup
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from ns_multigpu.plugin import checkpoint_rows
 from ns_multigpu.plugin.checkpoint_verify import read_checkpoint_file, states_folder
 from ns_multigpu.plugin.errors import InputError
 from ns_multigpu.plugin.ply_export import export_ply, run_checkpoint
+from ns_multigpu.plugin.splat_model import SplatModel
 from ns_multigpu.plugin.trainer import DistributedTrainer
 from tests.plugin.course import TinyDataParserConfig, write_capture
 from tests.plugin.resuming import part_of
@@ -129,6 +132,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
     return out, run_ranks(_ranks, 3, out / "capture", out, seconds=300, preload=preload)[0]
 
 
+def ns_export(monkeypatch: pytest.MonkeyPatch, config: Path, folder: Path, *options: str) -> int | str | None:
+    """Runs the command in this process; returns its exit status, None where it just returns."""
+    words = ["ns-export", "gaussian-splat", "--load-config", str(config), "--output-dir", str(folder), *options]
+    monkeypatch.setattr(sys, "argv", words)
+    try:
+        exporter.entrypoint()
+    except SystemExit as ended:
+        return ended.code
+    return None
+
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
@@ -174,3 +188,31 @@ def test_nerfstudio_loads_it(runs: tuple[Path, Report], tmp_path: Path, monkeypa
     shutil.rmtree(folder.parent)
     with pytest.raises(InputError, match=r"Gaussians .* are missing"):
         eval_setup(config, test_mode="inference", update_config_callback=now_there)
+
+
+def test_ns_export_streams(runs: tuple[Path, Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = models_of(runs[0] / "2").parent / "config.yml"
+    kept, _ = export_ply(run_checkpoint(config, None), tmp_path / "expected.ply")
+    # What it cannot stream it still does by loading the model.
+    assert ns_export(monkeypatch, config, tmp_path / "rgb", "--ply-color-mode", "rgb") is None
+    header = (tmp_path / "rgb" / "splat.ply").read_bytes().split(b"end_header")[0]
+    assert b"property uchar red" in header and f"element vertex {kept}".encode() in header
+
+    def no_model(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model was made")
+
+    monkeypatch.setattr(SplatModel, "populate_modules", no_model)
+    for _ in range(2):  # the second time over the first's file
+        assert ns_export(monkeypatch, config, tmp_path / "ply", "--output-filename", "a.ply") == 0
+        assert (tmp_path / "ply" / "a.ply").read_bytes() == (tmp_path / "expected.ply").read_bytes()
+    with pytest.raises(AssertionError, match="the model was made"):  # a program of one's own gets what it asks for
+        exporter.ExportGaussianSplat(load_config=config, output_dir=tmp_path).main()
+
+    moved = tmp_path / "moved"
+    shutil.copytree(models_of(runs[0] / "2").parent, moved)
+    (folder,) = states_folder(moved / "nerfstudio_models").iterdir()
+    shard = folder / "__2_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-3])
+    status = ns_export(monkeypatch, moved / "config.yml", tmp_path / "bad")
+    assert isinstance(status, str) and "__2_0.distcp has been truncated" in status
+    assert not list((tmp_path / "bad").iterdir())
