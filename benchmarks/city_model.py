@@ -31,7 +31,8 @@ from ns_multigpu.data.render import render_rgb, tone_map
 from ns_multigpu.data.shade import Scene, radiance
 from ns_multigpu.data.trace import Width, trace
 from ns_multigpu.primitives.fused_step import ORDER
-from ns_multigpu.primitives.morton import Grid, census, dealt_codes
+from ns_multigpu.primitives.morton import dealt_codes
+from ns_multigpu.primitives.sharded_order import common_grid
 
 DEGREE = 3
 """Degree of the harmonics."""
@@ -245,8 +246,7 @@ def _cast(solid: Scene, scene: CityScene, into: Tensor, generator: torch.Generat
 
 def _in_order(records: Tensor, world: World) -> Tensor:
     """All ranks' records in training's order, of which each gets a range; the ranges differ by some thousandth."""
-    counted = all_gather_ints(census(records[:, :3]).tolist(), world)
-    grid = Grid.of([sum(column) for column in zip(*counted, strict=True)])
+    grid = common_grid(records[:, :3], world)
     codes, order = torch.sort(dealt_codes(records[:, :3], grid), stable=True)
     records = records[order]
     del order

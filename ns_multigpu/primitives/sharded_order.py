@@ -95,6 +95,16 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def common_grid(means: Tensor, world: World) -> Grid:
+    """The cells for all ranks' points together; the same on every rank.
+
+    Args:
+        means: [N, 3] this rank's positions.
+    """
+    counts = all_gather_ints(census(means).tolist(), world)
+    return Grid.of([sum(column) for column in zip(*counts, strict=True)])
+
+
 def order_keys(means: Tensor, categories: Tensor, world: World) -> Tensor:
     """By the code of `dealt_codes` for all ranks' points, then by category: 62 bits.
 
@@ -105,8 +115,7 @@ def order_keys(means: Tensor, categories: Tensor, world: World) -> Tensor:
     Returns:
         [N] int64.
     """
-    counts = [sum(column) for column in zip(*all_gather_ints(census(means).tolist(), world), strict=True)]
-    return dealt_codes(means, Grid.of(counts)) * 4 + categories
+    return dealt_codes(means, common_grid(means, world)) * 4 + categories
 
 
 def plan_move(keys: Tensor, weights: Tensor, world: World, threshold: float) -> Move:

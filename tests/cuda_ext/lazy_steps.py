@@ -81,6 +81,54 @@ class Course:
         self.model.viewmats = turn.to(self._viewmats) @ self._viewmats
 
 
+def in_graphs(plain: Course, graphed: Course, warm: Course) -> None:
+    """Two blocks of seven steps and a flush on a GPU: `plain` by launches, which must not wait for the device,
+    `graphed` by replaying a step and a flush, each captured once. All three are of the same model; `warm` is used up."""
+    device = plain.model.params[0].device
+    scalars = torch.zeros(6, 8, device=device)
+    gradients = row_gradients(plain.forward(0), 0)
+    cameras: list[Tensor] = []
+    for step in range(7):
+        plain._turn(step)
+        cameras.append(plain.model.viewmats.clone())
+    for one in (plain, graphed, warm):
+        one.model.viewmats, one.model.scalars = cameras[0].clone(), scalars
+
+    def take(one: Course) -> None:
+        model = one.model
+        rows = model.forward(CAPACITY, exp_avgs=model.exp_avgs, exp_avg_sqs=model.exp_avg_sqs, lazy=one.lazy)
+        model.update(rows, gradients, lazy=one.lazy)
+
+    take(warm)
+    warm.flush()
+    graphs = (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graphs[0]):
+        take(graphed)
+    with torch.cuda.graph(graphs[1]):
+        graphed.flush()
+    for _ in range(2):
+        for step in range(7):
+            scalars.copy_(step_scalars(step, torch.float32))
+            for one in (plain, graphed):
+                one.model.viewmats.copy_(cameras[step])
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                take(plain)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            graphs[0].replay()
+        plain.flush()
+        graphs[1].replay()
+
+
+def assert_same_bits(one: Course, other: Course) -> None:
+    """Parameters and moments."""
+    for kind in ("params", "exp_avgs", "exp_avg_sqs"):
+        for a, b in zip(getattr(one.model, kind), getattr(other.model, kind), strict=True):
+            assert torch.equal(a, b)
+
+
 def row_gradients(rows: SplatRows, step: int) -> RowGradients:
     """Gradients that depend on the view and point of a row and on the step, not on where the row lies."""
     key = (rows.view_ids * 1000 + rows.point_ids).to(torch.float64)[:, None]

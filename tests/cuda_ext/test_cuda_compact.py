@@ -10,7 +10,17 @@ from cuda_ext.fused import PARAMETERS
 from cuda_ext.lazy_adam import LazyAdam, splat_flush
 from tests.cuda_ext.compact_moments import BF16, a_block, compact, errors, spacing, still_gradients_scalars
 from tests.cuda_ext.fused_steps import Model, as_records, make_gradients, make_model, to
-from tests.cuda_ext.lazy_steps import CAPACITY, RATES, Course, differences, fresh_model, row_gradients, step_scalars
+from tests.cuda_ext.lazy_steps import (
+    CAPACITY,
+    RATES,
+    Course,
+    assert_same_bits,
+    differences,
+    fresh_model,
+    in_graphs,
+    row_gradients,
+    step_scalars,
+)
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -161,42 +171,10 @@ def test_a_compact_course_is_near_the_full_one(lazy: bool) -> None:
 
 
 def test_a_block_in_a_graph() -> None:
-    """A step and a flush, each captured once, are those that are launched."""
+    """A step and a flush, each captured once, are those that are launched; and neither waits for the device."""
     plain, graphed, warm = (Course(compact(fresh_model(900, dtype=torch.float32), DEVICE), True) for _ in range(3))
-    scalars = torch.zeros(6, 8, device=DEVICE)
-    gradients = row_gradients(plain.forward(0), 0)
-    cameras = []
-    for step in range(7):
-        plain._turn(step)
-        cameras.append(plain.model.viewmats.clone())
-    for one in (plain, graphed, warm):
-        one.model.viewmats, one.model.scalars = cameras[0].clone(), scalars
-
-    def take(one: Course) -> None:
-        model = one.model
-        rows = model.forward(2000, exp_avgs=model.exp_avgs, exp_avg_sqs=model.exp_avg_sqs, lazy=one.lazy)
-        model.update(rows, gradients, lazy=one.lazy)
-
-    take(warm)
-    warm.flush()
-    graphs = (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graphs[0]):
-        take(graphed)
-    with torch.cuda.graph(graphs[1]):
-        graphed.flush()
-    for _ in range(2):
-        for step in range(7):
-            scalars.copy_(step_scalars(step, torch.float32))
-            for one in (plain, graphed):
-                one.model.viewmats.copy_(cameras[step])
-            take(plain)
-            graphs[0].replay()
-        plain.flush()
-        graphs[1].replay()
-    for kind in ("params", "exp_avgs", "exp_avg_sqs"):
-        for a, b in zip(getattr(plain.model, kind), getattr(graphed.model, kind), strict=True):
-            assert torch.equal(a, b)
+    in_graphs(plain, graphed, warm)
+    assert_same_bits(plain, graphed)
 
 
 def test_what_kernels_do_not_take_is_named() -> None:

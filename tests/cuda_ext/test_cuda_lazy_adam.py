@@ -8,7 +8,15 @@ import torch
 from cuda_ext.fused import SplatRows
 from cuda_ext.lazy_adam import MOST_STEPS, LazyAdam
 from tests.cuda_ext.fused_steps import make_gradients, to
-from tests.cuda_ext.lazy_steps import Course, differences, fresh_model, row_gradients, step_scalars
+from tests.cuda_ext.lazy_steps import (
+    Course,
+    assert_same_bits,
+    differences,
+    fresh_model,
+    in_graphs,
+    row_gradients,
+    step_scalars,
+)
 
 pytestmark = pytest.mark.gpu
 CASES = [
@@ -115,46 +123,9 @@ def test_no_more_than_64_steps_and_none_that_stands_still() -> None:
 
 def test_a_block_in_a_graph() -> None:
     """A step and a flush, each captured once, are those that are launched; and neither waits for the device."""
-    plain, graphed = course(CASES[0], True), course(CASES[0], True)
-    scalars = torch.zeros(6, 8, device="cuda")
-    gradients = row_gradients(plain.forward(0), 0)
-    cameras = []
-    for step in range(7):
-        plain._turn(step)
-        cameras.append(plain.model.viewmats.clone())
-    plain.model.viewmats, graphed.model.viewmats = cameras[0].clone(), cameras[0].clone()
-    plain.model.scalars = graphed.model.scalars = scalars
-
-    def take(one: Course) -> None:
-        model = one.model
-        rows = model.forward(2000, exp_avgs=model.exp_avgs, exp_avg_sqs=model.exp_avg_sqs, lazy=one.lazy)
-        model.update(rows, gradients, lazy=one.lazy)
-
-    warm = course(CASES[0], True)
-    take(warm)
-    warm.flush()
-    graphs = (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graphs[0]):
-        take(graphed)
-    with torch.cuda.graph(graphs[1]):
-        graphed.flush()
-    for _ in range(2):
-        for step in range(7):
-            scalars.copy_(step_scalars(step, torch.float32))
-            plain.model.viewmats.copy_(cameras[step])
-            graphed.model.viewmats.copy_(cameras[step])
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                take(plain)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            graphs[0].replay()
-        plain.flush()
-        graphs[1].replay()
-    for kind in ("params", "exp_avgs", "exp_avg_sqs"):
-        for a, b in zip(getattr(plain.model, kind), getattr(graphed.model, kind), strict=True):
-            assert torch.equal(a, b)
+    plain, graphed, warm = (course(CASES[0], True) for _ in range(3))
+    in_graphs(plain, graphed, warm)
+    assert_same_bits(plain, graphed)
 
 
 def test_flush_of_more_than_2_to_the_31_bytes() -> None:
