@@ -83,7 +83,7 @@ class Course:
 
 def in_graphs(plain: Course, graphed: Course, warm: Course) -> None:
     """Two blocks of seven steps and a flush on a GPU: `plain` by launches, which must not wait for the device,
-    `graphed` by replaying a step and a flush, each captured once. All three are of the same model; `warm` is used up."""
+    `graphed` by replaying a step and a flush, each captured once. All three start alike; `warm` is used up."""
     device = plain.model.params[0].device
     scalars = torch.zeros(6, 8, device=device)
     gradients = row_gradients(plain.forward(0), 0)
