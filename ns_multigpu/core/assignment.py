@@ -76,17 +76,42 @@ class TileRanges(Assignment):
 
     def __init__(self, work: TileWork) -> None:
         self.work = work
+        self._kept: list[tuple[int, ...]] = []  # cuts, those used last at the end
 
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
-        ranges = cut_rows(self.work.estimate(views), ranks)
-        return [[self._band(view, views[view], first, last) for view, first, last in one] for one in ranges]
+        work = self.work.estimate(views)
+        return self._plan(views, work, ideal_cuts(work, ranks))
+
+    def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
+        """As `assign`, but cut where an earlier batch was cut if that is nearly as even: few different plans, so that
+        what was prepared for one can be used again."""
+        work = self.work.estimate(views)
+        before = list(accumulate((amount for rows in work for amount in rows), initial=0))
+
+        def most(cuts: Sequence[int]) -> int:
+            return max(before[b] - before[a] for a, b in pairwise(cuts))
+
+        best = ideal_cuts(work, ranks)
+        fitting = [cuts for cuts in self._kept if len(cuts) == ranks + 1 and cuts[-1] == len(before) - 1]
+        chosen = min(reversed(fitting), key=most, default=best)
+        if most(chosen) * _SLACK > most(best) * (_SLACK + 1):
+            chosen = best
+        self._kept = [*(cuts for cuts in self._kept if cuts != chosen), chosen][-MOST_KEPT:]
+        return self._plan(views, work, chosen)
 
     def knowledge(self) -> list[list[int]]:
-        """A row a view: its number, then the work of each of its rows of tiles."""
-        return [[index, *counts] for index, counts in sorted(self.work.counts.items())]
+        """A row a view: its number, then the work of each of its rows of tiles. Then a row for cuts that are kept, -1
+        and the cuts."""
+        known = [[index, *counts] for index, counts in sorted(self.work.counts.items())]
+        return known + [[-1, *cuts] for cuts in self._kept]
 
     def learn_again(self, knowledge: Sequence[Sequence[int]]) -> None:
-        self.work.counts = {row[0]: list(row[1:]) for row in knowledge}
+        self.work.counts = {row[0]: list(row[1:]) for row in knowledge if row[0] >= 0}
+        self._kept = [tuple(row[1:]) for row in knowledge if row[0] < 0]
+
+    def _plan(self, views: Sequence[View], work: Sequence[Sequence[int]], cuts: Sequence[int]) -> Plan:
+        ranges = stretches(cuts, [len(rows) for rows in work])
+        return [[self._band(view, views[view], first, last) for view, first, last in one] for one in ranges]
 
     def _band(self, position: int, view: View, first: int, last: int) -> Patch:
         if first == 0 and last == self.work.rows(view):
@@ -97,30 +122,34 @@ class TileRanges(Assignment):
 
 _SNAP = 32
 """A cut that is off by less than this fraction of a rank's share goes between two views, where it costs no halo."""
+_SLACK = 16
+"""Cuts are made again where the most work of a rank is not more than this fraction above the least possible."""
+MOST_KEPT = 16
+"""Cuts that are kept to be made again."""
 
 
-def cut_rows(work: Sequence[Sequence[int]], ranks: int) -> list[list[tuple[int, int, int]]]:
+def ideal_cuts(work: Sequence[Sequence[int]], ranks: int) -> tuple[int, ...]:
     """Cuts the rows of several views, one view after the other, into stretches of equal work.
 
-    Every row is in one stretch. A rank's work differs from the mean by no more than the largest row's, or a sixteenth
-    of the mean where that is more: each cut is made at the end of a row that is nearest to its ideal place. With more
-    ranks than rows, or much of the work in one row, some ranks get none. Integers alone: the same cuts everywhere.
+    A rank's work differs from the mean by no more than the largest row's, or a sixteenth of the mean where that is
+    more: each cut is made at the end of a row that is nearest to its ideal place. With more ranks than rows, or much of
+    the work in one row, some ranks get none. Integers alone: the same cuts everywhere.
 
     Args:
         work: by view, by row, not negative; where all is 0 all rows count alike.
         ranks: how many stretches.
 
     Returns:
-        by rank, ascending: (view, first row, end row), never empty.
+        [ranks + 1] ascending, the rows before each cut; the first is 0, the last the number of rows.
 
     Raises:
         ValueError: `ranks` is not positive, or some work is negative.
     """
     if ranks < 1:
-        raise ValueError(f"cut_rows: {ranks} ranks; at least one is needed")
+        raise ValueError(f"ideal_cuts: {ranks} ranks; at least one is needed")
     line = [amount for rows in work for amount in rows]
     if any(amount < 0 for amount in line):
-        raise ValueError(f"cut_rows: negative work, {min(line)}")
+        raise ValueError(f"ideal_cuts: negative work, {min(line)}")
     before = list(accumulate(line if any(line) else [1] * len(line), initial=0))
     starts = list(accumulate((len(rows) for rows in work), initial=0))
     total = before[-1]
@@ -135,7 +164,17 @@ def cut_rows(work: Sequence[Sequence[int]], ranks: int) -> list[list[tuple[int, 
         nearest = min((place for place in (below, below + 1) if place <= len(line)), key=lambda p: off(p, rank))
         between = min(starts, key=lambda p: off(p, rank))
         cuts.append(between if _SNAP * off(between, rank) <= total else nearest)
-    cuts.append(len(line))
+    return (*cuts, len(line))
+
+
+def stretches(cuts: Sequence[int], rows: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """What lies between the cuts: by rank, ascending, (view, first row, end row), never empty. Every row is in one.
+
+    Args:
+        cuts: `ideal_cuts`'.
+        rows: of each view.
+    """
+    starts = list(accumulate(rows, initial=0))
     return [
         [
             (view, max(first, start) - start, min(last, end) - start)

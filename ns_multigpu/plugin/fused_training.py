@@ -27,8 +27,9 @@ from ns_multigpu.plugin.cameras import view_from_camera
 from ns_multigpu.plugin.device_images import DeviceImages, whole_views
 from ns_multigpu.plugin.fused_rescue import bytes_of_step, go_back, last_whole_step
 from ns_multigpu.plugin.out_of_memory import Counts, check_room
+from ns_multigpu.plugin.step_capacities import StepCapacities
 from ns_multigpu.plugin.step_graphs import StepGraphs
-from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, first_capacities, padded
+from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, first_capacities
 
 MOST_STEPS = 64
 """Steps of a block at most: so long a signal, or the viewer, may have to wait."""
@@ -79,7 +80,7 @@ class FusedTraining:
         self._model = pipeline.model
         self._images = DeviceImages(pipeline.datamanager, world)
         self._cameras: dict[tuple[int, int], tuple[View, Tensor]] = {}
-        self._capacities: tuple[int, ...] | None = None
+        self._room = StepCapacities(len(pipeline.datamanager.train_share.shapes))
         self._step: Any = None
         self._adam: AdamStep | None = None
         self._lazy: LazyAdam | None = None
@@ -189,12 +190,12 @@ class FusedTraining:
 
     def _made(self, view: View, degree: int, moments: Any, counts: bool, kind: torch.dtype) -> Any:
         """The step for the present capacities."""
-        assert self._capacities is not None
+        assert self._room.now is not None
         model, options = self._model, self._model.config
         settings = StepSettings(
             width=view.width, height=view.height, views=self._pipeline.batch_size // self._world.size, degree=degree,
             antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad,
-            ssim_lambda=options.ssim_lambda, rows=self._capacities[0], intersections=self._capacities[1],
+            ssim_lambda=options.ssim_lambda, rows=self._room.now[0], intersections=self._room.now[1],
             selective=options.selective_adam,
         )  # fmt: skip
         # Every rank sees every row: rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
@@ -264,7 +265,7 @@ class FusedTraining:
     def _prepared(self, step: int) -> Any:
         """The fused step for `step`, made anew if anything about it has changed."""
         signature = self._signature(step)
-        key = (signature, self._capacities)
+        key = (signature, self._room.now)
         if self._step is not None and self._key == key:
             return self._step
         degree, factor, counts = signature
@@ -279,8 +280,8 @@ class FusedTraining:
         self._step = None
         self._adam = AdamStep(groups, with_grads=False)
         view, _ = self._camera(0, factor)
-        if self._capacities is None:
-            self._capacities = self._first_capacities(view.width * view.height)
+        if self._room.now is None:
+            self._room.begin(self._first_capacities(view.width * view.height))
         if counts:
             model.strategy.statistics(model.gauss_params, model.strategy_state)
         self._check_room(view)
@@ -288,26 +289,16 @@ class FusedTraining:
         as_bytes = factor == 1 and pipeline.config.datamanager.cache_images_type == "uint8"
         kind = torch.uint8 if as_bytes else torch.float32
         self._step = self._made(view, degree, moments, counts, kind)
-        self._key = (signature, self._capacities)
+        self._key = (signature, self._room.now)
         return self._step
 
     def _check_room(self, view: View) -> None:
         """Whether there is room on all ranks for the buffers of a step, before any rank begins it."""
-        assert self._capacities is not None
+        assert self._room.now is not None
         pixels = view.width * view.height * self._pipeline.batch_size // self._world.size
-        check_room(bytes_of_step(self._capacities, pixels, self._world.size), "a step's buffers", self._world)
+        check_room(bytes_of_step(self._room.now, pixels, self._world.size), "a step's buffers", self._world)
 
     def _learn(self, status: Any) -> None:
-        """Fits the capacities to what was needed: where it was too little, and where it is far too much."""
-        assert self._capacities is not None
+        """Fits the capacities to what was needed."""
         self._rows_drawn = status.needed[0]
-        wanted = [padded(needed) for needed in status.needed]
-        if status.full:
-            # What was counted beyond a full capacity of rows may be too little: go well beyond.
-            fitted = [max(c, 2 * w if w > c else w) for w, c in zip(wanted, self._capacities, strict=True)]
-        else:
-            spare = 3 * 8192
-            fitted = [
-                w + w // 8 if c > w + w // 2 + spare else c for w, c in zip(wanted, self._capacities, strict=True)
-            ]
-        self._capacities = tuple(fitted)
+        self._room.learn(status.needed, status.full, status.done * self._pipeline.batch_size)

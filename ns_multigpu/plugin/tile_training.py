@@ -92,9 +92,9 @@ class TileTraining(FusedTraining):
         return rows, rows, padded(4 * rows + 16 * tiles)
 
     def _made(self, view: View, degree: int, moments: Any, counts: bool, kind: torch.dtype) -> TileStep:
-        assert self._capacities is not None
+        assert self._room.now is not None
         model, options = self._model, self._model.config
-        rows, segment, intersections = self._capacities
+        rows, segment, intersections = self._room.now
         settings = TileSettings(
             width=view.width, height=view.height, views=self._pipeline.batch_size, degree=degree,
             antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ns_multigpu.core.assignment import TileRanges, cut_rows
+from ns_multigpu.core.assignment import MOST_KEPT, TileRanges, ideal_cuts, stretches
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.placement import Plan
 from ns_multigpu.core.random import keyed_generator
@@ -14,6 +14,10 @@ from ns_multigpu.core.types import SSIM_HALO, Hits, Patch, Splats, View
 
 def view(width: int, height: int, index: int = 0) -> View:
     return View(torch.eye(4), torch.eye(3), width, height, index=index)
+
+
+def cut_rows(work: list[list[int]], ranks: int) -> list[list[tuple[int, int, int]]]:
+    return stretches(ideal_cuts(work, ranks), [len(rows) for rows in work])
 
 
 def random_work(seed: int) -> list[list[int]]:
@@ -31,14 +35,14 @@ def random_work(seed: int) -> list[list[int]]:
 def test_every_row_once_and_equal_work(ranks: int) -> None:
     for seed in range(200):
         work = random_work(seed)
-        stretches = cut_rows(work, ranks)
-        assert len(stretches) == ranks and stretches == cut_rows(work, ranks)
-        rows = [(v, row) for stretch in stretches for v, first, last in stretch for row in range(first, last)]
+        found = cut_rows(work, ranks)
+        assert len(found) == ranks and found == cut_rows(work, ranks)
+        rows = [(v, row) for stretch in found for v, first, last in stretch for row in range(first, last)]
         assert rows == [(v, row) for v, amounts in enumerate(work) for row in range(len(amounts))]
-        assert all(first < last for stretch in stretches for _, first, last in stretch)
+        assert all(first < last for stretch in found for _, first, last in stretch)
         if not any(map(any, work)):
             work = [[1] * len(amounts) for amounts in work]
-        shares = [sum(sum(work[v][first:last]) for v, first, last in stretch) for stretch in stretches]
+        shares = [sum(sum(work[v][first:last]) for v, first, last in stretch) for stretch in found]
         mean = sum(shares) / ranks
         largest = max((amount for amounts in work for amount in amounts), default=0)
         assert max(abs(share - mean) for share in shares) <= max(largest, mean / 16) + 1e-9, (seed, shares)
@@ -175,6 +179,51 @@ def test_the_loss_of_bands_is_the_images(height: int, ranks: int) -> None:
     (gradient,) = torch.autograd.grad(total, rgb)
     torch.testing.assert_close(total, whole, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-14)
+
+
+def seen_views(count: int, rows: int) -> tuple[TileWork, list[View]]:
+    """Views with most of their work around the middle, not all at the same height."""
+    work = TileWork(empty=0)
+    views = [view(64, 16 * rows, index) for index in range(count)]
+    for one in views:
+        g = keyed_generator("heights", one.index)
+        middle = rows / 2 + 6 * float(torch.randn((), generator=g))
+        work.learn([one], [int(1000 / (1 + (row - middle) ** 2 / 1000)) for row in range(rows)])
+    return work, views
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_plans_alike_are_few_and_nearly_as_even(ranks: int) -> None:
+    work, views = seen_views(60, 90)
+    ranges = TileRanges(work)
+    plans, exact = set[str](), set[str]()
+    for one in views * 2:
+        amounts = work.counts[one.index]
+
+        def most(plan: Plan, amounts: list[int] = amounts) -> int:
+            return max(sum(sum(amounts[p.y0 // 16 : -(-p.y1 // 16)]) for p in patches) for patches in plan)
+
+        alike, ideal = ranges.assign_alike([one], ranks), ranges.assign([one], ranks)
+        assert most(alike) <= most(ideal) * 17 / 16
+        assert all((c == 1).all() for c in pixels_covered(alike, [one]))
+        plans.add(str(alike))
+        exact.add(str(ideal))
+    assert len(plans) <= MOST_KEPT
+    assert ranks == 1 or 3 * len(plans) <= 2 * len(exact)
+
+
+def test_plans_alike_are_those_of_a_run_that_went_on() -> None:
+    work, views = seen_views(30, 90)
+    ranges = TileRanges(work)
+    for one in views[:20]:
+        ranges.assign_alike([one], 3)
+    resumed = TileRanges(TileWork(empty=0))
+    resumed.learn_again(ranges.knowledge())
+    assert [ranges.assign_alike([v], 3) for v in views] == [resumed.assign_alike([v], 3) for v in views]
+    # Cuts of other ranks or other views are not made.
+    for count, ranks in ((1, 2), (2, 3)):
+        batch = [view(64, 400, 100 + k) for k in range(count)]
+        assert ranges.assign_alike(batch, ranks) == TileRanges(TileWork(empty=0)).assign(batch, ranks)
 
 
 def test_what_is_known_of_views_goes_through_a_checkpoint() -> None:
