@@ -1,4 +1,4 @@
-"""Runs a function on several ranks of one machine: gloo on CPU, NCCL on GPUs."""
+"""Runs a function on several ranks of one machine: gloo on CPU, NCCL on GPUs, which ranks may be allowed to share."""
 
 import gc
 import multiprocessing
@@ -10,12 +10,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ns_multigpu.core.collectives import barrier
-from ns_multigpu.core.world import World
+from ns_multigpu.core.world import SHARE_GPUS, World, backend_of, gpu_of, gpu_places
+
+
+def skip_without_gpus(ranks: int) -> None:
+    """Skips a test, saying why, where there is not a GPU for each rank and none may be shared."""
+    if gpu_places() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, or {SHARE_GPUS}=1; torch sees {torch.cuda.device_count()}")
 
 
 def run_ranks(
@@ -52,17 +59,17 @@ def _rank(
 ) -> None:
     os.environ["GROUP_RANK"] = "0"
     torch.set_num_threads(1)
-    place = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
+    place = torch.device("cpu") if device == "cpu" else gpu_of(rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    timeout = timedelta(seconds=seconds)
+    timeout, backend = timedelta(seconds=seconds), backend_of(device)
     dist.init_process_group(
-        "gloo" if device == "cpu" else "nccl",
+        backend,
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=size,
         timeout=timeout,
-        device_id=place if place.type == "cuda" else None,
+        device_id=place if backend == "nccl" else None,
     )
     world = World.from_groups(place, timeout)
     try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_objects, barrier
-from ns_multigpu.core.world import World
+from ns_multigpu.core.world import World, gpus_are_shared
 
 TRIAL_TIMEOUT_MS = 30_000
 """How long the trial's barrier may wait for another GPU, in milliseconds."""
@@ -147,7 +147,7 @@ def choose_transport(world: World, wanted: str = "auto") -> Transport:
         return Transport("peer", "There is one rank, which uses its own memory.")
     problem = _first_problem(_access_problem(world), world) or _trial_problem(world)
     if problem is None:
-        return Transport("peer", f"All {world.size} GPUs reach each other's memory.")
+        return Transport("peer", f"All {world.size} ranks reach each other's memory.")
     if wanted == "peer":
         raise RuntimeError(
             f"The transport `peer` was asked for and cannot be had. {problem} "
@@ -168,6 +168,8 @@ def _access_problem(world: World) -> str | None:
     seen = {str(torch.cuda.get_device_properties(k).uuid): k for k in range(torch.cuda.device_count())}
     for rank, other in enumerate(identities):
         if rank == world.rank or other is None:
+            continue
+        if other == identity and gpus_are_shared():
             continue
         if other == identity:
             return f"It shares its GPU with rank {rank}; each needs one of its own."
@@ -242,6 +244,8 @@ def _allocate(size: int, world: World) -> Tensor:
     # Before torch looks: a program that uses NVLink multicast can put the GPUs of a host out of service, and nothing
     # here needs it.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    if gpus_are_shared():
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     from torch._C._distributed_c10d import _SymmetricMemory  # pyright: ignore[reportPrivateUsage] - not in every torch
 
     def allocate() -> Tensor:

@@ -7,6 +7,7 @@ A world of one has no process group and its collectives do nothing: the code abo
 """
 
 import os
+import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import cast
@@ -19,6 +20,10 @@ from ns_multigpu.core.types import Traffic
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """How long a collective may wait for a rank before the job is called hung."""
 
+SHARE_GPUS = "NS_MULTIGPU_SHARE_GPUS"
+"""Set to 1 in the environment it lets several ranks share a GPU, to try out more ranks than there are GPUs. It is slow:
+they take turns, and collectives go through host memory, for NCCL wants a GPU for each rank."""
+
 ProcessGroup = dist.ProcessGroup
 
 
@@ -30,7 +35,7 @@ class World:
         rank, size: among all processes of the job.
         local_rank, local_size: among those of this machine.
         device: where this rank computes.
-        group: all ranks, NCCL on CUDA and gloo on CPU; None in a world of one.
+        group: all ranks, NCCL on CUDA (gloo where ranks share GPUs) and gloo on CPU; None in a world of one.
         local_group: the ranks of this machine, same backend; None in a world of one.
         control: all ranks, gloo on host memory, for decisions that must not touch the device; None in a world of one.
         traffic: bytes this rank has sent.
@@ -76,13 +81,13 @@ class World:
         size = int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if device_type == "cuda":
-            count = torch.cuda.device_count()
-            if local_rank >= count:
+            if local_rank >= gpu_places():
+                count = torch.cuda.device_count()
                 raise RuntimeError(
                     f"local rank {local_rank} has no GPU: this machine has {count}. "
                     f"Start at most {count} ranks here, or choose --machine.device-type cpu."
                 )
-            device = torch.device("cuda", local_rank)
+            device = gpu_of(local_rank)
             torch.cuda.set_device(device)
         else:
             device = torch.device(device_type)
@@ -90,13 +95,14 @@ class World:
             return World.single(device)
         if not dist.is_initialized():
             store, rank, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+            backend = backend_of(device_type)
             dist.init_process_group(
-                "nccl" if device_type == "cuda" else "gloo",
+                backend,
                 timeout=timeout,
                 store=store_of_this_life(store),
                 rank=rank,
                 world_size=size,
-                device_id=device if device_type == "cuda" else None,
+                device_id=device if backend == "nccl" else None,
             )
         if dist.get_world_size() == 1:
             return World.single(device)
@@ -136,6 +142,27 @@ class World:
         """Ends the process groups, if this world has any."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def gpus_are_shared() -> bool:
+    """Whether `SHARE_GPUS` is set."""
+    return os.environ.get(SHARE_GPUS, "0") == "1"
+
+
+def gpu_places() -> int:
+    """How many ranks this machine's GPUs have room for: one each, unless they are shared."""
+    count = torch.cuda.device_count()
+    return sys.maxsize if count and gpus_are_shared() else count
+
+
+def gpu_of(local_rank: int) -> torch.device:
+    """The GPU of a rank of this machine; there must be one."""
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def backend_of(device_type: str) -> str:
+    """What collectives of tensors on "cuda" or "cpu" go through."""
+    return "nccl" if device_type == "cuda" and not gpus_are_shared() else "gloo"
 
 
 def store_of_this_life(store: dist.Store) -> dist.Store:

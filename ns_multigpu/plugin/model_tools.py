@@ -17,7 +17,7 @@ from nerfstudio.cameras.camera_paths import get_path_from_json
 from nerfstudio.cameras.cameras import CameraType
 from nerfstudio.utils.rich_utils import CONSOLE
 
-from ns_multigpu.core.world import World
+from ns_multigpu.core.world import World, gpu_places
 from ns_multigpu.plugin import checks
 from ns_multigpu.plugin.checkpoint_verify import read_checkpoint_file, step_of
 from ns_multigpu.plugin.errors import InputError, WorkerFailed
@@ -251,7 +251,7 @@ def run_tool(
         kind = device_type
     workers = num_devices if num_devices is not None else run.machine.num_devices if ranks is None else 1
     try:
-        checks.check_devices(kind, workers, ranks, torch.cuda.device_count() if kind == "cuda" else 0)
+        checks.check_devices(kind, workers, ranks, gpu_places() if kind == "cuda" else 0)
     except InputError as error:
         raise InputError(str(error).replace("--machine.", "--")) from None
     config = ToolConfig(load_config, run_checkpoint(load_config, step), work, ToolMachine(kind, workers))

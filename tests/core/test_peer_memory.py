@@ -9,7 +9,7 @@ from cuda_ext import collect, pack, route, unpack
 from ns_multigpu.core.collectives import all_gather_objects
 from ns_multigpu.core.peer_memory import PeerBuffer, Transport, choose_transport
 from ns_multigpu.core.world import World
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, skip_without_gpus
 
 
 def test_one_rank_has_its_own_memory() -> None:
@@ -203,15 +203,14 @@ def _barrier_in_a_graph(world: World) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("check", [_write_to_each_peer, _exchange_rows, _barrier_in_a_graph])
 def test_peers(check: object, size: int) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs; there are {torch.cuda.device_count()}")
+    skip_without_gpus(size)
     results = run_ranks(check, size, device="cuda")  # type: ignore[arg-type]
     if check is _write_to_each_peer:
         assert all(
-            chosen == Transport("peer", f"All {size} GPUs reach each other's memory.") for chosen, _, _ in results
+            chosen == Transport("peer", f"All {size} ranks reach each other's memory.") for chosen, _, _ in results
         )
         assert all(ranks == list(range(size)) for _, ranks, _ in results)
 
@@ -229,7 +228,6 @@ def _two_machines(world: World) -> Transport:
 
 @pytest.mark.gpu
 def test_two_machines_have_none() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs; there are {torch.cuda.device_count()}")
+    skip_without_gpus(2)
     for transport in run_ranks(_two_machines, 2, device="cuda"):
         assert transport.name == "collective" and "1 of 2 ranks" in transport.reason

@@ -24,7 +24,7 @@ from tests.cuda_ext.peer_sorts import (
     view_sizes,
 )
 from tests.cuda_ext.splats import Splats, make_splats
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, skip_without_gpus
 
 Pairs = tuple[Tensor, Tensor]
 CASES = (
@@ -230,10 +230,9 @@ def on_gpus(world: World, most: int) -> tuple[dict[str, tuple[Tensor, Tensor, in
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_on_several_gpus(size: int) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs; torch sees {torch.cuda.device_count()}")
+    skip_without_gpus(size)
     most = 1_000_000
     outcomes = run_ranks(on_gpus, size, most, device="cuda")
     for case in CASES:

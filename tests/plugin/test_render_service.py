@@ -9,7 +9,7 @@ from nerfstudio.data.scene_box import OrientedBox
 
 from ns_multigpu.core.world import World
 from tests.plugin.rendering import POINTS, camera, make_pipeline, write_capture
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, skip_without_gpus
 
 PRELOAD = ("ns_multigpu.methods", "tests.plugin.rendering")
 BOUNDS = {1: (0, 90), 2: (0, 50, 90), 3: (0, 20, 20, 90), 4: (0, 0, 60, 61, 90)}
@@ -77,8 +77,7 @@ def test_an_image_of_all_ranks_is_that_of_one(capture: Path, size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_an_image_of_all_gpus_is_that_of_one(capture: Path, size: int) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"{size} GPUs needed, {torch.cuda.device_count()} here")
+    skip_without_gpus(size)
     _check(capture, size, "cuda")
 
 

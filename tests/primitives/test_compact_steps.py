@@ -12,7 +12,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings
 from tests.primitives.test_fused_step import HEIGHT, LAMBDA, RATES, WIDTH, batch_of, fused, ordinary
 from tests.primitives.test_tile_step import sharded
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_image, make_points
 
 BF16 = torch.bfloat16
@@ -83,16 +83,14 @@ def test_a_capacity_exceeded_while_steps_are_put_off() -> None:
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_replicas_on_gpus(ranks: int, lazy: bool) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
+    skip_without_gpus(ranks)
     of_replicas(ranks, lazy, 3000, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "own"), (2, "collective"), (2, "atomics"), (2, "transfer")])
 def test_shards_on_gpus(ranks: int, transport: str) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
+    skip_without_gpus(ranks)
     of_shards(ranks, True, 3000, transport, "cuda")
 
 

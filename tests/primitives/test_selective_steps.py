@@ -18,7 +18,7 @@ from tests.primitives import test_fused_step, test_tile_step
 from tests.primitives.test_compact_steps import whole
 from tests.primitives.test_fused_step import HEIGHT, LAMBDA, RATES, WIDTH, batch_of, fused, ordinary
 from tests.primitives.test_tile_step import POINTS, sharded
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_image, make_points
 
 STEPS = 5
@@ -164,8 +164,7 @@ def test_a_selective_step_puts_nothing_off(kind: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (1, 3), (2, 2), (4, 8)])
 def test_replicas_on_gpus(ranks: int, batch: int) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
+    skip_without_gpus(ranks)
     test_fused_step.assert_same_course(of_replicas(ranks, batch, 3000, "cuda"), expected(batch, 3000))
 
 
@@ -173,8 +172,7 @@ def test_replicas_on_gpus(ranks: int, batch: int) -> None:
 @pytest.mark.parametrize(("transport", "by_sort"), [("collective", False), ("atomics", True), ("transfer", False)])
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 1), (2, 3), (4, 4)])
 def test_shards_on_gpus(ranks: int, batch: int, transport: str, by_sort: bool) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
+    skip_without_gpus(ranks)
     found = of_shards(ranks, batch, 3000, "cuda", room=LARGE_ROOM, transport=transport, by_sort=by_sort)
     test_tile_step.assert_same_course(found, expected(batch, 3000))
 

@@ -13,7 +13,7 @@ from ns_multigpu.primitives.morton import Grid, census, dealt_codes
 from ns_multigpu.primitives.sharded_densifier import ShardedDensifier
 from ns_multigpu.primitives.sharded_order import Reordering
 from tests.primitives.shards import assert_same, bounds_of, lines, shard, take_step, together, whole_model
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, skip_without_gpus
 
 COUNT, IMAGES, BATCH = 301, 60, 4
 RULES: dict[str, Any] = {
@@ -107,8 +107,7 @@ def test_ends_in_order() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
 def test_equals_one_gpu(size: int) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs; torch sees {torch.cuda.device_count()}")
+    skip_without_gpus(size)
     outcomes = run_ranks(all_courses, size, device="cuda")
     for case in CASES:
         expected, _ = course(World.single("cuda"), case, sharded=False)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints
@@ -12,7 +11,7 @@ from ns_multigpu.primitives.mcmc import McmcDensifier
 from ns_multigpu.primitives.sharded_mcmc import ShardedMcmc
 from ns_multigpu.primitives.sharded_order import Reordering
 from tests.primitives.shards import assert_same, bounds_of, lines, shard, take_step, together, whole_model
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, skip_without_gpus
 
 COUNT, IMAGES = 301, 40
 RULES: dict[str, Any] = {
@@ -80,8 +79,7 @@ def test_equals_one_rank(size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
 def test_equals_one_gpu(size: int) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs; torch sees {torch.cuda.device_count()}")
+    skip_without_gpus(size)
     outcomes = run_ranks(all_courses, size, device="cuda")
     for case in CASES:
         expected, _, _ = course(World.single("cuda"), case, sharded=False)

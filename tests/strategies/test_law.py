@@ -19,7 +19,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.primitives.densifier import densification_info
 from ns_multigpu.primitives.gaussians import Gaussians
 from strategies import STRATEGIES
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_image, make_points, make_views
 
 PRIMITIVES: dict[str, Callable[[], Primitive]] = {
@@ -147,11 +147,10 @@ def test_ranks_without_views_and_models_without_points(strategy: str, views: int
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("primitive", PRIMITIVES)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
 def test_equals_single_on_gpus(strategy: str, size: int, primitive: str) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"{size} GPUs needed, {torch.cuda.device_count()} here")
+    skip_without_gpus(size)
     expected = one_step(World.single("cuda:0"), "single", primitive, 5, 150, torch.float32)
     outcomes = run_ranks(one_step, size, strategy, primitive, 5, 150, torch.float32, device="cuda")
     check(outcomes, expected, torch.float32)

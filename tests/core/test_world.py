@@ -1,0 +1,28 @@
+"""Which GPU a rank has, and what collectives go through; alone, or shared by ranks."""
+
+import sys
+
+import pytest
+import torch
+
+from ns_multigpu.core.world import SHARE_GPUS, World, backend_of, gpu_of, gpu_places
+
+
+def test_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SHARE_GPUS, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert gpu_places() == 2
+    assert (backend_of("cuda"), backend_of("cpu")) == ("nccl", "gloo")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(RuntimeError, match="local rank 2 has no GPU: this machine has 2"):
+        World.from_env("cuda")
+
+
+def test_ranks_take_turns_on_shared_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHARE_GPUS, "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert gpu_places() == sys.maxsize
+    assert [gpu_of(rank).index for rank in range(5)] == [0, 1, 0, 1, 0]
+    assert backend_of("cuda") == "gloo", "NCCL wants a GPU for each rank"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert gpu_places() == 0, "there must be one to share"
