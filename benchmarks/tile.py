@@ -7,10 +7,11 @@ replayed from a CUDA graph; it, and the tile step, put off the steps of points t
 said. Before a way is timed, its first step is compared with `single`'s: losses of all views, lengths of the gradients,
 how far parameters move. Times are the slowest rank's; medians over at least --steps steps, views in turn.
 
-Sections: `single`; `tile`, a view a step; `batch`, a view a GPU; `modes`, a view a step in other ways (gradients by
-atomics, collectives, the sort over all GPUs if there is one, dense); `gsplat`, and its distributed mode with a camera a
-GPU. Every figure is written to the JSON as soon as it is there, what failed or was left out with the reason; the tables
-show the most important ones. On a CPU: --device cpu --points 2000 --images 96x64 --quick.
+Sections: `single`; `tile`, a view a step; `batch`, a view a GPU, with rows that leave while others are projected, and
+with all of them at once; `modes`, a view a step in other ways (gradients by transfer, collectives, the sort over all
+GPUs, rows in two groups, dense); `gsplat`, and its distributed mode with a camera a GPU. Every figure is written to the
+JSON as soon as it is there, what failed or was left out with the reason; the tables show the most important ones. On a
+CPU: --device cpu --points 2000 --images 96x64 --quick.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def modes(device: str, ranks: int) -> list[Mode]:
     found = [usual, dense]
     if usual.transport == "peer":
         found += [Mode(gradients="transfer"), Mode(transport="collective")]
-        found += [Mode(lists=lists) for lists in lists_to_choose()[1:]]
+        found += [Mode(lists=lists) for lists in lists_to_choose()[1:]] + [Mode(groups=2)]
     return found
 
 
@@ -124,6 +125,10 @@ def jobs_of(options: argparse.Namespace, ranks: int) -> list[Job]:
                     some.append({**way, "batch": 1, "usual": k == 0})
                 if k == 0 and ranks > 1 and "batch" in options.sections:
                     some.append({**way, "batch": ranks, "usual": True})
+                    if mode.transport == "peer":
+                        alone = replace(mode, groups=1)
+                        way |= {"mode": asdict(alone), "way": f"tile, {alone.name}"}
+                        some.append({**way, "batch": ranks})
             if "gsplat" in options.sections and cuda:
                 way = {"kind": "gsplat", "batch": ranks, "steps": min(options.steps, options.views)}
                 some += [{**way, "way": "gsplat, fused Adam" if fused else "gsplat", "fused": fused}

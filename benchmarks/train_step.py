@@ -32,7 +32,7 @@ from benchmarks.lazy_parts import BLOCK, LazyParts, lazy_floors
 from benchmarks.our_step import OurStep
 from benchmarks.sections import Line, Sections, finish, parse, parser, ratio, show
 from benchmarks.stopwatch import Stopwatch, peak_bytes
-from cuda_ext import AdamStep, FusedAdam
+from cuda_ext import AdamStep, FusedAdam, band_loss, composite
 from cuda_ext.fused import PARAMETERS
 
 MOST_LOSS_DIFFERENCE = 1e-2
@@ -104,7 +104,7 @@ def time_ours(
 
 
 def time_losses(results: Results, watch: Stopwatch, floor: float | None) -> None:
-    """Times L1 + SSIM with gradient: pytorch_msssim's and ours."""
+    """Times L1 + SSIM with gradient: pytorch_msssim's and ours; and what fused steps do, background and all in one."""
     scene = results.scene
     inner = (0, 0, scene.width, scene.height)
     generator = torch.Generator(scene.device).manual_seed(1)
@@ -124,11 +124,25 @@ def time_losses(results: Results, watch: Stopwatch, floor: float | None) -> None
         operators.l1_ssim(image, scene.target, inner)
         back()
 
+    blended, covered = image.view(-1, 3), torch.full((scene.width * scene.height,), 0.9, device=scene.device)
+    background = torch.full((3,), 0.1, device=scene.device)
+
+    def apart() -> Tensor:
+        rgb = composite(blended, covered, background).view_as(image)
+        _, _, dssim = operators.l1_ssim(rgb, scene.target, inner)
+        v_rgb = operators.l1_ssim_backward(rgb, scene.target, dssim, inner, v_l1, v_ssim)
+        return operators.composite_backward(blended, covered, background, v_rgb.view(-1, 3))[0]
+
+    def in_one() -> Tensor:
+        return band_loss(blended, covered, background, scene.target, inner, v_l1, v_ssim).v_out
+
     results.lines += [
         Line("  loss: L1 and pytorch_msssim, with gradient", watch.median(theirs)),
         Line("  loss: l1_ssim", watch.kernels(lambda: operators.l1_ssim(image, scene.target, inner))),
         Line("  loss: l1_ssim_backward", watch.kernels(back)),
         Line("  loss: both of them", watch.kernels(both), floor),
+        Line("  loss: composite, both of them, composite_backward", watch.kernels(apart)),
+        Line("  loss: band_loss, the same in one", watch.kernels(in_one)),
     ]
 
 

@@ -8,6 +8,7 @@ import; see `cuda_ext._load`.
 from cuda_ext._build import NativeBuildError
 from cuda_ext._load import backend, build_native, compiler_problem, reference_forced, use_reference
 from cuda_ext.adam import AdamStep, FusedAdam, adam_step, fused_step
+from cuda_ext.band_loss import BandLoss, band_loss, band_loss_into
 from cuda_ext.compositing import composite
 from cuda_ext.culling import cull, cull_capacity
 from cuda_ext.fused import RowGradients, SplatRows, splat_forward, splat_update
@@ -16,11 +17,13 @@ from cuda_ext.loss import l1_ssim
 from cuda_ext.peer_sort import band_lists, intersect_keys, merge_level, publish_count, sort_pairs
 from cuda_ext.projection import Projection, project, sh_colors
 from cuda_ext.rasterization import intersect, intersect_capacity, rasterize
-from cuda_ext.row_exchange import ArrivedRows, collect, pack, route, unpack
+from cuda_ext.row_exchange import ArrivedRows, collect, pack, route, route_lines, unpack
+from cuda_ext.step_control import step_gate, step_message
 
 __all__ = [
     "AdamStep",
     "ArrivedRows",
+    "BandLoss",
     "FusedAdam",
     "LazyAdam",
     "NativeBuildError",
@@ -30,6 +33,8 @@ __all__ = [
     "adam_step",
     "backend",
     "band_lists",
+    "band_loss",
+    "band_loss_into",
     "build_native",
     "collect",
     "compiler_problem",
@@ -49,11 +54,14 @@ __all__ = [
     "rasterize",
     "reference_forced",
     "route",
+    "route_lines",
     "sh_colors",
     "sort_pairs",
     "splat_flush",
     "splat_forward",
     "splat_update",
+    "step_gate",
+    "step_message",
     "unpack",
     "use_reference",
 ]

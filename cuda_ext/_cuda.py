@@ -154,8 +154,10 @@ def _load_native(path: Path) -> None:
 def _register_gsplat() -> None:
     from cuda_ext import gsplat_projection, gsplat_rasterization, loss  # these import what imports this module
     from cuda_ext._gsplat import gsplat_kernels
+    from cuda_ext.band_loss import register_gsplat_mode
 
     gsplat_kernels()  # fails here, before anything is registered, where gsplat has none
     gsplat_projection.register(LIBRARY)
     gsplat_rasterization.register(LIBRARY)
     loss.register_gsplat_mode(LIBRARY)
+    register_gsplat_mode(LIBRARY)

@@ -43,7 +43,7 @@ def _composite_torch(out: Tensor, alpha: Tensor, background: Tensor) -> Tensor:
     return (out[:, :3] + (1 - alpha)[:, None] * background).clamp(0.0, 1.0)
 
 
-def _composite_backward_torch(out: Tensor, alpha: Tensor, background: Tensor, v_rgb: Tensor) -> tuple[Tensor, Tensor]:
+def composite_backward_torch(out: Tensor, alpha: Tensor, background: Tensor, v_rgb: Tensor) -> tuple[Tensor, Tensor]:
     value = out[:, :3] + (1 - alpha)[:, None] * background
     v = torch.where((value >= 0) & (value <= 1), v_rgb, torch.zeros_like(v_rgb))
     return torch.nn.functional.pad(v, (0, out.shape[1] - 3)), -(v * background).sum(dim=1)
@@ -69,4 +69,4 @@ def _gradient(ctx: Any, v_rgb: Tensor) -> tuple[Tensor, Tensor, None]:
 
 torch.library.register_autograd(f"{NAMESPACE}::composite", _gradient, setup_context=_setup, lib=LIBRARY)
 LIBRARY.impl("composite", _composite_torch, "CPU")
-LIBRARY.impl("composite_backward", _composite_backward_torch, "CPU")
+LIBRARY.impl("composite_backward", composite_backward_torch, "CPU")

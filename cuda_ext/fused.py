@@ -6,7 +6,7 @@ logits of the opacities. Where our CUDA kernels do not serve (on CPU, with NS_MU
 the same is put together from the other operators.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,12 @@ from cuda_ext._checks import check_depth_range, check_floats, check_ints, check_
 from cuda_ext._library import LIBRARY
 from cuda_ext.adam import SCALARS, kernels_serve
 from cuda_ext.lazy_adam import LazyAdam, check_parameters
-from cuda_ext.reference.fused import splat_forward_composed, splat_update_composed
+from cuda_ext.reference.fused import (
+    splat_begin_composed,
+    splat_forward_composed,
+    splat_lines_composed,
+    splat_update_composed,
+)
 from cuda_ext.reference.lazy_adam import PARAMETERS
 
 
@@ -78,6 +83,8 @@ def splat_forward(
     exp_avgs: Sequence[Tensor] = (),
     exp_avg_sqs: Sequence[Tensor] = (),
     lazy: LazyAdam | None = None,
+    stops: Sequence[int] = (),
+    reached: Callable[[SplatRows, int, int], None] | None = None,
 ) -> SplatRows:
     """Culls against whole views, projects and evaluates colours: `cull`, `project` and `sh_colors` at once.
 
@@ -99,6 +106,9 @@ def splat_forward(
             are then those of the points where these steps lead them; nothing is written. On CUDA more rows than
             necessary may come out, dead ones, for where a point may have come to is known only within bounds; those
             hold for moments that Adam made, with one pair of betas.
+        stops, reached: lines, ascending, at which to call `reached` with the rows, the stop before (or 0) and this one:
+            lines from the one to the other have what they are to have, `view_ids`, `point_ids` and `count` are whole,
+            and later lines hold nothing yet. So they can be put to use while others are projected.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, device or shape, or out of range.
@@ -121,18 +131,33 @@ def splat_forward(
     if capacity < 0:
         raise ValueError(f"capacity must not be negative, as {capacity} is.")
     ops = torch.ops.ns_multigpu
-    op: Any = ops.splat_forward if lazy is None else ops.splat_forward_lazy
-    if not kernels_serve(means):
-        op = splat_forward_composed
     parameters = [t.detach() for t in (means, quats, log_scales, logits, sh_dc, sh_rest)]
     cameras = (viewmats.detach(), Ks, sizes)
-    missed: tuple[Any, ...] = ()
+    missed: tuple[Any, ...] = ([], [], None, None, None)
     if lazy is not None:
         check_parameters(parameters, exp_avgs, exp_avg_sqs)
         lazy.check(means)
         moments = ([t.detach() for t in tensors] for tensors in (exp_avgs, exp_avg_sqs))
         missed = (*moments, lazy.last, lazy.table, lazy.steps)
-    return SplatRows(*op(*parameters, *cameras, degree, eps2d, near, far, antialiased, depth, capacity, *missed))
+    inputs = (*parameters, *cameras, degree, eps2d, near, far, antialiased, depth, capacity)
+    ours = kernels_serve(means)
+    if reached is None or not stops:
+        op: Any = ops.splat_forward if lazy is None else ops.splat_forward_lazy
+        if not ours:
+            op = splat_forward_composed
+        return SplatRows(*op(*inputs, *(missed if lazy is not None else ())))
+    if list(stops) != sorted(stops) or stops[0] < 0 or stops[-1] > capacity:
+        raise ValueError(f"stops must ascend from 0 to at most {capacity}, the capacity, not {list(stops)}.")
+    begin: Any = ops.splat_begin if ours else splat_begin_composed
+    lines: Any = ops.splat_lines if ours else splat_lines_composed
+    rows = SplatRows(*begin(*inputs, *missed))
+    first = 0
+    for stop in stops:
+        lines(*inputs, *missed, list(rows), first, stop)
+        reached(rows, first, stop)
+        first = stop
+    lines(*inputs, *missed, list(rows), first, capacity)
+    return rows
 
 
 @torch.no_grad()
@@ -159,6 +184,8 @@ def splat_update(
     opacity_weight: float = 0.0,
     scale_weight: float = 0.0,
     lazy: LazyAdam | None = None,
+    witness: Tensor | None = None,
+    witness_views: range | None = None,
 ) -> None:
     """Brings the gradients of rows back to the parameters and takes Adam's step there, all in place.
 
@@ -194,6 +221,9 @@ def splat_update(
         lazy: put off the steps of points that are not drawn (see `cuda_ext.lazy_adam`, also for which options of Adam):
             1416 bytes (944) of each such point are then neither read nor written. Those of points that are drawn are
             taken.
+        witness: [1], written: 0 if the gradients of all rows that are drawn are finite, else NaN. Costs next to
+            nothing, unlike a look at all of `gradients`: they are read anyhow.
+        witness_views: the views whose rows it is about, a range; unless given, all.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, device or shape; `lazy` with `selective` or weights.
@@ -214,12 +244,15 @@ def splat_update(
     sizes = check_ints("sizes", sizes, 2, views, "view")
     if absgrad and isinstance(gradients, RowGradients) and gradients.absolute.shape != (count, 2):
         raise ValueError("absgrad needs the absolute gradients [M, 2]: call rasterize_backward with absgrad.")
-    missed: tuple[Tensor, ...] = ()
+    missed: tuple[Tensor | None, ...] = (None, None, None)
     if lazy is not None:
         if selective or opacity_weight or scale_weight:
             raise ValueError("lazy puts off steps without a gradient: leave selective, opacity_weight, scale_weight.")
         lazy.check(means)
         missed = (lazy.last, lazy.table, lazy.steps)
+    if witness is not None:
+        check_floats(means, witness=(witness, (1,)))
+    shown = [] if witness_views is None else [witness_views.start, witness_views.stop]
     given = [gradients] if isinstance(gradients, Tensor) else list(gradients)
     statistics = [means.new_empty(0) if t is None else t for t in (grad2d, seen, radii_max)]
     op: Any = torch.ops.ns_multigpu.splat_update if kernels_serve(means) else splat_update_composed
@@ -227,11 +260,13 @@ def splat_update(
         *([t.detach() for t in tensors] for tensors in (params, exp_avgs, exp_avg_sqs)), scalars, viewmats.detach(), Ks,
         sizes, rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, given, *statistics,
         degree, eps2d, near, far, antialiased, absgrad, selective, opacity_weight, scale_weight, *missed,
+        witness, shown,
     )  # fmt: skip
 
 
 @torch.library.register_fake("ns_multigpu::splat_forward", lib=LIBRARY)
 @torch.library.register_fake("ns_multigpu::splat_forward_lazy", lib=LIBRARY)
+@torch.library.register_fake("ns_multigpu::splat_begin", lib=LIBRARY)
 def _splat_forward_fake(means: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     depth, capacity = rest[13:15]
     floats = [means.new_empty(s) for s in ((capacity, 2), (capacity, 3), (capacity,), (capacity, 3 + depth))]
@@ -240,11 +275,14 @@ def _splat_forward_fake(means: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return (*ids, count, *floats, means.new_empty(capacity), radii)
 
 
+@torch.library.register_fake("ns_multigpu::splat_lines", lib=LIBRARY)
 @torch.library.register_fake("ns_multigpu::splat_update", lib=LIBRARY)
-def _splat_update_fake(*_: Any) -> None:
+def _in_place_fake(*_: Any) -> None:
     return None
 
 
 LIBRARY.impl("splat_forward", splat_forward_composed, "CPU")
 LIBRARY.impl("splat_forward_lazy", splat_forward_composed, "CPU")
+LIBRARY.impl("splat_begin", splat_begin_composed, "CPU")
+LIBRARY.impl("splat_lines", splat_lines_composed, "CPU")
 LIBRARY.impl("splat_update", splat_update_composed, "CPU")

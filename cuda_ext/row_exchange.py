@@ -78,6 +78,49 @@ def route(
         TypeError, ValueError: types, shapes, patches or ranks are wrong.
         NativeBuildError: the operators cannot be compiled.
     """
+    numbers = _routed(view_ids, count, means2d, radii, patches, ranks)
+    op: Any = torch.ops.ns_multigpu.route if kernels_serve(means2d) else composed.route
+    return op(view_ids, count, means2d.detach(), radii, numbers, ranks)
+
+
+@torch.no_grad()
+def route_lines(
+    view_ids: Tensor,
+    count: Tensor,
+    means2d: Tensor,
+    radii: Tensor,
+    patches: Sequence[int],
+    first: int,
+    end: int,
+    place: Tensor,
+    counts: Tensor,
+) -> None:
+    """A part of `route`, in place, so that rows can leave before all are there. Parts are taken in the order of the
+    lines, from 0 on; after the last, which ends with M, `place` and `counts` are what `route` returns.
+
+    Args:
+        view_ids, count, means2d, radii, patches: as for `route`. Only lines first to end are looked at.
+        first, end: 0 <= first <= end <= M.
+        place: [ranks, M] int32, of which columns first to end are written.
+        counts: [ranks] int64: where first is not 0, how many rows before it go to each rank; then how many before end.
+
+    Raises:
+        TypeError, ValueError: types, shapes, patches, lines or ranks are wrong.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    ranks = counts.shape[0]
+    numbers = _routed(view_ids, count, means2d, radii, patches, ranks)
+    _check(means2d, torch.int32, place=(place, (ranks, means2d.shape[0])))
+    _check(means2d, torch.int64, counts=(counts, (ranks,)))
+    _check_lines(first, end, means2d.shape[0])
+    op: Any = torch.ops.ns_multigpu.route_lines if kernels_serve(means2d) else composed.route_lines
+    op(view_ids, count, means2d.detach(), radii, numbers, ranks, first, end, place, counts)
+
+
+def _routed(
+    view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Sequence[int], ranks: int
+) -> list[int]:
+    """The patches' numbers, all arguments checked."""
     rows = means2d.shape[0]
     _check_floats(means2d, means2d=(means2d, (-1, 2)))
     _check(means2d, torch.int32, view_ids=(view_ids, (rows,)), radii=(radii, (rows, 2)))
@@ -93,8 +136,7 @@ def route(
                 f"patch (rank, view, x0, y0, x1, y1) = {tuple(numbers[k : k + 6])}: need 0 <= rank < {ranks}, "
                 "view, x0, y0 >= 0, x1 >= x0 and y1 >= y0."
             )
-    op: Any = torch.ops.ns_multigpu.route if kernels_serve(means2d) else composed.route
-    return op(view_ids, count, means2d.detach(), radii, numbers, ranks)
+    return numbers
 
 
 @torch.no_grad()
@@ -109,6 +151,8 @@ def pack(
     place: Tensor,
     destinations: Tensor,
     capacity: int,
+    first: int = 0,
+    end: int | None = None,
 ) -> None:
     """Writes each row's record to line `place[r, row]` of the segment at `destinations[r]`, for each rank r.
 
@@ -121,9 +165,10 @@ def pack(
         place: [ranks, M] int32, from `route`; no two rows of a rank with one place.
         destinations: [ranks] int64, addresses of segments of `capacity` records, multiples of 16.
         capacity: records that a segment holds.
+        first, end: of the lines whose rows are written; all unless given. Only those of the arrays are looked at.
 
     Raises:
-        TypeError, ValueError: types, shapes or capacity are wrong.
+        TypeError, ValueError: types, shapes, lines or capacity are wrong.
         RuntimeError: on CUDA without our kernels: nothing else writes to an address there.
         NativeBuildError: the operators cannot be compiled.
     """
@@ -143,7 +188,9 @@ def pack(
     _check_capacity(capacity)
     op: Any = torch.ops.ns_multigpu.pack if _kernels_serve_addresses(means2d) else composed.pack
     floats = [t.detach() for t in (means2d, conics, opacities, features, depths)]
-    op(view_ids, *floats, radii, place, destinations, capacity)
+    end = rows if end is None else end
+    _check_lines(first, end, rows)
+    op(view_ids, *floats, radii, place, destinations, capacity, first, end)
 
 
 @torch.no_grad()
@@ -235,13 +282,19 @@ def _check_capacity(capacity: int) -> None:
         raise ValueError(f"capacity must lie in 0..2^31 - 1, got {capacity}.")
 
 
+def _check_lines(first: int, end: int, rows: int) -> None:
+    if not 0 <= first <= end <= rows:
+        raise ValueError(f"lines {first} to {end}: need 0 <= first <= end <= {rows}, which is all of them.")
+
+
 @torch.library.register_fake("ns_multigpu::route", lib=LIBRARY)
 def _route_fake(view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Any, ranks: int) -> Any:
     return view_ids.new_empty((ranks, view_ids.shape[0])), count.new_empty(ranks)
 
 
+@torch.library.register_fake("ns_multigpu::route_lines", lib=LIBRARY)
 @torch.library.register_fake("ns_multigpu::pack", lib=LIBRARY)
-def _pack_fake(*_: Any) -> None:
+def _in_place_fake(*_: Any) -> None:
     return None
 
 
@@ -261,6 +314,7 @@ def _collect_fake(place: Tensor, count: Tensor, sources: Tensor, capacity: int) 
 
 
 LIBRARY.impl("route", composed.route, "CPU")
+LIBRARY.impl("route_lines", composed.route_lines, "CPU")
 LIBRARY.impl("pack", composed.pack, "CPU")
 LIBRARY.impl("unpack", composed.unpack, "CPU")
 LIBRARY.impl("collect", composed.collect, "CPU")

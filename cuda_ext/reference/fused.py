@@ -25,29 +25,70 @@ def splat_forward_composed(
     table: Tensor | None = None, steps: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See `cuda_ext.fused.splat_forward`."""
-    if last is not None and table is not None:
-        params = [means, quats, log_scales, logits, sh_dc, sh_rest]
-        params, _, _ = caught_up(params, list(exp_avgs), list(exp_avg_sqs), last, table)
-        means, quats, log_scales, logits, sh_dc, sh_rest = params
-    scales, opacities = log_scales.exp(), logits.sigmoid()
+    inputs = (
+        means, quats, log_scales, logits, sh_dc, sh_rest, viewmats, Ks, sizes, degree, eps2d, near, far, antialiased,
+        depth, capacity, exp_avgs, exp_avg_sqs, last, table, steps,
+    )  # fmt: skip
+    rows = splat_begin_composed(*inputs)
+    splat_lines_composed(*inputs, rows, 0, capacity)
+    return rows
+
+
+@torch.no_grad()
+def splat_begin_composed(
+    means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, sh_dc: Tensor, sh_rest: Tensor, viewmats: Tensor,
+    Ks: Tensor, sizes: list[int], degree: int, eps2d: float, near: float, far: float, antialiased: bool, depth: bool,
+    capacity: int, exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], last: Tensor | None,
+    table: Tensor | None, steps: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The rows of `splat_forward`: which there are, and room for what `splat_lines` finds out about them."""
+    raw = (means, quats, log_scales, logits, sh_dc, sh_rest)
+    means, _, log_scales, logits, _, _ = _present(raw, exp_avgs, exp_avg_sqs, last, table)
     rects = [n for w, h in zip(sizes[::2], sizes[1::2], strict=True) for n in (0, 0, w, h)]
-    view_ids, point_ids = cull(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far)
-    count = torch.tensor([len(view_ids)], dtype=torch.int64, device=means.device)
-    view_ids, point_ids = view_ids[:capacity], point_ids[:capacity]
-    means2d, conics, depths, row_opacities, radii = project(
-        means, quats, scales, opacities, viewmats, Ks, sizes, view_ids, point_ids, eps2d, near, far, antialiased
+    scales, opacities = log_scales.exp(), logits.sigmoid()
+    hits = cull(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far)
+    count = torch.tensor([len(hits[0])], dtype=torch.int64, device=means.device)
+    padding = (max(len(viewmats) - 1, 0), -1)
+    ids = [torch.full((capacity,), value, dtype=torch.int32, device=means.device) for value in padding]
+    for column, found in zip(ids, hits, strict=True):
+        column[: len(found)] = found[:capacity]
+    shapes = ((capacity, 2), (capacity, 3), (capacity,), (capacity, 3 + depth), (capacity,))
+    floats = [means.new_zeros(shape) for shape in shapes]
+    return (*ids, count, *floats, torch.zeros((capacity, 2), dtype=torch.int32, device=means.device))
+
+
+@torch.no_grad()
+def splat_lines_composed(
+    means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, sh_dc: Tensor, sh_rest: Tensor, viewmats: Tensor,
+    Ks: Tensor, sizes: list[int], degree: int, eps2d: float, near: float, far: float, antialiased: bool, depth: bool,
+    capacity: int, exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], last: Tensor | None,
+    table: Tensor | None, steps: Tensor | None, rows: Sequence[Tensor], first: int, end: int,
+) -> None:  # fmt: skip
+    """What lines first to end of `rows`, which `splat_begin` made, hold."""
+    raw = (means, quats, log_scales, logits, sh_dc, sh_rest)
+    means, quats, log_scales, logits, sh_dc, sh_rest = _present(raw, exp_avgs, exp_avg_sqs, last, table)
+    lines = slice(first, max(first, min(end, int(rows[2]))))
+    ids = (rows[0][lines], rows[1][lines])
+    shapes = (log_scales.exp(), logits.sigmoid())
+    means2d, conics, depths, opacities, radii = project(
+        means, quats, *shapes, viewmats, Ks, sizes, *ids, eps2d, near, far, antialiased
     )
-    colors = sh_colors(degree, means, camera_centers(viewmats), sh_dc, sh_rest, view_ids, point_ids)
+    colors = sh_colors(degree, means, camera_centers(viewmats), sh_dc, sh_rest, *ids)
     features = torch.where((radii > 0).all(-1, keepdim=True), colors, 0.0)
     if depth:
         features = torch.cat([features, depths[:, None]], dim=-1)
+    for column, found in zip(rows[3:], (means2d, conics, opacities, features, depths, radii), strict=True):
+        column[lines] = found
 
-    def padded(rows: Tensor, value: int = 0) -> Tensor:
-        return torch.cat([rows, rows.new_full((capacity - len(rows), *rows.shape[1:]), value)])
 
-    view_ids, point_ids = padded(view_ids, max(len(viewmats) - 1, 0)), padded(point_ids, -1)
-    rest = (padded(t) for t in (means2d, conics, row_opacities, features, depths, radii))
-    return (view_ids, point_ids, count, *rest)
+def _present(
+    raw: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], last: Tensor | None,
+    table: Tensor | None,
+) -> Sequence[Tensor]:  # fmt: skip
+    """The parameters where the steps that were put off, if any, lead them."""
+    if last is None or table is None:
+        return raw
+    return caught_up(list(raw), list(exp_avgs), list(exp_avg_sqs), last, table)[0]
 
 
 def splat_update_composed(
@@ -56,9 +97,16 @@ def splat_update_composed(
     features: Tensor, radii: Tensor, row_gradients: list[Tensor], grad2d: Tensor, seen: Tensor, radii_max: Tensor,
     degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool, selective: bool,
     opacity_weight: float, scale_weight: float, last: Tensor | None = None, table: Tensor | None = None,
-    steps: Tensor | None = None,
+    steps: Tensor | None = None, witness: Tensor | None = None, witness_views: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """See `cuda_ext.fused.splat_update`."""
+    if witness is not None:
+        real = _real(point_ids, count)
+        first, end = witness_views or (0, len(viewmats))
+        real = real[(view_ids[real] >= first) & (view_ids[real] < end) & (radii[real] > 0).all(-1)]
+        given = _given(row_gradients, real, features.shape[1])
+        finite = torch.stack([gradient.isfinite().all() for gradient in given]).all()
+        witness.fill_(float("nan")).masked_fill_(finite, 0.0)
     with as_floats(exp_avgs, exp_avg_sqs, lambda: step_salts(scalars, viewmats)) as (firsts, seconds):
         _update(
             params, firsts, seconds, scalars, viewmats, Ks, sizes, view_ids, point_ids, count, conics, features, radii,

@@ -1,4 +1,4 @@
-"""`route`, `pack`, `unpack` and `collect` in torch's operators. See `cuda_ext.row_exchange`.
+"""`route`, `route_lines`, `pack`, `unpack` and `collect` in torch's operators. See `cuda_ext.row_exchange`.
 
 Addresses are those of memory of this process: where they lie on a GPU, only our kernels can follow them.
 """
@@ -18,32 +18,49 @@ def route(
     view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Sequence[int], ranks: int
 ) -> tuple[Tensor, Tensor]:
     """See `cuda_ext.row_exchange.route`."""
-    real = torch.arange(len(view_ids), device=view_ids.device) < count
+    place = torch.empty((ranks, len(view_ids)), dtype=torch.int32, device=view_ids.device)
+    counts = torch.empty(ranks, dtype=torch.int64, device=view_ids.device)
+    route_lines(view_ids, count, means2d, radii, patches, ranks, 0, len(view_ids), place, counts)
+    return place, counts
+
+
+@torch.no_grad()
+def route_lines(
+    view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Sequence[int], ranks: int, first: int,
+    end: int, place: Tensor, counts: Tensor,
+) -> None:  # fmt: skip
+    """See `cuda_ext.row_exchange.route_lines`."""
+    real = torch.arange(first, end, device=view_ids.device) < count
+    view_ids, means2d, radii = view_ids[first:end], means2d[first:end], radii[first:end]
     alive = real & (radii > 0).all(-1)
     goes = torch.zeros((ranks, len(view_ids)), dtype=torch.bool, device=view_ids.device)
     for k in range(0, len(patches), 6):
         rank, view, x0, y0, x1, y1 = patches[k : k + 6]
         corner, size = means2d.new_tensor([x0, y0]), means2d.new_tensor([x1 - x0, y1 - y0])
         none = torch.zeros_like(size)
-        first = torch.ceil(means2d - radii - corner - 0.5).clamp(none, size)
-        end = torch.floor(means2d + radii - corner + 0.5).clamp(none, size)
-        goes[rank] |= (first < end).all(-1) & (view_ids == view) & alive
-    place = torch.where(goes, goes.cumsum(1) - 1, -1)
-    return place.int(), goes.sum(1)
+        low = torch.ceil(means2d - radii - corner - 0.5).clamp(none, size)
+        high = torch.floor(means2d + radii - corner + 0.5).clamp(none, size)
+        goes[rank] |= (low < high).all(-1) & (view_ids == view) & alive
+    if first == 0:
+        counts.zero_()
+    place[:, first:end] = torch.where(goes, counts[:, None] + goes.cumsum(1) - 1, -1).int()
+    counts += goes.sum(1)
 
 
 @torch.no_grad()
 def pack(
     view_ids: Tensor, means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor,
-    radii: Tensor, place: Tensor, destinations: Tensor, capacity: int,
+    radii: Tensor, place: Tensor, destinations: Tensor, capacity: int, first: int = 0, end: int | None = None,
 ) -> None:  # fmt: skip
     """See `cuda_ext.row_exchange.pack`."""
+    end = len(view_ids) if end is None else end
     slots = torch.arange(len(view_ids), dtype=torch.int32)
     floats = torch.cat([means2d, conics, opacities[:, None], features, depths[:, None]], dim=1)
     integers = torch.cat([radii, view_ids[:, None], slots[:, None], torch.zeros_like(radii)], dim=1)
     records = torch.cat([floats.view(torch.int32), integers], dim=1)
     for lines, address in zip(place, destinations.tolist(), strict=True):
-        rows = ((lines >= 0) & (lines < capacity)).nonzero().squeeze(-1)
+        here = lines[first:end]
+        rows = first + ((here >= 0) & (here < capacity)).nonzero().squeeze(-1)
         if len(rows) > 0:
             _records_at(address, capacity).view(torch.int32)[lines[rows].long()] = records[rows]
 

@@ -71,7 +71,8 @@ def check_wishes(pipeline: Any, *, fused: bool) -> None:
     """
     if fused and pipeline.model.sharded:
         return
-    asked, usual = pipeline.config, {"transport": ("auto", "collective"), "tile_lists": ("gather",)}
+    asked = pipeline.config
+    usual = {"transport": ("auto", "collective"), "tile_lists": ("gather",), "overlap": ("auto", "off")}
     for name, values in usual.items():
         value = getattr(asked, name)
         if value not in values:

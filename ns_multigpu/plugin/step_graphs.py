@@ -11,6 +11,42 @@ from ns_multigpu.plugin.timing import StepTimer
 from ns_multigpu.primitives.fused_step import FusedStep
 
 
+class GraphPool:
+    """Captures graphs that are replayed one at a time and share their memory.
+
+    The memory of a pool goes with the last graph that was captured in it: hold one until the next is there.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def capture(self, *parts: Callable[[], Any]) -> list[Any]:
+        """A graph of each part, none of which is run. As torch.cuda.graph makes it, without its pause to collect
+        garbage."""
+        make_room(self._device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graphs: list[Any] = []
+        for part in parts:
+            graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                # Other threads, such as the viewer's, may go on using the GPU meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    part()
+                finally:
+                    graph.capture_end()
+            torch.cuda.current_stream().wait_stream(stream)
+            graphs.append(graph)
+        return graphs
+
+
 class StepGraphs:
     """Takes steps of one `FusedStep` after another.
 
@@ -26,8 +62,8 @@ class StepGraphs:
         self._world, self._computed = world, computed
         self._cuda = world.device.type == "cuda"
         self._graphs: list[Any] = []
-        self._retired: list[Any] = []  # torch forgets a pool of memory with its last graph
-        self._pool: Any = None
+        self._retired: list[Any] = []  # see `GraphPool`
+        self._pool = GraphPool(world.device)
         self._warm = False
 
     def forget(self) -> None:
@@ -39,8 +75,7 @@ class StepGraphs:
         alone = self._world.group is None
         parts = [lambda: (step.render(), step.update())] if alone else [step.render, step.update]
         if self._warm and self._cuda and not self._graphs:
-            make_room(self._world.device)
-            self._graphs = [self._captured(part) for part in parts]
+            self._graphs = self._pool.capture(*parts)
             self._retired = []
         runs: list[Callable[[], Any]] = [graph.replay for graph in self._graphs] if self._graphs else list(parts)
         with timer.measure("compute"):
@@ -52,20 +87,3 @@ class StepGraphs:
             with timer.measure("compute"):
                 runs[1]()
         self._warm = True
-
-    def _captured(self, part: Callable[[], Any]) -> Any:
-        """A graph of `part`. As torch.cuda.graph makes it, without its pause to collect garbage."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            # Other threads, such as the viewer's, may go on using the GPU meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                part()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        return graph

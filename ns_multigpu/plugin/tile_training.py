@@ -6,6 +6,8 @@ same.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +21,13 @@ from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.errors import InputError
 from ns_multigpu.plugin.fused_training import BlockResult, FusedTraining
+from ns_multigpu.plugin.plan_graphs import PlanGraphs
 from ns_multigpu.primitives.fused_step import padded
 from ns_multigpu.primitives.gaussians import TILE
 from ns_multigpu.primitives.late_counts import LateCounts
 from ns_multigpu.primitives.tile_lists import GatheredLists, SortedLists, TileLists
 from ns_multigpu.primitives.tile_rows import CollectiveRows, OwnRows, PeerRows, RowTransport
-from ns_multigpu.primitives.tile_settings import TileSettings, bands
+from ns_multigpu.primitives.tile_settings import TileSettings, bands, usual_groups
 from ns_multigpu.primitives.tile_step import TileStep
 
 _MOST_AT_FIRST = 1 << 20
@@ -49,6 +52,11 @@ class TileTraining(FusedTraining):
         except RuntimeError as error:
             raise InputError(f"--pipeline.transport {options.transport}: {error}") from error
         self._atomics = options.gradients == "atomics"
+        # Collectives, and a sort over all GPUs, are launched as they come.
+        alone = world.device.type == "cuda" and self._transport.peer and options.tile_lists == "gather"
+        self._plans = PlanGraphs(world.device) if alone else None
+        self._pictures = torch.zeros(0)
+        self._groups = self._groups_wanted(options.overlap)
         if world.is_main and world.size > 1:
             CONSOLE.print(self._transport.reason)
 
@@ -62,12 +70,20 @@ class TileTraining(FusedTraining):
         if self._key is None:
             self._model.count_shards()
 
+    def _groups_wanted(self, overlap: str | int) -> int:
+        if overlap == "auto":
+            return usual_groups(self._pipeline.batch_size, self._world.size > 1 and self._transport.peer)
+        groups = 1 if overlap == "off" else int(overlap)
+        if groups < 1:
+            raise InputError(f"--pipeline.overlap {overlap}: at least 1 part, or auto, or off")
+        return groups
+
     def _own_views(self) -> slice:
         return slice(0, self._pipeline.batch_size)
 
     def _plan(self, views: list[View]) -> Plan:
         self._counts.learn()
-        return self._pipeline.strategy.plan(views)
+        return self._pipeline.strategy.assignment.assign_alike(views, self._world.size)
 
     def _render(self, step: TileStep, feed: Any) -> None:
         timer, plan = self._pipeline.timer, bands(feed.plan, step.settings)
@@ -78,12 +94,36 @@ class TileTraining(FusedTraining):
             self._targets = []
             for patch, image in zip(mine, images, strict=True):
                 _, top, _, bottom = patch.rendered(feed.views[patch.view])
-                self._targets.append((image if as_bytes else self._small(image, feed.step))[top:bottom].contiguous())
-        step.render(plan, self._targets)
-        self._computed()
-        step.update()
+                target = (image if as_bytes else self._small(image, feed.step))[top:bottom].contiguous()
+                if self._plans is not None:  # a graph reads it where it was when it was captured
+                    target = self._pictures[patch.view, top:bottom].copy_(target)
+                self._targets.append(target)
+        if self._plans is None:
+            step.render(plan, self._targets)
+            self._computed()
+            step.update()
+        else:
+            with timer.measure("compute"):
+                step.rgb = self._plans.take(tuple(map(tuple, plan)), partial(self._whole, step, plan))
+            self._computed()
         self._drawn = plan
         self._counts.send(feed.views, step.tile_counts)
+
+    def _whole(self, step: TileStep, plan: Plan) -> list[Tensor]:
+        step.render(plan, self._targets)
+        step.update()
+        return step.rgb
+
+    def _measure(self, part: str) -> AbstractContextManager[Any]:
+        """What a step's part is measured by, where it is launched by itself."""
+        if self._plans is not None:
+            return nullcontext()
+        return self._pipeline.timer.measure({"send": "exchange", "return": "exchange"}.get(part, "compute"))
+
+    def _release(self) -> None:
+        super()._release()
+        if self._plans is not None:
+            self._plans.forget()
 
     def _first_capacities(self, pixels: int) -> tuple[int, ...]:
         batch = self._pipeline.batch_size
@@ -99,15 +139,17 @@ class TileTraining(FusedTraining):
             width=view.width, height=view.height, views=self._pipeline.batch_size, degree=degree,
             antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad,
             ssim_lambda=options.ssim_lambda, rows=rows, segment=segment, intersections=intersections,
-            selective=options.selective_adam,
+            selective=options.selective_adam, groups=self._groups,
         )  # fmt: skip
         statistics = model.strategy.statistics(model.gauss_params, model.strategy_state) if counts else {}
         self._rows = self._transport_for(settings)
-        timer = self._pipeline.timer
-        names = {"send": "exchange", "return": "exchange"}
+        if self._plans is not None:
+            self._plans.forget()
+            shape = (settings.views, view.height, view.width, 3)
+            self._pictures = torch.empty(shape, dtype=kind, device=self._world.device)
         return TileStep(
             dict(model.gauss_params), moments, statistics, settings, self._world, self._rows, self._lazy,
-            lists=self._lists_for(settings), measure=lambda part: timer.measure(names.get(part, "compute")),
+            lists=self._lists_for(settings), measure=self._measure,
         )  # fmt: skip
 
     def _lists_for(self, settings: TileSettings) -> TileLists:

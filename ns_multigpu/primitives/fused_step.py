@@ -21,7 +21,8 @@ from torch import Tensor
 import cuda_ext
 from cuda_ext.adam import SCALARS
 from cuda_ext.fused import SplatRows, splat_forward, splat_update
-from cuda_ext.lazy_adam import MOST_STEPS, LazyAdam, splat_flush
+from cuda_ext.lazy_adam import LazyAdam, splat_flush
+from cuda_ext.step_control import step_gate
 from ns_multigpu.core.collectives import all_gather_into
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians import TILE
@@ -111,7 +112,7 @@ class FusedStep:
         targets: [V, H, W, 3] input: this rank's images, uint8 or float in [0, 1].
         rgb: [V, H, W, 3] this rank's renderings of the last step.
         report: [V + 1] the losses of this rank's views, not divided by B, and a number that is finite where all
-            gradients of this rank's rows are.
+            gradients of this rank's rows are; `update` writes that. It is finite, too, where the step is not taken.
     """
 
     def __init__(
@@ -139,12 +140,14 @@ class FusedStep:
         self.backgrounds, self.scalars = backgrounds.view(-1, 3), scalars.view(-1, SCALARS)
         shape = (settings.views, settings.height, settings.width, 3)
         self.targets = torch.zeros(shape, dtype=target_type, device=device)
-        self.rgb = self.report = torch.zeros(0, device=device)
+        self.rgb = torch.zeros(0, device=device)
+        self.report = torch.zeros(settings.views + 1, device=device)
         self._records = torch.zeros(settings.rows, 16, device=device)
         self._sinks = torch.tensor([self._records.data_ptr()], dtype=torch.int64, device=device)
         self._owners = torch.zeros(settings.rows, dtype=torch.int32, device=device)
         self._slots = torch.arange(settings.rows, dtype=torch.int32, device=device)
         words = _HEADER + settings.rows * sum(_ROW_WORDS)
+        words += words % 2  # so that each rank's counts are numbers of 8 bytes in place
         if world.group is not None:
             self._mine = torch.zeros(words, dtype=torch.int32, device=device)
             self._everyone = torch.zeros(world.size, words, dtype=torch.int32, device=device)
@@ -186,41 +189,30 @@ class FusedStep:
         torch.ops.ns_multigpu.rasterize_backward_into(
             *inputs, alpha, last, state, out, v_out, v_alpha, s.absgrad, self._sinks, self._owners, self._slots, False
         )
-        witness = torch.linalg.vector_norm(self._records, float("inf"))
-        self.report = torch.cat([losses, witness.view(1)])
+        self.report[:-1] = losses
         self._rows, self._met = rows, met
         if self._world.group is not None:
             # No gradient passes where a colour is clamped at black: applied here, the colours need not travel.
             by_geometry, by_color, rest = self._records[:, :_GRADIENTS].split([6, 3, 3], dim=1)
             gradients = torch.cat([by_geometry, torch.where(rows.features > 0, by_color, 0.0), rest], dim=1)
             parts = (rows.view_ids + first, rows.point_ids, rows.radii, rows.conics, gradients)
-            words = [part.view(torch.int32).reshape(-1) for part in parts]
-            header = torch.cat([rows.count, met]).view(torch.int32)
-            torch.cat([header, *words], out=self._mine)
+            words = [part.view(torch.int32).reshape(-1) for part in (rows.count, met, *parts)]
+            torch.cat(words, out=self._mine[: sum(map(len, words))])
 
     def _loss(self, out: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sets rgb; returns the views' losses [V], and the gradients of the batch's mean loss by out and alpha."""
         s = self.settings
-        inner = (0, 0, s.width, s.height)
-        pixels = s.width * s.height
-        images: list[Tensor] = []
-        losses: list[Tensor] = []
-        gradients: list[tuple[Tensor, Tensor]] = []
+        pixels, batch = s.width * s.height, s.views * self._world.size
+        self.rgb = out.new_empty(s.views, s.height, s.width, 3)
+        losses, v_out, v_alpha = out.new_zeros(s.views), torch.empty_like(out), torch.empty_like(alpha)
         for v in range(s.views):
             part = slice(v * pixels, (v + 1) * pixels)
-            blended = (out[part], alpha[part], self.backgrounds[v])
-            rgb = cuda_ext.composite(*blended).view(s.height, s.width, 3)
-            l1, ssim, dssim = torch.ops.ns_multigpu.l1_ssim(rgb, self.targets[v], inner)
-            v_rgb = torch.ops.ns_multigpu.l1_ssim_backward(rgb, self.targets[v], dssim, inner, self._v_l1, self._v_ssim)
-            gradients.append(torch.ops.ns_multigpu.composite_backward(*blended, v_rgb.view(-1, 3)))
-            batch = s.views * self._world.size
-            losses.append(s.ssim_lambda + batch * (self._v_l1 * l1 + self._v_ssim * ssim))
-            images.append(rgb)
-        if s.views == 1:
-            self.rgb = images[0][None]
-            return losses[0].view(1), *gradients[0]
-        self.rgb = torch.stack(images)
-        return torch.stack(losses), torch.cat([g[0] for g in gradients]), torch.cat([g[1] for g in gradients])
+            cuda_ext.band_loss_into(
+                out[part], alpha[part], self.backgrounds[v], self.targets[v], (0, 0, s.width, s.height),
+                self._v_l1, self._v_ssim, offset=s.ssim_lambda, scale=batch,
+                rgb=self.rgb[v], loss=losses[v], v_out=v_out[part], v_alpha=v_alpha[part],
+            )  # fmt: skip
+        return losses, v_out, v_alpha
 
     def exchange(self) -> None:
         """Brings every rank's rows and their gradients to every rank."""
@@ -232,18 +224,13 @@ class FusedStep:
         """Takes Adam's step and adds to the statistics, unless a capacity was or is exceeded on any rank."""
         s = self.settings
         if self._world.group is None:
-            rows, records = self._rows, self._records
-            counts = torch.cat([rows.count, self._met]).view(1, 2)
+            rows, records, counts = self._rows, self._records, [self._rows.count, self._met]
         else:
             rows, records, counts = self._gathered()
-        most = counts.amax(dim=0)
-        full = (most > self._limits).any() | (self._status[3] > 0)
-        if self._lazy is not None:
-            full = full | (self._lazy.steps[0] >= MOST_STEPS)
-        taken = torch.stack([1 - full.long(), most[0], most[1], full.long()])
-        self._status.copy_(torch.cat([self._status[:1] + taken[:1], torch.maximum(self._status[1:], taken[1:])]))
-        scalars = torch.where(full, self._still, self.scalars)
-        real = torch.where(full, torch.zeros_like(counts[:, 0]), counts[:, 0])
+        scalars, real = step_gate(
+            counts, self._limits, self._status, self.scalars, self._still, row_counts=counts[0], lazy=self._lazy
+        )
+        first = self._world.rank * s.views
         splat_update(
             self._params,
             *self._moments,
@@ -261,6 +248,8 @@ class FusedStep:
             radii_max=self._statistics.get("radii"),
             selective=s.selective,
             lazy=self._lazy,
+            witness=self.report[-1:],
+            witness_views=range(first, first + s.views),
         )
 
     def flush(self) -> None:
@@ -268,15 +257,16 @@ class FusedStep:
         if self._lazy is not None:
             splat_flush(self._params, self._moments[0], self._moments[1], self._lazy)
 
-    def _gathered(self) -> tuple[SplatRows, Tensor, Tensor]:
-        """All ranks' rows, a segment each; their gradients; and each rank's counts [R, 2]."""
-        header, body = self._everyone[:, :_HEADER], self._everyone[:, _HEADER:]
-        sections = body.split([words * self.settings.rows for words in _ROW_WORDS], dim=1)
+    def _gathered(self) -> tuple[SplatRows, Tensor, list[Tensor]]:
+        """All ranks' rows, a segment each; their gradients; and the ranks' counts of rows and of intersections."""
+        sizes = [words * self.settings.rows for words in _ROW_WORDS]
+        sections = self._everyone[:, _HEADER : _HEADER + sum(sizes)].split(sizes, dim=1)
         view_ids, point_ids, radii, words, gradients = (part.reshape(-1) for part in sections)
         conics, none = words.view(torch.float32).view(-1, 3), self._bright.new_empty(0)
         records = torch.nn.functional.pad(gradients.view(torch.float32).view(-1, _GRADIENTS), (0, 16 - _GRADIENTS))
         rows = SplatRows(view_ids, point_ids, none, none, conics, none, self._bright, none, radii.view(-1, 2))
-        return rows, records, header.contiguous().view(torch.int64)
+        counts = self._everyone.view(torch.int64)
+        return rows, records, [counts[:, 0], counts[:, 1]]
 
     def status(self) -> Status:
         """Waits for the device, says how far the steps have got, and starts counting anew."""

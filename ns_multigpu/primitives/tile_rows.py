@@ -40,7 +40,8 @@ class Sinks:
 
 
 class RowTransport(ABC):
-    """One rank's side of the exchange; every rank makes one and calls its methods in the order below, once a step.
+    """One rank's side of the exchange; every rank makes one and calls its methods in the order below, once a step; only
+    `leave` once for each part of its rows.
 
     Args:
         world: the ranks.
@@ -53,16 +54,19 @@ class RowTransport(ABC):
         self.world, self.rows, self.capacity, self.words = world, rows, capacity, words
         self._segments: Tensor  # [ranks] int64, where this rank's records for each rank go
 
-    def _pack(self, rows: SplatRows, place: Tensor) -> None:
+    def leave(self, rows: SplatRows, place: Tensor, first: int, end: int) -> None:
+        """Sends lines first to end of the rows off to where `place` [ranks, rows] says. It may be called on a stream of
+        its own, which the one that `arrive` is called on has to wait for."""
         geometry = (rows.means2d, rows.conics, rows.opacities)
         parts = (rows.view_ids, *geometry, rows.features, rows.depths, rows.radii)
-        pack(*parts, place, self._segments, self.capacity)
+        pack(*parts, place, self._segments, self.capacity, first, end)
 
     @abstractmethod
-    def send(self, rows: SplatRows, place: Tensor, counts: Tensor, views: int) -> ArrivedRows:
-        """Sends rows to where `place` [ranks, rows] says, `counts` [ranks] to each; returns what arrived here.
+    def arrive(self, rows: SplatRows, counts: Tensor, views: int) -> ArrivedRows:
+        """What arrived here when all have sent all of their rows.
 
         Args:
+            rows: this rank's. counts: [ranks] int64, how many of them went to each.
             views: of the batch.
         """
 
@@ -75,7 +79,7 @@ class RowTransport(ABC):
         """Brings gradients to the rows' owners.
 
         Args:
-            place: as given to `send`. count: [1] of the rows.
+            place: as given to `leave`. count: [1] of the rows.
             message: [words] int64 for everybody.
 
         Returns:
@@ -95,7 +99,10 @@ class OwnRows(RowTransport):
         self._lines = torch.arange(rows, dtype=torch.int32, device=world.device)
         self._here = torch.zeros(rows, dtype=torch.int32, device=world.device)
 
-    def send(self, rows: SplatRows, place: Tensor, counts: Tensor, views: int) -> ArrivedRows:
+    def leave(self, rows: SplatRows, place: Tensor, first: int, end: int) -> None:
+        return
+
+    def arrive(self, rows: SplatRows, counts: Tensor, views: int) -> ArrivedRows:
         geometry = (rows.means2d, rows.conics, rows.opacities)
         return ArrivedRows(rows.view_ids, *geometry, rows.features, rows.depths, rows.radii, self._here, self._lines)
 
@@ -108,7 +115,11 @@ class OwnRows(RowTransport):
 
 
 class CollectiveRows(RowTransport):
-    """All-to-all of whole segments: between machines, and on CPU."""
+    """All-to-all of whole segments: between machines, and on CPU.
+
+    Only packing can go on beside something else. Where the rows of a part end in a segment the device alone knows, so
+    that parts that travel on their own would take segments of their own, each with room for all of its rows.
+    """
 
     def __init__(self, world: World, rows: int, capacity: int, words: int) -> None:
         super().__init__(world, rows, capacity, words)
@@ -122,8 +133,7 @@ class CollectiveRows(RowTransport):
         self._here = torch.zeros(lines, dtype=torch.int32, device=world.device)
         self._sum = torch.tensor([self._out.data_ptr()], dtype=torch.int64, device=world.device)
 
-    def send(self, rows: SplatRows, place: Tensor, counts: Tensor, views: int) -> ArrivedRows:
-        self._pack(rows, place)
+    def arrive(self, rows: SplatRows, counts: Tensor, views: int) -> ArrivedRows:
         all_to_all_into(self._in, self._out, self.world)
         all_to_all_into(self._arrived, counts, self.world)
         return unpack(self._in, self._arrived, views)
@@ -180,11 +190,13 @@ class PeerRows(RowTransport):
         self._their_counts = [view(r, self._counts_at + 8 * rank, (1,), torch.int64) for r in everyone]
         self._their_messages = [view(r, self._messages_at + 8 * rank * words, (words,), torch.int64) for r in everyone]
 
-    def send(self, rows: SplatRows, place: Tensor, counts: Tensor, views: int) -> ArrivedRows:
-        self._pack(rows, place)
-        torch._foreach_copy_(self._their_counts, list(counts.split(1)))  # one launch for all ranks
+    def leave(self, rows: SplatRows, place: Tensor, first: int, end: int) -> None:
+        super().leave(rows, place, first, end)
         if self._atomics:
-            self._table.zero_()
+            self._table[first:end].zero_()
+
+    def arrive(self, rows: SplatRows, counts: Tensor, views: int) -> ArrivedRows:
+        torch._foreach_copy_(self._their_counts, list(counts.split(1)))  # one launch for all ranks
         self._buffer.barrier()
         return unpack(self._in, self._arrived, views)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from cuda_ext.step_control import HEAD
 from ns_multigpu.core.placement import Plan
 from ns_multigpu.core.types import SSIM_HALO, Patch
 from ns_multigpu.primitives.gaussians import TILE
@@ -9,9 +10,6 @@ from ns_multigpu.primitives.gaussians import TILE
 HALO = TILE
 """What a band is rendered with beyond its own pixels: enough for the loss, and the tiles stay those of the image."""
 assert HALO >= 2 * SSIM_HALO
-
-HEAD = 4
-"""Numbers of a rank's message before the rows of tiles: own rows, records of a segment, intersections, rows sent."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,11 @@ class TileSettings:
         segment: capacity of the rows that one rank sends to one other.
         intersections: capacity of a rank's bands.
         selective: as in `StepSettings`: a point's owner has the rows of all views.
+        groups: parts of a rank's own rows, of equally many lines. Each leaves while the next is projected, or with 1
+            all of them when all are there; the result is the same.
+
+    Raises:
+        ValueError: `groups` is below 1.
     """
 
     width: int
@@ -39,6 +42,17 @@ class TileSettings:
     segment: int
     intersections: int
     selective: bool = False
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise ValueError(f"TileSettings: rows leave in at least 1 group, not in {self.groups}.")
+
+    @property
+    def stops(self) -> list[int]:
+        """Where groups of lines end, but for the last: at whole warps, unless there are not as many."""
+        even = (self.rows * k / self.groups for k in range(1, self.groups))
+        return [min(self.rows, round(line / 32) * 32) for line in even]
 
     @property
     def tile_rows(self) -> int:
@@ -84,3 +98,14 @@ def bands(plan: Plan, settings: TileSettings) -> list[list[Patch]]:
         return Patch(patch.view, patch.x0, patch.y0, patch.x1, patch.y1, 0 if whole else HALO)
 
     return [[with_halo(patch) for patch in patches] for patches in plan]
+
+
+def usual_groups(views: int, peers: bool) -> int:
+    """In how many groups rows leave unless something else is asked for.
+
+    Args:
+        views: of the batch. peers: whether rows travel into other GPUs' memory.
+    """
+    # Of one view there is little to hide. Each group is some ten launches more, and of four all but a quarter of the
+    # rows leave beside something else. Collectives set out when all rows are there, and gain next to nothing.
+    return min(views, 4) if peers else 1

@@ -2,24 +2,28 @@
 everybody's, and brings gradients back to their owners (torch-dgx, section 4), in operators that read nothing back.
 
 Every rank splats the points that it owns for all views, whole, and sends each row to the ranks in whose bands it shows
-(`tile_rows`). What a rank renders it renders with a halo of one row of tiles, so that the gradient of its own pixels is
-whole (`tile_loss`); what arrives is ordered by owner and row, so that splats of equal depth blend as in `single`.
+(`tile_rows`): with `TileSettings.groups` those of the first views while others are projected. What a rank renders it
+renders with a halo of one row of tiles, so that the gradient of its own pixels is whole (`cuda_ext.band_loss`); what
+arrives is ordered by owner and row, so that splats of equal depth blend as in `single`.
 
 Capacities and their overflow are as in `fused_step`: a step for which there is not room on some rank changes nothing
 anywhere, and all that follow wait until the host has looked and made room.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cuda_ext.adam import SCALARS
-from cuda_ext.fused import splat_forward, splat_update
-from cuda_ext.lazy_adam import MOST_STEPS, LazyAdam, splat_flush
-from cuda_ext.row_exchange import route
+from cuda_ext.band_loss import band_loss_into
+from cuda_ext.fused import SplatRows, splat_forward, splat_update
+from cuda_ext.lazy_adam import LazyAdam, splat_flush
+from cuda_ext.row_exchange import route_lines
+from cuda_ext.step_control import HEAD, step_gate, step_message
 from ns_multigpu.core.placement import Plan
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
@@ -27,9 +31,8 @@ from ns_multigpu.primitives.fused_step import ORDER, flat, loss_weights, still
 from ns_multigpu.primitives.gaussians import TILE
 from ns_multigpu.primitives.selective import check_lazy
 from ns_multigpu.primitives.tile_lists import GatheredLists, TileLists
-from ns_multigpu.primitives.tile_loss import band_loss
 from ns_multigpu.primitives.tile_rows import RowTransport
-from ns_multigpu.primitives.tile_settings import HEAD, TileSettings, TileStatus
+from ns_multigpu.primitives.tile_settings import TileSettings, TileStatus
 
 
 class TileStep:
@@ -45,7 +48,7 @@ class TileStep:
         lazy: as `FusedStep`'s.
         lists: how each tile's splats are found; `GatheredLists` unless given.
         measure: called with the name of each part (project, send, sort, raster, loss, backward, return, update), gives
-            a context to do it in.
+            a context to do it in. What leaves while other rows are projected is in `project`.
 
     Raises:
         ValueError: a selective step is to put steps off.
@@ -55,7 +58,8 @@ class TileStep:
         viewmats: [B, 4, 4] the batch's world-to-camera matrices. Ks: [B, 3, 3] its intrinsics.
         backgrounds: [B, 3]. scalars: [6, 8] Adam's.
         report: [B + 1] this rank's shares of the views' losses (summed over ranks they are the views', not divided by
-            B), and a number that is finite where all gradients that arrived here are.
+            B), and a number that is finite where all gradients that arrived here are; `update` writes that. It is
+            finite, too, where the step is not taken.
         rgb: this rank's renderings of the last step, one a patch, without halo [h, W, 3].
         tile_counts: [B, rows of tiles] int64, intersections in each row of tiles, over all ranks.
     """
@@ -89,6 +93,12 @@ class TileStep:
         self.rgb: list[Tensor] = []
         self.tile_counts = torch.zeros(batch, settings.tile_rows, dtype=torch.int64, device=device)
         self._sizes = (settings.width, settings.height) * batch
+        self._columns = -(-settings.width // TILE)
+        self._place = torch.empty(world.size, settings.rows, dtype=torch.int32, device=device)
+        self._counts = torch.empty(world.size, dtype=torch.int64, device=device)
+        aside = settings.groups > 1 and device.type == "cuda"
+        # Its blocks go first: behind those of a projection they would begin when that is done.
+        self._side = torch.cuda.Stream(device, priority=-1) if aside else None
         self._still = still(device)
         self._status = torch.zeros(6, dtype=torch.int64, device=device)
         limits = [settings.rows, settings.segment, settings.intersections]
@@ -105,12 +115,6 @@ class TileStep:
             targets: of each of this rank's patches the image under its rendered rectangle [h, W, 3], uint8 or float.
         """
         s, world, transport, measure = self.settings, self._world, self._transport, self._measure
-        with measure("project"):
-            rows = splat_forward(
-                *self._params, viewmats=self.viewmats, Ks=self.Ks, sizes=self._sizes, degree=s.degree,
-                capacity=s.rows, antialiased=s.antialiased, exp_avgs=self._moments[0], exp_avg_sqs=self._moments[1],
-                lazy=self._lazy,
-            )  # fmt: skip
         views = [self._view(position) for position in range(s.views)]
         reach = [
             n
@@ -118,11 +122,19 @@ class TileStep:
             for patch in patches
             for n in (rank, patch.view, *patch.rendered(views[patch.view]))
         ]
+        with measure("project"):
+            rows = splat_forward(
+                *self._params, viewmats=self.viewmats, Ks=self.Ks, sizes=self._sizes, degree=s.degree,
+                capacity=s.rows, antialiased=s.antialiased, exp_avgs=self._moments[0], exp_avg_sqs=self._moments[1],
+                lazy=self._lazy, stops=s.stops, reached=partial(self._leave, reach),
+            )  # fmt: skip
         with measure("sort"):
             self._lists.begin(rows, views)
         with measure("send"):
-            place, counts = route(rows.view_ids, rows.count, rows.means2d, rows.radii, reach, world.size)
-            arrived = transport.send(rows, place, counts, s.views)
+            self._leave(reach, rows, max(s.stops, default=0), s.rows)
+            if self._side is not None:
+                torch.cuda.current_stream(world.device).wait_stream(self._side)
+            arrived = transport.arrive(rows, self._counts, s.views)
         own = plan[world.rank]
         patches = [n for patch in own for n in (patch.view, *patch.rendered(views[patch.view]))]
         geometry = (arrived.means2d, arrived.conics, arrived.opacities)
@@ -140,12 +152,34 @@ class TileStep:
                 sinks.addresses, sinks.owners, sinks.slots, sinks.system_scope,
             )  # fmt: skip
         with measure("return"):
-            sent = counts.sum() - counts[world.rank]
-            work = self._work(tile_offsets, own, views)
-            message = torch.cat([rows.count, counts.amax(dim=0, keepdim=True), met, sent.view(1), work])
+            message = step_message(
+                rows.count, self._counts, met, tile_offsets, self._bands(own, views), world.rank, world.size,
+                s.views * s.tile_rows, self._columns,
+            )  # fmt: skip
             self._rows = rows
-            self._records, self._messages = transport.bring_back(place, rows.count, message)
-            self.report[-1] = torch.linalg.vector_norm(self._records, float("inf"))
+            self._records, self._messages = transport.bring_back(self._place, rows.count, message)
+
+    def _leave(self, reach: Sequence[int], rows: SplatRows, first: int, end: int) -> None:
+        """Sends lines first to end off to the patches that they reach, behind what the device has been given so far."""
+        looked_at = (rows.view_ids, rows.count, rows.means2d, rows.radii)
+        with self._beside():
+            route_lines(*looked_at, reach, first, end, self._place, self._counts)
+            self._transport.leave(rows, self._place, first, end)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """A stream that goes on from here beside the current one, if there are groups; else that one itself.
+
+        What is made on one and used on the other has to live until they have met, in `render`: memory that is let go is
+        given to whoever asks next on the stream that it was made on. The rows are held by `render`, then by `_rows`;
+        place and counts are the step's own; what routing itself needs is made on the side, and used nowhere else.
+        """
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self._world.device))
+        with torch.cuda.stream(self._side):
+            yield
 
     def _view(self, position: int) -> View:
         return View(self.viewmats[position], self.Ks[position], self.settings.width, self.settings.height, position)
@@ -158,68 +192,52 @@ class TileStep:
         s = self.settings
         self.report.zero_()
         self.rgb = []
-        gradients: list[tuple[Tensor, Tensor]] = []
+        v_out, v_alpha = torch.empty_like(out), torch.empty_like(alpha)
         start = 0
         for patch, target in zip(own, targets, strict=True):
-            view = views[patch.view]
-            _, top, _, bottom = patch.rendered(view)
+            _, top, _, bottom = patch.rendered(views[patch.view])
+            first, end = patch.y0 - top, patch.y1 - top  # the band's own rows
             piece = slice(start, start + (bottom - top) * s.width)
             start = piece.stop
-            background = self.backgrounds[patch.view]
-            loss = band_loss(out[piece], alpha[piece], background, target, patch, view, self._v_l1, self._v_ssim)
-            gradients.append((loss.v_out, loss.v_alpha))
-            # Nothing comes from the halo's pixels: the way back need not look at them.
-            rows = last[piece].view(bottom - top, s.width)
-            rows[: patch.y0 - top].fill_(-1)
-            rows[patch.y1 - top :].fill_(-1)
-            self.rgb.append(loss.rgb[patch.y0 - top : patch.y1 - top])
-            share = s.views * (self._v_l1 * loss.l1 + self._v_ssim * loss.ssim)
-            self.report[patch.view] += share + s.ssim_lambda if patch.y0 == 0 else share
-        if len(gradients) == 1:
-            return gradients[0]
-        v_out = torch.cat([out[:0], *(g[0] for g in gradients)])
-        return v_out, torch.cat([alpha[:0], *(g[1] for g in gradients)])
+            rgb = out.new_empty(target.shape)
+            # Nothing comes from the halo's pixels: the way back need not look at them, says `last`.
+            band_loss_into(
+                out[piece], alpha[piece], self.backgrounds[patch.view], target, (0, first, target.shape[1], end),
+                self._v_l1, self._v_ssim, offset=s.ssim_lambda if patch.y0 == 0 else 0.0, scale=s.views,
+                rgb=rgb, loss=self.report[patch.view], v_out=v_out[piece], v_alpha=v_alpha[piece], last=last[piece],
+            )  # fmt: skip
+            self.rgb.append(rgb[first:end])
+        return v_out, v_alpha
 
-    def _work(self, tile_offsets: Tensor, own: Sequence[Patch], views: Sequence[View]) -> Tensor:
-        """[B * rows of tiles] int64, the intersections of each row of tiles of this rank's bands; zero elsewhere."""
-        s = self.settings
-        columns = -(-s.width // TILE)
-        work = torch.zeros(s.views, s.tile_rows, dtype=torch.int64, device=tile_offsets.device)
+    def _bands(self, own: Sequence[Patch], views: Sequence[View]) -> list[int]:
+        """Where the rows of tiles of this rank's bands stand, without their halos: see `step_message`."""
+        bands: list[int] = []
         start = 0
         for patch in own:
             _, top, _, bottom = patch.rendered(views[patch.view])
-            rows = -(-(bottom - top) // TILE)
-            ends = tile_offsets[start : start + rows * columns + 1 : columns].long()
-            start += rows * columns
-            first, halo = patch.y0 // TILE, (patch.y0 - top) // TILE
-            count = -(-(patch.y1 - patch.y0) // TILE)
-            work[patch.view, first : first + count] = ends.diff()[halo : halo + count]
-        return work.view(-1)
+            line = patch.view * self.settings.tile_rows + patch.y0 // TILE
+            tile = start + (patch.y0 - top) // TILE * self._columns
+            bands += [line, tile, -(-(patch.y1 - patch.y0) // TILE)]
+            start += -(-(bottom - top) // TILE) * self._columns
+        return bands
 
     @torch.no_grad()
     def update(self) -> None:
         """Takes Adam's step and adds to the statistics, unless a capacity was or is exceeded on any rank."""
         s = self.settings
-        most = self._messages[:, :3].amax(dim=0)
-        full = (most > self._limits).any() | (self._status[4] > 0)
-        if self._lazy is not None:
-            full = full | (self._lazy.steps[0] >= MOST_STEPS)
-        self.tile_counts.copy_(self._messages[:, HEAD:].sum(dim=0).view_as(self.tile_counts))
-        sent = self._messages[self._world.rank, 3]
-        taken = torch.stack([1 - full.long(), most[0], most[1], most[2], full.long(), sent])
-        before = self._status
-        self._status.copy_(
-            torch.cat([before[:1] + taken[:1], torch.maximum(before[1:5], taken[1:5]), before[5:] + taken[5:]])
-        )
-        scalars = torch.where(full, self._still, self.scalars)
-        real = torch.where(full, torch.zeros_like(self._rows.count), self._rows.count)
+        rank, heads = self._world.rank, self._messages[:, :HEAD]
+        *counts, sent = heads.unbind(1)
+        scalars, real = step_gate(
+            counts, self._limits, self._status, self.scalars, self._still, row_counts=self._rows.count,
+            lazy=self._lazy, sent=sent[rank : rank + 1], work=self._messages[:, HEAD:], totals=self.tile_counts,
+        )  # fmt: skip
         with self._measure("update"):
             splat_update(
                 self._params, *self._moments, scalars=scalars, viewmats=self.viewmats, Ks=self.Ks, sizes=self._sizes,
                 rows=self._rows._replace(count=real), gradients=self._records, degree=s.degree,
                 antialiased=s.antialiased, absgrad=s.absgrad, grad2d=self._statistics.get("grad2d"),
                 seen=self._statistics.get("count"), radii_max=self._statistics.get("radii"), selective=s.selective,
-                lazy=self._lazy,
+                lazy=self._lazy, witness=self.report[-1:],
             )  # fmt: skip
 
     def flush(self) -> None:

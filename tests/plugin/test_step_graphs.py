@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.plan_graphs import PlanGraphs
 from ns_multigpu.plugin.step_graphs import StepGraphs
 from ns_multigpu.plugin.timing import StepTimer
 
@@ -74,3 +75,29 @@ def test_on_a_gpu_steps_are_replayed_until_they_change(alone: bool) -> None:
         graphs.take(other, timer)
     assert other.updated.tolist() == [6.0] * 3 and step.rendered.tolist() == [5.0] * 3
     assert notes.count("render") == 4
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_each_plan_has_a_graph_of_its_own() -> None:
+    graphs = PlanGraphs(torch.device("cuda:0"))
+    source, total = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
+    runs: list[int] = []
+
+    def step(factor: int) -> list[torch.Tensor]:
+        runs.append(factor)
+        scaled = source * factor  # memory of the pool, which the graphs share
+        total.add_(scaled.square())
+        return [scaled]
+
+    expected = 0.0
+    for number, factor in enumerate([2, 3, 2, 3, 2, 5, 3, 2, 3, 2]):
+        source.fill_(float(number))
+        (scaled,) = graphs.take(factor, lambda factor=factor: step(factor))
+        expected += float((number * factor) ** 2)
+        assert (scaled == number * factor).all() and (total == expected).all()
+    assert sorted(runs) == [2, 2, 3, 3, 5], "each ran once as it is, and was captured when it came again"
+    graphs.forget()
+    for _ in range(3):
+        (scaled,) = graphs.take(2, lambda: step(2))
+    assert sorted(runs) == [2, 2, 2, 2, 3, 3, 5]
+    assert (scaled == 18).all()

@@ -15,7 +15,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.primitives.densifier import ReplicatedDensifier, densification_info
 from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, first_capacities, padded
 from ns_multigpu.primitives.gaussians import Gaussians
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_image, make_points, make_views
 
 RATES = {"means": 1e-3, "quats": 1e-3, "scales": 5e-3, "opacities": 5e-2, "features_dc": 2.5e-3, "features_rest": 1e-4}
@@ -228,7 +228,6 @@ def test_a_lazy_step_waits_for_a_flush_once_64_are_put_off() -> None:
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(("ranks", "views", "antialiased"), [(1, 1, False), (1, 3, True), (2, 1, False), (4, 2, True)])
 def test_a_fused_course_on_gpus(ranks: int, views: int, antialiased: bool, lazy: bool) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
+    skip_without_gpus(ranks)
     outcomes = run_ranks(fused, ranks, 3000, views, 4, antialiased, 0, 0, lazy, device="cuda")
     assert_same_course(outcomes, ordinary(3000, ranks * views, 4, antialiased))

@@ -21,13 +21,13 @@ struct RankPatch {
   int32_t view, rank, x0, y0, x1, y1;
 };
 
-// What routing looks at: `count` lines, of which the first *real are rows.
+// What routing looks at: lines first to end of `count`, of which all before *real are rows.
 struct RouteRows {
   const int32_t* view_ids;
   const int64_t* real;
   const float* means2d;
   const int32_t* radii;
-  int count;
+  int count, first, end;
 };
 
 // Rows per block of the routing kernels.
@@ -35,15 +35,16 @@ inline constexpr int kRouteRows = 1024;
 
 inline int route_blocks(int rows) { return static_cast<int>((int64_t{rows} + kRouteRows - 1) / kRouteRows); }
 
-// Device memory: `patches`, `host_patches` long, and `block_counts`, ranks * route_blocks(count) long. Patches are copied
-// by value, so the host's may go at once; they must ascend by view. counts [ranks].
+// Device memory: `patches`, `host_patches` long, and `block_counts`, ranks * route_blocks(end - first) long. Patches are
+// copied by value, so the host's may go at once; they must ascend by view. place [ranks, count]; counts [ranks]: of the
+// rows before `first`, unless that is 0, then of those before `end`.
 cudaError_t route_launch(const RouteRows& rows, const RankPatch* host_patches, int patch_count, RankPatch* patches,
                          int ranks, int32_t* block_counts, int32_t* place, int64_t* counts, cudaStream_t stream);
 
-struct PackRows {
+struct PackRows {  // lines first to end of `count`
   const float *means2d, *conics, *opacities, *features, *depths;
   const int32_t *radii, *view_ids;
-  int count;
+  int count, first, end;
 };
 
 // place [ranks, count]; destinations [ranks] in device memory, each aligned to 16 bytes.

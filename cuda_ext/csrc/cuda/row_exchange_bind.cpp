@@ -1,4 +1,4 @@
-// `route`, `pack`, `unpack` and `collect` on CUDA.
+// `route`, `route_lines`, `pack`, `unpack` and `collect` on CUDA.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -40,34 +41,58 @@ std::vector<RankPatch> rank_patches(at::IntArrayRef numbers, int ranks) {
   return patches;
 }
 
-std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& view_ids_, const at::Tensor& count_,
-                                         const at::Tensor& means2d_, const at::Tensor& radii_,
-                                         at::IntArrayRef numbers, int64_t ranks_) {
+void check_lines(int64_t first, int64_t end, int rows) {
+  TORCH_CHECK_VALUE(0 <= first && first <= end && end <= rows, "lines ", first, " to ", end,
+                    ": need 0 <= first <= end <= ", rows, ", which is all of them.");
+}
+
+void route_lines(const at::Tensor& view_ids_, const at::Tensor& count_, const at::Tensor& means2d_,
+                 const at::Tensor& radii_, at::IntArrayRef numbers, int64_t ranks_, int64_t first, int64_t end,
+                 const at::Tensor& place_, const at::Tensor& counts_) {
   const int rows = cuda_count(means2d_.size(0), "rows"), ranks = checked_ranks(ranks_);
   const at::Tensor means2d = cuda_floats(means2d_, "means2d", {rows, 2}, means2d_),
                    view_ids = cuda_ints(view_ids_, "view_ids", {rows}, means2d_),
                    radii = cuda_ints(radii_, "radii", {rows, 2}, means2d_),
-                   count = cuda_checked(count_, "count", {1}, at::kLong, means2d_);
+                   count = cuda_checked(count_, "count", {1}, at::kLong, means2d_),
+                   place = cuda_ints(place_, "place", {ranks, rows}, means2d_),
+                   counts = cuda_checked(counts_, "counts", {ranks}, at::kLong, means2d_);
+  TORCH_CHECK_VALUE(place.is_same(place_) && counts.is_same(counts_),
+                    "place and counts must be contiguous: they are written in place.");
+  check_lines(first, end, rows);
   const std::vector<RankPatch> patches = rank_patches(numbers, ranks);
   const c10::cuda::CUDAGuard guard(means2d.device());
-  const at::TensorOptions ints = radii.options(), longs = ints.dtype(at::kLong), bytes = ints.dtype(at::kByte);
-  const at::Tensor place = at::empty({ranks, rows}, ints), counts = at::empty({ranks}, longs);
+  const at::TensorOptions ints = radii.options(), bytes = ints.dtype(at::kByte);
   const at::Tensor table = at::empty({int64_t(patches.size() * sizeof(RankPatch))}, bytes);
-  const at::Tensor block_counts = at::empty({ranks, route_blocks(rows)}, ints);
+  const at::Tensor block_counts = at::empty({ranks, route_blocks(int(end - first))}, ints);
   const RouteRows lines{view_ids.const_data_ptr<int32_t>(), count.const_data_ptr<int64_t>(),
-                        means2d.const_data_ptr<float>(), radii.const_data_ptr<int32_t>(), rows};
+                        means2d.const_data_ptr<float>(), radii.const_data_ptr<int32_t>(), rows, int(first), int(end)};
   NSMG_CUDA_CHECK(route_launch(lines, patches.data(), cuda_count(patches.size(), "patches"),
                                static_cast<RankPatch*>(table.mutable_data_ptr()), ranks,
                                block_counts.mutable_data_ptr<int32_t>(), place.mutable_data_ptr<int32_t>(),
                                counts.mutable_data_ptr<int64_t>(), c10::cuda::getCurrentCUDAStream()));
+}
+
+std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& view_ids, const at::Tensor& count,
+                                         const at::Tensor& means2d, const at::Tensor& radii, at::IntArrayRef numbers,
+                                         int64_t ranks_) {
+  const int ranks = checked_ranks(ranks_);
+  const int64_t rows = means2d.size(0);
+  const c10::cuda::CUDAGuard guard(means2d.device());
+  const at::TensorOptions floats = means2d.options();
+  const at::Tensor place = at::empty({ranks, rows}, floats.dtype(at::kInt));
+  const at::Tensor counts = at::empty({ranks}, floats.dtype(at::kLong));
+  route_lines(view_ids, count, means2d, radii, numbers, ranks, 0, rows, place, counts);
   return {place, counts};
 }
 
 void pack(const at::Tensor& view_ids_, const at::Tensor& means2d_, const at::Tensor& conics_,
           const at::Tensor& opacities_, const at::Tensor& features_, const at::Tensor& depths_,
-          const at::Tensor& radii_, const at::Tensor& place_, const at::Tensor& destinations_, int64_t capacity_) {
+          const at::Tensor& radii_, const at::Tensor& place_, const at::Tensor& destinations_, int64_t capacity_,
+          int64_t first, std::optional<int64_t> end_) {
   const int rows = cuda_count(means2d_.size(0), "rows"), capacity = cuda_count(capacity_, "lines of capacity");
   const int ranks = checked_ranks(place_.size(0));
+  const int64_t end = end_.value_or(rows);
+  check_lines(first, end, rows);
   const at::Tensor means2d = cuda_floats(means2d_, "means2d", {rows, 2}, means2d_),
                    conics = cuda_floats(conics_, "conics", {rows, 3}, means2d_),
                    opacities = cuda_floats(opacities_, "opacities", {rows}, means2d_),
@@ -81,7 +106,7 @@ void pack(const at::Tensor& view_ids_, const at::Tensor& means2d_, const at::Ten
   const PackRows lines{means2d.const_data_ptr<float>(),   conics.const_data_ptr<float>(),
                        opacities.const_data_ptr<float>(), features.const_data_ptr<float>(),
                        depths.const_data_ptr<float>(),    radii.const_data_ptr<int32_t>(),
-                       view_ids.const_data_ptr<int32_t>(), rows};
+                       view_ids.const_data_ptr<int32_t>(), rows, int(first), int(end)};
   NSMG_CUDA_CHECK(pack_launch(lines, place.const_data_ptr<int32_t>(), destinations.const_data_ptr<int64_t>(), ranks,
                               capacity, c10::cuda::getCurrentCUDAStream()));
 }
@@ -130,6 +155,7 @@ at::Tensor collect(const at::Tensor& place_, const at::Tensor& count_, const at:
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   m.impl("route", &nsmg::route);
+  m.impl("route_lines", &nsmg::route_lines);
   m.impl("pack", &nsmg::pack);
   m.impl("unpack", &nsmg::unpack);
   m.impl("collect", &nsmg::collect);

@@ -63,7 +63,7 @@ __device__ __forceinline__ uint32_t ranks_reached(const RouteRows& rows, const R
 
 __device__ __forceinline__ int64_t real_rows(const RouteRows& rows) {
   const int64_t real = *rows.real;
-  return real < rows.count ? real : rows.count;
+  return real < rows.end ? real : rows.end;
 }
 
 // Adds to lane r how many of the warp's masks have bit r.
@@ -74,13 +74,14 @@ __device__ __forceinline__ void count_bits(uint32_t mask, int ranks, int lane, i
   }
 }
 
-// masks [count] of the rows, and block_counts [ranks, blocks].
+// masks [count] of the lines' rows, and block_counts [ranks, blocks].
 __global__ void __launch_bounds__(kThreads)
     touch_kernel(RouteRows rows, const RankPatch* patches, int patch_count, int ranks, int blocks, uint32_t* masks,
                  int32_t* block_counts) {
   __shared__ int sums[kWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t first = int64_t(blockIdx.x) * kRouteRows + warp * (32 * kSteps), real = real_rows(rows);
+  const int64_t first = rows.first + int64_t(blockIdx.x) * kRouteRows + warp * (32 * kSteps);
+  const int64_t real = real_rows(rows);
   int mine = 0;
   for (int step = 0; step < kSteps; ++step) {
     const int64_t row = first + 32 * step + lane;
@@ -108,12 +109,14 @@ __device__ __forceinline__ int warp_through(int value, int lane) {
   return value;
 }
 
-// A block a rank: its counts become what stands before them, and their sum goes to counts[rank].
-__global__ void __launch_bounds__(kScanThreads) scan_kernel(int32_t* block_counts, int blocks, int64_t* counts) {
+// A block a rank: its counts become what stands before them, and their sum goes to counts[rank]; with `more` both go on
+// from what is there.
+__global__ void __launch_bounds__(kScanThreads)
+    scan_kernel(int32_t* block_counts, int blocks, bool more, int64_t* counts) {
   __shared__ int sums[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int32_t* values = block_counts + int64_t(blockIdx.x) * blocks;
-  int carry = 0;
+  int carry = more ? int(counts[blockIdx.x]) : 0;
   for (int base = 0; base < blocks; base += kScanThreads) {
     const int k = base + int(threadIdx.x);
     const int value = k < blocks ? values[k] : 0;
@@ -137,7 +140,8 @@ __global__ void __launch_bounds__(kThreads)
     place_kernel(RouteRows rows, int ranks, int blocks, const int32_t* block_starts, int32_t* place) {
   __shared__ int sums[kWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t first = int64_t(blockIdx.x) * kRouteRows + warp * (32 * kSteps), real = real_rows(rows);
+  const int64_t first = rows.first + int64_t(blockIdx.x) * kRouteRows + warp * (32 * kSteps);
+  const int64_t real = real_rows(rows);
   uint32_t masks[kSteps];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -162,7 +166,7 @@ __global__ void __launch_bounds__(kThreads)
       const bool goes = (masks[step] >> rank & 1u) != 0;
       const unsigned going = __ballot_sync(kAll, goes);
       const int from = __shfl_sync(kAll, start, rank);
-      if (row < rows.count) place[int64_t(rank) * rows.count + row] = goes ? from + __popc(going & below) : -1;
+      if (row < rows.end) place[int64_t(rank) * rows.count + row] = goes ? from + __popc(going & below) : -1;
       if (lane == rank) start += __popc(going);
     }
   }
@@ -172,7 +176,7 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t route_launch(const RouteRows& rows, const RankPatch* host_patches, int patch_count, RankPatch* patches,
                          int ranks, int32_t* block_counts, int32_t* place, int64_t* counts, cudaStream_t stream) {
-  const int blocks = route_blocks(rows.count);
+  const int blocks = route_blocks(rows.end - rows.first);
   for (int first = 0; first < patch_count; first += kUpload) {
     PatchBatch batch = {};
     const int number = patch_count - first < kUpload ? patch_count - first : kUpload;
@@ -183,7 +187,7 @@ cudaError_t route_launch(const RouteRows& rows, const RankPatch* host_patches, i
     auto* masks = reinterpret_cast<uint32_t*>(place);
     touch_kernel<<<blocks, kThreads, 0, stream>>>(rows, patches, patch_count, ranks, blocks, masks, block_counts);
   }
-  scan_kernel<<<ranks, kScanThreads, 0, stream>>>(block_counts, blocks, counts);
+  scan_kernel<<<ranks, kScanThreads, 0, stream>>>(block_counts, blocks, rows.first > 0, counts);
   if (blocks > 0) place_kernel<<<blocks, kThreads, 0, stream>>>(rows, ranks, blocks, block_counts, place);
   return cudaGetLastError();
 }

@@ -109,12 +109,13 @@ __device__ __forceinline__ void stage(const CaughtUp<Moment>& source, int drawn,
 template <int Degree, bool Lazy, typename Moment>
 __global__ void __launch_bounds__(kThreads)
     rows_kernel(const __grid_constant__ RawPoints points, const __grid_constant__ MissedSteps missed,
-                const __grid_constant__ Views views, const SplatSettings settings, const SplatRows rows) {
+                const __grid_constant__ Views views, const SplatSettings settings, const SplatRows rows, int first,
+                int end) {
   extern __shared__ float4 storage[];
   auto* setups = reinterpret_cast<ViewSetup*>(storage);
   load_views(setups, views);
-  const int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int64_t count = smaller<int64_t>(*rows.count, rows.capacity);
+  const int64_t row = first + int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t count = smaller<int64_t>(*rows.count, end);
   const bool real = row < count;
   const int view = real ? rows.view_ids[row] : 0;
   const int64_t id = real ? rows.point_ids[row] : 0;
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(kThreads)
     color = ShConstants<float>::k0 * source.dc(id, last);
   }
 
-  if (row >= rows.capacity) return;
+  if (row >= end) return;
   if (!real) {
     rows.view_ids[row] = larger(views.count - 1, 0);
     rows.point_ids[row] = -1;
@@ -193,14 +194,14 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int Degree>
 cudaError_t launch(const RawPoints& points, const MissedSteps& missed, const Views& views,
-                   const SplatSettings& settings, const SplatRows& rows, cudaStream_t stream) {
-  const int blocks = (rows.capacity + kThreads - 1) / kThreads;
+                   const SplatSettings& settings, const SplatRows& rows, int first, int end, cudaStream_t stream) {
+  const int blocks = (end - first + kThreads - 1) / kThreads;
   const size_t shared = shared_bytes(Degree, views.count);
   return with_moments(missed.compact, [&](auto moment) {
     using Moment = decltype(moment);
     const auto kernel =
         missed.last == nullptr ? rows_kernel<Degree, false, float> : rows_kernel<Degree, true, Moment>;
-    kernel<<<blocks, kThreads, shared, stream>>>(points, missed, views, settings, rows);
+    kernel<<<blocks, kThreads, shared, stream>>>(points, missed, views, settings, rows, first, end);
     return cudaGetLastError();
   });
 }
@@ -208,17 +209,18 @@ cudaError_t launch(const RawPoints& points, const MissedSteps& missed, const Vie
 }  // namespace
 
 cudaError_t splat_rows_launch(const RawPoints& points, const MissedSteps& missed, const Views& views,
-                              const SplatSettings& settings, const SplatRows& rows, cudaStream_t stream) {
-  if (rows.capacity == 0) return cudaSuccess;
+                              const SplatSettings& settings, const SplatRows& rows, int first, int end,
+                              cudaStream_t stream) {
+  if (first >= end) return cudaSuccess;
   switch (settings.degree) {
     case 0:
-      return launch<0>(points, missed, views, settings, rows, stream);
+      return launch<0>(points, missed, views, settings, rows, first, end, stream);
     case 1:
-      return launch<1>(points, missed, views, settings, rows, stream);
+      return launch<1>(points, missed, views, settings, rows, first, end, stream);
     case 2:
-      return launch<2>(points, missed, views, settings, rows, stream);
+      return launch<2>(points, missed, views, settings, rows, first, end, stream);
     default:
-      return launch<3>(points, missed, views, settings, rows, stream);
+      return launch<3>(points, missed, views, settings, rows, first, end, stream);
   }
 }
 

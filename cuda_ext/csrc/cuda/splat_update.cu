@@ -15,8 +15,10 @@ namespace nsmg {
 namespace {
 
 // starts[view * (groups + 1) + group]: the first row at or after the group's first point; the last of a view is its end.
-__global__ void starts_kernel(const UpdateRows rows, int views, int groups, int32_t* starts) {
+// Where there is a witness, nothing has been seen yet.
+__global__ void starts_kernel(const UpdateRows rows, int views, int groups, int32_t* starts, float* witness) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i == 0 && witness != nullptr) *witness = 0.0f;
   if (i >= int64_t{views} * (groups + 1)) return;
   const int view = static_cast<int>(i / (groups + 1)), group = static_cast<int>(i % (groups + 1));
   const int segment = view / (views / rows.segments), length = rows.rows / rows.segments;
@@ -128,13 +130,18 @@ cudaError_t launch_degree(const UpdateLaunch& launch, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t splat_update_launch(const UpdateLaunch& launch, cudaStream_t stream) {
-  if (launch.points == 0) return cudaSuccess;
   const int groups = update_groups(launch.points);
-  const int64_t starts = int64_t{launch.views.count} * (groups + 1);
+  const int64_t starts = launch.points > 0 ? int64_t{launch.views.count} * (groups + 1) : 0;
+  if (starts == 0 && launch.witness.at != nullptr) {
+    const cudaError_t status = cudaMemsetAsync(launch.witness.at, 0, sizeof(float), stream);
+    if (status != cudaSuccess) return status;
+  }
+  if (launch.points == 0) return cudaSuccess;
   if (starts > 0) {
     constexpr int kSearchThreads = 256;
     const auto blocks = static_cast<unsigned>((starts + kSearchThreads - 1) / kSearchThreads);
-    starts_kernel<<<blocks, kSearchThreads, 0, stream>>>(launch.rows, launch.views.count, groups, launch.starts);
+    starts_kernel<<<blocks, kSearchThreads, 0, stream>>>(launch.rows, launch.views.count, groups, launch.starts,
+                                                         launch.witness.at);
     const cudaError_t status = cudaGetLastError();
     if (status != cudaSuccess) return status;
   }

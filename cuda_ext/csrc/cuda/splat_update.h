@@ -36,6 +36,12 @@ struct UpdateStatistics {  // [N] each, or null
   float *grad2d, *seen, *radii_max;
 };
 
+// What tells of gradients that are not finite, of the rows of some views.
+struct UpdateWitness {
+  float* at;  // or null
+  int first_view, end_view;
+};
+
 struct UpdateSettings {
   int degree;
   float eps2d;
@@ -52,6 +58,7 @@ struct UpdateLaunch {
   UpdateRows rows;
   UpdateGradients gradients;
   UpdateStatistics statistics;
+  UpdateWitness witness;
   UpdateSettings settings;
   int32_t* starts;  // [views, groups + 1]: where a view's rows of a group begin
   LazyState lazy;   // null pointers: every point takes every step

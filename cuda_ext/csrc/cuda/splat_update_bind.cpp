@@ -26,7 +26,8 @@ void splat_update(at::TensorList params, at::TensorList exp_avgs, at::TensorList
                   const at::Tensor& radii_, at::TensorList row_gradients, const at::Tensor& grad2d,
                   const at::Tensor& seen, const at::Tensor& radii_max, int64_t degree, double eps2d, double near_plane,
                   double far_plane, bool antialiased, bool absgrad, bool selective, double opacity_weight,
-                  double scale_weight, const Optional& last, const Optional& table, const Optional& steps) {
+                  double scale_weight, const Optional& last, const Optional& table, const Optional& steps,
+                  const Optional& witness, at::IntArrayRef witness_views) {
   UpdateLaunch launch = {};
   put_parameters({params, exp_avgs, exp_avg_sqs}, launch);
   launch.lazy = lazy_state(last, table, steps, params[kMeans]);
@@ -92,6 +93,12 @@ void splat_update(at::TensorList params, at::TensorList exp_avgs, at::TensorList
   }
   launch.statistics = {statistic(grad2d, "grad2d", means), statistic(seen, "seen", means),
                        statistic(radii_max, "radii_max", means)};
+  if (witness.has_value()) {
+    const bool all = witness_views.empty();
+    TORCH_CHECK_VALUE(all || witness_views.size() == 2, "witness_views must be the first view and the end, or empty.");
+    launch.witness = {in_place(*witness, "witness", {1}, means), all ? 0 : cuda_count(witness_views[0], "views"),
+                      all ? launch.views.count : cuda_count(witness_views[1], "views")};
+  }
   launch.settings = {static_cast<int>(degree),  static_cast<float>(eps2d),          antialiased,
                      absgrad,                   selective,                          static_cast<float>(opacity_weight),
                      static_cast<float>(scale_weight)};

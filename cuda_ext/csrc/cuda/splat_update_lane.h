@@ -60,12 +60,19 @@ struct Lane {
     }
   }
 
+  // A row of the view has a gradient that is not finite.
+  __device__ __forceinline__ void tell(int v) const {
+    const UpdateWitness& witness = launch.witness;
+    if (witness.at != nullptr && v >= witness.first_view && v < witness.end_view) *witness.at = nanf("");
+  }
+
   // Sums all gradients but those of the harmonics beyond the first; returns whether the point is drawn anywhere.
   __device__ __forceinline__ bool sum_rows(const Point<float>& point, Sums& sums, PointStatistics& statistics) const {
     bool drawn = false;
     for_rows([&](int v, int64_t row) {
       const ViewSetup& view = views[v];
       const RowGradient g = load_gradient(launch.gradients, launch.rows, row);
+      if (!(g.probe == 0.0f)) tell(v);
       const PointGradient<float> p =
           splat_vjp(view.camera, point, launch.settings.eps2d, launch.settings.antialiased, g.splat);
       sums.mean = sums.mean + p.mean;

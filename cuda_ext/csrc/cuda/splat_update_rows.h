@@ -19,7 +19,13 @@ struct RowGradient {
   SplatGradient<float> splat;
   Vec3<float> color;
   float absolute_x, absolute_y;
+  float probe;  // 0, or NaN if a number of the gradient is not finite
 };
+
+template <typename... Floats>
+__device__ __forceinline__ float probe_of(Floats... numbers) {
+  return (... + (0.0f * numbers));
+}
 
 // The gradient of a row; where its colour was clamped at black, the colour's is zero.
 __device__ __forceinline__ RowGradient load_gradient(const UpdateGradients& g, const UpdateRows& rows, int64_t row) {
@@ -46,6 +52,9 @@ __device__ __forceinline__ RowGradient load_gradient(const UpdateGradients& g, c
     out.absolute_y = absolute.y;
   }
   out.splat.depth = rows.feature_floats > 3 ? depth : 0.0f;
+  out.probe = probe_of(out.splat.x, out.splat.y, out.splat.conic_a, out.splat.conic_b, out.splat.conic_c,
+                       out.splat.depth, out.splat.opacity, out.color.x, out.color.y, out.color.z, out.absolute_x,
+                       out.absolute_y);
   out.color.x = feature[0] > 0.0f ? out.color.x : 0.0f;
   out.color.y = feature[1] > 0.0f ? out.color.y : 0.0f;
   out.color.z = feature[2] > 0.0f ? out.color.z : 0.0f;

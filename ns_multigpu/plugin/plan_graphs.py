@@ -1,0 +1,61 @@
+"""CUDA graphs of a tile step: one for each plan that comes again.
+
+What is launched for a step depends on who draws which band. Plans are few (`TileRanges.assign_alike`), so each is
+captured when it comes for the second time, and replayed from then on: launching a step's hundred kernels one by one
+takes the host longer than they take on a capture of a million Gaussians.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ns_multigpu.plugin.step_graphs import GraphPool
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: Any
+    result: Any
+
+
+class PlanGraphs:
+    """Takes steps of one `TileStep` after another.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = GraphPool(device)
+        self._captured: dict[Hashable, _Captured] = {}
+        self._seen: set[Hashable] = set()
+        self._retired: list[Any] = []  # see `GraphPool`
+
+    def forget(self) -> None:
+        """The step has changed. Its graphs go when the next one, which takes over their memory, is there."""
+        self._retired = [one.graph for one in self._captured.values()] or self._retired
+        self._captured, self._seen = {}, set()
+
+    def take(self, key: Hashable, step: Callable[[], Any]) -> Any:
+        """Takes one step, whose inputs are in place.
+
+        Args:
+            key: all that what the step launches depends on, but for the step itself.
+            step: the step, in operators that do not wait for the device.
+
+        Returns:
+            what `step` has returned for this key: the tensors that a replay writes to again.
+        """
+        if key not in self._seen:
+            self._seen.add(key)
+            return step()
+        if key not in self._captured:
+            results: list[Any] = []
+            (graph,) = self._pool.capture(lambda: results.append(step()))
+            self._captured[key] = _Captured(graph, results[0])
+            self._retired = []
+        one = self._captured[key]
+        one.graph.replay()
+        return one.result

@@ -1,0 +1,255 @@
+"""`band_loss`: the loss of a whole view and its gradient by what was blended, from one rectangle or from many."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+from pytorch_msssim import SSIM
+from torch import Tensor
+
+from cuda_ext import BandLoss, band_loss, band_loss_into, composite, l1_ssim
+
+OPS = torch.ops.ns_multigpu
+Rectangle = tuple[int, int, int, int]
+BACKGROUND = (0.2, 0.1, 0.9)
+
+
+class Rendering(NamedTuple):
+    """out [h w,3], alpha [h w], background [3], target [h,w,3], v_l1 [], v_ssim []."""
+
+    out: Tensor
+    alpha: Tensor
+    background: Tensor
+    target: Tensor
+    v_l1: Tensor
+    v_ssim: Tensor
+
+    def cut(self, x0: int, y0: int, x1: int, y1: int) -> "Rendering":
+        h, w = self.target.shape[:2]
+        out = self.out.view(h, w, 3)[y0:y1, x0:x1].reshape(-1, 3)
+        alpha = self.alpha.view(h, w)[y0:y1, x0:x1].reshape(-1)
+        return self._replace(out=out, alpha=alpha, target=self.target[y0:y1, x0:x1].contiguous())
+
+    def run(self, inner: Rectangle | None = None) -> BandLoss:
+        h, w = self.target.shape[:2]
+        return band_loss(*self[:4], inner or (0, 0, w, h), self.v_l1, self.v_ssim)
+
+
+def rendering(
+    height: int, width: int, dtype: torch.dtype = torch.float64, *, byte_target: bool = True, device: str = "cpu",
+    background: tuple[float, ...] = BACKGROUND, seed: int = 0,
+) -> Rendering:  # fmt: skip
+    """A smooth image and a noisy rendering of it, some of which is too bright or too dark to be shown."""
+    g = torch.Generator(device).manual_seed(seed)
+    y, x = torch.linspace(0, 3, height, device=device)[:, None], torch.linspace(0, 4, width, device=device)[None]
+    smooth = torch.stack(
+        [torch.sin(3 * x).expand(height, width), torch.cos(2 * y).expand(height, width), (x * y).sin()]
+    )
+    smooth = smooth.permute(1, 2, 0).contiguous() * 0.4 + 0.5
+    alpha = torch.rand(height * width, generator=g, device=device).to(dtype)
+    shown = (smooth + torch.randn(smooth.shape, generator=g, device=device) * 0.15).view(-1, 3).to(dtype)
+    behind = torch.tensor(background, dtype=dtype, device=device)
+    target = (smooth * 255).to(torch.uint8)
+    v = [torch.tensor(value, dtype=dtype, device=device) for value in (0.8, -0.3)]
+    image = target if byte_target else (target.to(dtype) / 255).roll(1, 0)
+    return Rendering(shown - (1 - alpha)[:, None] * behind, alpha, behind, image, *v)
+
+
+def expected(r: Rendering) -> BandLoss:
+    """Of a whole view, in float64 by autograd and pytorch_msssim's formula, from the very numbers of `r`."""
+    h, w = r.target.shape[:2]
+    out, alpha = r.out.double().requires_grad_(), r.alpha.double().requires_grad_()
+    rgb = (out + (1 - alpha)[:, None] * r.background.double()).clamp(0, 1).view(h, w, 3)
+    target = r.target.double() / (255 if r.target.dtype == torch.uint8 else 1)
+    l1, ssim = (rgb - target).abs().sum(), 0 * rgb.sum()
+    if min(h, w) > 10:
+        module = SSIM(data_range=1.0, size_average=True, channel=3).double()
+        tap = torch.arange(-5, 6, dtype=torch.float64).square().div(-2 * 1.5**2).exp()  # theirs are float32's
+        module.win = (tap / tap.sum()).expand(3, 1, 1, 11).to(out.device)
+        ssim = module(*(x.permute(2, 0, 1)[None] for x in (rgb, target))) * (3 * (h - 10) * (w - 10))
+    grads = torch.autograd.grad(r.v_l1.double() * l1 + r.v_ssim.double() * ssim, (out, alpha))
+    return BandLoss(rgb.detach(), l1.detach(), ssim.detach(), *grads)
+
+
+def assert_near(actual: Tensor, wanted: Tensor, relative: float) -> None:
+    """Near as a whole, and nowhere far off."""
+    error = actual.double() - wanted.double()
+    assert error.norm() <= relative * wanted.double().norm()
+    if wanted.numel() > 1:
+        assert error.abs().max() <= 10 * relative * wanted.double().abs().max()
+
+
+def assert_bands_add_up(
+    r: Rendering, wanted: BandLoss, cuts_x: tuple[int, ...], cuts_y: tuple[int, ...], halo: int, relative: float
+) -> None:
+    h, w = r.target.shape[:2]
+    sums = torch.zeros(2, dtype=torch.float64, device=r.out.device)
+    v_out, v_alpha = torch.zeros_like(r.out).view(h, w, 3), torch.zeros_like(r.alpha).view(h, w)
+    for x0, x1 in pairwise(cuts_x):
+        for y0, y1 in pairwise(cuts_y):
+            left, top, right, bottom = max(x0 - halo, 0), max(y0 - halo, 0), min(x1 + halo, w), min(y1 + halo, h)
+            part = (slice(top, bottom), slice(left, right))
+            found = r.cut(left, top, right, bottom).run((x0 - left, y0 - top, x1 - left, y1 - top))
+            assert_near(found.rgb, wanted.rgb[part], min(relative, 1e-6))
+            sums += torch.stack([found.l1, found.ssim])
+            # Every pixel's gradient comes from the rectangle that owns it, so what is added elsewhere must be zero.
+            v_out[part] += found.v_out.view(bottom - top, right - left, 3)
+            v_alpha[part] += found.v_alpha.view(bottom - top, right - left)
+            beyond = torch.ones(bottom - top, right - left, dtype=torch.bool, device=r.out.device)
+            beyond[y0 - top : y1 - top, x0 - left : x1 - left] = False
+            beyond = beyond.view(-1)
+            assert not found.v_out[beyond].any() and not found.v_alpha[beyond].any()
+    torch.testing.assert_close(sums, torch.stack([wanted.l1, wanted.ssim]), rtol=max(relative / 10, 1e-10), atol=1e-9)
+    assert_near(v_out.view(-1, 3), wanted.v_out, relative)
+    assert_near(v_alpha.view(-1), wanted.v_alpha, relative)
+
+
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("byte_target", [True, False], ids=["bytes", "floats"])
+@pytest.mark.parametrize("dtype, relative", [(torch.float32, 1e-4), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("height, width", [(40, 53), (11, 11), (12, 30), (8, 30), (30, 7)])
+def test_of_a_whole_view(height: int, width: int, dtype: torch.dtype, relative: float, byte_target: bool) -> None:
+    r = rendering(height, width, dtype, byte_target=byte_target)
+    found, wanted = r.run(), expected(r)
+    assert found.rgb.dtype == found.l1.dtype == dtype
+    for got, want in zip(found, wanted, strict=True):
+        assert got.shape == want.shape
+        assert_near(got, want, relative)
+    assert 0.01 < (wanted.v_out == 0).double().mean() < 0.5 and wanted.v_alpha.count_nonzero() > 0
+
+
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("halo", [10, 16])
+@pytest.mark.parametrize(
+    "cuts_x, cuts_y",
+    [((0, 40), (0, 16, 32, 47)), ((0, 40), (0, 1, 2, 5, 46, 47)), ((0, 3, 20, 40), (0, 16, 47))],
+    ids=["bands", "thin bands", "blocks"],
+)
+def test_rectangles_add_up_to_the_view(cuts_x: tuple[int, ...], cuts_y: tuple[int, ...], halo: int) -> None:
+    r = rendering(47, 40)
+    assert_bands_add_up(r, expected(r), cuts_x, cuts_y, halo, 1e-10)
+
+
+def test_the_halo_has_to_reach_ten_pixels() -> None:
+    """Else the sums are still right, and the gradient near the cut is not."""
+    r = rendering(40, 30)
+    wanted = expected(r)
+    for halo, right in ((10, True), (9, False), (5, False)):
+        found = r.cut(0, 0, 30, 20 + halo).run((0, 0, 30, 20))
+        rest = r.cut(0, 20 - halo, 30, 40).run((0, halo, 30, 20 + halo))
+        torch.testing.assert_close(found.ssim + rest.ssim, wanted.ssim, rtol=1e-10, atol=0)
+        assert torch.allclose(found.v_out[: 20 * 30], wanted.v_out[: 20 * 30], rtol=1e-9, atol=1e-12) == right
+
+
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("inner", [(0, 0, 0, 0), (5, 9, 5, 14), (0, 20, 22, 20), (22, 20, 22, 20)])
+def test_without_pixels_of_its_own_it_only_shows(inner: Rectangle) -> None:
+    r = rendering(20, 22)
+    found = r.run(inner)
+    assert torch.equal(found.rgb.view(-1, 3), composite(*r[:3]))
+    assert not any(t.any() for t in found[1:])
+
+
+def test_an_empty_rectangle() -> None:
+    found = rendering(0, 5).run()
+    assert [tuple(t.shape) for t in found] == [(0, 5, 3), (), (), (0, 3), (0,)]
+    assert found.l1 == 0 and found.ssim == 0
+
+
+@pytest.mark.usefixtures("native")
+def test_is_what_the_other_operators_give() -> None:
+    r = rendering(33, 41, torch.float32)
+    leaves = (r.out.clone().requires_grad_(), r.alpha.clone().requires_grad_())
+    rgb = composite(*leaves, r.background).view(33, 41, 3)
+    l1, ssim, _ = l1_ssim(rgb, r.target, (0, 0, 41, 33))
+    grads = torch.autograd.grad(r.v_l1 * l1 + r.v_ssim * ssim, leaves)
+    for got, want in zip(r.run(), (rgb, l1, ssim, *grads), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+def test_what_cannot_be_shown_has_no_gradient() -> None:
+    r = rendering(20, 22, torch.float32)
+    r.out[100], r.alpha[100] = torch.tensor([-0.1, 1.1, 1.0]), 1.0
+    r.out[200], r.alpha[200] = torch.tensor([0.0, 0.5, float("nan")]), 1.0
+    found = r.run()
+    assert found.v_out[100, 0] == 0 and found.v_out[100, 1] == 0 and found.v_out[200, 2] == 0
+    assert found.rgb.view(-1, 3)[100].tolist() == [0, 1, 1] and found.rgb.view(-1, 3)[200, 2].isnan()
+    assert found.l1.isnan() and found.ssim.isnan()  # what has gone wrong shows
+    assert bool(found.v_out[r.out.isnan().roll(1, 0)].isnan().all())
+    clean = r._replace(out=r.out.nan_to_num(0.5)).run()
+    assert clean.v_out[100, 2] != 0 and clean.v_out[200, 0] != 0 and bool(clean.v_out.isfinite().all())
+
+
+def results_of(r: Rendering) -> dict[str, Tensor]:
+    """Room for `band_loss_into`."""
+    return {
+        "rgb": torch.empty_like(r.target, dtype=r.out.dtype), "loss": torch.full_like(r.v_l1, 2),
+        "v_out": torch.empty_like(r.out), "v_alpha": torch.empty_like(r.alpha),
+    }  # fmt: skip
+
+
+def assert_into_is_the_same(r: Rendering, inner: Rectangle) -> None:
+    h, w = r.target.shape[:2]
+    results = results_of(r)
+    last = torch.arange(h * w, dtype=torch.int32, device=r.out.device)
+    wanted = r.run(inner)
+    for _ in range(2):
+        band_loss_into(*r[:4], inner, r.v_l1, r.v_ssim, offset=0.25, scale=4.0, last=last, **results)
+    for name in ("rgb", "v_out", "v_alpha"):
+        assert torch.equal(results[name], getattr(wanted, name))
+    share = 0.25 + 4.0 * (r.v_l1 * wanted.l1 + r.v_ssim * wanted.ssim)
+    torch.testing.assert_close(results["loss"], 2 + 2 * share, rtol=1e-5, atol=0)
+    own = torch.zeros(h, w, dtype=torch.bool, device=last.device)
+    own[inner[1] : inner[3], inner[0] : inner[2]] = True
+    assert torch.equal(last, torch.where(own.view(-1), torch.arange(h * w, device=last.device), -1).int())
+
+
+@pytest.mark.parametrize("inner", [(0, 0, 41, 33), (0, 12, 41, 20), (4, 0, 41, 33), (7, 7, 7, 7)])
+def test_into_given_tensors(inner: Rectangle) -> None:
+    assert_into_is_the_same(rendering(33, 41), inner)
+    r = rendering(33, 41)
+    band_loss_into(*r[:4], inner, r.v_l1, r.v_ssim, offset=0.0, scale=1.0, **results_of(r))
+
+
+def test_wrong_arguments_are_named() -> None:
+    r = rendering(12, 14)
+    whole = (0, 0, 14, 12)
+    for field, wrong in (
+        ("out", r.out[:-1]), ("out", r.out[:, :2]), ("alpha", r.alpha[:-1]), ("background", r.background[:2]),
+        ("target", r.target[..., 0]), ("v_l1", r.v_l1[None]),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=field if field != "target" else "target must be"):
+            r._replace(**{field: wrong}).run(whole)
+    for field, wrong in (("alpha", r.alpha.float()), ("target", r.target.float()), ("out", r.out.half())):
+        with pytest.raises(TypeError):
+            r._replace(**{field: wrong}).run(whole)
+    for inner in ((0, 0, 15, 12), (-1, 0, 14, 12), (3, 0, 2, 12), (0, 0, 14)):
+        with pytest.raises(ValueError, match="inner"):
+            r.run(inner)  # type: ignore[arg-type]
+    results = results_of(r)
+    for name, wrong in (
+        ("rgb", results["rgb"].permute(1, 0, 2).contiguous().permute(1, 0, 2)), ("v_out", results["v_out"][:-1]),
+        ("last", torch.zeros(5, dtype=torch.int32)), ("loss", torch.zeros(1, dtype=torch.float64)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=name):
+            band_loss_into(*r[:4], whole, r.v_l1, r.v_ssim, offset=0.0, scale=1.0, **(results | {name: wrong}))
+    with pytest.raises(TypeError, match="last"):
+        band_loss_into(
+            *r[:4], whole, r.v_l1, r.v_ssim, offset=0.0, scale=1.0, last=torch.zeros(12 * 14), **results
+        )  # fmt: skip
+
+
+def check_operators(device: str) -> None:
+    r = rendering(20, 22, torch.float32, device=device)
+    given = (*r[:4], [2, 0, 22, 18], r.v_l1, r.v_ssim)
+    torch.library.opcheck(OPS.band_loss.default, given)
+    results = tuple(results_of(r).values())
+    last = torch.zeros(20 * 22, dtype=torch.int32, device=device)
+    torch.library.opcheck(OPS.band_loss_into.default, (*given, 0.5, 2.0, *results, last))
+    torch.library.opcheck(OPS.band_loss_into.default, (*given, 0.5, 2.0, *results))
+
+
+@pytest.mark.usefixtures("native")
+def test_opcheck() -> None:
+    check_operators("cpu")

@@ -1,0 +1,257 @@
+"""A step's bookkeeping on the CPU: the message, the gate and the witness of gradients, against plain loops."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cuda_ext
+from cuda_ext import LazyAdam, step_gate, step_message
+from cuda_ext.lazy_adam import MOST_STEPS
+from cuda_ext.step_control import HEAD
+from tests.cuda_ext.fused_steps import as_records, make_gradients, make_model
+
+F64 = torch.float64
+OPS = torch.ops.ns_multigpu
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a message is made of."""
+
+    own_rows: Tensor
+    segment_counts: Tensor
+    met: Tensor
+    tile_offsets: Tensor
+    bands: list[int]
+    rank: int
+    ranks: int
+    lines: int
+    columns: int
+
+    def on(self, device: str) -> tuple[Any, ...]:
+        """The operator's arguments."""
+        tensors = (self.own_rows, self.segment_counts, self.met, self.tile_offsets)
+        return (*(t.to(device) for t in tensors), self.bands, self.rank, self.ranks, self.lines, self.columns)
+
+
+def make_told(ranks: int, groups: int, bands: int, lines: int = 40, columns: int = 5, seed: int = 0) -> Told:
+    """Bands of 0 to 3 rows of tiles, as far as there are lines, each with a row above and below that is not its own."""
+    g = torch.Generator().manual_seed(seed)
+    stretches: list[int] = []
+    line = tile = 0
+    for _ in range(bands):
+        count = int(torch.randint(0, 4, (1,), generator=g))
+        line += int(torch.randint(0, 2, (1,), generator=g))
+        if line + count > lines:
+            break
+        stretches += [line, tile + columns, count]
+        line, tile = line + count, tile + (count + 2) * columns
+    per_tile = torch.randint(0, 1000, (tile,), generator=g)
+    tile_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), per_tile.cumsum(0)]).int()
+    own, counts, met = (torch.randint(0, 2**40, (n,), generator=g) for n in (groups, groups * ranks, 1))
+    return Told(own, counts, met, tile_offsets, stretches, seed % ranks, ranks, lines, columns)
+
+
+def message_by_hand(told: Told) -> list[int]:
+    own, to_ranks, offsets = told.own_rows.tolist(), told.segment_counts.tolist(), told.tile_offsets.tolist()
+    work = [0] * told.lines
+    for k in range(0, len(told.bands), 3):
+        line, tile, count = told.bands[k : k + 3]
+        for i in range(count):
+            first = tile + i * told.columns
+            work[line + i] = sum(offsets[t + 1] - offsets[t] for t in range(first, first + told.columns))
+    sent = sum(n for k, n in enumerate(to_ranks) if k % told.ranks != told.rank)
+    return [max(own), max(to_ranks), int(told.met), sent, *work]
+
+
+CASES = [(1, 1, 1), (1, 3, 4), (2, 1, 2), (3, 2, 0), (5, 4, 7), (8, 1, 3), (8, 8, 12)]  # ranks, groups, bands
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("ranks", "groups", "bands"), CASES)
+def test_message(ranks: int, groups: int, bands: int, seed: int) -> None:
+    told = make_told(ranks, groups, bands, seed=seed)
+    found = step_message(*told.on("cpu"))
+    assert found.dtype == torch.int64 and found.tolist() == message_by_hand(told)
+
+
+@dataclass
+class Gated:
+    """What a gate decides on, and writes."""
+
+    messages: Tensor  # [ranks, HEAD + lines]
+    limits: Tensor
+    status: Tensor
+    scalars: Tensor
+    still: Tensor
+    row_counts: Tensor
+    lazy: LazyAdam | None
+    totals: Tensor
+    rank: int
+
+    def to(self, device: str) -> "Gated":
+        """A copy."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {k: t.to(device, copy=True) for k, t in parts.items() if isinstance(t, Tensor)}
+        lazy = self.lazy
+        if lazy is not None:
+            lazy = LazyAdam(*(t.to(device, copy=True) for t in (lazy.last, lazy.table, lazy.steps)))
+        return replace(self, **moved, lazy=lazy)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """As a tile step does with 3 limits, and as a fused step with 2."""
+        kinds = len(self.limits)
+        counts = [self.messages[:, k] for k in range(kinds)]
+        given = (counts, self.limits, self.status, self.scalars, self.still)
+        if kinds == 2:
+            return step_gate(*given, row_counts=self.messages[:, 0], lazy=self.lazy)
+        sent = self.messages[self.rank, HEAD - 1 : HEAD]
+        return step_gate(
+            *given, row_counts=self.row_counts, lazy=self.lazy, sent=sent, work=self.messages[:, HEAD:],
+            totals=self.totals,
+        )  # fmt: skip
+
+
+def make_gated(ranks: int, groups: int, why: str, kinds: int = 3, lines: int = 2 * 9, seed: int = 0) -> Gated:
+    """`why` the step is not to be taken: "", "over <k>", "before" or "lazy"."""
+    g = torch.Generator().manual_seed(seed)
+    messages = torch.randint(0, 2**35, (ranks, HEAD + lines), generator=g)
+    limits = messages[:, :kinds].amax(0)  # reached, not exceeded
+    if why.startswith("over"):
+        limits[int(why[-1])] -= 1
+    status = torch.randint(0, 2**35, (kinds + 2 + (kinds == 3),), generator=g)
+    status[kinds + 1] = int(why == "before")
+    lazy = None if why == "" and seed % 2 else LazyAdam.make(3, "cpu")
+    if lazy is not None:
+        lazy.steps.fill_(MOST_STEPS if why == "lazy" else MOST_STEPS - 1)
+    scalars, still = torch.randn(2, 6, 8, generator=g)
+    row_counts = torch.randint(1, 2**35, (groups,), generator=g)
+    totals = torch.full((2, lines // 2), -1, dtype=torch.int64)
+    return Gated(messages, limits, status, scalars, still, row_counts, lazy, totals, seed % ranks)
+
+
+REASONS = ["", "over 0", "over 1", "over 2", "before", "lazy"]
+
+
+def check_gate(gated: Gated, why: str) -> None:
+    kinds, before = len(gated.limits), gated.to("cpu")
+    scalars, counts = gated.run()
+    full = why != ""
+    expected = [before.status[0] + (not full)]
+    expected += [max(int(before.status[1 + k]), *before.messages[:, k].tolist(), 0) for k in range(kinds)]
+    expected += [int(full)]
+    if kinds == 3:
+        expected += [before.status[5] + before.messages[gated.rank, 3]]
+        work = before.messages[:, HEAD:].tolist()
+        assert gated.totals.view(-1).tolist() == [sum(column) for column in zip(*work, strict=True)]
+    assert gated.status.tolist() == [int(n) for n in expected]
+    assert torch.equal(scalars, gated.still if full else gated.scalars)
+    rows = before.row_counts if kinds == 3 else before.messages[:, 0]
+    assert counts.tolist() == ([0] * len(rows) if full else rows.tolist())
+    assert torch.equal(gated.messages, before.messages) and torch.equal(gated.limits, before.limits)
+
+
+@pytest.mark.parametrize("why", REASONS)
+@pytest.mark.parametrize(("ranks", "groups"), [(1, 1), (2, 1), (3, 4), (8, 2)])
+def test_gate(ranks: int, groups: int, why: str) -> None:
+    for seed in range(4):
+        check_gate(make_gated(ranks, groups, why, seed=seed), why)
+        if why != "over 2":
+            check_gate(make_gated(ranks, groups, why, kinds=2, seed=seed), why)
+
+
+def test_a_gate_stays_shut_until_the_status_is_zero() -> None:
+    gated = make_gated(2, 1, "over 1")
+    check_gate(gated, "over 1")
+    gated.limits += 1
+    check_gate(gated, "before")
+    gated.status.zero_()
+    check_gate(gated, "")
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_witness(records: bool) -> None:
+    model = make_model(60, 3)
+    rows = model.forward(200)
+    drawn = (rows.radii[:, 0] > 0).nonzero().squeeze(-1).tolist()
+    line = drawn[len(drawn) // 2]
+    view = int(rows.view_ids[line])
+    dead = next(k for k in range(200) if rows.radii[k, 0] == 0)
+    parts = 5
+
+    def told(at: int, part: int, value: float, views: range | None = None, count: Tensor | None = None) -> float:
+        gradients = make_gradients(rows)
+        gradients[part].view(200, -1)[at, -1] = value
+        witness = torch.full((1,), 7.0, dtype=F64)
+        given = as_records(gradients) if records else gradients
+        counted = rows if count is None else rows._replace(count=count)
+        one = model.to("cpu", F64)
+        one.update(counted, given, witness=witness, witness_views=views)
+        return float(witness)
+
+    for part in range(parts):
+        for value in (float("inf"), -float("inf"), float("nan")):
+            assert told(line, part, value) != 0.0
+            assert told(dead, part, value) == 0.0
+        assert told(line, part, 1e30) == 0.0
+    assert told(line, 0, float("nan"), range(view, view + 1)) != 0.0
+    assert told(line, 0, float("nan"), range(view + 1, 3)) == 0.0
+    assert told(line, 0, float("nan"), range(view)) == 0.0
+    assert told(line, 0, float("nan"), None, torch.tensor([0])) == 0.0, "no row counts in a step that is not taken"
+
+
+def test_wrong_arguments_are_named() -> None:
+    told = make_told(2, 2, 3)
+    inputs: list[Any] = list(told.on("cpu"))
+    lines, tiles = told.lines, len(told.tile_offsets) - 1
+    for place, value, error, text in (
+        (0, told.own_rows.int(), TypeError, "own_rows"), (1, told.segment_counts[:3], ValueError, "for each rank"),
+        (2, told.met[0], ValueError, "met"), (3, told.tile_offsets.long(), TypeError, "tile_offsets"),
+        (4, [1, 2], ValueError, "line, tile, count"), (4, [lines, 0, 1], ValueError, "leaves"),
+        (4, [0, tiles, 1], ValueError, "leaves"), (4, [-1, 0, 1], ValueError, "leaves"), (5, 2, ValueError, "rank of"),
+    ):  # fmt: skip
+        changed: list[Any] = [value if k == place else given for k, given in enumerate(inputs)]
+        with pytest.raises(error, match=text):
+            step_message(*changed)
+    gated = make_gated(2, 1, "")
+    counts = [gated.messages[:, k] for k in range(3)]
+    start = (gated.limits, gated.status, gated.scalars)
+    given = (*start, gated.still, gated.row_counts)
+    with pytest.raises(ValueError, match="1 to 4 tensors"):
+        step_gate([], *given)
+    with pytest.raises(ValueError, match="limits"):
+        step_gate(counts[:2], *given)
+    with pytest.raises(ValueError, match="status"):
+        step_gate(counts, *given)
+    with pytest.raises(ValueError, match="together"):
+        step_gate(counts, *given, sent=counts[0][:1], totals=gated.totals)
+    with pytest.raises(ValueError, match="contiguous"):
+        step_gate(counts, *given, sent=counts[0][:1], work=gated.messages[:, HEAD:], totals=gated.totals.T)
+    with pytest.raises(TypeError, match="still"):
+        step_gate(counts, *start, gated.still.double(), gated.row_counts, sent=counts[0][:1])
+    model = make_model(20)
+    rows = model.forward(60)
+    with pytest.raises(ValueError, match="witness"):
+        model.update(rows, make_gradients(rows), witness=torch.zeros(2, dtype=F64))
+
+
+def test_opcheck() -> None:
+    told, gated = make_told(2, 2, 3), make_gated(2, 2, "over 1")
+    assert gated.lazy is not None
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(OPS.step_message, told.on("cpu"), test_utils=tests)
+    counts = [gated.messages[:, k] for k in range(3)]
+    given = (counts, gated.limits, gated.status, gated.scalars, gated.still, gated.row_counts, gated.lazy.steps)
+    rest = (gated.messages[0, 3:4], gated.messages[:, HEAD:], gated.totals)
+    torch.library.opcheck(OPS.step_gate, (*given, MOST_STEPS, *rest), test_utils=tests)
+    short = (*given[:2], gated.status[:5].clone(), *given[3:5], gated.messages[:, 0])
+    torch.library.opcheck(OPS.step_gate, (*short, None, MOST_STEPS, None, None, None), test_utils=tests)
+
+
+def test_the_reference_is_the_same() -> None:
+    told = make_told(3, 2, 5)
+    with cuda_ext.use_reference():
+        assert step_message(*told.on("cpu")).tolist() == message_by_hand(told)
