@@ -16,6 +16,7 @@ from cuda_ext.row_exchange import RECORD_FLOATS
 from ns_multigpu.core.assignment import TileRanges
 from ns_multigpu.core.tile_work import TileWork
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.plan_graphs import PlanGraphs
 from ns_multigpu.primitives.late_counts import LateCounts
 from ns_multigpu.primitives.tile_lists import SortedLists
 from ns_multigpu.primitives.tile_rows import CollectiveRows, OwnRows, PeerRows, RowTransport
@@ -70,6 +71,10 @@ class TileRun(Run):
         self.statistics = {name: torch.zeros(len(model), device=model.device) for name in names}
         self._counts = LateCounts(self._assignment.work)
         self._parts = Parts(world.device)
+        graphs = world.device.type == "cuda" and mode.transport == "peer" and mode.lists == "gather"
+        self._plans = PlanGraphs(world.device) if graphs else None
+        shape = (batch, course.scene.height, course.scene.width, 3)
+        self._pictures = torch.zeros(shape, dtype=torch.uint8, device=world.device)
 
     def _first_capacities(self, rows: int, intersections: int) -> tuple[int, ...]:
         return rows, rows, intersections
@@ -96,19 +101,29 @@ class TileRun(Run):
             measure=self._parts.measure,
         )  # fmt: skip
         self._inputs = Inputs(made.inputs)
+        if self._plans is not None:
+            self._plans.forget()
         return made
 
     def _take(self, batch: int, inputs: Tensor) -> None:
         views, world = self.batches[batch], self.world
         self._counts.learn()
-        plan = bands(self._assignment.assign(views, world.size), self.step.settings)
+        plan = bands(self._assignment.assign_alike(views, world.size), self.step.settings)
         targets: list[Tensor] = []
         for patch in plan[world.rank]:
             _, top, _, bottom = patch.rendered(views[patch.view])
-            targets.append(self.course.images[views[patch.view].index][top:bottom].contiguous())
+            image = self.course.images[views[patch.view].index][top:bottom]
+            targets.append(self._pictures[patch.view, top:bottom].copy_(image))
         self._inputs.upload(inputs)
-        self.step.render(plan, targets)
-        self.step.update()
+
+        def step() -> None:
+            self.step.render(plan, targets)
+            self.step.update()
+
+        if self._plans is None or self._parts.on:
+            step()
+        else:
+            self._plans.take(tuple(map(tuple, plan)), step)
         self._counts.send(views, self.step.tile_counts)
 
     def flush(self) -> None:
@@ -185,16 +200,20 @@ class TileRun(Run):
 
 
 class Parts:
-    """The time of the parts of steps; off until started."""
+    """The time of the parts of steps; off until started.
+
+    Attributes:
+        on: whether it measures.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._on = device, False
+        self._device, self.on = device, False
         self._clocks: dict[str, list[Clock]] = {}
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
         """What a `TileStep` takes."""
-        if not self._on:
+        if not self.on:
             yield
             return
         clock = Clock(self._device)
@@ -204,12 +223,12 @@ class Parts:
         self._clocks.setdefault(part, []).append(clock)
 
     def start(self) -> None:
-        self._on = True
+        self.on = True
         self._clocks = {}
 
     def stop(self) -> dict[str, float]:
         """The median of each part of `PARTS`, milliseconds."""
-        self._on = False
+        self.on = False
         unknown = set(self._clocks) - set(PARTS)
         if unknown:
             raise RuntimeError(f"TileStep names parts that this benchmark does not know: {sorted(unknown)}")
