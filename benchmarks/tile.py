@@ -126,8 +126,8 @@ def jobs_of(options: argparse.Namespace, ranks: int) -> list[Job]:
                 if k == 0 and ranks > 1 and "batch" in options.sections:
                     some.append({**way, "batch": ranks, "usual": True})
                     if mode.transport == "peer":
-                        alone = replace(mode, groups=1)
-                        way |= {"mode": asdict(alone), "way": f"tile, {alone.name}"}
+                        parts = replace(mode, groups=min(ranks, 4))
+                        way |= {"mode": asdict(parts), "way": f"tile, {parts.name}"}
                         some.append({**way, "batch": ranks})
             if "gsplat" in options.sections and cuda:
                 way = {"kind": "gsplat", "batch": ranks, "steps": min(options.steps, options.views)}

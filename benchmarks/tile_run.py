@@ -20,7 +20,7 @@ from ns_multigpu.plugin.plan_graphs import PlanGraphs
 from ns_multigpu.primitives.late_counts import LateCounts
 from ns_multigpu.primitives.tile_lists import SortedLists
 from ns_multigpu.primitives.tile_rows import CollectiveRows, OwnRows, PeerRows, RowTransport
-from ns_multigpu.primitives.tile_settings import TileSettings, bands, usual_groups
+from ns_multigpu.primitives.tile_settings import TileSettings, bands
 from ns_multigpu.primitives.tile_step import TileStep
 
 PARTS = ("project", "send", "sort", "raster", "loss", "backward", "return", "update")
@@ -37,19 +37,19 @@ class Mode:
         transport: "peer" or "collective". gradients: in peer memory "atomics" or "transfer".
         lists: "gather": each rank sorts what arrives; "sort": the sort over all ranks.
         lazy: put off the steps of points that are not drawn.
-        groups: in which rows leave; 0: the usual number.
+        groups: in which rows leave.
     """
 
     transport: str = "peer"
     gradients: str = "atomics"
     lists: str = "gather"
     lazy: bool = True
-    groups: int = 0
+    groups: int = 1
 
     @property
     def name(self) -> str:
         words = [self.transport, self.gradients if self.transport == "peer" else "", "sort" * (self.lists == "sort")]
-        words += ["" if self.lazy else "dense", f"groups: {self.groups}" * (self.groups > 0)]
+        words += ["" if self.lazy else "dense", f"groups: {self.groups}" * (self.groups > 1)]
         return ", ".join(word for word in words if word)
 
 
@@ -81,12 +81,11 @@ class TileRun(Run):
 
     def _make(self) -> TileStep:
         scene, world = self.course.scene, self.world
-        usual = usual_groups(self.batch, world.size > 1 and self.mode.transport == "peer")
         self._rows: RowTransport | None = None  # its memory is the next one's
         settings = TileSettings(
             width=scene.width, height=scene.height, views=self.batch, degree=DEGREE, antialiased=False, absgrad=False,
             ssim_lambda=SSIM_LAMBDA, rows=self.capacities[0], segment=self.capacities[1],
-            intersections=self.capacities[2], groups=self.mode.groups or usual,
+            intersections=self.capacities[2], groups=self.mode.groups,
         )  # fmt: skip
         shape = (settings.rows, settings.segment, settings.words)
         if world.size == 1:

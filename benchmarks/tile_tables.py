@@ -9,8 +9,8 @@ from rich.table import Table
 from benchmarks.tile_run import LINK_GB_PER_S, PARTS
 
 Result = dict[str, Any]
-ALONE = "groups: 1"
-"""How the name of a way ends in which all rows leave together."""
+GROUPS = "groups: "
+"""In the name of a way in which rows leave in groups."""
 
 
 def show(console: Console, results: list[Result]) -> None:
@@ -23,9 +23,10 @@ def show(console: Console, results: list[Result]) -> None:
     ways = list(dict.fromkeys(r["way"] for r in timed if r["kind"] == "tile" and r["batch"] == 1 and not r["usual"]))
     if ways:
         console.print(_modes(timed, names, ways))
-    pairs = [(_find(timed, **_batch(r), usual=True), r) for r in timed if r["batch"] > 1 and r["way"].endswith(ALONE)]
+    grouped = [r for r in timed if r["batch"] > 1 and GROUPS in r["way"]]
+    pairs = [(r, together) for r in grouped if (together := _find(timed, **_batch(r), usual=True)) is not None]
     if pairs:
-        console.print(_overlap([(usual, alone) for usual, alone in pairs if usual is not None]))
+        console.print(_overlap(pairs))
     missing = [r for r in results if "ms" not in r]
     for r in missing[:4]:
         reason = (r.get("error") or r.get("skipped") or "").strip().splitlines()[-1:]
@@ -111,11 +112,11 @@ def _overlap(pairs: list[tuple[Result, Result]]) -> Table:
     """Of each pair the first lets rows leave while others are projected. `send` is what is left of sending then."""
     title = "a view a GPU, ms: rows leave while others are projected | all together (slowest rank's parts)"
     table = _table(title, "scene", "overlap", "together", "project", "", "send", "")
-    for usual, alone in pairs:
-        parts = [r["parts"]["slowest_ms"][part] for part in ("project", "send") for r in (usual, alone)]
-        gain = f" ({alone['ms'] / usual['ms']:.3f})"
-        cells = [f"{usual['name']} x{usual['gpus']}", _ms(usual) + gain, _ms(alone), *(f"{ms:.3f}" for ms in parts)]
-        table.add_row(*cells)
+    for grouped, together in pairs:
+        parts = [r["parts"]["slowest_ms"][part] for part in ("project", "send") for r in (grouped, together)]
+        gain = f" ({together['ms'] / grouped['ms']:.3f})"
+        cells = [f"{grouped['name']} x{grouped['gpus']}", _ms(grouped) + gain, _ms(together)]
+        table.add_row(*cells, *(f"{ms:.3f}" for ms in parts))
     return table
 
 

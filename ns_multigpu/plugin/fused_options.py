@@ -72,7 +72,7 @@ def check_wishes(pipeline: Any, *, fused: bool) -> None:
     if fused and pipeline.model.sharded:
         return
     asked = pipeline.config
-    usual = {"transport": ("auto", "collective"), "tile_lists": ("gather",), "overlap": ("auto", "off")}
+    usual = {"transport": ("auto", "collective"), "tile_lists": ("gather",), "overlap": (1,)}
     for name, values in usual.items():
         value = getattr(asked, name)
         if value not in values:

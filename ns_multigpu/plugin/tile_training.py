@@ -27,7 +27,7 @@ from ns_multigpu.primitives.gaussians import TILE
 from ns_multigpu.primitives.late_counts import LateCounts
 from ns_multigpu.primitives.tile_lists import GatheredLists, SortedLists, TileLists
 from ns_multigpu.primitives.tile_rows import CollectiveRows, OwnRows, PeerRows, RowTransport
-from ns_multigpu.primitives.tile_settings import TileSettings, bands, usual_groups
+from ns_multigpu.primitives.tile_settings import TileSettings, bands
 from ns_multigpu.primitives.tile_step import TileStep
 
 _MOST_AT_FIRST = 1 << 20
@@ -56,7 +56,8 @@ class TileTraining(FusedTraining):
         alone = world.device.type == "cuda" and self._transport.peer and options.tile_lists == "gather"
         self._plans = PlanGraphs(world.device) if alone else None
         self._pictures = torch.zeros(0)
-        self._groups = self._groups_wanted(options.overlap)
+        if options.overlap < 1:
+            raise InputError(f"--pipeline.overlap {options.overlap}: splats leave in 1 part at least.")
         if world.is_main and world.size > 1:
             CONSOLE.print(self._transport.reason)
 
@@ -69,14 +70,6 @@ class TileTraining(FusedTraining):
         super().refine(steps)
         if self._key is None:
             self._model.count_shards()
-
-    def _groups_wanted(self, overlap: str | int) -> int:
-        if overlap == "auto":
-            return usual_groups(self._pipeline.batch_size, self._world.size > 1 and self._transport.peer)
-        groups = 1 if overlap == "off" else int(overlap)
-        if groups < 1:
-            raise InputError(f"--pipeline.overlap {overlap}: at least 1 part, or auto, or off")
-        return groups
 
     def _own_views(self) -> slice:
         return slice(0, self._pipeline.batch_size)
@@ -139,7 +132,7 @@ class TileTraining(FusedTraining):
             width=view.width, height=view.height, views=self._pipeline.batch_size, degree=degree,
             antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad,
             ssim_lambda=options.ssim_lambda, rows=rows, segment=segment, intersections=intersections,
-            selective=options.selective_adam, groups=self._groups,
+            selective=options.selective_adam, groups=options.overlap,
         )  # fmt: skip
         statistics = model.strategy.statistics(model.gauss_params, model.strategy_state) if counts else {}
         self._rows = self._transport_for(settings)

@@ -98,14 +98,3 @@ def bands(plan: Plan, settings: TileSettings) -> list[list[Patch]]:
         return Patch(patch.view, patch.x0, patch.y0, patch.x1, patch.y1, 0 if whole else HALO)
 
     return [[with_halo(patch) for patch in patches] for patches in plan]
-
-
-def usual_groups(views: int, peers: bool) -> int:
-    """In how many groups rows leave unless something else is asked for.
-
-    Args:
-        views: of the batch. peers: whether rows travel into other GPUs' memory.
-    """
-    # Of one view there is little to hide. Each group is some ten launches more, and of four all but a quarter of the
-    # rows leave beside something else. Collectives set out when all rows are there, and gain next to nothing.
-    return min(views, 4) if peers else 1

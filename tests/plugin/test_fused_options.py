@@ -257,11 +257,11 @@ def test_a_run_that_logs_nothing_has_blocks_to_its_end() -> None:
 @pytest.mark.parametrize(("name", "value"), [("transport", "peer"), ("tile_lists", "sort"), ("overlap", 2)])
 def test_what_is_for_fused_steps_of_shards_is_refused_elsewhere(name: str, value: object) -> None:
     run = make_run()
-    run.pipeline.config = SimpleNamespace(transport="auto", tile_lists="gather", overlap="auto")
+    run.pipeline.config = SimpleNamespace(transport="auto", tile_lists="gather", overlap=1)
     flag = f"--pipeline.{name.replace('_', '-')} {value}"
     for fused, sharded, why in ((True, False, "the strategy is strips"), (False, True, "these are not fused")):
         run.pipeline.model.sharded = sharded
-        setattr(run.pipeline.config, name, {"tile_lists": "gather", "transport": "collective", "overlap": "off"}[name])
+        setattr(run.pipeline.config, name, {"tile_lists": "gather", "transport": "collective", "overlap": 1}[name])
         check_wishes(run.pipeline, fused=fused)
         setattr(run.pipeline.config, name, value)
         with pytest.raises(InputError, match=f"^{flag}: .* and {why}"):

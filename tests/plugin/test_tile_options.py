@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"pipeline.tile_lists": "sort"}, "^--pipeline.tile-lists sort: that is for the fused steps .* are not fused",
     ),
     "rows in no parts": (
-        {**FUSED, "capture": "one size", "pipeline.overlap": 0}, "^--pipeline.overlap 0: at least 1 part, or auto",
+        {**FUSED, "capture": "one size", "pipeline.overlap": 0}, "^--pipeline.overlap 0: splats leave in 1 part at",
     ),
     "selective Adam in ordinary steps": (
         {"capture": "one size", MODEL + "selective_adam": True},
