@@ -75,16 +75,14 @@ class ReplicatedDensifier(DefaultStrategy):
 
     def due_after(self, step: int, images: int) -> bool:
         """Whether a step that sees `images` images from number `step` on is followed by a refinement or a reset."""
-        if step >= self.refine_stop_iter:
-            return False
+        images = self._before_stop(step, images)
         return due(self.refine_every, step, images) is not None or due(self.reset_every, step, images) is not None
 
     def refine_when_due(
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int
     ) -> None:
         """Refines, and resets opacities, if either is due after a step whose statistics have been counted."""
-        if step >= self.refine_stop_iter:
-            return
+        images = self._before_stop(step, images)
         refine = due(self.refine_every, step, images)
         reset = due(self.reset_every, step, images)
         if (
@@ -95,6 +93,11 @@ class ReplicatedDensifier(DefaultStrategy):
             self._refine(params, optimizers, state, refine)
         if reset is not None:
             reset_opa(params=params, optimizers=optimizers, state=state, value=self.prune_opa * 2.0)
+
+    def _before_stop(self, step: int, images: int) -> int:
+        """How many of the images from number `step` on come before refining stops. A step may see some on either side:
+        what would be due behind, such as a reset of opacities that nothing would mend, is not due."""
+        return max(0, min(images, self.refine_stop_iter - step))
 
     def _refine(self, params: Any, optimizers: Any, state: dict[str, Any], image: int) -> None:
         for name in ("grad2d", "count"):

@@ -121,6 +121,25 @@ def test_the_clock_counts_images(batch: int) -> None:
     assert [[i for i in images if i % 24 == 0] for images in resets] == [[0], [24], [48]]
 
 
+@pytest.mark.parametrize("batch", [1, 5, 7, 16, 40])
+def test_nothing_is_due_at_or_behind_the_stop_although_a_step_reaches_beyond_it(batch: int) -> None:
+    """Opacities that are reset in the last step of a run stay so: 6 dB were lost to that, with 16 views a step."""
+    params, optimizers = model()
+    rules = {**RULES, "refine_stop_iter": 48, "refine_every": 12, "pause_refine_after_reset": 0}
+    spy = Spy(**rules)
+    state, last_reset, due_last = spy.initialize_state(), -1, -1
+    for step in range(0, 80, batch):
+        params["opacities"].data.fill_(5.0)
+        empty = {name: value[:0] for name, value in rows_of(0, COUNT).items()}
+        if spy.due_after(step, batch):
+            due_last = step
+        spy.step_post_backward(params, optimizers, state, step, {"n_cameras": batch, **empty})
+        if float(params["opacities"].detach().max()) < 5.0:
+            last_reset = step
+    assert max(spy.__dict__["refined"]) < 48
+    assert last_reset <= 24 < last_reset + batch and due_last <= 36 < due_last + batch
+
+
 def test_draws_do_not_touch_the_default_generator() -> None:
     torch.manual_seed(0)
     course(World.single(), 4, 20)
