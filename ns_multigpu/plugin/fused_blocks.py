@@ -12,6 +12,7 @@ from ns_multigpu.plugin.fused_options import check_wishes, fuses
 from ns_multigpu.plugin.fused_training import FusedTraining
 from ns_multigpu.plugin.guards import Guards
 from ns_multigpu.plugin.tile_training import TileTraining
+from ns_multigpu.plugin.timing import Pace
 
 
 class FusedBlocks:
@@ -31,6 +32,7 @@ class FusedBlocks:
         self._pipeline, self._guards = pipeline, guards
         kind = TileTraining if pipeline.model.sharded else FusedTraining
         self.training = kind(pipeline, optimizers, world, guards.computed)
+        self._pace = Pace()
 
     @classmethod
     def if_asked_for(
@@ -51,7 +53,8 @@ class FusedBlocks:
         """Takes the steps of a block and what densification they are followed by. Every rank calls it with the same.
 
         Returns:
-            seconds a step; and of the last step this rank's share of the loss, of its terms, and of the metrics.
+            seconds a step, of late; and of the last step this rank's share of the loss, of its terms, and of the
+            metrics.
         """
         pipeline, last = self._pipeline, steps[-1]
         with TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=last, write=False) as train_time:
@@ -60,7 +63,9 @@ class FusedBlocks:
             result = self.training.run(steps)
             pipeline.model.step = last * pipeline.batch_size
             self.training.refine(steps)
-        seconds = train_time.duration / len(steps)
+        seconds = self._pace.after(len(steps), train_time.duration)
+        # Nerfstudio's own average would count a block of one step, with a refinement behind it, like one of fifty.
+        writer.GLOBAL_BUFFER["events"].pop(EventName.ITER_TRAIN_TIME.value, None)
         writer.put_time(EventName.ITER_TRAIN_TIME, seconds, last, avg_over_steps=True, update_eta=True)
         for k, step in enumerate(steps):
             self._guards.numbers.note(step, ("the rows",), result.reports[k, -1:], result.views[k], result.reports[k])

@@ -1,7 +1,7 @@
 """Where a step's time goes, without making the device wait for the answer."""
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,3 +57,18 @@ class StepTimer:
         result = dict(self._seconds)
         self._seconds.clear()
         return result
+
+
+class Pace:
+    """Seconds a step over the last blocks that have `steps` of them together, refinements included."""
+
+    def __init__(self, steps: int = 300) -> None:
+        self._steps = steps
+        self._recent: deque[tuple[int, float]] = deque()
+
+    def after(self, steps: int, seconds: float) -> float:
+        """With a block of so many steps, which took so long."""
+        self._recent.append((steps, seconds))
+        while sum(count for count, _ in self._recent) - self._recent[0][0] >= self._steps:
+            self._recent.popleft()
+        return sum(took for _, took in self._recent) / sum(count for count, _ in self._recent)
