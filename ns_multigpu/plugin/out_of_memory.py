@@ -84,7 +84,8 @@ class Attempt:
 
 @contextlib.contextmanager
 def saving(trainer: Any) -> Iterator[None]:
-    """Encloses a run's steps: saves, with all ranks, what a step that was given up has left whole.
+    """Encloses a run's steps: saves, with all ranks, what a step that was given up has left whole, and after any other
+    error finishes the save that is on its way.
 
     Raises:
         RanOutOfMemory: on every rank, with the remedies and the checkpoint to go on from.
@@ -93,6 +94,10 @@ def saving(trainer: Any) -> Iterator[None]:
         yield
     except GivenUp as given_up:
         raise _leave(trainer, given_up) from given_up.cause
+    except BaseException as error:
+        trainer.guards.heart.beat("checkpoint")
+        trainer.checkpoints.writer.leave(error)
+        raise
 
 
 def _leave(trainer: Any, given_up: GivenUp) -> RanOutOfMemory:
@@ -111,6 +116,7 @@ def _leave(trainer: Any, given_up: GivenUp) -> RanOutOfMemory:
     if last >= 0:
         trainer.step = last
         trainer.guards.heart.beat("checkpoint")
+        trainer.checkpoints.writer.finish()
         trainer._look_for_nan(now=True)
         trainer.save_checkpoint(last)
     if last >= 0 and path.exists():

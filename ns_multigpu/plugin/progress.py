@@ -65,6 +65,7 @@ class ProgressLog:
         losses: Sequence[str],
         model: Any,
         optimizers: Any,
+        saves: Mapping[str, float],
     ) -> None:
         """Sums what the ranks measured in a step and writes it. Every rank calls it at the same steps.
 
@@ -74,9 +75,11 @@ class ProgressLog:
             losses: the names of the terms.
             model: a `SplatModel`.
             optimizers: a `BatchOptimizers`.
+            saves: what saves took on this rank since the last log; see `CheckpointWriter.measured`.
         """
         summed = summed_over_ranks(shares, self._world)
-        row = self.row(step, batch, timer.take(), summed, model.total_points, reordering_of(model.strategy))
+        more = {**reordering_of(model.strategy), **saves}
+        row = self.row(step, batch, timer.take(), summed, model.total_points, more)
         extra: dict[str, Any] = {"psnr": summed["psnr"], "gaussian_count": model.total_points}
         model.camera_optimizer.get_metrics_dict(extra)
         rates = {name: scheduler.get_last_lr()[0] for name, scheduler in optimizers.schedulers.items()}

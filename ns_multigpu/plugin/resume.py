@@ -13,7 +13,8 @@ import ns_multigpu
 from ns_multigpu.core.collectives import broadcast_object
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin import training_state as state
-from ns_multigpu.plugin.checkpoint import Opened, chosen, open_checkpoint, remove_old, save, together
+from ns_multigpu.plugin.background_save import CheckpointWriter, Content
+from ns_multigpu.plugin.checkpoint import Opened, chosen, open_checkpoint, together
 from ns_multigpu.plugin.checkpoint_verify import step_of
 from ns_multigpu.plugin.errors import InputError
 from ns_multigpu.plugin.optimizers import BatchOptimizers
@@ -45,6 +46,9 @@ class RunCheckpoints:
         models: its `nerfstudio_models` folder.
         world: this process's.
         pipeline, optimizers, grad_scaler: what is saved and restored; optimizers already scaled for the batch.
+
+    Attributes:
+        writer: writes them.
     """
 
     def __init__(
@@ -58,45 +62,38 @@ class RunCheckpoints:
     ) -> None:
         self._config, self._models, self._world = config, models, world
         self._pipeline, self._optimizers, self._scaler = pipeline, optimizers, grad_scaler
-        self._saved_step = -1
         self._thread = threading.get_ident()
         if config.keep_checkpoints < 0:
             raise InputError(f"--keep-checkpoints {config.keep_checkpoints}: give how many, or 0 for all.")
+        self.writer = CheckpointWriter(
+            models, config.checkpoints_to_keep(), world, lambda line: _tell(line, "bold yellow")
+        )
 
     # ---- saving ----
 
-    def save(self, step: int) -> bool:
+    def save(self, step: int, *, background: bool = False) -> bool:
         """Writes a checkpoint after `step`, unless there is one, and removes the oldest.
 
+        Args:
+            background: return when the state has been copied, where there is memory for that; see background_save.
+
         Returns:
-            whether there is one now. If the disk would not take it, the earlier ones are as they were, and the user has
-            been told.
+            whether there is one now, or one is on its way. If the disk would not take it, the earlier ones are as they
+            were, and the user is told.
         """
         if threading.get_ident() != self._thread:  # the button of nerfstudio's legacy viewer, on rank 0 alone
             _tell(f"Checkpoints are written by all workers, every {self._config.steps_per_save} steps: not on request.")
             return False
-        if step < 0 or step == self._saved_step:
-            return step >= 0
+        return step >= 0 and self.writer.save(step, lambda: self._content(step), background=background)
+
+    def _content(self, step: int) -> Content:
         tensors, values = self._take(step)
         model, pipeline = self._pipeline.model, self._pipeline.state_dict
-        if model.sharded:
-            tensors, marker = split_state(tensors, dict(model.gauss_params.items()), self._world)
-            values["gaussians"] = sum(marker["counts"])
-
-            def pipeline() -> dict[str, Any]:
-                return without_points(self._pipeline.state_dict(), marker)
-
-        problem = save(self._models, step, pipeline, tensors, values, self._world)
-        if problem:
-            _tell(
-                f"The checkpoint of step {step} could not be written: {problem}. Training goes on; the earlier "
-                f"checkpoints in {self._models} are as they were.",
-                "bold yellow",
-            )
-            return False
-        self._saved_step = step
-        remove_old(self._models, self._config.checkpoints_to_keep(), self._world)
-        return True
+        if not model.sharded:
+            return Content(pipeline, tensors, values)
+        rows, marker = split_state(tensors, dict(model.gauss_params.items()), self._world)
+        values["gaussians"] = sum(marker["counts"])
+        return Content(lambda: without_points(pipeline(), marker), rows, values)
 
     def _take(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         model, world, data = self._pipeline.model, self._world, self._pipeline.datamanager
@@ -157,7 +154,7 @@ class RunCheckpoints:
         clock = _clock(opened).convert(self._pipeline.batch_size)
         self._report(opened, clock)
         if path.parent.resolve() == self._models.resolve() and clock == _clock(opened):
-            self._saved_step = step_of(path)
+            self.writer.saved_step = step_of(path)
         return clock.steps
 
     def _put(self, opened: Opened, loaded: dict[str, Any]) -> None:

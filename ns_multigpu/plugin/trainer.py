@@ -161,9 +161,8 @@ class DistributedTrainer(Trainer):
 
     def _show_speed(self, step: int, seconds: float) -> None:
         if step > 1:
-            pixels = self.batch_size * self.pipeline.datamanager.get_train_rays_per_batch()
-            duration = pixels / max(0.001, seconds)
-            writer.put_time(name=EventName.TRAIN_RAYS_PER_SEC, duration=duration, step=step, avg_over_steps=True)
+            speed = self.batch_size * self.pipeline.datamanager.get_train_rays_per_batch() / max(0.001, seconds)
+            writer.put_time(name=EventName.TRAIN_RAYS_PER_SEC, duration=speed, step=step, avg_over_steps=True)
 
     def _after_steps(
         self, step: int, last: bool, measured: tuple[Tensor, dict[str, Any], dict[str, Any]] | None
@@ -182,7 +181,8 @@ class DistributedTrainer(Trainer):
         if step_check(step, self.config.steps_per_save):
             self.guards.heart.beat("checkpoint")
             with self.progress.paused():
-                self.save_checkpoint(step)
+                self.save_checkpoint(step, background=self.config.save_in_background)
+        self.checkpoints.writer.look()
         writer.write_out_storage()
 
     def train_iteration(self, step: int, *, metrics: bool = False) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
@@ -227,9 +227,9 @@ class DistributedTrainer(Trainer):
         named = {name: param for name, param in self.pipeline.model.named_parameters() if id(param) in replicated}
         assert_identical(named, self.world, step)
 
-    def save_checkpoint(self, step: int) -> None:
+    def save_checkpoint(self, step: int, *, background: bool = False) -> None:
         """Writes a checkpoint with all ranks together, whole or not at all. If the disk is full, training goes on."""
-        self.checkpoints.save(step)
+        self.checkpoints.save(step, background=background)
 
     def _load_checkpoint(self) -> None:
         """Goes on from the checkpoint that the flags, or a restart by the launcher, ask for."""
@@ -261,12 +261,12 @@ class DistributedTrainer(Trainer):
         """
         taken = self.step if self.steps_taken else None
         saved: Path | None = None
+        self.guards.heart.beat("checkpoint")
+        self.checkpoints.writer.finish()
         if taken is not None and self.config.save_on_interrupt:
             self._look_for_nan(now=True)
-            self.guards.heart.beat("checkpoint")
-            self.save_checkpoint(taken)
-            path = self.checkpoint_dir / f"step-{taken:09d}.ckpt"
-            saved = path if path.exists() else None
+            if self.checkpoints.save(taken):
+                saved = self.checkpoint_dir / f"step-{taken:09d}.ckpt"
         writer.write_out_storage()
         raise self.guards.interrupted(taken, saved, self.checkpoint_dir)
 
@@ -294,9 +294,9 @@ class DistributedTrainer(Trainer):
 
     def _log(self, step: int, loss: Tensor, losses: dict[str, Tensor], metrics: dict[str, Any]) -> None:
         """Sums what the ranks measured and writes it. Every rank calls it at the same steps."""
-        shares = {"loss": loss, **losses, **metrics}
-        model, timer = self.pipeline.model, self.pipeline.timer
-        self.progress.log(step, self.batch_size, timer, shares, list(losses), model, self.optimizers)
+        shares, saves = {"loss": loss, **losses, **metrics}, self.checkpoints.writer.measured()
+        timer, model = self.pipeline.timer, self.pipeline.model
+        self.progress.log(step, self.batch_size, timer, shares, list(losses), model, self.optimizers, saves)
 
     def _after_train(self) -> None:
         """Saves, says where everything is, and keeps the viewer open if there is one; see nerfstudio's."""

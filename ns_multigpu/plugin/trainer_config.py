@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from nerfstudio.engine.trainer import TrainerConfig
 from nerfstudio.utils.rich_utils import CONSOLE
 
 import cuda_ext
+from ns_multigpu.core.world import gpu_places
 from ns_multigpu.plugin import checks
 from ns_multigpu.plugin.agreement import manifest_of
 from ns_multigpu.plugin.batch_scaling import ScalingRule
@@ -50,6 +50,9 @@ class DistributedTrainerConfig(TrainerConfig):
     """How learning rates (and with them Adam's betas and eps) follow the number of views in a step."""
     steps_per_checksum: int = 500
     """Steps between proofs that all replicas are identical; 0 for none."""
+    save_in_background: bool = True
+    """Write checkpoints while training goes on, which waits only until the state has been copied to the host's memory;
+    where a quarter of what is available there is not enough for that, it waits for the disk."""
     save_on_interrupt: bool = True
     """Save a checkpoint when Ctrl-C or SIGTERM ends the run; a second Ctrl-C ends it at once."""
     max_restarts: int = 3
@@ -89,7 +92,7 @@ class DistributedTrainerConfig(TrainerConfig):
         show_uncaught()
         ranks = Ranks.from_env()
         machine = self.machine
-        cuda_devices = torch.cuda.device_count() if machine.device_type == "cuda" else 0
+        cuda_devices = gpu_places() if machine.device_type == "cuda" else 0
         checks.check_devices(machine.device_type, machine.num_devices, ranks, cuda_devices)
         checks.check_machines(
             machine.num_machines, machine.machine_rank, machine.num_devices, machine.dist_url, ranks, sys.argv[1:]

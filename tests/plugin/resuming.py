@@ -9,6 +9,7 @@ import torch.distributed as dist
 from nerfstudio.configs.method_configs import all_methods
 
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin import background_save
 from ns_multigpu.plugin.trainer import DistributedTrainer
 from tests.plugin.course import TinyDataParserConfig
 
@@ -90,7 +91,8 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance:
 
 def part_of(world: World, size: int) -> World | None:
     """The world of the first `size` ranks; all ranks call it, those beyond get None."""
-    group, control = dist.new_group(list(range(size))), dist.new_group(list(range(size)), backend="gloo")
+    group, control, beside = (dist.new_group(list(range(size)), backend="gloo") for _ in range(3))
     if world.rank >= size:
         return None
+    background_save._groups[control] = beside  # type: ignore[index]  # it takes all ranks to make one
     return World(world.rank, size, world.rank, size, world.device, group, group, control)  # type: ignore[arg-type]

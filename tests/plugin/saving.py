@@ -1,14 +1,19 @@
-"""Small checkpoints, and nerfstudio's way of finding them."""
+"""Small checkpoints, nerfstudio's way of finding them, and disks that misbehave."""
 
 import os
 import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin import checkpoint_storage
 from ns_multigpu.plugin.checkpoint import save
-from ns_multigpu.plugin.checkpoint_verify import states_folder
+from ns_multigpu.plugin.checkpoint_verify import check_checkpoint, checkpoints_in, states_folder, step_of
 
 ALONE = World.single()
 
@@ -43,3 +48,34 @@ def newest_as_nerfstudio_finds_it(models: Path) -> int:
 def files_of(models: Path, step: int) -> list[Path]:
     (folder,) = states_folder(models).glob(f"step-{step:09d}-*")
     return [models / f"step-{step:09d}.ckpt", *sorted(folder.iterdir())]
+
+
+def steps_in(models: Path) -> list[int]:
+    """The checkpoints in a folder, each of which must be whole."""
+    found = checkpoints_in(models)
+    for path in found:
+        assert check_checkpoint(path) is not None
+    return [step_of(path) for path in found]
+
+
+@contextmanager
+def disk(behave: Callable[[str], None]) -> Iterator[None]:
+    """Calls `behave` with the file's path before each write."""
+    usual = checkpoint_storage.write_bytes
+
+    def write_bytes(file: Any, data: Any) -> None:
+        behave(file.name)
+        usual(file, data)
+
+    checkpoint_storage.write_bytes = write_bytes
+    try:
+        yield
+    finally:
+        checkpoint_storage.write_bytes = usual
+
+
+def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)
