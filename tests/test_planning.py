@@ -165,7 +165,6 @@ def test_defaults_are_the_measured_scenes() -> None:
         ("rasterizer-h200.json", "  backward, pixel: into, absgrad", rates.BACKWARD),
         ("train-step-h200.json", "  splat_update: from rows, with Adam", rates.UPDATE),
         ("train-step-h200.json", "  lazy: splat_forward", rates.PROJECT_LAZY),
-        ("train-step-h200.json", "  loss: both of them", rates.LOSS),
     ],
 )
 def test_rates_are_those_that_were_measured(file: str, line: str, rate: rates.Rate) -> None:
@@ -174,6 +173,15 @@ def test_rates_are_those_that_were_measured(file: str, line: str, rate: rates.Ra
         n = scene["counts"]
         found = rate.ms(n["points"], n["kept"], n["intersections"], n["pixels"])
         assert found == pytest.approx(scene["lines"][line]["ms"], rel=0.1), scene["name"]
+
+
+def test_the_losss_rate_is_that_of_whole_views_on_one_gpu() -> None:
+    measured = json.loads((RESULTS.parents[1] / rates.LOSS.source).read_text())["results"]
+    found = [r for r in measured if r["kind"] == "tile" and r["gpus"] == 1]
+    assert {r["name"] for r in found} == {"8M 4K", "8M 1080p"}
+    for r in found:
+        pixels = {"8M 4K": 3840 * 2160, "8M 1080p": 1920 * 1080}[r["name"]]
+        assert rates.LOSS.ms(pixels=pixels) == pytest.approx(r["parts"]["slowest_ms"]["loss"], rel=0.02)
 
 
 def test_rates_of_lazy_steps_and_links_are_in_their_files() -> None:

@@ -14,6 +14,7 @@ _DEVICE_SIGNS = (
     "Cuda failure 2 'out of memory'",
 )
 _HOST_SIGNS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "std::bad_alloc")
+_MARGIN = 1 << 30
 _GIB = 2**30
 
 
@@ -105,6 +106,13 @@ def make_room(device: torch.device) -> None:
     if torch.cuda.mem_get_info(device)[0] < idle:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+
+def has_spare_room(device: torch.device) -> bool:
+    """Whether a GPU has as much free as the allocator holds idle, and a little more: room for a graph's own set of the
+    buffers that a step has just used, beside the next step's."""
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] >= idle + _MARGIN
 
 
 def _device_memory(device: torch.device) -> str:

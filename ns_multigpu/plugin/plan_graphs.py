@@ -2,7 +2,8 @@
 
 What is launched for a step depends on who draws which band. Plans are few (`TileRanges.assign_alike`), so each is
 captured when it comes for the second time, and replayed from then on: launching a step's hundred kernels one by one
-takes the host longer than they take on a capture of a million Gaussians.
+takes the host longer than they take on a capture of a million Gaussians. Graphs have memory of their own: where there
+is little to spare, steps are launched as they come. With a model that fills the GPUs the host is not what they wait for.
 """
 
 from collections.abc import Callable, Hashable
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ns_multigpu.plugin.memory import has_spare_room
 from ns_multigpu.plugin.step_graphs import GraphPool
 
 
@@ -28,7 +30,7 @@ class PlanGraphs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pool = GraphPool(device)
+        self._device, self._pool = device, GraphPool(device)
         self._captured: dict[Hashable, _Captured] = {}
         self._seen: set[Hashable] = set()
         self._retired: list[Any] = []  # see `GraphPool`
@@ -50,6 +52,8 @@ class PlanGraphs:
         """
         if key not in self._seen:
             self._seen.add(key)
+            return step()
+        if key not in self._captured and not has_spare_room(self._device):
             return step()
         if key not in self._captured:
             results: list[Any] = []

@@ -77,6 +77,36 @@ def test_on_a_gpu_steps_are_replayed_until_they_change(alone: bool) -> None:
     assert notes.count("render") == 4
 
 
+@pytest.mark.parametrize(("free", "spare"), [(9 << 30, True), (3 << 30, False)])
+def test_graphs_are_made_where_there_is_room_for_two_sets_of_buffers(
+    free: int, spare: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes as the allocator would tell them; nothing is captured on a CPU, but it is asked for."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 60 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 56 << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 139 << 30))
+    graphs = PlanGraphs(torch.device("cuda:0"))
+    asked: list[object] = []
+
+    class Asked(Exception):
+        pass
+
+    def capture(*parts: object) -> list[object]:
+        asked.append(parts)
+        raise Asked
+
+    monkeypatch.setattr(graphs._pool, "capture", capture)
+    runs: list[int] = []
+    graphs.take("plan", lambda: runs.append(1))
+    for _ in range(3):
+        if spare:
+            with pytest.raises(Asked):
+                graphs.take("plan", lambda: runs.append(1))
+        else:
+            graphs.take("plan", lambda: runs.append(1))
+    assert (len(asked), len(runs)) == ((3, 1) if spare else (0, 4))
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_each_plan_has_a_graph_of_its_own() -> None:
     graphs = PlanGraphs(torch.device("cuda:0"))
