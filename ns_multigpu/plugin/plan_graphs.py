@@ -3,7 +3,7 @@
 What is launched for a step depends on who draws which band. Plans are few (`TileRanges.assign_alike`), so each is
 captured when it comes for the second time, and replayed from then on: launching a step's hundred kernels one by one
 takes the host longer than they take on a capture of a million Gaussians. Graphs have memory of their own: where there
-is little to spare, steps are launched as they come. With a model that fills the GPUs the host is not what they wait for.
+is little to spare, steps are launched as they come. GPUs that a model fills do not wait for the host.
 """
 
 from collections.abc import Callable, Hashable
