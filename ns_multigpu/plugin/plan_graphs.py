@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ns_multigpu.core.assignment import MOST_KEPT
 from ns_multigpu.plugin.memory import has_spare_room
 from ns_multigpu.plugin.step_graphs import GraphPool
 
@@ -54,12 +55,16 @@ class PlanGraphs:
             self._seen.add(key)
             return step()
         if key not in self._captured and not has_spare_room(self._device):
+            if self._retired and not self._captured:  # nor is there room for what they hold
+                self._retired, self._pool = [], GraphPool(self._device)
             return step()
         if key not in self._captured:
             results: list[Any] = []
             (graph,) = self._pool.capture(lambda: results.append(step()))
             self._captured[key] = _Captured(graph, results[0])
             self._retired = []
-        one = self._captured[key]
+            if len(self._captured) > MOST_KEPT:  # the one that was used longest ago: its plan is not made any more
+                del self._captured[next(iter(self._captured))]
+        one = self._captured[key] = self._captured.pop(key)
         one.graph.replay()
         return one.result

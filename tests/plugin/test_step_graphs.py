@@ -105,6 +105,31 @@ def test_graphs_are_made_where_there_is_room_for_two_sets_of_buffers(
         else:
             graphs.take("plan", lambda: runs.append(1))
     assert (len(asked), len(runs)) == ((3, 1) if spare else (0, 4))
+    graphs._retired = ["a graph of the step before"]
+    graphs.forget()
+    graphs.take("plan", lambda: runs.append(1))
+    if not spare:
+        graphs.take("plan", lambda: runs.append(1))
+    assert bool(graphs._retired) == spare, "graphs that nobody uses keep memory that is short"
+
+
+def test_graphs_of_plans_that_are_not_made_any_more_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        def __init__(self, part: Any) -> None:
+            self.replay = part
+
+    monkeypatch.setattr("ns_multigpu.plugin.plan_graphs.has_spare_room", lambda _: True)
+    graphs, captures = PlanGraphs(torch.device("cuda:0")), list[int]()
+
+    def capture(part: Any) -> list[Any]:
+        part()
+        return [Graph(lambda: None)]
+
+    monkeypatch.setattr(graphs._pool, "capture", capture)
+    for plan in [0, 0, *(p for p in range(1, 20) for _ in range(2)), 0, 19]:
+        graphs.take(plan, lambda plan=plan: captures.append(plan))
+    assert captures.count(0) == 3, "run, captured, and captured again after it had gone"
+    assert captures.count(19) == 2 and len(graphs._captured) == 16
 
 
 @pytest.mark.gpu
