@@ -11,6 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+TEST_JOBS ?= 2
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,8 +33,8 @@ $(STAMP): requirements.lock pyproject.toml
 demo: venv ## a city on two workers: train, evaluate, render a video, print a table (demo-output/)
 	@$(BIN)/python -m demo.run --workers $(WORKERS)
 
-test: venv ## the whole test suite
-	@$(BIN)/python -m pytest
+test: venv ## the whole test suite, in TEST_JOBS processes
+	@$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 
 test-gpu: ## the tests that need a GPU, with the python that is active (or PYTHON=...)
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu
