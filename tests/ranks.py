@@ -40,11 +40,7 @@ def run_ranks(
     forked from, instead of once a rank: worth it for those that take seconds (CPU only).
     """
     if size == 1:
-        as_it_was = World.__dict__["from_env"]  # some put their world in the place of the environment's
-        try:
-            return [function(World.single(device if device == "cpu" else "cuda:0"), *args)]
-        finally:
-            World.from_env = as_it_was  # type: ignore[method-assign]
+        return [function(World.single(device if device == "cpu" else "cuda:0"), *args)]
     with tempfile.TemporaryDirectory() as folder:
         method = "spawn"
         if preload:
