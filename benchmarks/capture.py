@@ -42,7 +42,7 @@ def arguments() -> argparse.Namespace:
         "--slots", nargs="+", type=int, default=[0], help="GPUs for runs of one; one listed twice is shared"
     )
     parser.add_argument("--also-at", type=int, default=0, help="splatfacto is evaluated after so many images as well")
-    parser.add_argument("--options", default="", help="further options of ns-train, as one string")
+    parser.add_argument("--options", default="", help="further options of ns-train for all runs, as one string")
     parser.add_argument("--output", type=Path, help="folder for the runs; by default a temporary one")
     parser.add_argument("--json", type=Path)
     parser.add_argument("dataparser", nargs="+", help="after --: the dataparser and its options")
@@ -53,7 +53,7 @@ def command(run: str, seed: int, options: argparse.Namespace, output: Path) -> l
     """The command line of one run."""
     if run == "splatfacto":
         words = ["-m", "benchmarks.splatfacto_baseline", "--images", str(options.images), "--seed", str(seed)]
-        words += ["--also-at", str(options.also_at)]
+        words += ["--also-at", str(options.also_at), f"--options={options.options}"]
         return [sys.executable, *words, "--output", str(output), "--", *options.dataparser]
     match = re.fullmatch(r"(batch|tile)-(\d+)(?:x(\d+))?(-unscaled)?", run)
     if match is None:

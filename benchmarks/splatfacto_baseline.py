@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=15000)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--also-at", type=int, default=0, help="evaluate after so many images too, off the clock")
+    parser.add_argument("--options", default="", help="further options of ns-train, as one string")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("dataparser", nargs="+")
     options = parser.parse_args()
@@ -64,7 +65,7 @@ def main() -> None:
     words += ["--max-num-iterations", str(options.images), "--steps-per-eval-image", "0"]
     words += ["--steps-per-eval-all-images", "0", "--steps-per-save", "1000000"]
     words += ["--pipeline.datamanager.train-cameras-sampling-seed", str(options.seed)]
-    config = tyro.cli(AnnotatedBaseConfigUnion, args=[*words, *options.dataparser])
+    config = tyro.cli(AnnotatedBaseConfigUnion, args=[*words, *options.options.split(), *options.dataparser])
     config.set_timestamp()
     random.seed(options.seed)
     np.random.seed(options.seed)  # noqa: NPY002 - nerfstudio draws from it

@@ -30,44 +30,39 @@ def step_message(
     tile_offsets: Tensor,
     bands: Sequence[int],
     rank: int,
-    ranks: int,
     lines: int,
     columns: int,
 ) -> Tensor:
     """What a rank tells all others at the end of a step.
 
-    Rows may leave in G groups, each with a capacity of its own: then it is the fullest group that counts.
-
     Args:
-        own_rows: [G] int64, the rows of this rank's points.
-        segment_counts: [G * ranks] int64, `route`'s counts of one group after the other: the rows to each rank.
+        own_rows: [1] int64, the rows of this rank's points.
+        segment_counts: [ranks] int64, `route`'s: the rows to each rank.
         met: [1] int64, the intersections that there should be room for.
         tile_offsets: [T + 1] int32 of this rank's patches, as `intersect_capacity` returns them.
         bands: 3 integers for each stretch of whole rows of tiles that this rank owns (line, tile, count): the first of
             its `count` lines in the result, and where its first tile stands in `tile_offsets`. Lines of two bands
             differ.
-        rank, ranks: this one; how many there are.
+        rank: this one.
         lines: rows of tiles of all views.
         columns: tiles of such a row.
 
     Returns:
-        [HEAD + lines] int64: the most own rows of a group, the most rows to one rank (this one included), the
-        intersections, the rows that go to other ranks, and the intersections of each row of tiles of this rank's bands;
-        zero for those of other ranks.
+        [HEAD + lines] int64: own rows, the most rows to one rank (this one included), the intersections, the rows that
+        go to other ranks, and the intersections of each row of tiles of this rank's bands; zero for those of other
+        ranks.
 
     Raises:
         TypeError, ValueError: types or shapes are wrong, or a band leaves the lines or the tiles.
         NativeBuildError: the operators cannot be compiled.
     """
     check_tensors(
-        torch.int64, met.device, own_rows=(own_rows, (-1,)), segment_counts=(segment_counts, (-1,)), met=(met, (1,))
+        torch.int64, met.device, own_rows=(own_rows, (1,)), segment_counts=(segment_counts, (-1,)), met=(met, (1,))
     )
     check_tensors(torch.int32, met.device, tile_offsets=(tile_offsets, (-1,)))
-    groups, counts = len(own_rows), len(segment_counts)
-    if not 0 <= rank < ranks or groups < 1 or counts < 1 or counts % ranks:
+    if not 0 <= rank < len(segment_counts):
         raise ValueError(
-            f"A message is of a rank of 0..{ranks - 1} with a count for each rank in each of its groups, not of rank "
-            f"{rank} with {counts} counts in {groups} groups."
+            f"A message is of one of the {len(segment_counts)} ranks that have a segment, not of rank {rank}."
         )
     numbers = [int(number) for number in bands]
     if len(numbers) % 3 or columns < 1:
@@ -79,7 +74,7 @@ def step_message(
                 f"{len(tile_offsets) - 1} tiles."
             )
     op: Any = torch.ops.ns_multigpu.step_message if kernels_serve(met) else _message_composed
-    return op(own_rows, segment_counts, met, tile_offsets, numbers, rank, ranks, lines, columns)
+    return op(own_rows, segment_counts, met, tile_offsets, numbers, rank, lines, columns)
 
 
 @torch.no_grad()
@@ -107,7 +102,7 @@ def step_gate(
             not taken), and 1 if a step was not taken; with `sent` [K + 3], and the sum of that.
         scalars: Adam's, as `splat_update` takes them.
         still: of the same shape and type, those of a step that moves nothing.
-        row_counts: [G] int64, of any stride: the rows of each segment.
+        row_counts: [S] int64, of any stride: the rows of each segment.
         lazy: what is put off. Only `steps` is looked at.
         sent: [1] int64, added to the status.
         work: [ranks, n] int64, whose rows may lie apart. totals: n numbers int64, contiguous in any shape: written, the
@@ -148,15 +143,15 @@ def step_gate(
 @torch.no_grad()
 def _message_composed(
     own_rows: Tensor, segment_counts: Tensor, met: Tensor, tile_offsets: Tensor, bands: Sequence[int], rank: int,
-    ranks: int, lines: int, columns: int,
+    lines: int, columns: int,
 ) -> Tensor:  # fmt: skip
     work = torch.zeros(lines, dtype=torch.int64, device=met.device)
     for k in range(0, len(bands), 3):
         line, tile, count = bands[k : k + 3]
         ends = tile_offsets[tile : tile + count * columns + 1 : columns].long()
         work[line : line + count] = ends.diff()
-    sent = segment_counts.sum() - segment_counts[rank::ranks].sum()
-    head = [own_rows.amax(dim=0, keepdim=True), segment_counts.amax(dim=0, keepdim=True), met, sent.view(1)]
+    sent = segment_counts.sum() - segment_counts[rank]
+    head = [own_rows, segment_counts.amax(dim=0, keepdim=True), met, sent.view(1)]
     return torch.cat([*head, work])
 
 
@@ -181,7 +176,7 @@ def _gate_composed(
 
 @torch.library.register_fake("ns_multigpu::step_message", lib=LIBRARY)
 def _step_message_fake(own_rows: Tensor, *rest: Any) -> Tensor:
-    return own_rows.new_empty(HEAD + rest[6])
+    return own_rows.new_empty(HEAD + rest[5])
 
 
 @torch.library.register_fake("ns_multigpu::step_gate", lib=LIBRARY)

@@ -145,8 +145,15 @@ class World:
 
 
 def gpus_are_shared() -> bool:
-    """Whether `SHARE_GPUS` is set."""
-    return os.environ.get(SHARE_GPUS, "0") == "1"
+    """Whether `SHARE_GPUS` is set.
+
+    Raises:
+        ValueError: it is neither 0 nor 1.
+    """
+    value = os.environ.get(SHARE_GPUS, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{SHARE_GPUS}={value}: must be 1, to let ranks share GPUs, or 0.")
+    return value == "1"
 
 
 def gpu_places() -> int:

@@ -2,7 +2,7 @@
 everybody's, and brings gradients back to their owners (torch-dgx, section 4), in operators that read nothing back.
 
 Every rank splats the points that it owns for all views, whole, and sends each row to the ranks in whose bands it shows
-(`tile_rows`): with `TileSettings.groups` those of the first views while others are projected. What a rank renders it
+(`tile_rows`): with `TileSettings.groups` some while others are projected. What a rank renders it
 renders with a halo of one row of tiles, so that the gradient of its own pixels is whole (`cuda_ext.band_loss`); what
 arrives is ordered by owner and row, so that splats of equal depth blend as in `single`.
 
@@ -153,7 +153,7 @@ class TileStep:
             )  # fmt: skip
         with measure("return"):
             message = step_message(
-                rows.count, self._counts, met, tile_offsets, self._bands(own, views), world.rank, world.size,
+                rows.count, self._counts, met, tile_offsets, self._bands(own, views), world.rank,
                 s.views * s.tile_rows, self._columns,
             )  # fmt: skip
             self._rows = rows

@@ -24,5 +24,9 @@ def test_ranks_take_turns_on_shared_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     assert gpu_places() == sys.maxsize
     assert [gpu_of(rank).index for rank in range(5)] == [0, 1, 0, 1, 0]
     assert backend_of("cuda") == "gloo", "NCCL wants a GPU for each rank"
+    monkeypatch.setenv(SHARE_GPUS, "yes")
+    with pytest.raises(ValueError, match="NS_MULTIGPU_SHARE_GPUS=yes: must be 1"):
+        gpu_places()
+    monkeypatch.setenv(SHARE_GPUS, "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert gpu_places() == 0, "there must be one to share"

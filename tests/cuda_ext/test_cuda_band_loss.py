@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext import BandLoss, band_loss_into, use_reference
+from tests.cuda_ext.graphs import captured
 from tests.cuda_ext.test_band_loss import (
     Rectangle,
     Rendering,
@@ -179,14 +180,7 @@ def test_a_cuda_graph_holds_it() -> None:
         band_loss_into(*r[:4], inner, r.v_l1, r.v_ssim, offset=0.5, scale=2.0, **results)
         return r.run(inner)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, kept = captured(step)
     for shift in (0.0, 0.1):
         r.out.add_(shift)
         r.v_l1.add_(shift)
@@ -194,7 +188,7 @@ def test_a_cuda_graph_holds_it() -> None:
         graph.replay()
         into = {name: t.clone() for name, t in results.items()}
         results["loss"].zero_()
-        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(kept, step(), strict=True))
         assert all(torch.equal(into[name], results[name]) for name in into)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext import l1_ssim, use_reference
+from tests.cuda_ext.graphs import captured
 from tests.cuda_ext.test_loss import backward, images, whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("native")]
@@ -152,19 +153,12 @@ def test_a_cuda_graph_holds_forward_and_backward() -> None:
         loss = 0.8 * l1_sum - 0.3 * ssim_sum
         return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, kept = captured(step)
     for shift in (0.0, 0.1):
         with torch.no_grad():
             leaf.add_(shift)
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(kept, step(), strict=True))
 
 
 def test_float64_is_named() -> None:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from cuda_ext import band_lists, merge_level, sort_pairs
 from cuda_ext.reference import peer_sort as composed
+from tests.cuda_ext.graphs import captured
 from tests.cuda_ext.peer_sorts import bands_of, expected_lists, received, share_out, view_sizes
 from tests.cuda_ext.splats import make_splats
 from tests.cuda_ext.test_peer_sort import check_merge, keys_of, random_pairs
@@ -60,22 +61,15 @@ def test_a_cuda_graph_holds_them() -> None:
         lists = band_lists([keys.data_ptr()], [values.data_ptr()], count, [26, 100], where, 2000, 50_000)
         return keys, values, *out, *halves, *lists
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, kept = captured(step)
     listed = set()
     for shift in (0.0, 13.0, 1000.0):
         splats.means2d.add_(shift)
         graph.replay()
-        number = int(captured[4] + captured[5])
+        number = int(kept[4] + kept[5])
         listed.add(number)
         expected = step()
-        for k, (got, wanted) in enumerate(zip(captured, expected, strict=True)):
-            end = {0: number, 1: number, 2: int(captured[5]), 3: int(captured[5])}.get(k)
+        for k, (got, wanted) in enumerate(zip(kept, expected, strict=True)):
+            end = {0: number, 1: number, 2: int(kept[5]), 3: int(kept[5])}.get(k)
             assert torch.equal(got[:end], wanted[:end]), k
     assert len(listed) == 3 and 0 in listed

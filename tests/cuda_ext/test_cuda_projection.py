@@ -1,13 +1,12 @@
 """`cull`, `project` and `sh_colors` on CUDA: our kernels against the CPU twins and the fp64 reference."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
 import cuda_ext
+from tests.cuda_ext.graphs import captured
 from tests.cuda_ext.projections import PROJECT_INPUTS, projected, weights
 from tests.cuda_ext.scenes import Scene, one_point, random_scene
 
@@ -213,18 +212,6 @@ def test_wrong_types_are_named() -> None:
     scene.Ks = scene.Ks.cpu()
     with pytest.raises(TypeError, match=r"Ks is torch\.float32 on cpu"):
         scene.cull()
-
-
-def captured(run: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    return graph, out
 
 
 @pytest.mark.parametrize("views", [2, MANY])

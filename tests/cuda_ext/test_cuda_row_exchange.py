@@ -8,6 +8,7 @@ from torch import Tensor
 
 import cuda_ext
 from cuda_ext import collect, pack, route, unpack
+from tests.cuda_ext.graphs import captured
 from tests.cuda_ext.test_row_exchange import (
     OPS,
     Rows,
@@ -152,19 +153,12 @@ def test_a_cuda_graph_holds_it() -> None:
         arrived = unpack(memory[1], torch.stack([counts[1] for _, counts in places]), 2)
         return [*arrived, collect(places[1][0], rows[1].count, where[1], 3000)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, kept = captured(step)
     for shift in (0.0, 9.0, 1000.0):
         for one in rows:
             one.means2d.add_(shift)
         graph.replay()
-        found = [t.clone() for t in captured]
+        found = [t.clone() for t in kept]
         assert all(torch.equal(a, b) for a, b in zip(found, step(), strict=True))
     assert not bool(found[6].any())  # all moved out
 

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("lines", [0, 1, 40, 256, 257, 5000])
-@pytest.mark.parametrize(("ranks", "groups", "bands"), [*CASES, (32, 4, 600)])
-def test_message(ranks: int, groups: int, bands: int, lines: int) -> None:
+@pytest.mark.parametrize(("ranks", "bands"), [*CASES, (32, 600)])
+def test_message(ranks: int, bands: int, lines: int) -> None:
     for seed in range(3):
-        told = make_told(ranks, groups, bands, lines, columns=1 + 60 * seed, seed=seed)
+        told = make_told(ranks, bands, lines, columns=1 + 60 * seed, seed=seed)
         if lines == 5000 and bands == 600:
             assert len(told.bands) == 3 * 600, "more than one launch takes"
         found = step_message(*told.on("cuda"))
@@ -31,19 +31,19 @@ def check(there: Gated, here: Gated) -> None:
 
 
 @pytest.mark.parametrize("why", REASONS)
-@pytest.mark.parametrize(("ranks", "groups"), [(1, 1), (2, 1), (3, 4), (4, 300), (8, 2), (32, 8)])
-def test_gate(ranks: int, groups: int, why: str) -> None:
+@pytest.mark.parametrize(("ranks", "segments"), [(1, 1), (2, 1), (3, 4), (4, 300), (8, 2), (32, 8)])
+def test_gate(ranks: int, segments: int, why: str) -> None:
     for seed, lines in enumerate((18, 0, 256, 258, 4000)):
         for kinds in (2, 3):
-            gated = make_gated(ranks, groups, why if why != "over 2" else "over 1", kinds, lines, seed)
+            gated = make_gated(ranks, segments, why if why != "over 2" else "over 1", kinds, lines, seed)
             check(gated.to("cuda"), gated)
     if why == "over 2":
-        gated = make_gated(ranks, groups, why)
+        gated = make_gated(ranks, segments, why)
         check(gated.to("cuda"), gated)
 
 
 def test_in_a_graph() -> None:
-    told, gated = make_told(4, 2, 9), make_gated(4, 2, "")
+    told, gated = make_told(4, 9), make_gated(4, 2, "")
     there, inputs = gated.to("cuda"), told.on("cuda")
     there.to("cuda").run()  # loads the kernels, which a capture must not do
     step_message(*inputs)

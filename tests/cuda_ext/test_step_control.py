@@ -27,17 +27,16 @@ class Told:
     tile_offsets: Tensor
     bands: list[int]
     rank: int
-    ranks: int
     lines: int
     columns: int
 
     def on(self, device: str) -> tuple[Any, ...]:
         """The operator's arguments."""
         tensors = (self.own_rows, self.segment_counts, self.met, self.tile_offsets)
-        return (*(t.to(device) for t in tensors), self.bands, self.rank, self.ranks, self.lines, self.columns)
+        return (*(t.to(device) for t in tensors), self.bands, self.rank, self.lines, self.columns)
 
 
-def make_told(ranks: int, groups: int, bands: int, lines: int = 40, columns: int = 5, seed: int = 0) -> Told:
+def make_told(ranks: int, bands: int, lines: int = 40, columns: int = 5, seed: int = 0) -> Told:
     """Bands of 0 to 3 rows of tiles, as far as there are lines, each with a row above and below that is not its own."""
     g = torch.Generator().manual_seed(seed)
     stretches: list[int] = []
@@ -51,29 +50,29 @@ def make_told(ranks: int, groups: int, bands: int, lines: int = 40, columns: int
         line, tile = line + count, tile + (count + 2) * columns
     per_tile = torch.randint(0, 1000, (tile,), generator=g)
     tile_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), per_tile.cumsum(0)]).int()
-    own, counts, met = (torch.randint(0, 2**40, (n,), generator=g) for n in (groups, groups * ranks, 1))
-    return Told(own, counts, met, tile_offsets, stretches, seed % ranks, ranks, lines, columns)
+    own, counts, met = (torch.randint(0, 2**40, (n,), generator=g) for n in (1, ranks, 1))
+    return Told(own, counts, met, tile_offsets, stretches, seed % ranks, lines, columns)
 
 
 def message_by_hand(told: Told) -> list[int]:
-    own, to_ranks, offsets = told.own_rows.tolist(), told.segment_counts.tolist(), told.tile_offsets.tolist()
+    to_ranks, offsets = told.segment_counts.tolist(), told.tile_offsets.tolist()
     work = [0] * told.lines
     for k in range(0, len(told.bands), 3):
         line, tile, count = told.bands[k : k + 3]
         for i in range(count):
             first = tile + i * told.columns
             work[line + i] = sum(offsets[t + 1] - offsets[t] for t in range(first, first + told.columns))
-    sent = sum(n for k, n in enumerate(to_ranks) if k % told.ranks != told.rank)
-    return [max(own), max(to_ranks), int(told.met), sent, *work]
+    sent = sum(n for k, n in enumerate(to_ranks) if k != told.rank)
+    return [int(told.own_rows), max(to_ranks), int(told.met), sent, *work]
 
 
-CASES = [(1, 1, 1), (1, 3, 4), (2, 1, 2), (3, 2, 0), (5, 4, 7), (8, 1, 3), (8, 8, 12)]  # ranks, groups, bands
+CASES = [(1, 1), (1, 4), (2, 2), (3, 0), (5, 7), (8, 3), (8, 12)]  # ranks, bands
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize(("ranks", "groups", "bands"), CASES)
-def test_message(ranks: int, groups: int, bands: int, seed: int) -> None:
-    told = make_told(ranks, groups, bands, seed=seed)
+@pytest.mark.parametrize(("ranks", "bands"), CASES)
+def test_message(ranks: int, bands: int, seed: int) -> None:
+    told = make_told(ranks, bands, seed=seed)
     found = step_message(*told.on("cpu"))
     assert found.dtype == torch.int64 and found.tolist() == message_by_hand(told)
 
@@ -115,7 +114,7 @@ class Gated:
         )  # fmt: skip
 
 
-def make_gated(ranks: int, groups: int, why: str, kinds: int = 3, lines: int = 2 * 9, seed: int = 0) -> Gated:
+def make_gated(ranks: int, segments: int, why: str, kinds: int = 3, lines: int = 2 * 9, seed: int = 0) -> Gated:
     """`why` the step is not to be taken: "", "over <k>", "before" or "lazy"."""
     g = torch.Generator().manual_seed(seed)
     messages = torch.randint(0, 2**35, (ranks, HEAD + lines), generator=g)
@@ -128,7 +127,7 @@ def make_gated(ranks: int, groups: int, why: str, kinds: int = 3, lines: int = 2
     if lazy is not None:
         lazy.steps.fill_(MOST_STEPS if why == "lazy" else MOST_STEPS - 1)
     scalars, still = torch.randn(2, 6, 8, generator=g)
-    row_counts = torch.randint(1, 2**35, (groups,), generator=g)
+    row_counts = torch.randint(1, 2**35, (segments,), generator=g)
     totals = torch.full((2, lines // 2), -1, dtype=torch.int64)
     return Gated(messages, limits, status, scalars, still, row_counts, lazy, totals, seed % ranks)
 
@@ -155,12 +154,12 @@ def check_gate(gated: Gated, why: str) -> None:
 
 
 @pytest.mark.parametrize("why", REASONS)
-@pytest.mark.parametrize(("ranks", "groups"), [(1, 1), (2, 1), (3, 4), (8, 2)])
-def test_gate(ranks: int, groups: int, why: str) -> None:
+@pytest.mark.parametrize(("ranks", "segments"), [(1, 1), (2, 1), (3, 4), (8, 2)])
+def test_gate(ranks: int, segments: int, why: str) -> None:
     for seed in range(4):
-        check_gate(make_gated(ranks, groups, why, seed=seed), why)
+        check_gate(make_gated(ranks, segments, why, seed=seed), why)
         if why != "over 2":
-            check_gate(make_gated(ranks, groups, why, kinds=2, seed=seed), why)
+            check_gate(make_gated(ranks, segments, why, kinds=2, seed=seed), why)
 
 
 def test_a_gate_stays_shut_until_the_status_is_zero() -> None:
@@ -204,14 +203,14 @@ def test_witness(records: bool) -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    told = make_told(2, 2, 3)
+    told = make_told(2, 3)
     inputs: list[Any] = list(told.on("cpu"))
     lines, tiles = told.lines, len(told.tile_offsets) - 1
     for place, value, error, text in (
-        (0, told.own_rows.int(), TypeError, "own_rows"), (1, told.segment_counts[:3], ValueError, "for each rank"),
+        (0, told.own_rows.int(), TypeError, "own_rows"), (1, told.segment_counts[:0], ValueError, "0 ranks"),
         (2, told.met[0], ValueError, "met"), (3, told.tile_offsets.long(), TypeError, "tile_offsets"),
         (4, [1, 2], ValueError, "line, tile, count"), (4, [lines, 0, 1], ValueError, "leaves"),
-        (4, [0, tiles, 1], ValueError, "leaves"), (4, [-1, 0, 1], ValueError, "leaves"), (5, 2, ValueError, "rank of"),
+        (4, [0, tiles, 1], ValueError, "leaves"), (4, [-1, 0, 1], ValueError, "leaves"), (5, 2, ValueError, "not of"),
     ):  # fmt: skip
         changed: list[Any] = [value if k == place else given for k, given in enumerate(inputs)]
         with pytest.raises(error, match=text):
@@ -239,7 +238,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def test_opcheck() -> None:
-    told, gated = make_told(2, 2, 3), make_gated(2, 2, "over 1")
+    told, gated = make_told(2, 3), make_gated(2, 2, "over 1")
     assert gated.lazy is not None
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(OPS.step_message, told.on("cpu"), test_utils=tests)
@@ -252,6 +251,6 @@ def test_opcheck() -> None:
 
 
 def test_the_reference_is_the_same() -> None:
-    told = make_told(3, 2, 5)
+    told = make_told(3, 5)
     with cuda_ext.use_reference():
         assert step_message(*told.on("cpu")).tolist() == message_by_hand(told)

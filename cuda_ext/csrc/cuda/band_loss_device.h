@@ -7,6 +7,7 @@
 
 #include <cuda_runtime.h>
 
+#include "common/compositing.h"
 #include "common/ssim.h"
 #include "cuda/band_loss.h"
 
@@ -85,17 +86,6 @@ struct ColumnPair {
   }
 };
 
-// 1 / a to one unit in the last place, for a in [1e-4, 1e4].
-__device__ __forceinline__ float reciprocal(float a) {
-#ifdef __CUDA_ARCH__
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(a));
-  return result;
-#else
-  return 1.0f / a;
-#endif
-}
-
 // SSIM at a window centre. Its gradient by pred at a pixel of the window, of weight w, is
 // w (by_mean + u by_u + v by_v).
 struct WindowPoint {
@@ -107,7 +97,7 @@ struct WindowPoint {
 __device__ __forceinline__ WindowPoint window_point(float u, float v, float uu, float vv) {
   const float c1 = 1e-4f, c2 = 9e-4f;
   const float u2 = u * u, v2 = v * v, var_u = uu - u2, var_v = vv - v2;
-  const float inv_mean = reciprocal(fmaf(0.5f, u2 + v2, c1)), inv_var = reciprocal(fmaf(0.5f, var_u + var_v, c2));
+  const float inv_mean = reciprocal_fast(fmaf(0.5f, u2 + v2, c1)), inv_var = reciprocal_fast(fmaf(0.5f, var_u + var_v, c2));
   const float luminance = fmaf(-v2, inv_mean, 1.0f), contrast = fmaf(-var_v, inv_var, 1.0f);
   const float slope = luminance * inv_var * inv_var, part = v * inv_mean;
   WindowPoint p;

@@ -30,9 +30,9 @@ __device__ __forceinline__ int64_t largest(const Column& column, int count) {
 __device__ __forceinline__ int64_t sent_away(const MessageCounts& counts) {
   int64_t sum = 0;
 #pragma unroll 8
-  for (int i = 0; i < counts.segment_numbers; ++i) {
+  for (int i = 0; i < counts.ranks; ++i) {
     const int64_t value = counts.segments[i];
-    sum += i % counts.ranks == counts.rank ? 0 : value;
+    sum += i == counts.rank ? 0 : value;
   }
   return sum;
 }
@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(kThreads)
     message_kernel(const __grid_constant__ BandBatch batch, const MessageCounts counts, const int32_t* tile_offsets,
                    int columns, int lines, bool begins, int64_t* message) {
   if (begins && blockIdx.x == 0) {
-    if (threadIdx.x == 0) message[0] = largest({counts.own_rows, 1}, counts.groups);
-    if (threadIdx.x == 32) message[1] = largest({counts.segments, 1}, counts.segment_numbers);
+    if (threadIdx.x == 0) message[0] = counts.own_rows[0];
+    if (threadIdx.x == 32) message[1] = largest({counts.segments, 1}, counts.ranks);
     if (threadIdx.x == 64) message[2] = counts.met[0];
     if (threadIdx.x == 96) message[3] = sent_away(counts);
     return;
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) gate_kernel(const __grid_constant__ 
     if (g.sent != nullptr) g.status[g.kinds + 2] += *g.sent;
   }
   for (int i = threadIdx.x; i < g.scalar_count; i += kThreads) g.gated_scalars[i] = full ? g.still[i] : g.scalars[i];
-  for (int i = threadIdx.x; i < g.groups; i += kThreads) {
+  for (int i = threadIdx.x; i < g.segments; i += kThreads) {
     g.gated_counts[i] = full ? 0 : g.row_counts.first[i * g.row_counts.stride];
   }
 }

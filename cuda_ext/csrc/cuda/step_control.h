@@ -17,10 +17,10 @@ struct MessageBand {
 };
 
 struct MessageCounts {
-  const int64_t* own_rows;  // [groups]
-  const int64_t* segments;  // [segment_numbers], of `ranks` ranks again and again
+  const int64_t* own_rows;  // [1]
+  const int64_t* segments;  // [ranks]
   const int64_t* met;       // [1]
-  int groups, segment_numbers, rank, ranks;
+  int rank, ranks;
 };
 
 // message [kMessageHead + lines] in device memory. Bands are copied by value, so the host's may go at once.
@@ -44,8 +44,8 @@ struct GateLaunch {
   const int64_t* sent;  // [1], or null
   const float *scalars, *still;
   int scalar_count;
-  Column row_counts;  // [groups]
-  int groups;
+  Column row_counts;  // [segments]
+  int segments;
   const int64_t* work;  // [ranks, lines], rows work_stride apart
   int64_t work_stride;
   int lines;        // 0: no totals

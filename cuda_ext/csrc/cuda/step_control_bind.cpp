@@ -35,25 +35,21 @@ std::vector<MessageBand> message_bands(at::IntArrayRef numbers, int64_t lines, i
 }
 
 at::Tensor step_message(const at::Tensor& own_rows_, const at::Tensor& segment_counts_, const at::Tensor& met_,
-                        const at::Tensor& tile_offsets_, at::IntArrayRef numbers, int64_t rank, int64_t ranks,
-                        int64_t lines_, int64_t columns) {
-  const at::Tensor own_rows = cuda_checked(own_rows_, "own_rows", {-1}, at::kLong, met_),
+                        const at::Tensor& tile_offsets_, at::IntArrayRef numbers, int64_t rank, int64_t lines_,
+                        int64_t columns) {
+  const at::Tensor own_rows = cuda_checked(own_rows_, "own_rows", {1}, at::kLong, met_),
                    segments = cuda_checked(segment_counts_, "segment_counts", {-1}, at::kLong, met_),
                    met = cuda_checked(met_, "met", {1}, at::kLong, met_),
                    tile_offsets = cuda_ints(tile_offsets_, "tile_offsets", {-1}, met_);
-  TORCH_CHECK_VALUE(rank >= 0 && rank < ranks && own_rows.numel() > 0 && segments.numel() > 0 &&
-                        segments.numel() % ranks == 0,
-                    "a message is of a rank of ", ranks, " with a count for each rank in each of its groups, not of rank ",
-                    rank, " with ", segments.numel(), " counts in ", own_rows.numel(), " groups.");
+  TORCH_CHECK_VALUE(rank >= 0 && rank < segments.numel(), "a message is of one of the ", segments.numel(),
+                    " ranks that have a segment, not of rank ", rank, ".");
   const int lines = cuda_count(lines_, "rows of tiles");
   const std::vector<MessageBand> bands = message_bands(numbers, lines, columns, tile_offsets.numel() - 1);
   const MessageCounts counts{own_rows.const_data_ptr<int64_t>(),
                              segments.const_data_ptr<int64_t>(),
                              met.const_data_ptr<int64_t>(),
-                             cuda_count(own_rows.numel(), "groups"),
-                             cuda_count(segments.numel(), "segments"),
                              static_cast<int>(rank),
-                             cuda_count(ranks, "ranks")};
+                             cuda_count(segments.numel(), "ranks")};
   const c10::cuda::CUDAGuard guard(met.device());
   const at::Tensor message = at::empty({int64_t{kMessageHead} + lines}, met.options());
   NSMG_CUDA_CHECK(message_launch(counts, tile_offsets.const_data_ptr<int32_t>(), cuda_count(columns, "columns"),
@@ -106,7 +102,7 @@ std::tuple<at::Tensor, at::Tensor> step_gate(at::TensorList counts, const at::Te
   launch.still = still.const_data_ptr<float>();
   launch.scalar_count = cuda_count(scalars.numel(), "scalars");
   launch.row_counts = column_of(row_counts, "row_counts", -1, scalars_);
-  launch.groups = cuda_count(row_counts.numel(), "segments");
+  launch.segments = cuda_count(row_counts.numel(), "segments");
   if (work.has_value()) {
     const int64_t lines = totals->numel();
     launch.lines = cuda_count(lines, "rows of tiles");
