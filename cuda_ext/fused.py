@@ -38,7 +38,7 @@ class SplatRows(NamedTuple):
         opacities: [M], with the antialiasing compensation if asked for.
         features: [M, 3] RGB, or [M, 4] RGB and depth.
         depths: [M] world units.
-        radii: [M, 2] int32 half extents in pixels; 0 where a row is dead.
+        radii: [M, 2] int32 half extents in pixels; not positive where a row is not drawn: see `Projection`.
     """
 
     view_ids: Tensor
@@ -199,8 +199,9 @@ def splat_update(
     same bits, whatever row, thread or rank a point is in (cuda_ext/csrc/common/compact.h says why, and how).
 
     Densification's statistics are added to as `ReplicatedDensifier` does: for each row that is drawn, `grad2d` gets the
-    length of the gradient of means2d in units of half an image, times the number of views (the loss being their mean);
-    `seen` gets 1; `radii_max` becomes the largest radius of the 3-sigma circle, a fraction of the image's longer side.
+    length of the gradient of means2d in units of half an image, times the number of views (the loss being their mean).
+    For each row that is drawn or has a negative radius, `seen` gets 1, and `radii_max` becomes the largest radius of
+    the 3-sigma circle, a fraction of the image's longer side.
 
     No gradient for the cameras comes out: where poses are optimized, go through `project` and autograd.
 

@@ -112,7 +112,8 @@ def _project(
         conics[part] = torch.where(alive[:, None], conic, 0.0)
         depths[part] = torch.where(alive, depth, 0.0)
         row_opacities[part] = torch.where(alive, opacity, 0.0)
-        radii[part] = torch.where(alive[:, None], extent, 0.0).to(torch.int32)
+        undrawn = torch.where(point_ids[part] >= 0, -square, 0)[:, None]
+        radii[part] = torch.where(alive[:, None], extent.to(torch.int32), undrawn.to(torch.int32))
     return means2d, conics, depths, row_opacities, radii
 
 

@@ -28,7 +28,9 @@ class Projection(NamedTuple):
         conics: [M, 3] inverse covariance (xx, xy, yy) in 1/pixels^2.
         depths: [M] camera-space z in world units.
         row_opacities: [M] opacity, with the antialiasing compensation if asked for.
-        radii: [M, 2] int32 half extents (x, y) in pixels of the ellipse where alpha >= 1/255, rounded outward.
+        radii: [M, 2] int32. Of a row that is drawn, half extents (x, y) in pixels of the ellipse where alpha >= 1/255,
+            rounded outward. Of one that is not, minus half the side of gsplat 1.4.0's square of 3 sigma where that
+            touches the view: what densification counts as seen; 0 where it does not.
     """
 
     means2d: Tensor

@@ -40,7 +40,7 @@ def intersect(
         means2d: [M,2] centres in pixels (x, y).
         conics: [M,3] inverse 2D covariance (a, b, c) in 1/px^2.
         row_opacities: [M] in (0,1).
-        radii: [M,2] int32, half the box of the support in pixels (x, y); 0 drops the row.
+        radii: [M,2] int32, half the box of the support in pixels (x, y); 0 or less drops the row.
         depths: [M].
         view_ids: [M] int32, in any order.
         patches: 5 integers a patch (view, x0, y0, x1, y1), inside the view; may be empty.

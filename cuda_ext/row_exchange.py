@@ -37,7 +37,7 @@ class ArrivedRows(NamedTuple):
         opacities: [M].
         features: [M, 3] RGB.
         depths: [M] world units.
-        radii: [M, 2] int32 half extents in pixels; 0 where a row is dead.
+        radii: [M, 2] int32 half extents in pixels; not positive where a row is not drawn: see `Projection`.
         owners: [M] int32, the source that the line's segment belongs to, also of padding.
         slots: [M] int32, the row's line at its owner; of padding 0.
     """
@@ -66,7 +66,7 @@ def route(
         view_ids: [M] int32.
         count: [1] int64; the lines from there on are padding and go nowhere. May exceed M.
         means2d: [M, 2] pixels.
-        radii: [M, 2] int32 half extents in pixels; a row with a 0 goes nowhere.
+        radii: [M, 2] int32 half extents in pixels; a row where they are not positive goes nowhere.
         patches: 6 integers a patch (rank, view, x0, y0, x1, y1): the rectangles rendered, halo included, in any order.
         ranks: 1 to `MOST_RANKS`.
 

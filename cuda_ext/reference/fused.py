@@ -10,6 +10,7 @@ from cuda_ext.culling import cull
 from cuda_ext.projection import project, sh_colors
 from cuda_ext.reference.compact import as_floats, step_salts
 from cuda_ext.reference.lazy_adam import MOST_STEPS, caught_up, extend, stands_still, write_caught_up
+from cuda_ext.reference.projection import three_sigma_of
 
 
 def camera_centers(viewmats: Tensor) -> Tensor:
@@ -160,7 +161,8 @@ def _update(
             if not stands_still(scalars):
                 extend(table, steps, scalars)
             last[drawn] = steps.to(last.dtype)
-        _count(v_absolute if absgrad else v_means2d, view_ids, point_ids, alive, conics, sizes, grad2d, seen, radii_max)
+        gradients = v_absolute if absgrad else v_means2d
+        _count(gradients, view_ids, point_ids, radii[:, 0], conics, sizes, grad2d, seen, radii_max)
 
 
 def _real(point_ids: Tensor, count: Tensor) -> Tensor:
@@ -181,21 +183,18 @@ def _given(row_gradients: list[Tensor], real: Tensor, width: int) -> list[Tensor
 
 
 def _count(
-    gradients: Tensor, view_ids: Tensor, point_ids: Tensor, alive: Tensor, conics: Tensor, sizes: list[int],
+    gradients: Tensor, view_ids: Tensor, point_ids: Tensor, radii: Tensor, conics: Tensor, sizes: list[int],
     grad2d: Tensor, seen: Tensor, radii_max: Tensor,
 ) -> None:  # fmt: skip
     """Adds the rows to the densification's statistics, of which those that are empty are not wanted."""
     size = gradients.new_tensor(sizes).view(-1, 2)
-    view, point = view_ids[alive].long(), point_ids[alive].long()
+    view, point = view_ids.long(), point_ids.long()
+    drawn, counts = radii > 0, radii != 0
     if grad2d.numel() > 0:
-        scaled = gradients[alive] * (size[view] / 2) * len(size)
-        grad2d.index_add_(0, point, scaled.norm(dim=-1))
+        scaled = gradients[drawn] * (size[view[drawn]] / 2) * len(size)
+        grad2d.index_add_(0, point[drawn], scaled.norm(dim=-1))
     if seen.numel() > 0:
-        seen.index_add_(0, point, torch.ones_like(point, dtype=seen.dtype))
+        seen.index_add_(0, point[counts], torch.ones_like(point[counts], dtype=seen.dtype))
     if radii_max.numel() > 0:
-        a, b, c = conics[alive].unbind(-1)
-        middle, determinant = 0.5 * (a + c), a * c - b * b
-        largest = middle + (middle * middle - determinant).clamp(min=0.0).sqrt()
-        smallest = determinant / largest.clamp(min=1e-12)
-        radius = (3.0 * smallest.clamp(min=1e-12).rsqrt()).ceil() / size.amax(-1)[view]
-        radii_max.scatter_reduce_(0, point, radius, "amax")
+        radius = torch.where(drawn, three_sigma_of(conics), -radii) / size.amax(-1)[view]
+        radii_max.scatter_reduce_(0, point[counts], radius[counts], "amax")

@@ -27,6 +27,24 @@ def reach(opacities: Tensor) -> Tensor:
     return (2 * torch.log(255 * opacities)).clamp_min(0)
 
 
+def three_sigma(xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:
+    """Half the side of the square in which gsplat 1.4.0 draws a splat of this covariance, before it is rounded up."""
+    middle, apart = 0.5 * (xx + yy), 0.5 * (xx - yy)
+    return 3 * torch.sqrt(middle + torch.sqrt((apart * apart + xy * xy).clamp_min(0.01)))
+
+
+def three_sigma_of(conics: Tensor) -> Tensor:
+    """`three_sigma` rounded up, [M], from conics [M, 3], the inverse covariances."""
+    a, b, c = conics.unbind(-1)
+    middle, determinant = 0.5 * (a + c), a * c - b * b
+    # The largest eigenvalue is the inverse of the smallest of the inverse; that one, the small root, is had through the
+    # large one: subtracting would cancel for long thin splats.
+    apart = torch.maximum(middle * middle - determinant, 0.01 * determinant * determinant)
+    largest = middle + apart.clamp(min=0.0).sqrt()
+    smallest = determinant / largest.clamp(min=1e-12)
+    return (3.0 * smallest.clamp(min=1e-12).rsqrt()).ceil()
+
+
 def outward(extents: Tensor, margin: float) -> Tensor:
     """Half extents in pixels rounded up to whole numbers, with a margin for the rounding of what led to them."""
     return torch.ceil(extents * (1 + margin) + 0.01).clamp_max(MAX_RADIUS)
@@ -70,8 +88,10 @@ def cull(
         focal, center = torch.stack([K[0, 0], K[1, 1]]), K[:2, 2]
         slope = seen[:, :2] / z[:, None]
         clamped = slope.clamp(lower[view], upper[view])
-        variance = (largest[:, None] * focal / z[:, None]) ** 2 * (1 + clamped**2) + eps2d
-        extent = outward(torch.sqrt(reach2 * variance), BOUND_MARGIN)
+        scale = largest[:, None] * focal / z[:, None]
+        variance = scale**2 * (1 + clamped**2) + eps2d
+        square = three_sigma(variance[:, 0], (scale * clamped).prod(-1), variance[:, 1])
+        extent = outward(torch.maximum(torch.sqrt(reach2 * variance), square[:, None]), BOUND_MARGIN)
         at = slope * focal + center
         touches = ((at + extent > at.new_tensor([x0, y0])) & (at - extent < at.new_tensor([x1, y1]))).all(-1)
         hits.append(torch.nonzero(opaque & touches & (z >= near - slack) & (z <= far + slack)).squeeze(-1))
@@ -157,11 +177,14 @@ def project(
         row_opacities = torch.where(visible, row_opacities * torch.sqrt(ratio), 0.0)
 
     with torch.no_grad():
-        alive = in_depth & invertible & (row_opacities >= MIN_ALPHA)
+        regular = in_depth & invertible
+        alive = regular & (row_opacities >= MIN_ALPHA)
         spread = torch.where(alive, reach(row_opacities), 0.0)[:, None] * torch.stack([xx, yy], dim=-1)
         extents = outward(torch.sqrt(spread), EXTENT_MARGIN)
         alive &= ((means2d + extents > 0) & (means2d - extents < size[view])).all(-1)
-        radii = torch.where(alive[:, None], extents, 0.0).to(torch.int32)
+        square = torch.ceil(three_sigma(xx, xy, yy)).clamp_max(MAX_RADIUS)[:, None]
+        seen_only = regular & ((means2d + square > 0) & (means2d - square < size[view])).all(-1)
+        radii = torch.where(alive[:, None], extents, torch.where(seen_only[:, None], -square, 0.0)).to(torch.int32)
     outputs = (means2d, conics, seen[:, 2], row_opacities)
     kept = [torch.where(alive.view(-1, *[1] * (out.dim() - 1)), out, 0.0) for out in outputs]
     return kept[0], kept[1], kept[2], kept[3], radii

@@ -156,8 +156,9 @@ def densification_info(splats: Splats, views: list[View]) -> dict[str, Any]:
     mean over the views, so each is multiplied by their number.
 
     Returns:
-        `n_cameras`; `ids` [M] int64; `gradients` [M] norms; `visible` [M] 1 where the splat is drawn, else 0; `radii`
-        [M] fractions of the image's longer side.
+        `n_cameras`; `ids` [M] int64; `gradients` [M] norms, 0 where the splat is not drawn; `visible` [M] 1 where it
+        counts as seen, else 0: where it is drawn, or its square of 3 sigma touches the view, as gsplat 1.4.0 counts;
+        `radii` [M] fractions of the image's longer side.
     """
     ids = splats.hits.point_ids.long()
     place = splats.hits.view_ids.long()
@@ -169,10 +170,11 @@ def densification_info(splats: Splats, views: list[View]) -> dict[str, Any]:
     gradient = torch.zeros(len(splats), 2, **like)
     if probe is not None and probe.grad is not None:
         gradient = probe.grad
+    radii = splats.rows["radii"][:, 0]
     return {
         "n_cameras": len(views),
         "ids": ids,
-        "gradients": (gradient * half[place] * len(views)).norm(dim=-1),
-        "visible": (splats.rows["radii"] > 0).all(-1).float(),
+        "gradients": torch.where(radii > 0, (gradient * half[place] * len(views)).norm(dim=-1), 0.0),
+        "visible": (radii != 0).float(),
         "radii": screen_radii(splats) / longest[place],
     }

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
+from cuda_ext.reference.projection import three_sigma_of
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
 
@@ -159,18 +160,13 @@ class Gaussians(Primitive):
 
 
 def screen_radii(splats: Splats) -> Tensor:
-    """Radius in pixels of the 3-sigma circle around each splat, [M]; 0 where it is not drawn.
+    """Radius in pixels of the 3-sigma circle around each splat, [M]; 0 where not even the square around it is in view.
 
-    What 3DGS's densification calls a point's size on screen. From the conic: the largest eigenvalue of the covariance
-    is the inverse of the smallest of its inverse.
+    What 3DGS's densification calls a point's size on screen, as gsplat 1.4.0 computes it.
     """
-    a, b, c = splats.rows["conics"].detach().unbind(-1)
-    middle, determinant = 0.5 * (a + c), a * c - b * b
-    # The small root through the large one: subtracting would cancel for long thin splats.
-    largest = middle + (middle * middle - determinant).clamp(min=0.0).sqrt()
-    smallest = determinant / largest.clamp(min=1e-12)
-    radius = (3.0 * smallest.clamp(min=1e-12).rsqrt()).ceil()
-    return torch.where((splats.rows["radii"] > 0).all(-1), radius, torch.zeros_like(radius))
+    radii = splats.rows["radii"][:, 0]
+    of_drawn = three_sigma_of(splats.rows["conics"].detach())
+    return torch.where(radii > 0, of_drawn, -radii.to(of_drawn.dtype))
 
 
 def _sizes(views: Sequence[View]) -> list[int]:

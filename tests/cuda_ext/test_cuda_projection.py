@@ -65,8 +65,10 @@ def test_cull_keeps_all_that_can_be_seen() -> None:
     with cuda_ext.use_reference():
         radii = scene.project(*rows).radii
     alive = radii[:, 0] > 0
-    seen = ids((rows[0][alive], rows[1][alive]))
-    assert len(seen) > 1000 and seen <= kept and len(kept) < len(rows[0])
+    undrawn = (radii[:, 0] < 0) & (scene.opacities[rows[1].long()] > 1.001 / 255)
+    assert alive.sum() > 1000 and undrawn.sum() > 20 and len(kept) < len(rows[0])
+    for rest in (alive, undrawn):
+        assert ids((rows[0][rest], rows[1][rest])) <= kept
 
 
 def capacity_of(scene: Scene, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,12 +98,12 @@ def test_project(points: int, views: int, antialiased: bool) -> None:
     with cuda_ext.use_reference():
         expected, expected_gradients = projected(scene.to(torch.float64), rows, antialiased)
     radii, wanted = out[4].cpu(), expected[4]
-    agree = (radii > 0).all(-1) == (wanted > 0).all(-1)
+    agree = (radii.sign() == wanted.sign()).all(-1)
     assert agree.float().mean() > 0.999 and 0.2 < (wanted[:, 0] > 0).float().mean() < 0.9
     assert (radii[agree] - wanted[agree]).abs().max() <= 1
     for got, want in zip(out[:4], expected[:4], strict=True):
         assert_close(got.cpu()[agree].double(), want[agree], rtol=1e-4, atol=1e-5)
-        assert (got[out[4][:, 0] == 0] == 0).all()
+        assert (got[out[4][:, 0] <= 0] == 0).all()
     if agree.all():
         for name, got, want in zip(PROJECT_INPUTS, gradients, expected_gradients, strict=True):
             close(name, got, want, 1e-3)

@@ -97,7 +97,7 @@ def test_witness(degree: int, records: bool, lazy: bool) -> None:
     gradients = to(make_gradients(to(rows, "cpu")), "cuda")
     radii, count, views = rows.radii.cpu(), int(rows.count), rows.view_ids.tolist()
     drawn = [k for k in range(count) if radii[k, 0] > 0]
-    line, dead = drawn[len(drawn) // 3], next(k for k in range(700) if radii[k, 0] == 0)
+    line, dead = drawn[len(drawn) // 3], next(k for k in range(700) if radii[k, 0] <= 0)
 
     def told(at: int, part: int, value: float, seen: range | None = None, counted: SplatRows = rows) -> float:
         changed = RowGradients(*(t.clone() for t in gradients))

@@ -30,8 +30,9 @@ def test_a_lazy_course_is_the_dense_one(dtype: torch.dtype) -> None:
     limit = 1e-10 if dtype == F64 else 3e-2  # of a step; a mean of 10 is rounded to 5e-4 of one, 45 times
     for name, difference in differences(dense, lazy).items():
         assert difference < limit, f"{name}: {difference}"
-    for ours, theirs in zip(lazy.statistics.values(), dense.statistics.values(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for name, theirs in dense.statistics.items():
+        pixel = 1 / 80 if name == "radii_max" and dtype != F64 else 0.0  # a radius is rounded up to one
+        torch.testing.assert_close(lazy.statistics[name], theirs, rtol=1e-4, atol=1e-5 + pixel)
 
 
 @pytest.mark.parametrize("column", [0, 2, 3])

@@ -70,9 +70,12 @@ def test_equals_gsplat(either: str, antialiased: bool) -> None:
     alive = out[4][:, 0] > 0
 
     covariances, _ = torch_impl._quat_scale_to_covar_preci(scene.quats, scene.scales, True, False)
-    _, means2d, depths, conics, compensations = torch_impl._fully_fused_projection(
+    seen, means2d, depths, conics, compensations = torch_impl._fully_fused_projection(
         scene.means, covariances, scene.viewmats, scene.Ks, *scene.sizes, calc_compensations=antialiased
     )
+    undrawn = out[4][:, 0] < 0
+    assert undrawn.sum() > 5 and torch.equal(-out[4][undrawn, 0], seen[0][undrawn])
+    assert ((seen[0] > 0) | (out[4][:, 0] >= 0)).all() and not ((seen[0] > 0) & (out[4][:, 0] == 0)).any()
     opacities = scene.opacities if compensations is None else scene.opacities * compensations[0]
     theirs = (means2d[0], conics[0], depths[0], opacities)
     g = torch.Generator().manual_seed(7)
@@ -102,7 +105,7 @@ def test_radii_hold_the_visible_ellipse(either: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "alive"),
+    ("changes", "alive"),  # None: not drawn, and still one that densification counts as seen
     [
         ({}, True),
         ({"means": [[0.0, 0.0, 0.0]]}, False),  # at the camera's own plane: nothing divides by its depth
@@ -112,8 +115,8 @@ def test_radii_hold_the_visible_ellipse(either: str) -> None:
         ({"means": [[0.0, 0.0, 0.0624]], "scales": [[1e-3] * 3]}, False),
         ({"means": [[0.0, 0.0, 101.0]], "scales": [[1.0] * 3]}, False),  # beyond the far plane
         ({"opacities": [1.01 / 255]}, True),
-        ({"opacities": [0.99 / 255]}, False),
-        ({"opacities": [0.0]}, False),
+        ({"opacities": [0.99 / 255]}, None),
+        ({"opacities": [0.0]}, None),
         ({"means": [[2.9, 0.0, 5.0]]}, False),  # beside the image
         ({"means": [[2.6, 0.0, 5.0]]}, True),  # its border reaches in
         ({"means": [[float("nan"), 0.0, 5.0]]}, False),
@@ -121,21 +124,21 @@ def test_radii_hold_the_visible_ellipse(either: str) -> None:
         ({"quats": [[0.0, 0.0, 2.0, 0.0]]}, True),  # any length
     ],
 )
-def test_dead_or_alive(either: str, changes: dict[str, list[float]], alive: bool) -> None:
+def test_dead_or_alive(either: str, changes: dict[str, list[float]], alive: bool | None) -> None:
     scene = one_point(**changes)
     for name in INPUTS:
         getattr(scene, name).requires_grad_()
     row = torch.zeros(1, dtype=torch.int32)
     out = scene.project(row, row, near=0.0625, far=100.0)
-    assert (out.radii > 0).all() if alive else (out.radii == 0).all()
+    assert out.radii.sign().unique().tolist() == [{True: 1, False: 0, None: -1}[alive]]
     if alive:
         assert all(torch.isfinite(o).all() for o in out) and out.depths[0] == scene.means[0, 2]
     else:
-        assert all((o == 0).all() for o in out)
+        assert all((o == 0).all() for o in out[:4])
     if not torch.isnan(scene.means).any():
         gradients = torch.autograd.grad([o.sum() for o in out[:4]], [getattr(scene, n) for n in INPUTS])
         assert all(torch.isfinite(g).all() for g in gradients)
-        assert any((g != 0).any() for g in gradients) == alive
+        assert any((g != 0).any() for g in gradients) == bool(alive)
     if alive:
         assert len(cuda_ext.cull(scene.means, scene.scales, scene.opacities, scene.viewmats, scene.Ks, scene.sizes,
                                  scene.whole, near=0.0625, far=100.0)[0]) == 1  # fmt: skip
@@ -146,7 +149,7 @@ def test_singular_covariance_is_dead_without_blur(either: str) -> None:
     row = torch.zeros(1, dtype=torch.int32)
     assert (scene.project(row, row, eps2d=0.0).radii == 0).all()
     assert (scene.project(row, row).radii > 0).all()
-    assert (scene.project(row, row, antialiased=True).radii == 0).all()  # its compensated opacity is 0
+    assert (scene.project(row, row, antialiased=True).radii < 0).all()  # its compensated opacity is 0
 
 
 def test_overflowing_covariance_is_dead(either: str) -> None:
@@ -211,6 +214,18 @@ def test_cull_keeps_what_the_box_touches() -> None:
     got = scene.cull(rects)
     kept[got[0].long(), got[1].long()] = True
     assert touch.sum() > 20 and not (touch & ~kept.view(-1)).any()
+
+
+def test_cull_keeps_what_counts_as_seen(either: str) -> None:
+    """Or densification's means over the views that see a point would be over too few."""
+    scene = random_scene(points=3000, views=3)
+    scene.opacities = scene.opacities.clamp(min=1.01 / 255)
+    view_ids, point_ids = scene.all_rows()
+    radii = scene.project(view_ids, point_ids).radii[:, 0]
+    kept = torch.zeros(3, 3000, dtype=torch.bool)
+    got = scene.cull(scene.whole)
+    kept[got[0].long(), got[1].long()] = True
+    assert int((radii < 0).sum()) > 20 and not ((radii != 0) & ~kept.view(-1)).any()
 
 
 def test_rows_are_sorted_and_empty_rectangles_see_nothing(either: str) -> None:

@@ -178,7 +178,7 @@ def test_witness(records: bool) -> None:
     drawn = (rows.radii[:, 0] > 0).nonzero().squeeze(-1).tolist()
     line = drawn[len(drawn) // 2]
     view = int(rows.view_ids[line])
-    dead = next(k for k in range(200) if rows.radii[k, 0] == 0)
+    dead = next(k for k in range(200) if rows.radii[k, 0] <= 0)
     parts = 5
 
     def told(at: int, part: int, value: float, views: range | None = None, count: Tensor | None = None) -> float:

@@ -71,7 +71,7 @@ def ordinary(
         info = densification_info(splats, views)
         densifier._count(params, state, info)
         left_alone = torch.full((points,), selective, device=place)
-        left_alone[info["ids"][info["visible"] > 0]] = False
+        left_alone[info["ids"][splats.rows["radii"][:, 0] > 0]] = False
         for k, optimizer in optimizers.items():
             step_all_but(left_alone, params[k], optimizer)
         losses.append(total.detach())

@@ -110,13 +110,24 @@ NSMG_HD T compensation(const Footprint<T>& f) {
   return std::sqrt(f.sharp_det / f.det);
 }
 
+// Half the side in pixels of the square around a splat of this covariance in which gsplat 1.4.0 draws it, and in whose
+// overlap with the image densification sees it: 3 standard deviations of its long axis, before rounding up. It grows
+// with the covariance (in the Loewner order), for so do the largest eigenvalue and half the trace.
+template <typename T>
+NSMG_HD T three_sigma(T xx, T xy, T yy) {
+  const T middle = T(0.5) * (xx + yy), apart = T(0.5) * (xx - yy);
+  return T(3) * std::sqrt(middle + std::sqrt(larger(apart * apart + xy * xy, T(0.01))));
+}
+
 template <typename T>
 struct Splat {
   T x, y;              // mean in pixels
   T conic_a, conic_b, conic_c;
   T depth, opacity;
   T variance_x, variance_y;
-  bool alive;          // in the depth range, invertible, and opaque enough to be seen
+  T square;            // three_sigma, rounded up
+  bool regular;        // in the depth range and invertible
+  bool alive;          // regular, and opaque enough to be drawn
 };
 
 template <typename T>
@@ -133,9 +144,10 @@ NSMG_HD Splat<T> make_splat(const Camera<T>& camera, const Point<T>& point, T ep
   s.opacity = point.opacity * (antialiased ? compensation(f) : T(1));
   s.variance_x = f.xx;
   s.variance_y = f.yy;
+  s.square = smaller(std::ceil(three_sigma(f.xx, f.xy, f.yy)), max_radius<T>());
   // Written so that a NaN anywhere is not alive, nor a determinant that overflowed: its inverse is 0.
-  s.alive = (s.depth >= camera.near_plane) & (s.depth <= camera.far_plane) & (f.det > T(0)) & (inverse_det > T(0)) &
-            (s.opacity >= min_alpha<T>());
+  s.regular = (s.depth >= camera.near_plane) & (s.depth <= camera.far_plane) & (f.det > T(0)) & (inverse_det > T(0));
+  s.alive = s.regular & (s.opacity >= min_alpha<T>());
   return s;
 }
 
@@ -151,12 +163,18 @@ NSMG_HD bool overlaps(T x, T y, T rx, T ry, T x0, T y0, T x1, T y1) {
   return (x + rx > x0) & (x - rx < x1) & (y + ry > y0) & (y - ry < y1);
 }
 
-// One row as `project` puts it out: the splat, and its half extents in whole pixels.
+// The `radii` of a row that is not drawn: minus its square where that touches the view, else 0.
+template <typename T>
+NSMG_HD T undrawn_radius(T x, T y, T square, bool regular, T width, T height) {
+  return regular & overlaps(x, y, square, square, T(0), T(0), width, height) ? -square : T(0);
+}
+
+// One row as `project` puts it out: the splat, and its `radii`, whole numbers.
 template <typename T>
 struct ProjectedRow {
   Splat<T> splat;
   T rx, ry;
-  bool alive;  // whether it adds anything to its whole view; if not, the rest means nothing
+  bool alive;  // whether it adds anything to its whole view; if not, the splat means nothing
 };
 
 template <typename T>
@@ -168,11 +186,16 @@ NSMG_HD ProjectedRow<T> project_row(const Camera<T>& camera, const Point<T>& poi
   row.ry = outward(std::sqrt(reach2 * row.splat.variance_y), extent_margin<T>());
   row.alive = row.splat.alive &
               overlaps(row.splat.x, row.splat.y, row.rx, row.ry, T(0), T(0), camera.width, camera.height);
+  if (!row.alive) {
+    const Splat<T>& s = row.splat;
+    row.rx = row.ry = undrawn_radius(s.x, s.y, s.square, s.regular, camera.width, camera.height);
+  }
   return row;
 }
 
-// Whether a point may reach alpha 1/255 in a rectangle, from its largest scale alone: no rotation widens a splat beyond
-// the sphere of that radius. `reach2` as from reach(), negative for a point that is too transparent to be seen at all.
+// Whether a point may reach alpha 1/255 in a rectangle, or its square of three sigma the rectangle, from its largest
+// scale alone: no rotation widens a splat beyond the sphere of that radius. `reach2` as from reach(), negative for a
+// point that is too transparent to be seen at all.
 template <typename T>
 NSMG_HD bool may_touch(const Camera<T>& camera, const Vec3<T>& mean, T largest_scale, T reach2, T eps2d, T x0, T y0,
                        T x1, T y1) {
@@ -188,8 +211,9 @@ NSMG_HD bool may_touch(const Camera<T>& camera, const Vec3<T>& mean, T largest_s
   const T jx = largest_scale * camera.fx * inverse_depth, jy = largest_scale * camera.fy * inverse_depth;
   const T variance_x = jx * jx * (1 + clamped_u * clamped_u) + eps2d;
   const T variance_y = jy * jy * (1 + clamped_v * clamped_v) + eps2d;
-  const T rx = outward(std::sqrt(larger(reach2, T(0)) * variance_x), bound_margin<T>());
-  const T ry = outward(std::sqrt(larger(reach2, T(0)) * variance_y), bound_margin<T>());
+  const T square = three_sigma(variance_x, jx * jy * clamped_u * clamped_v, variance_y);
+  const T rx = outward(larger(std::sqrt(larger(reach2, T(0)) * variance_x), square), bound_margin<T>());
+  const T ry = outward(larger(std::sqrt(larger(reach2, T(0)) * variance_y), square), bound_margin<T>());
   return (reach2 >= T(0)) & (seen.z >= camera.near_plane - slack) & (seen.z <= camera.far_plane + slack) &
          overlaps(camera.fx * u + camera.cx, camera.fy * v + camera.cy, rx, ry, x0, y0, x1, y1);
 }

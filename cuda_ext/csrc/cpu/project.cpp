@@ -91,8 +91,8 @@ void project_chunk(const Inputs& in, const Chunk& chunk, T* means2d, T* conics, 
                    int32_t* radii) {
   const Camera<T> camera = in.camera<T>(chunk.view);
   const T eps2d = T(in.eps2d);
-  T out[7][kLanes], variance_x[kLanes], variance_y[kLanes], reach2[kLanes], rx[kLanes], ry[kLanes];
-  int32_t alive[kLanes];
+  T out[7][kLanes], variance_x[kLanes], variance_y[kLanes], square[kLanes], reach2[kLanes], rx[kLanes], ry[kLanes];
+  int32_t alive[kLanes], regular[kLanes];
   for (int64_t row = chunk.begin; row < chunk.end; row += kLanes) {
     const int64_t count = std::min(kLanes, chunk.end - row);
     const PointBlock<T> points(in, row, count);
@@ -108,6 +108,8 @@ void project_chunk(const Inputs& in, const Chunk& chunk, T* means2d, T* conics, 
       out[6][l] = s.opacity;
       variance_x[l] = s.variance_x;
       variance_y[l] = s.variance_y;
+      square[l] = s.square;
+      regular[l] = s.regular;
       alive[l] = s.alive;
     }
     for (int64_t l = 0; l < kLanes; ++l) reach2[l] = alive[l] ? reach(out[6][l]) : T(0);  // the logarithm: not vector
@@ -116,6 +118,10 @@ void project_chunk(const Inputs& in, const Chunk& chunk, T* means2d, T* conics, 
       rx[l] = outward(std::sqrt(reach2[l] * variance_x[l]), extent_margin<T>());
       ry[l] = outward(std::sqrt(reach2[l] * variance_y[l]), extent_margin<T>());
       alive[l] &= overlaps(out[0][l], out[1][l], rx[l], ry[l], T(0), T(0), camera.width, camera.height);
+      const T undrawn =
+          undrawn_radius(out[0][l], out[1][l], square[l], regular[l] != 0, camera.width, camera.height);
+      rx[l] = alive[l] ? rx[l] : undrawn;
+      ry[l] = alive[l] ? ry[l] : undrawn;
     }
     for (int64_t l = 0; l < count; ++l) {
       const int64_t i = row + l;
@@ -123,8 +129,8 @@ void project_chunk(const Inputs& in, const Chunk& chunk, T* means2d, T* conics, 
       for (int c = 0; c < 3; ++c) conics[3 * i + c] = alive[l] ? out[2 + c][l] : T(0);
       depths[i] = alive[l] ? out[5][l] : T(0);
       row_opacities[i] = alive[l] ? out[6][l] : T(0);
-      radii[2 * i] = alive[l] ? static_cast<int32_t>(rx[l]) : 0;
-      radii[2 * i + 1] = alive[l] ? static_cast<int32_t>(ry[l]) : 0;
+      radii[2 * i] = static_cast<int32_t>(rx[l]);
+      radii[2 * i + 1] = static_cast<int32_t>(ry[l]);
     }
   }
 }

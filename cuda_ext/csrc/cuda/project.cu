@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads)
   if (id >= 0) {
     const Point<float> point = load_point(in.means, in.quats, in.scales, in.opacities, id);
     r = project_row(load_camera(in.cameras, sizes, view), point, in.eps2d, Antialiased);
-    if (!r.alive) r = {};
+    if (!r.alive) r.splat = {};
   }
   reinterpret_cast<float2*>(out.means2d)[row] = make_float2(r.splat.x, r.splat.y);
   out.conics[3 * row] = r.splat.conic_a;

@@ -26,7 +26,7 @@ constexpr int kProjectGroup = 512;  // points that a block of the backward kerne
 
 struct ProjectGradients {
   const float *means2d, *conics, *depths, *opacities;  // of the outputs
-  const int* radii;                                    // rows where they are 0 are dead
+  const int* radii;                                    // rows where they are not positive are dead
   float *means, *quats, *scales, *opacities_out;       // of the inputs, every element written
   float* viewmats;                                     // [V, 4, 4], zeroed by the caller
   const int* starts;                                   // find_group_starts with kProjectGroup

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
     const Camera<float> camera = load_camera(in.cameras, sizes, view);
     float pose[kPose] = {};
     for (int64_t row = begin + threadIdx.x; row < end; row += kThreads) {
-      if (g.radii[2 * row] == 0) continue;
+      if (g.radii[2 * row] <= 0) continue;
       const int id = in.point_ids[row];
       const Point<float> point = load_point(in.means, in.quats, in.scales, in.opacities, id);
       const float2 at = reinterpret_cast<const float2*>(g.means2d)[row];

@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads)
   rows.opacities[row] = alive ? s.opacity : zero;
   rows.depths[row] = alive ? s.depth : zero;
   reinterpret_cast<int2*>(rows.radii)[row] =
-      alive ? make_int2(static_cast<int>(projected.rx), static_cast<int>(projected.ry)) : make_int2(0, 0);
+      make_int2(static_cast<int>(projected.rx), static_cast<int>(projected.ry));
   const float r = alive ? larger(color.x + 0.5f, zero) : zero;
   const float g = alive ? larger(color.y + 0.5f, zero) : zero;
   const float b = alive ? larger(color.z + 0.5f, zero) : zero;

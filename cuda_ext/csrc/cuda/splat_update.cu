@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
       statistics.load(launch.statistics, id);
       const bool drawn = mine.sum_rows(point, sums, statistics);
       drawn_points = __ballot_sync(0xffffffffu, drawn);
-      if (drawn) statistics.store(launch.statistics, id);
+      if (statistics.counted) statistics.store(launch.statistics, id);
       if constexpr (Degree > 0) mine.outer_products(point.mean);
     }
     put_gradients(shared, lane, sums, point, settings);

@@ -46,18 +46,26 @@ struct Lane {
   float* rest;  // in shared memory: the point's harmonics, later their gradient
   int group, first, lane;
 
-  // Calls f(view, row) for each row of the lane's point that is drawn. The whole warp calls it.
-  template <typename F>
-  __device__ __forceinline__ void for_rows(const F& f) const {
+  // Calls f(view, row) for each row of the lane's point that is drawn, and undrawn(view, radius in pixels) for each that
+  // only counts as seen. The whole warp calls it.
+  template <typename F, typename G>
+  __device__ __forceinline__ void for_rows(const F& f, const G& undrawn) const {
     const int groups = update_groups(launch.points);
     for (int v = 0; v < launch.views.count; ++v) {
       const int32_t* start = launch.starts + int64_t{v} * (groups + 1) + group;
       const int begin = start[0], end = start[1];
       if (begin == end) continue;
       const int row = row_of_lane(launch.rows.point_ids, begin, end, first, lane);
-      if (row >= 0 && launch.rows.radii[2 * int64_t{row}] > 0) f(v, int64_t{row});
+      const int radius = row >= 0 ? launch.rows.radii[2 * int64_t{row}] : 0;
+      if (radius > 0) f(v, int64_t{row});
+      if (radius < 0) undrawn(v, static_cast<float>(-radius));
       __syncwarp();
     }
+  }
+
+  template <typename F>
+  __device__ __forceinline__ void for_rows(const F& f) const {
+    for_rows(f, [](int, float) {});
   }
 
   // A row of the view has a gradient that is not finite.
@@ -92,7 +100,7 @@ struct Lane {
       }
       statistics.add(launch, view.camera, g, row);
       drawn = true;
-    });
+    }, [&](int v, float radius) { statistics.count(views[v].camera, radius); });
     return drawn;
   }
 

@@ -149,9 +149,17 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) lazy_update_kernel(const __
   auto* factors = reinterpret_cast<float4*>(shared + warp_floats(launch.rest_floats));
   const Lane<Degree> mine = {launch, views, rest + lane * launch.rest_floats, group, first, lane};
   bool drawn = false;
-  mine.for_rows([&](int, int64_t) { drawn = true; });
+  PointStatistics statistics;
+  mine.for_rows([&](int, int64_t) { drawn = true; }, [&](int, float) { statistics.counted = true; });
   const uint32_t points = __ballot_sync(0xffffffffu, drawn);
-  if (points == 0) return;
+  const bool counted = drawn || statistics.counted;
+  if (counted) statistics.load(launch.statistics, id);
+  if (points == 0) {
+    if (!__any_sync(0xffffffffu, counted)) return;
+    mine.for_rows([](int, int64_t) {}, [&](int v, float radius) { statistics.count(views[v].camera, radius); });
+    if (counted) statistics.store(launch.statistics, id);
+    return;
+  }
   const int last = drawn ? launch.lazy.last[id] : steps;
 
   const uint32_t salt = step_salt<Moment>(launch.scalars, launch.views);
@@ -163,10 +171,8 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) lazy_update_kernel(const __
   }
   const Point<float> point = caught_up_point<Moment>(launch, last, id);
   Sums sums;
-  PointStatistics statistics;
-  if (drawn) statistics.load(launch.statistics, id);
   mine.sum_rows(point, sums, statistics);
-  if (drawn) statistics.store(launch.statistics, id);
+  if (counted) statistics.store(launch.statistics, id);
   if constexpr (Degree > 0) mine.outer_products(point.mean);
   put_gradients(shared, lane, sums, point, launch.settings);
 

@@ -64,13 +64,15 @@ __device__ __forceinline__ RowGradient load_gradient(const UpdateGradients& g, c
 // The radius in pixels of the 3-sigma circle around a splat, from its conic: see primitives/gaussians.py:screen_radii.
 __device__ __forceinline__ float screen_radius(const Vec3<float>& conic) {
   const float middle = 0.5f * (conic.x + conic.z), determinant = conic.x * conic.z - conic.y * conic.y;
-  const float largest = middle + sqrtf(larger(middle * middle - determinant, 0.0f));
+  const float apart = larger(middle * middle - determinant, 0.01f * determinant * determinant);
+  const float largest = middle + sqrtf(larger(apart, 0.0f));
   return ceilf(3.0f * rsqrtf(larger(determinant / larger(largest, 1e-12f), 1e-12f)));
 }
 
 // What a point's rows add to densification's running sums.
 struct PointStatistics {
   float gradient = 0.0f, seen = 0.0f, radius = 0.0f;
+  bool counted = false;  // anything was added
 
   __device__ __forceinline__ void load(const UpdateStatistics& s, int64_t point) {
     if (s.grad2d != nullptr) gradient = s.grad2d[point];
@@ -84,10 +86,14 @@ struct PointStatistics {
     const float x = (launch.settings.absgrad ? g.absolute_x : g.splat.x) * (0.5f * camera.width) * views;
     const float y = (launch.settings.absgrad ? g.absolute_y : g.splat.y) * (0.5f * camera.height) * views;
     gradient += sqrtf(x * x + y * y);
+    count(camera, launch.statistics.radii_max != nullptr ? screen_radius(load3(launch.rows.conics, row)) : 0.0f);
+  }
+
+  // A row that is seen, if not drawn, of that radius in pixels.
+  __device__ __forceinline__ void count(const Camera<float>& camera, float pixels) {
+    counted = true;
     seen += 1.0f;
-    if (launch.statistics.radii_max != nullptr) {
-      radius = larger(radius, screen_radius(load3(launch.rows.conics, row)) / larger(camera.width, camera.height));
-    }
+    radius = larger(radius, pixels / larger(camera.width, camera.height));
   }
 
   __device__ __forceinline__ void store(const UpdateStatistics& s, int64_t point) const {
