@@ -27,8 +27,8 @@ def cull(
     near: float = 0.01,
     far: float = 1e10,
 ) -> tuple[Tensor, Tensor]:
-    """Finds the rows that may be seen: every point whose splat may reach alpha 1/255 on its view's rectangle, and every
-    point of an opacity of 1/255 whose square of 3 sigma (see `Projection.radii`) may touch it.
+    """Finds the rows that may be seen: every point whose splat may reach alpha 1/255 on its view's rectangle, or whose
+    square of 3 sigma may touch it, however transparent it is (see `Projection.radii`).
 
     Conservative: it keeps some points that do not, as it replaces each point by a ball of its largest scale and bounds
     that ball's image. Not differentiable.

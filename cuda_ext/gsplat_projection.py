@@ -4,8 +4,8 @@ gsplat's kernels take a grid of all points by all views; we have a list of rows.
 handed over as a batch of one view, which also lets views differ in size. Within a view every point appears once, so
 scattering the gradients back is deterministic; gsplat's sums for the view matrices are not (atomics).
 
-Two things differ from the CPU twin: gsplat drops rows whose 3-sigma square lies beside the image, and it launches the
-spherical harmonics on CUDA's default stream, so call these operators from there (torch's default).
+One thing differs from the CPU twin: gsplat launches the spherical harmonics on CUDA's default stream, so call these
+operators from there (torch's default).
 """
 
 from collections.abc import Iterator

@@ -30,7 +30,7 @@ class Projection(NamedTuple):
         row_opacities: [M] opacity, with the antialiasing compensation if asked for.
         radii: [M, 2] int32. Of a row that is drawn, half extents (x, y) in pixels of the ellipse where alpha >= 1/255,
             rounded outward. Of one that is not, minus half the side of gsplat 1.4.0's square of 3 sigma where that
-            touches the view: what densification counts as seen; 0 where it does not.
+            touches the view: densification counts it as seen. Elsewhere 0, and nothing is drawn.
     """
 
     means2d: Tensor
@@ -62,10 +62,9 @@ def project(
     15 % of its size beyond each border. With `antialiased`, opacity is multiplied by sqrt(det / det with eps2d) (Yu et
     al. 2024, "Mip-Splatting", equation 9).
 
-    A row that adds nothing to its whole view (depth outside [near, far], no invertible covariance, opacity below 1/255,
-    box beside the image, NaN) is dead: zero in all outputs, and no gradient. Nothing depends on the patches rendered.
-    With NS_MULTIGPU_CUDA=gsplat gsplat's kernels serve, which also drop what lies beside the image by their own 3-sigma
-    square: rows at the border with alpha below 0.011 may be dead there.
+    A row that is not drawn in its whole view (depth outside [near, far], no invertible covariance, opacity below 1/255,
+    box or square of 3 sigma beside the image, NaN) is dead: zero in all outputs but `radii`, and no gradient. Nothing
+    depends on the patches rendered.
 
     Differentiable with respect to `means`, `quats`, `scales`, `opacities` and `viewmats`.
 

@@ -28,7 +28,7 @@ def reach(opacities: Tensor) -> Tensor:
 
 
 def three_sigma(xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:
-    """Half the side of the square in which gsplat 1.4.0 draws a splat of this covariance, before it is rounded up."""
+    """Half the side of the square outside of which gsplat 1.4.0 does not see a splat, before it is rounded up."""
     middle, apart = 0.5 * (xx + yy), 0.5 * (xx - yy)
     return 3 * torch.sqrt(middle + torch.sqrt((apart * apart + xy * xy).clamp_min(0.01)))
 
@@ -74,7 +74,6 @@ def cull(
     lower, upper = _clamps(Ks, means.new_tensor(list(sizes)).view(-1, 2))
     largest = scales.amax(dim=-1)
     reach2 = reach(opacities)[:, None]
-    opaque = opacities >= MIN_ALPHA
     hits: list[Tensor] = []
     for view, (R, t, K) in enumerate(zip(viewmats[:, :3, :3], viewmats[:, :3, 3], Ks, strict=True)):
         x0, y0, x1, y1 = rects[4 * view : 4 * view + 4]
@@ -94,7 +93,7 @@ def cull(
         extent = outward(torch.maximum(torch.sqrt(reach2 * variance), square[:, None]), BOUND_MARGIN)
         at = slope * focal + center
         touches = ((at + extent > at.new_tensor([x0, y0])) & (at - extent < at.new_tensor([x1, y1]))).all(-1)
-        hits.append(torch.nonzero(opaque & touches & (z >= near - slack) & (z <= far + slack)).squeeze(-1))
+        hits.append(torch.nonzero(touches & (z >= near - slack) & (z <= far + slack)).squeeze(-1))
     counts = torch.tensor([len(hit) for hit in hits], dtype=torch.int64, device=means.device)
     views = torch.arange(len(hits), dtype=torch.int32, device=means.device)
     points = torch.cat(hits) if hits else torch.empty(0, dtype=torch.int64, device=means.device)
@@ -181,10 +180,10 @@ def project(
         alive = regular & (row_opacities >= MIN_ALPHA)
         spread = torch.where(alive, reach(row_opacities), 0.0)[:, None] * torch.stack([xx, yy], dim=-1)
         extents = outward(torch.sqrt(spread), EXTENT_MARGIN)
-        alive &= ((means2d + extents > 0) & (means2d - extents < size[view])).all(-1)
         square = torch.ceil(three_sigma(xx, xy, yy)).clamp_max(MAX_RADIUS)[:, None]
-        seen_only = regular & ((means2d + square > 0) & (means2d - square < size[view])).all(-1)
-        radii = torch.where(alive[:, None], extents, torch.where(seen_only[:, None], -square, 0.0)).to(torch.int32)
+        counts = regular & ((means2d + square > 0) & (means2d - square < size[view])).all(-1)
+        alive &= counts & ((means2d + extents > 0) & (means2d - extents < size[view])).all(-1)
+        radii = torch.where(alive[:, None], extents, torch.where(counts[:, None], -square, 0.0)).to(torch.int32)
     outputs = (means2d, conics, seen[:, 2], row_opacities)
     kept = [torch.where(alive.view(-1, *[1] * (out.dim() - 1)), out, 0.0) for out in outputs]
     return kept[0], kept[1], kept[2], kept[3], radii

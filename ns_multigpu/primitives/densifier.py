@@ -157,7 +157,7 @@ def densification_info(splats: Splats, views: list[View]) -> dict[str, Any]:
 
     Returns:
         `n_cameras`; `ids` [M] int64; `gradients` [M] norms, 0 where the splat is not drawn; `visible` [M] 1 where it
-        counts as seen, else 0: where it is drawn, or its square of 3 sigma touches the view, as gsplat 1.4.0 counts;
+        counts as seen, else 0: where its square of 3 sigma touches the view, as gsplat 1.4.0 counts, drawn or not;
         `radii` [M] fractions of the image's longer side.
     """
     ids = splats.hits.point_ids.long()

@@ -117,7 +117,8 @@ def test_update(case: tuple[Any, ...], records: bool, selective: bool) -> None:
     assert torch.equal(ours["seen"].cpu().double(), theirs["seen"])
     one_pixel = 1.001 / min(max(w, h) for w, h in zip(model.sizes[::2], model.sizes[1::2], strict=True))
     difference = (ours["radii_max"].cpu().double() - theirs["radii_max"]).abs()  # a radius is rounded up to a pixel
-    assert float(difference.max()) <= one_pixel and float((difference > 1e-6).float().mean()) < 0.01
+    rounding = 1e-6 * (1 + theirs["radii_max"])
+    assert float(difference.max()) <= one_pixel and float((difference > rounding).float().mean()) < 0.01
 
 
 def test_statistics_may_be_left_out_and_rows_be_none() -> None:
@@ -181,7 +182,7 @@ def test_points_that_are_not_drawn_get_no_gradient() -> None:
     model.params[0].copy_(torch.tensor([[0.0, 0, -5], [900, 0, 5], [0, 0, 5], [torch.nan, 0, 5]]))
     model.params[3][2] = -9.0
     rows = model.forward(4)
-    assert (rows.radii == 0).all()
+    assert (rows.radii <= 0).all() and rows.count.tolist() == [1]
     gradients = RowGradients(*(torch.full_like(g, torch.nan) for g in make_gradients(rows)))
     expected = [0.9 * m for m in model.exp_avgs]
     model.update(rows, gradients)

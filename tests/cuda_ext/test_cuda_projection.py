@@ -65,10 +65,9 @@ def test_cull_keeps_all_that_can_be_seen() -> None:
     with cuda_ext.use_reference():
         radii = scene.project(*rows).radii
     alive = radii[:, 0] > 0
-    undrawn = (radii[:, 0] < 0) & (scene.opacities[rows[1].long()] > 1.001 / 255)
-    assert alive.sum() > 1000 and undrawn.sum() > 20 and len(kept) < len(rows[0])
-    for rest in (alive, undrawn):
-        assert ids((rows[0][rest], rows[1][rest])) <= kept
+    assert alive.sum() > 1000 and (radii < 0).any() and len(kept) < len(rows[0])
+    seen = radii[:, 0] != 0
+    assert ids((rows[0][seen], rows[1][seen])) <= kept
 
 
 def capacity_of(scene: Scene, capacity: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -88,9 +88,7 @@ def assert_project_agrees(
     with torch.no_grad():
         out = project(*arguments)
     alive = out[4][:, 0] > 0
-    only_ours = (expected.radii[:, 0] > 0) & ~alive
-    assert not (alive & (expected.radii[:, 0] == 0)).any()
-    assert alive.sum() > 100 and only_ours.sum() < 0.05 * alive.sum()
+    assert alive.sum() > 100 and torch.equal(out[4].sign(), expected.radii.sign())
     for got, want in zip(out[:4], expected[:4], strict=True):
         # Not 1e-4: gsplat's determinant is a difference of products, which costs thin splats some digits.
         assert_close(got[alive], want.detach()[alive], rtol=2e-3, atol=1e-4)

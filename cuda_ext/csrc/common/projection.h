@@ -110,9 +110,9 @@ NSMG_HD T compensation(const Footprint<T>& f) {
   return std::sqrt(f.sharp_det / f.det);
 }
 
-// Half the side in pixels of the square around a splat of this covariance in which gsplat 1.4.0 draws it, and in whose
-// overlap with the image densification sees it: 3 standard deviations of its long axis, before rounding up. It grows
-// with the covariance (in the Loewner order), for so do the largest eigenvalue and half the trace.
+// Half the side in pixels, before rounding up, of the square around a splat of this covariance outside of which gsplat
+// 1.4.0 does not see it: 3 standard deviations of its long axis. It grows with the covariance (in the Loewner order),
+// for so do the largest eigenvalue and half the trace.
 template <typename T>
 NSMG_HD T three_sigma(T xx, T xy, T yy) {
   const T middle = T(0.5) * (xx + yy), apart = T(0.5) * (xx - yy);
@@ -163,10 +163,16 @@ NSMG_HD bool overlaps(T x, T y, T rx, T ry, T x0, T y0, T x1, T y1) {
   return (x + rx > x0) & (x - rx < x1) & (y + ry > y0) & (y - ry < y1);
 }
 
-// The `radii` of a row that is not drawn: minus its square where that touches the view, else 0.
+// From a row's half extents, makes its `radii`: what they are where it is drawn; minus its square where only that
+// touches the view; 0 elsewhere. Returns whether it is drawn.
 template <typename T>
-NSMG_HD T undrawn_radius(T x, T y, T square, bool regular, T width, T height) {
-  return regular & overlaps(x, y, square, square, T(0), T(0), width, height) ? -square : T(0);
+NSMG_HD bool settle_radii(const Camera<T>& camera, T x, T y, T square, bool regular, bool alive, T& rx, T& ry) {
+  const bool seen = regular & overlaps(x, y, square, square, T(0), T(0), camera.width, camera.height);
+  const bool drawn = seen & alive & overlaps(x, y, rx, ry, T(0), T(0), camera.width, camera.height);
+  const T undrawn = seen ? -square : T(0);
+  rx = drawn ? rx : undrawn;
+  ry = drawn ? ry : undrawn;
+  return drawn;
 }
 
 // One row as `project` puts it out: the splat, and its `radii`, whole numbers.
@@ -174,7 +180,7 @@ template <typename T>
 struct ProjectedRow {
   Splat<T> splat;
   T rx, ry;
-  bool alive;  // whether it adds anything to its whole view; if not, the splat means nothing
+  bool alive;  // whether it is drawn anywhere in its whole view; if not, the splat means nothing
 };
 
 template <typename T>
@@ -184,18 +190,14 @@ NSMG_HD ProjectedRow<T> project_row(const Camera<T>& camera, const Point<T>& poi
   const T reach2 = row.splat.alive ? reach(row.splat.opacity) : T(0);
   row.rx = outward(std::sqrt(reach2 * row.splat.variance_x), extent_margin<T>());
   row.ry = outward(std::sqrt(reach2 * row.splat.variance_y), extent_margin<T>());
-  row.alive = row.splat.alive &
-              overlaps(row.splat.x, row.splat.y, row.rx, row.ry, T(0), T(0), camera.width, camera.height);
-  if (!row.alive) {
-    const Splat<T>& s = row.splat;
-    row.rx = row.ry = undrawn_radius(s.x, s.y, s.square, s.regular, camera.width, camera.height);
-  }
+  row.alive = settle_radii(camera, row.splat.x, row.splat.y, row.splat.square, row.splat.regular, row.splat.alive,
+                           row.rx, row.ry);
   return row;
 }
 
 // Whether a point may reach alpha 1/255 in a rectangle, or its square of three sigma the rectangle, from its largest
-// scale alone: no rotation widens a splat beyond the sphere of that radius. `reach2` as from reach(), negative for a
-// point that is too transparent to be seen at all.
+// scale alone: no rotation widens a splat beyond the sphere of that radius. `reach2` as from reach(), negative for no
+// point.
 template <typename T>
 NSMG_HD bool may_touch(const Camera<T>& camera, const Vec3<T>& mean, T largest_scale, T reach2, T eps2d, T x0, T y0,
                        T x1, T y1) {

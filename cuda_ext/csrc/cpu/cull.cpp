@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kPoints = 8192;  // a task: this many points of one view
 constexpr int64_t kLanes = 1024;   // points whose flags are held at a time
 
-// What does not depend on the view: the largest scale, and how far the splat reaches (-1: transparent).
+// What does not depend on the view: the largest scale, and how far the splat reaches.
 template <typename T>
 struct Reaches {
   std::vector<T> largest_scale, reach2;
@@ -26,7 +26,7 @@ struct Reaches {
     at::parallel_for(0, points, kPoints, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         largest_scale[i] = larger(larger(scales[3 * i], scales[3 * i + 1]), scales[3 * i + 2]);
-        reach2[i] = opacities[i] >= min_alpha<T>() ? reach(opacities[i]) : T(-1);
+        reach2[i] = reach(opacities[i]);
       }
     });
   }

@@ -32,13 +32,12 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t i = int64_t(blockIdx.x) * kCullPoints + k * kThreads + threadIdx.x;
     mean[k] = {0.f, 0.f, 0.f};
     largest[k] = 0.f;
-    reach2[k] = -1.f;  // too transparent to be seen, as is what lies behind the last point
+    reach2[k] = -1.f;  // what lies behind the last point
     if (i < points) {
       mean[k] = load3(means, i);
       const Vec3<float> scale = load3(scales, i);
       largest[k] = larger(larger(scale.x, scale.y), scale.z);
-      const float opacity = opacities[i];
-      if (opacity >= min_alpha<float>()) reach2[k] = reach(opacity);
+      reach2[k] = reach(opacities[i]);
     }
   }
   for (int v = 0; v < sizes.count; ++v) {

@@ -42,8 +42,7 @@ __global__ void __launch_bounds__(kCullPoints)
       risen = most(kLogits);
     }
     largest = std::exp(larger(larger(log_scale.x, log_scale.y), log_scale.z) + grown);
-    const float opacity = sigmoid(points.logits[i] + risen);
-    if (opacity >= min_alpha<float>()) reach2 = reach(opacity);
+    reach2 = reach(sigmoid(points.logits[i] + risen));
   }
   for (int v = 0; v < views.count; ++v) {
     const Camera<float>& camera = setups[v].camera;
