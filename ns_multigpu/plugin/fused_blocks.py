@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from nerfstudio.utils import writer
 from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.utils.writer import EventName, TimeWriter
@@ -13,6 +14,7 @@ from ns_multigpu.plugin.fused_training import FusedTraining
 from ns_multigpu.plugin.guards import Guards
 from ns_multigpu.plugin.tile_training import TileTraining
 from ns_multigpu.plugin.timing import Pace
+from ns_multigpu.primitives.mcmc import McmcDensifier
 
 
 class FusedBlocks:
@@ -29,7 +31,7 @@ class FusedBlocks:
     """
 
     def __init__(self, pipeline: Any, optimizers: Any, world: World, guards: Guards) -> None:
-        self._pipeline, self._guards = pipeline, guards
+        self._pipeline, self._world, self._guards = pipeline, world, guards
         kind = TileTraining if pipeline.model.sharded else FusedTraining
         self.training = kind(pipeline, optimizers, world, guards.computed)
         self._pace = Pace()
@@ -69,5 +71,10 @@ class FusedBlocks:
         writer.put_time(EventName.ITER_TRAIN_TIME, seconds, last, avg_over_steps=True, update_eta=True)
         for k, step in enumerate(steps):
             self._guards.numbers.note(step, ("the rows",), result.reports[k, -1:], result.views[k], result.reports[k])
-        loss = result.reports[-1, :-1].sum() / pipeline.batch_size
-        return seconds, (loss, {"main_loss": loss}, {"mse": result.mse})
+        terms = {"main_loss": result.reports[-1, :-1].sum() / pipeline.batch_size}
+        if isinstance(pipeline.model.strategy, McmcDensifier):
+            share = pipeline.model.share_of_points(self._world)
+            more = pipeline.model.regularisation(pipeline.batch_size)
+            terms |= {name: share * value.detach() for name, value in more.items()}
+        loss = torch.stack(list(terms.values())).sum()
+        return seconds, (loss, terms, {"mse": result.mse})

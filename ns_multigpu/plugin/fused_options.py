@@ -6,8 +6,8 @@ from typing import Any
 from cuda_ext.adam import FusedAdam, is_plain, kernels_serve
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.errors import InputError
-from ns_multigpu.primitives.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.fused_step import ORDER
+from ns_multigpu.primitives.mcmc import McmcDensifier
 
 _MOST_VIEWS = 128
 
@@ -51,6 +51,8 @@ def _decided(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple
         return True, ""
     if not _on_gpu(world):
         return False, reason or "on a CPU they are only with --fused-steps always"
+    if reason is None and isinstance(pipeline.model.strategy, McmcDensifier):
+        reason = "with MCMC they are only with --fused-steps always"
     if reason is None and not kernels_serve(pipeline.model.means):
         reason = "gsplat's kernels serve instead of ours"
     return reason is None, reason or ""
@@ -92,7 +94,10 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     smallest = 11 * 2**options.num_downscales
     groups = {name: optimizers.optimizers.get(name) for name in ORDER}
     tests: Sequence[tuple[bool, Callable[[], str]]] = (
-        (not isinstance(model.strategy, ReplicatedDensifier), lambda: "the densifier is not the default one"),
+        (
+            options.selective_adam and isinstance(model.strategy, McmcDensifier),
+            lambda: "MCMC moves Gaussians that are not drawn, and --pipeline.model.selective-adam leaves them alone",
+        ),
         (options.camera_optimizer.mode != "off", lambda: "camera poses are optimized"),
         (options.use_bilateral_grid, lambda: "there is a bilateral grid"),
         (options.sh_degree == 0, lambda: "there are no spherical harmonics"),

@@ -6,7 +6,8 @@ there are several ranks) and replayed until something about it changes: the numb
 harmonics. The host uploads a hundred numbers and names an image.
 
 Within a block the steps of points that are not drawn are put off (`cuda_ext.lazy_adam`); before anybody else may look
-at the model, they are taken. With selective Adam they are not taken at all, and none is put off.
+at the model, they are taken. With selective Adam they are not taken at all, and none is put off; nor with MCMC, whose
+noise moves all of them after each step (`fused_noise`).
 """
 
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.planning.rates import LAZY_BELOW
 from ns_multigpu.plugin.cameras import view_from_camera
 from ns_multigpu.plugin.device_images import DeviceImages, whole_views
+from ns_multigpu.plugin.fused_noise import StepNoise
 from ns_multigpu.plugin.fused_rescue import bytes_of_step, go_back, last_whole_step
 from ns_multigpu.plugin.out_of_memory import Counts, check_room
 from ns_multigpu.plugin.step_capacities import StepCapacities
@@ -46,6 +48,7 @@ class _Feed:
     views: list[View]
     inputs: Tensor
     plan: Plan
+    rate: float
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ class FusedTraining:
         self._adam: AdamStep | None = None
         self._lazy: LazyAdam | None = None
         self._key: object = None
-        self._wants_lazy = not self._model.config.selective_adam  # which has none to put off
+        self._noise = StepNoise(pipeline, optimizers)
+        self._wants_lazy = self._may_put_off()
         self._rows_drawn: int | None = None  # by one rank in one step, at most
         self._ring: ScalarRing | None = None
         self._ring_width = 0
@@ -119,6 +123,7 @@ class FusedTraining:
                     if k == len(feeds):  # drawn while the device is busy with the step before
                         feeds.append(self._feed(steps[k]))
                     self._take(step, feeds[k])
+                    self._noise.after(step, steps[k], feeds[k].rate)
                     reports[k].copy_(step.report)
                 with self._pipeline.timer.measure("waiting for the device"):
                     status = step.status()
@@ -133,25 +138,27 @@ class FusedTraining:
 
         Between blocks alone, for within one there are steps put off. On a CPU always: it must give the same bits again.
         """
-        selective = self._model.config.selective_adam
-        if selective or self._world.device.type != "cuda" or self._rows_drawn is None:
+        if not self._may_put_off() or self._world.device.type != "cuda" or self._rows_drawn is None:
             return
         # Of a sharded model every rank draws about its part; of replicas every rank steps what all have drawn.
         wanted = self._world.size * self._rows_drawn < LAZY_BELOW * max(self._model.total_points, 1)
         if wanted != self._wants_lazy:
             self._wants_lazy, self._key = wanted, None
 
+    def _may_put_off(self) -> bool:
+        """Not where the points that are not drawn take no step, or noise moves all of them."""
+        return not self._model.config.selective_adam and not self._noise.active
+
     def refine(self, steps: range) -> None:
         """Densification after a block."""
         model, batch = self._model, self._pipeline.batch_size
-        before = model.gauss_params["means"]
-        if model.strategy.due_after(steps[-1] * batch, batch):
-            self._release()  # each tensor is to go when there is a new one in its place
+        if not model.strategy.due_after(steps[-1] * batch, batch):
+            return
+        self._release()  # each tensor is to go when there is a new one in its place
         model.strategy.refine_when_due(
             model.gauss_params, self._optimizers.optimizers, model.strategy_state, steps[-1] * batch, batch
         )
-        if model.gauss_params["means"] is not before or model.strategy.due_after(steps[-1] * batch, batch):
-            self._key = None  # parameters or moments are other tensors now
+        self._noise.after_refinement(steps[-1])
 
     def taken_since(self) -> int:
         """Steps that the device has taken since it was asked last."""
@@ -196,7 +203,7 @@ class FusedTraining:
             width=view.width, height=view.height, views=self._pipeline.batch_size // self._world.size, degree=degree,
             antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad,
             ssim_lambda=options.ssim_lambda, rows=self._room.now[0], intersections=self._room.now[1],
-            selective=options.selective_adam,
+            selective=options.selective_adam, **self._noise.weights(),
         )  # fmt: skip
         # Every rank sees every row: rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
         counting = counts and self._world.is_main
@@ -214,7 +221,7 @@ class FusedTraining:
         config, images = self._model.config, step * self._pipeline.batch_size
         degree = min(images // config.sh_degree_interval, config.sh_degree)
         factor = 2 ** max(config.num_downscales - images // config.resolution_schedule, 0)
-        return degree, factor, images < self._model.strategy.refine_stop_iter
+        return degree, factor, not self._noise.active and images < self._model.strategy.refine_stop_iter
 
     def _camera(self, index: int, factor: int) -> tuple[View, Tensor]:
         """A view on the host, and its 25 numbers: world-to-camera matrix and intrinsics."""
@@ -241,7 +248,7 @@ class FusedTraining:
         matrices = torch.stack([numbers_ for _, numbers_ in cameras])
         inputs = torch.cat([matrices[:, :16].reshape(-1), matrices[:, 16:].reshape(-1), *backgrounds, numbers])
         views = [view for view, _ in cameras]
-        return _Feed(step, indices, views, inputs, self._plan(views))
+        return _Feed(step, indices, views, inputs, self._plan(views), self._noise.rate())
 
     def _background(self, image: int) -> Tensor:
         model = self._model

@@ -170,7 +170,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
                 squared = squared + error.square().sum() / (3 * view.width * view.height * len(views))
         losses = {"main_loss": loss}
         share = self.share_of_points(world)
-        losses.update({name: value * share for name, value in self._regularisation(len(views)).items()})
+        losses.update({name: value * share for name, value in self.regularisation(len(views)).items()})
         extra = dict[str, Tensor]()
         self.camera_optimizer.get_loss_dict(extra)
         if self.config.use_bilateral_grid:
@@ -234,7 +234,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         covered = self._downscale_if_required(mask).to(self.device)[y0:y1, x0:x1]
         return target * covered, covered
 
-    def _regularisation(self, batch: int) -> dict[str, Tensor]:
+    def regularisation(self, batch: int) -> dict[str, Tensor]:
         """The mean over a batch's images of Splatfacto's terms on the points themselves."""
         config = self.config
         terms = {"scale_reg": torch.zeros((), device=self.device)}

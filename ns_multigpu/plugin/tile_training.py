@@ -132,7 +132,7 @@ class TileTraining(FusedTraining):
             width=view.width, height=view.height, views=self._pipeline.batch_size, degree=degree,
             antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad,
             ssim_lambda=options.ssim_lambda, rows=rows, segment=segment, intersections=intersections,
-            selective=options.selective_adam, groups=self._pipeline.config.overlap,
+            selective=options.selective_adam, groups=self._pipeline.config.overlap, **self._noise.weights(),
         )  # fmt: skip
         statistics = model.strategy.statistics(model.gauss_params, model.strategy_state) if counts else {}
         self._rows = self._transport_for(settings)

@@ -51,6 +51,7 @@ class StepSettings:
         ssim_lambda: see `photometric_loss`.
         rows, intersections: the capacities of a rank.
         selective: only points that a view of the batch draws, on any rank, take Adam's step; see `selective`.
+        opacity_weight, scale_weight: see `splat_update`; of the whole model's sums.
     """
 
     width: int
@@ -63,6 +64,8 @@ class StepSettings:
     rows: int
     intersections: int
     selective: bool = False
+    opacity_weight: float = 0.0
+    scale_weight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -247,6 +250,8 @@ class FusedStep:
             seen=self._statistics.get("count"),
             radii_max=self._statistics.get("radii"),
             selective=s.selective,
+            opacity_weight=s.opacity_weight,
+            scale_weight=s.scale_weight,
             lazy=self._lazy,
             witness=self.report[-1:],
             witness_views=range(first, first + s.views),
@@ -267,6 +272,11 @@ class FusedStep:
         rows = SplatRows(view_ids, point_ids, none, none, conics, none, self._bright, none, radii.view(-1, 2))
         counts = self._everyone.view(torch.int64)
         return rows, records, [counts[:, 0], counts[:, 1]]
+
+    @property
+    def taken(self) -> Tensor:
+        """[] bool on the device: whether the step of the last `update` was taken."""
+        return self._status[3] == 0
 
     def status(self) -> Status:
         """Waits for the device, says how far the steps have got, and starts counting anew."""

@@ -69,10 +69,6 @@ class McmcDensifier:
     ) -> None:
         """Refines when due, then adds noise.
 
-        B steps of one image would add B independent noises of standard deviation `rate` * noise_lr * s, the covariance
-        and gate in s hardly changing in between. Variances add, so the sum is one noise of sqrt(B) * rate * noise_lr
-        * s. With the rule "sqrt" that is the batch's own learning rate times noise_lr * s.
-
         Args:
             params: means [N, 3], scales [N, 3] (log), quats [N, 4], opacities [N, 1] or [N] (logits), any others.
             optimizers: by parameter.
@@ -80,16 +76,45 @@ class McmcDensifier:
             images: images in this step.
             rate: the means' learning rate that a step of one image would have.
         """
-        for image in dues(self.refine_every, step, images):
-            if self.refine_start_iter < image < self.refine_stop_iter:
-                self._relocate(params, optimizers, image)
-                sources = self._growth(params, image)
-                self._share_out(params, sources)
-                self._rearrange(params, optimizers, sources)
+        self.refine_when_due(params, optimizers, {}, step, images)
+        self.move(params, step, images, rate)
+
+    def due_after(self, step: int, images: int) -> bool:
+        """Whether a step that sees `images` images from number `step` on is followed by a refinement."""
+        return bool(self._dues(step, images))
+
+    def _dues(self, step: int, images: int) -> list[int]:
+        due = dues(self.refine_every, step, images)
+        return [image for image in due if self.refine_start_iter < image < self.refine_stop_iter]
+
+    @torch.no_grad()
+    def refine_when_due(
+        self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int
+    ) -> None:
+        """Relocates and grows as often as is due. `state` is not looked at; the rest as in `step_post_backward`."""
+        for image in self._dues(step, images):
+            self._relocate(params, optimizers, image)
+            sources = self._growth(params, image)
+            self._share_out(params, sources)
+            self._rearrange(params, optimizers, sources)
+
+    @torch.no_grad()
+    def move(self, params: Any, step: int, images: int, rate: float, taken: Tensor | None = None) -> None:
+        """Adds a step's noise to the means.
+
+        B steps of one image would add B independent noises of standard deviation `rate` * noise_lr * s, the covariance
+        and gate in s hardly changing in between. Variances add, so the sum is one noise of sqrt(B) * rate * noise_lr
+        * s. With the rule "sqrt" that is the batch's own learning rate times noise_lr * s.
+
+        Args:
+            params, step, images, rate: as in `step_post_backward`.
+            taken: [] on the device, 0 or False to add nothing after all.
+        """
         means = params["means"]
         first = self._first_row(len(means))
         noise = keyed_normals(self.seed, "mcmc noise", step, first, len(means), 3, means.device)
-        add_noise(params, math.sqrt(images) * rate * self.noise_lr, noise)
+        scale = math.sqrt(images) * rate * self.noise_lr
+        add_noise(params, scale if taken is None else scale * taken.to(means.dtype), noise)
 
     def _first_row(self, count: int) -> int:
         """The number in the whole model of the first of the `count` Gaussians that are here."""
@@ -201,12 +226,12 @@ def pick(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return torch.searchsorted(sums, drawn, right=True)
 
 
-def add_noise(params: Any, scale: float, noise: Tensor) -> None:
+def add_noise(params: Any, scale: float | Tensor, noise: Tensor) -> None:
     """Moves means by scale * gate(opacity) * covariance @ noise (equation 10), in place.
 
     Args:
         params: as in `McmcDensifier.step_post_backward`.
-        scale: learning rate times noise_lr.
+        scale: learning rate times noise_lr, a number or [].
         noise: [N, 3] normal numbers.
     """
     means = params["means"].data

@@ -24,6 +24,7 @@ class TileSettings:
         segment: capacity of the rows that one rank sends to one other.
         intersections: capacity of a rank's bands.
         selective: as in `StepSettings`: a point's owner has the rows of all views.
+        opacity_weight, scale_weight: as in `StepSettings`.
         groups: parts of a rank's own rows, of equally many lines. Each leaves while the next is projected, or with 1
             all of them when all are there; the result is the same.
 
@@ -43,6 +44,8 @@ class TileSettings:
     intersections: int
     selective: bool = False
     groups: int = 1
+    opacity_weight: float = 0.0
+    scale_weight: float = 0.0
 
     def __post_init__(self) -> None:
         if self.groups < 1:

@@ -237,13 +237,19 @@ class TileStep:
                 rows=self._rows._replace(count=real), gradients=self._records, degree=s.degree,
                 antialiased=s.antialiased, absgrad=s.absgrad, grad2d=self._statistics.get("grad2d"),
                 seen=self._statistics.get("count"), radii_max=self._statistics.get("radii"), selective=s.selective,
-                lazy=self._lazy, witness=self.report[-1:],
+                opacity_weight=s.opacity_weight, scale_weight=s.scale_weight, lazy=self._lazy,
+                witness=self.report[-1:],
             )  # fmt: skip
 
     def flush(self) -> None:
         """Takes the steps that were put off. All ranks do it."""
         if self._lazy is not None:
             splat_flush(self._params, self._moments[0], self._moments[1], self._lazy)
+
+    @property
+    def taken(self) -> Tensor:
+        """[] bool on the device: whether the step of the last `update` was taken."""
+        return self._status[4] == 0
 
     def status(self) -> TileStatus:
         """Waits for the device, says how far the steps have got, and starts counting anew."""

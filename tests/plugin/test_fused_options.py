@@ -11,10 +11,12 @@ from nerfstudio.utils.misc import step_check
 from cuda_ext.adam import FusedAdam
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.errors import InputError
+from ns_multigpu.plugin.fused_noise import StepNoise
 from ns_multigpu.plugin.fused_options import check_wishes, fuses, next_stop, obstacle
 from ns_multigpu.plugin.fused_training import FusedTraining
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.fused_step import ORDER
+from ns_multigpu.primitives.mcmc import McmcDensifier
 
 
 def make_run(fused_steps: str = "always") -> SimpleNamespace:
@@ -97,7 +99,6 @@ def _one_transparent(run: SimpleNamespace) -> None:
 
 
 OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
-    (_set("pipeline.model.strategy", object()), "the densifier is not the default one"),
     (_set("pipeline.model.config.camera_optimizer.mode", "SO3xR3"), "camera poses are optimized"),
     (_set("pipeline.model.config.use_bilateral_grid", True), "there is a bilateral grid"),
     (_set("pipeline.model.config.sh_degree", 0), "there are no spherical harmonics"),
@@ -126,6 +127,21 @@ def test_every_obstacle_names_itself(change: Callable[[SimpleNamespace], None], 
         asked(run)
     run.config.fused_steps = "never"
     assert asked(run)[0] is False
+
+
+def test_mcmc_is_fused_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ns_multigpu.plugin.fused_options.kernels_serve", lambda _: True)
+    gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
+    for wish, expected in {
+        "always": (True, "Steps are fused."),
+        "auto": (False, "Steps are not fused: with MCMC they are only with --fused-steps always."),
+    }.items():
+        run = make_run(wish)
+        run.pipeline.model.strategy = McmcDensifier()
+        assert asked(run, gpu) == expected
+        run.pipeline.model.config.selective_adam = True
+        with pytest.raises(InputError, match="MCMC moves Gaussians that are not drawn"):
+            asked(run, gpu)
 
 
 # Options for fused steps only, and what is said where steps are not.
@@ -194,16 +210,18 @@ def test_on_a_gpu_they_are_fused_where_nothing_forbids_it(monkeypatch: pytest.Mo
     assert asked(run, world) == (False, "Steps are not fused: there are masks.")
 
 
-@pytest.mark.parametrize("selective", [False, True])
-def test_selective_steps_are_never_put_off(selective: bool) -> None:
+@pytest.mark.parametrize(("selective", "noise"), [(False, False), (True, False), (False, True)])
+def test_steps_of_selective_adam_and_mcmc_are_never_put_off(selective: bool, noise: bool) -> None:
     """Where others begin to be, once steps on a GPU draw little of the model."""
     run = make_run()
     run.pipeline.model.config.selective_adam, run.pipeline.model.total_points = selective, 1000
     training = object.__new__(FusedTraining)
     training._world, training._model = World(0, 1, 0, 1, torch.device("cuda", 0)), run.pipeline.model
+    run.pipeline.model.strategy = McmcDensifier() if noise else run.pipeline.model.strategy
+    training._noise = StepNoise(run.pipeline, run.optimizers)
     training._rows_drawn, training._wants_lazy, training._key = 10, False, "made"
     training._choose_lazy()
-    assert (training._wants_lazy, training._key) == ((False, "made") if selective else (True, None))
+    assert (training._wants_lazy, training._key) == ((False, "made") if selective or noise else (True, None))
 
 
 def _acts(config: Any, step: int, evaluates: bool) -> bool:

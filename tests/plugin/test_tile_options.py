@@ -72,9 +72,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "^--pipeline.model.optimizer-state compact: .* are not fused: on a CPU they are only with --fused-steps always",
     ),
     "fused steps of mixed sizes": (FUSED, "^--fused-steps always: steps cannot be fused, for views differ in size"),
-    "fused mcmc": (
-        {**FUSED, "capture": "one size", **OPTIONS["densifier mcmc"]},
-        "^--fused-steps always: steps cannot be fused, for the densifier is not the default one",
+    "fused selective mcmc": (
+        {**FUSED, "capture": "one size", **OPTIONS["densifier mcmc"], MODEL + "selective_adam": True},
+        "^--fused-steps always: steps cannot be fused, for MCMC moves Gaussians that are not drawn",
     ),
     "mcmc above its cap": (
         {**OPTIONS["densifier mcmc"], MODEL + "max_gs_num": POINTS - 1},

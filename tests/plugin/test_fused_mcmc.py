@@ -1,0 +1,100 @@
+"""MCMC in fused steps: noise and regularisation of ordinary ones, once a step, on any number of ranks."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin import fused_training, tile_training
+from ns_multigpu.primitives.fused_step import ORDER
+from tests.plugin.course import POINTS, write_capture
+from tests.plugin.tile_course import MODEL, Outcome, course, furthest
+from tests.ranks import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+IMAGES, VIEWS, AWAY = 48, 2, 2e-3
+# Picks are made by sums of opacities in units of 2^-24, so that rounding draws others: at first nobody is picked.
+STILL = {
+    MODEL + "densifier": "mcmc", MODEL + "max_gs_num": POINTS, MODEL + "mcmc_min_opacity": 1e-5,
+    MODEL + "noise_lr": 1e5, MODEL + "warmup_length": 4, MODEL + "refine_every": 8, MODEL + "sh_degree_interval": 12,
+    MODEL + "num_downscales": 1, MODEL + "resolution_schedule": 20, MODEL + "mcmc_opacity_reg": 0.05,
+    MODEL + "mcmc_scale_reg": 0.05, **{f"optimizers.{name}.optimizer.eps": 1e-4 for name in ORDER},
+}  # fmt: skip
+GROWING = {MODEL + "max_gs_num": 70, MODEL + "mcmc_min_opacity": 0.095}
+
+
+def train(world: World, folder: Path, name: str, *, tile: bool = False, fused: str = "always", **more: Any) -> Outcome:
+    options = {**STILL, "fused_steps": fused, **{MODEL + k: v for k, v in more.items()}}
+    views = VIEWS if tile else VIEWS // world.size
+    return course(world, tile, folder / "capture", folder / name, options, IMAGES // VIEWS, views, double=False)
+
+
+def train_both(world: World, folder: Path) -> dict[bool, Outcome]:
+    """Shards, and replicas where their number divides the batch."""
+    found = {True: train(world, folder, f"tile-{world.size}", tile=True)}
+    if VIEWS % world.size == 0:
+        found[False] = train(world, folder, f"batch-{world.size}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mcmc")
+    write_capture(folder / "capture", wide=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ordinary(folder: Path) -> Outcome:
+    return train(World.single(), folder, "ordinary", fused="never")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_course_of_ordinary_steps(ranks: int, folder: Path, ordinary: Outcome) -> None:
+    for outcomes in run_ranks(train_both, ranks, folder, preload=["tests.plugin.tile_course"]):
+        assert outcomes.keys() == ({True, False} if VIEWS % ranks == 0 else {True})
+        for tile, found in outcomes.items():
+            assert [count for _, count in found["points"]] == [POINTS * (1 if tile else ranks)] * 5
+            away = furthest(found, ordinary)
+            assert max(away.values()) < AWAY, away
+
+
+@pytest.mark.parametrize("option", ["noise_lr", "mcmc_opacity_reg", "mcmc_scale_reg"])
+def test_each_part_matters(option: str, folder: Path, ordinary: Outcome) -> None:
+    """A test that the comparison above would see it left out."""
+    without = train(World.single(), folder, f"without-{option}", fused="never", **{option: 0.0})
+    assert max(furthest(without, ordinary).values()) > 10 * AWAY
+
+
+@pytest.mark.parametrize("tile", [False, True])
+def test_noise_comes_once_where_a_step_is_taken_again(
+    tile: bool, folder: Path, ordinary: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, room = (tile_training.TileTraining, (16, 16, 64)) if tile else (fused_training.FusedTraining, (16, 64))
+    monkeypatch.setattr(owner, "_first_capacities", lambda self, pixels: room)
+    again: list[bool] = []
+    learn = owner._learn
+
+    def told(self: Any, status: Any) -> None:
+        again.append(status.full)
+        learn(self, status)
+
+    monkeypatch.setattr(owner, "_learn", told)
+    found = train(World.single(), folder, f"small-{tile}", tile=tile)
+    assert any(again), "a capacity must have been exceeded"
+    away = furthest(found, ordinary)
+    assert max(away.values()) < AWAY, away
+
+
+@pytest.mark.parametrize("tile", [False, True])
+def test_relocation_and_growth(tile: bool, folder: Path) -> None:
+    """Who is picked differs by rounding; how many there are, and what they look like, does not."""
+    go = partial(train, World.single(), folder, **{name[len(MODEL) :]: value for name, value in GROWING.items()})
+    expected, found = go(f"never-{tile}", fused="never"), go(f"always-{tile}", tile=tile)
+    counts = [count for _, count in expected["points"]]
+    assert counts[0] > POINTS and counts[-1] == 70
+    assert [count for _, count in found["points"]] == counts
+    assert found["metrics"]["psnr"] == pytest.approx(expected["metrics"]["psnr"], abs=1.0)
