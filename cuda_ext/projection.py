@@ -159,6 +159,27 @@ def sh_colors(
     return op(degree, means, camera_centers, sh_dc, sh_rest, view_ids, point_ids)
 
 
+def three_sigma_radii(conics: Tensor) -> Tensor:
+    """Half the sides in pixels of the squares of 3 sigma around splats, as gsplat 1.4.0 computes its radii.
+
+    3DGS's densification (Kerbl et al. 2023, section 5.2) calls that a point's size on screen.
+
+    Args:
+        conics: [M, 3] inverse covariances (xx, xy, yy) in 1/pixels^2.
+
+    Returns:
+        [M] whole numbers, of the conics' dtype; without meaning for the zeros of a row that is not drawn.
+    """
+    a, b, c = conics.unbind(-1)
+    middle, determinant = 0.5 * (a + c), a * c - b * b
+    # The largest eigenvalue is the inverse of the smallest of the inverse; that one, the small root, is had through the
+    # large one: subtracting would cancel for long thin splats.
+    apart = torch.maximum(middle * middle - determinant, 0.01 * determinant * determinant)
+    largest = middle + apart.clamp(min=0.0).sqrt()
+    smallest = determinant / largest.clamp(min=1e-12)
+    return (3.0 * smallest.clamp(min=1e-12).rsqrt()).ceil()
+
+
 @torch.library.register_fake("ns_multigpu::project", lib=LIBRARY)
 def _project_fake(
     means: Tensor, quats: Tensor, scales: Tensor, opacities: Tensor, viewmats: Tensor, Ks: Tensor, sizes: list[int],

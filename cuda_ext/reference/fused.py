@@ -7,10 +7,9 @@ from torch import Tensor
 
 from cuda_ext.adam import adam_step_torch
 from cuda_ext.culling import cull
-from cuda_ext.projection import project, sh_colors
+from cuda_ext.projection import project, sh_colors, three_sigma_radii
 from cuda_ext.reference.compact import as_floats, step_salts
 from cuda_ext.reference.lazy_adam import MOST_STEPS, caught_up, extend, stands_still, write_caught_up
-from cuda_ext.reference.projection import three_sigma_of
 
 
 def camera_centers(viewmats: Tensor) -> Tensor:
@@ -196,5 +195,5 @@ def _count(
     if seen.numel() > 0:
         seen.index_add_(0, point[counts], torch.ones_like(point[counts], dtype=seen.dtype))
     if radii_max.numel() > 0:
-        radius = torch.where(drawn, three_sigma_of(conics), -radii) / size.amax(-1)[view]
+        radius = torch.where(drawn, three_sigma_radii(conics), -radii) / size.amax(-1)[view]
         radii_max.scatter_reduce_(0, point[counts], radius[counts], "amax")

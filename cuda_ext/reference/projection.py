@@ -33,18 +33,6 @@ def three_sigma(xx: Tensor, xy: Tensor, yy: Tensor) -> Tensor:
     return 3 * torch.sqrt(middle + torch.sqrt((apart * apart + xy * xy).clamp_min(0.01)))
 
 
-def three_sigma_of(conics: Tensor) -> Tensor:
-    """`three_sigma` rounded up, [M], from conics [M, 3], the inverse covariances."""
-    a, b, c = conics.unbind(-1)
-    middle, determinant = 0.5 * (a + c), a * c - b * b
-    # The largest eigenvalue is the inverse of the smallest of the inverse; that one, the small root, is had through the
-    # large one: subtracting would cancel for long thin splats.
-    apart = torch.maximum(middle * middle - determinant, 0.01 * determinant * determinant)
-    largest = middle + apart.clamp(min=0.0).sqrt()
-    smallest = determinant / largest.clamp(min=1e-12)
-    return (3.0 * smallest.clamp(min=1e-12).rsqrt()).ceil()
-
-
 def outward(extents: Tensor, margin: float) -> Tensor:
     """Half extents in pixels rounded up to whole numbers, with a margin for the rounding of what led to them."""
     return torch.ceil(extents * (1 + margin) + 0.01).clamp_max(MAX_RADIUS)

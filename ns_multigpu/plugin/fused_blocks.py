@@ -74,7 +74,8 @@ class FusedBlocks:
         terms = {"main_loss": result.reports[-1, :-1].sum() / pipeline.batch_size}
         if isinstance(pipeline.model.strategy, McmcDensifier):
             share = pipeline.model.share_of_points(self._world)
-            more = pipeline.model.regularisation(pipeline.batch_size)
-            terms |= {name: share * value.detach() for name, value in more.items()}
+            with torch.no_grad():  # of the model as the block has left it
+                more = pipeline.model.regularisation(pipeline.batch_size)
+            terms |= {name: share * value for name, value in more.items()}
         loss = torch.stack(list(terms.values())).sum()
         return seconds, (loss, terms, {"mse": result.mse})

@@ -27,7 +27,8 @@ class StepNoise:
 
     def rate(self) -> float:
         """The means' learning rate that a step of one image would have now."""
-        return self._optimizers.optimizers["means"].param_groups[0]["lr"] / self._model.rate_factor
+        # A scheduler's rates are numpy's numbers, which have a way of their own of multiplying tensors.
+        return float(self._optimizers.optimizers["means"].param_groups[0]["lr"]) / self._model.rate_factor
 
     def after(self, step: Any, number: int, rate: float) -> None:
         """The noise of a step that was launched, unless a refinement comes first.

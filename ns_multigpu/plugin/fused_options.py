@@ -47,7 +47,9 @@ def _decided(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple
     reason = obstacle(config, pipeline, optimizers)
     if config.fused_steps == "always":
         if reason is not None:
-            raise InputError(f"--fused-steps always: steps cannot be fused, for {reason}. Use --fused-steps auto.")
+            raise InputError(
+                f"--fused-steps always: steps cannot be fused, for {reason}. Change that, or use --fused-steps auto."
+            )
         return True, ""
     if not _on_gpu(world):
         return False, reason or "on a CPU they are only with --fused-steps always"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.reference.projection import three_sigma_of
+from cuda_ext.projection import three_sigma_radii
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
 
@@ -165,7 +165,7 @@ def screen_radii(splats: Splats) -> Tensor:
     What 3DGS's densification calls a point's size on screen, as gsplat 1.4.0 computes it.
     """
     radii = splats.rows["radii"][:, 0]
-    of_drawn = three_sigma_of(splats.rows["conics"].detach())
+    of_drawn = three_sigma_radii(splats.rows["conics"].detach())
     return torch.where(radii > 0, of_drawn, -radii.to(of_drawn.dtype))
 
 

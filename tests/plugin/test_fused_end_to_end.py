@@ -86,6 +86,6 @@ def test_what_stands_in_the_way_is_named_before_the_first_step(tmp_path: Path) -
     done = _train(tmp_path, "--fused-steps", "always", "--pipeline.model.camera-optimizer.mode", "SO3xR3")
     text = " ".join((done.stdout + done.stderr).split())
     assert done.returncode != 0
-    reason = "steps cannot be fused, for camera poses are optimized. Use --fused-steps auto."
+    reason = "steps cannot be fused, for camera poses are optimized. Change that, or use --fused-steps auto."
     assert f"--fused-steps always: {reason}" in text, text[-3000:]
     assert not list(tmp_path.rglob("*.ckpt")) and not list(tmp_path.rglob("metrics.jsonl"))

@@ -123,7 +123,8 @@ def test_every_obstacle_names_itself(change: Callable[[SimpleNamespace], None], 
     assert obstacle(run.config, run.pipeline, run.optimizers) is None
     change(run)
     assert obstacle(run.config, run.pipeline, run.optimizers) == reason
-    with pytest.raises(InputError, match=f"^--fused-steps always: .*for {reason}. Use --fused-steps auto.$"):
+    remedy = "Change that, or use --fused-steps auto"
+    with pytest.raises(InputError, match=f"^--fused-steps always: .*for {reason}. {remedy}.$"):
         asked(run)
     run.config.fused_steps = "never"
     assert asked(run)[0] is False
