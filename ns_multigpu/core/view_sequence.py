@@ -1,21 +1,25 @@
 """The one sequence from which every rank takes its views."""
 
+import random
 from collections.abc import Callable
 
-from ns_multigpu.core.random import keyed_permutation
+_KEPT = 4
+"""Epochs that are kept: steps are looked at ahead, and may be taken again."""
 
 
 class ViewSequence:
     """Views in an order that holds each exactly once an epoch, for any number of ranks.
 
     Position p of the sequence is the p-th image seen by the job as a whole. What stands there depends on the seed and
-    the number of views alone, so that a run on any number of ranks sees the same images in the same order.
+    the number of views alone, so that a run on any number of ranks sees the same images in the same order: the order
+    in which nerfstudio's full-image datamanager draws them for the same seed (one generator of Python's `random`, which
+    shuffles all views anew for every epoch), so that runs of ours and of `splatfacto` can be compared image by image.
 
     Args:
         count: number of views.
-        seed: the run's seed.
-        draw: draws the next epoch's order instead of a keyed permutation. It is called once an epoch, in order, and
-            must return the same on every rank.
+        seed: the run's seed of views.
+        draw: draws the next epoch's order instead. It is called once an epoch, in order, and must return the same on
+            every rank; what lies before the epoch in front of the last that was drawn is forgotten.
     """
 
     def __init__(self, count: int, seed: int, draw: Callable[[], list[int]] | None = None) -> None:
@@ -24,6 +28,8 @@ class ViewSequence:
         self._count = count
         self._seed = seed
         self._draw = draw
+        self._random = random.Random(seed)
+        self._shuffled = 0
         self._epochs: dict[int, list[int]] = {}
         self._ends: list[int] = []
 
@@ -32,8 +38,7 @@ class ViewSequence:
         if self._draw is None:
             epoch, place = divmod(position, self._count)
             if epoch not in self._epochs:
-                self._epochs = {e: order for e, order in self._epochs.items() if e >= epoch - 1}
-                self._epochs[epoch] = keyed_permutation(self._count, self._seed, "views", epoch)
+                self._shuffle_to(epoch)
             return self._epochs[epoch][place]
         while not self._ends or self._ends[-1] <= position:
             order = self._draw()
@@ -44,6 +49,18 @@ class ViewSequence:
         while epoch > 0 and self._ends[epoch - 1] > position:
             epoch -= 1
         return self._epochs[epoch][position - (self._ends[epoch - 1] if epoch else 0)]
+
+    def _shuffle_to(self, epoch: int) -> None:
+        """Draws all epochs up to this one, of which the last few are kept; anew from the first to go back."""
+        if epoch < self._shuffled:
+            self._random, self._shuffled = random.Random(self._seed), 0
+            self._epochs = {}
+        while self._shuffled <= epoch:
+            order = list(range(self._count))
+            self._random.shuffle(order)
+            self._epochs[self._shuffled] = order
+            self._epochs.pop(self._shuffled - _KEPT, None)
+            self._shuffled += 1
 
     def batch(self, step: int, size: int) -> list[int]:
         """The `size` views of a step."""

@@ -1,6 +1,10 @@
 """The sequence of views: each once an epoch, the same for every batch size."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from nerfstudio.data.datamanagers.full_images_datamanager import FullImageDatamanager, FullImageDatamanagerConfig
 
 from ns_multigpu.core.random import keyed_generator, keyed_permutation, seed_from
 from ns_multigpu.core.view_sequence import ViewSequence
@@ -16,6 +20,23 @@ def test_each_view_once_an_epoch_for_every_batch_size() -> None:
         assert sorted(alone[7 * epoch : 7 * epoch + 7]) == list(range(7))
     assert len({tuple(alone[7 * e : 7 * e + 7]) for e in range(6)}) > 1
     assert alone != [ViewSequence(7, seed=4).batch(step, 1)[0] for step in range(42)]
+
+
+def test_any_position_at_any_time() -> None:
+    forwards = [ViewSequence(5, seed=8).at(position) for position in range(60)]
+    sequence = ViewSequence(5, seed=8)
+    for position in (59, 0, 31, 30, 58, 12, 44, 3):
+        assert sequence.at(position) == forwards[position]
+    assert [sequence.at(position) for position in range(60)] == forwards
+
+
+def test_the_order_is_that_of_nerfstudio() -> None:
+    """What its datamanager's own method draws, one epoch after the other."""
+    config = FullImageDatamanagerConfig(train_cameras_sampling_seed=11)
+    nerfstudio: Any = SimpleNamespace(config=config, train_dataset=range(9))
+    drawn = [view for _ in range(12) for view in FullImageDatamanager.sample_train_cameras(nerfstudio)]
+    sequence = ViewSequence(9, seed=11)
+    assert [sequence.at(position) for position in range(len(drawn))] == drawn
 
 
 def test_drawn_epochs_of_any_length() -> None:

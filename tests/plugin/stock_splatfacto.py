@@ -8,8 +8,8 @@ What is replaced is what a CPU or a comparison cannot do without:
   the kernel for rows that are not packed, which nerfstudio asks for; the one for packed rows has another);
 - `Tensor.cuda()`, by nothing; `torch.compile`, by the function itself;
 - LPIPS, whose weights would have to be fetched, by nothing: it takes no part in training;
-- chance: the start is given, views come in the order of our sequence, and the default generator is seeded before each
-  background and each refinement as ours is for them;
+- chance: the start is given, and the default generator is seeded before each background and each refinement as ours is
+  for them; views come as nerfstudio draws them;
 - where asked for, L1 and SSIM, by our operator of them; and single precision, by double, in which pixels are cast and
   SSIM's window is computed.
 """
@@ -39,7 +39,6 @@ import cuda_ext
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.random import seed_from
 from ns_multigpu.core.types import Patch, View
-from ns_multigpu.core.view_sequence import ViewSequence
 from tests.plugin.course import TinyDataParserConfig
 
 STATISTICS = ("grad2d", "count", "radii")
@@ -118,7 +117,7 @@ def follow_stock(
         course = StockCourse(trainer, {n: p.detach().clone() for n, p in model.gauss_params.items()})
         for name, value in model.gauss_params.items():
             value.data.copy_(start[name])
-        _draw_as_ours(trainer, steps, seed)
+        _draw_as_ours(trainer, seed)
         if our_loss:
             model.get_loss_dict = _our_loss(model)
         with _recorded(model.strategy, course), _precision(trainer, double):
@@ -190,11 +189,8 @@ def _rasterization(
     return out.reshape(1, height, width, 3), alpha.reshape(1, height, width, 1), info
 
 
-def _draw_as_ours(trainer: Trainer, steps: int, seed: int) -> None:
-    """Makes nerfstudio's draws come out as ours: the views' order, backgrounds, and where halves of a split go."""
-    data: Any = trainer.pipeline.datamanager
-    sequence = ViewSequence(len(data.train_dataset), data.config.train_cameras_sampling_seed)
-    data.train_unseen_cameras = [sequence.at(step) for step in range(steps + 1)]  # one more: it is never empty
+def _draw_as_ours(trainer: Trainer, seed: int) -> None:
+    """Makes nerfstudio's draws come out as ours: backgrounds, and where halves of a split go."""
 
     def before(step: int) -> None:
         torch.manual_seed(seed_from(seed, "background", step))

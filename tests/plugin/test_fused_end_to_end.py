@@ -68,6 +68,9 @@ def test_same_course_as_ordinary_steps(fused: Path, tmp_path: Path) -> None:
         assert ours[step]["gaussians"] == pytest.approx(theirs[step]["gaussians"], rel=0.02), step
     assert ours[STEPS - 1]["main_loss"] < 0.7 * ours[0]["main_loss"], "it learned"
     assert len({row["gaussians"] for row in ours.values()}) > 2, "densification ran"
+    changes = {name: sum(row.get(name, 0.0) for row in ours.values()) for name in ("duplicated", "split", "pruned")}
+    grown = changes["duplicated"] + changes["split"] - changes["pruned"]
+    assert grown == ours[STEPS - 1]["gaussians"] - ours[0]["gaussians"]
 
 
 def test_goes_on_from_its_checkpoint(fused: Path, tmp_path: Path) -> None:
