@@ -69,8 +69,7 @@ class FusedBlocks:
         # Nerfstudio's own average would count a block of one step, with a refinement behind it, like one of fifty.
         writer.GLOBAL_BUFFER["events"].pop(EventName.ITER_TRAIN_TIME.value, None)
         writer.put_time(EventName.ITER_TRAIN_TIME, seconds, last, avg_over_steps=True, update_eta=True)
-        for k, step in enumerate(steps):
-            self._guards.numbers.note(step, ("the rows",), result.reports[k, -1:], result.views[k], result.reports[k])
+        self._guards.numbers.note(steps, result.views, ("the rows",), result.reports)
         terms = {"main_loss": result.reports[-1, :-1].sum() / pipeline.batch_size}
         if isinstance(pipeline.model.strategy, McmcDensifier):
             share = pipeline.model.share_of_points(self._world)

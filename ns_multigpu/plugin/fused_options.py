@@ -126,11 +126,9 @@ def next_stop(config: Any, step: int, steps: int, *, evaluates: bool) -> int:
         steps: the run's.
         evaluates: whether there are held-out views.
     """
-    periods = [config.logging.steps_per_log, config.steps_per_save, config.steps_per_checksum]
+    periods = [config.logging.steps_per_log, config.steps_per_save]
+    periods += [config.steps_per_checksum, config.steps_per_numeric_check]
     if evaluates:
         periods += [config.steps_per_eval_batch, config.steps_per_eval_image, config.steps_per_eval_all_images]
-    # These act after the multiples of their period, ...
-    ends = [-(-step // period) * period + 1 for period in periods if period > 0]
-    if config.steps_per_numeric_check > 0:  # ... and this one before.
-        ends.append((step // config.steps_per_numeric_check + 1) * config.steps_per_numeric_check)
-    return min([steps, *ends])
+    # All act after the multiples of their period, as refinements do: a block's end costs milliseconds.
+    return min([steps, *(-(-step // period) * period + 1 for period in periods if period > 0)])

@@ -6,8 +6,9 @@ at once, and all ranks put together what they found. Parameters are read then to
 has a NaN, so that nothing else would show it.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,14 +23,19 @@ OnNonFinite = Literal["stop", "skip"]
 
 
 @dataclass
-class _Step:
-    """What a step left behind: on the device until it is read."""
+class _Noted:
+    """What steps left behind, on the device until it is read: numbers [steps, C] that are finite where all is well.
 
-    step: int
-    names: list[str]
-    witnesses: Tensor
-    views: list[int] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
+    Attributes:
+        steps: their numbers.
+        views: of each step, the views whose losses are the first columns.
+        names: of the parameters whose gradients the last columns are about.
+    """
+
+    steps: Sequence[int]
+    views: Sequence[Sequence[int]]
+    names: Sequence[str]
+    numbers: Tensor
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class NumericGuard:
     ) -> None:
         self._world, self._every, self._skip = world, every, on_nonfinite == "skip"
         self.replicated, self._view_name, self._say = replicated, view_name, say
-        self._steps: list[_Step] = []
+        self._noted: list[_Noted] = []
 
     @property
     def active(self) -> bool:
@@ -135,8 +141,8 @@ class NumericGuard:
             else torch.zeros(0, dtype=torch.float64, device=self._world.device)
         )
         views = list(view_losses)
-        losses = [view_losses[view].detach().reshape(()) for view in views]
-        self._steps.append(_Step(step, list(graded), numbers, views, losses))
+        losses = [view_losses[view].detach().double().reshape(1) for view in views]
+        self._noted.append(_Noted([step], [views], list(graded), torch.cat([*losses, numbers])[None]))
         if not self._skip or not graded:
             return True
         bad = (~numbers.isfinite().all()).to(torch.float32)
@@ -150,19 +156,18 @@ class NumericGuard:
             optimizer.grad_scale, optimizer.found_inf = None, bad  # type: ignore[attr-defined]
         return True
 
-    def note(self, step: int, names: Sequence[str], numbers: Tensor, views: Sequence[int], losses: Tensor) -> None:
-        """As `watch`, for a step whose update the device has taken already.
+    def note(self, steps: Sequence[int], views: Sequence[Sequence[int]], names: Sequence[str], numbers: Tensor) -> None:
+        """As `watch`, for steps whose updates the device has taken already.
 
         Args:
-            step: the step.
-            names: of what the numbers are about.
-            numbers: one for each name, finite where its gradients are.
-            views: that this rank rendered.
-            losses: of these views, and perhaps more behind them.
+            steps: their numbers.
+            views: of each step, those that this rank rendered.
+            names: of what the last numbers are about.
+            numbers: [steps, C] of each step, first the losses of its views and last one for each name, finite where its
+                gradients are; what lies between is not looked at.
         """
         if self.active:
-            shares = [losses[k] for k in range(len(views))]
-            self._steps.append(_Step(step, list(names), numbers.double(), list(views), shares))
+            self._noted.append(_Noted(steps, views, names, numbers))
 
     def look(self, step: int, params: Mapping[str, Tensor], *, now: bool = False) -> None:
         """Reads what the steps left, when it is time or `now`. Every rank calls it at the same steps.
@@ -170,10 +175,10 @@ class NumericGuard:
         Raises:
             NonFiniteError: on every rank, the same, where the run cannot go on.
         """
-        if not self.active or not self._steps or not (now or (step + 1) % self._every == 0):
+        if not self.active or not self._noted or not (now or step % self._every == 0):
             return
-        steps, self._steps = self._steps, []
-        findings = self._findings(steps)
+        noted, self._noted = self._noted, []
+        findings = self._findings(noted)
         points = self._bad_parameters(params)
         if not max_int(int(bool(findings or points)), self._world):
             return
@@ -183,11 +188,11 @@ class NumericGuard:
         held: dict[str, int] = {}
         for part in all_gather_objects(points, self._world):
             held.update(part)
-        first, last = steps[0].step, steps[-1].step
+        first, last, count = noted[0].steps[0], noted[-1].steps[-1], sum(len(one.steps) for one in noted)
         lines = self._account(every, held)
         account = f"Steps {first} to {last} were looked at:\n  " + "\n  ".join(lines)
         skipped = sorted({f.step for f in every if f.gradients})
-        if self._skip and not held and (len(skipped) < len(steps) or len(steps) < 3):
+        if self._skip and not held and (len(skipped) < count or count < 3):
             self._say(f"NaN or infinity, {len(skipped)} step(s) left out. {account}")
             return
         raise NonFiniteError(
@@ -196,16 +201,18 @@ class NumericGuard:
             "pose); lower the learning rates of the named parameters; or leave such steps out with --on-nonfinite skip."
         )
 
-    def _findings(self, steps: Sequence[_Step]) -> list[Finding]:
+    def _findings(self, noted: Sequence[_Noted]) -> list[Finding]:
         """Reads all steps in one transfer."""
-        flat = torch.cat([torch.cat([one.witnesses, *(v.double().reshape(1) for v in one.losses)]) for one in steps])
-        finite = iter(flat.isfinite().tolist())
+        finite = iter(torch.cat([one.numbers.isfinite().reshape(-1) for one in noted]).tolist())
         findings: list[Finding] = []
-        for one in steps:
-            gradients = tuple([name for name in one.names if not next(finite)])
-            bad = tuple([view for view in one.views if not next(finite)])
-            if gradients or bad:
-                findings.append(Finding(self._world.rank, one.step, bad, tuple(one.views), gradients))
+        for one in noted:
+            for step, views in zip(one.steps, one.views, strict=True):
+                row = list(itertools.islice(finite, one.numbers.shape[1]))
+                bad = tuple(view for view, fine in zip(views, row, strict=False) if not fine)
+                last = row[len(row) - len(one.names) :]
+                gradients = tuple(name for name, fine in zip(one.names, last, strict=True) if not fine)
+                if gradients or bad:
+                    findings.append(Finding(self._world.rank, step, bad, tuple(views), gradients))
         return findings
 
     @torch.no_grad()

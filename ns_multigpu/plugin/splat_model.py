@@ -16,6 +16,7 @@ from nerfstudio.models.splatfacto import SplatfactoModel
 from nerfstudio.utils.colors import get_color
 from pytorch_msssim import SSIM
 from torch import Tensor
+from torch.nn.functional import avg_pool2d
 from torchmetrics.image import PeakSignalNoiseRatio
 
 from ns_multigpu.core.loss import photometric_loss
@@ -233,6 +234,14 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             return target, None
         covered = self._downscale_if_required(mask).to(self.device)[y0:y1, x0:x1]
         return target * covered, covered
+
+    def _downscale_if_required(self, image: Tensor) -> Tensor:
+        """The mean over squares of pixels: nerfstudio's without its convolution, for which a GPU loads cuDNN, and that
+        takes up to a second and a half."""
+        factor = self._get_downscale_factor()
+        if factor == 1:
+            return image
+        return avg_pool2d(image.float().permute(2, 0, 1)[None], factor)[0].permute(1, 2, 0).contiguous()
 
     def regularisation(self, batch: int) -> dict[str, Tensor]:
         """The mean over a batch's images of Splatfacto's terms on the points themselves."""

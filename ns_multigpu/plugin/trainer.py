@@ -110,11 +110,11 @@ class DistributedTrainer(Trainer):
         self.progress = ProgressLog(self.world, self.base_dir)
         if self.config.eval_at_start:
             self.progress.start_metrics = self.pipeline.get_average_eval_image_metrics(step=self._start_step)
-        self.progress.restart_clock(self._start_step)
-        self.stop_training = False
-        self.steps_taken = 0
         fused = FusedBlocks.if_asked_for(self.config, self.pipeline, self.optimizers, self.world, self.guards)
         announce(self.pipeline, self.optimizers, self.world, fused=fused is not None)
+        self.progress.restart_clock(self._start_step)  # where steps are fused, images are on the GPUs now
+        self.stop_training = False
+        self.steps_taken = 0
         steps = self.config.max_num_iterations  # in all: a run that was resumed has taken some of them
         self.step = self._start_step - 1
         # Nerfstudio's terminal log prints it, also where a run that was killed after its last save has no step to take.

@@ -230,7 +230,7 @@ def _acts(config: Any, step: int, evaluates: bool) -> bool:
     periods = [config.steps_per_save, config.steps_per_checksum]
     if evaluates:
         periods += [config.steps_per_eval_batch, config.steps_per_eval_image, config.steps_per_eval_all_images]
-    looks = config.steps_per_numeric_check > 0 and (step + 1) % config.steps_per_numeric_check == 0
+    looks = config.steps_per_numeric_check > 0 and step % config.steps_per_numeric_check == 0
     logs = step_check(step, config.logging.steps_per_log, run_at_zero=True)
     return looks or logs or any(step_check(step, period) for period in periods)
 

@@ -58,11 +58,12 @@ def test_a_bad_gradient_is_named_at_the_next_look(place: str, value: float) -> N
     run.look(1)
     run.step(2)
     run.look(2)
-    run.step(3)
+    for step in (3, 4):
+        run.step(step)
     with pytest.raises(NonFiniteError) as caught:
-        run.look(3)
+        run.look(4)
     text = str(caught.value)
-    assert "Steps 0 to 3" in text and "step 1: loss of frame_11.png; gradient of quats" in text
+    assert "Steps 1 to 4" in text and "step 1: loss of frame_11.png; gradient of quats" in text
     assert "step 0:" not in text and "gradient of means" not in text and "frame_10" not in text
     assert "parameter quats: 1 row" in text and "parameter means" not in text
 
@@ -78,19 +79,21 @@ def test_huge_but_finite_numbers_are_fine(place: str) -> None:
 def test_a_bad_parameter_is_found_although_nothing_else_shows_it(place: str) -> None:
     run = Run(place_of(place), every=2)
     run.step(0)
-    run.params["means"].data[2:4, 1] = NAN
     run.look(0)
     run.step(1)
+    run.params["means"].data[2:4, 1] = NAN
+    run.look(1)
+    run.step(2)
     with pytest.raises(NonFiniteError, match=r"parameter means: 2 row\(s\) hold NaN"):
-        run.look(1)
+        run.look(2)
 
 
 def test_a_look_now_comes_before_a_save_and_is_not_repeated() -> None:
     run = Run(World.single(), every=100)
-    run.step(0, loss=NAN)
-    with pytest.raises(NonFiniteError, match=r"frame_1\.png"):
-        run.look(0, now=True)
-    run.look(0, now=True)
+    run.step(3, loss=NAN)
+    with pytest.raises(NonFiniteError, match=r"frame_31\.png"):
+        run.look(3, now=True)
+    run.look(3, now=True)
     never = Run(World.single(), every=0)
     never.step(0, loss=NAN)
     never.look(0, now=True)
@@ -105,7 +108,7 @@ def test_skipping_leaves_a_step_out_altogether(place: str, value: float) -> None
         disturbed.step(step, means=value if step == 2 else 1.0)
         if step != 2:
             plain.step(step)
-    disturbed.look(4)
+    disturbed.look(5)
     for name, param in disturbed.params.items():
         assert torch.equal(param, plain.params[name]), name
         ours, theirs = (run.optimizers[name].state[run.params[name]] for run in (disturbed, plain))
@@ -120,7 +123,7 @@ def test_skipping_everything_stops() -> None:
     for step in range(4):
         run.step(step, means=NAN)
     with pytest.raises(NonFiniteError, match="gradient of means"):
-        run.look(3)
+        run.look(4)
 
 
 def test_skipping_cannot_undo_a_bad_parameter() -> None:
@@ -133,12 +136,12 @@ def test_skipping_cannot_undo_a_bad_parameter() -> None:
 
 def _on_two_ranks(world: World) -> str:
     run = Run(world, every=3)
-    for step in range(2):
+    for step in range(3):
         run.step(step, loss=NAN if world.rank == 1 and step == 1 else 1.0)
         run.look(step)
-    run.step(2)
+    run.step(3)
     with pytest.raises(NonFiniteError) as caught:
-        run.look(2)
+        run.look(3)
     return str(caught.value)
 
 
@@ -176,29 +179,30 @@ def test_skipping_on_a_gpu_needs_an_adam() -> None:
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_a_noted_step_is_named_by_what_was_bad_in_it(place: str, value: float) -> None:
     run = Run(place_of(place), every=4)
-    report = torch.ones(4, 3, device=run.world.device)  # of each step two views' losses, and what shows the gradients
+    report = torch.ones(5, 3, device=run.world.device)  # of each step two views' losses, and what shows the gradients
     report[1, 1] = value
     report[2, 2] = value
-    for step in range(4):
-        run.guard.note(step, ("the rows",), report[step, -1:], [10 * step, 10 * step + 1], report[step])
-        if step < 3:
-            run.look(step)
+    for block in (range(1), range(1, 2), range(2, 5)):
+        views = [[10 * step, 10 * step + 1] for step in block]
+        run.guard.note(block, views, ("the rows",), report[block.start : block.stop])
+        if block.stop < 5:
+            run.look(block[-1])
     with pytest.raises(NonFiniteError) as caught:
-        run.look(3)
+        run.look(4)
     text = str(caught.value)
-    assert "Steps 0 to 3" in text and "step 0" not in text and "step 3" not in text
+    assert "Steps 1 to 4" in text and "step 3" not in text and "step 4" not in text
     assert "step 1: loss of frame_11.png\n" in text
     assert "step 2: gradient of the rows (views of the step: frame_20.png, frame_21.png)" in text
 
 
 def test_noted_steps_that_are_fine_leave_nothing() -> None:
     run = Run(World.single(), every=2)
-    for step in range(6):
-        run.guard.note(step, ("the rows",), torch.full((1,), 1e38), [step], torch.tensor([-1e38, NAN]))
+    for step in range(7):
+        run.guard.note([step], [[step]], ("the rows",), torch.tensor([[-1e38, NAN, 1e38]]))
         run.look(step)
-    assert run.said == [] and run.guard._steps == [], "what lies behind the views' losses is not looked at"
+    assert run.said == [] and run.guard._noted == [], "what lies behind the views' losses is not looked at"
     never = Run(World.single(), every=0)
-    never.guard.note(0, ("the rows",), torch.tensor([NAN]), [0], torch.tensor([NAN]))
+    never.guard.note([0], [[0]], ("the rows",), torch.tensor([[NAN, NAN]]))
     never.look(0, now=True)
 
 
