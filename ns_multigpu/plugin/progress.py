@@ -78,7 +78,7 @@ class ProgressLog:
             saves: what saves took on this rank since the last log; see `CheckpointWriter.measured`.
         """
         summed = summed_over_ranks(shares, self._world)
-        more = {**reordering_of(model.strategy), **saves}
+        more = {**changes_of(model.strategy), **reordering_of(model.strategy), **saves}
         row = self.row(step, batch, timer.take(), summed, model.total_points, more)
         extra: dict[str, Any] = {"psnr": summed["psnr"], "gaussian_count": model.total_points}
         model.camera_optimizer.get_metrics_dict(extra)
@@ -152,6 +152,14 @@ class ProgressLog:
         # A restart that finds nothing left to do has nothing to add to what the run before it said.
         if self._world.is_main and (steps > 0 or not file.exists()):
             file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf8")
+
+
+def changes_of(densifier: Any) -> dict[str, float]:
+    """How many points refinements have duplicated, split and pruned since somebody asked last; nothing with MCMC."""
+    changes: dict[str, int] = getattr(densifier, "changes", {})
+    told = {name: float(count) for name, count in changes.items()}
+    changes.clear()
+    return told
 
 
 def reordering_of(densifier: Any) -> dict[str, float]:

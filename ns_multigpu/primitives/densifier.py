@@ -45,6 +45,8 @@ class ReplicatedDensifier(DefaultStrategy):
         morton: bring the points into the order of `morton` at each refinement.
         cap: most points of the whole model, None for any number: a refinement that would lead beyond only prunes.
         held_back: called each time that happens, with the number of points there would have been.
+        changes: how many points of the whole model refinements have `duplicated`, `split` and `pruned`; whoever logs it
+            empties it.
     """
 
     world: World = field(default_factory=World.single)
@@ -52,6 +54,7 @@ class ReplicatedDensifier(DefaultStrategy):
     morton: bool = False
     cap: int | None = None
     held_back: Callable[[int], None] | None = None
+    changes: dict[str, int] = field(default_factory=dict, init=False, compare=False)
 
     def step_post_backward(
         self,
@@ -108,10 +111,18 @@ class ReplicatedDensifier(DefaultStrategy):
         # gsplat's operations draw from the default generators: seed them for the while, alike on every rank.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed_from(self.seed, "densify", image))
-            grow_and_prune(self, params, optimizers, state, image, morton=self.morton, cap=self._alone_within_cap)
+            done = grow_and_prune(
+                self, params, optimizers, state, image, morton=self.morton, cap=self._alone_within_cap
+            )
+        self._note_changes(*done)
         for name in ("grad2d", "count", "radii"):
             if isinstance(state.get(name), Tensor):
                 state[name].zero_()
+
+    def _note_changes(self, duplicated: int, split: int, pruned: int) -> None:
+        """Counts what a refinement has done to the whole model."""
+        for name, count in (("duplicated", duplicated), ("split", split), ("pruned", pruned)):
+            self.changes[name] = self.changes.get(name, 0) + count
 
     def within_cap(self, fates: Fates, total_now: int, total_after: int) -> Fates:
         """The fates of this rank's points; without growth where the whole model would outgrow the cap.

@@ -48,9 +48,14 @@ class ShardedDensifier(ReplicatedDensifier):
         device = params["means"].device
         started = clock(device)
         wanted = decide(self, params, state, image)
-        told = all_gather_ints([len(params["means"]), wanted.total, wanted.n_split], world)
-        fates = self.within_cap(wanted, sum(row[0] for row in told), sum(row[1] for row in told))
+        count = len(params["means"])
+        told = all_gather_ints(
+            [count, wanted.total, wanted.n_split, wanted.n_duplicate, wanted.pruned, count - wanted.n_stays], world
+        )
+        now, after, split, duplicated, pruned, pruned_only = (sum(column) for column in zip(*told, strict=True))
+        fates = self.within_cap(wanted, now, after)
         splits = [row[2] if fates is wanted else 0 for row in told]
+        self._note_changes(*((duplicated, split, pruned) if fates is wanted else (0, 0, pruned_only)))
         del wanted
         drawn = None
         if sum(splits) > 0:

@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "revised opacity": {"revised_opacity": True},
     "capped": {"cap": COUNT + 60},
 }
-Outcome = tuple[dict[str, Tensor], list[Reordering]]
+Outcome = tuple[dict[str, Tensor], list[Reordering], dict[str, int]]
 
 
 def seen(image: int, count: int) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ def course(world: World, case: str, sharded: bool) -> Outcome:
         if isinstance(densifier, ShardedDensifier) and densifier.reordering is not None:
             records.append(densifier.reordering)
             densifier.reordering = None
-    return lines((params, optimizers)), records
+    return lines((params, optimizers)), records, densifier.changes
 
 
 def all_courses(world: World) -> dict[str, Outcome]:
@@ -84,7 +84,9 @@ def all_courses(world: World) -> dict[str, Outcome]:
 def test_equals_one_rank(size: int) -> None:
     outcomes = run_ranks(all_courses, size, preload=("tests.primitives.test_sharded_densifier",))
     for case in CASES:
-        expected, _ = course(World.single(), case, sharded=False)
+        expected, _, changes = course(World.single(), case, sharded=False)
+        assert len(expected["means"]) == COUNT + changes["duplicated"] + changes["split"] - changes["pruned"]
+        assert all(outcome[case][2] == changes for outcome in outcomes)
         assert len(expected["means"]) > 50 and len(expected) == 4 * 6
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
         records = outcomes[0][case][1]
@@ -98,7 +100,7 @@ def test_equals_one_rank(size: int) -> None:
 
 
 def test_ends_in_order() -> None:
-    expected, _ = course(World.single(), "even", sharded=False)
+    expected, _, _ = course(World.single(), "even", sharded=False)
     means = expected["means"]
     codes = dealt_codes(means, Grid.of(census(means).tolist()))
     assert float((codes.diff() >= 0).double().mean()) > 0.75  # but for the steps since the last refinement
@@ -110,7 +112,7 @@ def test_equals_one_gpu(size: int) -> None:
     skip_without_gpus(size)
     outcomes = run_ranks(all_courses, size, device="cuda")
     for case in CASES:
-        expected, _ = course(World.single("cuda"), case, sharded=False)
+        expected, _, _ = course(World.single("cuda"), case, sharded=False)
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
 
 
