@@ -113,14 +113,14 @@ class Bench:
         view = view_from_camera(self.data.train_camera(index), pose, 0)
         return view, self.data.train_share.fetch(index, self.device)["image"]
 
-    def count(self, way: Way) -> tuple[Tensor, Tensor]:
+    def count(self, way: Way, loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Sums over the training views: [N] of gradients, [N] of views that see a Gaussian."""
         sums = torch.zeros(2, len(self.start["means"]), device=self.device)
         for index in range(len(self.data.train_dataset)):
             params = {name: value.clone().requires_grad_() for name, value in self.start.items()}
             view, image = self._view(index)
             rgb, count = way(params, view, torch.full((3,), 0.5, device=self.device))
-            photometric_loss(rgb, image, Patch.whole(0, view), view, 0.2).backward()
+            loss(rgb, image).backward()
             sums += torch.stack(count())
         return sums[0], sums[1]
 
@@ -136,9 +136,7 @@ class Bench:
             view, image = self._view(self.data.sequence.at(step))
             background = torch.rand(3, generator=keyed_generator(self.model.seed, "background", step)).to(self.device)
             rgb, _ = way(params, view, background)  # pyright: ignore[reportArgumentType]
-            loss = self._nerfstudios(rgb, image) if way is by_gsplat else photometric_loss(
-                rgb, image, Patch.whole(0, view), view, 0.2
-            )  # fmt: skip
+            loss = (self.nerfstudios if way is by_gsplat else self.our_loss)(rgb, image)
             for optimizer in optimizers.values():
                 optimizer.zero_grad()
             loss.backward()
@@ -148,7 +146,13 @@ class Bench:
             param.data.copy_(params[name])
         return self._scores(self.trainer)
 
-    def _nerfstudios(self, rgb: Tensor, image: Tensor) -> Tensor:
+    @staticmethod
+    def our_loss(rgb: Tensor, image: Tensor) -> Tensor:
+        view = View(torch.eye(4), torch.eye(3), rgb.shape[1], rgb.shape[0])
+        return photometric_loss(rgb, image, Patch.whole(0, view), view, 0.2)
+
+    def nerfstudios(self, rgb: Tensor, image: Tensor) -> Tensor:
+        """L1 and pytorch_msssim's SSIM, whose convolutions may be cuDNN's on a GPU, and may round to TF32 there."""
         target = image.float() / 255
         similar = self._ssim(target.permute(2, 0, 1)[None], rgb.permute(2, 0, 1)[None])
         return 0.8 * (target - rgb).abs().mean() + 0.2 * (1 - similar)
@@ -168,23 +172,36 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=6050, help="images that the model is trained on first")
-    parser.add_argument("--more", type=int, default=2000, help="images that training goes on with, in each way")
+    parser.add_argument(
+        "--more", type=int, default=2000, help="images that training goes on with, in each way; 0: count only"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="on a CPU without gsplat's ways")
     parser.add_argument("--threshold", type=float, default=0.0008, help="of densification")
     parser.add_argument("--json", type=Path)
     parser.add_argument("dataparser", nargs="+", help="after --: options of the model, the dataparser and its own")
     options = parser.parse_args()
+    if options.more < 0:
+        parser.error(f"--more {options.more}: 0, to count only, or a number of images")
     bench = Bench(options, Path(mkdtemp(prefix="beside-")))
     ways: dict[str, Way] = {"gsplat": by_gsplat, "ours": by_ours}
     if options.device == "cpu":
         del ways["gsplat"]
     counted: dict[str, Any] = {}
     for name, way in ways.items():
-        sums, seen = bench.count(way)
-        above = int((sums / seen.clamp_min(1) > options.threshold).sum())
-        counted[name] = {"gradients": float(sums.sum()), "seen": float(seen.sum()), "above": above}
-    courses = {f"loop, {name}": bench.loop(way) for name, way in ways.items()}
-    courses |= {f"{wish} fused": bench.go_on(wish) for wish in ("always", "never")}
+        for said, loss, tf32 in (
+            ("our loss", bench.our_loss, True),
+            ("nerfstudio's loss", bench.nerfstudios, True),
+            ("nerfstudio's loss without TF32", bench.nerfstudios, False),
+        ):
+            torch.backends.cudnn.allow_tf32 = tf32
+            sums, seen = bench.count(way, loss)
+            above = int((sums / seen.clamp_min(1) > options.threshold).sum())
+            counted[f"{name}, {said}"] = {"gradients": float(sums.sum()), "seen": float(seen.sum()), "above": above}
+    torch.backends.cudnn.allow_tf32 = True
+    courses: dict[str, Any] = {}
+    if options.more:
+        courses = {f"loop, {name}": bench.loop(way) for name, way in ways.items()}
+        courses |= {f"{wish} fused": bench.go_on(wish) for wish in ("always", "never")}
     result = {"gaussians": len(bench.start["means"]), "counted": counted, "courses": courses}
     Console(soft_wrap=True).print(result)
     if options.json:

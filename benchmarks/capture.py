@@ -5,7 +5,8 @@
 
 A run is `splatfacto` (nerfstudio's own, one device), `batch-D` with D devices, `batch-DxV` with V views on each,
 `tile-D` with D devices and a view a step, `tile-DxV` with V views a step, and
-`-unscaled` behind it for learning rates that do not follow the batch. What follows `--` is the dataparser, as
+`-unscaled` behind it for learning rates that do not follow the batch. A seed is the run's and that of the order of the
+views: runs of one seed see the same views in the same order, splatfacto's too. What follows `--` is the dataparser, as
 `ns-train` takes it. Runs of one GPU are started at once on the GPUs that --slots lists; speeds are taken from runs that
 had their GPU to themselves.
 """
@@ -70,6 +71,7 @@ def command(run: str, seed: int, options: argparse.Namespace, output: Path) -> l
     ]
     words += ["--experiment-name", "capture", "--machine.device-type", options.device]
     words += ["--machine.num-devices", devices, "--machine.seed", str(seed)]
+    words += ["--pipeline.datamanager.train-cameras-sampling-seed", str(seed)]
     if views is not None:
         words += [f"--pipeline.views-per-{'rank' if strategy == 'batch' else 'step'}", views]
     words += ["--max-num-images", str(options.images), "--vis", "tensorboard", "--logging.steps-per-log", "250"]
@@ -97,10 +99,18 @@ def train(run: str, seed: int, options: argparse.Namespace, folder: Path, gpu: i
     wall = time.perf_counter() - start
     summary = output / "result.json" if run == "splatfacto" else run_folder(output) / "training_summary.json"
     result = json.loads(summary.read_text()) | {"run": run, "seed": seed, "wall_s": wall}
+    if run != "splatfacto":  # whose summary has them
+        result["refinements"] = refinements(summary.with_name("metrics.jsonl"))
     Console().print(
         f"{run} seed {seed}: {result['images_per_s']:.1f} img/s, {result['gaussians']} Gaussians, {wall:.0f} s"
     )
     return result
+
+
+def refinements(metrics: Path) -> list[dict[str, float]]:
+    """Gaussians at each log of a run of ours, and how many were duplicated, split and pruned since the log before."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [{k: row[k] for k in ("step", "duplicated", "split", "pruned", "gaussians") if k in row} for row in rows]
 
 
 def run_folder(output: Path) -> Path:

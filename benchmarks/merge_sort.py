@@ -159,22 +159,8 @@ def measure(world: World, sizes: list[int], runs: int) -> list[Figure]:
     return figures
 
 
-def subworld(world: World, size: int) -> World | None:
-    """The world of the first `size` ranks; None on the others. All ranks call it."""
-    if size == 1:
-        return World.single(world.device) if world.rank == 0 else None
-    if size == world.size:
-        return world
-    group = dist.new_group(list(range(size)), timeout=TIMEOUT)
-    control = dist.new_group(list(range(size)), timeout=TIMEOUT, backend="gloo")
-    if world.rank >= size:
-        return None
-    return World(world.rank, size, world.rank, size, world.device, group, group, control)  # type: ignore[arg-type]
-
-
-def run_rank(rank: int, ranks: list[int], sizes: list[int], runs: int, device: str, folder: str) -> None:
-    """One rank: measures on worlds of all sizes of which it is a part; rank 0 writes what they found."""
-    size = max(ranks)
+def run_rank(rank: int, size: int, sizes: list[int], runs: int, device: str, folder: str) -> None:
+    """One rank of a world of this size; rank 0 writes what they measured."""
     os.environ["GROUP_RANK"] = "0"
     place = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
@@ -188,14 +174,7 @@ def run_rank(rank: int, ranks: list[int], sizes: list[int], runs: int, device: s
         device_id=place if device == "cuda" else None,
     )
     world = World.from_groups(place, TIMEOUT)
-    figures: list[Figure] = []
-    for number in ranks:
-        part = subworld(world, number)
-        if part is not None:
-            figures += measure(part, sizes, runs)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        barrier(world)
+    figures = measure(world, sizes, runs)
     if rank == 0:
         torch.save([asdict(figure) for figure in figures], Path(folder) / "figures.pt")
     barrier(world)
@@ -239,12 +218,15 @@ def main() -> int:
         parser.error("--sizes: a rank sorts 1 to 2^31 - 1 keys")
     cuda_ext.build_native(options.device)  # once, before there are ranks
     began = time.perf_counter()
-    with TemporaryDirectory(prefix="merge-sort-") as folder:
-        arguments = (ranks, sizes, options.runs, options.device, folder)
-        mp.start_processes(run_rank, arguments, nprocs=ranks[-1], start_method="spawn")
-        figures = [Figure(**one) for one in torch.load(Path(folder) / "figures.pt", weights_only=True)]
+    figures: list[Figure] = []
+    for size in ranks:
+        with TemporaryDirectory(prefix="merge-sort-") as folder:
+            arguments = (size, sizes, options.runs, options.device, folder)
+            mp.start_processes(run_rank, arguments, nprocs=size, start_method="spawn")
+            found = torch.load(Path(folder) / "figures.pt", weights_only=True)
+        figures += [Figure(**one) for one in found]
+        console.print(f"{size} ranks: {time.perf_counter() - began:.0f} s since the start")
     show(console, figures)
-    console.print(f"{time.perf_counter() - began:.0f} s in all")
     if options.json:
         settings = {"sizes": sizes, "ranks": ranks, "runs": options.runs, "device": options.device}
         report = {"benchmark": "merge_sort", **describe(), **settings, "figures": [f.plain() for f in figures]}

@@ -49,6 +49,26 @@ class _Earlier:
         self.seconds = time.perf_counter() - start
 
 
+def recorded(strategy: Any) -> list[dict[str, int]]:
+    """What each refinement of gsplat's `strategy` does from now on: its image, how many Gaussians it duplicates, splits
+    and prunes, and how many there are then."""
+    done: list[dict[str, int]] = []
+    grow, prune = strategy._grow_gs, strategy._prune_gs
+
+    def grow_gs(params: Any, optimizers: Any, state: Any, step: int) -> tuple[int, int]:
+        duplicated, split = grow(params, optimizers, state, step)
+        done.append({"image": step, "duplicated": duplicated, "split": split})
+        return duplicated, split
+
+    def prune_gs(params: Any, optimizers: Any, state: Any, step: int) -> int:
+        pruned = prune(params, optimizers, state, step)
+        done[-1] |= {"pruned": pruned, "gaussians": len(params["means"])}
+        return pruned
+
+    strategy._grow_gs, strategy._prune_gs = grow_gs, prune_gs
+    return done
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=15000)
@@ -76,6 +96,7 @@ def main() -> None:
     _ = trainer.pipeline.datamanager.cached_train  # loading is not training, as in our own summaries
     earlier = _Earlier(trainer, options.also_at)
     trainer.eval_iteration = earlier.look
+    refinements = recorded(trainer.pipeline.model.strategy)
     torch.cuda.synchronize()
     start = time.perf_counter()
     trainer.train()
@@ -90,6 +111,7 @@ def main() -> None:
         "gaussians": trainer.pipeline.model.num_points,
         "bytes_per_step": 0.0,
         "earlier": earlier.result,
+        "refinements": refinements,
     }
     (options.output / "result.json").write_text(json.dumps(result))
 
