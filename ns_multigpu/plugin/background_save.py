@@ -117,6 +117,7 @@ class CheckpointWriter:
         except Exception as bug:  # the run ends with the error that it has
             self._tell(f"The checkpoint that was on its way could not be written: {bug!r}")
         if self._under_way is not None:
+            self._under_way.give_up()
             self._tell(
                 f"The checkpoint of step {self._under_way.step} was on its way and is lost; the earlier checkpoints in "
                 f"{self._models} are as they were."
@@ -167,7 +168,7 @@ class _UnderWay:
         self.step = step
         self._problem, self._seconds = "", 0.0
         self._error: BaseException | None = None
-        self._limit = None if world.size == 1 else _LINGER
+        self._limit: float | None = None if world.size == 1 else _LINGER
         # A daemon: it must not keep a process that fails from ending.
         self._thread = threading.Thread(
             target=self._run, args=(write, world_beside(world)), name="checkpoint", daemon=True
@@ -190,6 +191,10 @@ class _UnderWay:
         if self._error is not None:
             raise self._error
         return Outcome(self.step, self._problem, self._seconds)
+
+    def give_up(self) -> None:
+        """It has been waited for as long as may be: the process that ends does not wait again."""
+        self._limit = 0.0
 
     def ended_for_exit(self) -> bool:
         """Whether it has ended, as long as a process that ends may wait for it."""

@@ -54,7 +54,7 @@ def show(error: InputError | WorkerFailed) -> None:
         console.print(Text(f"rank {os.environ.get('RANK', '?')}: {str(error).splitlines()[0]}"))
 
 
-def end_soon(status: int, seconds: float = 5.0) -> None:
+def end_soon(status: int, seconds: float = 3.0) -> None:
     """Sees to it that this process, which is about to end, has ended in `seconds`: its libraries may wait for peers."""
 
     def wait() -> None:

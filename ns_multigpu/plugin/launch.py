@@ -27,7 +27,7 @@ from ns_multigpu.plugin.faults import StopSignals, signal_name
 from ns_multigpu.plugin.ranks import Ranks
 from ns_multigpu.plugin.worker import Config, first_failure, send, some_failed, worker_main
 
-_PATIENCE = 5.0
+_PATIENCE = 4.0
 """Seconds that the workers which outlive another one have to end by themselves, before they are killed: they may wait
 for the dead one where no signal handler of Python runs."""
 
