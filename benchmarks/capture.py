@@ -3,12 +3,17 @@
     python -m benchmarks.capture --runs splatfacto batch-1 batch-4 batch-4-unscaled --seeds 42 43 44 --images 15000 \\
         --json out.json -- colmap --data fox --downscale-factor 1 --eval-mode interval --eval-interval 8
 
-A run is `splatfacto` (nerfstudio's own, one device), `batch-D` with D devices, `batch-DxV` with V views on each,
-`tile-D` with D devices and a view a step, `tile-DxV` with V views a step, and
-`-unscaled` behind it for learning rates that do not follow the batch. A seed is the run's and that of the order of the
-views: runs of one seed see the same views in the same order, splatfacto's too. What follows `--` is the dataparser, as
-`ns-train` takes it. Runs of one GPU are started at once on the GPUs that --slots lists; speeds are taken from runs that
-had their GPU to themselves.
+A run is one of
+
+- `splatfacto`: nerfstudio's own, one device; `splatfacto-ours`: the same with our operators in the place of gsplat's;
+- `batch-D`: D devices, a view on each; `batch-DxV`: V views on each;
+- `tile-D`: D devices, a view a step; `tile-DxV`: V views a step;
+- one of ours with `-unscaled` behind it: learning rates do not follow the batch; or with `-gsplat`: gsplat's kernels in
+  the place of our operators, and ordinary steps (fused ones are ours).
+
+A seed is the run's and that of the order of the views: runs of one seed see the same views in the same order,
+splatfacto's too. What follows `--` is the dataparser, as `ns-train` takes it. Runs of one GPU start at once on the
+GPUs that --slots lists; speeds are taken from runs that had their GPU to themselves.
 """
 
 import argparse
@@ -52,14 +57,15 @@ def arguments() -> argparse.Namespace:
 
 def command(run: str, seed: int, options: argparse.Namespace, output: Path) -> list[str]:
     """The command line of one run."""
-    if run == "splatfacto":
+    if is_peer(run):
         words = ["-m", "benchmarks.splatfacto_baseline", "--images", str(options.images), "--seed", str(seed)]
         words += ["--also-at", str(options.also_at), f"--options={options.options}"]
+        words += ["--operators", "ours"] if run.endswith("-ours") else []
         return [sys.executable, *words, "--output", str(output), "--", *options.dataparser]
-    match = re.fullmatch(r"(batch|tile)-(\d+)(?:x(\d+))?(-unscaled)?", run)
+    match = re.fullmatch(r"(batch|tile)-(\d+)(?:x(\d+))?(-unscaled|-gsplat)?", run)
     if match is None:
         raise SystemExit(f"unknown run {run!r}; see --help")
-    strategy, devices, views, unscaled = match.group(1), match.group(2), match.group(3), match.group(4)
+    strategy, devices, views, otherwise = match.groups()
     words = [
         "-m",
         "nerfstudio.scripts.train",
@@ -76,13 +82,20 @@ def command(run: str, seed: int, options: argparse.Namespace, output: Path) -> l
         words += [f"--pipeline.views-per-{'rank' if strategy == 'batch' else 'step'}", views]
     words += ["--max-num-images", str(options.images), "--vis", "tensorboard", "--logging.steps-per-log", "250"]
     words += ["--steps-per-eval-image", "0", "--steps-per-eval-all-images", "0"]
-    words += ["--batch-scaling", "none"] if unscaled else []
+    words += {"-unscaled": ["--batch-scaling", "none"], "-gsplat": ["--fused-steps", "never"], None: []}[otherwise]
     return [sys.executable, *words, *options.options.split(), *options.dataparser]
 
 
-def environment(gpu: int | None, sharers: int) -> dict[str, str]:
+def is_peer(run: str) -> bool:
+    """Whether a run is one of nerfstudio's own method."""
+    return run in ("splatfacto", "splatfacto-ours")
+
+
+def environment(run: str, gpu: int | None, sharers: int) -> dict[str, str]:
     """The environment of a run that sees one GPU, or all, and leaves the other runs their cores."""
     result = dict(os.environ)
+    if run.endswith("-gsplat"):
+        result["NS_MULTIGPU_CUDA"] = "gsplat"
     if gpu is not None:
         result["CUDA_VISIBLE_DEVICES"] = str(gpu)
         result.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // sharers)))
@@ -94,12 +107,12 @@ def train(run: str, seed: int, options: argparse.Namespace, folder: Path, gpu: i
     output = folder / f"{run}-{seed}"
     start = time.perf_counter()
     with (folder / f"{run}-{seed}.log").open("w") as log:
-        where = environment(gpu, len(options.slots))
+        where = environment(run, gpu, len(options.slots))
         subprocess.run(command(run, seed, options, output), env=where, stdout=log, stderr=log, check=True)
     wall = time.perf_counter() - start
-    summary = output / "result.json" if run == "splatfacto" else run_folder(output) / "training_summary.json"
+    summary = output / "result.json" if is_peer(run) else run_folder(output) / "training_summary.json"
     result = json.loads(summary.read_text()) | {"run": run, "seed": seed, "wall_s": wall}
-    if run != "splatfacto":  # whose summary has them
+    if not is_peer(run):  # whose summary has them
         result["refinements"] = refinements(summary.with_name("metrics.jsonl"))
     Console().print(
         f"{run} seed {seed}: {result['images_per_s']:.1f} img/s, {result['gaussians']} Gaussians, {wall:.0f} s"
@@ -125,7 +138,7 @@ def evaluate(result: dict[str, Any], options: argparse.Namespace, folder: Path, 
         words = ["-m", "nerfstudio.scripts.eval", "--load-config", str(run_folder(output) / "config.yml")]
         with (folder / f"{output.name}.log").open("a") as log:
             command = [sys.executable, *words, "--output-path", str(output / "eval.json")]
-            where = environment(gpu, len(options.slots))
+            where = environment(result["run"], gpu, len(options.slots))
             subprocess.run(command, env=where, stdout=log, stderr=log, check=True)
         scores = json.loads((output / "eval.json").read_text())["results"]
         result = result | {"psnr": scores["psnr"], "ssim": scores["ssim"]}
@@ -138,9 +151,8 @@ def main() -> None:
     folder = options.output or Path(mkdtemp(prefix="capture-"))
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [(run, seed) for seed in options.seeds for run in options.runs]
-    alone = [
-        job for job in jobs if options.device == "cpu" or not re.fullmatch(r"splatfacto|(batch|tile)-1(x.*)?", job[0])
-    ]
+    of_one_gpu = re.compile(r"splatfacto.*|(batch|tile)-1([x-].*)?")
+    alone = [job for job in jobs if options.device == "cpu" or not of_one_gpu.fullmatch(job[0])]
     shared = [job for job in jobs if job not in alone]
     gpus: Queue[int] = Queue()
     for gpu in options.slots:

@@ -1,6 +1,8 @@
 """Nerfstudio's own splatfacto on one device, trained and evaluated in one process: the peer in `benchmarks.capture`.
 
-The only change to it: where the weights of LPIPS cannot be had, LPIPS is left out instead of ending the run.
+The only change to it: where the weights of LPIPS cannot be had, LPIPS is left out instead of ending the run. With
+`--operators ours` our operators draw in the place of gsplat's kernels: what then differs from splatfacto is their
+doing, and what differs from our method is not.
 """
 
 import argparse
@@ -14,6 +16,8 @@ import numpy as np
 import torch
 import torchmetrics.image.lpip as lpip
 import tyro
+
+from benchmarks.our_rasterization import rasterization
 
 
 class _NoLpips(torch.nn.Module):
@@ -74,12 +78,17 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=15000)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--also-at", type=int, default=0, help="evaluate after so many images too, off the clock")
+    parser.add_argument("--operators", choices=("gsplat", "ours"), default="gsplat")
     parser.add_argument("--options", default="", help="further options of ns-train, as one string")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("dataparser", nargs="+")
     options = parser.parse_args()
     lpip.LearnedPerceptualImagePatchSimilarity = _NoLpips  # pyright: ignore
     from nerfstudio.configs.method_configs import AnnotatedBaseConfigUnion
+    from nerfstudio.models import splatfacto
+
+    if options.operators == "ours":
+        splatfacto.rasterization = rasterization
 
     words = ["splatfacto", "--output-dir", str(options.output), "--vis", "tensorboard"]
     words += ["--max-num-iterations", str(options.images), "--steps-per-eval-image", "0"]

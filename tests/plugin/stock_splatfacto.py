@@ -3,9 +3,7 @@
 Trainer, pipeline, datamanager, model, loss, optimizers and gsplat's densification are the installed ones, unchanged.
 What is replaced is what a CPU or a comparison cannot do without:
 
-- gsplat's `rasterization`, whose kernels are CUDA only, by our CPU operators; what it says about which Gaussians are
-  seen, and how large, is computed by gsplat's own torch code, since densification counts that (its formula is that of
-  the kernel for rows that are not packed, which nerfstudio asks for; the one for packed rows has another);
+- gsplat's `rasterization`, whose kernels are CUDA only, by our CPU operators (`benchmarks.our_rasterization`);
 - `Tensor.cuda()`, by nothing; `torch.compile`, by the function itself;
 - LPIPS, whose weights would have to be fetched, by nothing: it takes no part in training;
 - chance: the start is given, and the default generator is seeded before each background and each refinement as ours is
@@ -23,9 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import gsplat
 import torch
-from gsplat.cuda._torch_impl import _fully_fused_projection, _quat_scale_to_covar_preci
 from gsplat.strategy import DefaultStrategy
 from gsplat.strategy import default as rules
 from nerfstudio.configs.method_configs import all_methods
@@ -35,7 +31,7 @@ from nerfstudio.models.splatfacto import SplatfactoModel
 from pytorch_msssim import SSIM
 from torch import Tensor
 
-import cuda_ext
+from benchmarks.our_rasterization import rasterization
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.random import seed_from
 from ns_multigpu.core.types import Patch, View
@@ -45,9 +41,6 @@ STATISTICS = ("grad2d", "count", "radii")
 """What gsplat's densification keeps of each Gaussian between refinements."""
 
 _SIGMA = inspect.signature(SSIM).parameters["win_sigma"].default
-
-_GSPLAT = {name: p.default for name, p in inspect.signature(gsplat.rasterization).parameters.items()}
-"""What gsplat does where nerfstudio does not say."""
 
 
 @dataclass(frozen=True)
@@ -132,61 +125,10 @@ def _on_the_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(mock.patch("nerfstudio.models.splatfacto.rasterization", _rasterization))
+        stack.enter_context(mock.patch("nerfstudio.models.splatfacto.rasterization", rasterization))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self: self))
         stack.enter_context(mock.patch(lpips, lambda normalize: torch.nn.Identity()))
         yield
-
-
-def _rasterization(
-    means: Tensor, quats: Tensor, scales: Tensor, opacities: Tensor, colors: Tensor, viewmats: Tensor, Ks: Tensor,
-    width: int, height: int, *, packed: bool, near_plane: float, far_plane: float, render_mode: str,
-    sh_degree: int | None, sparse_grad: bool, absgrad: bool, rasterize_mode: str,
-) -> tuple[Tensor, Tensor, dict[str, Any]]:  # fmt: skip
-    """gsplat's function for one view, as nerfstudio calls it in training."""
-    assert not packed and not sparse_grad and render_mode == "RGB" and len(viewmats) == 1
-    sizes = [width, height]
-    planes: dict[str, Any] = {"near": near_plane, "far": far_plane}
-    cameras, eps2d, tile = (viewmats, Ks.to(viewmats.dtype)), _GSPLAT["eps2d"], _GSPLAT["tile_size"]
-    view_ids, point_ids = cuda_ext.cull(
-        means.detach(), scales.detach(), opacities.detach(), *cameras,
-        sizes=sizes, rects=[0, 0, *sizes], eps2d=eps2d, **planes,
-    )  # fmt: skip
-    means2d, conics, depths, seen_opacities, radii = cuda_ext.project(
-        means, quats, scales, opacities, *cameras, sizes, view_ids, point_ids,
-        eps2d=eps2d, antialiased=rasterize_mode == "antialiased", **planes,
-    )  # fmt: skip
-    if sh_degree is None:
-        features = colors[point_ids.long()]
-    else:
-        centers = -(viewmats[:, :3, :3].transpose(1, 2) @ viewmats[:, :3, 3:]).squeeze(-1)
-        features = cuda_ext.sh_colors(sh_degree, means, centers, colors[:, 0], colors[:, 1:], view_ids, point_ids)
-
-    # Where gsplat keeps gradients for densification: `absgrad` is an attribute that its backward adds to the tensor.
-    kept: Any = torch.zeros(1, len(means), 2, dtype=means.dtype, requires_grad=True)
-    probe = torch.zeros_like(means2d, requires_grad=True)
-
-    def keep(gradient: Tensor) -> None:
-        whole = torch.zeros_like(kept)
-        whole[0, point_ids.long()] = gradient
-        setattr(kept, "absgrad" if absgrad else "grad", whole)
-
-    probe.register_hook(keep)
-    if not absgrad:
-        means2d = means2d + probe
-    patch = [0, 0, 0, width, height]
-    flat = (means2d.detach(), conics.detach(), seen_opacities.detach(), radii, depths.detach(), view_ids)
-    lists = cuda_ext.intersect(*flat, patches=patch, tile_size=tile)
-    out, alpha, _ = cuda_ext.rasterize(
-        means2d, conics, seen_opacities, features, *lists,
-        patches=patch, tile_size=tile, absgrad_probe=probe if absgrad else None,
-    )  # fmt: skip
-    info = {"width": width, "height": height, "n_cameras": 1, "gaussian_ids": None, "means2d": kept}
-    with torch.no_grad():
-        covars: Any = _quat_scale_to_covar_preci(quats, scales, compute_preci=False)[0]
-        seen = _fully_fused_projection(means, covars, *cameras, width, height, eps2d, near_plane, far_plane)
-        info["radii"] = seen[0]
-    return out.reshape(1, height, width, 3), alpha.reshape(1, height, width, 1), info
 
 
 def _draw_as_ours(trainer: Trainer, seed: int) -> None:

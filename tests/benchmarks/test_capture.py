@@ -1,0 +1,37 @@
+"""What `benchmarks.capture` starts, by the name of a run."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.capture import command, environment
+
+OPTIONS = Namespace(images=70, device="cpu", also_at=0, options="", dataparser=["colmap", "--data", "fox"])
+
+
+def words(run: str) -> str:
+    return " ".join(command(run, 7, OPTIONS, Path("out")))
+
+
+def test_each_run_is_what_its_name_says() -> None:
+    assert "--operators" not in words("splatfacto") and "--operators ours" in words("splatfacto-ours")
+    four = words("batch-4x2")
+    assert "splatfacto-batch" in four and "--machine.num-devices 4" in four and "--pipeline.views-per-rank 2" in four
+    assert "--batch-scaling" not in four and "--batch-scaling none" in words("batch-4x2-unscaled")
+    assert "splatfacto-tile" in words("tile-2x3") and "--pipeline.views-per-step 3" in words("tile-2x3")
+    for run in ("splatfacto", "splatfacto-ours", "batch-1", "tile-1-gsplat"):
+        assert "--pipeline.datamanager.train-cameras-sampling-seed 7" in words(run) or "--seed 7" in words(run)
+
+
+def test_kernels_of_gsplat_are_asked_for_where_a_run_evaluates_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NS_MULTIGPU_CUDA", raising=False)
+    assert "--fused-steps never" in words("batch-1-gsplat")
+    assert environment("batch-1-gsplat", 0, 1)["NS_MULTIGPU_CUDA"] == "gsplat"
+    assert "NS_MULTIGPU_CUDA" not in environment("batch-1", 0, 1)
+
+
+@pytest.mark.parametrize("run", ["batch", "pixel-2", "batch-2-ours", "splatfacto-gsplat"])
+def test_unknown_runs_are_named(run: str) -> None:
+    with pytest.raises(SystemExit, match=run):
+        command(run, 7, OPTIONS, Path("out"))
