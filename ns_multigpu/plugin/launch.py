@@ -8,6 +8,7 @@ the agent, which would also repeat what cannot get better, and could not be told
 import contextlib
 import logging
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -150,7 +151,10 @@ class _Job:
                 signals_to_handle="SIGQUIT",  # the others are ours
             )
             self._folder = Path(folder)
-            with _variables(environment), _signals_restored(), _agent_silenced(), _survivors_killed(self._folder):
+            starting = (_variables(environment), _signals_restored(), _agent_silenced(), _main_hidden(self.config))
+            with contextlib.ExitStack() as stack:
+                for context in (*starting, _survivors_killed(self._folder)):
+                    stack.enter_context(context)
                 try:
                     elastic_launch(launch, worker_main)(self.config, folder, number)
                 except ChildFailedError as error:
@@ -208,6 +212,26 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _main_hidden(config: Config) -> Iterator[None]:
+    """Within, processes that start do not import this one's main module, unless `config` has something of it.
+
+    Python has a spawned process do that for what is pickled. `ns-train`'s loads all of nerfstudio's methods, none of
+    which a worker needs: that takes seconds of every worker's start.
+    """
+    main = sys.modules["__main__"]
+    hidden = {name: vars(main).get(name) for name in ("__spec__", "__file__")}
+    if b"__main__" in pickle.dumps(config):
+        yield
+        return
+    vars(main)["__spec__"] = None
+    vars(main).pop("__file__", None)
+    try:
+        yield
+    finally:
+        vars(main).update({name: value for name, value in hidden.items() if value is not None})
 
 
 @contextlib.contextmanager

@@ -95,6 +95,7 @@ def worker_main(config: Config, folder: str, attempt: int = 0) -> None:
         random.seed(config.machine.seed)
         np.random.seed(config.machine.seed)  # noqa: NPY002 - nerfstudio draws from numpy's global generator
         torch.manual_seed(config.machine.seed)
+        torch.backends.cudnn.benchmark = True  # as nerfstudio.scripts.train, which a worker does not import
         trainer = config.setup(local_rank=ranks.local_rank, world_size=ranks.size)
         trainer.setup()
         trainer.train()

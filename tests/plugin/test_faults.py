@@ -172,7 +172,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     os.kill(run.pid, signal.SIGINT)
     begin = time.monotonic()
     output, _ = run.communicate(timeout=30)
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 8
     assert run.returncode == 130 and "Stopped by SIGINT" in output and gone(tmp_path)
 
 

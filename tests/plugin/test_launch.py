@@ -70,6 +70,32 @@ def test_workers_meet_and_share_seed_and_cores(tmp_path: Path, clean_environment
     assert "OMP_NUM_THREADS" not in os.environ and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+MAIN = """
+import os, sys
+from pathlib import Path
+from ns_multigpu.plugin.launch import run_workers
+from tests.plugin.toy import ToyConfig
+
+class OwnConfig(ToyConfig):
+    pass
+
+(Path(sys.argv[1]) / f"main-{os.getpid()}").touch()
+if __name__ == "__main__":
+    run_workers({"own": OwnConfig, "other": ToyConfig}[sys.argv[2]](sys.argv[1]), 2)
+    assert sys.modules["__main__"].__file__ == __file__
+"""
+
+
+@pytest.mark.parametrize(("kind", "times"), [("other", 1), ("own", 3)])
+def test_workers_run_the_main_module_only_if_they_need_it(tmp_path: Path, kind: str, times: int) -> None:
+    """That of `ns-train` takes seconds; but a configuration may be one of its classes."""
+    (tmp_path / "main.py").write_text(MAIN)
+    words = [sys.executable, str(tmp_path / "main.py"), str(tmp_path), kind]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(reports(tmp_path)) == 2 and len(list(tmp_path.glob("main-*"))) == times
+
+
 @pytest.mark.parametrize(
     ("conduct", "kind", "said"),
     [
