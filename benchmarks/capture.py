@@ -64,7 +64,7 @@ def command(run: str, seed: int, options: argparse.Namespace, output: Path) -> l
         return [sys.executable, *words, "--output", str(output), "--", *options.dataparser]
     match = re.fullmatch(r"(batch|tile)-(\d+)(?:x(\d+))?(-unscaled|-gsplat)?", run)
     if match is None:
-        raise SystemExit(f"unknown run {run!r}; see --help")
+        raise SystemExit(f"--runs: there is no run {run!r}; those that there are: --help")
     strategy, devices, views, otherwise = match.groups()
     words = [
         "-m",
@@ -148,9 +148,11 @@ def evaluate(result: dict[str, Any], options: argparse.Namespace, folder: Path, 
 
 def main() -> None:
     options = arguments()
+    jobs = [(run, seed) for seed in options.seeds for run in options.runs]
+    for job in jobs:  # a name that is none is to be found before the first run, not after an hour
+        command(*job, options, Path())
     folder = options.output or Path(mkdtemp(prefix="capture-"))
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = [(run, seed) for seed in options.seeds for run in options.runs]
     of_one_gpu = re.compile(r"splatfacto.*|(batch|tile)-1([x-].*)?")
     alone = [job for job in jobs if options.device == "cpu" or not of_one_gpu.fullmatch(job[0])]
     shared = [job for job in jobs if job not in alone]

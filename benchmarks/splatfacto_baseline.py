@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=15000)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--also-at", type=int, default=0, help="evaluate after so many images too, off the clock")
-    parser.add_argument("--operators", choices=("gsplat", "ours"), default="gsplat")
+    parser.add_argument("--operators", choices=("gsplat", "ours"), default="gsplat", help="whose draw")
     parser.add_argument("--options", default="", help="further options of ns-train, as one string")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("dataparser", nargs="+")

@@ -151,10 +151,13 @@ class _Job:
                 signals_to_handle="SIGQUIT",  # the others are ours
             )
             self._folder = Path(folder)
-            starting = (_variables(environment), _signals_restored(), _agent_silenced(), _main_hidden(self.config))
-            with contextlib.ExitStack() as stack:
-                for context in (*starting, _survivors_killed(self._folder)):
-                    stack.enter_context(context)
+            with (
+                _variables(environment),
+                _signals_restored(),
+                _agent_silenced(),
+                _main_hidden(self.config),
+                _survivors_killed(self._folder),
+            ):
                 try:
                     elastic_launch(launch, worker_main)(self.config, folder, number)
                 except ChildFailedError as error:
@@ -221,17 +224,17 @@ def _main_hidden(config: Config) -> Iterator[None]:
     Python has a spawned process do that for what is pickled. `ns-train`'s loads all of nerfstudio's methods, none of
     which a worker needs: that takes seconds of every worker's start.
     """
-    main = sys.modules["__main__"]
-    hidden = {name: vars(main).get(name) for name in ("__spec__", "__file__")}
     if b"__main__" in pickle.dumps(config):
         yield
         return
-    vars(main)["__spec__"] = None
-    vars(main).pop("__file__", None)
+    main = vars(sys.modules["__main__"])
+    hidden = {name: main[name] for name in ("__spec__", "__file__") if name in main}
+    main["__spec__"] = None  # it has to be there
+    main.pop("__file__", None)
     try:
         yield
     finally:
-        vars(main).update({name: value for name, value in hidden.items() if value is not None})
+        main.update(hidden)
 
 
 @contextlib.contextmanager

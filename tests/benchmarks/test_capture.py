@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.capture import command, environment
+from benchmarks.capture import command, environment, main
 
 OPTIONS = Namespace(images=70, device="cpu", also_at=0, options="", dataparser=["colmap", "--data", "fox"])
 
@@ -35,3 +35,12 @@ def test_kernels_of_gsplat_are_asked_for_where_a_run_evaluates_too(monkeypatch: 
 def test_unknown_runs_are_named(run: str) -> None:
     with pytest.raises(SystemExit, match=run):
         command(run, 7, OPTIONS, Path("out"))
+
+
+def test_they_are_named_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--runs", "splatfacto", "batc-4", "--output", str(tmp_path / "out"), "--", "colmap"]
+    monkeypatch.setattr("sys.argv", ["capture", *words])
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("it ran"))
+    with pytest.raises(SystemExit, match="batc-4"):
+        main()
+    assert not (tmp_path / "out").exists()
