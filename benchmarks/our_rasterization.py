@@ -55,7 +55,7 @@ def rasterization(
         features = torch.cat([features, depths[:, None]], dim=1)
 
     # Where gsplat keeps gradients for densification: `absgrad` is an attribute that its backward adds to the tensor.
-    kept: Any = torch.zeros(1, len(means), 2, dtype=means.dtype, requires_grad=True)
+    kept: Any = torch.zeros(1, len(means), 2, dtype=means.dtype, device=means.device, requires_grad=True)
     probe = torch.zeros_like(means2d, requires_grad=True)
 
     def keep(gradient: Tensor) -> None:
