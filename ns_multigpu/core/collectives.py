@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions  # pyright: ignore[reportPrivateImportUsage]
 
 from ns_multigpu.core.world import World
 
@@ -164,6 +165,46 @@ def all_gather_into(out: Tensor, x: Tensor, world: World) -> None:
         return
     world.traffic.add((world.size - 1) * x.nbytes)
     dist.all_gather_into_tensor(out.view(-1, *x.shape[1:]), x, group=world.group)
+
+
+def all_gather_together(outs: Sequence[Tensor], xs: Sequence[Tensor], world: World) -> None:
+    """As `all_gather_into`, of several tensors at once, which so need not be packed into one: with NCCL one launch.
+
+    Args:
+        outs: written, each of any shape with as many numbers as its x has on all ranks, rank 0's first.
+        xs: as many, of any types; each of one shape on all ranks.
+
+    Raises:
+        ValueError: an output does not fit its x in type, device or size, or either is not contiguous.
+    """
+    if len(outs) != len(xs):
+        raise ValueError(f"all_gather_together: {len(outs)} outputs for {len(xs)} tensors")
+    for i, (out, x) in enumerate(zip(outs, xs, strict=True)):
+        # NCCL's way checks none of this: it would write past the end.
+        fits = out.numel() == world.size * x.numel() and out.dtype == x.dtype and out.device == x.device
+        if not fits or not (out.is_contiguous() and x.is_contiguous()):
+            raise ValueError(
+                f"all_gather_together: output {i} is {out.dtype} {list(out.shape)} on {out.device}, for {world.size} "
+                f"of {x.dtype} {list(x.shape)} on {x.device}; both must be contiguous"
+            )
+    if world.group is None:
+        for out, x in zip(outs, xs, strict=True):
+            out.view(x.shape).copy_(x)
+        return
+    filled = [(out.view(-1), x.view(-1)) for out, x in zip(outs, xs, strict=True) if x.numel()]
+    world.traffic.add((world.size - 1) * sum(x.nbytes for _, x in filled))
+    if filled and dist.get_backend(world.group) == "nccl":
+        # What torch's own `_coalescing_manager` calls, but that one is private, and forgets the options (torch 2.11),
+        # without which NCCL runs on a stream of its own, with two events to wait for.
+        options = AllgatherOptions()
+        options.asyncOp = False
+        written, sent = [out for out, _ in filled], [x for _, x in filled]
+        work: Any = world.group.allgather_into_tensor_coalesced(written, sent, options)
+        if work is not None:  # older torch: the current stream has to be told to wait
+            work.wait()
+        return
+    for out, x in filled:
+        dist.all_gather_into_tensor(out, x, group=world.group)
 
 
 def all_to_all_into(out: Tensor, x: Tensor, world: World) -> None:

@@ -7,7 +7,7 @@ tests/test_planning.py). What `tile` needs has not been measured yet.
 
 from dataclasses import dataclass
 
-from ns_multigpu.planning.work import RECORD_BYTES, ROOM, ROW_BYTES, Course, Share, ranks_used, share
+from ns_multigpu.planning.work import RECORD_BYTES, ROOM, Course, Share, ranks_used, share
 
 # Bytes a point.
 STATISTICS = 12  # grad2d, count, radii
@@ -19,6 +19,7 @@ _KEPT_ROWS = 56  # those of the step before, until new ones are there
 # Bytes a row that is drawn here.
 _TABLE = 48  # RasterState.table
 _RECORDS = 72  # gradients, owners, slots
+_GATHERED = 104  # of every rank: ids, radii, conics, records; and colours (see FusedStep's _everyone and _bright)
 _ARRIVED = 60  # SplatRows, but for point ids; owners and slots
 # Bytes an intersection: row_ids, and checkpoints of transmittance and colour. Keys and ids that are sorted are gone by
 # then: 12 (16 beyond 65,535 tiles), of which row_ids are 4.
@@ -128,10 +129,8 @@ def step_buffers(one: Share, ranks: int, *, capacity: float = ROOM) -> dict[str,
         exchange = arrivals * (2 * RECORD_BYTES + 8) + 2 * RECORD_BYTES * rows
     else:  # FusedStep
         on_rows = rows * (_ROWS + _KEPT_ROWS + _TABLE + _RECORDS)
-        # What a rank gives and gets (see FusedStep's _mine, _everyone and _bright), and what is taken apart of it.
-        exchange = 0.0
-        if ranks > 1:
-            exchange = rows * (ROW_BYTES + ranks * (ROW_BYTES + 12)) + rows * ranks * (ROW_BYTES + RECORD_BYTES)
+        # What all ranks sent, and the view ids that this one sends: the rest of it goes from where it lies.
+        exchange = rows * (ranks * _GATHERED + 4) if ranks > 1 else 0.0
     return {
         "rows": on_rows,
         "intersections": _INTERSECTION * capacity * one.intersections,

@@ -168,7 +168,7 @@ def share(strategy: str, course: Course) -> Share:
     )  # fmt: skip
 
 
-ROW_BYTES = 76
+ROW_BYTES = 92
 """A row and its gradients as `batch` gathers them (`FusedStep`)."""
 RECORD_BYTES = 64
 """A row, or its gradients, as `tile` exchanges them (`cuda_ext.row_exchange`)."""

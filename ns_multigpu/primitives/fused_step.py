@@ -1,7 +1,7 @@
 """A whole step of training Gaussians on whole views, in operators that read nothing back: culling to Adam's update.
 
 Every rank holds all points and renders views of its own. What the ranks exchange are the gradients of the rows that
-they drew, 76 bytes each, rather than a gradient of every parameter (236 bytes a point): each rank then takes the same
+they drew, 92 bytes each, rather than a gradient of every parameter (236 bytes a point): each rank then takes the same
 step from the same rows in the same order, so that replicas stay the same to the last bit.
 
 The number of rows and of intersections with tiles is known on the device alone, so both have a capacity. Where one is
@@ -23,20 +23,13 @@ from cuda_ext.adam import SCALARS
 from cuda_ext.fused import SplatRows, splat_forward, splat_update
 from cuda_ext.lazy_adam import LazyAdam, splat_flush
 from cuda_ext.step_control import step_gate
-from ns_multigpu.core.collectives import all_gather_into
+from ns_multigpu.core.collectives import all_gather_together
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians import TILE
 from ns_multigpu.primitives.selective import check_lazy
 
 ORDER = ("means", "quats", "scales", "opacities", "features_dc", "features_rest")
 """The names of a model's parameters in the order that the fused operators take them."""
-
-_GRADIENTS = 12
-"""Numbers of a gradient record that mean something."""
-_ROW_WORDS = (1, 1, 2, 3, _GRADIENTS)
-"""32-bit words a row of what travels: view, point, radii, conic, gradients."""
-_HEADER = 4
-"""Words before them: rows, intersections (two words each)."""
 
 
 @dataclass(frozen=True)
@@ -149,11 +142,10 @@ class FusedStep:
         self._sinks = torch.tensor([self._records.data_ptr()], dtype=torch.int64, device=device)
         self._owners = torch.zeros(settings.rows, dtype=torch.int32, device=device)
         self._slots = torch.arange(settings.rows, dtype=torch.int32, device=device)
-        words = _HEADER + settings.rows * sum(_ROW_WORDS)
-        words += words % 2  # so that each rank's counts are numbers of 8 bytes in place
         if world.group is not None:
-            self._mine = torch.zeros(words, dtype=torch.int32, device=device)
-            self._everyone = torch.zeros(world.size, words, dtype=torch.int32, device=device)
+            self._counts = torch.zeros(2, dtype=torch.int64, device=device)
+            self._view_ids = torch.zeros(settings.rows, dtype=torch.int32, device=device)
+            self._everyone = room_for_all(world.size, settings.rows, device)
             self._bright = torch.ones(world.size * settings.rows, 3, device=device)
         # A step that must not count takes Adam's with these: moments keep, and nothing moves.
         self._still = still(device)
@@ -195,12 +187,12 @@ class FusedStep:
         self.report[:-1] = losses
         self._rows, self._met = rows, met
         if self._world.group is not None:
-            # No gradient passes where a colour is clamped at black: applied here, the colours need not travel.
-            by_geometry, by_color, rest = self._records[:, :_GRADIENTS].split([6, 3, 3], dim=1)
-            gradients = torch.cat([by_geometry, torch.where(rows.features > 0, by_color, 0.0), rest], dim=1)
-            parts = (rows.view_ids + first, rows.point_ids, rows.radii, rows.conics, gradients)
-            words = [part.view(torch.int32).reshape(-1) for part in (rows.count, met, *parts)]
-            torch.cat(words, out=self._mine[: sum(map(len, words))])
+            # No gradient passes where a colour is clamped at black: applied here, the colours need not travel. This is
+            # the way back of a ReLU, which is one kernel, in place, and leaves no NaN as a product with zero would.
+            by_color = self._records[:, 6:9]
+            torch.ops.aten.threshold_backward.grad_input(by_color, rows.features, 0, grad_input=by_color)
+            torch.add(rows.view_ids, first, out=self._view_ids)
+            torch.cat([rows.count, met], out=self._counts)
 
     def _loss(self, out: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sets rgb; returns the views' losses [V], and the gradients of the batch's mean loss by out and alpha."""
@@ -220,7 +212,11 @@ class FusedStep:
     def exchange(self) -> None:
         """Brings every rank's rows and their gradients to every rank."""
         if self._world.group is not None:
-            all_gather_into(self._everyone, self._mine, self._world)
+            # The rows of the last `render`; if that was captured the graph's, which every replay fills anew. Records go
+            # with the 4 of their 16 numbers that mean nothing: it is quicker than to take these out and put them back.
+            rows = self._rows
+            mine = [self._counts, self._view_ids, rows.point_ids, rows.radii, rows.conics, self._records]
+            all_gather_together(self._everyone, mine, self._world)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -264,14 +260,10 @@ class FusedStep:
 
     def _gathered(self) -> tuple[SplatRows, Tensor, list[Tensor]]:
         """All ranks' rows, a segment each; their gradients; and the ranks' counts of rows and of intersections."""
-        sizes = [words * self.settings.rows for words in _ROW_WORDS]
-        sections = self._everyone[:, _HEADER : _HEADER + sum(sizes)].split(sizes, dim=1)
-        view_ids, point_ids, radii, words, gradients = (part.reshape(-1) for part in sections)
-        conics, none = words.view(torch.float32).view(-1, 3), self._bright.new_empty(0)
-        records = torch.nn.functional.pad(gradients.view(torch.float32).view(-1, _GRADIENTS), (0, 16 - _GRADIENTS))
-        rows = SplatRows(view_ids, point_ids, none, none, conics, none, self._bright, none, radii.view(-1, 2))
-        counts = self._everyone.view(torch.int64)
-        return rows, records, [counts[:, 0], counts[:, 1]]
+        counts, view_ids, point_ids, radii, conics, records = self._everyone
+        none = self._bright.new_empty(0)
+        rows = SplatRows(view_ids, point_ids, none, none, conics, none, self._bright, none, radii)
+        return rows, records, list(counts.unbind(1))
 
     @property
     def taken(self) -> Tensor:
@@ -283,6 +275,14 @@ class FusedStep:
         done, rows, intersections, full = self._status.tolist()
         self._status.zero_()
         return Status(done, rows, intersections, full > 0)
+
+
+def room_for_all(ranks: int, rows: int, device: torch.device) -> list[Tensor]:
+    """What every rank sends: counts of rows and of intersections [ranks, 2]; and, a segment of `rows` a rank, view ids,
+    point ids, radii, conics and records of gradients."""
+    ints = [torch.zeros(ranks * rows, *shape, dtype=torch.int32, device=device) for shape in ((), (), (2,))]
+    floats = [torch.zeros(ranks * rows, width, device=device) for width in (3, 16)]
+    return [torch.zeros(ranks, 2, dtype=torch.int64, device=device), *ints, *floats]
 
 
 def still(device: torch.device) -> Tensor:

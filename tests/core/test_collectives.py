@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ns_multigpu.core import collectives as c
-from ns_multigpu.core.world import World
-from tests.ranks import run_ranks
+from ns_multigpu.core.world import World, gpus_are_shared
+from tests.ranks import run_ranks, skip_without_gpus
 
 
 def _rows(rank: int, count: int) -> torch.Tensor:
@@ -84,6 +84,68 @@ def test_collectives(size: int) -> None:
         assert out["int"] == -5
         assert out["objects"] == ["x" * s for s in range(size)]
         assert (out["sent"] > 0) == (size > 1)
+
+
+def _together(world: World) -> dict[str, object]:
+    r, n = world.rank, world.size
+    counts, ids = torch.tensor([r, 10 * r], dtype=torch.int64), torch.arange(3, dtype=torch.int32) + 100 * r
+    xs = [counts, ids, torch.full((3, 2), r + 0.5), torch.zeros(0, 4)]
+    outs = [counts.new_zeros(n, 2), ids.new_zeros(3 * n), torch.zeros(3 * n, 2), torch.zeros(0, 4)]
+    c.all_gather_together([], [], world)
+    assert world.traffic.sent == 0
+    c.all_gather_together(outs, xs, world)
+    sent = world.traffic.sent
+    alone = [torch.zeros_like(out).view(n, *x.shape) for out, x in zip(outs, xs, strict=True)]
+    for out, x in zip(alone[:3], xs[:3], strict=True):
+        c.all_gather_into(out, x, world)
+    return {"outs": outs, "alone": alone, "sent": (sent, world.traffic.sent - sent)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_several_tensors_gathered_together_are_those_gathered_alone(size: int) -> None:
+    for out in run_ranks(_together, size):
+        counts, ids, halves, empty = out["outs"]
+        assert counts.tolist() == [[r, 10 * r] for r in range(size)] and counts.dtype == torch.int64
+        assert ids.tolist() == [100 * r + i for r in range(size) for i in range(3)] and ids.dtype == torch.int32
+        assert halves.tolist() == [[r + 0.5] * 2 for r in range(size) for _ in range(3)] and empty.shape == (0, 4)
+        for together, alone in zip(out["outs"], out["alone"], strict=True):
+            assert torch.equal(together, alone.view(together.shape))
+        assert out["sent"] == ((size - 1) * (16 + 12 + 24),) * 2
+
+
+def test_outputs_that_do_not_fit_are_refused() -> None:
+    world, x = World.single(), torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="1 outputs for 2 tensors"):
+        c.all_gather_together([x], [x, x], world)
+    wide = torch.zeros(2, 4)
+    for out, given in ((wide, x), (x.int(), x), (x.T, x), (x, wide[:, :3]), (x.to("meta"), x)):
+        with pytest.raises(ValueError, match="output 1 is"):
+            c.all_gather_together([x.clone(), out], [x, given], world)
+
+
+def _together_on_gpus(world: World) -> tuple[list[torch.Tensor], int]:
+    """How many kernels of NCCL's that took, too."""
+    r, n = world.rank, world.size
+    xs = [torch.full((2,), r), torch.full((70_000,), r, dtype=torch.int32), torch.full((70_000, 16), r + 0.5)]
+    xs = [x.to(world.device) for x in xs]
+    outs = [x.new_zeros(n, *x.shape) for x in xs]
+    c.all_gather_together(outs, xs, world)  # the first makes the communicator
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        c.all_gather_together([out.zero_() for out in outs], xs, world)
+        torch.cuda.synchronize()
+    kernels = sum(event.count for event in profile.key_averages() if event.key.startswith("ncclDevKernel"))
+    return [out.cpu() for out in outs], kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_tensors_gathered_together_on_gpus(size: int) -> None:
+    skip_without_gpus(size)
+    for outs, kernels in run_ranks(_together_on_gpus, size, device="cuda"):
+        for out in outs:
+            assert all((out[r] == r + (0.5 if out.is_floating_point() else 0)).all() for r in range(size))
+        assert kernels == (0 if gpus_are_shared() else 1)
 
 
 def test_counts_that_do_not_fit_are_refused() -> None:

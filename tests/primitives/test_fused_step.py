@@ -225,6 +225,32 @@ def test_a_lazy_step_waits_for_a_flush_once_64_are_put_off() -> None:
     assert (one.status().done, one.status().full) == (1, False)
 
 
+def test_what_leaves_a_rank() -> None:
+    """As it is sent, before anybody is met: no gradient of a colour that was clamped at black, whose sign the others
+    cannot see; and views by their number in the batch."""
+    params = {k: v.detach() for k, v in make_points(200, torch.float32, "cpu").params.items()}
+    params["features_dc"] = params["features_dc"] - 2.0  # dark: some colours are clamped
+    moments = {k: (torch.zeros_like(v), torch.zeros_like(v)) for k, v in params.items()}
+    settings = StepSettings(WIDTH, HEIGHT, 1, 0, False, False, LAMBDA, 512, 1 << 14)
+    alone = FusedStep(params, moments, {}, settings, World.single())
+    group: Any = object()
+    sender = FusedStep(params, moments, {}, settings, World(1, 2, 1, 2, alone.inputs.device, group, group, group))
+    view = batch_of(0, 1, torch.device("cpu"))[0]
+    for one in (alone, sender):
+        one.viewmats[:], one.Ks[:] = view.viewmat, view.K
+        one.render()
+    rows = sender._rows
+    count = int(rows.count)
+    clamped = rows.features[:count] <= 0
+    sent, made = sender._records[:count], 0.5 * alone._records[:count]  # of the mean over two views
+    assert 0.1 < clamped.float().mean() < 0.9
+    assert (made[:, 6:9][clamped] != 0).any() and (sent[:, 6:9][clamped] == 0).all()
+    assert torch.equal(sent[:, 6:9][~clamped], made[:, 6:9][~clamped])
+    assert torch.equal(sent[:, :6], made[:, :6]) and torch.equal(sent[:, 9:12], made[:, 9:12])
+    assert sender._counts.tolist() == [count, int(sender._met)]
+    assert (sender._view_ids[:count] == 1).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(("ranks", "views", "antialiased"), [(1, 1, False), (1, 3, True), (2, 1, False), (4, 2, True)])
