@@ -184,6 +184,11 @@ class AdamStep:
             optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue] - what schedulers look for
         return [_next_line(group, state) for group, state in zip(self._groups, self._states, strict=True)]
 
+    def place_moments(self, place: int, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        """Makes these the moments of parameter number `place`, in its optimizer too; they have the values already."""
+        self.exp_avgs[place] = self._states[place]["exp_avg"] = exp_avg
+        self.exp_avg_sqs[place] = self._states[place]["exp_avg_sq"] = exp_avg_sq
+
     def upload(self) -> None:
         """Counts a step and brings its numbers to the device."""
         self._ring.upload(self.count(), self.scalars.dtype, into=self.scalars)

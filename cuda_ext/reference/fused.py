@@ -1,6 +1,7 @@
 """`splat_forward` and `splat_update` put together from the other operators and autograd. See `cuda_ext.fused`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,26 @@ from cuda_ext.reference.lazy_adam import MOST_STEPS, caught_up, extend, stands_s
 def camera_centers(viewmats: Tensor) -> Tensor:
     """Where cameras [V, 4, 4] are, [V, 3] in world coordinates."""
     return -(viewmats[:, :3, :3].mT @ viewmats[:, :3, 3:]).squeeze(-1)
+
+
+class _Sigmoid(torch.autograd.Function):
+    """1 / (1 + exp(-x)), as the kernels compute it. torch's own, on a CPU, rounds the last few numbers of a tensor
+    otherwise than the rest: what a point is would depend on how many there are, and on the room behind them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = 1.0 / (1.0 + torch.exp(-x))
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (y,) = ctx.saved_tensors
+        return grads[0] * (1.0 - y) * y
+
+
+def _opacities(logits: Tensor) -> Tensor:
+    return _Sigmoid.apply(logits)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -45,7 +66,7 @@ def splat_begin_composed(
     raw = (means, quats, log_scales, logits, sh_dc, sh_rest)
     means, _, log_scales, logits, _, _ = _present(raw, exp_avgs, exp_avg_sqs, last, table)
     rects = [n for w, h in zip(sizes[::2], sizes[1::2], strict=True) for n in (0, 0, w, h)]
-    scales, opacities = log_scales.exp(), logits.sigmoid()
+    scales, opacities = log_scales.exp(), _opacities(logits)
     hits = cull(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far)
     count = torch.tensor([len(hits[0])], dtype=torch.int64, device=means.device)
     padding = (max(len(viewmats) - 1, 0), -1)
@@ -69,7 +90,7 @@ def splat_lines_composed(
     means, quats, log_scales, logits, sh_dc, sh_rest = _present(raw, exp_avgs, exp_avg_sqs, last, table)
     lines = slice(first, max(first, min(end, int(rows[2]))))
     ids = (rows[0][lines], rows[1][lines])
-    shapes = (log_scales.exp(), logits.sigmoid())
+    shapes = (log_scales.exp(), _opacities(logits))
     means2d, conics, depths, opacities, radii = project(
         means, quats, *shapes, viewmats, Ks, sizes, *ids, eps2d, near, far, antialiased
     )
@@ -138,7 +159,7 @@ def _update(
     with torch.enable_grad():
         leaves = [p.detach().requires_grad_() for p in params]
         means, quats, log_scales, logits, sh_dc, sh_rest = leaves
-        scales, opacities = log_scales.exp(), logits.sigmoid()
+        scales, opacities = log_scales.exp(), _opacities(logits)
         cameras = (viewmats, Ks, sizes, view_ids, point_ids)
         out = project(means, quats, scales, opacities, *cameras, eps2d, near, far, antialiased)
         colors = sh_colors(degree, means, camera_centers(viewmats), sh_dc, sh_rest, view_ids, point_ids)

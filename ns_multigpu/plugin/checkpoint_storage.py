@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.utils._pytree import tree_map_only
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint_rows import Rows, RowsPlanner, read_rows
@@ -98,8 +99,13 @@ def write_file(path: Path, data: bytes) -> Stamp:
 def save_file(path: Path, content: Mapping[str, Any]) -> Stamp:
     """`torch.save` to a file, brought to the disk."""
     file = StampedFile(path)
-    torch.save(dict(content), file)  # pyright: ignore[reportArgumentType]
+    torch.save(tree_map_only(torch.Tensor, _by_itself, dict(content)), file)  # pyright: ignore[reportArgumentType]
     return file.finish()
+
+
+def _by_itself(x: torch.Tensor) -> torch.Tensor:
+    """`x` without what else lies in its memory, all of which torch would save: points have room behind them."""
+    return x.detach().clone() if x.nbytes < x.untyped_storage().nbytes() else x
 
 
 def sync_folder(folder: Path) -> None:

@@ -19,6 +19,7 @@ from ns_multigpu.planning.room import step_buffers
 from ns_multigpu.planning.work import Share
 from ns_multigpu.plugin import memory
 from ns_multigpu.plugin.out_of_memory import Counts, GivenUp, NoRoom, forget_frames
+from ns_multigpu.plugin.point_storage import PointStorage
 from ns_multigpu.primitives.fused_step import ORDER, flat
 
 
@@ -54,13 +55,13 @@ def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) 
         raise GivenUp(steps[0] + taken.done - 1, error if not agreed or error.here else None) from None
 
 
-def go_back(model: Any, optimizers: Any, lazy: Any, counts: Counts, done: int) -> None:
+def go_back(points: PointStorage, optimizers: Any, lazy: Any, counts: Counts, done: int) -> None:
     """Takes the steps that points have been put off, and counts `done` steps from where `counts` was taken."""
     groups = [optimizers.optimizers[name] for name in ORDER]
     adam = AdamStep(groups, with_grads=False)
-    if lazy is not None:
-        params = [model.gauss_params[name].detach() for name in ORDER]
-        splat_flush(_flat(params), _flat(adam.exp_avgs), _flat(adam.exp_avg_sqs), lazy)
+    if lazy is not None and points.params:  # else no step has been made that could put anything off
+        moments = [[points.moments[name][i] for name in ORDER] for i in (0, 1)]
+        splat_flush(_flat([points.params[name] for name in ORDER]), _flat(moments[0]), _flat(moments[1]), lazy)
     counts.restore(optimizers.optimizers, optimizers.schedulers)
     for _ in range(done):
         adam.count()

@@ -29,6 +29,7 @@ from ns_multigpu.plugin.device_images import DeviceImages, whole_views
 from ns_multigpu.plugin.fused_noise import StepNoise
 from ns_multigpu.plugin.fused_rescue import bytes_of_step, go_back, last_whole_step
 from ns_multigpu.plugin.out_of_memory import Counts, check_room
+from ns_multigpu.plugin.point_storage import PointStorage
 from ns_multigpu.plugin.step_capacities import StepCapacities
 from ns_multigpu.plugin.step_graphs import StepGraphs
 from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, first_capacities
@@ -88,6 +89,8 @@ class FusedTraining:
         self._adam: AdamStep | None = None
         self._lazy: LazyAdam | None = None
         self._key: object = None
+        # Ranks with shards of different lengths would not all make their steps anew together.
+        self._points = PointStorage(spare=not self._model.sharded)
         self._noise = StepNoise(pipeline, optimizers)
         self._wants_lazy = self._may_put_off()
         self._rows_drawn: int | None = None  # by one rank in one step, at most
@@ -154,7 +157,10 @@ class FusedTraining:
         model, batch = self._model, self._pipeline.batch_size
         if not model.strategy.due_after(steps[-1] * batch, batch):
             return
-        self._release()  # each tensor is to go when there is a new one in its place
+        if self._points.keeps(model.num_points):
+            self._adam = None  # the step may stay, if the points find room where they are
+        else:
+            self._release()  # each tensor is to go when there is a new one in its place
         model.strategy.refine_when_due(
             model.gauss_params, self._optimizers.optimizers, model.strategy_state, steps[-1] * batch, batch
         )
@@ -166,11 +172,12 @@ class FusedTraining:
 
     def go_back(self, counts: Counts, done: int) -> None:
         """Leaves everything as after `done` steps of a block, which the device has taken, and holds no buffers."""
-        go_back(self._model, self._optimizers, self._lazy, counts, done)
+        go_back(self._points, self._optimizers, self._lazy, counts, done)
         self._release()
 
     def _release(self) -> None:
         self._graphs.forget()
+        self._points.forget()
         self._step = self._adam = self._key = None
 
     # ---- what depends on how the work is spread ----
@@ -198,7 +205,7 @@ class FusedTraining:
     def _made(self, view: View, degree: int, moments: Any, counts: bool, kind: torch.dtype) -> Any:
         """The step for the present capacities."""
         assert self._room.now is not None
-        model, options = self._model, self._model.config
+        options = self._model.config
         settings = StepSettings(
             width=view.width, height=view.height, views=self._pipeline.batch_size // self._world.size, degree=degree,
             antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad,
@@ -206,9 +213,8 @@ class FusedTraining:
             selective=options.selective_adam, **self._noise.weights(),
         )  # fmt: skip
         # Every rank sees every row: rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
-        counting = counts and self._world.is_main
-        statistics = model.strategy.statistics(model.gauss_params, model.strategy_state) if counting else {}
-        return FusedStep(dict(model.gauss_params), moments, statistics, settings, self._world, kind, self._lazy)
+        statistics = self._points.statistics if counts and self._world.is_main else {}
+        return FusedStep(self._points.params, moments, statistics, settings, self._world, kind, self._lazy)
 
     def _mse(self, step: Any) -> Tensor:
         target = step.targets.float() / 255 if step.targets.dtype == torch.uint8 else step.targets
@@ -273,29 +279,31 @@ class FusedTraining:
         """The fused step for `step`, made anew if anything about it has changed."""
         signature = self._signature(step)
         key = (signature, self._room.now)
-        if self._step is not None and self._key == key:
+        if self._step is not None and self._adam is not None and self._key == key:
             return self._step
         degree, factor, counts = signature
         model, pipeline = self._model, self._pipeline
+        if counts:
+            model.strategy.statistics(model.gauss_params, model.strategy_state)
         groups = [self._optimizers.optimizers[name] for name in ORDER]
+        self._adam = AdamStep(groups, with_grads=False)
+        stays = self._points.hold(model.gauss_params, self._adam, model.strategy_state)
+        if stays and self._step is not None and self._key == key:
+            return self._step  # a refinement has changed nothing that its graph knows
         serves = all(lazy_serves(group["betas"], group["eps"]) for o in groups for group in o.param_groups)
         if not self._wants_lazy or not serves:
             self._lazy = None
-        elif self._lazy is None or len(self._lazy.last) != model.num_points:  # else there may be steps put off in it
-            self._lazy = LazyAdam.make(model.num_points, self._world.device)
+        elif self._lazy is None or len(self._lazy.last) != self._points.rows:  # else there may be steps put off in it
+            self._lazy = LazyAdam.make(self._points.rows, self._world.device)
         self._graphs.forget()
         self._step = None
-        self._adam = AdamStep(groups, with_grads=False)
         view, _ = self._camera(0, factor)
         if self._room.now is None:
             self._room.begin(self._first_capacities(view.width * view.height))
-        if counts:
-            model.strategy.statistics(model.gauss_params, model.strategy_state)
         self._check_room(view)
-        moments = {name: (m, v) for name, m, v in zip(ORDER, self._adam.exp_avgs, self._adam.exp_avg_sqs, strict=True)}
         as_bytes = factor == 1 and pipeline.config.datamanager.cache_images_type == "uint8"
         kind = torch.uint8 if as_bytes else torch.float32
-        self._step = self._made(view, degree, moments, counts, kind)
+        self._step = self._made(view, degree, self._points.moments, counts, kind)
         self._key = (signature, self._room.now)
         return self._step
 
