@@ -15,7 +15,7 @@ from gsplat.strategy.ops import reset_opa
 from torch import Tensor
 
 from ns_multigpu.core.collectives import max_in_place, sum_in_place
-from ns_multigpu.core.random import seed_from
+from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.types import Splats, View
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.cap import allowed_growth
@@ -107,17 +107,19 @@ class ReplicatedDensifier(DefaultStrategy):
             sum_in_place(state[name], self.world)
         if self.refine_scale2d_stop_iter > 0:
             max_in_place(state["radii"], self.world)
-        device = state["grad2d"].device
-        # gsplat's operations draw from the default generators: seed them for the while, alike on every rank.
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed_from(self.seed, "densify", image))
-            done = grow_and_prune(
-                self, params, optimizers, state, image, morton=self.morton, cap=self._alone_within_cap
-            )
+        done = grow_and_prune(
+            self,
+            params,
+            optimizers,
+            state,
+            image,
+            morton=self.morton,
+            cap=self._alone_within_cap,
+            # Alike on every rank, whatever else a rank draws.
+            generator=keyed_generator(self.seed, "densify", image, device=state["grad2d"].device),
+            spent=("grad2d", "count", "radii"),
+        )
         self._note_changes(*done)
-        for name in ("grad2d", "count", "radii"):
-            if isinstance(state.get(name), Tensor):
-                state[name].zero_()
 
     def _note_changes(self, duplicated: int, split: int, pruned: int) -> None:
         """Counts what a refinement has done to the whole model."""
@@ -137,7 +139,7 @@ class ReplicatedDensifier(DefaultStrategy):
         return fates.without_growth()
 
     def _alone_within_cap(self, fates: Fates) -> Fates:
-        return self.within_cap(fates, len(fates.kept), fates.total)
+        return self.within_cap(fates, fates.now, fates.total)
 
     def statistics(self, params: Any, state: dict[str, Any]) -> dict[str, Tensor]:
         """The running sums that `state` holds, made where there are none: by name, [N] each."""

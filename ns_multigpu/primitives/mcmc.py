@@ -16,7 +16,7 @@ from torch import Tensor
 from ns_multigpu.core.random import keyed_generator, keyed_normals
 from ns_multigpu.primitives.densifier import dues
 from ns_multigpu.primitives.morton import dealt_order
-from ns_multigpu.primitives.regroup import Regrouping, replace_parameter
+from ns_multigpu.primitives.regroup import Listing, gather_points
 from ns_multigpu.primitives.steady import logit, rotate, rotations, sigmoid
 
 MOST_COPIES = 51
@@ -30,6 +30,9 @@ NOISE_STEEPNESS, NOISE_OPACITY = 100.0, 0.005
 
 _QUANTA = 1 << 24
 """Opacities are picked by in units of 1 / this. 2^24 of 2^24 Gaussians still add up far inside an int64."""
+
+_PIECE = 1 << 20
+"""Gaussians that get their noise at once: hundreds of bytes each on the way."""
 
 
 @dataclass
@@ -148,11 +151,9 @@ class McmcDensifier:
         """Adds the copies of `sources`, and brings the Gaussians into their order if that is wanted."""
         if len(sources) == 0 and not self.morton:
             return
-        regrouping = grown(len(params["means"]), sources)
-        if self.morton:
-            regrouping = regrouping.ordered(dealt_order(regrouping.positions(params["means"])))
-        for name in list(params):
-            replace_parameter(optimizers.get(name), params, name, params[name].detach()[regrouping.source], regrouping)
+        listing = grown(len(params["means"]), sources)
+        regrouping = listing.ordered(dealt_order(listing.positions(params["means"]))) if self.morton else listing
+        gather_points(params, optimizers, regrouping)
 
     def _share_out(self, params: Any, sources: Tensor) -> None:
         """Makes each picked Gaussian so faint and small that it and its copies look as it did alone."""
@@ -196,15 +197,14 @@ def relocated(opacities: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
     return new.to(opacities.dtype), (old / f).to(opacities.dtype)
 
 
-def grown(count: int, sources: Tensor) -> Regrouping:
+def grown(count: int, sources: Tensor) -> Listing:
     """`count` Gaussians, and after them copies of `sources` [G] int64, those of the first source first.
 
     In this order copies that share a code stand as their sources do, whatever they were drawn in.
     """
     here = torch.arange(count, device=sources.device)
     source = torch.cat([here, torch.sort(sources).values])
-    fresh = torch.arange(count, len(source), device=sources.device)
-    return Regrouping(source, fresh, children=fresh[:0], offsets=torch.zeros(0, 3, device=sources.device))
+    return Listing(source, count, offsets=torch.zeros(0, 3, device=sources.device))
 
 
 def running_sums(weights: Tensor) -> Tensor:
@@ -234,11 +234,12 @@ def add_noise(params: Any, scale: float | Tensor, noise: Tensor) -> None:
         scale: learning rate times noise_lr, a number or [].
         noise: [N, 3] normal numbers.
     """
-    means = params["means"].data
-    gate = sigmoid(NOISE_STEEPNESS * (NOISE_OPACITY - sigmoid(params["opacities"].data.flatten())))
-    frames = rotations(params["quats"].data)
-    along = rotate(frames.mT, noise.to(means.dtype)) * (2 * params["scales"].data).exp()
-    means += scale * gate[:, None] * rotate(frames, along)
+    tensors = (*(params[name].data for name in ("means", "quats", "scales")), params["opacities"].data.flatten(), noise)
+    for means, quats, scales, logits, drawn in zip(*(x.split(_PIECE) for x in tensors), strict=True):
+        gate = sigmoid(NOISE_STEEPNESS * (NOISE_OPACITY - sigmoid(logits)))
+        frames = rotations(quats)
+        along = rotate(frames.mT, drawn.to(means.dtype)) * (2 * scales).exp()
+        means.add_(scale * gate[:, None] * rotate(frames, along))
 
 
 def clear_moments(optimizer: torch.optim.Optimizer | None, param: Tensor, rows: Tensor) -> None:

@@ -7,9 +7,11 @@ fate can be decided before it exists: it has its parent's opacity and radius, an
 
 Optionally the points are brought into the order of `morton` on the same way, so that points near each other in space
 are near each other in memory.
+
+A GPU is done with an operator on some 100,000 points before the host has launched the next: few of them is fast.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +28,7 @@ SHRINK = 1.6
 
 @dataclass(frozen=True)
 class Regrouping:
-    """Where T new points come from.
+    """Where T new points come from, in any order.
 
     Attributes:
         source: [T] int64, the old point that each new one is a copy of.
@@ -40,41 +42,72 @@ class Regrouping:
     children: Tensor
     offsets: Tensor
 
-    def ordered(self, order: Tensor) -> "Regrouping":
-        """The same new points in another order: the k-th becomes the one that was at `order[k]`, [T] int64."""
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return Regrouping(self.source[order], place[self.fresh], place[self.children], self.offsets)
+    def clear(self, moments: list[Tensor]) -> None:
+        """Sets the fresh points' rows of each of `moments`, [T, ...], to zero."""
+        for moment in moments:
+            moment.index_fill_(0, self.fresh, 0)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Where T new points come from, listed as kept ones, copies, first halves of splits and second halves.
+
+    Attributes:
+        source: [T] int64, the old point that each new one is a copy of.
+        n_kept: how many are what they were: the first. The others are fresh.
+        offsets: [2 C, 3] how far each child, one of the last 2 C, lies from its parent.
+    """
+
+    source: Tensor
+    n_kept: int
+    offsets: Tensor
+
+    @property
+    def children(self) -> slice:
+        """The halves of splits."""
+        return slice(len(self.source) - len(self.offsets), None)
+
+    def clear(self, moments: list[Tensor]) -> None:
+        """Sets the fresh points' rows of each of `moments`, [T, ...], to zero."""
+        if moments and self.n_kept < len(self.source):
+            torch._foreach_zero_([moment[self.n_kept :] for moment in moments])  # pyright: ignore
 
     def positions(self, means: Tensor) -> Tensor:
         """The new points' means, [T, 3], from the old ones'."""
-        new = means.detach()[self.source]
+        new = means.detach().index_select(0, self.source)
         new[self.children] += self.offsets
         return new
+
+    def ordered(self, order: Tensor) -> Regrouping:
+        """The same new points in another order: the k-th becomes the one that was at `order[k]`, [T] int64."""
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        source = self.source.index_select(0, order)
+        return Regrouping(source, place[self.n_kept :], place[self.children], self.offsets)
 
 
 @dataclass(frozen=True)
 class Fates:
-    """What becomes of each of N points: masks [N] bool, and how many of each.
+    """What becomes of each of N points, and of how many.
 
     Attributes:
-        kept: stays, not split. copied: a copy of it stays beside it. born: split, into halves that stay.
-        split: is split, whatever becomes of the halves. duplicate: is copied, whatever becomes of the copy.
-        stays: would be kept if nothing were split.
-        n_kept, n_copied, n_born, n_split, n_duplicate, n_stays: their numbers.
+        masks: [7, N] bool, by point. 0: kept, that is, stays and is not split. 1: a copy of it stays beside it. 2 and,
+            once more, 3: born, that is, split, into halves that stay. 4: is split, whatever becomes of the halves.
+            5: is copied, whatever becomes of the copy. 6: would be kept if nothing were split.
+        n_kept, n_copied, n_born, n_split, n_duplicate, n_stays: how many 0, 1, 2, 4, 5 and 6 are true of.
     """
 
-    kept: Tensor
-    copied: Tensor
-    born: Tensor
-    split: Tensor
-    duplicate: Tensor
-    stays: Tensor
+    masks: Tensor
     n_kept: int
     n_copied: int
     n_born: int
     n_split: int
     n_duplicate: int
     n_stays: int
+
+    @property
+    def now(self) -> int:
+        """N, how many points there are."""
+        return self.masks.shape[1]
 
     @property
     def total(self) -> int:
@@ -84,18 +117,28 @@ class Fates:
     @property
     def pruned(self) -> int:
         """How many go, new ones included."""
-        return len(self.kept) + self.n_duplicate + self.n_split - self.total
+        return self.now + self.n_duplicate + self.n_split - self.total
 
     def without_growth(self) -> "Fates":
         """What becomes of the points if they are pruned only."""
-        none = torch.zeros_like(self.stays)
-        return Fates(self.stays, none, none, none, none, self.stays, self.n_stays, 0, 0, 0, 0, self.n_stays)
+        masks = torch.zeros_like(self.masks)
+        masks[0] = masks[6] = self.masks[6]
+        return Fates(masks, self.n_stays, 0, 0, 0, 0, self.n_stays)
 
-    def categories(self) -> Tensor:
-        """[T] int64, in the order in which `regroup` lists the new points: 0 kept, 1 copy, 2 first, 3 second half."""
-        numbers = torch.arange(4, device=self.kept.device)
-        times = torch.tensor([self.n_kept, self.n_copied, self.n_born, self.n_born], device=self.kept.device)
-        return numbers.repeat_interleave(times, output_size=self.total)
+    def listed(self) -> tuple[Tensor, Tensor]:
+        """The new points in the order of a `Listing`, and after them the `n_split` that are split.
+
+        Returns:
+            [T + n_split] int64, the category of each: 0 kept, 1 copy, 2 first half, 3 second half; 4 of those split.
+            [T + n_split] int64, the old point.
+        """
+        masks = self.masks[:5]
+        try:
+            found = torch.nonzero_static(masks, size=self.total + self.n_split)
+        except NotImplementedError:  # older torch has none for GPUs: there the device is asked after all
+            found = masks.nonzero()
+        categories, points = found.t().contiguous().unbind()
+        return categories, points
 
 
 @torch.no_grad()
@@ -108,10 +151,12 @@ def grow_and_prune(
     *,
     morton: bool = False,
     cap: Callable[[Fates], Fates] | None = None,
+    generator: torch.Generator | None = None,
+    spent: Collection[str] = (),
 ) -> tuple[int, int, int]:
     """Does what `DefaultStrategy._grow_gs` and `_prune_gs` do, one after the other. Waits for the device once.
 
-    Draws from the default generator of the points' device, as gsplat does: the same numbers in the same order.
+    Draws the same numbers in the same order as gsplat does.
 
     Args:
         rules: the thresholds.
@@ -122,6 +167,8 @@ def grow_and_prune(
         image: the clock, which some rules look at.
         morton: bring the points into the order of `morton` as well.
         cap: may take growth out of what has been decided.
+        generator: what to draw from, of the points' device; None for the device's default generator, as gsplat.
+        spent: those of `state` that do not follow, but count anew from zero, whatever is done.
 
     Returns:
         how many points were duplicated, split and pruned.
@@ -129,43 +176,51 @@ def grow_and_prune(
     fates = decide(rules, params, state, image)
     if cap is not None:
         fates = cap(fates)
-    count = len(params["means"])
-    if fates.n_duplicate == fates.n_split == 0 and fates.total == count and not morton:
+    sums = {name: value for name, value in state.items() if isinstance(value, Tensor) and len(value) == fates.now}
+    if fates.n_duplicate == fates.n_split == 0 and fates.total == fates.now and not morton:
+        for name in sums.keys() & spent:
+            sums[name].zero_()
         return 0, 0, 0
-    # A number for every split, pruned or not: the draw must not depend on what is pruned.
-    drawn = torch.randn(2, fates.n_split, 3, device=params["means"].device) if fates.n_split else None
-    regrouping = regroup(params, fates, drawn)
-    if morton:
-        regrouping = regrouping.ordered(dealt_order(regrouping.positions(params["means"])))
-    for name in list(params):
-        value = params[name].detach()[regrouping.source]
-        edit_children(rules, name, value, regrouping)
-        replace_parameter(optimizers.get(name), params, name, value, regrouping)
-    for name, value in state.items():
-        if isinstance(value, Tensor) and len(value) == count:
-            state[name] = value[regrouping.source]
+    drawn = None
+    if fates.n_split:
+        # A number for every split, pruned or not: the draw must not depend on what is pruned.
+        drawn = torch.randn(2, fates.n_split, 3, device=params["means"].device, generator=generator)
+    listing = regroup(params, fates, drawn)
+    regrouping = listing.ordered(dealt_order(listing.positions(params["means"]))) if morton else listing
+    gather_points(params, optimizers, regrouping, lambda name, rows: edit_children(rules, name, rows, regrouping))
+    for name, value in sums.items():
+        follows = name not in spent
+        state[name] = value.index_select(0, regrouping.source) if follows else value.new_zeros(fates.total)
     return fates.n_duplicate, fates.n_split, fates.pruned
 
 
 @torch.no_grad()
 def decide(rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int) -> Fates:
     """Decides what becomes of every point, each by itself. Waits for the device. See `grow_and_prune`."""
-    scales, logits = params["scales"].detach(), params["opacities"].detach()
-    largest = scales.exp().amax(dim=-1)
+    largest = params["scales"].exp().amax(dim=-1)
+    opacities = sigmoid(params["opacities"].flatten())
     steep = state["grad2d"] / state["count"].clamp_min(1) > rules.grow_grad2d
-    small = largest <= rules.grow_scale3d * state["scene_scale"]
-    duplicate, split = steep & small, steep & ~small
+    duplicate = steep & (largest <= rules.grow_scale3d * state["scene_scale"])
+    # Of masks, a > b is true where a is and b is not.
+    split = steep > duplicate
     if image < rules.refine_scale2d_stop_iter:
         split = split | (state["radii"] > rules.grow_scale2d)
-    stays = ~_pruned(rules, logits, largest, state, image)
-    child_largest = _child_scales(scales).exp().amax(dim=-1)
-    born = split & ~_pruned(rules, _child_logits(rules, logits), child_largest, state, image)
-    masks = (stays & ~split, stays & duplicate, born, split, duplicate, stays)
-    return Fates(*masks, *torch.stack([mask.sum() for mask in masks]).tolist())
+    gone = opacities < rules.prune_opa
+    child_gone = sigmoid(_child_logits(opacities)) < rules.prune_opa if rules.revised_opacity else gone
+    if image > rules.reset_every:
+        if image < rules.refine_scale2d_stop_iter:
+            wide = state["radii"] > rules.prune_scale2d
+            gone, child_gone = gone | wide, child_gone | wide
+        too_large = rules.prune_scale3d * state["scene_scale"]
+        gone, child_gone = gone | (largest > too_large), child_gone | (_child_scales(largest).exp() > too_large)
+    stays, born = ~gone, split > child_gone
+    masks = torch.stack([stays > split, stays & duplicate, born, born, split, duplicate, stays])
+    kept, copied, born, _, *others = masks.sum(dim=1).tolist()
+    return Fates(masks, kept, copied, born, *others)
 
 
 @torch.no_grad()
-def regroup(params: Mapping[str, Tensor], fates: Fates, drawn: Tensor | None) -> Regrouping:
+def regroup(params: Mapping[str, Tensor], fates: Fates, drawn: Tensor | None) -> Listing:
     """The new points: those kept, then copies, then first halves of splits, then second halves, each by parent.
 
     Args:
@@ -173,76 +228,87 @@ def regroup(params: Mapping[str, Tensor], fates: Fates, drawn: Tensor | None) ->
         fates: the points'.
         drawn: [2, n_split, 3] normal numbers for the two halves of each split; None if there is none.
     """
-    scales = params["scales"].detach()
-    parents = compact(fates.born, fates.n_born)
-    kept, copied = compact(fates.kept, fates.n_kept), compact(fates.copied, fates.n_copied)
-    offsets = scales.new_zeros(0, 3)
-    if drawn is not None:
-        number = (fates.split.cumsum(0) - 1)[parents]
-        along = scales[parents].exp() * drawn[:, number]
-        offsets = rotate(rotations(params["quats"].detach()[parents]), along).reshape(-1, 3).to(scales.dtype)
-    place = torch.arange(fates.total, device=parents.device)
-    fresh, children = place[fates.n_kept :], place[fates.n_kept + fates.n_copied :]
-    return Regrouping(torch.cat([kept, copied, parents, parents]), fresh, children, offsets)
+    scales = params["scales"]
+    source, split = fates.listed()[1].split([fates.total, fates.n_split])
+    if drawn is None or fates.n_born == 0:
+        return Listing(source, fates.n_kept, scales.new_empty(0, 3))
+    parents = source[fates.total - fates.n_born :]
+    along = scales.index_select(0, parents).exp() * drawn.index_select(1, torch.searchsorted(split, parents))
+    offsets = rotate(rotations(params["quats"].index_select(0, parents)), along).reshape(-1, 3)
+    return Listing(source, fates.n_kept, offsets.to(scales.dtype))
+
+
+@torch.no_grad()
+def gather_points(
+    params: MutableMapping[str, Any],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    regrouping: Regrouping | Listing,
+    edit: Callable[[str, Tensor], None] | None = None,
+) -> None:
+    """Puts new points in the place of the old ones, one parameter after the other: there are never two models.
+
+    Args:
+        params, optimizers: see `grow_and_prune`.
+        edit: makes a parameter's rows [T, ...], copied by the regrouping's source, what they are to be: name, rows.
+    """
+    moments: list[Tensor] = []
+    for name in list(params):
+        rows = params[name].index_select(0, regrouping.source)
+        if edit is not None:
+            edit(name, rows)
+        moments += replace_parameter(optimizers.get(name), params, name, rows, regrouping.source)
+    regrouping.clear(moments)
 
 
 def replace_parameter(
-    optimizer: torch.optim.Optimizer | None,
-    params: MutableMapping[str, Any],
-    name: str,
-    value: Tensor,
-    regrouping: Regrouping,
-) -> None:
-    """Puts `value` in place of the parameter `name`, in its optimizer too, whose moments follow."""
+    optimizer: torch.optim.Optimizer | None, params: MutableMapping[str, Any], name: str, value: Tensor, source: Tensor
+) -> list[Tensor]:
+    """Puts `value` [T, ...] in place of the parameter `name`, in its optimizer too, whose moments follow.
+
+    Returns:
+        the new moments, each row, [T] of them, that of the old point `source` says, fresh or not.
+    """
     old = params[name]
     new = torch.nn.Parameter(value, requires_grad=old.requires_grad)
     params[name] = new
+    moments: list[Tensor] = []
     if optimizer is None:
-        return
+        return moments
     for group in optimizer.param_groups:
         group["params"] = [new if p is old else p for p in group["params"]]
     if old not in optimizer.state:
-        return
+        return moments
     state = optimizer.state.pop(old)
     for key, moment in state.items():
         if torch.is_tensor(moment) and moment.shape == old.shape:
-            state[key] = moment[regrouping.source].index_fill_(0, regrouping.fresh, 0)
+            state[key] = moment.index_select(0, source)
+            moments.append(state[key])
     optimizer.state[new] = state
+    return moments
 
 
-def edit_children(rules: DefaultStrategy, name: str, rows: Tensor, regrouping: Regrouping) -> None:
+def edit_children(rules: DefaultStrategy, name: str, rows: Tensor, regrouping: Regrouping | Listing) -> None:
     """Makes children of a parameter's rows [T, ...] that are still their parents', in place."""
-    children = regrouping.children
+    edited = {"means", "scales", "opacities"} if rules.revised_opacity else {"means", "scales"}
+    if name not in edited or len(regrouping.offsets) == 0:
+        return
+    chosen = rows[regrouping.children]  # of a slice the rows themselves, of an index a copy
     if name == "means":
-        rows[children] += regrouping.offsets
+        chosen += regrouping.offsets
     elif name == "scales":
-        rows[children] = _child_scales(rows[children])
-    elif name == "opacities":
-        rows[children] = _child_logits(rules, rows[children])
+        _child_scales(chosen.exp(), out=chosen)
+    else:
+        _child_logits(sigmoid(chosen), out=chosen)
+    if isinstance(regrouping, Regrouping):
+        rows[regrouping.children] = chosen
 
 
-def compact(mask: Tensor, count: int) -> Tensor:
-    """The indices of the `count` true elements of `mask` [N], [count] int64, without asking the device for `count`."""
-    # What is not wanted goes to one more place at the end, which is cut off.
-    place = torch.where(mask, mask.cumsum(0) - 1, count)
-    numbers = torch.arange(len(mask), device=mask.device)
-    return numbers.new_empty(count + 1).scatter_(0, place, numbers)[:count]
+def _child_scales(sizes: Tensor, out: Tensor | None = None) -> Tensor:
+    """A child's scales, as logarithms, by the exponentials of its parent's."""
+    return torch.log(sizes / SHRINK, out=out)
 
 
-def _pruned(rules: DefaultStrategy, logits: Tensor, largest: Tensor, state: Mapping[str, Any], image: int) -> Tensor:
-    """Which points go: too faint, or, once opacities have been reset, too big. [N] bool."""
-    gone = sigmoid(logits.flatten()) < rules.prune_opa
-    if image > rules.reset_every:
-        gone = gone | (largest > rules.prune_scale3d * state["scene_scale"])
-        if image < rules.refine_scale2d_stop_iter:
-            gone = gone | (state["radii"] > rules.prune_scale2d)
-    return gone
-
-
-def _child_scales(scales: Tensor) -> Tensor:
-    return torch.log(scales.exp() / SHRINK)
-
-
-def _child_logits(rules: DefaultStrategy, logits: Tensor) -> Tensor:
-    """A child's opacity: its parent's, or such that two of them look like it (Bulò et al. 2024, arXiv:2404.06109)."""
-    return logit(1.0 - torch.sqrt(1.0 - sigmoid(logits))) if rules.revised_opacity else logits
+def _child_logits(opacities: Tensor, out: Tensor | None = None) -> Tensor:
+    """With `revised_opacity`, a child's by the sigmoids of its parent's: two of them look like it (Bulò et al. 2024,
+    arXiv:2404.06109)."""
+    return logit(1.0 - torch.sqrt(1.0 - opacities), out=out)

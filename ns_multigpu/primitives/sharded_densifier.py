@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ns_multigpu.core.collectives import all_gather_ints
-from ns_multigpu.core.random import seed_from
+from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.regroup import decide, edit_children, regroup
 from ns_multigpu.primitives.sharded_order import Reordering, clock, order_keys, plan_move
@@ -61,14 +61,15 @@ class ShardedDensifier(ReplicatedDensifier):
         if sum(splits) > 0:
             first = sum(splits[: world.rank])
             # What one rank draws for all splits, of which these are some.
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                torch.manual_seed(seed_from(self.seed, "densify", image))
-                drawn = torch.randn(2, sum(splits), 3, device=device)[:, first : first + fates.n_split].clone()
-        regrouping = regroup(params, fates, drawn)
-        keys = order_keys(regrouping.positions(params["means"]), fates.categories(), world)
+            generator = keyed_generator(self.seed, "densify", image, device=device)
+            drawn = torch.randn(2, sum(splits), 3, device=device, generator=generator)
+            drawn = drawn[:, first : first + fates.n_split].clone()
+        listing = regroup(params, fates, drawn)
+        keys = order_keys(listing.positions(params["means"]), fates.listed()[0][: fates.total], world)
         del fates, drawn
         keys, order = torch.sort(keys, stable=True)
-        regrouping = regrouping.ordered(order)
+        regrouping = listing.ordered(order)
+        del listing
         weights = self.refine_every + self.seen_cost * statistics["count"].long()[regrouping.source]
         move = plan_move(keys, weights, world, self.threshold)
         del keys, order, weights

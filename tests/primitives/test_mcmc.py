@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.random import keyed_generator, keyed_normals
+from ns_multigpu.primitives import mcmc
 from ns_multigpu.primitives.mcmc import MOST_COPIES, McmcDensifier, add_noise, pick, relocated
 
 
@@ -153,6 +154,17 @@ def test_noise_has_the_shape_of_the_gaussian_and_spares_the_opaque() -> None:
     measured = params["means"][1:].T @ params["means"][1:] / (count - 1)
     torch.testing.assert_close(measured, expected, rtol=0.05, atol=0.03 * float(expected.abs().max()))
     assert float(params["means"][0].abs().max()) < 1e-6
+
+
+def test_noise_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[Tensor] = []
+    for piece in (1 << 20, 7):
+        monkeypatch.setattr(mcmc, "_PIECE", piece)
+        params, _ = model(60)
+        params["opacities"].data.fill_(-6.0)
+        add_noise(params, 7.0, keyed_normals(1, "noise", 0, 0, 60, 3))
+        moved.append(params["means"].detach())
+    assert torch.equal(*moved) and not torch.equal(moved[0], model(60)[0]["means"])
 
 
 @pytest.mark.parametrize("batch", [2, 7, 16])

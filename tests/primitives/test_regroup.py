@@ -6,9 +6,10 @@ import pytest
 import torch
 from gsplat.strategy import DefaultStrategy
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ns_multigpu.primitives.morton import dealt_order
-from ns_multigpu.primitives.regroup import compact, grow_and_prune
+from ns_multigpu.primitives.regroup import Fates, grow_and_prune
 
 COUNT = 400
 RULES: dict[str, Any] = {
@@ -127,7 +128,58 @@ def test_optimizers_go_on() -> None:
     assert (params["means"] != before).all()
 
 
-def test_compact() -> None:
-    mask = torch.rand(100, generator=torch.Generator().manual_seed(0)) > 0.6
-    for m in (mask, torch.ones(5, dtype=torch.bool), torch.zeros(5, dtype=torch.bool), mask[:0]):
-        assert torch.equal(compact(m, int(m.sum())), torch.where(m)[0])
+def test_what_is_spent_counts_anew() -> None:
+    for rules in (DefaultStrategy(**RULES), DefaultStrategy(grow_grad2d=1e9, prune_opa=0.0, reset_every=1000)):
+        params, optimizers, state = model()
+        state["number"] = torch.arange(COUNT)
+        grow_and_prune(rules, params, optimizers, state, 200, spent=("grad2d", "radii", "no such"))
+        assert {len(value) for value in state.values() if isinstance(value, Tensor)} == {len(params["means"])}
+        assert state.keys() == {"grad2d", "count", "radii", "scene_scale", "number"}
+        assert not state["grad2d"].any() and not state["radii"].any()
+        assert torch.equal(state["count"], model()[2]["count"][state["number"]])
+
+
+def test_draws_from_a_generator_what_the_default_one_draws() -> None:
+    first, second = model(), model()
+    torch.manual_seed(11)
+    grow_and_prune(DefaultStrategy(**RULES), *first, 200)
+    before = torch.get_rng_state()
+    grow_and_prune(DefaultStrategy(**RULES), *second, 200, generator=torch.Generator().manual_seed(11))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first[0]["means"], second[0]["means"])
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_listed(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+    if older:
+        monkeypatch.setattr(torch, "nonzero_static", missing)
+    mask = torch.rand(7, 100, generator=torch.Generator().manual_seed(0)) > 0.6
+    for masks in (mask, torch.ones_like(mask), torch.zeros_like(mask), mask[:, :0]):
+        masks[3] = masks[2]
+        kept, copied, born, _, *others = masks.sum(dim=1).tolist()
+        categories, points = Fates(masks, kept, copied, born, *others).listed()
+        expected = [torch.where(one)[0] for one in masks[:5]]
+        assert torch.equal(points, torch.cat(expected)) and points.is_contiguous()
+        assert categories.tolist() == [k for k, one in enumerate(expected) for _ in one]
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operators that a GPU would have to do something for."""
+
+    VIEWS = ("view", "slice", "select", "split", "split_with_sizes", "unbind", "unsqueeze", "detach", "diagonal", "t")
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ not in self.VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+def test_few_operators() -> None:
+    """Their number is what a refinement takes: it was 170."""
+    counted, refined = Counted(), model()
+    with counted:
+        assert min(grow_and_prune(DefaultStrategy(**RULES), *refined, 400, spent=("grad2d", "count", "radii"))) > 10
+    assert counted.count <= 80
