@@ -1,11 +1,13 @@
 # torch annotates only part of itself:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""A cheap proof that replicas are still replicas."""
+"""Replicas are made the same, and a cheap proof that they still are."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints, all_gather_objects
@@ -13,10 +15,18 @@ from ns_multigpu.core.world import World
 
 _WEIGHTS = 65521
 """Weights repeat after this many elements (a prime, so that no row length lines up with it)."""
+_AT_ONCE = 128 * _WEIGHTS
+"""Elements that are brought to 64 bits at once: 64 MiB."""
 
 
 class ReplicaDivergedError(RuntimeError):
     """Replicas that must be identical are not."""
+
+
+def broadcast_in_place(x: Tensor, world: World) -> None:
+    """Rank 0's values of `x`, on every rank."""
+    if world.group is not None and x.numel():
+        dist.broadcast(x, 0, group=world.group)
 
 
 def checksum(x: Tensor) -> Tensor:
@@ -24,12 +34,16 @@ def checksum(x: Tensor) -> Tensor:
 
     Integer arithmetic, so that the order of summation does not matter and equal tensors have equal sums everywhere.
     """
-    if x.dtype not in (torch.float32, torch.int32):
-        bits = x.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
-    else:
-        bits = x.detach().contiguous().reshape(-1).view(torch.int32).to(torch.int64)
-    weights = torch.arange(bits.numel(), device=x.device) % _WEIGHTS * 2 + 1
-    return (bits * weights).sum()
+    kind = torch.int32 if x.dtype in (torch.float32, torch.int32) else torch.uint8
+    bits = x.detach().contiguous().reshape(-1).view(kind)
+    # Elements of one weight are summed first: one pass, and no weight for each element.
+    sums = torch.zeros(_WEIGHTS, dtype=torch.int64, device=x.device)
+    for part in bits.split(_AT_ONCE):
+        whole = part.numel() // _WEIGHTS * _WEIGHTS
+        if whole:
+            sums += part[:whole].view(-1, _WEIGHTS).sum(0, dtype=torch.int64)
+        sums[: part.numel() - whole] += part[whole:]
+    return (sums * torch.arange(1, 2 * _WEIGHTS, 2, device=x.device)).sum()
 
 
 def assert_identical(tensors: Mapping[str, Tensor], world: World, step: int) -> None:
@@ -47,9 +61,11 @@ def assert_identical(tensors: Mapping[str, Tensor], world: World, step: int) -> 
     if names:
         sums = cast(list[int], torch.stack([checksum(tensors[name]) for name in names]).tolist())
     rows = [len(names), *(v for name, s in zip(names, sums, strict=True) for v in (tensors[name].numel(), s))]
-    lengths = [row[0] for row in all_gather_ints([len(rows)], world)]
-    if len(set(lengths)) > 1:
-        listed = all_gather_objects(names, world)
+    digest = int.from_bytes(hashlib.blake2b(repr((names, rows)).encode(), digest_size=8).digest(), "big", signed=True)
+    if len({row[0] for row in all_gather_ints([digest], world)}) == 1:
+        return
+    listed = all_gather_objects(names, world)
+    if any(others != listed[0] for others in listed):
         raise ReplicaDivergedError(f"step {step}: the ranks hold different parameters: {listed}")
     table = all_gather_ints(rows, world)
     wrong: list[str] = []

@@ -125,7 +125,8 @@ class FusedTraining:
                 for k in range(taken.done, len(steps)):
                     if k == len(feeds):  # drawn while the device is busy with the step before
                         feeds.append(self._feed(steps[k]))
-                    self._take(step, feeds[k])
+                    with self._pipeline.timer.step():
+                        self._take(step, feeds[k])
                     self._noise.after(step, steps[k], feeds[k].rate)
                     reports[k].copy_(step.report)
                 with self._pipeline.timer.measure("waiting for the device"):

@@ -7,14 +7,14 @@ has a NaN, so that nothing else would show it.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_objects, max_in_place, max_int
+from ns_multigpu.core.collectives import all_gather_objects, max_in_place, sum_in_place
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.errors import InputError
 from ns_multigpu.plugin.faults import NonFiniteError
@@ -135,14 +135,10 @@ class NumericGuard:
         if not self.active:
             return True
         graded = {name: p.grad for name, p in params.items() if p.grad is not None and p.grad.numel()}
-        numbers = (
-            torch.stack([number.double() for number in witnesses(list(graded.values()))])
-            if graded
-            else torch.zeros(0, dtype=torch.float64, device=self._world.device)
-        )
+        numbers = self._together(witnesses(list(graded.values())))
         views = list(view_losses)
-        losses = [view_losses[view].detach().double().reshape(1) for view in views]
-        self._noted.append(_Noted([step], [views], list(graded), torch.cat([*losses, numbers])[None]))
+        losses = self._together([view_losses[view].detach() for view in views])
+        self._noted.append(_Noted([step], [views], list(graded), torch.cat([losses, numbers])[None]))
         if not self._skip or not graded:
             return True
         bad = (~numbers.isfinite().all()).to(torch.float32)
@@ -169,30 +165,43 @@ class NumericGuard:
         if self.active:
             self._noted.append(_Noted(steps, views, names, numbers))
 
+    def due(self, step: int, *, now: bool = False) -> bool:
+        """Whether a look after `step`, or `now`, has anything to do."""
+        return self.active and bool(self._noted) and (now or step % self._every == 0)
+
+    @torch.no_grad()
     def look(self, step: int, params: Mapping[str, Tensor], *, now: bool = False) -> None:
         """Reads what the steps left, when it is time or `now`. Every rank calls it at the same steps.
 
         Raises:
             NonFiniteError: on every rank, the same, where the run cannot go on.
         """
-        if not self.active or not self._noted or not (now or step % self._every == 0):
+        if not self.due(step, now=now):
             return
         noted, self._noted = self._noted, []
-        findings = self._findings(noted)
-        points = self._bad_parameters(params)
-        if not max_int(int(bool(findings or points)), self._world):
+        held = {name: p.detach() for name, p in params.items() if p.dim() and p.numel() and p.is_floating_point()}
+        numbers = self._together([*(one.numbers for one in noted), *witnesses(list(held.values()))])
+        # Where all is well this is 0, on all ranks, and all that is waited for; NaN and infinity make it NaN.
+        sign = (0 * numbers).sum(dtype=torch.float32)
+        sum_in_place(sign, self._world)
+        if sign.item() == 0:
             return
+        fine = iter(numbers.isfinite().tolist())
+        findings = self._findings(noted, fine)
+        points = {name: _bad_rows(p) for (name, p), well in zip(held.items(), fine, strict=True) if not well}
         every: list[Finding] = sorted(
             (f for part in all_gather_objects(findings, self._world) for f in part), key=lambda f: (f.step, f.rank)
         )
-        held: dict[str, int] = {}
+        bad: dict[str, int] = {}
         for part in all_gather_objects(points, self._world):
-            held.update(part)
+            bad.update(part)
+        if not every and not bad:
+            return  # it was something that nobody looks at
         first, last, count = noted[0].steps[0], noted[-1].steps[-1], sum(len(one.steps) for one in noted)
-        lines = self._account(every, held)
+        lines = self._account(every, bad)
         account = f"Steps {first} to {last} were looked at:\n  " + "\n  ".join(lines)
         skipped = sorted({f.step for f in every if f.gradients})
-        if self._skip and not held and (len(skipped) < count or count < 3):
+        if self._skip and not bad and (len(skipped) < count or count < 3):
             self._say(f"NaN or infinity, {len(skipped)} step(s) left out. {account}")
             return
         raise NonFiniteError(
@@ -201,29 +210,23 @@ class NumericGuard:
             "pose); lower the learning rates of the named parameters; or leave such steps out with --on-nonfinite skip."
         )
 
-    def _findings(self, noted: Sequence[_Noted]) -> list[Finding]:
-        """Reads all steps in one transfer."""
-        finite = iter(torch.cat([one.numbers.isfinite().reshape(-1) for one in noted]).tolist())
+    def _findings(self, noted: Sequence[_Noted], fine: Iterator[bool]) -> list[Finding]:
+        """What is wrong with the numbers of steps, of each of which `fine` says in turn whether it is finite."""
         findings: list[Finding] = []
         for one in noted:
             for step, views in zip(one.steps, one.views, strict=True):
-                row = list(itertools.islice(finite, one.numbers.shape[1]))
-                bad = tuple(view for view, fine in zip(views, row, strict=False) if not fine)
+                row = list(itertools.islice(fine, one.numbers.shape[1]))
+                bad = tuple(view for view, well in zip(views, row, strict=False) if not well)
                 last = row[len(row) - len(one.names) :]
-                gradients = tuple(name for name, fine in zip(one.names, last, strict=True) if not fine)
+                gradients = tuple(name for name, well in zip(one.names, last, strict=True) if not well)
                 if gradients or bad:
                     findings.append(Finding(self._world.rank, step, bad, tuple(views), gradients))
         return findings
 
-    @torch.no_grad()
-    def _bad_parameters(self, params: Mapping[str, Tensor]) -> dict[str, int]:
-        """Parameters that hold NaN or infinity -> in how many rows."""
-        held = {name: p.detach() for name, p in params.items() if p.dim() and p.numel() and p.is_floating_point()}
-        if not held:
-            return {}
-        ok = torch.stack([number.double() for number in witnesses(list(held.values()))]).isfinite().tolist()
-        bad = [name for name, fine in zip(held, ok, strict=True) if not fine]
-        return {name: int((~held[name].isfinite()).reshape(len(held[name]), -1).any(-1).sum()) for name in bad}
+    def _together(self, numbers: Sequence[Tensor]) -> Tensor:
+        """All numbers of the tensors, one after the other: [C]."""
+        joined = [number.reshape(-1) for number in numbers]
+        return torch.cat(joined) if joined else torch.zeros(0, device=self._world.device)
 
     def _account(self, findings: Sequence[Finding], held: Mapping[str, int]) -> list[str]:
         lines: list[str] = []
@@ -244,6 +247,11 @@ class NumericGuard:
             lines.append(f"and {more} more step(s)")
         lines += [f"parameter {name}: {count} row(s) hold NaN or infinity" for name, count in sorted(held.items())]
         return lines
+
+
+def _bad_rows(x: Tensor) -> int:
+    """How many rows hold NaN or infinity."""
+    return int((~x.isfinite()).reshape(len(x), -1).any(-1).sum())
 
 
 def witnesses(tensors: Sequence[Tensor]) -> list[Tensor]:

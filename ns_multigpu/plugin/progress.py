@@ -6,15 +6,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from nerfstudio.utils import writer
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_floats, sum_in_place
+from ns_multigpu.core.collectives import all_gather_floats
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.timing import StepTimer
+
+Measured: TypeAlias = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
+"""Of one step, on one rank: its share of the loss, of the loss's terms, and of the metrics, each []."""
+_PARTS = ("data", "compute", "exchange")
 
 
 class ProgressLog:
@@ -61,8 +65,7 @@ class ProgressLog:
         step: int,
         batch: int,
         timer: StepTimer,
-        shares: Mapping[str, Tensor],
-        losses: Sequence[str],
+        measured: Measured,
         model: Any,
         optimizers: Any,
         saves: Mapping[str, float],
@@ -71,58 +74,57 @@ class ProgressLog:
 
         Args:
             timer: of this rank's time by part since the last log.
-            shares: this rank's share of the loss, of its terms, and of the metrics.
-            losses: the names of the terms.
+            measured: in the step.
             model: a `SplatModel`.
             optimizers: a `BatchOptimizers`.
             saves: what saves took on this rank since the last log; see `CheckpointWriter.measured`.
         """
-        summed = summed_over_ranks(shares, self._world)
+        loss, losses, metrics = measured
+        shares, seconds = {"loss": loss, **losses, **metrics}, timer.take()
+        values = torch.stack([share.detach().float().reshape(()) for share in shares.values()]).tolist()
+        # All that one rank tells the others goes in one collective, over the host: each would be waited for.
+        table = all_gather_floats([*values, *(seconds.get(part, 0.0) for part in _PARTS)], self._world)
+        summed = summed_up(list(shares), [row[: len(values)] for row in table])
         more = {**changes_of(model.strategy), **reordering_of(model.strategy), **saves}
-        row = self.row(step, batch, timer.take(), summed, model.total_points, more)
+        row = self.row(step, batch, [row[len(values) :] for row in table], summed, model.total_points, more)
         extra: dict[str, Any] = {"psnr": summed["psnr"], "gaussian_count": model.total_points}
         model.camera_optimizer.get_metrics_dict(extra)
         rates = {name: scheduler.get_last_lr()[0] for name, scheduler in optimizers.schedulers.items()}
-        write_step(step, summed, losses, extra, row, rates, self._world)
+        write_step(step, summed, list(losses), extra, row, rates, self._world)
 
     def row(
         self,
         step: int,
         batch: int,
-        seconds: dict[str, float],
-        values: dict[str, float],
+        seconds: Sequence[Sequence[float]],
+        values: Mapping[str, float],
         points: int,
-        more: Mapping[str, float] | None = None,
+        more: Mapping[str, float],
     ) -> dict[str, float]:
-        """The means since the last row, over ranks, for the logs. Every rank calls it at the same steps.
+        """The means since the last row, over ranks, for the logs.
 
         Args:
-            seconds: this rank's time by part since the last row.
+            seconds: of each rank, its time for data, compute and exchange since the last row.
             values: losses and metrics of this step, already summed over ranks.
             more: what else belongs into the row.
         """
         now = time.perf_counter()
         steps = max(step - self._last_step, 1)
-        busy = seconds.get("data", 0.0) + seconds.get("compute", 0.0)
-        table = all_gather_floats(
-            [seconds.get("data", 0.0), seconds.get("compute", 0.0), seconds.get("exchange", 0.0), busy],
-            self._world,
-        )
-        slowest = max(row[3] for row in table)
-        mean = [sum(column) / len(table) for column in zip(*table, strict=True)]
+        busy = [data + compute for data, compute, _ in seconds]
+        data, compute, exchange = (sum(column) / len(seconds) for column in zip(*seconds, strict=True))
         # A rank that is ready early spends the difference to the slowest inside the exchange.
-        waiting = sum(min(slowest - row[3], row[2]) for row in table) / len(table)
+        waiting = sum(min(max(busy) - b, row[2]) for b, row in zip(busy, seconds, strict=True)) / len(seconds)
         elapsed = max(now - self._last_time - self._pause_since_log, 1e-9)
         result = {
-            "data_ms": 1e3 * mean[0] / steps,
-            "compute_ms": 1e3 * mean[1] / steps,
-            "exchange_ms": 1e3 * (mean[2] - waiting) / steps,
+            "data_ms": 1e3 * data / steps,
+            "compute_ms": 1e3 * compute / steps,
+            "exchange_ms": 1e3 * (exchange - waiting) / steps,
             "waiting_ms": 1e3 * waiting / steps,
             "step_ms": 1e3 * elapsed / steps,
             "images_per_s": steps * batch / elapsed,
             "bytes_per_step": self._world.traffic.since("log") / steps,
             "gaussians": float(points),
-            **(more or {}),
+            **more,
         }
         self._last_step, self._last_time, self._pause_since_log = step, now, 0.0
         if self._world.is_main:
@@ -177,11 +179,9 @@ def reordering_of(densifier: Any) -> dict[str, float]:
     }
 
 
-def summed_over_ranks(shares: Mapping[str, Tensor], world: World) -> dict[str, float]:
-    """The sums of what each rank has a share of; `mse` becomes `psnr`. Waits for the device."""
-    values = torch.stack([share.detach().float().reshape(()) for share in shares.values()])
-    sum_in_place(values, world)
-    summed = dict(zip(shares, values.tolist(), strict=True))
+def summed_up(names: Sequence[str], shares: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The sums over ranks, by name, of what each has a share of; `mse` becomes `psnr`."""
+    summed = {name: float(sum(column)) for name, column in zip(names, zip(*shares, strict=True), strict=True)}
     if "mse" in summed:
         summed["psnr"] = -10 * math.log10(max(summed.pop("mse"), 1e-12))
     return summed

@@ -15,7 +15,7 @@ from nerfstudio.utils.writer import EventName, TimeWriter
 from torch import Tensor
 
 from ns_multigpu.core.collectives import barrier
-from ns_multigpu.core.replicas import assert_identical
+from ns_multigpu.core.replicas import assert_identical, broadcast_in_place
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin import checks, memory, viewing
 from ns_multigpu.plugin.agreement import check_same_start
@@ -27,7 +27,7 @@ from ns_multigpu.plugin.optimizers import BatchOptimizers
 from ns_multigpu.plugin.out_of_memory import Attempt, saving
 from ns_multigpu.plugin.pipeline import DistributedPipeline, DistributedPipelineConfig
 from ns_multigpu.plugin.process_world import set_world
-from ns_multigpu.plugin.progress import ProgressLog
+from ns_multigpu.plugin.progress import Measured, ProgressLog
 from ns_multigpu.plugin.ranks import rendezvous_explained
 from ns_multigpu.plugin.resume import RunCheckpoints
 from ns_multigpu.plugin.trainer_config import DistributedTrainerConfig
@@ -74,6 +74,7 @@ class DistributedTrainer(Trainer):
             broadcast_in_place(param.data, self.world)
         self.guards.numbers.replicated = self.pipeline.strategy.placement.replicated
         self.batch_size = self.pipeline.batch_size
+        self.rays = self.batch_size * self.pipeline.datamanager.get_train_rays_per_batch()  # of a step
         self.compare_replicas(self._start_step)
         barrier(self.world)
 
@@ -150,28 +151,30 @@ class DistributedTrainer(Trainer):
     def _fused_steps(self, fused: FusedBlocks, steps: range, last: bool) -> None:
         """Takes the steps of a block; only after the last of them is there anything else to do."""
         self.step = steps[-1]
+        logs = self._logs(self.step) or last
         with self.train_lock:
-            seconds, measured = fused.take(steps)
+            measured = fused.take(steps, metrics=logs)
         self.steps_taken += len(steps)
-        self._show_speed(self.step, seconds)
-        self._after_steps(self.step, last, measured if self._logs(self.step) or last else None)
+        writer.GLOBAL_BUFFER["step"] = self.step  # a run that a signal ends prints it
+        # It costs a millisecond: when it is shown, a viewer goes by it, or something else waits to be written with it.
+        if logs or self.viewer_state is not None or writer.EVENT_STORAGE:
+            self._show_speed(self.step, fused.show_pace(self.step))
+        self._after_steps(self.step, last, measured)
 
     def _logs(self, step: int) -> bool:
         return step_check(step, self.config.logging.steps_per_log, run_at_zero=True)
 
     def _show_speed(self, step: int, seconds: float) -> None:
         if step > 1:
-            speed = self.batch_size * self.pipeline.datamanager.get_train_rays_per_batch() / max(0.001, seconds)
-            writer.put_time(name=EventName.TRAIN_RAYS_PER_SEC, duration=speed, step=step, avg_over_steps=True)
+            speed = self.rays / max(0.001, seconds)
+            writer.put_time(EventName.TRAIN_RAYS_PER_SEC, speed, step, avg_over_steps=True)
 
-    def _after_steps(
-        self, step: int, last: bool, measured: tuple[Tensor, dict[str, Any], dict[str, Any]] | None
-    ) -> None:
+    def _after_steps(self, step: int, last: bool, measured: Measured | None) -> None:
         """What follows a step, and what follows a block after its last: looks, logs, evaluation, checkpoints."""
         self._look_for_nan(now=last or step_check(step, self.config.steps_per_save))
         self._update_viewer_state(step)
         if measured is not None:
-            self._log(step, *measured)
+            self._log(step, measured)
         if step_check(step, self.config.steps_per_checksum):
             self.compare_replicas(step)
         if self.pipeline.datamanager.eval_dataset:
@@ -185,7 +188,7 @@ class DistributedTrainer(Trainer):
         self.checkpoints.writer.look()
         writer.write_out_storage()
 
-    def train_iteration(self, step: int, *, metrics: bool = False) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
+    def train_iteration(self, step: int, *, metrics: bool = False) -> Measured:
         """One step on this rank's share of the batch.
 
         Args:
@@ -283,7 +286,8 @@ class DistributedTrainer(Trainer):
 
     def _look_for_nan(self, *, now: bool) -> None:
         """Looks whether all numbers are finite, if it is time to or `now`. Before each save: no file shall hold NaN."""
-        self.guards.numbers.look(self.step, dict(self.pipeline.model.named_parameters()), now=now)
+        if self.guards.numbers.due(self.step, now=now):
+            self.guards.numbers.look(self.step, dict(self.pipeline.model.named_parameters()), now=now)
 
     def _view_name(self, view: int) -> str:
         names = self.pipeline.datamanager.train_dataset.image_filenames
@@ -292,11 +296,10 @@ class DistributedTrainer(Trainer):
     def _circumstances(self) -> memory.Circumstances:
         return self.guards.circumstances(self)
 
-    def _log(self, step: int, loss: Tensor, losses: dict[str, Tensor], metrics: dict[str, Any]) -> None:
+    def _log(self, step: int, measured: Measured) -> None:
         """Sums what the ranks measured and writes it. Every rank calls it at the same steps."""
-        shares, saves = {"loss": loss, **losses, **metrics}, self.checkpoints.writer.measured()
-        timer, model = self.pipeline.timer, self.pipeline.model
-        self.progress.log(step, self.batch_size, timer, shares, list(losses), model, self.optimizers, saves)
+        timer, saves = self.pipeline.timer, self.checkpoints.writer.measured()
+        self.progress.log(step, self.batch_size, timer, measured, self.pipeline.model, self.optimizers, saves)
 
     def _after_train(self) -> None:
         """Saves, says where everything is, and keeps the viewer open if there is one; see nerfstudio's."""
@@ -312,9 +315,3 @@ class DistributedTrainer(Trainer):
         else:
             with contextlib.suppress(KeyboardInterrupt), self.guards.signals.as_keyboard_interrupt():
                 super()._train_complete_viewer()
-
-
-def broadcast_in_place(x: Tensor, world: World) -> None:
-    """Rank 0's values of `x`, on every rank."""
-    if world.group is not None and x.numel():
-        torch.distributed.broadcast(x, 0, group=world.group)

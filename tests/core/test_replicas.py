@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ns_multigpu.core import replicas
 from ns_multigpu.core.replicas import ReplicaDivergedError, assert_identical, checksum
 from ns_multigpu.core.world import World
 from tests.ranks import run_ranks
@@ -22,6 +23,24 @@ def test_checksum_notices_bits_swaps_and_moves() -> None:
     assert checksum(torch.tensor([True, False])).item() == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.bfloat16, torch.float64, torch.bool])
+def test_checksum_is_the_weighted_sum_of_all_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In integers of 64 bits, as written out here, however the sum is cut; and it notices what is moved far."""
+    monkeypatch.setattr(replicas, "_WEIGHTS", 101)
+    monkeypatch.setattr(replicas, "_AT_ONCE", 3 * 101)
+    g = torch.Generator().manual_seed(1)
+    for length in (1, 100, 101, 102, 302, 303, 304, 606, 1000):
+        x = torch.randint(-(2**31), 2**31, (length,), generator=g).to(torch.int32)
+        x = x > 0 if dtype == torch.bool else x if dtype == torch.int32 else x.to(dtype)
+        kind = torch.int32 if dtype in (torch.float32, torch.int32) else torch.uint8
+        bits = x.view(kind).to(torch.int64)
+        weights = torch.arange(len(bits)) % 101 * 2 + 1
+        assert checksum(x).item() == (bits * weights).sum().item()
+    if dtype != torch.bool:
+        assert checksum(x.roll(304)).item() != checksum(x).item()
+        assert checksum(torch.cat([x, x[:0], x[-1:]])).item() != checksum(x).item()
+
+
 def _compare(world: World, harm: str) -> str:
     tensors = {"means": torch.arange(12.0).reshape(4, 3), "opacities": torch.ones(4)}
     if world.rank == 1:
@@ -31,6 +50,8 @@ def _compare(world: World, harm: str) -> str:
             tensors["opacities"] = torch.ones(5)
         elif harm == "name":
             tensors["extra"] = torch.ones(1)
+        elif harm == "other name":
+            tensors["scales"] = tensors.pop("opacities")
     try:
         assert_identical(tensors, world, step=70)
     except ReplicaDivergedError as error:
@@ -45,6 +66,7 @@ def _compare(world: World, harm: str) -> str:
         ("value", ["step 70", "means", "[1]"]),
         ("count", ["step 70", "opacities", "5"]),
         ("name", ["step 70", "extra"]),
+        ("other name", ["step 70", "opacities", "scales"]),
     ],
 )
 def test_every_rank_stops_and_names_the_difference(harm: str, words: list[str]) -> None:

@@ -150,6 +150,60 @@ def test_all_ranks_raise_what_one_has_seen() -> None:
     assert first == second and "step 1: loss of frame_13.png" in first
 
 
+def _blocks_on_two_ranks(world: World) -> list[str]:
+    """What a look says of a block after which all is well, a loss is not, or a parameter is not, on rank 1 alone."""
+    said: list[str] = []
+    for where in ("nowhere", "loss", "parameter"):
+        run = Run(world, every=5)
+        report = torch.full((5, 2), 3e38)
+        if world.rank == 1 and where == "loss":
+            report[2, 0] = INF
+        if world.rank == 1 and where == "parameter":
+            run.params["quats"].data[4, 2] = -INF
+        run.guard.note(range(1, 6), [[10 * step + world.rank] for step in range(1, 6)], ("the rows",), report)
+        try:
+            run.look(5)
+            said.append("")
+        except NonFiniteError as error:
+            said.append(str(error))
+    return said
+
+
+def test_all_ranks_raise_what_a_block_of_one_has_left() -> None:
+    first, second = run_ranks(_blocks_on_two_ranks, 2)
+    assert first == second
+    well, loss, parameter = first
+    assert well == "" and "step 3: loss of frame_31.png" in loss and "parameter quats: 1 row(s)" in parameter
+    assert "parameter quats" not in loss and "step 3" not in parameter
+
+
+def test_whether_a_look_is_due_is_known_without_the_parameters() -> None:
+    run = Run(World.single(), every=4)
+    assert not run.guard.due(4, now=True), "nothing has been noted"
+    run.step(1)
+    assert [step for step in range(1, 9) if run.guard.due(step)] == [4, 8]
+    assert run.guard.due(3, now=True)
+    run.look(4)
+    assert not run.guard.due(8)
+    assert not NumericGuard(World.single(), 0).due(0, now=True)
+
+
+@pytest.mark.gpu
+def test_a_look_waits_once(recwarn: pytest.WarningsRecorder) -> None:
+    run = Run(World.single("cuda:0"), 1)
+    run.step(0)
+    run.look(0)
+    run.step(1)
+    torch.cuda.synchronize()
+    recwarn.clear()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        run.look(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([one for one in recwarn if "called a synchronizing" in str(one.message)]) == 1
+
+
 @pytest.mark.gpu
 def test_no_step_waits_for_the_device() -> None:
     for mode in ("stop", "skip"):

@@ -1,0 +1,166 @@
+"""Between blocks of fused steps: what is written out and when, and how soon NaN is found."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nerfstudio.configs.base_config  # noqa: F401  # the writer and it import each other, and it must be first
+import pytest
+import torch
+from nerfstudio.utils import writer
+from nerfstudio.utils.writer import EventName
+
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.faults import NonFiniteError
+from ns_multigpu.plugin.fused_training import FusedTraining
+from ns_multigpu.plugin.timing import Pace
+from ns_multigpu.plugin.trainer import DistributedTrainer
+from tests.plugin.course import follow, write_capture
+
+STEPS = 60
+PIXELS = 28 * 24
+TIME, ETA, RAYS = (name.value for name in (EventName.ITER_TRAIN_TIME, EventName.ETA, EventName.TRAIN_RAYS_PER_SEC))
+
+
+class Events:
+    """A writer of nerfstudio's that keeps what it is handed.
+
+    Attributes:
+        seen: step -> name -> value, in the order in which they came.
+        trainer_steps: step -> the step after which the trainer handed it over.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[int, dict[str, Any]] = defaultdict(dict)
+        self.trainer_steps: dict[int, int] = {}
+        self.trainer: Any = None
+
+    def write_scalar(self, name: str, value: Any, step: int) -> None:
+        self.seen[step][name] = value
+        self.trainer_steps[step] = self.trainer.step
+
+    def write_scalar_dict(self, name: str, values: dict[str, Any], step: int) -> None:
+        self.write_scalar(name, values, step)
+
+    def write_image(self, name: str, image: Any, step: int) -> None:
+        self.write_scalar(name, image, step)
+
+    def write_config(self, name: str, values: Any, step: int) -> None:
+        pass
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., tuple[DistributedTrainer, Events]]]:
+    """Trains in fused blocks, logging each 20 steps and looking for NaN each 8."""
+    write_capture(tmp_path / "tiny", wide=False)
+    events = Events()
+
+    def train(
+        options: dict[str, Any], ready: Callable[[DistributedTrainer], None] = lambda _: None
+    ) -> tuple[DistributedTrainer, Events]:
+        def begin(trainer: DistributedTrainer) -> None:
+            events.trainer = trainer
+            writer.EVENT_WRITERS.append(events)
+            ready(trainer)
+
+        usual = {
+            "fused_steps": "always",
+            "logging.steps_per_log": 20,
+            "steps_per_numeric_check": 8,
+            "steps_per_checksum": 0,
+            "pipeline.model.num_downscales": 0,
+            "pipeline.model.background_color": "black",
+        }
+        world, tiny = World.single(), tmp_path / "tiny"
+        return follow(world, tiny, tmp_path / "runs", {**usual, **options}, STEPS, 1, double=False, ready=begin), events
+
+    writer.EVENT_WRITERS.clear()
+    writer.EVENT_STORAGE.clear()
+    yield train
+    writer.EVENT_WRITERS.clear()
+    writer.EVENT_STORAGE.clear()
+
+
+def test_blocks_that_log_write_and_no_others(
+    run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    blocks: list[int] = []
+    paces: dict[int, float] = {}
+    usual = Pace.after
+
+    def after(self: Pace, steps: int, seconds: float) -> float:
+        blocks.append(steps)
+        return paces.setdefault(sum(blocks) - 1, usual(self, steps, seconds + 0.01 * steps))
+
+    monkeypatch.setattr(Pace, "after", after)
+    _, events = run({})
+    assert len(blocks) > 7, "of which most do not log"
+    logged = [0, 20, 40, STEPS - 1]
+    assert sorted(events.seen) == [*logged, STEPS], "and how long it took, which nerfstudio tells of the step after"
+    assert all(events.trainer_steps[step] == step for step in logged)
+    for step in logged:
+        told = events.seen[step]
+        assert next(iter(told)) == TIME, "the terminal goes by the first, and has its columns in this order"
+        assert told[TIME] == paces[step] and told[ETA] == pytest.approx((STEPS - step) * paces[step])
+        assert ("Train Loss" in told and "Step" in told) and (RAYS in told) == (step > 1)
+        if step > 1:
+            assert told[RAYS] == pytest.approx(PIXELS / paces[step])
+    said = capsys.readouterr().out
+    assert all(f"{step} ({100 * step / STEPS:.2f}%)" in said for step in (0, 20, 40))
+    assert f"{STEPS - 1} (98.33%)" in said and "(13.33%)" not in said, "8 of 60"
+
+
+def test_what_evaluation_finds_is_written_at_once(run: Callable[..., tuple[DistributedTrainer, Events]]) -> None:
+    _, events = run({"vis": "tensorboard", "steps_per_eval_image": 15})
+    for step in (15, 30, 45):
+        assert "Eval Images Metrics" in events.seen[step] and events.trainer_steps[step] == step
+    assert TIME in events.seen[40] and TIME not in events.seen[48]
+
+
+def test_what_waits_from_the_start_goes_out_with_the_first_block(
+    run: Callable[..., tuple[DistributedTrainer, Events]], capsys: Any
+) -> None:
+    """As in a run that is resumed: nerfstudio prints a line then, and it is to have its columns."""
+    _, events = run({}, lambda trainer: setattr(trainer, "_start_step", 9))
+    assert sorted(events.seen)[0] == 16 and TIME in events.seen[16] and RAYS in events.seen[16]
+    assert f"16 ({1600 / STEPS:.2f}%)" in capsys.readouterr().out
+
+
+def test_a_viewer_is_told_how_fast_it_goes_after_each_block(
+    run: Callable[..., tuple[DistributedTrainer, Events]],
+) -> None:
+    _, events = run({}, lambda trainer: setattr(trainer, "viewer_state", object()))
+    assert all(RAYS in events.seen[step] for step in range(8, STEPS, 8))
+
+
+def test_a_run_that_ends_between_logs_says_where(run: Callable[..., tuple[DistributedTrainer, Events]]) -> None:
+    trainer, _ = run({}, lambda trainer: setattr(trainer, "_may_go_on", lambda step: step <= 30))
+    assert trainer.step == writer.GLOBAL_BUFFER["step"] == 32
+
+
+@pytest.mark.parametrize("what", ["loss", "parameter"])
+def test_nan_is_found_at_the_next_look_and_named(
+    run: Callable[..., tuple[DistributedTrainer, Events]], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, views, ends = FusedTraining.run, dict[int, int](), list[int]()
+
+    def spoilt(self: FusedTraining, steps: range) -> Any:
+        result = usual(self, steps)
+        ends.append(steps[-1])
+        views.update(zip(steps, (shown[0] for shown in result.views), strict=True))
+        if 19 in steps and what == "loss":
+            result.reports[steps.index(19), 0] = torch.nan
+        elif 19 in steps:
+            self._model.gauss_params["scales"].data[3, 1] = torch.inf
+        return result
+
+    monkeypatch.setattr(FusedTraining, "run", spoilt)
+    with pytest.raises(NonFiniteError) as caught:
+        run({})
+    text = str(caught.value)
+    assert ends[-1] == 24, "eight steps are looked at together"
+    if what == "loss":
+        assert f"step 19: loss of view {views[19]} ({views[19]}.png)" in text
+    else:
+        assert "parameter gauss_params.scales: 1 row(s)" in text

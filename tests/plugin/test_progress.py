@@ -1,0 +1,73 @@
+"""`ProgressLog`: what the ranks measured, put together in one line of metrics.jsonl."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import nerfstudio.configs.base_config  # noqa: F401  # the writer and it import each other, and it must be first
+import pytest
+import torch
+from nerfstudio.utils import writer
+
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.progress import ProgressLog
+from tests.ranks import run_ranks
+
+PRELOAD = ("nerfstudio.configs.base_config", "ns_multigpu.plugin.progress")
+SECONDS = (
+    {"data": 0.1, "compute": 0.5, "exchange": 0.5, "waiting for the device": 9.0},
+    {"data": 0.3, "compute": 0.7, "exchange": 0.1},
+)
+"""Of the two ranks: the first is ready 0.4 s before the second, and waits for it inside the exchange."""
+
+
+def _log(world: World, folder: Path, seconds: Any) -> list[tuple[str, Any]]:
+    """Logs the steps 0 and 10; returns what nerfstudio's writers were handed."""
+    told: list[tuple[str, Any]] = []
+    writer.put_scalar = lambda name, scalar, step: told.append((name, scalar))  # type: ignore[method-assign]
+    writer.put_dict = lambda name, scalar_dict, step: told.append((name, scalar_dict))  # type: ignore[method-assign]
+    log = ProgressLog(world, folder)
+    log.restart_clock()
+    model = SimpleNamespace(
+        strategy=SimpleNamespace(changes={"split": 3}),
+        total_points=77,
+        camera_optimizer=SimpleNamespace(get_metrics_dict=lambda metrics: None),
+    )
+    optimizers = SimpleNamespace(schedulers={"means": SimpleNamespace(get_last_lr=lambda: [0.25])})
+    part = torch.tensor(0.25 * (1 + world.rank), requires_grad=True)
+    measured = (2 * part, {"main_loss": part, "scale_reg": part}, {"mse": torch.tensor(0.0005)})
+    for step, times in ((0, {}), (10, seconds[world.rank])):
+        timer: Any = SimpleNamespace(take=lambda times=times: dict(times))
+        log.log(step, 4, timer, measured, model, optimizers, {"save_ms": 5.0})
+    return told
+
+
+def _rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_ranks_are_put_together(tmp_path: Path) -> None:
+    told, _ = run_ranks(_log, 2, tmp_path, SECONDS, preload=PRELOAD)
+    first, row = _rows(tmp_path)
+    assert first["step"] == 0 and row["step"] == 10 and first["data_ms"] == first["waiting_ms"] == 0.0
+    assert row["data_ms"] == pytest.approx(20.0) and row["compute_ms"] == pytest.approx(60.0)
+    assert row["waiting_ms"] == pytest.approx(20.0), "0.4 s on one of two ranks, in ten steps"
+    assert row["exchange_ms"] == pytest.approx(30.0 - 20.0)
+    assert row["loss"] == 1.5 and row["main_loss"] == row["scale_reg"] == 0.75
+    assert row["psnr"] == pytest.approx(30.0) and "mse" not in row
+    assert row["gaussians"] == 77 and row["save_ms"] == 5.0
+    assert first["split"] == 3 and "split" not in row, "told once"
+    assert row["images_per_s"] == pytest.approx(4e3 / row["step_ms"], rel=1e-3)
+    assert ("Train Loss", 1.5) in told and ("learning_rate/means", 0.25) in told
+    losses = [values for name, values in told if name == "Train Loss Dict"]
+    assert losses == [{"main_loss": 0.75, "scale_reg": 0.75}] * 2
+
+
+def test_alone_nobody_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("put_scalar", "put_dict"):
+        monkeypatch.setattr(writer, name, getattr(writer, name))  # put back afterwards
+    _log(World.single(), tmp_path, SECONDS)
+    row = _rows(tmp_path)[-1]
+    assert (row["data_ms"], row["compute_ms"], row["exchange_ms"], row["waiting_ms"]) == (10.0, 50.0, 50.0, 0.0)
+    assert row["loss"] == 0.5

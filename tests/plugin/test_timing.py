@@ -1,0 +1,129 @@
+"""`StepTimer`: on a GPU few steps stand for all, and everything else is measured; here with events that only count."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ns_multigpu.plugin.timing import ONE_OF, StepTimer
+
+
+class Gpu:
+    """Stands for a GPU whose time passes when a test says so.
+
+    Attributes:
+        made, recorded, waits: how many events were, and how often somebody waited.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.made = self.recorded = self.waits = 0
+
+    def event(self, *, enable_timing: bool) -> "Event":
+        assert enable_timing
+        self.made += 1
+        return Event(self)
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+class Event:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.at = gpu, -1.0
+
+    def record(self) -> None:
+        self.gpu.recorded += 1
+        self.at = self.gpu.now
+
+    def elapsed_time(self, later: "Event") -> float:
+        assert 0 <= self.at <= later.at
+        return 1e3 * (later.at - self.at)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    return gpu
+
+
+def take_steps(timer: StepTimer, gpu: Gpu, steps: int, slower: float = 1.0) -> None:
+    """A block, the first step of which takes `slower` times as long; then waits for a millisecond."""
+    for step in range(steps):
+        factor = slower if step == 0 else 1.0
+        with timer.step():
+            for part, seconds in (("data", 0.25), ("data", 0.5), ("compute", 2.0), ("exchange", 1.0), ("compute", 4.0)):
+                with timer.measure(part):
+                    gpu.now += factor * seconds
+                gpu.now += 0.125  # between parts, which nobody counts
+    with timer.measure("waiting"):
+        gpu.now += 0.001
+
+
+@pytest.mark.parametrize("windows", [[1, 249, 250, 250], [10] * 7, [3] * 9, [1] * 20])
+def test_few_steps_stand_for_all_and_what_is_outside_for_itself(gpu: Gpu, windows: list[int]) -> None:
+    timer, names = StepTimer(torch.device("cuda", 0)), list[str]()
+    timer.listener = names.append
+    for steps in windows:
+        take_steps(timer, gpu, steps)
+        expected = {"data": 0.75 * steps, "compute": 6.0 * steps, "exchange": 1.0 * steps, "waiting": 0.001}
+        assert timer.take() == pytest.approx(expected)
+    steps = sum(windows)
+    assert names.count("compute") == 2 * steps, "the listener hears of parts that are not measured too"
+    assert gpu.recorded == 2 * (5 * -(-steps // ONE_OF) + len(windows))
+
+
+def test_nothing_is_made_that_is_there_or_waited_for_twice(gpu: Gpu) -> None:
+    timer = StepTimer(torch.device("cuda", 0))
+    take_steps(timer, gpu, 50)
+    assert gpu.waits == 0
+    timer.take()
+    made = gpu.made
+    for _ in range(20):
+        take_steps(timer, gpu, 50)
+        timer.take()
+    assert gpu.made <= made + 10 and gpu.waits == 21
+    assert timer.take() == {} and gpu.waits == 21
+
+
+@pytest.mark.parametrize("block", [25, 50, 10])
+def test_a_slow_first_step_of_each_block_counts_like_one_of_them(gpu: Gpu, block: int) -> None:
+    timer = StepTimer(torch.device("cuda", 0))
+    for _ in range(ONE_OF):
+        take_steps(timer, gpu, block, slower=11.0)
+    assert timer.take()["compute"] == pytest.approx(6.0 * ONE_OF * (block + 10))
+
+
+def test_steps_that_are_not_enclosed_are_all_measured(gpu: Gpu) -> None:
+    timer = StepTimer(torch.device("cuda", 0))
+    for seconds in (1.0, 2.0, 4.0):
+        with timer.measure("compute"):
+            gpu.now += seconds
+    assert timer.take() == {"compute": 7.0}
+
+
+def test_a_step_that_fails_leaves_the_timer_as_it_was(gpu: Gpu) -> None:
+    timer = StepTimer(torch.device("cuda", 0))
+    take_steps(timer, gpu, 1)
+    with pytest.raises(ValueError), timer.step(), timer.measure("compute"):
+        raise ValueError
+    assert timer.part == "compute"
+    timer.take()
+    with timer.measure("compute"):
+        gpu.now += 1.0
+    assert timer.take() == {"compute": 1.0}
+
+
+def test_on_a_processor_all_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Any = iter(range(1000))
+    monkeypatch.setattr("ns_multigpu.plugin.timing.time.perf_counter", lambda: float(next(clock)))
+    timer = StepTimer(torch.device("cpu"))
+    for _ in range(10):
+        with timer.step(), timer.measure("compute"):
+            pass
+    with timer.measure("waiting"):
+        pass
+    assert timer.take() == {"compute": 10.0, "waiting": 1.0}
+    assert timer.take() == {}
