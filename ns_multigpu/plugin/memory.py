@@ -108,6 +108,12 @@ def make_room(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def hoards(device: torch.device) -> bool:
+    """Whether the allocator has taken more than three times what was ever in use. Graphs that are captured one after
+    the other in one pool, each a little larger than the last, leave it pieces that fit none of them."""
+    return torch.cuda.memory_reserved(device) > 3 * torch.cuda.max_memory_allocated(device) + _MARGIN
+
+
 def has_spare_room(device: torch.device) -> bool:
     """Whether a GPU has as much free as the allocator holds idle, and a little more: room for a graph's own set of the
     buffers that a step has just used, beside the next step's."""

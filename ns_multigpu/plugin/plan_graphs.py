@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ns_multigpu.core.assignment import MOST_KEPT
-from ns_multigpu.plugin.memory import has_spare_room
+from ns_multigpu.plugin.memory import has_spare_room, hoards
 from ns_multigpu.plugin.step_graphs import GraphPool
 
 
@@ -54,9 +54,11 @@ class PlanGraphs:
         if key not in self._seen:
             self._seen.add(key)
             return step()
-        if key not in self._captured and not has_spare_room(self._device):
-            if self._retired and not self._captured:  # nor is there room for what they hold
-                self._retired, self._pool = [], GraphPool(self._device)
+        spare = key in self._captured or has_spare_room(self._device)
+        if key not in self._captured and self._retired and (not spare or hoards(self._device)):
+            self._retired, self._pool = [], GraphPool(self._device)  # nor is there room for what they hold
+            torch.cuda.empty_cache()
+        if not spare:
             return step()
         if key not in self._captured:
             results: list[Any] = []

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.memory import make_room
+from ns_multigpu.plugin.memory import hoards, make_room
+from ns_multigpu.plugin.out_of_memory import give_back
 from ns_multigpu.plugin.timing import StepTimer
 from ns_multigpu.primitives.fused_step import FusedStep
 
@@ -75,6 +76,9 @@ class StepGraphs:
         alone = self._world.group is None
         parts = [lambda: (step.render(), step.update())] if alone else [step.render, step.update]
         if self._warm and self._cuda and not self._graphs:
+            if self._retired and hoards(self._world.device):
+                self._retired, self._pool = [], GraphPool(self._world.device)
+                give_back(self._world)
             self._graphs = self._pool.capture(*parts)
             self._retired = []
         runs: list[Callable[[], Any]] = [graph.replay for graph in self._graphs] if self._graphs else list(parts)

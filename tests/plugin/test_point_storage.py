@@ -39,7 +39,8 @@ class Model:
         }
         self.params["means"].data[:, 2] += 3.0
         self.params["scales"].data -= 2.0
-        self.optimizers = [FusedAdam([self.params[name]], lr=1e-2, eps=1e-15) for name in ORDER]
+        # So large an eps that a step grows with its gradient: rounding turns no step around where there is hardly any.
+        self.optimizers = [FusedAdam([self.params[name]], lr=1e-2, eps=1e-3) for name in ORDER]
         self.state: dict[str, Any] = {"grad2d": None, "count": None, "scene_scale": 1.0}
         self.sums(count)
 
@@ -66,6 +67,7 @@ class Model:
             f"{name} {key}": optimizer.state[self.params[name]][key]
             for name, optimizer in zip(ORDER, self.optimizers, strict=True)
             for key in ("exp_avg", "exp_avg_sq")
+            if key in optimizer.state[self.params[name]]
         }
         sums = {name: self.state[name] for name in ("grad2d", "count")}
         return {k: v.detach().clone() for k, v in {**self.params, **moments, **sums}.items()}
@@ -123,10 +125,10 @@ def test_graphs_outlast_refinements() -> None:
     with_room, stayed = course(spare=True, device="cuda")
     without, _ = course(spare=False, device="cuda")
     assert stayed == [False, True, True, True, False, False]
-    for name, value in with_room.items():
-        # The kernels add in an order of their own: a gradient near 0 may have either sign, and moves its point by lr.
-        near = (value - without[name]).abs() <= 1e-4 * without[name].abs().clamp_min(0.1)
-        assert near.float().mean() > 0.999, name
+    for name, value in with_room.items():  # the kernels add in an order of their own
+        assert torch.allclose(value, without[name], rtol=1e-3, atol=1e-3 * float(without[name].abs().max())), name
+    start = Model(200, "cuda").values()["means"][:90]
+    assert (with_room["means"] - start).abs().max() > 1e-2
 
 
 def test_tensors_stay_the_model_s_own() -> None:

@@ -1,5 +1,6 @@
 """The order of a fused step's parts; on a GPU, that replays do what the first run did."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.plan_graphs import PlanGraphs
-from ns_multigpu.plugin.step_graphs import StepGraphs
+from ns_multigpu.plugin.step_graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.timing import StepTimer
 
 
@@ -77,13 +78,18 @@ def test_on_a_gpu_steps_are_replayed_until_they_change(alone: bool) -> None:
     assert notes.count("render") == 4
 
 
-@pytest.mark.parametrize(("free", "spare"), [(9 << 30, True), (3 << 30, False)])
+@pytest.mark.parametrize(
+    ("free", "peak", "spare", "kept"),
+    [(9 << 30, 58, True, True), (9 << 30, 19, True, False), (3 << 30, 58, False, False)],
+)
 def test_graphs_are_made_where_there_is_room_for_two_sets_of_buffers(
-    free: int, spare: bool, monkeypatch: pytest.MonkeyPatch
+    free: int, peak: int, spare: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sizes as the allocator would tell them; nothing is captured on a CPU, but it is asked for."""
+    """Sizes as the allocator would tell them; nothing is captured on a CPU, but it is asked for. What graphs of before
+    hold is kept for the next ones, unless it is short, or three times what was ever in use (`peak`)."""
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 60 << 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 56 << 30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 139 << 30))
     graphs = PlanGraphs(torch.device("cuda:0"))
     asked: list[object] = []
@@ -95,7 +101,7 @@ def test_graphs_are_made_where_there_is_room_for_two_sets_of_buffers(
         asked.append(parts)
         raise Asked
 
-    monkeypatch.setattr(graphs._pool, "capture", capture)
+    monkeypatch.setattr(GraphPool, "capture", lambda _, *parts: capture(*parts))
     runs: list[int] = []
     graphs.take("plan", lambda: runs.append(1))
     for _ in range(3):
@@ -108,9 +114,10 @@ def test_graphs_are_made_where_there_is_room_for_two_sets_of_buffers(
     graphs._retired = ["a graph of the step before"]
     graphs.forget()
     graphs.take("plan", lambda: runs.append(1))
-    if not spare:
+    pool = graphs._pool
+    with pytest.raises(Asked) if spare else nullcontext():
         graphs.take("plan", lambda: runs.append(1))
-    assert bool(graphs._retired) == spare, "graphs that nobody uses keep memory that is short"
+    assert bool(graphs._retired) == (graphs._pool is pool) == kept, "graphs that nobody uses keep memory that is short"
 
 
 def test_graphs_of_plans_that_are_not_made_any_more_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +137,33 @@ def test_graphs_of_plans_that_are_not_made_any_more_go(monkeypatch: pytest.Monke
         graphs.take(plan, lambda plan=plan: captures.append(plan))
     assert captures.count(0) == 3, "run, captured, and captured again after it had gone"
     assert captures.count(19) == 2 and len(graphs._captured) == 16
+
+
+@pytest.mark.gpu
+def test_pieces_that_fit_no_graph_any_more_are_given_back() -> None:
+    """Steps that need a little more each time, as those of a growing model do."""
+    world = World.single("cuda:0")
+    graphs, timer = StepGraphs(world, lambda: None), StepTimer(world.device)
+
+    class Growing(Step):
+        size = 0
+
+        def render(self) -> None:
+            self.held = [torch.ones(self.size, 1 << 20, device="cuda") for _ in range(4)]
+            self.rendered += 1
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for size in range(100, 400, 12):
+        step: Any = Growing([], "cuda")
+        step.size = size
+        graphs.forget()
+        for _ in range(3):
+            graphs.take(step, timer)
+        assert step.rendered.tolist() == [3.0] * 3
+        del step
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+    assert peak > 4 << 30 and reserved < 3 * peak + (3 << 30)
 
 
 @pytest.mark.gpu
