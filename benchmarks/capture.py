@@ -13,7 +13,8 @@ A run is one of
 
 A seed is the run's and that of the order of the views: runs of one seed see the same views in the same order,
 splatfacto's too. What follows `--` is the dataparser, as `ns-train` takes it. Runs of one GPU start at once on the
-GPUs that --slots lists; speeds are taken from runs that had their GPU to themselves.
+GPUs that --slots lists; speeds are taken from runs that had their GPU to themselves. Those that share one are evaluated
+as soon as they are trained, the others when no run is under way any more; --json has what is there after each.
 """
 
 import argparse
@@ -159,6 +160,15 @@ def main() -> None:
     gpus: Queue[int] = Queue()
     for gpu in options.slots:
         gpus.put(gpu)
+    finished: list[dict[str, Any]] = []
+
+    def train_shared(run: str, seed: int, gpu: int | None) -> dict[str, Any]:
+        result = train(run, seed, options, folder, gpu)
+        if gpu is not None and options.slots.count(gpu) > 1:  # its neighbours' speeds count for nothing
+            result = evaluate(result, options, folder, gpu)
+        finished.append(result)
+        keep(list(finished))
+        return result
 
     def on_a_gpu(work: Callable[[int | None], dict[str, Any]]) -> dict[str, Any]:
         gpu = gpus.get()
@@ -177,7 +187,7 @@ def main() -> None:
         return results
 
     with ThreadPoolExecutor(len(options.slots)) as pool:
-        results = keep(list(pool.map(on_a_gpu, [partial(train, *job, options, folder) for job in shared])))
+        results = keep(list(pool.map(on_a_gpu, [partial(train_shared, *job) for job in shared])))
         for job in alone:
             results = keep([*results, train(*job, options, folder, None) | {"alone": True}])
         results = keep(list(pool.map(on_a_gpu, [partial(evaluate, result, options, folder) for result in results])))

@@ -1,10 +1,14 @@
 """What `benchmarks.capture` starts, by the name of a run."""
 
+import json
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import capture
 from benchmarks.capture import command, environment, main
 
 OPTIONS = Namespace(images=70, device="cpu", also_at=0, options="", dataparser=["colmap", "--data", "fox"])
@@ -44,3 +48,36 @@ def test_they_are_named_before_anything_runs(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(SystemExit, match="batc-4"):
         main()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_runs_that_share_a_gpu_are_evaluated_at_once(
+    shared: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A benchmark that is cut off has what was finished."""
+    file = tmp_path / "out.json"
+    done: list[str] = []
+    told: list[list[bool]] = []
+
+    def train(run: str, seed: int, options: Any, folder: Path, gpu: int | None) -> dict[str, Any]:
+        told.append(["psnr" in r for r in json.loads(file.read_text())["results"]] if file.exists() else [])
+        done.append(f"train {seed}")
+        speeds = {"images_per_s": 1.0, "train_seconds": 1.0, "gaussians": 1, "bytes_per_step": 0.0}
+        return {"run": run, "seed": seed, "ssim": 1.0} | speeds
+
+    def evaluate(result: dict[str, Any], options: Any, folder: Path, gpu: int | None) -> dict[str, Any]:
+        if "psnr" not in result:
+            done.append(f"evaluate {result['seed']}")
+        return {"psnr": 1.0} | result
+
+    words = ["--runs", "batch-1", "--seeds", "1", "2", "--json", str(file), "--output", str(tmp_path / "runs")]
+    words += ["--slots", *(["0", "0"] if shared else ["0"]), "--", "colmap"]
+    monkeypatch.setattr("sys.argv", ["capture", *words])
+    monkeypatch.setattr(capture, "train", train)
+    monkeypatch.setattr(capture, "evaluate", evaluate)
+    monkeypatch.setattr(capture, "ThreadPoolExecutor", lambda _: ThreadPoolExecutor(1))
+    main()
+    one_by_one = ["train 1", "evaluate 1", "train 2", "evaluate 2"]
+    assert done == (one_by_one if shared else ["train 1", "train 2", "evaluate 1", "evaluate 2"])
+    assert told == [[], [shared]]
+    assert all(r["psnr"] == 1.0 for r in json.loads(file.read_text())["results"])
