@@ -53,8 +53,6 @@ def _decided(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple
         return True, ""
     if not _on_gpu(world):
         return False, reason or "on a CPU they are only with --fused-steps always"
-    if reason is None and isinstance(pipeline.model.strategy, McmcDensifier):
-        reason = "with MCMC they are only with --fused-steps always"
     if reason is None and not kernels_serve(pipeline.model.means):
         reason = "gsplat's kernels serve instead of ours"
     return reason is None, reason or ""
