@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 
 from cuda_ext.adam import AdamStep
-from ns_multigpu.primitives.fused_step import ORDER, padded
+from ns_multigpu.primitives.fused_step import ORDER
 
 MOST_SPARED = 1 << 20
 """Points of a model at most that gets room to spare: with more, a step takes so long that a capture is nothing beside
 it, and memory is worth more."""
+
+
+def room_for(count: int) -> int:
+    """How many points there is to be room for when there are `count`: a quarter more, in steps of 64."""
+    return max(64, -(-5 * count // 256) * 64)
 
 
 class PointStorage:
@@ -76,7 +81,7 @@ class PointStorage:
         now = [*(params[name].detach() for name in ORDER), *adam.exp_avgs, *adam.exp_avg_sqs, *sums.values()]
         same = self._fits(count, now, sums)
         if not same:
-            self._make(padded(count), now, sums)
+            self._make(room_for(count), now, sums)
         flat = self._all()
         moved = [(there, x) for there, x in zip(flat, now, strict=True) if there.data_ptr() != x.data_ptr()]
         if moved:
@@ -92,7 +97,7 @@ class PointStorage:
 
     def _fits(self, count: int, now: list[Tensor], sums: dict[str, Tensor]) -> bool:
         """Whether what is held has room for `count` points, not far too much, and is of their kind."""
-        if not self._roomy or not count <= self.rows <= max(2 * count, padded(count)):
+        if not self._roomy or not count <= self.rows <= max(2 * count, room_for(count)):
             return False
         here = [(x.dtype, x.shape[1:]) for x in self._all()]
         return sums.keys() == self.statistics.keys() and here == [(x.dtype, x.shape[1:]) for x in now]

@@ -140,7 +140,7 @@ def test_tensors_stay_the_model_s_own() -> None:
     for name, value in model.values().items():
         assert torch.equal(value, before[name])
     assert all(model.params[name].data_ptr() == points.params[name].data_ptr() for name in ORDER)
-    assert points.rows == 1024
+    assert points.rows == 64
     assert points.params["means"][50:].isnan().all()
     assert model.state["scene_scale"] == 1.0
 
