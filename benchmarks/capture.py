@@ -31,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from queue import Queue
 from tempfile import mkdtemp
+from threading import Lock
 from typing import Any
 
 from rich.console import Console
@@ -161,19 +162,22 @@ def main() -> None:
     for gpu in options.slots:
         gpus.put(gpu)
     finished: list[dict[str, Any]] = []
+    one_at_a_time = Lock()
 
     def train_shared(run: str, seed: int, gpu: int | None) -> dict[str, Any]:
-        result = train(run, seed, options, folder, gpu)
-        if gpu is not None and options.slots.count(gpu) > 1:  # its neighbours' speeds count for nothing
+        apart = gpu is None or options.slots.count(gpu) == 1
+        result = train(run, seed, options, folder, gpu) | {"alone": apart}
+        if not apart:  # its neighbours' speeds count for nothing
             result = evaluate(result, options, folder, gpu)
-        finished.append(result)
-        keep(list(finished))
+        with one_at_a_time:
+            finished.append(result)
+            keep(finished)
         return result
 
     def on_a_gpu(work: Callable[[int | None], dict[str, Any]]) -> dict[str, Any]:
         gpu = gpus.get()
         try:
-            return {"alone": options.slots.count(gpu) == 1} | work(gpu if options.device == "cuda" else None)
+            return work(gpu if options.device == "cuda" else None)
         except subprocess.CalledProcessError as error:  # the others are worth having
             Console().print(f"A run failed; see the logs in {folder}. {error}", soft_wrap=True)
             return {}

@@ -161,7 +161,7 @@ class FusedTraining:
         if self._points.keeps(model.num_points):
             self._adam = None  # the step may stay, if the points find room where they are
         else:
-            self._release()  # each tensor is to go when there is a new one in its place
+            self._release()
         model.strategy.refine_when_due(
             model.gauss_params, self._optimizers.optimizers, model.strategy_state, steps[-1] * batch, batch
         )

@@ -56,8 +56,8 @@ class PlanGraphs:
             return step()
         spare = key in self._captured or has_spare_room(self._device)
         if key not in self._captured and self._retired and (not spare or hoards(self._device)):
-            self._retired, self._pool = [], GraphPool(self._device)  # nor is there room for what they hold
-            torch.cuda.empty_cache()
+            self._retired = []  # nor is there room for what they hold
+            self._pool = GraphPool.afresh(self._device)
         if not spare:
             return step()
         if key not in self._captured:

@@ -1,9 +1,9 @@
 """Where points lie while steps are fused: in tensors with room to spare, so that a refinement moves none of them.
 
 The CUDA graph of a step knows addresses and sizes. A refinement makes new tensors of another length, and the step had
-to be made and captured again while the device waited: 4 to 6 ms, every 25 steps where four GPUs draw a view each. Here
-the new values are copied to where the old ones were, and the graph stays as it is. Its kernels go over the room that is
-left as well; what lies there has no position, and so is never seen.
+to be made and captured again, which took the host 5 to 7 ms (fox-h200.md), every 25 steps where four GPUs draw a view
+each. Here the new values are copied to where the old ones were, and the graph stays as it is. Its kernels go over the
+room that is left as well; what lies there has no position, and so is never seen.
 """
 
 from collections.abc import MutableMapping
@@ -50,7 +50,8 @@ class PointStorage:
         return len(self.params[ORDER[0]])
 
     def keeps(self, points: int) -> bool:
-        """Whether what is held now may still serve when the model has other tensors of so many points or more."""
+        """Whether what is held may still serve once a refinement has replaced the tensors of a model of so many points;
+        if not, it is to be forgotten before: each tensor is to go when there is a new one in its place."""
         return self._roomy and points <= MOST_SPARED
 
     def forget(self) -> None:

@@ -7,7 +7,6 @@ import torch
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.memory import hoards, make_room
-from ns_multigpu.plugin.out_of_memory import give_back
 from ns_multigpu.plugin.timing import StepTimer
 from ns_multigpu.primitives.fused_step import FusedStep
 
@@ -24,6 +23,12 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+
+    @classmethod
+    def afresh(cls, device: torch.device) -> "GraphPool":
+        """A pool in the place of one whose graphs are all gone: what that one held goes back to the device."""
+        torch.cuda.empty_cache()
+        return cls(device)
 
     def capture(self, *parts: Callable[[], Any]) -> list[Any]:
         """A graph of each part, none of which is run. As torch.cuda.graph makes it, without its pause to collect
@@ -77,8 +82,8 @@ class StepGraphs:
         parts = [lambda: (step.render(), step.update())] if alone else [step.render, step.update]
         if self._warm and self._cuda and not self._graphs:
             if self._retired and hoards(self._world.device):
-                self._retired, self._pool = [], GraphPool(self._world.device)
-                give_back(self._world)
+                self._retired = []
+                self._pool = GraphPool.afresh(self._world.device)
             self._graphs = self._pool.capture(*parts)
             self._retired = []
         runs: list[Callable[[], Any]] = [graph.replay for graph in self._graphs] if self._graphs else list(parts)
