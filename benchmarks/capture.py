@@ -174,13 +174,17 @@ def main() -> None:
             keep(finished)
         return result
 
-    def on_a_gpu(work: Callable[[int | None], dict[str, Any]]) -> dict[str, Any]:
-        gpu = gpus.get()
+    def attempted(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         try:
-            return work(gpu if options.device == "cuda" else None)
+            return work()
         except subprocess.CalledProcessError as error:  # the others are worth having
             Console().print(f"A run failed; see the logs in {folder}. {error}", soft_wrap=True)
             return {}
+
+    def on_a_gpu(work: Callable[[int | None], dict[str, Any]]) -> dict[str, Any]:
+        gpu = gpus.get()
+        try:
+            return attempted(partial(work, gpu if options.device == "cuda" else None))
         finally:
             gpus.put(gpu)
 
@@ -193,7 +197,8 @@ def main() -> None:
     with ThreadPoolExecutor(len(options.slots)) as pool:
         results = keep(list(pool.map(on_a_gpu, [partial(train_shared, *job) for job in shared])))
         for job in alone:
-            results = keep([*results, train(*job, options, folder, None) | {"alone": True}])
+            result = attempted(partial(train, *job, options, folder, None))
+            results = keep([*results, result and result | {"alone": True}])
         results = keep(list(pool.map(on_a_gpu, [partial(evaluate, result, options, folder) for result in results])))
 
     table = Table(title=f"{options.images} images, {' '.join(options.dataparser)}")
