@@ -239,6 +239,24 @@ def check_precision(mixed: bool, scaler: bool) -> None:
         )
 
 
+def check_rates_at_end(part: float, fall_from: float) -> None:
+    """Whether learning rates can fall to that part of what they were, behind that part of the run.
+
+    Raises:
+        InputError: they cannot.
+    """
+    if not 0 < part <= 1:
+        raise InputError(
+            f"--rates-at-end {part}: learning rates fall to this part of what they would be. Give a number above 0 "
+            "(0.1, for instance), or 1 for no fall."
+        )
+    if not 0 <= fall_from < 1:
+        raise InputError(
+            f"--rates-fall-from {fall_from}: learning rates fall behind this part of the run. Give a number from 0, "
+            "the start, to less than 1, the end."
+        )
+
+
 def check_operators(device_type: str, problem: str | None) -> None:
     """Whether the native operators that training on `device_type` needs can be had.
 

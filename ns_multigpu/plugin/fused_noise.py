@@ -27,8 +27,7 @@ class StepNoise:
 
     def rate(self) -> float:
         """The means' learning rate that a step of one image would have now."""
-        # A scheduler's rates are numpy's numbers, which have a way of their own of multiplying tensors.
-        return float(self._optimizers.optimizers["means"].param_groups[0]["lr"]) / self._model.rate_factor
+        return self._optimizers.rate_of_one_view("means")
 
     def after(self, step: Any, number: int, rate: float) -> None:
         """The noise of a step that was launched, unless a refinement comes first.

@@ -12,17 +12,16 @@ from cuda_ext.adam import FusedAdam, fused_step
 from cuda_ext.compact_adam import CompactAdam
 from ns_multigpu.core.collectives import sum_in_place
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.batch_scaling import ScalingRule, learning_rate_factor, scale_optimizer, scale_scheduler
+from ns_multigpu.plugin.batch_scaling import RateCourse, scale_optimizer, scaled_scheduler
 
 
 class BatchOptimizers(Optimizers):
-    """Optimizers and schedulers by parameter group, scaled for `batch` views a step.
+    """Optimizers and schedulers by parameter group, scaled for the views of a step and the length of a run.
 
     Args:
         config: see nerfstudio's.
         param_groups: see nerfstudio's.
-        rule: how learning rates follow the batch.
-        batch: views a step.
+        course: what learning rates follow; kept as an attribute.
         fused: our fused Adam in the place of torch's on a CPU too; on a GPU it always is.
         compact: groups whose Adam keeps its moments as bfloat16, wherever it is ours.
         spread: groups of which every rank holds its part only, and the ranks.
@@ -35,8 +34,7 @@ class BatchOptimizers(Optimizers):
         self,
         config: dict[str, Any],
         param_groups: dict[str, list[Parameter]],
-        rule: ScalingRule,
-        batch: int,
+        course: RateCourse,
         *,
         fused: bool = False,
         compact: Sequence[str] = (),
@@ -48,13 +46,20 @@ class BatchOptimizers(Optimizers):
             for name, group in config.items()
         }
         super().__init__(ours, param_groups)
-        self.rate_factor = learning_rate_factor(rule, batch)
+        self.course = course
         # The mean gradient of B nearly independent views is shorter than one view's by sqrt(B): so is the limit.
-        self._norm_factor = 1.0 if rule == "none" else batch**-0.5
+        self._norm_factor = 1.0 if course.rule == "none" else course.batch**-0.5
         for name, optimizer in self.optimizers.items():
-            scale_optimizer(optimizer, rule, batch)
-            if name in self.schedulers:
-                scale_scheduler(self.schedulers[name], rule, batch)
+            scale_optimizer(optimizer, course)
+            if scheduler := scaled_scheduler(optimizer, self.schedulers.get(name), course):
+                self.schedulers[name] = scheduler
+
+    def rate_of_one_view(self, group: str) -> float:
+        """A group's learning rate as it would be now with one view a step."""
+        scheduler = self.schedulers.get(group)
+        steps = scheduler.last_epoch if scheduler is not None else 0  # without one the factor stays
+        # A scheduler's rates are numpy's numbers, which have a way of their own of multiplying tensors.
+        return float(self.optimizers[group].param_groups[0]["lr"]) / self.course.of_batch(steps)
 
     @property
     def parameters(self) -> dict[str, list[Parameter]]:

@@ -172,11 +172,11 @@ class RunCheckpoints:
         else:
             saved, plain, counts = opened.tensors, values["optimizers"], values["schedulers"]
         saved = OwnMoments(saved, plain, list(model.gauss_params), sum(points), rows, model.device)
-        ratio, rule = before.batch / now.batch, self._config.batch_scaling
+        ratio, rule = before.batch / now.batch, self._optimizers.course.rule
         state.put_optimizers(self._optimizers.optimizers, pipeline.get_param_groups(), saved, ratio, rule)
         if self._config.load_scheduler:
             counts = {name: state.Clock(count, before.batch).convert(now.batch).steps for name, count in counts.items()}
-            state.move_schedulers(self._optimizers.schedulers, counts)
+            state.move_schedulers(self._optimizers.schedulers, counts, now.steps)
         if opened.tensors is None:
             return
         model.prepare_densifier(self._world, int(values["seed"]))

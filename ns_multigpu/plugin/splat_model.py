@@ -68,7 +68,6 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         self._lpips = OptionalLpips()
         self.step = 0
         self.seed = torch.initial_seed()
-        self.rate_factor = 1.0  # by how much the trainer multiplied learning rates for the batch
         self.crop_box: OrientedBox | None = None
         if config.background_color == "random":
             # What nerfstudio's viewer shows behind a scene; training draws its own colours.
@@ -181,14 +180,14 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     def step_cb(self, optimizers: Any, step: int) -> None:
         """Before each step: `step` is nerfstudio's; ours counts images (the pipeline sets it)."""
-        self.optimizers = optimizers.optimizers
+        self.rates, self.optimizers = optimizers, optimizers.optimizers
 
     def step_post_backward(self, step: int) -> None:
         """After each step: densification."""
         if self.rendering is None:
             return
         if isinstance(self.strategy, McmcDensifier):
-            rate = self.optimizers["means"].param_groups[0]["lr"] / self.rate_factor
+            rate = self.rates.rate_of_one_view("means")
             self.strategy.step_post_backward(self.gauss_params, self.optimizers, self.step, len(self.views), rate)
         elif self.step < self.strategy.refine_stop_iter:
             self.strategy.step_post_backward(

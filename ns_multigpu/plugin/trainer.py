@@ -11,6 +11,7 @@ from nerfstudio.engine.callbacks import TrainingCallbackLocation
 from nerfstudio.engine.trainer import Trainer
 from nerfstudio.utils import writer
 from nerfstudio.utils.misc import step_check
+from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.utils.writer import EventName, TimeWriter
 from torch import Tensor
 
@@ -81,12 +82,14 @@ class DistributedTrainer(Trainer):
     def setup_optimizers(self) -> BatchOptimizers:
         """The optimizers, scaled for the batch before a checkpoint is loaded into them."""
         config, pipeline = self.config, self.pipeline
-        what = (config.optimizers.copy(), pipeline.get_param_groups(), config.batch_scaling, pipeline.batch_size)
+        course = config.rate_course(pipeline.batch_size, len(pipeline.datamanager.train_dataset))
+        if course.batch > 1:
+            CONSOLE.print(course.described())
         compact = ORDER if pipeline.model.config.optimizer_state == "compact" else ()
         fused = config.fused_steps == "always" or bool(compact) or pipeline.model.config.selective_adam
         spread = pipeline.model.spread_parameters()
+        what = (config.optimizers.copy(), pipeline.get_param_groups(), course)
         optimizers = BatchOptimizers(*what, fused=fused, compact=compact, spread=spread)
-        self.pipeline.model.rate_factor = optimizers.rate_factor
         if self.pipeline.renders.shared:
             self.train_lock = self.pipeline.renders.lock  # nerfstudio hands it to its viewer next
         return optimizers

@@ -20,7 +20,7 @@ import cuda_ext
 from ns_multigpu.core.world import gpu_places
 from ns_multigpu.plugin import checks
 from ns_multigpu.plugin.agreement import manifest_of
-from ns_multigpu.plugin.batch_scaling import ScalingRule
+from ns_multigpu.plugin.batch_scaling import RateCourse, ScalingChoice, scaling_rule
 from ns_multigpu.plugin.errors import InputError, show_uncaught
 from ns_multigpu.plugin.launch import WorkerLauncher, use_own_share_of_cores
 from ns_multigpu.plugin.ranks import Ranks, agree
@@ -46,8 +46,13 @@ class DistributedTrainerConfig(TrainerConfig):
     """Evaluate all held-out views before the first step as well."""
     max_num_images: int | None = 30000
     """Training ends once this many images have been seen by all ranks together, or after max_num_iterations steps."""
-    batch_scaling: ScalingRule = "sqrt"
-    """How learning rates (and with them Adam's betas and eps) follow the number of views in a step."""
+    batch_scaling: ScalingChoice = "auto"
+    """How learning rates (and with them Adam's betas and eps) follow the number of views in a step; auto is
+    sqrt-to-none for runs that see each view 100 times or more, and sqrt for others."""
+    rates_at_end: float = 1.0
+    """What learning rates, besides their own schedules, are multiplied by at the end of training; 1 for no fall."""
+    rates_fall_from: float = 0.5
+    """Behind which part of the run they fall to rates_at_end, exponentially with the images seen; 0 is the start."""
     steps_per_checksum: int = 500
     """Steps between proofs that all replicas are identical; 0 for none."""
     save_in_background: bool = True
@@ -79,6 +84,12 @@ class DistributedTrainerConfig(TrainerConfig):
             return self.max_num_iterations
         return min(self.max_num_iterations, -(-self.max_num_images // batch))
 
+    def rate_course(self, batch: int, views: int) -> RateCourse:
+        """What learning rates follow when each step sees `batch` images of a capture of so many training views."""
+        images = max(self.steps_for(batch), 1) * batch
+        rule = scaling_rule(self.batch_scaling, images, views)
+        return RateCourse(rule, batch, images, self.rates_at_end, self.rates_fall_from)
+
     def checkpoints_to_keep(self) -> int:
         """How many checkpoints a save leaves; 0 for all."""
         return self.keep_checkpoints if self.save_only_latest_checkpoint else 0
@@ -91,6 +102,7 @@ class DistributedTrainerConfig(TrainerConfig):
         """
         show_uncaught()
         ranks = Ranks.from_env()
+        checks.check_rates_at_end(self.rates_at_end, self.rates_fall_from)
         machine = self.machine
         cuda_devices = gpu_places() if machine.device_type == "cuda" else 0
         checks.check_devices(machine.device_type, machine.num_devices, ranks, cuda_devices)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.batch_scaling import ScalingRule
+from ns_multigpu.plugin.batch_scaling import BY_ROOT, ScalingRule
 from ns_multigpu.plugin.errors import InputError
 
 Tensors = dict[str, Tensor]
@@ -57,8 +57,8 @@ def put_optimizers(
 ) -> None:
     """Makes optimizers go on with `params`, which may be other objects than theirs, from saved moments.
 
-    A bias correction 1 - beta^(B t) stays what it was if the counter t is multiplied by `ratio`. The rule "sqrt" takes
-    the gradients of views as independent (see batch_scaling); then the second moment of their mean is inverse to B.
+    A bias correction 1 - beta^(B t) stays what it was if the counter t is multiplied by `ratio`. Rules BY_ROOT take
+    the gradients of views as independent; then the second moment of their mean is inverse to B.
 
     Args:
         saved: what `take_optimizers` took, both tables in one; its tensors are used up.
@@ -77,7 +77,7 @@ def put_optimizers(
                 continue
             value = saved[key]
             number, name = key[len(prefix) :].split("/", 1)
-            if ratio != 1 and (name == "step" or (rule == "sqrt" and name in ("exp_avg_sq", "max_exp_avg_sq"))):
+            if ratio != 1 and (name == "step" or (rule in BY_ROOT and name in ("exp_avg_sq", "max_exp_avg_sq"))):
                 in_place = isinstance(value, Tensor) and value.is_floating_point()
                 value = value.mul_(ratio) if in_place else value * ratio
             state.setdefault(int(number), {})[name] = value
@@ -85,10 +85,15 @@ def put_optimizers(
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def move_schedulers(schedulers: Mapping[str, Any], counts: Mapping[str, int]) -> None:
-    """Brings new schedulers, already scaled to the batch, to where they were after `counts` steps."""
+def move_schedulers(schedulers: Mapping[str, Any], counts: Mapping[str, int], otherwise: int) -> None:
+    """Brings new schedulers, already scaled to the batch, to where they were after `counts` steps.
+
+    Args:
+        schedulers, counts: by group.
+        otherwise: the count of a group that has none: it had no scheduler in the run that was saved.
+    """
     for group, scheduler in schedulers.items():
-        count = counts.get(group, 0)
+        count = counts.get(group, otherwise)
         if count < 1:
             continue
         with warnings.catch_warnings():

@@ -1,6 +1,7 @@
-"""Grendel's rule: valid for every batch, and schedules that follow images."""
+"""Grendel's rule: valid for every batch, and schedules that follow images and fall towards the end of a run."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from nerfstudio.engine.schedulers import (
     MultiStepSchedulerConfig,
 )
 
-from ns_multigpu.plugin.batch_scaling import scale_optimizer, scale_scheduler
+from ns_multigpu.plugin.batch_scaling import RateCourse, ScalingRule, scale_optimizer, scaled_scheduler, scaling_rule
 from ns_multigpu.plugin.errors import InputError
 
 
@@ -22,7 +23,7 @@ def _optimizer(lr: float = 0.01) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("batch", [1, 2, 7, 64])
 def test_adam(batch: int) -> None:
     optimizer = _optimizer()
-    scale_optimizer(optimizer, "sqrt", batch)
+    scale_optimizer(optimizer, RateCourse("sqrt", batch, 1000))
     group = optimizer.param_groups[0]
     assert group["lr"] == pytest.approx(0.01 * math.sqrt(batch))
     assert group["betas"] == pytest.approx((0.9**batch, 0.999**batch))
@@ -34,41 +35,101 @@ def test_adam(batch: int) -> None:
 
 def test_other_rules() -> None:
     linear, none = _optimizer(), _optimizer()
-    scale_optimizer(linear, "linear", 4)
-    scale_optimizer(none, "none", 4)
+    scale_optimizer(linear, RateCourse("linear", 4, 1000))
+    scale_optimizer(none, RateCourse("none", 4, 1000))
     assert linear.param_groups[0]["lr"] == pytest.approx(0.04)
     assert none.param_groups[0]["lr"] == 0.01 and none.param_groups[0]["betas"] == (0.9, 0.999)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        ExponentialDecaySchedulerConfig(lr_final=1e-4, max_steps=100),
-        ExponentialDecaySchedulerConfig(lr_final=1e-4, max_steps=100, warmup_steps=20, lr_pre_warmup=0),
-        CosineDecaySchedulerConfig(max_steps=100, warm_up_end=8),
-        MultiStepSchedulerConfig(max_steps=100, milestones=(20, 40, 80)),
-    ],
-)
-def test_schedules_follow_images(config) -> None:
-    def course(batch: int) -> list[float]:
-        optimizer = _optimizer()
-        scheduler = config.setup().get_scheduler(optimizer=optimizer, lr_init=0.01)
-        scale_optimizer(optimizer, "sqrt", batch)
-        scale_scheduler(scheduler, "sqrt", batch)
-        rates = []
-        for _ in range(100 // batch):
-            rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            scheduler.step()
-        torch.save(scheduler.state_dict(), "/dev/null")  # a schedule that cannot be saved would lose a checkpoint
-        return rates
+SCHEDULES = [
+    None,
+    ExponentialDecaySchedulerConfig(lr_final=1e-4, max_steps=100),
+    ExponentialDecaySchedulerConfig(lr_final=1e-4, max_steps=100, warmup_steps=20, lr_pre_warmup=0),
+    CosineDecaySchedulerConfig(max_steps=100, warm_up_end=8),
+    MultiStepSchedulerConfig(max_steps=100, milestones=(20, 40, 80)),
+]
 
-    one, four = course(1), course(4)
+
+def _rates(config: Any, course: RateCourse) -> list[float]:
+    """Of every step, and the one that would follow."""
+    optimizer = _optimizer()
+    scheduler = config and config.setup().get_scheduler(optimizer=optimizer, lr_init=0.01)
+    scale_optimizer(optimizer, course)
+    scheduler = scaled_scheduler(optimizer, scheduler, course)
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(100 // course.batch):
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    if scheduler is not None:
+        torch.save(scheduler.state_dict(), "/dev/null")  # a schedule that cannot be saved would lose a checkpoint
+    return rates
+
+
+@pytest.mark.parametrize("config", SCHEDULES)
+def test_schedules_follow_images(config: Any) -> None:
+    one, four = (_rates(config, RateCourse("sqrt", batch, 100)) for batch in (1, 4))
     # The first step after a change may come from before or after it; compare where the schedule is settled.
     assert four[1:] == pytest.approx([2 * rate for rate in one[::4]][1:], rel=1e-6)
 
 
+@pytest.mark.parametrize("config", SCHEDULES)
+@pytest.mark.parametrize(
+    ("rule", "batch", "at_end", "first", "last"),
+    [("sqrt-to-none", 4, 1.0, 2.0, 1.0), ("sqrt-to-none", 4, 0.1, 2.0, 0.1), ("sqrt", 4, 0.1, 2.0, 0.2),
+     ("none", 4, 0.1, 1.0, 0.1), ("sqrt-to-none", 1, 0.1, 1.0, 0.1)],
+)  # fmt: skip
+def test_rates_fall_over_the_run(
+    config: Any, rule: ScalingRule, batch: int, at_end: float, first: float, last: float
+) -> None:
+    own = _rates(config, RateCourse("sqrt", 1, 100))[::batch]
+    found = _rates(config, RateCourse(rule, batch, 100, at_end, fall_from=0.0))
+    steps = len(found) - 1
+    expected = [rate * first * (last / first) ** (step / steps) for step, rate in enumerate(own)]
+    assert len(found) == len(own) and found[1:] == pytest.approx(expected[1:], rel=1e-6)
+
+
+@pytest.mark.parametrize(("rule", "quarter", "end"), [("none", 1.0, 0.01), ("sqrt-to-none", 4**-0.125, 0.005)])
+def test_rates_fall_behind_a_part_of_the_run(rule: ScalingRule, quarter: float, end: float) -> None:
+    course = RateCourse(rule, 4, 400, 0.01, fall_from=0.6)
+    assert course.at(0) == 1 and course.at(25) == pytest.approx(quarter) and course.at(100) == pytest.approx(end)
+    alone = course.at(80) / (4**-0.4 if rule == "sqrt-to-none" else 1)
+    assert alone == pytest.approx(0.1), "half of the way"
+
+
+def test_rates_fall_by_themselves_where_views_are_seen_often() -> None:
+    assert scaling_rule("auto", 15000, 140) == "sqrt-to-none" and scaling_rule("auto", 1200, 63) == "sqrt"
+    assert scaling_rule("auto", 5000, 50) == "sqrt-to-none" and scaling_rule("auto", 4999, 50) == "sqrt"
+    assert scaling_rule("linear", 15000, 140) == "linear" and scaling_rule("sqrt-to-none", 8, 9) == "sqrt-to-none"
+
+
+def test_what_a_run_says_of_its_rates() -> None:
+    said = {rule: RateCourse(rule, 16, 100).described() for rule in ("sqrt-to-none", "sqrt", "linear", "none")}
+    assert "16 views a step: times 4, falling to those of one view over the run" in said["sqrt-to-none"]
+    assert "times 4 (--batch-scaling sqrt)" in said["sqrt"] and "times 16" in said["linear"]
+    assert "as of one view (" in said["none"]
+
+
+def test_one_view_a_step_is_left_alone() -> None:
+    optimizer = _optimizer()
+    scheduler = SCHEDULES[1].setup().get_scheduler(optimizer=optimizer, lr_init=0.01)
+    schedules = list(scheduler.lr_lambdas)
+    for rule in ("sqrt-to-none", "sqrt", "linear", "none"):
+        course = RateCourse(rule, 1, 100)
+        assert course.start == 1 and course.at(70) == 1
+        assert scaled_scheduler(optimizer, scheduler, course) is scheduler and scheduler.lr_lambdas == schedules
+        assert scaled_scheduler(optimizer, None, course) is None
+
+
+def test_a_run_that_goes_on_beyond_its_length_keeps_its_last_rates() -> None:
+    course = RateCourse("sqrt-to-none", 4, 102)  # of 26 steps the last sees more than 102 images
+    assert course.at(26) == course.at(1000) == 0.5
+
+
 def test_unknown_scheduler() -> None:
     optimizer = _optimizer()
-    with pytest.raises(InputError, match="CyclicLR"):
-        scale_scheduler(torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.2, cycle_momentum=False), "sqrt", 2)
+    cyclic = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.2, cycle_momentum=False)
+    for course in (RateCourse("sqrt", 2, 100), RateCourse("sqrt", 1, 100, 0.5)):
+        with pytest.raises(InputError, match="CyclicLR"):
+            scaled_scheduler(optimizer, cyclic, course)

@@ -121,6 +121,17 @@ def test_seed_points() -> None:
         checks.check_seed_points(0, random_init=False)
 
 
+def test_rates_at_end() -> None:
+    checks.check_rates_at_end(1.0, 0.5)
+    checks.check_rates_at_end(0.03, 0.0)
+    for part in (0.0, -0.1, 1.5, float("nan")):
+        with pytest.raises(InputError, match=rf"--rates-at-end {part}: .*Give a number above 0"):
+            checks.check_rates_at_end(part, 0.5)
+    for start in (-0.1, 1.0, float("nan")):
+        with pytest.raises(InputError, match=rf"--rates-fall-from {start}: .*Give a number from 0"):
+            checks.check_rates_at_end(0.1, start)
+
+
 def test_operators() -> None:
     checks.check_operators("cpu", None)
     checks.check_operators("cuda", None)

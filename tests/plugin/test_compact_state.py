@@ -11,6 +11,7 @@ from nerfstudio.engine.optimizers import AdamOptimizerConfig
 from cuda_ext.adam import AdamStep, FusedAdam
 from cuda_ext.compact_adam import COMPACT, CompactAdam
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.batch_scaling import RateCourse
 from ns_multigpu.plugin.errors import InputError
 from ns_multigpu.plugin.optimizers import BatchOptimizers
 from ns_multigpu.plugin.training_state import put_optimizers, take_optimizers
@@ -39,7 +40,8 @@ def make_optimizers(compact: bool) -> tuple[dict[str, torch.nn.Parameter], Batch
     poses = torch.nn.Parameter(torch.zeros(2, 6))
     config = {name: {"optimizer": AdamOptimizerConfig(lr=0.01), "scheduler": None} for name in (*ORDER, "camera_opt")}
     groups = {name: [param] for name, param in params.items()} | {"camera_opt": [poses]}
-    return params, BatchOptimizers(config, groups, "sqrt", 2, fused=True, compact=ORDER if compact else ())
+    course = RateCourse("sqrt", 2, 100)
+    return params, BatchOptimizers(config, groups, course, fused=True, compact=ORDER if compact else ())
 
 
 def fill_moments(optimizers: BatchOptimizers) -> None:

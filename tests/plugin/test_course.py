@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from nerfstudio.engine.optimizers import AdamOptimizerConfig, OptimizerConfig
+from nerfstudio.engine.schedulers import ExponentialDecaySchedulerConfig
 from torch import Tensor
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin import checks
-from ns_multigpu.plugin.batch_scaling import ScalingRule
+from ns_multigpu.plugin.batch_scaling import RateCourse, ScalingRule
 from ns_multigpu.plugin.errors import InputError
 from ns_multigpu.plugin.optimizers import BatchOptimizers
 from ns_multigpu.plugin.splat_model import SplatModel
@@ -34,7 +35,8 @@ MCMC = {
 def make(rule: ScalingRule, batch: int, config: OptimizerConfig, size: int) -> tuple[BatchOptimizers, Tensor]:
     """Optimizers of one parameter that starts at zero."""
     param = torch.nn.Parameter(torch.zeros(size))
-    return BatchOptimizers({"x": {"optimizer": config, "scheduler": None}}, {"x": [param]}, rule, batch), param
+    course = RateCourse(rule, batch, images=10**9)
+    return BatchOptimizers({"x": {"optimizer": config, "scheduler": None}}, {"x": [param]}, course), param
 
 
 def descend(rule: ScalingRule, batch: int, gradients: Tensor) -> Tensor:
@@ -78,6 +80,24 @@ def test_clipping_sees_the_parameters_of_now() -> None:
         optimizers.optimizer_scaler_step_all(torch.amp.GradScaler("cpu", enabled=False))
         assert float(new.grad.norm()) == pytest.approx(0.5 / batch**0.5, rel=1e-4)
         assert bool((new != 0).all()) and not bool(old.any())
+
+
+@pytest.mark.parametrize("scheduler", [None, ExponentialDecaySchedulerConfig(lr_final=1e-5, max_steps=60)])
+@pytest.mark.parametrize("rule", ["sqrt-to-none", "sqrt", "linear", "none"])
+def test_noise_is_that_of_one_views_rate(rule: ScalingRule, scheduler: Any) -> None:
+    def rates(batch: int) -> list[float]:
+        config = {"x": {"optimizer": AdamOptimizerConfig(lr=1e-3), "scheduler": scheduler}}
+        course = RateCourse(rule, batch, 48, at_end=0.1)
+        optimizers = BatchOptimizers(config, {"x": [torch.nn.Parameter(torch.zeros(3))]}, course)
+        found = [optimizers.rate_of_one_view("x")]
+        for _ in range(48 // batch):
+            optimizers.optimizers["x"].step()
+            for one in optimizers.schedulers.values():
+                one.step()
+            found.append(optimizers.rate_of_one_view("x"))
+        return found
+
+    assert rates(4) == pytest.approx(rates(1)[::4], rel=1e-9)
 
 
 def test_optimizers_that_cannot_follow_a_batch() -> None:
@@ -127,14 +147,16 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[Any]]]:
 @pytest.mark.slow
 def test_all_clocks_count_images(tmp_path: Path, seen: dict[str, list[Any]]) -> None:
     write_capture(tmp_path / "capture")
+    falling = {**SMALL, "batch_scaling": "sqrt-to-none"}
     outcomes: list[tuple[Any, ...]] = []
     for batch in (1, 2, 4):
         seen["refined"].clear()
         seen["clock"].clear()
         trainer = follow(
-            World.single(), tmp_path / "capture", tmp_path / f"batch-{batch}", SMALL, IMAGES // batch, batch
+            World.single(), tmp_path / "capture", tmp_path / f"batch-{batch}", falling, IMAGES // batch, batch
         )
-        rates = {n: o.param_groups[0]["lr"] / batch**0.5 for n, o in trainer.optimizers.optimizers.items()}
+        # They end as one view's.
+        rates = {n: o.param_groups[0]["lr"] for n, o in trainer.optimizers.optimizers.items()}
         outcomes.append((list(seen["refined"]), list(seen["clock"]), rates))
     assert outcomes[0][0] == [16, 40]
     assert {clock[1:] for clock in outcomes[0][1]} == {(0, 2), (1, 2), (1, 1), (2, 1), (3, 1)}

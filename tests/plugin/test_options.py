@@ -100,6 +100,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "optimizers' weight-decay": {
         "optimizers.features_rest.optimizer": AdamOptimizerConfig(lr=1e-3, eps=1e-7, weight_decay=0.1),
     },
+    "batch-scaling sqrt-to-none, rates-at-end 0.1": {"batch_scaling": "sqrt-to-none", "rates_at_end": 0.1},
     "batch-scaling linear": {"batch_scaling": "linear"},
     "batch-scaling none": {"batch_scaling": "none"},
     "train-cameras-sampling-strategy fps": {DATA + "train_cameras_sampling_strategy": "fps"},

@@ -79,13 +79,15 @@ def _other_batch(capture: Path, out: Path) -> Report:
     models = out / "whole" / "run" / "splatfacto-batch" / "now" / "nerfstudio_models"
     path = models / "step-000000004.ckpt"
     for batch in (1, 3):
-        trainer = start(alone, capture, out / f"batch-{batch}", 0, batch, load_checkpoint=path)
-        means = trainer.optimizers.optimizers["means"]
+        falling = {"batch_scaling": "sqrt-to-none"}  # which the run that was saved did not do
+        trainer = start(alone, capture, out / f"batch-{batch}", 20, batch, load_checkpoint=path, **falling)
+        means, opacities = (trainer.optimizers.optimizers[name] for name in ("means", "opacities"))
         (table,) = means.param_groups
         moments = means.state[table["params"][0]]
         report[batch] = {
             "start": trainer._start_step,
             "rate": table["lr"],
+            "rate without a schedule": opacities.param_groups[0]["lr"],
             "betas": table["betas"],
             "eps": table["eps"],
             "step": float(moments["step"]),
@@ -211,7 +213,10 @@ def test_other_batches(reports: list[Report]) -> None:
     assert (one["start"], one["seen"]) == (10, 10) and (three["start"], three["seen"]) == (3, 9)
     lr, final, end = 1.6e-4, 1.6e-6, 30000
     assert one["rate"] == pytest.approx(lr * (final / lr) ** (10 / end), rel=1e-6)
-    assert three["rate"] == pytest.approx(3**0.5 * lr * (final / lr) ** (9 / end), rel=1e-6)
+    scaled = 3 ** (0.5 * (1 - 9 / 60))  # of 20 steps of 3 images
+    assert three["rate"] == pytest.approx(scaled * lr * (final / lr) ** (9 / end), rel=1e-6)
+    assert one["rate without a schedule"] == 0.05
+    assert three["rate without a schedule"] == pytest.approx(0.05 * scaled, rel=1e-6)
     assert one["betas"] == (0.9, 0.999) and three["betas"] == pytest.approx((0.9**3, 0.999**3))
     assert three["eps"] == pytest.approx(1e-7 / 3**0.5)
     assert one["step"] == 10 and three["step"] == pytest.approx(10 / 3)

@@ -17,7 +17,7 @@ from nerfstudio.engine.schedulers import (
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin import run_folder
-from ns_multigpu.plugin.batch_scaling import scale_optimizer, scale_scheduler
+from ns_multigpu.plugin.batch_scaling import RateCourse, ScalingRule, scale_optimizer, scaled_scheduler
 from ns_multigpu.plugin.errors import InputError
 from ns_multigpu.plugin.training_state import (
     Clock,
@@ -40,20 +40,25 @@ from ns_multigpu.plugin.training_state import (
     ],
 )
 @pytest.mark.parametrize("batch", [1, 3])
-def test_moved_schedulers_stand_where_they_would_have_walked_to(config: Any, batch: int) -> None:
+@pytest.mark.parametrize(("rule", "at_end"), [("sqrt", 1.0), ("sqrt-to-none", 0.1)])
+def test_moved_schedulers_stand_where_they_would_have_walked_to(
+    config: Any, batch: int, rule: ScalingRule, at_end: float
+) -> None:
+    course = RateCourse(rule, batch, 80, at_end)
+
     def fresh() -> tuple[torch.optim.Optimizer, Any]:
         optimizer = AdamOptimizerConfig(lr=0.01).setup(params=[torch.nn.Parameter(torch.ones(3))])
         scheduler = config.setup().get_scheduler(optimizer=optimizer, lr_init=0.01)
-        scale_optimizer(optimizer, "sqrt", batch)
-        scale_scheduler(scheduler, "sqrt", batch)
-        return optimizer, scheduler
+        scale_optimizer(optimizer, course)
+        return optimizer, scaled_scheduler(optimizer, scheduler, course)
 
     (walker, walking), (mover, moving) = fresh(), fresh()
     for count in range(1, 33):
         walker.step()
         walking.step()
         mover, moving = fresh()
-        move_schedulers({"x": moving}, {"x": count})
+        counts = {"x": count} if at_end == 1 else {}  # of a run whose rates did not fall there are none
+        move_schedulers({"x": moving}, counts, otherwise=count)
         assert mover.param_groups[0]["lr"] == walker.param_groups[0]["lr"], "the same bits"
     for optimizer, scheduler in ((walker, walking), (mover, moving)):  # and both go on alike
         optimizer.step()
