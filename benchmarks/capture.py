@@ -8,8 +8,9 @@ A run is one of
 - `splatfacto`: nerfstudio's own, one device; `splatfacto-ours`: the same with our operators in the place of gsplat's;
 - `batch-D`: D devices, a view on each; `batch-DxV`: V views on each;
 - `tile-D`: D devices, a view a step; `tile-DxV`: V views a step;
-- one of ours with `-unscaled` behind it: learning rates do not follow the batch; or with `-gsplat`: gsplat's kernels in
-  the place of our operators, and ordinary steps (fused ones are ours).
+- one of ours with `-unscaled` behind it: learning rates do not follow the batch; with `-sqrt`: they follow it in the
+  same way to the end; with `-falling`: they fall over the run, to 0.03 of what they would be; or with `-gsplat`:
+  gsplat's kernels in the place of our operators, and ordinary steps (fused ones are ours).
 
 A seed is the run's and that of the order of the views: runs of one seed see the same views in the same order,
 splatfacto's too. What follows `--` is the dataparser, as `ns-train` takes it. Runs of one GPU start at once on the
@@ -39,6 +40,14 @@ from rich.table import Table
 
 from benchmarks.environment import describe
 
+VARIANTS = {
+    "-unscaled": ["--batch-scaling", "none"],
+    "-sqrt": ["--batch-scaling", "sqrt"],
+    "-falling": ["--rates-at-end", "0.03", "--rates-fall-from", "0"],
+    "-gsplat": ["--fused-steps", "never"],
+}
+"""What is behind the name of a run, and the options it stands for."""
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -64,7 +73,7 @@ def command(run: str, seed: int, options: argparse.Namespace, output: Path) -> l
         words += ["--also-at", str(options.also_at), f"--options={options.options}"]
         words += ["--operators", "ours"] if run.endswith("-ours") else []
         return [sys.executable, *words, "--output", str(output), "--", *options.dataparser]
-    match = re.fullmatch(r"(batch|tile)-(\d+)(?:x(\d+))?(-unscaled|-gsplat)?", run)
+    match = re.fullmatch(rf"(batch|tile)-(\d+)(?:x(\d+))?({'|'.join(VARIANTS)})?", run)
     if match is None:
         raise SystemExit(f"--runs: there is no run {run!r}; those that there are: --help")
     strategy, devices, views, otherwise = match.groups()
@@ -84,7 +93,7 @@ def command(run: str, seed: int, options: argparse.Namespace, output: Path) -> l
         words += [f"--pipeline.views-per-{'rank' if strategy == 'batch' else 'step'}", views]
     words += ["--max-num-images", str(options.images), "--vis", "tensorboard", "--logging.steps-per-log", "250"]
     words += ["--steps-per-eval-image", "0", "--steps-per-eval-all-images", "0"]
-    words += {"-unscaled": ["--batch-scaling", "none"], "-gsplat": ["--fused-steps", "never"], None: []}[otherwise]
+    words += VARIANTS.get(otherwise, [])
     return [sys.executable, *words, *options.options.split(), *options.dataparser]
 
 

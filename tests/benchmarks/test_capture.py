@@ -23,6 +23,8 @@ def test_each_run_is_what_its_name_says() -> None:
     four = words("batch-4x2")
     assert "splatfacto-batch" in four and "--machine.num-devices 4" in four and "--pipeline.views-per-rank 2" in four
     assert "--batch-scaling" not in four and "--batch-scaling none" in words("batch-4x2-unscaled")
+    assert "--batch-scaling sqrt" in words("batch-4x2-sqrt")
+    assert "--rates-at-end 0.03 --rates-fall-from 0" in words("tile-1-falling")
     assert "splatfacto-tile" in words("tile-2x3") and "--pipeline.views-per-step 3" in words("tile-2x3")
     for run in ("splatfacto", "splatfacto-ours", "batch-1", "tile-1-gsplat"):
         assert "--pipeline.datamanager.train-cameras-sampling-seed 7" in words(run) or "--seed 7" in words(run)
