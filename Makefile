@@ -25,7 +25,8 @@ $(STAMP): requirements.lock pyproject.toml
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "This Python cannot make virtual environments. On Debian or Ubuntu: sudo apt install python3-venv"; exit 1; }
 	@echo "==> Installing the packages of requirements.lock (3 to 10 minutes, about 7 GB; later runs skip this)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --prefer-binary -r requirements.lock
+	@# What is never imported need not be compiled: a minute less.
+	@$(BIN)/python -m pip install --disable-pip-version-check --prefer-binary --no-compile -r requirements.lock
 	@echo "==> Installing ns_multigpu"
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
