@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 TEST_JOBS ?= 2
+# Every worker is a process, and one that finds no bytecode takes 14 s instead of 6 to import torch and nerfstudio.
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,8 +27,9 @@ $(STAMP): requirements.lock pyproject.toml
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "This Python cannot make virtual environments. On Debian or Ubuntu: sudo apt install python3-venv"; exit 1; }
 	@echo "==> Installing the packages of requirements.lock (3 to 10 minutes, about 7 GB; later runs skip this)"
-	@# What is never imported need not be compiled: a minute less.
+	@# Compiled on all cores: pip would use one. (What does not compile is left out: some packages carry templates.)
 	@$(BIN)/python -m pip install --disable-pip-version-check --prefer-binary --no-compile -r requirements.lock
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 	@echo "==> Installing ns_multigpu"
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@

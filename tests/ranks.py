@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ import torch.multiprocessing as mp
 from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.world import SHARE_GPUS, World, backend_of, gpu_of, gpu_places
 
+_PRELOADED = [f"tests.plugin.{name}" for name in ("rendering", "resuming", "saving", "sharding", "tile_course")]
+"""What takes seconds to import is among what these import. A server of ranks has one list: the first it is given."""
+
 
 def skip_without_gpus(ranks: int) -> None:
     """Skips a test, saying why, where there is not a GPU for each rank and none may be shared."""
@@ -26,38 +29,38 @@ def skip_without_gpus(ranks: int) -> None:
 
 
 def run_ranks(
-    function: Callable[..., Any],
-    size: int,
-    *args: Any,
-    device: str = "cpu",
-    seconds: int = 120,
-    preload: Sequence[str] = (),
+    function: Callable[..., Any], size: int, *args: Any, device: str = "cpu", seconds: int = 300
 ) -> list[Any]:
     """Calls `function(world, *args)` on `size` new processes; returns what each returned, by rank.
 
     Functions and arguments must be picklable. A world of one runs in this process. The first rank that fails ends the
-    others, and its traceback is the error. Modules to `preload` are imported once, by a server that the ranks are
-    forked from, instead of once a rank: worth it for those that take seconds (CPU only).
+    others, and its traceback is the error. On CPUs a server that has imported what all need forks the ranks: they have
+    this process's environment, and else nothing of it.
     """
     if size == 1:
         return [function(World.single(device if device == "cpu" else "cuda:0"), *args)]
     with tempfile.TemporaryDirectory() as folder:
-        method = "spawn"
-        if preload:
-            method = "forkserver"
-            multiprocessing.set_forkserver_preload(list(preload))
-        context = mp.start_processes(
-            _rank, (size, device, folder, seconds, function, args), nprocs=size, join=False, start_method=method
-        )
+        multiprocessing.set_forkserver_preload(_PRELOADED)
+        method = "forkserver" if device == "cpu" else "spawn"  # CUDA does not outlive a fork
+        what = (size, device, folder, seconds, dict(os.environ), function, args)
+        context = mp.start_processes(_rank, what, nprocs=size, join=False, start_method=method)
         while not context.join():  # returns each time a rank has ended
             pass
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
 def _rank(
-    rank: int, size: int, device: str, folder: str, seconds: int, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    size: int,
+    device: str,
+    folder: str,
+    seconds: int,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
-    os.environ["GROUP_RANK"] = "0"
+    os.environ.clear()
+    os.environ.update({**environment, "GROUP_RANK": "0"})
     torch.set_num_threads(1)
     place = torch.device("cpu") if device == "cpu" else gpu_of(rank)
     if place.type == "cuda":

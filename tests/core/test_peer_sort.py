@@ -214,7 +214,7 @@ def collectively(world: World, sort_case: str) -> tuple[tuple[Tensor, Tensor, in
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_collectives_give_the_same(size: int) -> None:
     case = "some have none" if size == 3 else "few keys"
-    outcomes = run_ranks(collectively, size, case, preload=("tests.core.test_peer_sort",))
+    outcomes = run_ranks(collectively, size, case)
     check_sorted([o[0] for o in outcomes], shards(case, size, 200), case)
     check_lists([o[1] for o in outcomes])
 

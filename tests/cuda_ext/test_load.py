@@ -118,7 +118,7 @@ def test_two_processes_build_once(compiler: list[str], cache: Path, tmp_path: Pa
     tiny(tmp_path / "src", a="int a;", b="int b;")
     script, log = logging_compiler(tmp_path, compiler, 0.5)
     ranks = [start_build(tmp_path / "src", CXX=str(script)) for _ in range(3)]
-    outputs = [rank.communicate(timeout=60) for rank in ranks]
+    outputs = [rank.communicate(timeout=240) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
     assert len({out for out, _ in outputs}) == 1 and Path(outputs[0][0].strip()).exists()
     assert len(log.read_text().split()) == 3  # two compilations and one link, by one of them

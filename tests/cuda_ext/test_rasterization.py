@@ -200,9 +200,9 @@ def test_nothing_visible(backend: Backend) -> None:
 
 def test_one_tile_with_a_hundred_thousand_splats() -> None:
     splats = make_splats(100_000, 16, 16, sizes=(0.3, 3.0), opacities=(0.004, 0.006))
-    start = time.perf_counter()
+    start = time.process_time()
     (out, alpha, last), gradients = backward(splats)
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     assert bool((alpha > 0.99).all()) and int(last.max()) > 5_000
     assert bool(out.isfinite().all()) and all(bool(g.isfinite().all()) and bool(g.any()) for g in gradients)
     nearest = splats.intersect()[1][: int(last.max()) + 1].long()

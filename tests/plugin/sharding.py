@@ -1,6 +1,5 @@
 """A small model whose points are spread over ranks: saved from where they lie, and loaded, as the trainer does both."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,9 +21,7 @@ from ns_multigpu.plugin.sharded_state import (
     without_points,
 )
 from ns_multigpu.plugin.training_state import put_densifier
-from tests.ranks import run_ranks
 
-on_ranks = partial(run_ranks, preload=("tests.plugin.sharding",))
 POINTS = 37
 CPU = torch.device("cpu")
 

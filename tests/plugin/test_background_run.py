@@ -22,7 +22,7 @@ from tests.plugin.resuming import differing, everything, start
 from tests.plugin.saving import ALONE, disk, steps_in, until
 from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def _train(world: World, capture: Path, out: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_training_goes_on(capture: Path, tmp_path: Path, size: int) -> None:
-    reports = run_ranks(_train, size, capture, tmp_path, preload=("tests.plugin.resuming",))
+    reports = run_ranks(_train, size, capture, tmp_path)
     for report in reports:
         assert report["steps"] == [4, 8, 9] and report["written in"] >= 7
         assert report["at save"] == report["resumed"] == report["plain"] == []

@@ -23,8 +23,6 @@ from tests.plugin.saving import ALONE, copied, disk, steps_in, tensors_of, until
 from tests.plugin.test_checkpoint_faults import _count, in_another_process
 from tests.ranks import run_ranks
 
-PRELOAD = ("tests.plugin.saving",)
-
 
 def content_of(step: int, world: World) -> Content:
     """What `saving.write` writes, and rows of which each rank holds some."""
@@ -71,7 +69,7 @@ def _changed_meanwhile(world: World, models: Path) -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_nothing_that_training_changes_is_written(tmp_path: Path, size: int) -> None:
-    assert run_ranks(_changed_meanwhile, size, tmp_path / "nerfstudio_models", preload=PRELOAD) == [[]] * size
+    assert run_ranks(_changed_meanwhile, size, tmp_path / "nerfstudio_models") == [[]] * size
 
 
 def _no_room(world: World, models: Path) -> list[bool]:
@@ -106,7 +104,7 @@ def _no_room(world: World, models: Path) -> list[bool]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_one_rank_without_memory_makes_all_write_at_once(tmp_path: Path, size: int) -> None:
     models = tmp_path / "nerfstudio_models"
-    assert run_ranks(_no_room, size, models, preload=PRELOAD) == [[False, True, True]] * size
+    assert run_ranks(_no_room, size, models) == [[False, True, True]] * size
     assert steps_in(models) == [1, 2, 3]
 
 
@@ -132,7 +130,7 @@ def _full(world: World, models: Path) -> tuple[list[str], list[int]]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_full_disk_is_told_and_leaves_the_old_ones(tmp_path: Path, size: int) -> None:
     models = tmp_path / "nerfstudio_models"
-    for told, saved in run_ranks(_full, size, models, preload=PRELOAD):
+    for told, saved in run_ranks(_full, size, models):
         assert saved == [1, 1, 3] and len(told) == 1
         assert "step 2 could not be written" in told[0] and "No space left on device" in told[0]
     assert steps_in(models) == [1, 3] and len(list(states_folder(models).iterdir())) == 2
@@ -153,7 +151,7 @@ def _bug(world: World, models: Path) -> str:
 
 
 def test_a_bug_is_raised_by_the_training_thread(tmp_path: Path) -> None:
-    assert run_ranks(_bug, 2, tmp_path / "nerfstudio_models", preload=PRELOAD) == ["whole", "'missing'"]
+    assert run_ranks(_bug, 2, tmp_path / "nerfstudio_models") == ["whole", "'missing'"]
 
 
 def test_killed_at_any_instant(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def _capped(world: World, capture: Path, run: Path, cap: int) -> tuple[int, list
 def test_a_run_keeps_its_cap_on_any_number_of_ranks(tmp_path: Path, cap: int) -> None:
     write_capture(tmp_path / "capture", wide=False)
     alone = _capped(World.single(), tmp_path / "capture", tmp_path, cap)
-    first, second = run_ranks(_capped, 2, tmp_path / "capture", tmp_path, cap, preload=("tests.plugin.resuming",))
+    first, second = run_ranks(_capped, 2, tmp_path / "capture", tmp_path, cap)
     assert (alone[0] <= 70) == (cap == 70)
     assert first[0] == second[0] and torch.equal(first[2], second[2])
     if cap == 70:

@@ -133,15 +133,13 @@ def _trained_in_tiles(world: World, capture: Path, runs: Path, state: str, steps
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_run_on_shards(tmp_path: Path) -> None:
     """Through refinements, rebalancing and a reset of opacities, on one rank and two."""
     write_capture(tmp_path / "capture", wide=False)
     train = partial(_trained_in_tiles, steps=50)
     full = train(World.single(), tmp_path / "capture", tmp_path, "full")
-    preload = ["tests.plugin.tile_course"]
     for ranks in (1, 2):
-        found = run_ranks(_trained_in_tiles, ranks, tmp_path / "capture", tmp_path, "compact", 50, preload=preload)[0]
+        found = run_ranks(_trained_in_tiles, ranks, tmp_path / "capture", tmp_path, "compact", 50)[0]
         assert len(found["shards"]) == ranks and len({count for _, count in found["points"]}) >= 3
         kinds = {name: v.dtype for name, v in found["moments"].items() if not name.endswith(".step")}
         assert {name: kind for name, kind in kinds.items() if kind != COMPACT} == {}
@@ -172,9 +170,8 @@ def _load(world: World, models: Path) -> None:
 
 def test_shards_are_saved_and_read_in_their_type(tmp_path: Path) -> None:
     """By a rank that has no points, and so no moments, too."""
-    preload = ("tests.plugin.sharding",)
-    run_ranks(_save, 3, tmp_path / "nerfstudio_models", preload=preload)
-    run_ranks(_load, 2, tmp_path / "nerfstudio_models", preload=preload)
+    run_ranks(_save, 3, tmp_path / "nerfstudio_models")
+    run_ranks(_load, 2, tmp_path / "nerfstudio_models")
 
 
 def test_a_run_goes_on_from_either_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,7 +197,7 @@ def three_or_one(world: World, folder: Path) -> list[dict[str, Tensor]]:
 def test_three_workers_follow_one(tmp_path: Path) -> None:
     write_capture(tmp_path / "capture")
     expected = three_or_one(World.single(), tmp_path)
-    for outcomes in run_ranks(three_or_one, 3, tmp_path, preload=["tests.plugin.course"]):
+    for outcomes in run_ranks(three_or_one, 3, tmp_path):
         for outcome, wanted in zip(outcomes, expected, strict=True):
             assert len(outcome["gauss_params.means"]) not in (0, 60)
             for name, value in wanted.items():

@@ -17,7 +17,6 @@ FOX = ROOT.parent / "shared" / "data" / "fox"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
     pytest.mark.skipif(not FOX.is_dir(), reason=f"the fox capture is not at {FOX}"),
 ]
 

@@ -1,10 +1,12 @@
 """Faults of every kind in a run of several workers: who is told what, how soon, and what is left behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from ns_multigpu.plugin.errors import WorkerFailed
 from ns_multigpu.plugin.launch import run_workers
 from tests.plugin.guarded_toy import GuardedConfig
-from tests.plugin.test_launch import ROOT, alive, environment, free_port, wait_until
+from tests.plugin.test_launch import HANG, ROOT, alive, environment, free_port, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -23,13 +25,30 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+_started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on() -> Iterator[None]:
+    """A run of a test that failed would take hours, and the cores of all tests behind it."""
+    yield
+    while _started:
+        run = _started.pop()
+        if run.poll() is None:
+            run.terminate()  # torchrun's workers are in sessions of their own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.communicate(timeout=60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+
+
 def notes(folder: Path) -> list[str]:
     return (folder / "notes").read_text().splitlines()
 
 
 def gone(folder: Path) -> bool:
     pids = [int(path.read_text()) for path in folder.glob("pid-*")]
-    return bool(pids) and wait_until(lambda: not any(map(alive, pids)), 5)
+    return bool(pids) and wait_until(lambda: not any(map(alive, pids)), HANG)
 
 
 def model(folder: Path) -> torch.Tensor:
@@ -44,21 +63,26 @@ def start(folder: Path, workers: int, *launcher: str, **fields: Any) -> subproce
     """The toy in a process of its own: `workers` of our launcher's, or 0 for this process alone or under `launcher`."""
     module = ["-m", "tests.plugin.guarded_toy", str(workers), repr({"folder": str(folder), **fields})]
     command = [sys.executable, *(["-m", "torch.distributed.run", *launcher] if launcher else []), *module]
-    return subprocess.Popen(
+    run = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
+    _started.append(run)
+    return run
 
 
-def started(folder: Path, process: subprocess.Popen[str], workers: int) -> None:
+def started(folder: Path, process: subprocess.Popen[str], workers: int) -> float:
+    """Waits until a run that was just started has saved; returns the seconds that took, which tell how busy this is."""
+    begin = time.monotonic()
     ready = wait_until(
         lambda: (
             (len(list(folder.glob("pid-*"))) == workers and (folder / "toy.ckpt").exists())
             or process.poll() is not None
         ),
-        60,
+        HANG,
     )
     assert ready and process.poll() is None, process.communicate()[0]
+    return time.monotonic() - begin
 
 
 @pytest.mark.parametrize(
@@ -70,14 +94,15 @@ def started(folder: Path, process: subprocess.Popen[str], workers: int) -> None:
     ],
 )
 def test_a_dying_worker_brings_the_others_down(tmp_path: Path, what: str, said: str) -> None:
-    """Ranks 0 and 2 sit in a collective by then."""
+    """Ranks 0 and 2 sit in a collective by then. They are down within 10 s (a second, where nothing else runs), or
+    within the time that the start took, if this machine is so busy that it took longer."""
     run = start(tmp_path, 3, steps=10**6, pace=0.01, faults=((1, 100, what),))
-    started(tmp_path, run, 3)
+    took = started(tmp_path, run, 3)
     first = int((tmp_path / "pid-1").read_text())
-    assert wait_until(lambda: not alive(first), 60)
+    assert wait_until(lambda: not alive(first), HANG)
     died = time.monotonic()
-    output, _ = run.communicate(timeout=60)
-    assert time.monotonic() - died < 10
+    output, _ = run.communicate(timeout=HANG)
+    assert time.monotonic() - died < max(10.0, took)
     assert run.returncode == 1 and gone(tmp_path)
     assert said in output
     if what == "raise":
@@ -118,7 +143,7 @@ def test_torchrun_restarts_too(tmp_path: Path, rendezvous: str) -> None:
     place = "--standalone" if rendezvous == "standalone" else f"--master-port={free_port()}"
     launcher = ("--nproc-per-node=2", "--max-restarts=1", place)
     run = start(tmp_path, 0, *launcher, faults=((1, 17, "SIGKILL"),))
-    output, _ = run.communicate(timeout=90)
+    output, _ = run.communicate(timeout=HANG)
     assert run.returncode == 0, output
     assert notes(tmp_path) == ["attempt 0 from step 0", "attempt 1 from step 15"]
 
@@ -145,7 +170,7 @@ def test_a_signal_saves_and_leaves_nothing(
         os.killpg(run.pid, how)
     else:
         os.kill(run.pid if target == "parent" else int((tmp_path / "pid-1").read_text()), how)
-    output, _ = run.communicate(timeout=30)
+    output, _ = run.communicate(timeout=HANG)
     step = saved_step(tmp_path)
     assert f"Stopped by {how.name} after step {step}. Saved {tmp_path / 'toy.ckpt'}" in output
     assert gone(tmp_path)
@@ -157,33 +182,33 @@ def test_a_signal_saves_nothing_when_asked_not_to(tmp_path: Path) -> None:
     run = start(tmp_path, 2, steps=10**6, pace=0.01, save_on_interrupt=False)
     started(tmp_path, run, 2)
     os.kill(run.pid, signal.SIGTERM)
-    output, _ = run.communicate(timeout=30)
+    output, _ = run.communicate(timeout=HANG)
     assert run.returncode == 143 and "Nothing new was saved" in output
     assert saved_step(tmp_path) % 5 == 4  # the last regular one
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     run = start(tmp_path, 2, steps=10**6, faults=((1, 30, "sleep"),))  # it will never come to grant the first one
-    started(tmp_path, run, 2)
+    took = started(tmp_path, run, 2)
     time.sleep(0.5)
     os.kill(run.pid, signal.SIGINT)
     time.sleep(1.5)
     assert run.poll() is None
     os.kill(run.pid, signal.SIGINT)
     begin = time.monotonic()
-    output, _ = run.communicate(timeout=30)
-    assert time.monotonic() - begin < 8
+    output, _ = run.communicate(timeout=HANG)
+    assert time.monotonic() - begin < max(8.0, took)
     assert run.returncode == 130 and "Stopped by SIGINT" in output and gone(tmp_path)
 
 
 def test_a_pause_on_rank_0_holds_all_and_ends(tmp_path: Path) -> None:
     (tmp_path / "pause").touch()
     run = start(tmp_path, 2, steps=20, stall_seconds=0.5, stall_abort_seconds=1.0)
-    assert wait_until(lambda: (tmp_path / "pid-1").exists(), 60)
+    assert wait_until(lambda: (tmp_path / "pid-1").exists(), HANG)
     time.sleep(4)
     assert run.poll() is None and not (tmp_path / "toy.ckpt").exists()
     (tmp_path / "pause").unlink()
-    output, _ = run.communicate(timeout=30)
+    output, _ = run.communicate(timeout=HANG)
     assert run.returncode == 0 and saved_step(tmp_path) == 19, output
 
 
@@ -205,19 +230,18 @@ def test_a_stopped_process_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed) as caught:
         run_workers(GuardedConfig(str(tmp_path), faults=((1, 12, "SIGSTOP"),), stall_abort_seconds=2.0), 2)
     assert "Rank 1 is late and does not answer" in str(caught.value) and gone(tmp_path)
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < HANG
 
 
 def test_torchrun_shows_the_first_traceback_last(tmp_path: Path) -> None:
     run = start(tmp_path, 0, "--nproc-per-node=2", f"--master-port={free_port()}", faults=((1, 17, "raise"),))
-    output, _ = run.communicate(timeout=90)
+    output, _ = run.communicate(timeout=HANG)
     assert run.returncode == 1 and gone(tmp_path)
     last = output[output.rindex("Root Cause") :]
     assert "rank      : 1" in last and "KeyError: 'the toy is broken'" in last and "misbehave" in last, output
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_killed_training_run_ends_as_if_nothing_had_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real thing, once; `python -m benchmarks.faults` does it twenty times."""
     from benchmarks.faults import measure

@@ -12,7 +12,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 70, 40
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 def _train(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +31,7 @@ def _train(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
         *("city", "--blocks", "1", "--views", "24", "--width", "96", "--height", "64"),
     ]
     env = {**keep, "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
 def _run(out: Path, *options: str) -> tuple[str, Path]:

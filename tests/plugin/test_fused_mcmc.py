@@ -13,7 +13,7 @@ from tests.plugin.course import POINTS, write_capture
 from tests.plugin.tile_course import MODEL, Outcome, course, furthest
 from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 IMAGES, VIEWS, AWAY = 48, 2, 2e-3
 # Picks are made by sums of opacities in units of 2^-24, so that rounding draws others: at first nobody is picked.
@@ -54,7 +54,7 @@ def ordinary(folder: Path) -> Outcome:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_course_of_ordinary_steps(ranks: int, folder: Path, ordinary: Outcome) -> None:
-    for outcomes in run_ranks(train_both, ranks, folder, preload=["tests.plugin.tile_course"]):
+    for outcomes in run_ranks(train_both, ranks, folder):
         assert outcomes.keys() == ({True, False} if VIEWS % ranks == 0 else {True})
         for tile, found in outcomes.items():
             assert [count for _, count in found["points"]] == [POINTS * (1 if tile else ranks)] * 5

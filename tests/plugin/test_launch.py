@@ -18,6 +18,8 @@ from ns_multigpu.plugin.launch import cores, run_workers
 from tests.plugin.toy import ToyConfig, reports
 
 ROOT = Path(__file__).parents[2]
+HANG = 240.0
+"""Seconds after which what has not come will not come: a busy machine takes many times what an idle one does."""
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -34,7 +36,7 @@ def ns_train(*arguments: str, launcher: tuple[str, ...] = (), **variables: str) 
     command += ["-m", "nerfstudio.scripts.train", "toy", *arguments]
     variables["NERFSTUDIO_METHOD_CONFIGS"] = "toy=tests.plugin.toy_method:toy"
     env = environment(**variables)
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150, check=False)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG, check=False)
 
 
 def alive(pid: int) -> bool:
@@ -91,7 +93,7 @@ def test_workers_run_the_main_module_only_if_they_need_it(tmp_path: Path, kind: 
     """That of `ns-train` takes seconds; but a configuration may be one of its classes."""
     (tmp_path / "main.py").write_text(MAIN)
     words = [sys.executable, str(tmp_path / "main.py"), str(tmp_path), kind]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=HANG, check=False)
     assert done.returncode == 0, done.stderr
     assert len(reports(tmp_path)) == 2 and len(list(tmp_path.glob("main-*"))) == times
 
@@ -112,11 +114,11 @@ def test_a_failing_worker_ends_all_and_is_named(
     start = time.monotonic()
     with pytest.raises(kind, match=said) as caught:
         run_workers(ToyConfig(str(tmp_path)), 2)
-    assert time.monotonic() - start < 60  # rank 0 sits in a barrier for ten minutes unless it is ended
+    assert time.monotonic() - start < HANG  # rank 0 sits in a barrier for ten minutes unless it is ended
     if conduct == "raise":
         assert isinstance(caught.value, WorkerFailed)
         assert 'raise KeyError("the toy is broken")' in caught.value.report
-    assert all(wait_until(lambda pid=one["pid"]: not alive(pid), 5) for one in reports(tmp_path))
+    assert all(wait_until(lambda pid=one["pid"]: not alive(pid), HANG) for one in reports(tmp_path))
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -130,14 +132,14 @@ def test_no_process_stays_behind(tmp_path: Path, how: signal.Signals) -> None:
     process = subprocess.Popen(
         [sys.executable, str(script)], cwd=ROOT, env=environment(TOY="wait"), stderr=subprocess.PIPE, text=True
     )
-    assert wait_until(lambda: len(reports(tmp_path)) == 2 or process.poll() is not None, 60)
+    assert wait_until(lambda: len(reports(tmp_path)) == 2 or process.poll() is not None, HANG)
     process.send_signal(how)
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=HANG)
     assert process.returncode == (-how if how == signal.SIGKILL else 128 + how)
     if how != signal.SIGKILL:
         assert f"Stopped by {how.name}" in said and "Traceback" not in said
     seen = reports(tmp_path)
-    assert len(seen) == 2 and all(wait_until(lambda pid=one["pid"]: not alive(pid), 5) for one in seen)
+    assert len(seen) == 2 and all(wait_until(lambda pid=one["pid"]: not alive(pid), HANG) for one in seen)
 
 
 def check_one_run_folder(output: Path, workers: int, machines: int = 1) -> list[Mapping[str, Any]]:
@@ -232,7 +234,7 @@ def test_ranks_agree_before_there_is_a_group(tmp_path: Path, launcher: str, refu
         )
         for command, extra in zip(commands, variables, strict=True)
     ]
-    said = "".join(process.communicate(timeout=90)[0] for process in running)
+    said = "".join(process.communicate(timeout=HANG)[0] for process in running)
     if refuse:
         assert all(process.returncode == 1 for process in running)
         assert "refused by rank 0" in said

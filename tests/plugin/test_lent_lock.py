@@ -17,7 +17,7 @@ def _thread(work: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
-def _until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def _until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to that"

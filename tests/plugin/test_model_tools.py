@@ -22,7 +22,6 @@ from tests.plugin.course import TinyDataParserConfig
 from tests.plugin.rendering import POINTS, make_pipeline, write_capture
 from tests.ranks import run_ranks
 
-PRELOAD = ("ns_multigpu.methods", "tests.plugin.test_model_tools")
 TIMING = {"num_rays_per_sec", "fps", "num_rays_per_sec_std", "fps_std"}
 
 
@@ -46,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.machine.device_type, config.machine.num_devices = "cpu", 2
     config.get_base_dir().mkdir(parents=True)
     config.save_config()
-    run_ranks(_write_run, 2, capture, config.get_base_dir(), (0, 70, 90), preload=PRELOAD)
+    run_ranks(_write_run, 2, capture, config.get_base_dir(), (0, 70, 90))
     return config.get_base_dir() / "config.yml"
 
 
@@ -110,7 +109,7 @@ def alone(run: Path, path: Path) -> Path:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_several_write_what_one_writes(run: Path, path: Path, alone: Path, tmp_path: Path, size: int) -> None:
-    points = run_ranks(_use, size, run, _works(tmp_path, path), preload=PRELOAD)
+    points = run_ranks(_use, size, run, _works(tmp_path, path))
     assert points == ([70, 20] if size == 2 else [30, 30, 30]), "each holds its part, and no more"
     _compare(tmp_path, alone)
 
@@ -150,7 +149,6 @@ def test_what_cannot_be_done_is_said(run: Path, path: Path, tmp_path: Path, caps
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_commands(run: Path, path: Path, alone: Path, tmp_path: Path) -> None:
     """As typed: as many workers as the run had, which are two."""
     common = ["--load-config", str(run), "--device-type", "cpu"]

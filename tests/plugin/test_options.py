@@ -22,8 +22,6 @@ from ns_multigpu.core.world import World
 from tests.plugin.course import POINTS, follow, write_capture
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(900)  # the first test trains all rows: a minute on two idle cores
-
 MODEL, DATA = "pipeline.model.", "pipeline.datamanager."
 BATCH, STEPS, RANKS = 4, 12, (1, 2, 4)
 CAPTURES = {
@@ -147,7 +145,7 @@ def courses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list
     folder = tmp_path_factory.mktemp("options")
     for name, kind in CAPTURES.items():
         write_capture(folder / name.replace(" ", "-"), **kind)
-    yield {size: run_ranks(all_courses, size, folder, preload=["tests.plugin.course"]) for size in RANKS}
+    yield {size: run_ranks(all_courses, size, folder) for size in RANKS}
 
 
 def close(value: torch.Tensor, expected: torch.Tensor, name: str) -> None:

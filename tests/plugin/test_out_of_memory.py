@@ -22,7 +22,6 @@ from tests.plugin.course import write_capture
 from tests.plugin.resuming import differing, everything, start
 from tests.ranks import run_ranks
 
-PRELOAD = ("tests.plugin.resuming",)
 STEP = 4
 """The step in which memory runs out."""
 
@@ -102,7 +101,7 @@ def _no_poses(options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_step_before_is_saved(capture: Path, tmp_path: Path, where: str, size: int) -> None:
-    results = run_ranks(_run_out, size, capture, tmp_path, where, {}, preload=PRELOAD)
+    results = run_ranks(_run_out, size, capture, tmp_path, where, {})
     said, folder, _, _ = results[0]
     assert all(result[0] == said for result in results), "all ranks say the same"
     assert f"Rank {size - 1} ran out of memory" in said and f"in step {STEP}" in said
@@ -168,7 +167,7 @@ def _block_runs_out(world: World, capture: Path, run: Path, how: str) -> tuple[s
 
 @pytest.mark.parametrize(("how", "size"), [("room", 1), ("room", 2), ("step", 1)])
 def test_a_block_goes_back_to_its_last_whole_step(capture: Path, tmp_path: Path, how: str, size: int) -> None:
-    results = run_ranks(_block_runs_out, size, capture, tmp_path / "out", how, preload=PRELOAD)
+    results = run_ranks(_block_runs_out, size, capture, tmp_path / "out", how)
     said, folder, step, found = results[0]
     assert all(result[0] == said for result in results) and "ran out of memory" in said
     if how == "room":
@@ -179,7 +178,7 @@ def test_a_block_goes_back_to_its_last_whole_step(capture: Path, tmp_path: Path,
     assert all(float(value) == step + 1 for value in counters.values())
     # The same course, ended there.
     options = {"fused_steps": "always", "background_color": "black", "steps_per_checksum": 4}
-    again = run_ranks(_course_of, size, capture, tmp_path / "again", step + 1, options, preload=PRELOAD)
+    again = run_ranks(_course_of, size, capture, tmp_path / "again", step + 1, options)
     assert differing(again[0], found, 1e-6) == []
 
 
@@ -239,7 +238,7 @@ def _sums(world: World) -> list[float]:
 
 
 def test_a_rank_that_gives_up_keeps_nobody_waiting() -> None:
-    assert run_ranks(_sums, 2, preload=PRELOAD)[0] == [12.0, 12.0, 20.0]
+    assert run_ranks(_sums, 2)[0] == [12.0, 12.0, 20.0]
 
 
 class _UnluckyTrainer(trainer_module.DistributedTrainer):

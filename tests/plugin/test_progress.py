@@ -14,7 +14,6 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.progress import ProgressLog
 from tests.ranks import run_ranks
 
-PRELOAD = ("nerfstudio.configs.base_config", "ns_multigpu.plugin.progress")
 SECONDS = (
     {"data": 0.1, "compute": 0.5, "exchange": 0.5, "waiting for the device": 9.0},
     {"data": 0.3, "compute": 0.7, "exchange": 0.1},
@@ -48,7 +47,7 @@ def _rows(folder: Path) -> list[dict[str, float]]:
 
 
 def test_two_ranks_are_put_together(tmp_path: Path) -> None:
-    told, _ = run_ranks(_log, 2, tmp_path, SECONDS, preload=PRELOAD)
+    told, _ = run_ranks(_log, 2, tmp_path, SECONDS)
     first, row = _rows(tmp_path)
     assert first["step"] == 0 and row["step"] == 10 and first["data_ms"] == first["waiting_ms"] == 0.0
     assert row["data_ms"] == pytest.approx(20.0) and row["compute_ms"] == pytest.approx(60.0)

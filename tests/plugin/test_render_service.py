@@ -11,7 +11,6 @@ from ns_multigpu.core.world import World
 from tests.plugin.rendering import POINTS, camera, make_pipeline, write_capture
 from tests.ranks import run_ranks, skip_without_gpus
 
-PRELOAD = ("ns_multigpu.methods", "tests.plugin.rendering")
 BOUNDS = {1: (0, 90), 2: (0, 50, 90), 3: (0, 20, 20, 90), 4: (0, 0, 60, 61, 90)}
 """With three ranks and more, one has no points."""
 CROPS = {
@@ -90,7 +89,7 @@ def _check(capture: Path, size: int, device: str) -> None:
     assert float(whole["rgb"].std()) > 0.05 and bool((whole["depth"][clear] == whole["depth"].max()).all())
     assert not torch.equal(expected[(SIZES[0], "a part")]["rgb"], whole["rgb"])
     # Forked from a server that has imported everything, unless there are GPUs, which cannot be shared that way.
-    results = run_ranks(_images, size, capture, options, device=device, preload=PRELOAD if device == "cpu" else ())
+    results = run_ranks(_images, size, capture, options, device=device)
     assert sum(result["points"] for result in results) == POINTS
     assert size < 3 or any(result["points"] == 0 for result in results)
     for key, outputs in expected.items():
@@ -117,7 +116,7 @@ def _evaluated(world: World, capture: Path, strategy: str, folder: Path, step: i
 @pytest.mark.parametrize("size", [2, 3])
 def test_held_out_metrics_are_those_of_one_process(capture: Path, tmp_path: Path, size: int) -> None:
     expected = _evaluated(World.single(), capture, "single", tmp_path / "one", 7)
-    results = run_ranks(_evaluated, size, capture, "tile", tmp_path / "many", 7, preload=PRELOAD)
+    results = run_ranks(_evaluated, size, capture, "tile", tmp_path / "many", 7)
     timing = {"num_rays_per_sec", "fps", "num_rays_per_sec_std", "fps_std"}
     assert {"psnr", "ssim", "psnr_std", "ssim_std"} <= expected["mean"].keys() and expected["mean"]["psnr_std"] > 0
     for result in results:

@@ -176,10 +176,10 @@ def _all(world: World, capture: Path, out: Path) -> Report:
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
     out = tmp_path_factory.mktemp("resume")
     write_capture(out / "capture")
-    return run_ranks(_all, 4, out / "capture", out, seconds=300, preload=("ns_multigpu.methods", "tests.plugin.course"))
+    return run_ranks(_all, 4, out / "capture", out)
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("rank", [0, 1])

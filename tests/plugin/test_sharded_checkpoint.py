@@ -26,22 +26,22 @@ from tests.plugin.sharding import (
     carried,
     load,
     of_points,
-    on_ranks,
     rows_of,
     save_sharded,
     whole_model,
     whole_state,
 )
+from tests.ranks import run_ranks
 
 # ---- any number of ranks ----
 
 
-def testcarried_over_any_numbers_of_ranks(tmp_path: Path) -> None:
+def test_carried_over_any_numbers_of_ranks(tmp_path: Path) -> None:
     models = tmp_path / "nerfstudio_models"
-    assert on_ranks(carried, 4, models, [20, 0, 16, 1], 1) == [[0, 20], [20, 20], [20, 36], [36, 37]]
-    assert on_ranks(carried, 1, models, None, 2) == [[0, 37]]
-    assert on_ranks(carried, 3, models, None, 3) == [[0, 12], [12, 24], [24, 37]]
-    assert on_ranks(carried, 4, models, None, 4) == [[0, 9], [9, 18], [18, 27], [27, 37]]
+    assert run_ranks(carried, 4, models, [20, 0, 16, 1], 1) == [[0, 20], [20, 20], [20, 36], [36, 37]]
+    assert run_ranks(carried, 1, models, None, 2) == [[0, 37]]
+    assert run_ranks(carried, 3, models, None, 3) == [[0, 12], [12, 24], [24, 37]]
+    assert run_ranks(carried, 4, models, None, 4) == [[0, 9], [9, 18], [18, 27], [27, 37]]
     rows, model, state = load(ALONE, models, 4)
     assert_rows(rows, model, state)
 
@@ -84,10 +84,10 @@ def _spread(world: World, models: Path) -> None:
 
 def test_from_shards_to_replicas_and_back(tmp_path: Path) -> None:
     """The sum of the replicas' statistics is what one has; nobody's are counted twice."""
-    on_ranks(carried, 3, tmp_path / "a" / "nerfstudio_models", [3, 0, 34], 1)
-    on_ranks(_replicated, 2, tmp_path / "a" / "nerfstudio_models")
-    on_ranks(_save_replicas, 2, tmp_path / "b" / "nerfstudio_models")
-    on_ranks(_spread, 3, tmp_path / "b" / "nerfstudio_models")
+    run_ranks(carried, 3, tmp_path / "a" / "nerfstudio_models", [3, 0, 34], 1)
+    run_ranks(_replicated, 2, tmp_path / "a" / "nerfstudio_models")
+    run_ranks(_save_replicas, 2, tmp_path / "b" / "nerfstudio_models")
+    run_ranks(_spread, 3, tmp_path / "b" / "nerfstudio_models")
 
 
 # ---- nothing is gathered ----
@@ -129,7 +129,7 @@ def _big_save(world: World, models: Path, count: int) -> tuple[int, int, int]:
 
 
 def test_each_rank_writes_its_own_rows_and_sends_none(tmp_path: Path) -> None:
-    results = on_ranks(_big_save, 2, tmp_path / "nerfstudio_models", 20_000)
+    results = run_ranks(_big_save, 2, tmp_path / "nerfstudio_models", 20_000)
     assert results[0][2] > 1.8 * results[1][2] > 10**6
     for sent, written, own in results:
         assert 0 < sent < 0.1 * own, "plans and names only"
@@ -138,7 +138,7 @@ def test_each_rank_writes_its_own_rows_and_sends_none(tmp_path: Path) -> None:
 
 def test_only_the_files_of_own_rows_are_read(tmp_path: Path) -> None:
     models = tmp_path / "nerfstudio_models"
-    on_ranks(carried, 3, models, [12, 12, 13], 1)
+    run_ranks(carried, 3, models, [12, 12, 13], 1)
     _, *files = files_of(models, 1)
     folder = files[0].parent
     saved = SavedTensors(folder)

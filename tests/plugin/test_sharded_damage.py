@@ -17,7 +17,8 @@ from ns_multigpu.plugin.sharded_state import (
     shapes_in,
 )
 from tests.plugin.saving import ALONE, copied, files_of, write
-from tests.plugin.sharding import carried, on_ranks, rows_of, save_sharded, whole_model, whole_state
+from tests.plugin.sharding import carried, rows_of, save_sharded, whole_model, whole_state
+from tests.ranks import run_ranks
 
 
 def _twice(world: World, models: Path) -> None:
@@ -28,7 +29,7 @@ def _twice(world: World, models: Path) -> None:
 @pytest.fixture(scope="module")
 def saved_twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded") / "run" / "nerfstudio_models"
-    on_ranks(_twice, 2, folder)
+    run_ranks(_twice, 2, folder)
     return folder
 
 
@@ -83,7 +84,7 @@ def _full(world: World, models: Path) -> str:
 
 
 def test_a_full_disk_on_one_rank_leaves_the_old_ones(models: Path) -> None:
-    said = on_ranks(_full, 2, models)
+    said = run_ranks(_full, 2, models)
     assert said[0] == said[1] and "No space left" in said[0]
     assert sorted(path.name for path in models.iterdir()) == ["step-000000001.ckpt", "step-000000002.ckpt"]
     assert len(list(states_folder(models).iterdir())) == 2

@@ -128,8 +128,7 @@ def _ranks(world: World, capture: Path, out: Path) -> Report:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
     out = tmp_path_factory.mktemp("sharded")
     write_capture(out / "capture")
-    preload = ("ns_multigpu.methods", "tests.plugin.course")
-    return out, run_ranks(_ranks, 3, out / "capture", out, seconds=300, preload=preload)[0]
+    return out, run_ranks(_ranks, 3, out / "capture", out)[0]
 
 
 def ns_export(monkeypatch: pytest.MonkeyPatch, config: Path, folder: Path, *options: str) -> int | str | None:
@@ -143,7 +142,7 @@ def ns_export(monkeypatch: pytest.MonkeyPatch, config: Path, folder: Path, *opti
     return None
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 
 def test_any_number_of_ranks_goes_on(runs: tuple[Path, Report]) -> None:

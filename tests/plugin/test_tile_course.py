@@ -19,7 +19,7 @@ from tests.plugin.course import write_capture
 from tests.plugin.tile_course import MODEL, Outcome, course, furthest
 from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 RANKS, IMAGES = (1, 2, 3), 50
 
@@ -89,8 +89,7 @@ def courses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list
     write_capture(folder / "one-size", wide=False)
     batch = {name: train(World.single(), folder, name, tile=False) for name in CASES if name != SORTED}
     batch[SORTED] = batch[GATHERED]
-    preload = ["tests.plugin.tile_course"]
-    yield {0: [batch], **{size: run_ranks(train_all, size, folder, preload=preload) for size in RANKS}}
+    yield {0: [batch], **{size: run_ranks(train_all, size, folder) for size in RANKS}}
 
 
 @pytest.mark.parametrize("size", RANKS)

@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HALF, IMAGES = 60, 90
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 def _run(*command: str) -> str:
     keep = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK", "WORLD", "LOCAL_"))}
     env = {**keep, "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command], env=env, capture_output=True, text=True, timeout=400, check=False
+        [sys.executable, "-W", "ignore", *command], env=env, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return " ".join(done.stdout.split())

@@ -118,11 +118,10 @@ def courses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Courses]:
     for name, kind in CAPTURES.items():
         write_capture(folder / name.replace(" ", "-"), **kind)
     batch = {name: train(World.single(), folder, name, tile=False) for name in ROWS}
-    yield batch, run_ranks(train_all, RANKS, folder, preload=["tests.plugin.test_tile_options"])
+    yield batch, run_ranks(train_all, RANKS, folder)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ROWS)
 def test_two_ranks_follow_one_with_batch(courses: Courses, name: str) -> None:
     batch, ranks = courses
@@ -139,7 +138,6 @@ def test_two_ranks_follow_one_with_batch(courses: Courses, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_options_of_our_own_were_at_work(courses: Courses) -> None:
     (outcomes, _), (usual, *_) = courses[1][0], TABLE
     assert outcomes[usual]["points"][-1][1] > 150 >= outcomes["max-gaussians"]["points"][-1][1]
@@ -149,7 +147,6 @@ def test_options_of_our_own_were_at_work(courses: Courses) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused_on_every_rank(courses: Courses, name: str) -> None:
     for _, said in courses[1]:

@@ -23,7 +23,6 @@ from tests.plugin.guarded_toy import GuardedConfig
 from tests.plugin.rendering import make_pipeline, write_capture
 from tests.ranks import run_ranks
 
-PRELOAD = ("ns_multigpu.methods", "tests.plugin.rendering", "nerfstudio.viewer.viewer")
 STATE = CameraState(
     fov=1.2, aspect=1.5, camera_type=CameraType.PERSPECTIVE,
     c2w=torch.tensor([[0.0, -0.24254, 0.97014, 2.0], [1.0, 0, 0, 0.1], [0, 0.97014, 0.24254, 0.5]]),
@@ -138,7 +137,7 @@ def _visit(world: World, capture: Path, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_visit(capture: Path, tmp_path: Path, size: int) -> None:
-    results = run_ranks(_visit, size, capture, tmp_path, preload=PRELOAD)
+    results = run_ranks(_visit, size, capture, tmp_path)
     assert [result["taken"] for result in results] == [42] * size
     in_steps, paused, completed = results[0]["counts"]
     assert 3 <= in_steps <= 41, "at most one image a step"
@@ -182,6 +181,6 @@ def _fail(*_: Any) -> None:
 
 @pytest.mark.parametrize("how", ["error in a step", "error in a rendering", "signal", "signal in the end"])
 def test_no_thread_waits_for_training_that_has_ended(capture: Path, tmp_path: Path, how: str) -> None:
-    for ended, taken, said in run_ranks(_broken_off, 2, capture, tmp_path, how, preload=PRELOAD):
+    for ended, taken, said in run_ranks(_broken_off, 2, capture, tmp_path, how):
         assert ended
         assert (said == "" and taken == 3) if "signal" in how else "is broken" in said

@@ -82,7 +82,7 @@ def all_courses(world: World) -> dict[str, Outcome]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_one_rank(size: int) -> None:
-    outcomes = run_ranks(all_courses, size, preload=("tests.primitives.test_sharded_densifier",))
+    outcomes = run_ranks(all_courses, size)
     for case in CASES:
         expected, _, changes = course(World.single(), case, sharded=False)
         assert len(expected["means"]) == COUNT + changes["duplicated"] + changes["split"] - changes["pruned"]

@@ -63,7 +63,7 @@ def all_courses(world: World) -> dict[str, Outcome]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_one_rank(size: int) -> None:
-    outcomes = run_ranks(all_courses, size, preload=("tests.primitives.test_sharded_mcmc",))
+    outcomes = run_ranks(all_courses, size)
     for case in CASES:
         expected, _, totals = course(World.single(), case, sharded=False)
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")

@@ -14,7 +14,6 @@ from ns_multigpu.primitives.sharded_order import Move, Reordering, find_splitter
 from ns_multigpu.primitives.sharded_rows import move_rows
 from tests.ranks import run_ranks
 
-PRELOAD = ("tests.primitives.test_sharded_order",)
 LAST = (1 << 62) - 1
 CASES = ("random", "one has all", "some have none", "nothing", "one key", "few keys", "in order", "no work")
 CASES += ("uneven work", "nearly even", "ends of the range")
@@ -76,7 +75,7 @@ def reorder_all(world: World) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_order_of_the_whole(size: int) -> None:
-    outcomes = run_ranks(reorder_all, size, preload=PRELOAD)
+    outcomes = run_ranks(reorder_all, size)
     for case in CASES:
         whole = rows_of(case, size)
         keys, order = torch.sort(torch.cat([k for k, _ in whole]), stable=True)
@@ -124,7 +123,7 @@ def test_splitters_are_as_near_as_can_be(span: int) -> None:
 
 
 def test_keys_are_of_one_box(size: int = 3) -> None:
-    for outcome in run_ranks(boxed, size, preload=PRELOAD):
+    for outcome in run_ranks(boxed, size):
         assert outcome
 
 
@@ -178,7 +177,7 @@ def carried(world: World) -> tuple[dict[str, Tensor], list[float]]:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_everything_of_a_point_travels(size: int) -> None:
-    outcomes = run_ranks(carried, size, preload=PRELOAD)
+    outcomes = run_ranks(carried, size)
     number = torch.arange(50, dtype=torch.float32)
     kept = torch.where(number % 10 == 4, 0.0, 1.0)
     bounds = [0, *accumulate(len(found["flat"]) for found, _ in outcomes)]
