@@ -207,7 +207,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None, help="writes the figures there as well")
     a = parser.parse_args()
     task = Task(a.views, a.width, a.height, a.content, a.image_memory_gb, a.steps, a.step_ms)
-    ranks: list[Measured] = run_ranks(measure, a.ranks, task, device=a.device, seconds=3600)
+    # Not forked: of what processes that are share, nobody would know whose it is.
+    ranks: list[Measured] = run_ranks(measure, a.ranks, task, device=a.device, seconds=3600, fork=False)
     total = show(task, ranks, a.device)
     if a.json is not None:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)

@@ -29,19 +29,19 @@ def skip_without_gpus(ranks: int) -> None:
 
 
 def run_ranks(
-    function: Callable[..., Any], size: int, *args: Any, device: str = "cpu", seconds: int = 300
+    function: Callable[..., Any], size: int, *args: Any, device: str = "cpu", seconds: int = 300, fork: bool = True
 ) -> list[Any]:
     """Calls `function(world, *args)` on `size` new processes; returns what each returned, by rank.
 
     Functions and arguments must be picklable. A world of one runs in this process. The first rank that fails ends the
-    others, and its traceback is the error. On CPUs a server that has imported what all need forks the ranks: they have
-    this process's environment, and else nothing of it.
+    others, and its traceback is the error. On CPUs a server that has imported what all need forks the ranks, unless
+    told not to `fork`: they have this process's environment, and else nothing of it.
     """
     if size == 1:
         return [function(World.single(device if device == "cpu" else "cuda:0"), *args)]
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.set_forkserver_preload(_PRELOADED)
-        method = "forkserver" if device == "cpu" else "spawn"  # CUDA does not outlive a fork
+        method = "forkserver" if fork and device == "cpu" else "spawn"  # CUDA does not outlive a fork
         what = (size, device, folder, seconds, dict(os.environ), function, args)
         context = mp.start_processes(_rank, what, nprocs=size, join=False, start_method=method)
         while not context.join():  # returns each time a rank has ended
