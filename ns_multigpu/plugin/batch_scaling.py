@@ -27,7 +27,8 @@ BY_ROOT: tuple[ScalingRule, ...] = ("sqrt-to-none", "sqrt")
 
 OFTEN = 100
 """How often a run has to see each view for rates to fall by themselves. Measured with four views a step: at 19 times
-falling costs 1.3 dB, at 50 0.3, at 107 it gains 0.5, at 349 it changes nothing (benchmarks/results/city-h200.md)."""
+falling costs 1.3 dB, at 50 0.3, at 100 nothing; on a larger city at 107 it gains 0.5, on the fox at 349 it changes
+nothing (benchmarks/results/city-h200.md)."""
 
 
 def scaling_rule(choice: ScalingChoice, images: int, views: int) -> ScalingRule:
