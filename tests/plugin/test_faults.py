@@ -48,7 +48,7 @@ def notes(folder: Path) -> list[str]:
 
 def gone(folder: Path) -> bool:
     pids = [int(path.read_text()) for path in folder.glob("pid-*")]
-    return bool(pids) and wait_until(lambda: not any(map(alive, pids)), HANG)
+    return bool(pids) and wait_until(lambda: not any(map(alive, pids)), 30)
 
 
 def model(folder: Path) -> torch.Tensor:

@@ -118,7 +118,7 @@ def test_a_failing_worker_ends_all_and_is_named(
     if conduct == "raise":
         assert isinstance(caught.value, WorkerFailed)
         assert 'raise KeyError("the toy is broken")' in caught.value.report
-    assert all(wait_until(lambda pid=one["pid"]: not alive(pid), HANG) for one in reports(tmp_path))
+    assert all(wait_until(lambda pid=one["pid"]: not alive(pid), 30) for one in reports(tmp_path))
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -139,7 +139,7 @@ def test_no_process_stays_behind(tmp_path: Path, how: signal.Signals) -> None:
     if how != signal.SIGKILL:
         assert f"Stopped by {how.name}" in said and "Traceback" not in said
     seen = reports(tmp_path)
-    assert len(seen) == 2 and all(wait_until(lambda pid=one["pid"]: not alive(pid), HANG) for one in seen)
+    assert len(seen) == 2 and all(wait_until(lambda pid=one["pid"]: not alive(pid), 30) for one in seen)
 
 
 def check_one_run_folder(output: Path, workers: int, machines: int = 1) -> list[Mapping[str, Any]]:
