@@ -27,9 +27,9 @@ $(STAMP): requirements.lock pyproject.toml
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "This Python cannot make virtual environments. On Debian or Ubuntu: sudo apt install python3-venv"; exit 1; }
 	@echo "==> Installing the packages of requirements.lock (3 to 10 minutes, about 7 GB; later runs skip this)"
-	@# Compiled on all cores: pip would use one. (What does not compile is left out: some packages carry templates.)
+	@# Compiled on all cores: pip would use one. What does not compile (some packages carry templates) is left out.
 	@$(BIN)/python -m pip install --disable-pip-version-check --prefer-binary --no-compile -r requirements.lock
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || echo "    (Some files of packages do not compile.)"
 	@echo "==> Installing ns_multigpu"
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.world import SHARE_GPUS, World, backend_of, gpu_of, gpu_places
 
-_PRELOADED = [f"tests.plugin.{name}" for name in ("rendering", "resuming", "saving", "sharding", "tile_course")]
+PRELOADED = [f"tests.plugin.{name}" for name in ("rendering", "resuming", "saving", "sharding", "tile_course")]
 """What takes seconds to import is among what these import. A server of ranks has one list: the first it is given."""
 
 
@@ -40,7 +40,7 @@ def run_ranks(
     if size == 1:
         return [function(World.single(device if device == "cpu" else "cuda:0"), *args)]
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.set_forkserver_preload(_PRELOADED)
+        multiprocessing.set_forkserver_preload(PRELOADED)
         method = "forkserver" if fork and device == "cpu" else "spawn"  # CUDA does not outlive a fork
         what = (size, device, folder, seconds, dict(os.environ), function, args)
         context = mp.start_processes(_rank, what, nprocs=size, join=False, start_method=method)
