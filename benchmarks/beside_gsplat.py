@@ -31,7 +31,7 @@ from benchmarks.environment import describe
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.types import Patch, Points, View, stack_intrinsics, stack_viewmats
-from ns_multigpu.plugin.cameras import view_from_camera
+from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.primitives.densifier import densification_info
 from ns_multigpu.primitives.gaussians import Gaussians
 

@@ -19,8 +19,8 @@ from benchmarks.city_model import DEGREE, CityModel, CityScene
 from benchmarks.lockstep import Clock, Inputs, memory, over_ranks
 from benchmarks.stopwatch import Work, captured
 from cuda_ext import LazyAdam
-from cuda_ext.adam import adam_scalars
-from cuda_ext.lazy_adam import MOST_STEPS
+from cuda_ext.ops.adam import adam_scalars
+from cuda_ext.ops.lazy_adam import MOST_STEPS
 from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World

@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.floors import TILE, Counts, count
 from benchmarks.garden import DEGREE, Scene
 from cuda_ext import SplatRows, intersect_capacity, splat_forward, splat_update
-from cuda_ext.adam import adam_scalars
+from cuda_ext.ops.adam import adam_scalars
 from ns_multigpu.primitives.fused_step import padded
 
 

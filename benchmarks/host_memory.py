@@ -29,12 +29,12 @@ from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.types import View
 from ns_multigpu.core.view_sequence import ViewSequence
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.city_dataparser import CityDataParserConfig
-from ns_multigpu.plugin.datamanager import DistributedDataManager, DistributedDataManagerConfig
-from ns_multigpu.plugin.host_memory import own_memory
-from ns_multigpu.plugin.image_share import ImageShare
-from ns_multigpu.plugin.image_store import ImageData, ImageShape
-from ns_multigpu.plugin.process_world import set_world
+from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
+from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.capture.image_share import ImageShare
+from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape
+from ns_multigpu.plugin.faults.host_memory import own_memory
+from ns_multigpu.plugin.launch.process_world import set_world
 from tests.ranks import run_ranks
 
 ALLOWED = 1.2

@@ -30,8 +30,8 @@ from benchmarks.rank_jobs import Job, run_jobs
 from benchmarks.stopwatch import free
 from benchmarks.tile import MOST_VIEWS, image_size
 from benchmarks.tile_run import Mode, TileRun
-from cuda_ext._load import build_native
-from cuda_ext.compact_adam import COMPACT
+from cuda_ext.dispatch.load import build_native
+from cuda_ext.ops.compact_adam import COMPACT
 from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.peer_memory import choose_transport
 from ns_multigpu.core.world import World

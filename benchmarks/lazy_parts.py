@@ -1,4 +1,4 @@
-"""The pieces of a step that puts off what is not drawn (`cuda_ext.lazy_adam`), and the least time they can take."""
+"""The pieces of a step that puts off what is not drawn (`cuda_ext.ops.lazy_adam`), and the least time they can take."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from benchmarks.floors import BYTES_PER_MS, Counts
 from benchmarks.fused_path import FusedPath
 from benchmarks.garden import DEGREE, Scene
 from cuda_ext import LazyAdam, SplatRows, splat_flush, splat_forward, splat_update
-from cuda_ext.adam import adam_scalars
+from cuda_ext.ops.adam import adam_scalars
 
 BLOCK = 50
 """Steps between two flushes."""

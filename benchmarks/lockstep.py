@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.adam import ScalarRing
+from cuda_ext.ops.adam import ScalarRing
 from ns_multigpu.core.collectives import all_gather_floats
 from ns_multigpu.core.world import World
 

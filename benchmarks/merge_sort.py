@@ -30,7 +30,7 @@ from torch import Tensor
 
 import cuda_ext
 from benchmarks.environment import describe
-from cuda_ext.peer_sort import sort_pairs
+from cuda_ext.ops.peer_sort import sort_pairs
 from ns_multigpu.core.collectives import all_gather_floats, all_gather_ints, barrier
 from ns_multigpu.core.peer_memory import PeerBuffer
 from ns_multigpu.core.peer_sort import SortBuffers, peer_merge_sort

@@ -8,7 +8,7 @@ from benchmarks.fused_path import Capacities
 from benchmarks.garden import Scene
 from benchmarks.stopwatch import Work, captured
 from cuda_ext import AdamStep, FusedAdam, LazyAdam
-from cuda_ext.adam import ScalarRing
+from cuda_ext.ops.adam import ScalarRing
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings
 

@@ -30,7 +30,7 @@ from benchmarks.garden import Garden, Scene
 from benchmarks.sections import Line, Sections, finish, parse, parser, ratio, show
 from benchmarks.stopwatch import Stopwatch, captured, peak_bytes
 from benchmarks.ways import Render, gsplat_counts, gsplat_render, joined, operators_render
-from cuda_ext.fused import PARAMETERS
+from cuda_ext.ops.fused import PARAMETERS
 
 
 @dataclass

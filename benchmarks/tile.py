@@ -33,7 +33,7 @@ from benchmarks.rank_jobs import Job, run_jobs
 from benchmarks.tile_jobs import make_worker
 from benchmarks.tile_run import Mode, lists_to_choose
 from benchmarks.tile_tables import show
-from cuda_ext._load import build_native
+from cuda_ext.dispatch.load import build_native
 from ns_multigpu.planning.quantities import parse_count, parse_size
 
 SECTIONS = ("single", "tile", "batch", "modes", "gsplat")

@@ -12,11 +12,11 @@ from torch import Tensor
 from benchmarks.city_model import DEGREE, CityModel
 from benchmarks.city_runs import SSIM_LAMBDA, Course, Run
 from benchmarks.lockstep import Clock, Inputs, over_ranks
-from cuda_ext.row_exchange import RECORD_FLOATS
+from cuda_ext.ops.row_exchange import RECORD_FLOATS
 from ns_multigpu.core.assignment import TileRanges
 from ns_multigpu.core.tile_work import TileWork
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.plan_graphs import PlanGraphs
+from ns_multigpu.plugin.blocks.plan_graphs import PlanGraphs
 from ns_multigpu.primitives.late_counts import LateCounts
 from ns_multigpu.primitives.tile_lists import SortedLists
 from ns_multigpu.primitives.tile_rows import CollectiveRows, OwnRows, PeerRows, RowTransport

@@ -33,7 +33,7 @@ from benchmarks.our_step import OurStep
 from benchmarks.sections import Line, Sections, finish, parse, parser, ratio, show
 from benchmarks.stopwatch import Stopwatch, peak_bytes
 from cuda_ext import AdamStep, FusedAdam, band_loss, composite
-from cuda_ext.fused import PARAMETERS
+from cuda_ext.ops.fused import PARAMETERS
 
 MOST_LOSS_DIFFERENCE = 1e-2
 """Relative."""

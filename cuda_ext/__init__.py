@@ -2,23 +2,25 @@
 
 Every operator has one schema (`torch.ops.ns_multigpu.*`), a C++ twin for CPU and CUDA kernels, both compiled on first
 use, and a pure-torch reference; gsplat 1.4.0's kernels can serve on CUDA instead. Nothing is compiled at
-import; see `cuda_ext._load`.
+import; see `cuda_ext.dispatch.load`.
 """
 
-from cuda_ext._build import NativeBuildError
-from cuda_ext._load import backend, build_native, compiler_problem, reference_forced, use_reference
-from cuda_ext.adam import AdamStep, FusedAdam, adam_step, fused_step
-from cuda_ext.band_loss import BandLoss, band_loss, band_loss_into
-from cuda_ext.compositing import composite
-from cuda_ext.culling import cull, cull_capacity
-from cuda_ext.fused import RowGradients, SplatRows, splat_forward, splat_update
-from cuda_ext.lazy_adam import LazyAdam, lazy_serves, splat_flush
-from cuda_ext.loss import l1_ssim
-from cuda_ext.peer_sort import band_lists, intersect_keys, merge_level, publish_count, sort_pairs
-from cuda_ext.projection import Projection, project, sh_colors
-from cuda_ext.rasterization import intersect, intersect_capacity, rasterize
-from cuda_ext.row_exchange import ArrivedRows, collect, pack, route, route_lines, unpack
-from cuda_ext.step_control import step_gate, step_message
+from cuda_ext.build.native import NativeBuildError
+from cuda_ext.dispatch.load import backend, build_native, compiler_problem, reference_forced, use_reference
+from cuda_ext.gsplat import projection as gsplat_projection  # noqa: F401 - they say what they serve
+from cuda_ext.gsplat import rasterization as gsplat_rasterization  # noqa: F401 - they say what they serve
+from cuda_ext.ops.adam import AdamStep, FusedAdam, adam_step, fused_step
+from cuda_ext.ops.band_loss import BandLoss, band_loss, band_loss_into
+from cuda_ext.ops.compositing import composite
+from cuda_ext.ops.culling import cull, cull_capacity
+from cuda_ext.ops.fused import RowGradients, SplatRows, splat_forward, splat_update
+from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves, splat_flush
+from cuda_ext.ops.loss import l1_ssim
+from cuda_ext.ops.peer_sort import band_lists, intersect_keys, merge_level, publish_count, sort_pairs
+from cuda_ext.ops.projection import Projection, project, sh_colors
+from cuda_ext.ops.rasterization import intersect, intersect_capacity, rasterize
+from cuda_ext.ops.row_exchange import ArrivedRows, collect, pack, route, route_lines, unpack
+from cuda_ext.ops.step_control import step_gate, step_message
 
 __all__ = [
     "AdamStep",

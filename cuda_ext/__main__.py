@@ -13,10 +13,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from cuda_ext import _cuda
-from cuda_ext._build import NativeBuildError
-from cuda_ext._build_cuda import NAME
-from cuda_ext._load import build_native
+from cuda_ext.build.cuda import NAME
+from cuda_ext.build.native import NativeBuildError
+from cuda_ext.dispatch import cuda as _cuda
+from cuda_ext.dispatch.load import build_native
 
 
 def build_cuda_into(folder: Path) -> Path:

@@ -90,7 +90,7 @@ def export(load_config: Path, output: Path, step: int | None = None, overwrite: 
         step: Of the checkpoint; by default the newest.
         overwrite: Replace the file if it exists.
     """
-    from ns_multigpu.plugin.ply_export import export_ply, run_checkpoint
+    from ns_multigpu.plugin.export.ply import export_ply, run_checkpoint
 
     checkpoint = run_checkpoint(load_config, step)
     progress = functools.partial(_progress, description="Writing Gaussians")
@@ -117,7 +117,7 @@ def evaluate(
         num_devices: How many devices hold the model; by default as many as trained it.
         device_type: Of the devices; auto takes GPUs if there are any.
     """
-    from ns_multigpu.plugin.model_tools import Evaluation, run_tool
+    from ns_multigpu.plugin.tools.models import Evaluation, run_tool
 
     run_tool(load_config, step, Evaluation(output_path, render_output_path), num_devices, device_type)
 
@@ -146,7 +146,7 @@ def render(
         num_devices: How many devices hold the model; by default as many as trained it.
         device_type: Of the devices; auto takes GPUs if there are any.
     """
-    from ns_multigpu.plugin.model_tools import CameraPath, run_tool
+    from ns_multigpu.plugin.tools.models import CameraPath, run_tool
 
     work = CameraPath(camera_path_filename, output_path, rendered_output_names, downscale_factor, image_format)
     run_tool(load_config, step, work, num_devices, device_type)

@@ -6,7 +6,7 @@ that needs a datamanager may be imported here.
 
 from nerfstudio.plugins.registry_dataparser import DataParserSpecification
 
-from ns_multigpu.plugin.city_dataparser import CityDataParserConfig
+from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
 
 city = DataParserSpecification(
     config=CityDataParserConfig(),

@@ -4,18 +4,25 @@ Splatfacto's recipe is written out rather than taken from nerfstudio's `method_c
 methods, this module's among them, before this module is done.
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
-from nerfstudio.configs.base_config import ViewerConfig
+from nerfstudio.configs.base_config import LocalWriterConfig, LoggingConfig, ViewerConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 from nerfstudio.engine.optimizers import AdamOptimizerConfig
 from nerfstudio.engine.schedulers import ExponentialDecaySchedulerConfig
 from nerfstudio.plugins.types import MethodSpecification
 
-from ns_multigpu.plugin.datamanager import DistributedDataManagerConfig
-from ns_multigpu.plugin.pipeline import DistributedPipelineConfig
-from ns_multigpu.plugin.splat_options import SplatModelConfig
-from ns_multigpu.plugin.trainer_config import DistributedTrainerConfig
+from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
+from ns_multigpu.plugin.faults.errors import show_uncaught
+from ns_multigpu.plugin.model.options import SplatModelConfig
+from ns_multigpu.plugin.train.config import DistributedTrainerConfig
+from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig
+from ns_multigpu.plugin.train.terminal import TerminalLog
+
+if len(sys.argv) > 1 and sys.argv[1].startswith("splatfacto-") and "train" in Path(sys.argv[0]).name:
+    show_uncaught()  # Ctrl-C, from here on, is no traceback
 
 IMAGES = 30000
 """How many images a run sees, and its schedules span."""
@@ -57,6 +64,7 @@ def splatfacto(strategy: str, *, views_per_step: int | None = None) -> Distribut
             "camera_opt": _group(1e-4, final=5e-7, warmup=1000),
             "bilateral_grid": _group(2e-3, final=1e-4, warmup=1000),
         },
+        logging=LoggingConfig(local_writer=LocalWriterConfig(_target=TerminalLog, enable=True)),
         viewer=ViewerConfig(num_rays_per_chunk=1 << 15),
         vis="viewer",
     )

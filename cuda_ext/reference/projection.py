@@ -1,4 +1,4 @@
-"""The reference of `cull`, `project` and `sh_colors`. Shapes, units and sources: `cuda_ext.projection`."""
+"""The reference of `cull`, `project` and `sh_colors`. Shapes, units and sources: `cuda_ext.ops.projection`."""
 
 from collections.abc import Sequence
 

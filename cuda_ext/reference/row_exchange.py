@@ -1,4 +1,4 @@
-"""`route`, `route_lines`, `pack`, `unpack` and `collect` in torch's operators. See `cuda_ext.row_exchange`.
+"""`route`, `route_lines`, `pack`, `unpack` and `collect` in torch's operators. See `cuda_ext.ops.row_exchange`.
 
 Addresses are those of memory of this process: where they lie on a GPU, only our kernels can follow them.
 """
@@ -17,7 +17,7 @@ RECORD_FLOATS = 16
 def route(
     view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Sequence[int], ranks: int
 ) -> tuple[Tensor, Tensor]:
-    """See `cuda_ext.row_exchange.route`."""
+    """See `cuda_ext.ops.row_exchange.route`."""
     place = torch.empty((ranks, len(view_ids)), dtype=torch.int32, device=view_ids.device)
     counts = torch.empty(ranks, dtype=torch.int64, device=view_ids.device)
     route_lines(view_ids, count, means2d, radii, patches, ranks, 0, len(view_ids), place, counts)
@@ -29,7 +29,7 @@ def route_lines(
     view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Sequence[int], ranks: int, first: int,
     end: int, place: Tensor, counts: Tensor,
 ) -> None:  # fmt: skip
-    """See `cuda_ext.row_exchange.route_lines`."""
+    """See `cuda_ext.ops.row_exchange.route_lines`."""
     real = torch.arange(first, end, device=view_ids.device) < count
     view_ids, means2d, radii = view_ids[first:end], means2d[first:end], radii[first:end]
     alive = real & (radii > 0).all(-1)
@@ -52,7 +52,7 @@ def pack(
     view_ids: Tensor, means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor,
     radii: Tensor, place: Tensor, destinations: Tensor, capacity: int, first: int = 0, end: int | None = None,
 ) -> None:  # fmt: skip
-    """See `cuda_ext.row_exchange.pack`."""
+    """See `cuda_ext.ops.row_exchange.pack`."""
     end = len(view_ids) if end is None else end
     slots = torch.arange(len(view_ids), dtype=torch.int32)
     floats = torch.cat([means2d, conics, opacities[:, None], features, depths[:, None]], dim=1)
@@ -67,7 +67,7 @@ def pack(
 
 @torch.no_grad()
 def unpack(records: Tensor, counts: Tensor, views: int) -> tuple[Tensor, ...]:
-    """See `cuda_ext.row_exchange.unpack`."""
+    """See `cuda_ext.ops.row_exchange.unpack`."""
     ranks, capacity = records.shape[:2]
     lines = torch.arange(capacity, device=records.device)
     real = (lines < counts[:, None]).reshape(-1, 1)
@@ -83,7 +83,7 @@ def unpack(records: Tensor, counts: Tensor, views: int) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def collect(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
-    """See `cuda_ext.row_exchange.collect`."""
+    """See `cuda_ext.ops.row_exchange.collect`."""
     records = torch.zeros((place.shape[1], RECORD_FLOATS))
     real = torch.arange(place.shape[1]) < count
     for lines, address in zip(place, sources.tolist(), strict=True):

@@ -123,7 +123,8 @@ def join_gradients(grads: Sequence[Tensor], halos: Halos, like: Tensor, world: W
     channels = grads[0].shape[-1] if grads else 0
     pieces = [grads[s.source[1]][halos.slices(s.source[1], s.rectangle)].reshape(-1, channels) for s in out]
     rows = torch.cat(pieces) if pieces else like.new_empty(0, channels)
-    received = exchange_rows(rows, send, receive, world)
+    with world.traffic.measured():
+        received = exchange_rows(rows, send, receive, world)
     start = 0
     for strip in into:
         piece = received[start : start + strip.pixels]

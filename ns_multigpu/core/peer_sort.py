@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cuda_ext import peer_sort as ops
+from cuda_ext.ops import peer_sort as ops
 from ns_multigpu.core.collectives import exchange_counts, exchange_rows
 from ns_multigpu.core.merge_sort import merge_levels, merge_sort
 from ns_multigpu.core.world import World

@@ -107,7 +107,8 @@ class ExchangedSplats(Exchange):
             counts.append(torch.zeros(len(views), dtype=torch.int64, device=place.device))
             counts[-1].index_add_(0, place, touch.long())
         told = cast(list[int], torch.cat([*counts, self._work.count(own, views)]).tolist())
-        table = all_gather_ints([points, *told], world)
+        with world.traffic.measured():
+            table = all_gather_ints([points, *told], world)
         cells = world.size * len(views)
         if learn:
             self._work.learn(views, [sum(column) for column in zip(*(row[1 + cells :] for row in table), strict=True)])
@@ -161,7 +162,9 @@ class _Route:
     def carry(self, columns: Sequence[Tensor], world: World) -> list[Tensor]:
         """[M, ...] tensors of one type -> [K, ...] what arrives of them, in the order of (view, owner, row there)."""
         packed = torch.cat([_flat(column) for column in columns], dim=1)
-        arrived = exchange_rows(packed[torch.cat(list(self.chosen))], self.send, self.receive, world)
+        chosen = packed[torch.cat(list(self.chosen))]
+        with world.traffic.measured():
+            arrived = exchange_rows(chosen, self.send, self.receive, world)
         pieces = arrived.split([count for counts in self.arriving for count in counts])
         views = len(self.arriving[0])
         # Sources own ascending ranges, and send each view's rows ascending: no keys need to be compared.
@@ -174,7 +177,8 @@ class _Route:
         views, sources = len(self.arriving[0]), len(self.arriving)
         pieces = packed.split([self.arriving[source][view] for view in range(views) for source in range(sources)])
         by_source = torch.cat([packed[:0], *(piece for source in range(sources) for piece in pieces[source::sources])])
-        back = exchange_rows(by_source, self.receive, self.send, world)
+        with world.traffic.measured():
+            back = exchange_rows(by_source, self.receive, self.send, world)
         total = back.new_zeros(rows, back.shape[1])
         # A rank after the other, each row at most once: the same bits on every run, also on a GPU.
         for chosen, piece in zip(self.chosen, back.split(self.send), strict=True):

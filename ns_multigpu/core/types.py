@@ -3,8 +3,10 @@
 All are frozen: a stage returns a new record instead of changing the one it was given.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,10 +163,15 @@ class Rendering:
 
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent to other ranks. Payload only: what a ring algorithm sends, no headers."""
+    """Bytes that this rank has sent to other ranks. Payload only: what a ring algorithm sends, no headers.
+
+    Attributes:
+        measured: encloses each exchange of splats, or of their gradients, for whoever wants to know how long it takes.
+    """
 
     sent: int = 0
     marks: dict[str, int] = field(default_factory=dict[str, int])
+    measured: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def add(self, count: int) -> None:
         """Counts `count` bytes as sent."""

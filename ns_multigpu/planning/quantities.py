@@ -3,21 +3,25 @@
 import re
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
-_COUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?|\.\d+)\s*([kmbg]?)", re.IGNORECASE)
+_COUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?|\.\d+)(?:(e[+-]?\d+)|\s*([kmbg]?))", re.IGNORECASE)
+_MOST = 10**12
+"""Points: more than any machine holds."""
 _SIZE = re.compile(r"\s*(\d+)\s*[xX]\s*(\d+)\s*")
 
 
 def parse_count(text: str) -> int:
-    """400M, 1.5B, 250k, 8000000 or 8_000_000 as an integer.
+    """400M, 1.5B, 250k, 8000000, 8_000_000 or 8e6 as an integer.
 
     Raises:
-        ValueError: it is none of these, or not a whole number of at least 1.
+        ValueError: it is none of these, or not a whole number from 1 to a million million.
     """
     match = _COUNT.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no number of points: write 8000000, 250k, 400M or 1.5B")
-    number, suffix = match.groups()
-    value = float(number.replace("_", "").replace(",", "")) * _SUFFIXES[suffix.lower()]
+        raise ValueError(f"{text!r} is no number of points: write 8000000, 8e6, 250k, 400M or 1.5B")
+    number, exponent, suffix = match.groups()
+    value = float(number.replace("_", "").replace(",", "") + (exponent or "")) * _SUFFIXES[(suffix or "").lower()]
+    if not value <= _MOST:
+        raise ValueError(f"{text!r}: that many points fit no machine; give {_MOST:.0e} at most")
     count = round(value)
     if count < 1 or abs(value - count) > 1e-6 * count:
         raise ValueError(f"{text!r} is not a whole number of points, 1 or more")

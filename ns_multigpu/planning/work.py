@@ -171,4 +171,4 @@ def share(strategy: str, course: Course) -> Share:
 ROW_BYTES = 92
 """A row and its gradients as `batch` gathers them (`FusedStep`)."""
 RECORD_BYTES = 64
-"""A row, or its gradients, as `tile` exchanges them (`cuda_ext.row_exchange`)."""
+"""A row, or its gradients, as `tile` exchanges them (`cuda_ext.ops.row_exchange`)."""

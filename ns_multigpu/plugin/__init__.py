@@ -1,1 +1,5 @@
-"""The nerfstudio side: with `ns_multigpu.methods`, the only place that imports nerfstudio."""
+"""The nerfstudio side: trainer, pipeline, datamanager, model, launcher. A room is a folder, and imports point down."""
+
+from ns_multigpu.plugin._moved import know_old_names
+
+know_old_names()

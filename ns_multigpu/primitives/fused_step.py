@@ -8,7 +8,7 @@ The number of rows and of intersections with tiles is known on the device alone,
 exceeded the step, and all that follow it, leave parameters, moments and statistics as they are (`Status.done` stops
 counting); the host finds out when it looks, makes room, and takes them again.
 
-A lazy step leaves the points that no rank drew for later (`cuda_ext.lazy_adam`): parameters and moments are what they
+A lazy step leaves the points that no rank drew for later (`cuda_ext.LazyAdam`): parameters and moments are what they
 ought to be only after `flush`, for which there has to be one every 64 steps at least.
 """
 
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.adam import SCALARS
-from cuda_ext.fused import SplatRows, splat_forward, splat_update
-from cuda_ext.lazy_adam import LazyAdam, splat_flush
-from cuda_ext.step_control import step_gate
+from cuda_ext.ops.adam import SCALARS
+from cuda_ext.ops.fused import SplatRows, splat_forward, splat_update
+from cuda_ext.ops.lazy_adam import LazyAdam, splat_flush
+from cuda_ext.ops.step_control import step_gate
 from ns_multigpu.core.collectives import all_gather_together
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians import TILE
@@ -95,7 +95,7 @@ class FusedStep:
         settings: see there.
         world: the ranks.
         target_type: of `targets`.
-        lazy: put off the steps of points that are not drawn, and keep them there (see `cuda_ext.lazy_adam`, also for
+        lazy: put off the steps of points that are not drawn, and keep them there (see `cuda_ext.LazyAdam`, also for
             which options of Adam). A step made anew before a flush goes on from that of the one before.
 
     Raises:
@@ -104,7 +104,7 @@ class FusedStep:
     Attributes:
         inputs: one vector that holds the next four, in this order.
         viewmats: [B, 4, 4] the batch's world-to-camera matrices. Ks: [B, 3, 3] its intrinsics.
-        backgrounds: [V, 3] of this rank's views. scalars: [6, 8] Adam's, see `cuda_ext.adam.AdamStep`.
+        backgrounds: [V, 3] of this rank's views. scalars: [6, 8] Adam's, see `cuda_ext.ops.adam.AdamStep`.
         targets: [V, H, W, 3] input: this rank's images, uint8 or float in [0, 1].
         rgb: [V, H, W, 3] this rank's renderings of the last step.
         report: [V + 1] the losses of this rank's views, not divided by B, and a number that is finite where all

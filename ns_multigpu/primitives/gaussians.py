@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.projection import three_sigma_radii
+from cuda_ext.ops.projection import three_sigma_radii
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
 

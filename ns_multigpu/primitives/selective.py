@@ -8,7 +8,7 @@ Bias corrections count the model's steps, as dense Adam's do, and not those that
 SelectiveAdam leaves corrections out; with betas of 0.9 and 0.999 a step is the same to a hundredth after 4000 of them.
 """
 
-from cuda_ext.lazy_adam import LazyAdam
+from cuda_ext.ops.lazy_adam import LazyAdam
 
 
 def check_lazy(selective: bool, lazy: LazyAdam | None) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.fused import SplatRows
-from cuda_ext.peer_sort import intersect_keys
-from cuda_ext.row_exchange import ArrivedRows
+from cuda_ext.ops.fused import SplatRows
+from cuda_ext.ops.peer_sort import intersect_keys
+from cuda_ext.ops.row_exchange import ArrivedRows
 from ns_multigpu.core.peer_memory import PeerBuffer
 from ns_multigpu.core.peer_sort import SortBuffers, SortedPairs, peer_merge_sort, sorted_band_lists
 from ns_multigpu.core.placement import Plan

@@ -2,7 +2,7 @@
 
 Rows travel as records of 64 bytes in segments of one capacity, one for each pair of ranks, so that nobody has to tell
 anybody how many there are before they leave; the counts travel beside them and stay on the device. See
-`cuda_ext.row_exchange` for the records.
+`cuda_ext.ops.row_exchange` for the records.
 
 Two transports with the same results: writing and reading the other GPUs' memory, or collectives that send whole
 segments, padding included.
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cuda_ext.fused import SplatRows
-from cuda_ext.row_exchange import RECORD_FLOATS, ArrivedRows, collect, pack, unpack
+from cuda_ext.ops.fused import SplatRows
+from cuda_ext.ops.row_exchange import RECORD_FLOATS, ArrivedRows, collect, pack, unpack
 from ns_multigpu.core.collectives import all_gather_into, all_to_all_into
 from ns_multigpu.core.peer_memory import PeerBuffer
 from ns_multigpu.core.world import World

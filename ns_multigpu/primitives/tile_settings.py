@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cuda_ext.step_control import HEAD
+from cuda_ext.ops.step_control import HEAD
 from ns_multigpu.core.placement import Plan
 from ns_multigpu.core.types import SSIM_HALO, Patch
 from ns_multigpu.primitives.gaussians import TILE

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.adam import SCALARS
-from cuda_ext.band_loss import band_loss_into
-from cuda_ext.fused import SplatRows, splat_forward, splat_update
-from cuda_ext.lazy_adam import LazyAdam, splat_flush
-from cuda_ext.row_exchange import route_lines
-from cuda_ext.step_control import HEAD, step_gate, step_message
+from cuda_ext.ops.adam import SCALARS
+from cuda_ext.ops.band_loss import band_loss_into
+from cuda_ext.ops.fused import SplatRows, splat_forward, splat_update
+from cuda_ext.ops.lazy_adam import LazyAdam, splat_flush
+from cuda_ext.ops.row_exchange import route_lines
+from cuda_ext.ops.step_control import HEAD, step_gate, step_message
 from ns_multigpu.core.placement import Plan
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.adam import adam_scalars
-from cuda_ext.fused import RowGradients, SplatRows
-from cuda_ext.lazy_adam import LazyAdam, splat_flush
+from cuda_ext.ops.adam import adam_scalars
+from cuda_ext.ops.fused import RowGradients, SplatRows
+from cuda_ext.ops.lazy_adam import LazyAdam, splat_flush
 from tests.cuda_ext.fused_steps import Model, make_model
 
 RATES = (2e-3, 1e-3, 5e-3, 2e-2, 2.5e-3, 5e-4)
@@ -141,16 +141,19 @@ def row_gradients(rows: SplatRows, step: int) -> RowGradients:
     return RowGradients(waves(2, 0.01, 0.0), waves(3, 0.1, 1.0), opacities, features, waves(2, 0.02, 4.0).abs())
 
 
-def differences(one: Course, other: Course, mean: bool = False) -> dict[str, float]:
-    """How far apart two models are, at most or in the mean: parameters in units of the rate, moments of the largest."""
-    found: dict[str, float] = {}
-    kinds = ("params", "exp_avgs", "exp_avg_sqs")
-    for kind in kinds:
+def distances(one: Course, other: Course) -> dict[str, Tensor]:
+    """How far apart two models are, element by element: parameters in units of the rate, moments of the largest."""
+    found: dict[str, Tensor] = {}
+    for kind in ("params", "exp_avgs", "exp_avg_sqs"):
         lists = (getattr(one.model, kind), getattr(other.model, kind))
         for i, (a, b) in enumerate(zip(*lists, strict=True)):
             a, b = a.double().cpu(), b.double().cpu()
             if a.numel() > 0:
                 unit = RATES[i] if kind == "params" else float(a.abs().max()) or 1.0
-                apart = (a - b).abs()
-                found[f"{kind} {i}"] = float(apart.mean() if mean else apart.max()) / unit
+                found[f"{kind} {i}"] = (a - b).abs().flatten() / unit
     return found
+
+
+def differences(one: Course, other: Course, mean: bool = False) -> dict[str, float]:
+    """The largest of each of the `distances`, or their mean."""
+    return {name: float(d.mean() if mean else d.max()) for name, d in distances(one, other).items()}

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import cuda_ext
-from cuda_ext import _build_cuda, _cuda, _toolkit
-from cuda_ext._build import NativeBuildError
-from cuda_ext._build_cuda import CudaLibrary
-from cuda_ext.schema import SCHEMAS
+from cuda_ext.build import cuda as _build_cuda
+from cuda_ext.build import toolkit as _toolkit
+from cuda_ext.build.cuda import CudaLibrary
+from cuda_ext.build.native import NativeBuildError
+from cuda_ext.dispatch import cuda as _cuda
+from cuda_ext.dispatch.schema import SCHEMAS
 
 ROOT = Path(__file__).parents[2]
 ADD_ONE = """
@@ -202,7 +204,7 @@ def test_the_operators_compile_for_sm_90_and_register() -> None:
     """Into the usual cache; loading needs no GPU."""
     program = """
 import sys, torch
-from cuda_ext import _cuda
+from cuda_ext.dispatch import cuda as _cuda
 torch.ops.load_library(str(_cuda.library(("90",)).build()))
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 print([name for name in sys.argv[1:] if not has(f"ns_multigpu::{name}", "CUDA")])
@@ -229,7 +231,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_an_output_that_cannot_be_written_is_refused_before_compiling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from cuda_ext import __main__, _cuda
+    from cuda_ext import __main__
+    from cuda_ext.dispatch import cuda as _cuda
 
     monkeypatch.setattr(
         _cuda, "ahead_of_time_library", lambda: SimpleNamespace(build=lambda: pytest.fail("it compiled"))

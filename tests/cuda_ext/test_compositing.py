@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext import compiler_problem
-from cuda_ext._build import required_compiler
+from cuda_ext.build.native import required_compiler
 from tests.cuda_ext.splats import make_splats
 
 _CODE = r"""

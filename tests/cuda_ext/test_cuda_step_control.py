@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cuda_ext import RowGradients, step_message
-from cuda_ext.fused import SplatRows
-from cuda_ext.lazy_adam import LazyAdam
+from cuda_ext.ops.fused import SplatRows
+from cuda_ext.ops.lazy_adam import LazyAdam
 from tests.cuda_ext.fused_steps import as_records, make_gradients, make_model, to
 from tests.cuda_ext.test_step_control import CASES, REASONS, Gated, make_gated, make_told
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import cuda_ext
-from cuda_ext import _gsplat, gsplat_projection
+from cuda_ext.dispatch import gsplat_kernels as _gsplat
+from cuda_ext.gsplat import projection as gsplat_projection
 from tests.cuda_ext.scenes import Scene, random_scene
 
 torch_impl = pytest.importorskip("gsplat.cuda._torch_impl", reason="gsplat is not installed")

@@ -7,32 +7,52 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.adam import adam_step_torch
-from cuda_ext.lazy_adam import MOST_STEPS, LazyAdam, lazy_serves, splat_flush
+from cuda_ext.ops.adam import adam_step_torch
+from cuda_ext.ops.lazy_adam import MOST_STEPS, LazyAdam, lazy_serves, splat_flush
 from cuda_ext.reference import lazy_adam as reference
 from tests.cuda_ext.fused_steps import make_gradients, make_model
-from tests.cuda_ext.lazy_steps import CAPACITY, Course, differences, fresh_model, step_scalars
+from tests.cuda_ext.lazy_steps import CAPACITY, Course, differences, distances, fresh_model, step_scalars
 
 F64 = torch.float64
 pytestmark = pytest.mark.usefixtures("native")
 
 
-@pytest.mark.parametrize("dtype", [F64, torch.float32])
-def test_a_lazy_course_is_the_dense_one(dtype: torch.dtype) -> None:
-    dense, lazy = (Course(fresh_model(400, dtype=dtype), lazy=lazy) for lazy in (False, True))
+def course(dtype: torch.dtype, *, lazy: bool) -> Course:
+    """45 steps, in two blocks."""
+    gone = Course(fresh_model(400, dtype=dtype), lazy=lazy)
     for step in range(45):
-        dense.step(step)
-        lazy.step(step)
-        if step in (17, 44):
-            lazy.flush()
+        gone.step(step)
+        if lazy and step in (17, 44):
+            gone.flush()
+    return gone
+
+
+def test_a_lazy_course_is_the_dense_one() -> None:
+    dense, lazy = course(F64, lazy=False), course(F64, lazy=True)
     assert lazy.longest_gap >= 12, "points must be out of view for long"
     assert 0.2 < lazy.drawn_share < 0.8
-    limit = 1e-10 if dtype == F64 else 3e-2  # of a step; a mean of 10 is rounded to 5e-4 of one, 45 times
     for name, difference in differences(dense, lazy).items():
-        assert difference < limit, f"{name}: {difference}"
+        assert difference < 1e-10, f"{name}: {difference} of a step"
     for name, theirs in dense.statistics.items():
-        pixel = 1 / 80 if name == "radii_max" and dtype != F64 else 0.0  # a radius is rounded up to one
-        torch.testing.assert_close(lazy.statistics[name], theirs, rtol=1e-4, atol=1e-5 + pixel)
+        torch.testing.assert_close(lazy.statistics[name], theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_lazy_course_rounds_as_the_dense_one_does() -> None:
+    """In single precision both are held against the dense course in double.
+
+    Adam divides by the size of the gradients. Where those are nearly zero, their rounding is a part of a step, and it
+    is another on another processor. So the dense course's own error says how large the lazy one's may be, but for the
+    one number in a hundred that is worst.
+    """
+    truth = course(F64, lazy=False)
+    dense, lazy = course(torch.float32, lazy=False), course(torch.float32, lazy=True)
+    theirs, ours = distances(dense, truth), distances(lazy, truth)
+    for name, error in ours.items():
+        assert float(error.quantile(0.99)) < 1.5 * float(theirs[name].quantile(0.99)) + 1e-6, name
+        assert float(error.max()) < (0.2 if name.startswith("params") else 1e-3), name
+    for name, sums in dense.statistics.items():
+        pixel = 1 / 80 if name == "radii_max" else 0.0  # a radius is rounded up to one
+        torch.testing.assert_close(lazy.statistics[name], sums, rtol=1e-4, atol=1e-5 + pixel)
 
 
 @pytest.mark.parametrize("column", [0, 2, 3])
@@ -44,7 +64,7 @@ def test_a_wrong_table_would_show(column: int, monkeypatch: pytest.MonkeyPatch) 
         extend(table, steps, scalars)
         table[: int(steps), :, column] *= 1.01
 
-    monkeypatch.setattr("cuda_ext.reference.fused.extend", wrong)
+    monkeypatch.setattr("cuda_ext.ops.fused_composed.extend", wrong)
     dense, lazy = (Course(fresh_model(400), lazy=lazy) for lazy in (False, True))
     for step in range(20):
         dense.step(step)

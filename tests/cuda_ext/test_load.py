@@ -13,16 +13,17 @@ import pytest
 import torch
 
 import cuda_ext
-from cuda_ext import _build, _load
-from cuda_ext._build import NativeBuildError, NativeLibrary
-from cuda_ext.schema import SCHEMAS
+from cuda_ext.build import native as _build
+from cuda_ext.build.native import NativeBuildError, NativeLibrary
+from cuda_ext.dispatch import load as _load
+from cuda_ext.dispatch.schema import SCHEMAS
 from tests.cuda_ext.scenes import random_scene
 
 ROOT = Path(__file__).parents[2]
 BUILD = """
 import sys
 from pathlib import Path
-from cuda_ext._build import NativeLibrary
+from cuda_ext.build.native import NativeLibrary
 sources = tuple(sorted(Path(sys.argv[1]).glob("*.cpp")))
 print(NativeLibrary("tiny", sources, (), Path(sys.argv[1])).build())
 """

@@ -9,8 +9,8 @@ from torch import Tensor
 
 import cuda_ext
 from cuda_ext import LazyAdam, step_gate, step_message
-from cuda_ext.lazy_adam import MOST_STEPS
-from cuda_ext.step_control import HEAD
+from cuda_ext.ops.lazy_adam import MOST_STEPS
+from cuda_ext.ops.step_control import HEAD
 from tests.cuda_ext.fused_steps import as_records, make_gradients, make_model
 
 F64 = torch.float64

@@ -10,8 +10,8 @@ from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataPars
 from PIL import Image
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.datamanager import DistributedDataManager, DistributedDataManagerConfig
-from ns_multigpu.plugin.process_world import set_world
+from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.launch.process_world import set_world
 
 WIDTH, HEIGHT = 24, 16
 

@@ -20,7 +20,7 @@ from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, Nerfst
 from PIL import Image
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.trainer import DistributedTrainer
+from ns_multigpu.plugin.train.trainer import DistributedTrainer
 
 TRAIN, HELD_OUT, POINTS = 8, 1, 60
 
@@ -118,7 +118,9 @@ def follow(
     torch.manual_seed(3)
     World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
     trainer = DistributedTrainer(config)
-    trainer.save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]  # what a run leaves is not looked at
+    # What a run leaves is not looked at.
+    trainer.save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
+    trainer.save_last = lambda _: trainer.base_dir  # type: ignore[method-assign]
     trainer.setup()
     ready(trainer)
     if not double:

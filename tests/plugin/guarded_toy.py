@@ -15,8 +15,8 @@ import torch
 from ns_multigpu.core.collectives import barrier, sum_in_place
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import memory
-from ns_multigpu.plugin.guards import Guards
+from ns_multigpu.plugin.faults import memory
+from ns_multigpu.plugin.faults.guards import Guards
 from tests.plugin.toy import ToyMachine
 
 
@@ -63,7 +63,7 @@ class GuardedTrainer:
 
     def setup(self) -> None:
         self.world = World.from_env("cpu")
-        self.guards = Guards(self.config, self.world, lambda view: f"view {view} (frame_{view}.png)")
+        self.guards = Guards(self.config, self.world, lambda view: f"view {view} (frame_{view}.png)", lambda: "")
         self.param = torch.nn.Parameter(torch.zeros(8))
         self.adam = torch.optim.Adam([self.param], lr=0.1)
         self.start = 0
@@ -97,7 +97,7 @@ class GuardedTrainer:
                 if last is not None and self.config.save_on_interrupt:
                     self.save(last)
                     saved = self.file
-                raise self.guards.interrupted(last, saved, self.folder)
+                raise self.guards.interrupted(last, saved, self.folder, f"go on with {self.folder}")
             self.save(self.config.steps - 1)
         barrier(self.world)
         self.world.close()
@@ -160,8 +160,8 @@ def main() -> None:
     """For a process of its own, alone or under torchrun: the arguments are the config's fields as Python."""
     import sys
 
-    from ns_multigpu.plugin.errors import show_uncaught
-    from ns_multigpu.plugin.launch import run_workers
+    from ns_multigpu.plugin.faults.errors import show_uncaught
+    from ns_multigpu.plugin.launch.launcher import run_workers
 
     show_uncaught()
     workers, fields = int(sys.argv[1]), dict(eval(sys.argv[2]))

@@ -11,8 +11,8 @@ from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.configs.method_configs import all_methods
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.pipeline import DistributedPipeline
-from ns_multigpu.plugin.process_world import set_world
+from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.train.pipeline import DistributedPipeline
 from tests.plugin import course
 from tests.strategies.scene import make_points
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from nerfstudio.configs.method_configs import all_methods
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import background_save
-from ns_multigpu.plugin.trainer import DistributedTrainer
+from ns_multigpu.plugin.checkpoint import background as background_save
+from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.plugin.course import TinyDataParserConfig
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import checkpoint_storage
-from ns_multigpu.plugin.checkpoint import save
-from ns_multigpu.plugin.checkpoint_verify import check_checkpoint, checkpoints_in, states_folder, step_of
+from ns_multigpu.plugin.checkpoint import storage as checkpoint_storage
+from ns_multigpu.plugin.checkpoint.verify import check_checkpoint, checkpoints_in, states_folder, step_of
+from ns_multigpu.plugin.checkpoint.whole import save
 
 ALONE = World.single()
 

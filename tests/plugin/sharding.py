@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import checkpoint_rows
-from ns_multigpu.plugin.checkpoint import open_checkpoint, save
-from ns_multigpu.plugin.checkpoint_verify import SHARDS
-from ns_multigpu.plugin.sharded_state import (
+from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
+from ns_multigpu.plugin.checkpoint.sharded_state import (
     OwnMoments,
     counts_in,
     load_points,
@@ -20,7 +18,9 @@ from ns_multigpu.plugin.sharded_state import (
     split_state,
     without_points,
 )
-from ns_multigpu.plugin.training_state import put_densifier
+from ns_multigpu.plugin.checkpoint.training_state import put_densifier
+from ns_multigpu.plugin.checkpoint.verify import SHARDS
+from ns_multigpu.plugin.checkpoint.whole import open_checkpoint, save
 
 POINTS = 37
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import ranks
-from ns_multigpu.plugin.agreement import check_same_start, differences, manifest_of
-from ns_multigpu.plugin.errors import InputError
-from ns_multigpu.plugin.ranks import Ranks, agree
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch import ranks
+from ns_multigpu.plugin.launch.agreement import check_same_start, differences, manifest_of
+from ns_multigpu.plugin.launch.ranks import Ranks, agree
 from tests.ranks import run_ranks
 
 
@@ -37,7 +37,7 @@ def test_a_manifest_holds_options_versions_and_sources() -> None:
     assert manifest["option --pipeline.views-per-rank"] == "1"
     assert manifest["option --optimizers.means.lr"] == "0.1"
     assert manifest["version torch"].startswith("2.")
-    assert "source ns_multigpu/plugin/agreement.py" in manifest and "source strategies/batch.py" in manifest
+    assert "source ns_multigpu/plugin/launch/agreement.py" in manifest and "source strategies/batch.py" in manifest
     assert any(name.startswith("source cuda_ext/csrc/") for name in manifest)
     assert "option --timestamp" not in manifest
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import checkpoint_storage
-from ns_multigpu.plugin.checkpoint_verify import checkpoints_in
-from ns_multigpu.plugin.errors import WorkerFailed
-from ns_multigpu.plugin.faults import Interrupted
-from ns_multigpu.plugin.launch import run_workers
+from ns_multigpu.plugin.checkpoint import storage as checkpoint_storage
+from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
+from ns_multigpu.plugin.faults.errors import WorkerFailed
+from ns_multigpu.plugin.faults.signals import Interrupted
+from ns_multigpu.plugin.launch.launcher import run_workers
 from tests.plugin.course import TinyDataParserConfig, write_capture
 from tests.plugin.resuming import differing, everything, start
 from tests.plugin.saving import ALONE, disk, steps_in, until
@@ -138,7 +138,7 @@ class Config:
         return self.config.get_base_dir()
 
     def setup(self, *, local_rank: int, world_size: int) -> Any:
-        from ns_multigpu.plugin.trainer import DistributedTrainer
+        from ns_multigpu.plugin.train.trainer import DistributedTrainer
 
         trainer = DistributedTrainer(self.config, local_rank=local_rank, world_size=world_size)
         usual, train, folder = trainer._may_go_on, checkpoint_storage.write_bytes, self.get_base_dir()

@@ -13,12 +13,13 @@ import torch
 
 from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import background_save, host_copy
-from ns_multigpu.plugin.background_save import CheckpointWriter
-from ns_multigpu.plugin.checkpoint import open_checkpoint
-from ns_multigpu.plugin.checkpoint_rows import Rows
-from ns_multigpu.plugin.checkpoint_verify import check_checkpoint, latest_checkpoint, states_folder, step_of
-from ns_multigpu.plugin.host_copy import Content, share_out
+from ns_multigpu.plugin.checkpoint import background as background_save
+from ns_multigpu.plugin.checkpoint import host_copy
+from ns_multigpu.plugin.checkpoint.background import CheckpointWriter
+from ns_multigpu.plugin.checkpoint.host_copy import Content, share_out
+from ns_multigpu.plugin.checkpoint.rows import Rows
+from ns_multigpu.plugin.checkpoint.verify import check_checkpoint, latest_checkpoint, states_folder, step_of
+from ns_multigpu.plugin.checkpoint.whole import open_checkpoint
 from tests.plugin.saving import ALONE, copied, disk, steps_in, tensors_of, until, write
 from tests.plugin.test_checkpoint_faults import _count, in_another_process
 from tests.ranks import run_ranks

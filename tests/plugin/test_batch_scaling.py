@@ -12,8 +12,14 @@ from nerfstudio.engine.schedulers import (
     MultiStepSchedulerConfig,
 )
 
-from ns_multigpu.plugin.batch_scaling import RateCourse, ScalingRule, scale_optimizer, scaled_scheduler, scaling_rule
-from ns_multigpu.plugin.errors import InputError
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.model.batch_scaling import (
+    RateCourse,
+    ScalingRule,
+    scale_optimizer,
+    scaled_scheduler,
+    scaling_rule,
+)
 
 
 def _optimizer(lr: float = 0.01) -> torch.optim.Optimizer:

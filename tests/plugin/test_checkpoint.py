@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.checkpoint import open_checkpoint, remove_old
-from ns_multigpu.plugin.checkpoint_storage import SavedTensors
-from ns_multigpu.plugin.checkpoint_verify import (
+from ns_multigpu.plugin.checkpoint.storage import SavedTensors
+from ns_multigpu.plugin.checkpoint.verify import (
     FORMAT,
     MANIFEST,
     OURS,
@@ -27,7 +26,8 @@ from ns_multigpu.plugin.checkpoint_verify import (
     states_folder,
     step_of,
 )
-from ns_multigpu.plugin.errors import InputError
+from ns_multigpu.plugin.checkpoint.whole import open_checkpoint, remove_old
+from ns_multigpu.plugin.faults.errors import InputError
 from tests.plugin.saving import ALONE, copied, files_of, newest_as_nerfstudio_finds_it, tensors_of, write
 from tests.ranks import run_ranks
 

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import checkpoint, checkpoint_storage
-from ns_multigpu.plugin.checkpoint import remove_old
-from ns_multigpu.plugin.checkpoint_verify import (
+from ns_multigpu.plugin.checkpoint import storage as checkpoint_storage
+from ns_multigpu.plugin.checkpoint import whole as checkpoint
+from ns_multigpu.plugin.checkpoint.verify import (
     check_checkpoint,
     checkpoints_in,
     latest_checkpoint,
     states_folder,
     step_of,
 )
+from ns_multigpu.plugin.checkpoint.whole import remove_old
 from tests.plugin.saving import ALONE, copied, files_of, newest_as_nerfstudio_finds_it, write
 from tests.ranks import run_ranks
 

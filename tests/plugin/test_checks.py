@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ns_multigpu.plugin import checks
-from ns_multigpu.plugin.errors import InputError, WorkerFailed, show
-from ns_multigpu.plugin.pipeline import DistributedPipelineConfig
-from ns_multigpu.plugin.ranks import Ranks
+from ns_multigpu.plugin.faults.errors import InputError, WorkerFailed, show
+from ns_multigpu.plugin.launch import checks
+from ns_multigpu.plugin.launch.ranks import Ranks
+from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig
 from strategies import STRATEGIES
 
 FOUR = Ranks(rank=5, size=8, local_rank=1, local_size=4, machines=2)
@@ -112,13 +112,6 @@ def test_views_per_rank_and_accumulation() -> None:
     checks.check_no_accumulation({"means": 1})
     with pytest.raises(InputError, match=r"asked for quats.*--pipeline.views-per-rank N"):
         checks.check_no_accumulation({"means": 1, "quats": 4})
-
-
-def test_seed_points() -> None:
-    checks.check_seed_points(1, random_init=False)
-    checks.check_seed_points(0, random_init=True)
-    with pytest.raises(InputError, match=r"no seed points.*--pipeline.model.random-init True"):
-        checks.check_seed_points(0, random_init=False)
 
 
 def test_rates_at_end() -> None:

@@ -8,8 +8,8 @@ import torch
 from nerfstudio.data.datasets.base_dataset import InputDataset
 
 from ns_multigpu.data import CityCapture
-from ns_multigpu.plugin import city_dataparser as module
-from ns_multigpu.plugin.city_dataparser import CAPTURE, CityDataParserConfig, CityDataset, render_device
+from ns_multigpu.plugin.capture import city_dataparser as module
+from ns_multigpu.plugin.capture.city_dataparser import CAPTURE, CityDataParserConfig, CityDataset, render_device
 
 
 @pytest.fixture()

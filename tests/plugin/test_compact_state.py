@@ -8,13 +8,13 @@ import pytest
 import torch
 from nerfstudio.engine.optimizers import AdamOptimizerConfig
 
-from cuda_ext.adam import AdamStep, FusedAdam
-from cuda_ext.compact_adam import COMPACT, CompactAdam
+from cuda_ext.ops.adam import AdamStep, FusedAdam
+from cuda_ext.ops.compact_adam import COMPACT, CompactAdam
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.batch_scaling import RateCourse
-from ns_multigpu.plugin.errors import InputError
-from ns_multigpu.plugin.optimizers import BatchOptimizers
-from ns_multigpu.plugin.training_state import put_optimizers, take_optimizers
+from ns_multigpu.plugin.checkpoint.training_state import put_optimizers, take_optimizers
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.model.batch_scaling import RateCourse
+from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.fused_step import ORDER
 from tests.plugin.course import write_capture

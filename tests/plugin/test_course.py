@@ -11,11 +11,11 @@ from nerfstudio.engine.schedulers import ExponentialDecaySchedulerConfig
 from torch import Tensor
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import checks
-from ns_multigpu.plugin.batch_scaling import RateCourse, ScalingRule
-from ns_multigpu.plugin.errors import InputError
-from ns_multigpu.plugin.optimizers import BatchOptimizers
-from ns_multigpu.plugin.splat_model import SplatModel
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch import checks
+from ns_multigpu.plugin.model.batch_scaling import RateCourse, ScalingRule
+from ns_multigpu.plugin.model.optimizers import BatchOptimizers
+from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
 from tests.plugin.course import follow, write_capture
 from tests.ranks import run_ranks

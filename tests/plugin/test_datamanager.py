@@ -13,11 +13,11 @@ from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataPars
 from ns_multigpu.core.assignment import DealtViews
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.city_dataparser import CityDataParserConfig
-from ns_multigpu.plugin.datamanager import DistributedDataManager, DistributedDataManagerConfig
-from ns_multigpu.plugin.errors import InputError
-from ns_multigpu.plugin.host_memory import available_memory, own_memory
-from ns_multigpu.plugin.image_store import ImageData
+from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
+from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.capture.image_store import ImageData
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.faults.host_memory import available_memory, own_memory
 from tests.plugin.captures import HEIGHT, WIDTH, manager, write_capture
 from tests.ranks import run_ranks
 
@@ -125,10 +125,10 @@ def test_the_memory_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             manager(folder, World.single(), image_memory_gb=wrong)
     with pytest.raises(InputError, match=r"training images do not fit. Raise .*image-memory-gb.\n.*no room for two"):
         _ = manager(folder, World.single(), image_memory_gb=1e-6).train_share
-    monkeypatch.setattr("ns_multigpu.plugin.datamanager.available_memory", lambda: 20_000)
+    monkeypatch.setattr("ns_multigpu.plugin.capture.datamanager.available_memory", lambda: 20_000)
     data = manager(folder, World.single())
     assert data.image_memory == 10_000 and not data.train_share.store.complete
-    monkeypatch.setattr("ns_multigpu.plugin.datamanager.available_memory", lambda: None)
+    monkeypatch.setattr("ns_multigpu.plugin.capture.datamanager.available_memory", lambda: None)
     assert manager(folder, World.single()).image_memory is None
 
 

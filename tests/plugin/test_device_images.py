@@ -8,10 +8,10 @@ from torch import Tensor
 
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import device_images
-from ns_multigpu.plugin.device_images import DeviceImages, whole_views
-from ns_multigpu.plugin.image_share import ImageShare
-from ns_multigpu.plugin.image_store import ImageData, ImageShape
+from ns_multigpu.plugin.capture import device_images
+from ns_multigpu.plugin.capture.device_images import DeviceImages, whole_views
+from ns_multigpu.plugin.capture.image_share import ImageShare
+from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape
 from tests.ranks import run_ranks
 
 COUNT = 9

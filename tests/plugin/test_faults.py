@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from ns_multigpu.plugin.errors import WorkerFailed
-from ns_multigpu.plugin.launch import run_workers
+from ns_multigpu.plugin.faults.errors import WorkerFailed
+from ns_multigpu.plugin.launch.launcher import run_workers
 from tests.plugin.guarded_toy import GuardedConfig
 from tests.plugin.test_launch import HANG, ROOT, alive, environment, free_port, wait_until
 

@@ -12,10 +12,10 @@ from nerfstudio.utils import writer
 from nerfstudio.utils.writer import EventName
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.faults import NonFiniteError
-from ns_multigpu.plugin.fused_training import FusedTraining
-from ns_multigpu.plugin.timing import Pace
-from ns_multigpu.plugin.trainer import DistributedTrainer
+from ns_multigpu.plugin.blocks.fused_training import FusedTraining
+from ns_multigpu.plugin.blocks.timing import Pace
+from ns_multigpu.plugin.faults.signals import NonFiniteError
+from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.plugin.course import follow, write_capture
 
 STEPS = 60

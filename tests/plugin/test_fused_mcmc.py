@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import fused_training, tile_training
+from ns_multigpu.plugin.blocks import fused_training, tile_training
 from ns_multigpu.primitives.fused_step import ORDER
 from tests.plugin.course import POINTS, write_capture
 from tests.plugin.tile_course import MODEL, Outcome, course, furthest

@@ -8,12 +8,12 @@ import pytest
 import torch
 from nerfstudio.utils.misc import step_check
 
-from cuda_ext.adam import FusedAdam
+from cuda_ext.ops.adam import FusedAdam
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.errors import InputError
-from ns_multigpu.plugin.fused_noise import StepNoise
-from ns_multigpu.plugin.fused_options import check_wishes, fuses, next_stop, obstacle
-from ns_multigpu.plugin.fused_training import FusedTraining
+from ns_multigpu.plugin.blocks.fused_noise import StepNoise
+from ns_multigpu.plugin.blocks.fused_options import check_wishes, fuses, next_stop, obstacle
+from ns_multigpu.plugin.blocks.fused_training import FusedTraining
+from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.fused_step import ORDER
 from ns_multigpu.primitives.mcmc import McmcDensifier
@@ -131,7 +131,7 @@ def test_every_obstacle_names_itself(change: Callable[[SimpleNamespace], None], 
 
 
 def test_mcmc_is_fused_but_not_with_selective_adam(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ns_multigpu.plugin.fused_options.kernels_serve", lambda _: True)
+    monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: True)
     gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
     for wish in ("always", "auto"):
         run = make_run(wish)
@@ -155,7 +155,7 @@ def test_an_option_of_fused_steps_is_refused_without_them(
     change: Callable[[SimpleNamespace], None], reason: str, name: str, value: Any, flag: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("ns_multigpu.plugin.fused_options.kernels_serve", lambda _: True)
+    monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: True)
     gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
     run = make_run("auto")
     setattr(run.pipeline.model.config, name, value)
@@ -172,7 +172,7 @@ def test_an_option_of_fused_steps_is_refused_wherever_they_are_not(
     name: str, value: Any, flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
-    monkeypatch.setattr("ns_multigpu.plugin.fused_options.kernels_serve", lambda _: False)
+    monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: False)
     cases = [
         ("never", World.single(), "--fused-steps never"),
         ("never", gpu, "--fused-steps never"),
@@ -198,7 +198,7 @@ def test_what_is_asked_for() -> None:
 def test_on_a_gpu_they_are_fused_where_nothing_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(0, 1, 0, 1, torch.device("cuda", 0))
     serves = True
-    monkeypatch.setattr("ns_multigpu.plugin.fused_options.kernels_serve", lambda _: serves)
+    monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: serves)
     run = make_run("auto")
     assert asked(run, world) == (True, "Steps are fused.")
     serves = False

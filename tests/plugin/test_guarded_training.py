@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-import ns_multigpu.plugin.splat_model as splat_model
+import ns_multigpu.plugin.model.splat_model as splat_model
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.faults import NonFiniteError, RanOutOfMemory
+from ns_multigpu.plugin.faults.signals import NonFiniteError, RanOutOfMemory
 from tests.plugin.course import follow, write_capture
 from tests.ranks import run_ranks
 

@@ -10,9 +10,9 @@ from ns_multigpu.core.assignment import DealtViews
 from ns_multigpu.core.types import View
 from ns_multigpu.core.view_sequence import ViewSequence
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.errors import InputError
-from ns_multigpu.plugin.image_share import ImageError, ImageShare
-from ns_multigpu.plugin.image_store import ImageData, ImageShape, ImageStore, shape_of
+from ns_multigpu.plugin.capture.image_share import ImageError, ImageShare
+from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape, ImageStore, shape_of
+from ns_multigpu.plugin.faults.errors import InputError
 from tests.ranks import run_ranks
 
 

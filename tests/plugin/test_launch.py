@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ns_multigpu.plugin.errors import InputError, WorkerFailed
-from ns_multigpu.plugin.launch import cores, run_workers
+from ns_multigpu.plugin.faults.errors import InputError, WorkerFailed
+from ns_multigpu.plugin.launch.launcher import cores, run_workers
 from tests.plugin.toy import ToyConfig, reports
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def test_workers_meet_and_share_seed_and_cores(tmp_path: Path, clean_environment
 MAIN = """
 import os, sys
 from pathlib import Path
-from ns_multigpu.plugin.launch import run_workers
+from ns_multigpu.plugin.launch.launcher import run_workers
 from tests.plugin.toy import ToyConfig
 
 class OwnConfig(ToyConfig):
@@ -124,7 +124,7 @@ def test_a_failing_worker_ends_all_and_is_named(
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_stays_behind(tmp_path: Path, how: signal.Signals) -> None:
     program = (
-        "from ns_multigpu.plugin.launch import run_workers; from tests.plugin.toy import ToyConfig\n"
+        "from ns_multigpu.plugin.launch.launcher import run_workers; from tests.plugin.toy import ToyConfig\n"
         f"if __name__ == '__main__': run_workers(ToyConfig({str(tmp_path)!r}), 2)"
     )
     script = tmp_path / "main.py"
@@ -195,8 +195,8 @@ AGREEING = """
 import sys
 from datetime import timedelta
 import torch, torch.distributed as dist
-from ns_multigpu.plugin.errors import InputError, show_uncaught
-from ns_multigpu.plugin.ranks import Ranks, agree
+from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
+from ns_multigpu.plugin.launch.ranks import Ranks, agree
 
 def decide():
     if "refuse" in sys.argv:

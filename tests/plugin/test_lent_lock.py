@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ns_multigpu.plugin.lent_lock import LentLock
+from ns_multigpu.plugin.render.lent_lock import LentLock
 
 
 def _thread(work: Callable[[], Any]) -> threading.Thread:

@@ -1,8 +1,11 @@
 """The methods are what they say."""
 
+import yaml
 from nerfstudio.configs.method_configs import method_configs
 
+from ns_multigpu.dataparsers import city
 from ns_multigpu.methods import splatfacto_batch
+from ns_multigpu.plugin._moved import MOVED
 
 
 def test_recipe_is_splatfactos() -> None:
@@ -13,3 +16,12 @@ def test_recipe_is_splatfactos() -> None:
     assert ours.max_num_iterations == theirs.max_num_iterations
     model, base = vars(ours.pipeline.model), vars(theirs.pipeline.model)
     assert {k: model[k] for k in base if k != "_target"} == {k: v for k, v in base.items() if k != "_target"}
+
+
+def test_a_config_that_names_modules_by_their_old_places_is_read() -> None:
+    for config in (splatfacto_batch.config, city.config):
+        old = text = yaml.dump(config)
+        for before, now in MOVED.items():
+            old = old.replace(f"ns_multigpu.plugin.{now}.", f"ns_multigpu.plugin.{before}.")
+        assert old != text
+        assert yaml.load(old, Loader=yaml.Loader) == config

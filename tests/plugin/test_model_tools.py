@@ -13,11 +13,12 @@ from PIL import Image
 
 from ns_multigpu.cli import main
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.checkpoint import save
-from ns_multigpu.plugin.errors import InputError
-from ns_multigpu.plugin.model_tools import CameraPath, Evaluation, load_model, run_config, run_tool
-from ns_multigpu.plugin.process_world import set_world
-from ns_multigpu.plugin.sharded_state import split_state, without_points
+from ns_multigpu.plugin.checkpoint.sharded_state import split_state, without_points
+from ns_multigpu.plugin.checkpoint.whole import save
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.tools.models import CameraPath, Evaluation, load_model, run_tool
+from ns_multigpu.plugin.train.config import read_config
 from tests.plugin.course import TinyDataParserConfig
 from tests.plugin.rendering import POINTS, make_pipeline, write_capture
 from tests.ranks import run_ranks
@@ -70,7 +71,7 @@ def _use(world: World, run: Path, works: list[Any]) -> int:
     (checkpoint,) = (run.parent / "nerfstudio_models").glob("*.ckpt")
     points = 0
     for work in works:
-        config = run_config(run)
+        config = read_config(run)
         pipeline = load_model(config, checkpoint, world, work.test_mode)
         points = pipeline.model.num_points
         work.run(config, checkpoint, pipeline)

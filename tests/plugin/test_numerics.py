@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.errors import InputError
-from ns_multigpu.plugin.faults import NonFiniteError
-from ns_multigpu.plugin.memory import Circumstances, explain
-from ns_multigpu.plugin.numerics import NumericGuard, OnNonFinite
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.faults.memory import Circumstances, explain
+from ns_multigpu.plugin.faults.numerics import NumericGuard, OnNonFinite
+from ns_multigpu.plugin.faults.signals import NonFiniteError
 from tests.ranks import run_ranks
 
 NAN, INF = float("nan"), float("inf")

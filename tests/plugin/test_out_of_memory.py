@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-import ns_multigpu.plugin.out_of_memory as out_of_memory
-import ns_multigpu.plugin.splat_model as splat_model
-import ns_multigpu.plugin.trainer as trainer_module
+import ns_multigpu.plugin.faults.out_of_memory as out_of_memory
+import ns_multigpu.plugin.model.splat_model as splat_model
+import ns_multigpu.plugin.train.trainer as trainer_module
 from ns_multigpu.core.buckets import GradientBuckets
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import memory, point_storage
-from ns_multigpu.plugin.checkpoint_verify import read_checkpoint_file
-from ns_multigpu.plugin.errors import WorkerFailed
-from ns_multigpu.plugin.faults import RanOutOfMemory
-from ns_multigpu.plugin.out_of_memory import Counts, NoRoom
+from ns_multigpu.plugin.blocks import point_storage
+from ns_multigpu.plugin.checkpoint.verify import read_checkpoint_file
+from ns_multigpu.plugin.faults import memory
+from ns_multigpu.plugin.faults.errors import WorkerFailed
+from ns_multigpu.plugin.faults.out_of_memory import Counts, NoRoom
+from ns_multigpu.plugin.faults.signals import RanOutOfMemory
 from ns_multigpu.primitives.fused_step import FusedStep
 from tests.plugin.course import write_capture
 from tests.plugin.resuming import differing, everything, start
@@ -91,7 +92,7 @@ def _run_out(
 
 
 def _no_poses(options: dict[str, Any]) -> Any:
-    from ns_multigpu.plugin.splat_options import SplatModelConfig
+    from ns_multigpu.plugin.model.options import SplatModelConfig
 
     found = copy.deepcopy(SplatModelConfig().camera_optimizer)
     found.mode = "off" if options.get("fused_steps") == "always" else "SO3xR3"
@@ -258,7 +259,7 @@ class _UnluckyTrainer(trainer_module.DistributedTrainer):
 def test_workers_end_with_the_remedy(capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nerfstudio.configs.method_configs import all_methods
 
-    from ns_multigpu.plugin.launch import run_workers
+    from ns_multigpu.plugin.launch.launcher import run_workers
     from tests.plugin.course import TinyDataParserConfig
 
     config: Any = copy.deepcopy(all_methods["splatfacto-batch"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ns_multigpu.plugin.timing import Pace
+from ns_multigpu.plugin.blocks.timing import Pace
 
 
 def test_a_short_block_with_a_refinement_counts_by_its_steps() -> None:

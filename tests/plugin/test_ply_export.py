@@ -13,12 +13,13 @@ from torch import Tensor
 
 from ns_multigpu import cli
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import checkpoint_rows, ply_export
-from ns_multigpu.plugin.checkpoint import save
-from ns_multigpu.plugin.checkpoint_verify import states_folder
-from ns_multigpu.plugin.errors import InputError
-from ns_multigpu.plugin.ply_export import export_ply, run_checkpoint
-from ns_multigpu.plugin.sharded_state import split_state, without_points
+from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
+from ns_multigpu.plugin.checkpoint.sharded_state import split_state, without_points
+from ns_multigpu.plugin.checkpoint.verify import states_folder
+from ns_multigpu.plugin.checkpoint.whole import save
+from ns_multigpu.plugin.export import ply as ply_export
+from ns_multigpu.plugin.export.ply import export_ply, run_checkpoint
+from ns_multigpu.plugin.faults.errors import InputError
 from tests.plugin.saving import files_of
 
 ALONE = World.single()

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.adam import AdamStep, FusedAdam
+from cuda_ext.ops.adam import AdamStep, FusedAdam
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import point_storage
-from ns_multigpu.plugin.checkpoint_storage import save_file
-from ns_multigpu.plugin.point_storage import PointStorage
-from ns_multigpu.plugin.step_graphs import StepGraphs
-from ns_multigpu.plugin.timing import StepTimer
+from ns_multigpu.plugin.blocks import point_storage
+from ns_multigpu.plugin.blocks.point_storage import PointStorage
+from ns_multigpu.plugin.blocks.step_graphs import StepGraphs
+from ns_multigpu.plugin.blocks.timing import StepTimer
+from ns_multigpu.plugin.checkpoint.storage import save_file
 from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings
 
 SHAPES = {

@@ -11,7 +11,7 @@ import torch
 from nerfstudio.utils import writer
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.progress import ProgressLog
+from ns_multigpu.plugin.train.progress import ProgressLog
 from tests.ranks import run_ranks
 
 SECONDS = (

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from nerfstudio.utils.eval_utils import eval_load_checkpoint
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import checkpoint_storage
-from ns_multigpu.plugin.checkpoint_verify import check_checkpoint, checkpoints_in, step_of
-from ns_multigpu.plugin.errors import InputError
+from ns_multigpu.plugin.checkpoint import storage as checkpoint_storage
+from ns_multigpu.plugin.checkpoint.verify import check_checkpoint, checkpoints_in, step_of
+from ns_multigpu.plugin.faults.errors import InputError
 from tests.plugin.course import write_capture
 from tests.plugin.resuming import differing, everything, in_double, part_of, start
 from tests.ranks import run_ranks
@@ -238,7 +238,10 @@ def test_goes_on_from_nerfstudios_own(reports: list[Report]) -> None:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("other options", "does not fit this run: its features_rest is of shape [15, 3], here [3, 3]"),
+        (
+            "other options",
+            "does not fit this run: its harmonics are of degree 3, here 1 (--pipeline.model.sh-degree 3)",
+        ),
         ("other method", "whose model is not made of Gaussians: splatfacto-batch cannot go on from it"),
         ("no step", "has no such step; there are 4, 8, 9"),
         ("no folder", "there is no such folder"),

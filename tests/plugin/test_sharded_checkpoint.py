@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import checkpoint_rows
-from ns_multigpu.plugin.checkpoint import save
-from ns_multigpu.plugin.checkpoint_storage import SavedTensors
-from ns_multigpu.plugin.checkpoint_verify import states_folder
-from ns_multigpu.plugin.sharded_state import (
+from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
+from ns_multigpu.plugin.checkpoint.sharded_state import (
     counts_for,
     own_range,
     split_state,
 )
+from ns_multigpu.plugin.checkpoint.storage import SavedTensors
+from ns_multigpu.plugin.checkpoint.verify import states_folder
+from ns_multigpu.plugin.checkpoint.whole import save
 from tests.plugin.saving import ALONE, files_of
 from tests.plugin.sharding import (
     CPU,

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import checkpoint_storage
-from ns_multigpu.plugin.checkpoint import open_checkpoint
-from ns_multigpu.plugin.checkpoint_verify import SHARDS, latest_checkpoint, read_checkpoint_file, states_folder, step_of
-from ns_multigpu.plugin.errors import InputError
-from ns_multigpu.plugin.sharded_state import (
+from ns_multigpu.plugin.checkpoint import storage as checkpoint_storage
+from ns_multigpu.plugin.checkpoint.sharded_state import (
     SavedPoints,
     counts_in,
     shapes_in,
 )
+from ns_multigpu.plugin.checkpoint.verify import SHARDS, latest_checkpoint, read_checkpoint_file, states_folder, step_of
+from ns_multigpu.plugin.checkpoint.whole import open_checkpoint
+from ns_multigpu.plugin.faults.errors import InputError
 from tests.plugin.saving import ALONE, copied, files_of, write
 from tests.plugin.sharding import carried, rows_of, save_sharded, whole_model, whole_state
 from tests.ranks import run_ranks

@@ -15,12 +15,12 @@ from nerfstudio.utils.eval_utils import eval_setup
 from torch import Tensor
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import checkpoint_rows
-from ns_multigpu.plugin.checkpoint_verify import read_checkpoint_file, states_folder
-from ns_multigpu.plugin.errors import InputError
-from ns_multigpu.plugin.ply_export import export_ply, run_checkpoint
-from ns_multigpu.plugin.splat_model import SplatModel
-from ns_multigpu.plugin.trainer import DistributedTrainer
+from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
+from ns_multigpu.plugin.checkpoint.verify import read_checkpoint_file, states_folder
+from ns_multigpu.plugin.export.ply import export_ply, run_checkpoint
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.model.splat_model import SplatModel
+from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.plugin.course import TinyDataParserConfig, write_capture
 from tests.plugin.resuming import part_of
 from tests.ranks import run_ranks

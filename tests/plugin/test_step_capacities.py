@@ -2,7 +2,7 @@
 
 import pytest
 
-from ns_multigpu.plugin.step_capacities import StepCapacities
+from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from ns_multigpu.primitives.fused_step import padded
 
 BLOCK = 50

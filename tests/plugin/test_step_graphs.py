@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.plan_graphs import PlanGraphs
-from ns_multigpu.plugin.step_graphs import GraphPool, StepGraphs
-from ns_multigpu.plugin.timing import StepTimer
+from ns_multigpu.plugin.blocks.plan_graphs import PlanGraphs
+from ns_multigpu.plugin.blocks.step_graphs import GraphPool, StepGraphs
+from ns_multigpu.plugin.blocks.timing import StepTimer
 
 
 class Step:
@@ -125,7 +125,7 @@ def test_graphs_of_plans_that_are_not_made_any_more_go(monkeypatch: pytest.Monke
         def __init__(self, part: Any) -> None:
             self.replay = part
 
-    monkeypatch.setattr("ns_multigpu.plugin.plan_graphs.has_spare_room", lambda _: True)
+    monkeypatch.setattr("ns_multigpu.plugin.blocks.plan_graphs.has_spare_room", lambda _: True)
     graphs, captures = PlanGraphs(torch.device("cuda:0")), list[int]()
 
     def capture(part: Any) -> list[Any]:

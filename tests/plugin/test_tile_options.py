@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.errors import InputError
+from ns_multigpu.plugin.faults.errors import InputError
 from tests.plugin.course import POINTS, follow, write_capture
 from tests.plugin.test_options import BATCH, CAPTURES, COMMON, MODEL, OPTIONS, STEPS
 from tests.plugin.tile_course import Outcome, course, furthest

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ns_multigpu.plugin.timing import ONE_OF, StepTimer
+from ns_multigpu.plugin.blocks.timing import ONE_OF, StepTimer
 
 
 class Gpu:
@@ -118,7 +118,7 @@ def test_a_step_that_fails_leaves_the_timer_as_it_was(gpu: Gpu) -> None:
 
 def test_on_a_processor_all_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Any = iter(range(1000))
-    monkeypatch.setattr("ns_multigpu.plugin.timing.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("ns_multigpu.plugin.blocks.timing.time.perf_counter", lambda: float(next(clock)))
     timer = StepTimer(torch.device("cpu"))
     for _ in range(10):
         with timer.step(), timer.measure("compute"):
@@ -127,3 +127,21 @@ def test_on_a_processor_all_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
         pass
     assert timer.take() == {"compute": 10.0, "waiting": 1.0}
     assert timer.take() == {}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_part_within_another_is_not_counted_twice(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr("ns_multigpu.plugin.blocks.timing.time.perf_counter", lambda: gpu.now)
+    timer, names = StepTimer(torch.device(device)), list[str]()
+    timer.listener = names.append
+    for _ in range(2):
+        with timer.measure("compute"):
+            gpu.now += 1.0
+            with timer.within("compute", "exchange"):
+                gpu.now += 2.0
+            assert timer.part == "compute", "what goes on is the part around"
+            gpu.now += 4.0
+        with timer.within("compute", "exchange"):
+            gpu.now += 8.0
+    assert timer.take() == {"compute": 10.0, "exchange": 4.0}
+    assert names == ["compute", "exchange"] * 2

@@ -16,10 +16,7 @@ from nerfstudio.engine.schedulers import (
 )
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import run_folder
-from ns_multigpu.plugin.batch_scaling import RateCourse, ScalingRule, scale_optimizer, scaled_scheduler
-from ns_multigpu.plugin.errors import InputError
-from ns_multigpu.plugin.training_state import (
+from ns_multigpu.plugin.checkpoint.training_state import (
     Clock,
     move_schedulers,
     put_densifier,
@@ -29,6 +26,9 @@ from ns_multigpu.plugin.training_state import (
     take_generators,
     take_optimizers,
 )
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch import run_folder
+from ns_multigpu.plugin.model.batch_scaling import RateCourse, ScalingRule, scale_optimizer, scaled_scheduler
 
 
 @pytest.mark.parametrize(

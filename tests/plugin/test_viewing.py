@@ -17,8 +17,8 @@ from nerfstudio.viewer.utils import CameraState, get_camera
 
 from ns_multigpu.core.collectives import broadcast_object, sum_in_place
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin import viewing
-from ns_multigpu.plugin.guards import Guards
+from ns_multigpu.plugin.faults.guards import Guards
+from ns_multigpu.plugin.render import viewing
 from tests.plugin.guarded_toy import GuardedConfig
 from tests.plugin.rendering import make_pipeline, write_capture
 from tests.ranks import run_ranks
@@ -79,7 +79,7 @@ class Viewer:
 def _trainer(world: World, capture: Path, folder: Path) -> Any:
     pipeline = make_pipeline(world, capture, bounds=[rank * 90 // world.size for rank in range(world.size + 1)])
     viewer = Viewer(pipeline) if world.is_main else None
-    guards = Guards(GuardedConfig(str(folder)), world, str)
+    guards = Guards(GuardedConfig(str(folder)), world, str, lambda: "")
     return SimpleNamespace(
         world=world, pipeline=pipeline, guards=guards, viewer_state=viewer, step=0, stop_training=False,
         training_state="training",

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from ns_multigpu.plugin.faults import StallError
-from ns_multigpu.plugin.watchdog import Heartbeat, Note, Watchdog, describe, late_ranks
+from ns_multigpu.plugin.faults.signals import StallError
+from ns_multigpu.plugin.faults.watchdog import Heartbeat, Note, Watchdog, describe, late_ranks
 
 HERE = Note(0, beats=50, step=7, phase="exchange", age=130.0)
 

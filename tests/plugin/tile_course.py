@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints, all_gather_objects
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.trainer import DistributedTrainer
+from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from ns_multigpu.primitives.morton import dealt_order
 from tests.plugin.course import follow
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.errors import InputError
+from ns_multigpu.plugin.faults.errors import InputError
 
 
 class ToyTrainer:

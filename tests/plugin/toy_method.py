@@ -2,7 +2,7 @@
 
 from nerfstudio.plugins.types import MethodSpecification
 
-from ns_multigpu.plugin.trainer_config import DistributedTrainerConfig
+from ns_multigpu.plugin.train.config import DistributedTrainerConfig
 from tests.plugin.toy import ToyTrainer
 
 toy = MethodSpecification(DistributedTrainerConfig(method_name="toy", _target=ToyTrainer), description="A toy.")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_ext.adam import adam_scalars
-from cuda_ext.lazy_adam import LazyAdam
+from cuda_ext.ops.adam import adam_scalars
+from cuda_ext.ops.lazy_adam import LazyAdam
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.types import Patch, Points, View
 from ns_multigpu.core.world import World

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.adam import adam_scalars
-from cuda_ext.lazy_adam import LazyAdam
+from cuda_ext.ops.adam import adam_scalars
+from cuda_ext.ops.lazy_adam import LazyAdam
 from ns_multigpu.core.types import Patch, Points
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_ext.adam import adam_scalars
-from cuda_ext.lazy_adam import LazyAdam
+from cuda_ext.ops.adam import adam_scalars
+from cuda_ext.ops.lazy_adam import LazyAdam
 from ns_multigpu.core.assignment import TileRanges
 from ns_multigpu.core.placement import Plan, Sharded
 from ns_multigpu.core.tile_work import TileWork
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.plan_graphs import PlanGraphs
+from ns_multigpu.plugin.blocks.plan_graphs import PlanGraphs
 from ns_multigpu.primitives.fused_step import ORDER, padded, still
 from ns_multigpu.primitives.tile_lists import SortedLists
 from ns_multigpu.primitives.tile_rows import CollectiveRows, OwnRows, PeerRows, RowTransport

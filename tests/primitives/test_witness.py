@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cuda_ext.adam import adam_scalars
+from cuda_ext.ops.adam import adam_scalars
 from ns_multigpu.core.placement import Plan
 from ns_multigpu.core.types import Patch
 from ns_multigpu.core.world import World

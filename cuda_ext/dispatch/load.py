@@ -1,0 +1,165 @@
+"""Decides what serves an operator: our compiled CPU or CUDA kernels, gsplat's on CUDA, or the pure-torch reference.
+
+Nothing is compiled at import. The first operator that needs compiled kernels builds them (`cuda_ext.build.native`), or
+`build_native()` does so ahead of time (`python -m cuda_ext`). The environment variable NS_MULTIGPU_OPS chooses:
+
+- `auto` (default): the compiled kernels; on CPU, on a machine without a compiler, the reference with one warning.
+- `native`: the compiled kernels or an error.
+- `reference`: always the pure-torch reference, on CUDA too.
+
+What else there is to choose on CUDA: `cuda_ext.dispatch.cuda`. For developers: NS_MULTIGPU_OPS_ONLY="cull,project"
+compiles only those of csrc/cpu/*.cpp; the other operators then have no CPU kernel.
+"""
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from cuda_ext.build import native as _build
+from cuda_ext.build.native import NativeBuildError, NativeLibrary
+from cuda_ext.dispatch import cuda as _cuda
+
+Mode = Literal["auto", "native", "reference"]
+
+_CSRC = Path(__file__).parents[1] / "csrc"
+_forced: ContextVar[bool] = ContextVar("ns_multigpu_reference_forced", default=False)
+_lock = threading.Lock()
+_loaded: Path | None = None
+_warned = False
+
+
+def library() -> NativeLibrary:
+    """The CPU operators: every csrc/cpu/*.cpp in one library."""
+    sources = sorted((_CSRC / "cpu").glob("*.cpp"))
+    if only := os.environ.get("NS_MULTIGPU_OPS_ONLY"):
+        sources = [path for path in sources if path.stem in only.split(",")]
+    headers = sorted((*(_CSRC / "cpu").glob("*.h"), *(_CSRC / "common").glob("*.h")))
+    return NativeLibrary("cpu_operators", tuple(sources), tuple(headers), _CSRC)
+
+
+def mode() -> Mode:
+    """What NS_MULTIGPU_OPS asks for.
+
+    Raises:
+        ValueError: the variable holds something else than auto, native or reference.
+    """
+    value = os.environ.get("NS_MULTIGPU_OPS") or "auto"
+    if value not in ("auto", "native", "reference"):
+        raise ValueError(f"NS_MULTIGPU_OPS is {value!r}; it must be auto, native or reference.")
+    return cast(Mode, value)
+
+
+@contextmanager
+def use_reference() -> Iterator[None]:
+    """Inside the `with` block (of this thread) every operator is served by the pure-torch reference."""
+    token = _forced.set(True)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def reference_forced() -> bool:
+    """Whether `use_reference` or NS_MULTIGPU_OPS=reference has switched the native operators off."""
+    return _forced.get() or mode() == "reference"
+
+
+def compiler_problem(device_type: str = "cpu") -> str | None:
+    """What keeps the operators of "cpu" or "cuda" from being compiled here, with the remedy; None if nothing does.
+
+    None too where they are not needed: already compiled, NS_MULTIGPU_OPS=reference, or NS_MULTIGPU_CUDA=gsplat.
+    Compiles nothing, so a front end can ask before training starts.
+    """
+    if device_type == "cuda":
+        return None if reference_forced() else _cuda.problem()
+    if reference_forced() or _loaded is not None or library().path().exists():
+        return None
+    return _build.compiler_problem()
+
+
+def backend(device_type: str = "cpu") -> Literal["native", "gsplat", "reference"]:
+    """What serves the operators on tensors of "cpu" or "cuda" here and now. Compiles nothing."""
+    if device_type == "cuda":
+        return "reference" if reference_forced() else _cuda.mode()
+    if reference_forced() or (mode() == "auto" and compiler_problem() is not None):
+        return "reference"
+    return "native"
+
+
+def build_native(device_type: str = "cpu") -> Path:
+    """Compiles the operators of "cpu" or "cuda" now unless that has been done, and returns the library's path.
+
+    Raises:
+        NativeBuildError: they cannot be compiled; the message says how to mend it.
+    """
+    return _cuda.build() if device_type == "cuda" else library().build()
+
+
+def load_native() -> bool:
+    """Makes the compiled CPU operators callable; False where the reference has to serve instead.
+
+    Raises:
+        NativeBuildError: compiling or loading failed, or there is no compiler and NS_MULTIGPU_OPS=native.
+    """
+    global _loaded, _warned
+    if reference_forced():
+        return False
+    if _loaded is not None:
+        return True
+    with _lock:
+        if _loaded is not None:
+            return True
+        if mode() == "auto" and (problem := compiler_problem()):
+            if not _warned:
+                _warned = True
+                warnings.warn(
+                    f"{problem} Until then the pure-torch reference serves: tens of times slower.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            return False
+        path = build_native()
+        try:
+            torch.ops.load_library(str(path))
+        except OSError as error:
+            raise NativeBuildError(
+                f"The compiled operators in {path} do not load ({error}). Delete that file to have them compiled "
+                "again, or set NS_MULTIGPU_OPS=reference to go on with the slow pure-torch operators."
+            ) from error
+        _loaded = path
+    return True
+
+
+def native_serves(tensor: Tensor) -> bool:
+    """Whether an operator on `tensor`'s device goes through torch.ops.ns_multigpu (else: through the reference).
+
+    Raises:
+        NativeBuildError: as `load_native` for CPU tensors, and as `cuda_ext.dispatch.cuda.load` for CUDA tensors.
+    """
+    if tensor.device.type == "cpu":
+        return load_native()
+    if reference_forced():
+        return False
+    if tensor.device.type == "cuda" and not isinstance(tensor, FakeTensor):  # a fake one needs no kernel
+        _cuda.load()
+    return tensor.device.type in ("cuda", "meta")
+
+
+def kernels_serve(tensor: Tensor) -> bool:
+    """Whether our CUDA kernels are to do what only they do in one piece; else torch does it, piece by piece.
+
+    Raises:
+        NativeBuildError: they are, and cannot be compiled.
+    """
+    if tensor.device.type != "cuda" or reference_forced() or _cuda.mode() != "native":
+        return False
+    return native_serves(tensor)

@@ -1,0 +1,110 @@
+"""The one schema of the native operators.
+
+Every implementation (C++ on CPU, our own kernels or gsplat's on CUDA) registers against these strings, so the operators
+also exist, with fake kernels and autograd, on a machine that has no compiler. Shapes and units are in the public
+wrappers in `cuda_ext.ops`.
+"""
+
+_CULL_INPUTS = (
+    "Tensor means, Tensor scales, Tensor opacities, Tensor viewmats, Tensor Ks, int[] sizes, int[] rects, "
+    "float eps2d, float near, float far"
+)
+_PROJECT_INPUTS = (
+    "Tensor means, Tensor quats, Tensor scales, Tensor opacities, Tensor viewmats, Tensor Ks, int[] sizes, "
+    "Tensor view_ids, Tensor point_ids, float eps2d, float near, float far, bool antialiased"
+)
+_SH_INPUTS = (
+    "int degree, Tensor means, Tensor camera_centers, Tensor sh_dc, Tensor sh_rest, Tensor view_ids, Tensor point_ids"
+)
+_INTERSECT_INPUTS = (
+    "Tensor means2d, Tensor conics, Tensor row_opacities, Tensor radii, Tensor depths, Tensor view_ids, "
+    "int[] patches, int tile_size"
+)
+_RASTERIZE_INPUTS = (
+    "Tensor means2d, Tensor conics, Tensor row_opacities, Tensor features, Tensor tile_offsets, Tensor row_ids, "
+    "int[] patches, int tile_size"
+)
+_RASTERIZE_BACKWARD_INPUTS = (
+    f"{_RASTERIZE_INPUTS}, Tensor alpha, Tensor last, Tensor state, Tensor out, Tensor v_out, Tensor v_alpha, "
+    "bool absgrad"
+)
+_SPLAT_INPUTS = (
+    "Tensor means, Tensor quats, Tensor log_scales, Tensor logits, Tensor sh_dc, Tensor sh_rest, Tensor viewmats, "
+    "Tensor Ks, int[] sizes, int degree, float eps2d, float near, float far, bool antialiased, bool depth, int capacity"
+)
+_PUT_OFF = "Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor? last, Tensor? table, Tensor? steps"
+_BAND_INPUTS = "Tensor out, Tensor alpha, Tensor background, Tensor target, int[] inner, Tensor v_l1, Tensor v_ssim"
+_SPLAT_OUTPUTS = (
+    "(Tensor view_ids, Tensor point_ids, Tensor count, Tensor means2d, Tensor conics, Tensor opacities, "
+    "Tensor features, Tensor depths, Tensor radii)"
+)
+
+SCHEMAS: tuple[str, ...] = (
+    f"cull({_CULL_INPUTS}) -> (Tensor view_ids, Tensor point_ids)",
+    f"cull_capacity({_CULL_INPUTS}, int capacity) -> (Tensor view_ids, Tensor point_ids, Tensor count)",
+    f"project({_PROJECT_INPUTS}) -> (Tensor means2d, Tensor conics, Tensor depths, Tensor row_opacities, Tensor radii)",
+    f"project_backward({_PROJECT_INPUTS}, Tensor conics, Tensor radii, Tensor v_means2d, Tensor v_conics, "
+    "Tensor v_depths, Tensor v_row_opacities) -> "
+    "(Tensor v_means, Tensor v_quats, Tensor v_scales, Tensor v_opacities, Tensor v_viewmats)",
+    f"sh_colors({_SH_INPUTS}) -> Tensor colors",
+    f"sh_colors_backward({_SH_INPUTS}, Tensor colors, Tensor v_colors) -> "
+    "(Tensor v_means, Tensor v_camera_centers, Tensor v_sh_dc, Tensor v_sh_rest)",
+    f"intersect({_INTERSECT_INPUTS}) -> (Tensor tile_offsets, Tensor row_ids)",
+    f"intersect_capacity({_INTERSECT_INPUTS}, int capacity) -> (Tensor tile_offsets, Tensor row_ids, Tensor count)",
+    f"rasterize({_RASTERIZE_INPUTS}, Tensor? absgrad_probe) -> (Tensor out, Tensor alpha, Tensor last, Tensor state)",
+    f"rasterize_backward({_RASTERIZE_BACKWARD_INPUTS}) -> "
+    "(Tensor v_means2d, Tensor v_conics, Tensor v_row_opacities, Tensor v_features, Tensor v_means2d_abs)",
+    # Writes through the addresses in `sinks`, which no dispatcher sees.
+    f"rasterize_backward_into({_RASTERIZE_BACKWARD_INPUTS}, Tensor sinks, Tensor owners, Tensor slots, "
+    "bool system_scope) -> ()",
+    "composite(Tensor out, Tensor alpha, Tensor background) -> Tensor rgb",
+    "composite_backward(Tensor out, Tensor alpha, Tensor background, Tensor v_rgb) -> (Tensor v_out, Tensor v_alpha)",
+    "l1_ssim(Tensor pred, Tensor target, int[] inner) -> (Tensor l1_sum, Tensor ssim_sum, Tensor dssim_dpred)",
+    "l1_ssim_backward(Tensor pred, Tensor target, Tensor dssim_dpred, int[] inner, Tensor v_l1, Tensor v_ssim) -> "
+    "Tensor v_pred",
+    f"band_loss({_BAND_INPUTS}) -> (Tensor rgb, Tensor l1, Tensor ssim, Tensor v_out, Tensor v_alpha)",
+    f"band_loss_into({_BAND_INPUTS}, float offset, float scale, Tensor(a!) rgb, Tensor(b!) loss, Tensor(c!) v_out, "
+    "Tensor(d!) v_alpha, Tensor(e!)? last=None) -> ()",
+    f"splat_forward({_SPLAT_INPUTS}) -> {_SPLAT_OUTPUTS}",
+    f"splat_forward_lazy({_SPLAT_INPUTS}, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor last, Tensor table, "
+    f"Tensor steps) -> {_SPLAT_OUTPUTS}",
+    # splat_forward in two: the rows that there are, then what lines first to end of them hold.
+    f"splat_begin({_SPLAT_INPUTS}, {_PUT_OFF}) -> {_SPLAT_OUTPUTS}",
+    f"splat_lines({_SPLAT_INPUTS}, {_PUT_OFF}, Tensor(a!)[] rows, int first, int end) -> ()",
+    "splat_update(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor scalars, "
+    "Tensor viewmats, Tensor Ks, int[] sizes, Tensor view_ids, Tensor point_ids, Tensor count, Tensor conics, "
+    "Tensor features, Tensor radii, Tensor[] row_gradients, Tensor(d!) grad2d, Tensor(e!) seen, Tensor(f!) radii_max, "
+    "int degree, float eps2d, float near, float far, bool antialiased, bool absgrad, bool selective, "
+    "float opacity_weight, float scale_weight, Tensor(g!)? last=None, Tensor(h!)? table=None, "
+    "Tensor(i!)? steps=None, Tensor(j!)? witness=None, int[] witness_views=[]) -> ()",
+    "splat_flush(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!) last, "
+    "Tensor(e!) table, Tensor(f!) steps) -> ()",
+    "adam_step(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+    "Tensor scalars, bool set_grads_to_zero) -> ()",
+    # The addresses in `destinations` and `sources`, too, no dispatcher sees.
+    "route(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches, int ranks) -> "
+    "(Tensor place, Tensor counts)",
+    "route_lines(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches, int ranks, int first, "
+    "int end, Tensor(a!) place, Tensor(b!) counts) -> ()",
+    "pack(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
+    "Tensor radii, Tensor place, Tensor destinations, int capacity, int first=0, int? end=None) -> ()",
+    "unpack(Tensor records, Tensor counts, int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, "
+    "Tensor opacities, Tensor features, Tensor depths, Tensor radii, Tensor owners, Tensor slots)",
+    "collect(Tensor place, Tensor count, Tensor sources, int capacity) -> Tensor records",
+    # Addresses in these are of buffers of all ranks, by rank; no dispatcher sees what is read and written there.
+    "sort_pairs(Tensor(a!) keys, Tensor values, Tensor count, int begin_bit, int end_bit, Tensor(b!) out_keys, "
+    "Tensor(c!) out_values) -> ()",
+    "publish_count(Tensor count, int[] addresses, int limit) -> ()",
+    "merge_level(int[] keys_at, int[] values_at, Tensor counts, int first, int middle, int end, int rank, "
+    "Tensor(a!) out_keys, Tensor(b!) out_values) -> Tensor count",
+    "intersect_keys(Tensor means2d, Tensor conics, Tensor row_opacities, Tensor radii, Tensor depths, "
+    "Tensor view_ids, int[] sizes, int tile_size, int owner, int capacity) -> "
+    "(Tensor keys, Tensor values, Tensor count)",
+    "band_lists(int[] keys_at, int[] values_at, Tensor counts, int[] bands, Tensor where, int segment, "
+    "int capacity) -> (Tensor tile_offsets, Tensor row_ids, Tensor count)",
+    "step_message(Tensor own_rows, Tensor segment_counts, Tensor met, Tensor tile_offsets, int[] bands, int rank, "
+    "int lines, int columns) -> Tensor message",
+    "step_gate(Tensor[] counts, Tensor limits, Tensor(a!) status, Tensor scalars, Tensor still, Tensor row_counts, "
+    "Tensor? lazy_steps, int most_steps, Tensor? sent, Tensor? work, Tensor(b!)? totals) -> "
+    "(Tensor gated_scalars, Tensor gated_counts)",
+)

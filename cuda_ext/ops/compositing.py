@@ -1,0 +1,72 @@
+"""The colours of pixels over a background: the public operator, its gradient and its CPU form."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext.dispatch import cuda as _cuda
+from cuda_ext.dispatch.library import LIBRARY, NAMESPACE
+from cuda_ext.dispatch.load import native_serves, reference_forced
+
+__all__ = ["composite"]
+
+
+def composite(out: Tensor, alpha: Tensor, background: Tensor) -> Tensor:
+    """Blends pixels over a background and clamps them to [0, 1], where splatfacto's loss looks at them.
+
+    Differentiable by `out` and `alpha`; as with torch.clamp, a colour outside [0, 1] has no gradient.
+
+    Args:
+        out: [S, D] blended features, colour first, D >= 3.
+        alpha: [S] how much of each pixel they cover.
+        background: [3].
+
+    Returns:
+        [S, 3].
+
+    Raises:
+        TypeError, ValueError: a tensor of the wrong shape, dtype or device.
+        NativeBuildError: the CUDA operators cannot be compiled.
+    """
+    if out.dim() != 2 or out.shape[1] < 3 or alpha.shape != out.shape[:1] or background.shape != (3,):
+        raise ValueError(
+            "composite: need out [S,D], D >= 3, alpha [S] and background [3], got "
+            f"{tuple(out.shape)}, {tuple(alpha.shape)} and {tuple(background.shape)}."
+        )
+    if out.is_cuda and not reference_forced() and _cuda.mode() == "native" and native_serves(out):
+        return torch.ops.ns_multigpu.composite(out, alpha, background)
+    return _composite_torch(out, alpha, background)
+
+
+def _composite_torch(out: Tensor, alpha: Tensor, background: Tensor) -> Tensor:
+    return (out[:, :3] + (1 - alpha)[:, None] * background).clamp(0.0, 1.0)
+
+
+def composite_backward_torch(out: Tensor, alpha: Tensor, background: Tensor, v_rgb: Tensor) -> tuple[Tensor, Tensor]:
+    value = out[:, :3] + (1 - alpha)[:, None] * background
+    v = torch.where((value >= 0) & (value <= 1), v_rgb, torch.zeros_like(v_rgb))
+    return torch.nn.functional.pad(v, (0, out.shape[1] - 3)), -(v * background).sum(dim=1)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::composite", lib=LIBRARY)
+def _composite_fake(out: Tensor, *_: Any) -> Tensor:
+    return out.new_empty(out.shape[0], 3)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::composite_backward", lib=LIBRARY)
+def _composite_backward_fake(out: Tensor, alpha: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(out), torch.empty_like(alpha)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx: Any, v_rgb: Tensor) -> tuple[Tensor, Tensor, None]:
+    return (*torch.ops.ns_multigpu.composite_backward(*ctx.saved_tensors, v_rgb.contiguous()), None)
+
+
+torch.library.register_autograd(f"{NAMESPACE}::composite", _gradient, setup_context=_setup, lib=LIBRARY)
+LIBRARY.impl("composite", _composite_torch, "CPU")
+LIBRARY.impl("composite_backward", composite_backward_torch, "CPU")

@@ -1,0 +1,133 @@
+"""Whether a run's steps can be fused, and where a block of them has to end."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cuda_ext.dispatch.load import kernels_serve
+from cuda_ext.ops.adam import FusedAdam, is_plain
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.primitives.fused_step import ORDER
+from ns_multigpu.primitives.mcmc import McmcDensifier
+
+_MOST_VIEWS = 128
+
+
+def fuses(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bool, str]:
+    """Whether this run's steps are fused, the same on every rank, and what to say about it.
+
+    Args:
+        config: a `DistributedTrainerConfig`.
+        pipeline: its pipeline. optimizers: its `BatchOptimizers`.
+
+    Raises:
+        InputError: they must be and cannot, or they are not and the optimizer's state is compact or Adam selective.
+    """
+    yes, reason = _decided(config, pipeline, optimizers, world)
+    options = pipeline.model.config
+    if not yes and options.optimizer_state == "compact":
+        raise InputError(
+            "--pipeline.model.optimizer-state compact: only fused steps keep Adam's moments in bfloat16, and steps are "
+            f"not fused: {reason}. Change that, or leave the option out: the optimizer's state is full then."
+        )
+    if not yes and options.selective_adam:
+        raise InputError(
+            "--pipeline.model.selective-adam True: only fused steps leave out Gaussians that are not drawn, and steps "
+            f"are not fused: {reason}. Change that, or leave the option out: all Gaussians take Adam's step then."
+        )
+    if yes:
+        return True, "Steps are fused."
+    # On a CPU that is the usual, and nothing to speak of.
+    return False, f"Steps are not fused: {reason}." if config.fused_steps == "never" or _on_gpu(world) else ""
+
+
+def _decided(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bool, str]:
+    """Whether steps are fused, and why they are not."""
+    if config.fused_steps == "never":
+        return False, "--fused-steps never"
+    reason = obstacle(config, pipeline, optimizers)
+    if config.fused_steps == "always":
+        if reason is not None:
+            raise InputError(
+                f"--fused-steps always: steps cannot be fused, for {reason}. Change that, or use --fused-steps auto."
+            )
+        return True, ""
+    if not _on_gpu(world):
+        return False, reason or "on a CPU they are only with --fused-steps always"
+    if reason is None and not kernels_serve(pipeline.model.means):
+        reason = "gsplat's kernels serve instead of ours"
+    return reason is None, reason or ""
+
+
+def _on_gpu(world: World) -> bool:
+    return world.device.type == "cuda"
+
+
+def check_wishes(pipeline: Any, *, fused: bool) -> None:
+    """Whether what is asked for about the exchange of rows can be had.
+
+    Args:
+        pipeline: a `DistributedPipeline`. fused: whether its steps are.
+
+    Raises:
+        InputError: it is for fused steps of sharded points, and these are others.
+    """
+    if fused and pipeline.model.sharded:
+        return
+    asked = pipeline.config
+    usual = {"transport": ("auto", "collective"), "tile_lists": ("gather",), "overlap": (1,)}
+    for name, values in usual.items():
+        value = getattr(asked, name)
+        if value not in values:
+            why = "these are not fused" if pipeline.model.sharded else f"the strategy is {pipeline.strategy.name}"
+            raise InputError(
+                f"--pipeline.{name.replace('_', '-')} {value}: that is for the fused steps of splatfacto-tile, and "
+                f"{why}. Leave it out, or see with --fused-steps always what is in the way."
+            )
+
+
+def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
+    """What about the options or the capture keeps steps from being fused; None if nothing does."""
+    model, options = pipeline.model, pipeline.model.config
+    cameras = pipeline.datamanager.train_dataset.cameras
+    sizes = {(int(w), int(h)) for w, h in zip(cameras.width.reshape(-1), cameras.height.reshape(-1), strict=True)}
+    shapes = pipeline.datamanager.train_shapes
+    smallest = 11 * 2**options.num_downscales
+    groups = {name: optimizers.optimizers.get(name) for name in ORDER}
+    tests: Sequence[tuple[bool, Callable[[], str]]] = (
+        (
+            options.selective_adam and isinstance(model.strategy, McmcDensifier),
+            lambda: "MCMC moves Gaussians that are not drawn, and --pipeline.model.selective-adam leaves them alone",
+        ),
+        (options.camera_optimizer.mode != "off", lambda: "camera poses are optimized"),
+        (options.use_bilateral_grid, lambda: "there is a bilateral grid"),
+        (options.sh_degree == 0, lambda: "there are no spherical harmonics"),
+        (options.use_scale_regularization, lambda: "scales are regularised"),
+        (options.output_depth_during_training, lambda: "depth is asked for in training"),
+        (config.on_nonfinite == "skip", lambda: "steps with NaN are to be skipped"),
+        (pipeline.batch_size > _MOST_VIEWS, lambda: f"there are more than {_MOST_VIEWS} views a step"),
+        (len(sizes) > 1, lambda: "views differ in size"),
+        (min(min(size) for size in sizes) < smallest, lambda: f"views have sides of less than {smallest} px"),
+        (any(shape.masked for shape in shapes), lambda: "there are masks"),
+        (any(shape.channels != 3 for shape in shapes), lambda: "images have an alpha channel"),
+        (any(not isinstance(group, FusedAdam) for group in groups.values()), lambda: "an optimizer is not Adam"),
+        (not all(is_plain(group) for group in groups.values() if group), lambda: "an optimizer has weight decay"),
+        (any(optimizers.config[n]["optimizer"].max_norm is not None for n in ORDER), lambda: "gradients are clipped"),
+    )
+    return next((reason() for failed, reason in tests if failed), None)
+
+
+def next_stop(config: Any, step: int, steps: int, *, evaluates: bool) -> int:
+    """The step before which a block that begins with `step` has to end, because there is something to do then.
+
+    Args:
+        config: a `DistributedTrainerConfig`.
+        steps: the run's.
+        evaluates: whether there are held-out views.
+    """
+    periods = [config.logging.steps_per_log, config.steps_per_save]
+    periods += [config.steps_per_checksum, config.steps_per_numeric_check]
+    if evaluates:
+        periods += [config.steps_per_eval_batch, config.steps_per_eval_image, config.steps_per_eval_all_images]
+    # All act after the multiples of their period, as refinements do: a block's end costs milliseconds.
+    return min([steps, *(-(-step // period) * period + 1 for period in periods if period > 0)])

@@ -1,0 +1,89 @@
+"""A block of fused steps that runs out of memory: what its steps need, and the way back to the last one taken.
+
+Buffers are made before a step begins, and it takes none beside them. So the room for them is asked for first, on all
+ranks together, and where one has not got it nothing has begun that another would have to be told of. Alone, a process
+may run out at any moment of a step: its model changes in one launch at the end of a step, which needs no memory.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cuda_ext.ops.adam import AdamStep
+from cuda_ext.ops.lazy_adam import splat_flush
+from ns_multigpu.core.world import World
+from ns_multigpu.planning.room import step_buffers
+from ns_multigpu.planning.work import Share
+from ns_multigpu.plugin.blocks.point_storage import PointStorage
+from ns_multigpu.plugin.faults import memory
+from ns_multigpu.plugin.faults.out_of_memory import Counts, GivenUp, NoRoom, forget_frames
+from ns_multigpu.primitives.fused_step import ORDER, flat
+
+
+@dataclass
+class Taken:
+    """How many steps of a block the device is known to have taken."""
+
+    done: int = 0
+
+
+@contextlib.contextmanager
+def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) -> Iterator[Taken]:
+    """Encloses the steps of a block; the enclosed code says how many have been taken.
+
+    Args:
+        training: a `FusedTraining`.
+
+    Raises:
+        GivenUp: memory ran out, all ranks know, and everything is as after the last step that was taken.
+    """
+    counts = Counts.now(optimizers.optimizers, optimizers.schedulers)
+    taken = Taken()
+    try:
+        yield taken
+    except Exception as error:
+        agreed = isinstance(error, NoRoom)
+        if not agreed and (world.group is not None or memory.where_memory_ran_out(error) is None):
+            raise
+        forget_frames(error)
+        if not agreed:
+            taken.done += training.taken_since()
+        training.go_back(counts, taken.done)
+        raise GivenUp(steps[0] + taken.done - 1, error if not agreed or error.here else None) from None
+
+
+def go_back(points: PointStorage, optimizers: Any, lazy: Any, counts: Counts, done: int) -> None:
+    """Takes the steps that points have been put off, and counts `done` steps from where `counts` was taken."""
+    groups = [optimizers.optimizers[name] for name in ORDER]
+    adam = AdamStep(groups, with_grads=False)
+    if lazy is not None and points.params:  # else no step has been made that could put anything off
+        moments = [[points.moments[name][i] for name in ORDER] for i in (0, 1)]
+        splat_flush(_flat([points.params[name] for name in ORDER]), _flat(moments[0]), _flat(moments[1]), lazy)
+    counts.restore(optimizers.optimizers, optimizers.schedulers)
+    for _ in range(done):
+        adam.count()
+        for scheduler in optimizers.schedulers.values():
+            scheduler.step()
+
+
+def bytes_of_step(capacities: Sequence[int], pixels: int, ranks: int) -> float:
+    """What the buffers of a step take, by the planning model.
+
+    Args:
+        capacities: rows and intersections; or rows, a segment, and intersections. In the second case what rows are
+            exchanged through is left out: it stays from step to step.
+        pixels: that this rank draws.
+    """
+    rows, intersections = capacities[0], capacities[-1]
+    arrivals = capacities[1] * ranks if len(capacities) == 3 else 0
+    one = Share(0, 1, rows, arrivals, arrivals or rows, intersections, pixels, 0.0, 0.0, 0.0)
+    parts = step_buffers(one, ranks, capacity=1.0)
+    return sum(size for name, size in parts.items() if name != "exchange" or not arrivals)
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As the operators take them: opacities [N]."""
+    return [flat(name, tensor) for name, tensor in zip(ORDER, tensors, strict=True)]

@@ -1,0 +1,320 @@
+"""Training in blocks of fused steps: what the host does between two looks at the device.
+
+The ordinary step goes through autograd, some hundred launches and as many objects; on a small capture the GPU waits for
+the host most of the time. Here a step is captured once in a CUDA graph (two, with the exchange between them, where
+there are several ranks) and replayed until something about it changes: the number of points, the resolution, the
+harmonics. The host uploads a hundred numbers and names an image.
+
+Within a block the steps of points that are not drawn are put off (`LazyAdam`); before anybody else may look
+at the model, they are taken. With selective Adam they are not taken at all, and none is put off; nor with MCMC, whose
+noise moves all of them after each step (`fused_noise`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.adam import AdamStep, ScalarRing
+from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves
+from ns_multigpu.core.placement import Plan
+from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.core.types import View
+from ns_multigpu.core.world import World
+from ns_multigpu.planning.rates import LAZY_BELOW
+from ns_multigpu.plugin.blocks.fused_noise import StepNoise
+from ns_multigpu.plugin.blocks.fused_rescue import bytes_of_step, go_back, last_whole_step
+from ns_multigpu.plugin.blocks.point_storage import PointStorage
+from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
+from ns_multigpu.plugin.blocks.step_graphs import StepGraphs
+from ns_multigpu.plugin.capture.device_images import DeviceImages, whole_views
+from ns_multigpu.plugin.faults.out_of_memory import Counts, check_room
+from ns_multigpu.plugin.model.cameras import view_from_camera
+from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, first_capacities
+
+MOST_STEPS = 64
+"""Steps of a block at most: so long a signal, or the viewer, may have to wait."""
+_MOST_AT_FIRST = 1 << 22
+"""Points of which the first step of a run may draw all; one that needs more room is taken again with more."""
+
+
+@dataclass
+class _Feed:
+    """What a step is fed: kept until the block is over, for a step may have to be taken again."""
+
+    step: int
+    indices: list[int]
+    views: list[View]
+    inputs: Tensor
+    plan: Plan
+    rate: float
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """What a block of steps leaves behind.
+
+    Attributes:
+        steps: their numbers.
+        views: of each step, the views that this rank rendered, by their number in the capture.
+        reports: [steps, V + 1] see `FusedStep.report`.
+        mse: [] this rank's share of the last step's mean squared error.
+    """
+
+    steps: range
+    views: list[list[int]]
+    reports: Tensor
+    mse: Tensor
+
+
+class FusedTraining:
+    """The fused steps of one rank.
+
+    Args:
+        pipeline: a `DistributedPipeline`, ready to train.
+        optimizers: a `BatchOptimizers`, its checkpoint loaded.
+        world: the ranks.
+        computed: called when this rank has given its device all of a step that waits for no other.
+    """
+
+    def __init__(self, pipeline: Any, optimizers: Any, world: World, computed: Callable[[], None]) -> None:
+        self._pipeline, self._optimizers, self._world = pipeline, optimizers, world
+        self._model = pipeline.model
+        self._images = DeviceImages(pipeline.datamanager, world)
+        self._cameras: dict[tuple[int, int], tuple[View, Tensor]] = {}
+        self._room = StepCapacities(len(pipeline.datamanager.train_share.shapes))
+        self._step: Any = None
+        self._adam: AdamStep | None = None
+        self._lazy: LazyAdam | None = None
+        self._key: object = None
+        # Ranks with shards of different lengths would not all make their steps anew together.
+        self._points = PointStorage(spare=not self._model.sharded)
+        self._noise = StepNoise(pipeline, optimizers)
+        self._wants_lazy = self._may_put_off()
+        self._rows_drawn: int | None = None  # by one rank in one step, at most
+        self._ring: ScalarRing | None = None
+        self._ring_width = 0
+        self._graphs = StepGraphs(world, computed)
+
+    def block(self, first: int, limit: int) -> range:
+        """The steps from `first` on, before `limit`, that can be taken without a change in between."""
+        batch, model, last = self._pipeline.batch_size, self._model, first
+        signature = self._signature(first)
+        while last + 1 < min(limit, first + MOST_STEPS):
+            if model.strategy.due_after(last * batch, batch) or self._signature(last + 1) != signature:
+                break
+            last += 1
+        return range(first, last + 1)
+
+    def run(self, steps: range) -> BlockResult:
+        """Takes the steps of a block. Every rank calls it with the same.
+
+        Refining, and resetting opacities, is left to the caller: see `refine`.
+        """
+        self._choose_lazy()
+        feeds: list[_Feed] = []
+        mine = self._own_views()
+        reports = torch.zeros(len(steps), mine.stop - mine.start + 1, device=self._world.device)
+        step: Any = None
+        with last_whole_step(self, steps, self._optimizers, self._world) as taken:
+            while taken.done < len(steps):
+                step = None  # its memory is the next one's, if there is to be another
+                step = self._prepared(steps[0])
+                for k in range(taken.done, len(steps)):
+                    if k == len(feeds):  # drawn while the device is busy with the step before
+                        feeds.append(self._feed(steps[k]))
+                    with self._pipeline.timer.step():
+                        self._take(step, feeds[k])
+                    self._noise.after(step, steps[k], feeds[k].rate)
+                    reports[k].copy_(step.report)
+                with self._pipeline.timer.measure("waiting for the device"):
+                    status = step.status()
+                taken.done += status.done
+                self._learn(status)
+            step.flush()  # here only: where it happens must not depend on capacities, for it rounds
+        return BlockResult(steps, [feed.indices[mine] for feed in feeds], reports, self._mse(step))
+
+    def _choose_lazy(self) -> None:
+        """Whether to put steps off in the block that begins: not where a step draws much of the model, for a point that
+        is drawn then costs 2.5 times as much as one that takes an ordinary step (benchmarks/NOTES.md).
+
+        Between blocks alone, for within one there are steps put off. On a CPU always: it must give the same bits again.
+        """
+        if not self._may_put_off() or self._world.device.type != "cuda" or self._rows_drawn is None:
+            return
+        # Of a sharded model every rank draws about its part; of replicas every rank steps what all have drawn.
+        wanted = self._world.size * self._rows_drawn < LAZY_BELOW * max(self._model.total_points, 1)
+        if wanted != self._wants_lazy:
+            self._wants_lazy, self._key = wanted, None
+
+    def _may_put_off(self) -> bool:
+        """Not where the points that are not drawn take no step, or noise moves all of them."""
+        return not self._model.config.selective_adam and not self._noise.active
+
+    def refine(self, steps: range) -> None:
+        """Densification after a block."""
+        model, batch = self._model, self._pipeline.batch_size
+        if not model.strategy.due_after(steps[-1] * batch, batch):
+            return
+        if self._points.keeps(model.num_points):
+            self._adam = None  # the step may stay, if the points find room where they are
+        else:
+            self._release()
+        model.strategy.refine_when_due(
+            model.gauss_params, self._optimizers.optimizers, model.strategy_state, steps[-1] * batch, batch
+        )
+        self._noise.after_refinement(steps[-1])
+
+    def taken_since(self) -> int:
+        """Steps that the device has taken since it was asked last."""
+        return self._step.status().done if self._step is not None else 0
+
+    def go_back(self, counts: Counts, done: int) -> None:
+        """Leaves everything as after `done` steps of a block, which the device has taken, and holds no buffers."""
+        go_back(self._points, self._optimizers, self._lazy, counts, done)
+        self._release()
+
+    def _release(self) -> None:
+        self._graphs.forget()
+        self._points.forget()
+        self._step = self._adam = self._key = None
+
+    # ---- what depends on how the work is spread ----
+
+    def _own_views(self) -> slice:
+        """Which of a batch's views this rank's reports are about."""
+        each = self._pipeline.batch_size // self._world.size
+        return slice(self._world.rank * each, (self._world.rank + 1) * each)
+
+    def _plan(self, views: list[View]) -> Plan:
+        """Who renders what of a batch."""
+        return whole_views(views, self._world.size)
+
+    def _render(self, step: Any, feed: _Feed) -> None:
+        """Takes a step whose inputs are in place: its images, and the step itself."""
+        with self._pipeline.timer.measure("data"):
+            for v, image in enumerate(self._images.get(feed.indices, feed.plan)):
+                step.targets[v].copy_(image if step.targets.dtype == torch.uint8 else self._small(image, feed.step))
+        self._graphs.take(step, self._pipeline.timer)
+
+    def _first_capacities(self, pixels: int) -> tuple[int, ...]:
+        points = min(self._model.num_points, _MOST_AT_FIRST)
+        return first_capacities(points, pixels, self._pipeline.batch_size // self._world.size)
+
+    def _made(self, view: View, degree: int, moments: Any, counts: bool, kind: torch.dtype) -> Any:
+        """The step for the present capacities."""
+        assert self._room.now is not None
+        options = self._model.config
+        settings = StepSettings(
+            width=view.width, height=view.height, views=self._pipeline.batch_size // self._world.size, degree=degree,
+            antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad,
+            ssim_lambda=options.ssim_lambda, rows=self._room.now[0], intersections=self._room.now[1],
+            selective=options.selective_adam, **self._noise.weights(),
+        )  # fmt: skip
+        # Every rank sees every row: rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
+        statistics = self._points.statistics if counts and self._world.is_main else {}
+        return FusedStep(self._points.params, moments, statistics, settings, self._world, kind, self._lazy)
+
+    def _mse(self, step: Any) -> Tensor:
+        target = step.targets.float() / 255 if step.targets.dtype == torch.uint8 else step.targets
+        return (step.rgb - target).square().mean() / self._world.size
+
+    # ---- the host's part of a step ----
+
+    def _signature(self, step: int) -> tuple[int, int, bool]:
+        """What a step depends on that changes on its own: harmonics, resolution, whether statistics count."""
+        config, images = self._model.config, step * self._pipeline.batch_size
+        degree = min(images // config.sh_degree_interval, config.sh_degree)
+        factor = 2 ** max(config.num_downscales - images // config.resolution_schedule, 0)
+        return degree, factor, not self._noise.active and images < self._model.strategy.refine_stop_iter
+
+    def _camera(self, index: int, factor: int) -> tuple[View, Tensor]:
+        """A view on the host, and its 25 numbers: world-to-camera matrix and intrinsics."""
+        key = (index, factor)
+        if key not in self._cameras:
+            camera = self._pipeline.datamanager.train_camera(index)
+            view = view_from_camera(camera, camera.camera_to_worlds.reshape(-1, 3, 4)[0], index, factor)
+            self._cameras[key] = (view, torch.cat([view.viewmat.reshape(-1), view.K.reshape(-1)]))
+        return self._cameras[key]
+
+    def _feed(self, step: int) -> _Feed:
+        """Draws a step's views and backgrounds, and counts it in optimizers and schedules."""
+        pipeline, batch = self._pipeline, self._pipeline.batch_size
+        self._prepared(step)
+        assert self._adam is not None
+        indices = pipeline.datamanager.train_batch(step, batch)
+        _, factor, _ = self._signature(step)
+        cameras = [self._camera(index, factor) for index in indices]
+        mine = self._own_views()
+        backgrounds = [self._background(step * batch + v) for v in range(mine.start, mine.stop)]
+        numbers = torch.tensor(self._adam.count()).reshape(-1)
+        for scheduler in self._optimizers.schedulers.values():
+            scheduler.step()
+        matrices = torch.stack([numbers_ for _, numbers_ in cameras])
+        inputs = torch.cat([matrices[:, :16].reshape(-1), matrices[:, 16:].reshape(-1), *backgrounds, numbers])
+        views = [view for view, _ in cameras]
+        return _Feed(step, indices, views, inputs, self._plan(views), self._noise.rate())
+
+    def _background(self, image: int) -> Tensor:
+        model = self._model
+        if model.config.background_color == "random":
+            return torch.rand(3, generator=keyed_generator(model.seed, "background", image))
+        return model.background_color.float().cpu()
+
+    def _take(self, step: Any, feed: _Feed) -> None:
+        with self._pipeline.timer.measure("data"):
+            if self._ring is None or self._ring_width != len(feed.inputs):
+                self._ring_width = len(feed.inputs)
+                self._ring = ScalarRing(self._world.device, self._ring_width, slots=16)
+            self._ring.upload(feed.inputs[None], torch.float32, into=step.inputs[None])
+        self._render(step, feed)
+
+    def _small(self, image: Tensor, step: int) -> Tensor:
+        """The image at the step's resolution, as floats."""
+        self._model.step = step * self._pipeline.batch_size
+        return self._model.get_gt_img(image)
+
+    def _prepared(self, step: int) -> Any:
+        """The fused step for `step`, made anew if anything about it has changed."""
+        signature = self._signature(step)
+        key = (signature, self._room.now)
+        if self._step is not None and self._adam is not None and self._key == key:
+            return self._step
+        degree, factor, counts = signature
+        model, pipeline = self._model, self._pipeline
+        if counts:
+            model.strategy.statistics(model.gauss_params, model.strategy_state)
+        groups = [self._optimizers.optimizers[name] for name in ORDER]
+        self._adam = AdamStep(groups, with_grads=False)
+        stays = self._points.hold(model.gauss_params, self._adam, model.strategy_state)
+        if stays and self._step is not None and self._key == key:
+            return self._step  # a refinement has changed nothing that its graph knows
+        serves = all(lazy_serves(group["betas"], group["eps"]) for o in groups for group in o.param_groups)
+        if not self._wants_lazy or not serves:
+            self._lazy = None
+        elif self._lazy is None or len(self._lazy.last) != self._points.rows:  # else there may be steps put off in it
+            self._lazy = LazyAdam.make(self._points.rows, self._world.device)
+        self._graphs.forget()
+        self._step = None
+        view, _ = self._camera(0, factor)
+        if self._room.now is None:
+            self._room.begin(self._first_capacities(view.width * view.height))
+        self._check_room(view)
+        as_bytes = factor == 1 and pipeline.config.datamanager.cache_images_type == "uint8"
+        kind = torch.uint8 if as_bytes else torch.float32
+        self._step = self._made(view, degree, self._points.moments, counts, kind)
+        self._key = (signature, self._room.now)
+        return self._step
+
+    def _check_room(self, view: View) -> None:
+        """Whether there is room on all ranks for the buffers of a step, before any rank begins it."""
+        assert self._room.now is not None
+        pixels = view.width * view.height * self._pipeline.batch_size // self._world.size
+        check_room(bytes_of_step(self._room.now, pixels, self._world.size), "a step's buffers", self._world)
+
+    def _learn(self, status: Any) -> None:
+        """Fits the capacities to what was needed."""
+        self._rows_drawn = status.needed[0]
+        self._room.learn(status.needed, status.full, status.done * self._pipeline.batch_size)

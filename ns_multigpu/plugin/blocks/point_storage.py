@@ -1,0 +1,117 @@
+"""Where points lie while steps are fused: in tensors with room to spare, so that a refinement moves none of them.
+
+The CUDA graph of a step knows addresses and sizes. A refinement makes new tensors of another length, and the step had
+to be made and captured again, which took the host 5 to 7 ms (fox-h200.md), every 25 steps where four GPUs draw a view
+each. Here the new values are copied to where the old ones were, and the graph stays as it is. Its kernels go over the
+room that is left as well; what lies there has no position, and so is never seen.
+"""
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.adam import AdamStep
+from ns_multigpu.primitives.fused_step import ORDER
+
+MOST_SPARED = 1 << 20
+"""Points of a model at most that gets room to spare: with more, a step takes so long that a capture is nothing beside
+it, and memory is worth more."""
+
+
+def room_for(count: int) -> int:
+    """How many points there is to be room for when there are `count`: a quarter more, in steps of 64."""
+    return max(64, -(-5 * count // 256) * 64)
+
+
+class PointStorage:
+    """The parameters, moments and statistics of a model's points as fused steps are given them.
+
+    Args:
+        spare: whether to leave room; without, they are the model's own tensors.
+
+    Attributes:
+        params: by name, [C, ...]: the model's parameters are the first rows.
+        moments: by name, Adam's exp_avg and exp_avg_sq, [C, ...].
+        statistics: by name, densification's running sums, [C].
+    """
+
+    def __init__(self, *, spare: bool) -> None:
+        self._spare = spare
+        self._roomy = False  # what is held now has room to spare
+        self.params: dict[str, Tensor] = {}
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+        self.statistics: dict[str, Tensor] = {}
+
+    @property
+    def rows(self) -> int:
+        """C, how many points there is room for."""
+        return len(self.params[ORDER[0]])
+
+    def keeps(self, points: int) -> bool:
+        """Whether what is held may still serve once a refinement has replaced the tensors of a model of so many points;
+        if not, it is to be forgotten before: each tensor is to go when there is a new one in its place."""
+        return self._roomy and points <= MOST_SPARED
+
+    def forget(self) -> None:
+        """Holds nothing any longer: the model's tensors are to be the only ones."""
+        self._roomy = False
+        self.params, self.moments, self.statistics = {}, {}, {}
+
+    @torch.no_grad()
+    def hold(self, params: MutableMapping[str, Any], adam: AdamStep, state: MutableMapping[str, Any]) -> bool:
+        """Brings a model's points here; afterwards its tensors, and its optimizers', are views of these.
+
+        Args:
+            params: the model's parameters by name, `ORDER`'s.
+            adam: of their optimizers, in that order.
+            state: densification's, whose running sums are `grad2d`, `count` and `radii`, as far as they are there.
+
+        Returns:
+            whether all of it lies where it lay at the last call: a step made then still serves.
+        """
+        count = len(params[ORDER[0]])
+        sums = {name: state[name] for name in ("grad2d", "count", "radii") if isinstance(state.get(name), Tensor)}
+        if not (self._spare and count <= MOST_SPARED):
+            self._roomy = False
+            self.params = {name: params[name].detach() for name in ORDER}
+            self.moments = dict(zip(ORDER, zip(adam.exp_avgs, adam.exp_avg_sqs, strict=True), strict=True))
+            self.statistics = sums
+            return False
+        now = [*(params[name].detach() for name in ORDER), *adam.exp_avgs, *adam.exp_avg_sqs, *sums.values()]
+        same = self._fits(count, now, sums)
+        if not same:
+            self._make(room_for(count), now, sums)
+        flat = self._all()
+        moved = [(there, x) for there, x in zip(flat, now, strict=True) if there.data_ptr() != x.data_ptr()]
+        if moved:
+            torch._foreach_copy_([there[:count] for there, _ in moved], [x for _, x in moved])  # pyright: ignore
+        self.params["means"][count:].fill_(torch.nan)  # no operator sees a point without a position
+        for name, there in self.params.items():
+            params[name].data = there[:count]
+        for place, name in enumerate(ORDER):
+            adam.place_moments(place, *(moment[:count] for moment in self.moments[name]))
+        for name, there in self.statistics.items():
+            state[name] = there[:count]
+        return same
+
+    def _fits(self, count: int, now: list[Tensor], sums: dict[str, Tensor]) -> bool:
+        """Whether what is held has room for `count` points, not far too much, and is of their kind."""
+        if not self._roomy or not count <= self.rows <= max(2 * count, room_for(count)):
+            return False
+        here = [(x.dtype, x.shape[1:]) for x in self._all()]
+        return sums.keys() == self.statistics.keys() and here == [(x.dtype, x.shape[1:]) for x in now]
+
+    def _make(self, rows: int, now: list[Tensor], sums: dict[str, Tensor]) -> None:
+        made = [x.new_zeros(rows, *x.shape[1:]) for x in now]
+        n = len(ORDER)
+        self.params = dict(zip(ORDER, made[:n], strict=True))
+        self.moments = dict(zip(ORDER, zip(made[n : 2 * n], made[2 * n : 3 * n], strict=True), strict=True))
+        self.statistics = dict(zip(sums, made[3 * n :], strict=True))
+        self._roomy = True
+
+    def _all(self) -> list[Tensor]:
+        """Everything, in the order of `hold`."""
+        firsts, seconds = zip(*self.moments.values(), strict=True)
+        return [*self.params.values(), *firsts, *seconds, *self.statistics.values()]

@@ -1,0 +1,186 @@
+"""What can be known to be wrong with a capture before training starts: all of it, named, with the remedy.
+
+The functions look and return lines; `raise_together` makes every rank stop with all ranks' lines.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from nerfstudio.cameras.cameras import CAMERA_MODEL_TO_TYPE, Cameras, CameraType
+from torch import Tensor
+
+from ns_multigpu.core.collectives import all_gather_objects
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.faults.errors import InputError
+
+RENDERED = (CameraType.PERSPECTIVE, CameraType.FISHEYE, CameraType.FISHEYE624)
+"""Camera models whose distortion is taken out of the image, so that Splatfacto's pinhole projection fits it."""
+
+RIGID = 1e-2
+"""How far an entry of R^T R may be from the identity's. Poses written with three digits stay well below."""
+
+
+def raise_together(problems: Sequence[str], world: World, headline: str) -> None:
+    """Raises if any rank has a problem, on every rank, with all of them. Every rank calls it.
+
+    Args:
+        problems: this rank's, a line each.
+        headline: what they have in common and what to do; "{count}" in it becomes their number.
+
+    Raises:
+        InputError: there are problems.
+    """
+    lines = [line for part in all_gather_objects(list(problems), world) for line in part]
+    if lines:
+        unique = sorted(set(lines), key=_natural)
+        raise InputError("\n  ".join([headline.replace("{count}", str(len(unique))), *unique]))
+
+
+def camera_problems(cameras: Cameras, names: Sequence[str]) -> list[str]:
+    """What is wrong with poses, intrinsics and camera models.
+
+    Args:
+        cameras: [n], as the dataset has them (distortion still in).
+        names: of their images, to tell views by.
+
+    Returns:
+        A line for each wrong view and reason.
+    """
+    if len(cameras) != len(names):
+        return [f"{len(names)} images for {len(cameras)} cameras: the lists must be equally long"]
+    found: dict[str, Tensor] = {}
+    poses = cameras.camera_to_worlds.detach().double().cpu()
+    finite = poses.isfinite().flatten(1).all(1)
+    found["its pose is NaN or infinite"] = ~finite
+    rotation = torch.where(finite[:, None, None], poses[:, :3, :3], torch.eye(3, dtype=poses.dtype))
+    off = (rotation.transpose(1, 2) @ rotation - torch.eye(3, dtype=poses.dtype)).abs().flatten(1).amax(1)
+    found["its pose is not rigid: the rotation's columns are not of length 1 and at right angles"] = off > RIGID
+    found["its pose is mirrored: the rotation has determinant -1; flip one axis"] = (off <= RIGID) & (
+        torch.linalg.det(rotation) < 0
+    )
+    focal = torch.cat([cameras.fx, cameras.fy], dim=-1).cpu()
+    found["its focal length is zero, negative, NaN or infinite"] = ~(focal.isfinite() & (focal > 0)).all(1)
+    found["its principal point is NaN or infinite"] = ~torch.cat([cameras.cx, cameras.cy], -1).cpu().isfinite().all(1)
+    found["its width or height is below 1"] = (torch.cat([cameras.width, cameras.height], -1).cpu() < 1).any(1)
+    if cameras.times is not None:
+        found["its time is NaN or infinite"] = ~cameras.times.cpu().isfinite().reshape(-1)
+    if cameras.distortion_params is not None:
+        found["a distortion parameter is NaN or infinite"] = ~cameras.distortion_params.cpu().isfinite().all(1)
+    lines = [f"{names[i]}: {what}" for what, wrong in found.items() for i in wrong.nonzero().flatten().tolist()]
+    if not bool(finite.any()) and len(names) > 1:
+        lines.append("(Where a dataparser centres the cameras, one bad pose spoils all: look for NaN in its file.)")
+    return lines + _model_problems(cameras, names)
+
+
+def _model_problems(cameras: Cameras, names: Sequence[str]) -> list[str]:
+    usable = ", ".join(kind.name for kind in RENDERED)
+    lines: list[str] = []
+    for number, name in zip(cameras.camera_type.flatten().tolist(), names, strict=True):
+        kind = CameraType(number)
+        if kind not in RENDERED:
+            lines.append(f"{name}: camera model {kind.name} cannot be splatted; {usable} can")
+        elif kind is CameraType.FISHEYE624 and "fisheye_crop_radius" not in (cameras.metadata or {}):
+            lines.append(f"{name}: camera model FISHEYE624 needs a fisheye_crop_radius")
+    if cameras.distortion_params is not None:
+        fourth = (cameras.camera_type.flatten() == CameraType.PERSPECTIVE.value) & (
+            cameras.distortion_params[:, 3] != 0
+        )
+        lines += [
+            f"{names[i]}: distortion parameter k4 of a perspective camera is not supported; undistort the images"
+            for i in fourth.nonzero().flatten().tolist()
+        ]
+    return lines
+
+
+def list_problems(names: Sequence[Path], cameras: Cameras, masks: Sequence[Path] | None) -> list[str]:
+    """What is wrong with the list of image files as a list.
+
+    Args:
+        names: image files.
+        cameras: theirs.
+        masks: mask files, if there are any.
+    """
+    lines: list[str] = []
+    if masks is not None and len(masks) != len(names):
+        lines.append(f"{len(masks)} masks for {len(names)} images: every image needs one, or none has one")
+    places: defaultdict[Path, list[int]] = defaultdict(list)
+    for index, name in enumerate(names):
+        places[name].append(index)
+    for name, indices in places.items():
+        poses = cameras.camera_to_worlds[indices]
+        # The same frame twice only counts double; the same picture from two places cannot be right.
+        if len(indices) > 1 and not torch.allclose(poses, poses[:1].expand_as(poses), equal_nan=True):
+            lines.append(f"{name}: listed {len(indices)} times, with different poses")
+    return lines
+
+
+def transforms_problems(data: Path) -> list[str]:
+    """What is wrong with the frames of a transforms.json, before a dataparser's centring spreads it over all of them.
+
+    Args:
+        data: the file, or the folder that holds it; one without such a file has no problem here.
+    """
+    path = data if data.suffix == ".json" else data / "transforms.json"
+    try:
+        meta: Any = json.loads(path.read_text("utf8"))
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        return [f"{path}: not valid JSON ({error})"]
+    if not isinstance(meta, dict) or not isinstance(meta.get("frames"), list) or not meta["frames"]:
+        return [f"{path}: it has no list of frames"]
+    lines: list[str] = []
+    if meta.get("camera_model", "PINHOLE") not in CAMERA_MODEL_TO_TYPE:
+        lines.append(
+            f"{path}: camera model {meta['camera_model']} is unknown; {', '.join(CAMERA_MODEL_TO_TYPE)} are known"
+        )
+    for number, frame in enumerate(meta["frames"]):
+        name = frame.get("file_path", f"frame {number}")
+        if "file_path" not in frame:
+            lines.append(f"{name}: it has no file_path")
+        matrix = frame.get("transform_matrix")
+        shape = (len(matrix), {len(row) for row in matrix}) if _is_table(matrix) else None
+        if shape not in ((4, {4}), (3, {4})):
+            lines.append(f"{name}: its transform_matrix is not a table of 4 x 4 numbers")
+        elif not all(math.isfinite(value) for row in matrix[:3] for value in row):
+            lines.append(f"{name}: its pose is NaN or infinite")
+    return lines
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(row, list) and all(isinstance(v, (int, float)) for v in row) for row in value
+    )
+
+
+def different_captures(cameras: Cameras, names: Sequence[str], world: World) -> list[str]:
+    """Whether the ranks have read the same capture. Every rank calls it.
+
+    Poses may differ by rounding, for machines of different processors; file names may not.
+    """
+    poses = cameras.camera_to_worlds.detach().double().cpu()
+    digest = hashlib.sha1("\n".join(names).encode()).hexdigest()
+    summary = (len(names), digest, float(poses.abs().sum()))
+    everyone = all_gather_objects(summary, world)
+    lines: list[str] = []
+    for rank, other in enumerate(everyone):
+        first = everyone[0]
+        if other[0] != first[0]:
+            lines.append(f"rank {rank} has {other[0]} views and rank 0 has {first[0]}")
+        elif other[1] != first[1]:
+            lines.append(f"rank {rank} has image files of other names than rank 0")
+        elif math.isfinite(other[2] + first[2]) and not math.isclose(other[2], first[2], rel_tol=1e-4):
+            lines.append(f"rank {rank} has other poses than rank 0")
+    return lines
+
+
+def _natural(line: str) -> list[tuple[int, str]]:
+    """Sorts "view 10" after "view 9"."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", line)]

@@ -1,0 +1,235 @@
+"""COLMAP's files, looked at before anybody reads them in full: which views there are, and whether a file is whole.
+
+Keypoints and tracks, most of the bytes, are stepped over, so that a capture of thousands of views takes a second. The
+format: https://colmap.github.io/format.html.
+"""
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_PARAMETERS = {0: 3, 1: 4, 2: 4, 3: 5, 4: 8, 5: 8, 6: 12, 7: 5, 8: 4, 9: 5, 10: 12}
+"""Numbers of parameters of a camera, by the model's number."""
+_NAMES = (
+    "SIMPLE_PINHOLE", "PINHOLE", "SIMPLE_RADIAL", "RADIAL", "OPENCV", "OPENCV_FISHEYE", "FULL_OPENCV", "FOV",
+    "SIMPLE_RADIAL_FISHEYE", "RADIAL_FISHEYE", "THIN_PRISM_FISHEYE",
+)  # fmt: skip
+READABLE = _NAMES[:6]
+"""The camera models that nerfstudio's parser makes cameras of."""
+
+_IMAGE, _POINT = struct.Struct("<i7di"), struct.Struct("<Q3d3BdQ")
+_CAMERA, _COUNT = struct.Struct("<iiQQ"), struct.Struct("<Q")
+_KEYPOINT, _TRACK = 24, 8
+
+
+@dataclass(frozen=True)
+class ColmapView:
+    """An image of the reconstruction: its name, and its camera's width and height in pixels."""
+
+    name: str
+    width: int
+    height: int
+
+
+@dataclass
+class Reconstruction:
+    """What a folder of COLMAP's says of itself.
+
+    Attributes:
+        views: by image id, as nerfstudio orders them.
+        points: how many seed points there are; None if there is no file of them.
+        problems: a line each.
+    """
+
+    views: list[ColmapView] = field(default_factory=list[ColmapView])
+    points: int | None = None
+    problems: list[str] = field(default_factory=list[str])
+
+
+class _Damaged(Exception):
+    """A file ends too early, or holds what cannot be."""
+
+
+def look_at(folder: Path) -> Reconstruction:
+    """A reconstruction's views, as nerfstudio would read them (.txt before .bin; points the other way round).
+
+    Args:
+        folder: with `cameras`, `images` and `points3D`, each .bin or .txt.
+    """
+    found = Reconstruction()
+    text = (folder / "cameras.txt").exists()
+    if not text and not (folder / "cameras.bin").exists():
+        found.problems.append(f"{folder}: there is no cameras.bin and no cameras.txt. Is it COLMAP's model?")
+        return found
+    kind = "txt" if text else "bin"
+    cameras: dict[int, tuple[str, int, int]] = {}
+    with _told(found, folder / f"cameras.{kind}") as path:
+        cameras = _cameras_text(path) if text else _cameras_binary(path)
+        for number, (model, width, height) in cameras.items():
+            if model not in READABLE:
+                found.problems.append(
+                    f"{path}: camera {number} is of the model {model}; {', '.join(READABLE)} can be read"
+                )
+            if min(width, height) < 1:
+                found.problems.append(f"{path}: camera {number} is {width}x{height} pixels")
+        if not cameras:
+            raise _Damaged("it lists no cameras")
+    with _told(found, folder / f"images.{kind}") as path:
+        images = _images_text(path) if text else _images_binary(path)
+        if not images:
+            raise _Damaged("it lists no images")
+        for _, (name, camera, finite) in sorted(images.items()):
+            if not finite:
+                found.problems.append(f"{name}: its pose is NaN or infinite")
+            if camera in cameras:
+                found.views.append(ColmapView(name, *cameras[camera][1:]))
+            elif cameras:
+                found.problems.append(f"{name}: its camera {camera} is not in cameras.{kind}")
+    points = next((path for path in (folder / "points3D.bin", folder / "points3D.txt") if path.exists()), None)
+    if points is not None:
+        with _told(found, points) as path:
+            found.points = _points_binary(path) if path.suffix == ".bin" else _points_text(path)
+    return found
+
+
+def point_count(folder: Path) -> int | None:
+    """How many seed points a reconstruction says it has; None if it has no file of them, or one that says nothing."""
+    try:
+        if (path := folder / "points3D.bin").exists():
+            with path.open("rb") as file:
+                return int(_COUNT.unpack(file.read(_COUNT.size))[0])
+        return sum(1 for words in _lines(folder / "points3D.txt") if words)
+    except (OSError, struct.error, UnicodeDecodeError):
+        return None
+
+
+@contextmanager
+def _told(found: Reconstruction, path: Path) -> Iterator[Path]:
+    """Turns what is wrong with a file into a line about it."""
+    try:
+        yield path
+    except FileNotFoundError:
+        found.problems.append(f"{path}: there is no such file")
+    except OSError as error:
+        found.problems.append(f"{path}: it cannot be read ({error.strerror or error})")
+    except (_Damaged, UnicodeDecodeError, ValueError, IndexError) as error:
+        found.problems.append(f"{path}: {error}. Copy it again, or run COLMAP again")
+
+
+# ---- binary ----
+
+
+@contextmanager
+def _bytes_of(path: Path) -> Iterator[mmap.mmap]:
+    with path.open("rb") as file:
+        if file.seek(0, 2) < _COUNT.size:
+            raise _Damaged("it is empty" if file.tell() == 0 else "it is truncated: it has not even a count")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            yield data
+
+
+def _cut(what: str, number: int, count: int) -> _Damaged:
+    return _Damaged(f"it is truncated: it ends in {what} {number + 1} of {count}")
+
+
+def _cameras_binary(path: Path) -> dict[int, tuple[str, int, int]]:
+    cameras: dict[int, tuple[str, int, int]] = {}
+    with _bytes_of(path) as data:
+        count, place = _COUNT.unpack_from(data)[0], _COUNT.size
+        for number in range(count):
+            if place + _CAMERA.size > len(data):
+                raise _cut("camera", number, count)
+            camera, model, width, height = _CAMERA.unpack_from(data, place)
+            if model not in _PARAMETERS:
+                raise _Damaged(f"camera {camera} is of a model that is unknown, number {model}")
+            place += _CAMERA.size + 8 * _PARAMETERS[model]
+            if place > len(data):
+                raise _cut("camera", number, count)
+            cameras[camera] = (_NAMES[model], width, height)
+    return cameras
+
+
+def _images_binary(path: Path) -> dict[int, tuple[str, int, bool]]:
+    images: dict[int, tuple[str, int, bool]] = {}
+    with _bytes_of(path) as data:
+        count, place = _COUNT.unpack_from(data)[0], _COUNT.size
+        for number in range(count):
+            end = data.find(b"\0", place + _IMAGE.size)
+            if end < 0 or end + 1 + _COUNT.size > len(data):
+                raise _cut("image", number, count)
+            image, *pose, camera = _IMAGE.unpack_from(data, place)
+            name = data[place + _IMAGE.size : end].decode()
+            place = end + 1 + _COUNT.size + _KEYPOINT * _COUNT.unpack_from(data, end + 1)[0]
+            if place > len(data):
+                raise _cut("image", number, count)
+            images[image] = (name, camera, all(map(math.isfinite, pose)))
+    return images
+
+
+def _points_binary(path: Path) -> int:
+    with _bytes_of(path) as data:
+        count, place = _COUNT.unpack_from(data)[0], _COUNT.size
+        length, size, unpack = len(data), _POINT.size, _COUNT.unpack_from
+        to_track = size - _COUNT.size
+        for number in range(count):
+            if place + size > length:
+                raise _cut("point", number, count)
+            place += size + _TRACK * unpack(data, place + to_track)[0]
+        if place > length:
+            raise _cut("point", count - 1, count)
+    return count
+
+
+# ---- text ----
+
+
+def _lines(path: Path) -> Iterator[list[str]]:
+    """The words of each line that is no comment, empty ones included."""
+    with path.open(encoding="utf8") as file:
+        for line in file:
+            if not line.lstrip().startswith("#"):
+                yield line.split()
+
+
+def _cameras_text(path: Path) -> dict[int, tuple[str, int, int]]:
+    cameras: dict[int, tuple[str, int, int]] = {}
+    for words in _lines(path):
+        if not words:
+            continue
+        if len(words) < 5 or words[1] not in _NAMES:
+            raise _Damaged(f"this line is no camera: {' '.join(words)[:60]!r}")
+        if len(words) - 4 < _PARAMETERS[_NAMES.index(words[1])]:
+            raise _Damaged(f"it is truncated: camera {words[0]} lacks parameters")
+        cameras[int(words[0])] = (words[1], int(words[2]), int(words[3]))
+    return cameras
+
+
+def _images_text(path: Path) -> dict[int, tuple[str, int, bool]]:
+    images: dict[int, tuple[str, int, bool]] = {}
+    lines = _lines(path)
+    for words in lines:
+        if not words:
+            continue
+        if len(words) < 10:
+            raise _Damaged(f"this line is no image: {' '.join(words)[:60]!r}")
+        keypoints = next(lines, None)
+        if keypoints is None or len(keypoints) % 3:
+            raise _Damaged(f"it is truncated: image {words[9]} lacks its keypoints")
+        finite = all(math.isfinite(float(word)) for word in words[1:8])
+        images[int(words[0])] = (words[9], int(words[8]), finite)
+    return images
+
+
+def _points_text(path: Path) -> int:
+    count = 0
+    for words in _lines(path):
+        if not words:
+            continue
+        if len(words) < 8 or len(words) % 2:
+            raise _Damaged(f"it is truncated: this line is no point: {' '.join(words)[:60]!r}")
+        count += 1
+    return count

@@ -1,0 +1,262 @@
+"""What can be seen of a capture before any worker starts: from file names, headers and COLMAP's own files.
+
+The workers look again, at everything (see `checks` and `reading`). This look takes seconds and needs no GPU, so that
+what is wrong is told before processes have been started, and before a run folder has been made.
+"""
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import ceil, floor
+from pathlib import Path
+from typing import Any
+
+from nerfstudio.data.dataparsers.colmap_dataparser import MAX_AUTO_RESOLUTION, ColmapDataParserConfig
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+from nerfstudio.data.utils.dataparsers_utils import get_train_eval_split_fraction, get_train_eval_split_interval
+
+from ns_multigpu.plugin.capture.checks import transforms_problems
+from ns_multigpu.plugin.capture.colmap import Reconstruction, look_at
+from ns_multigpu.plugin.capture.image_files import Header, header_size, read_header
+
+_THREADS = 16
+_PATIENCE = 8.0
+"""Seconds after which the rest of the headers is left to the workers."""
+
+
+@dataclass
+class Findings:
+    """What there is to say of a capture.
+
+    Attributes:
+        problems: a line for each reason not to begin.
+        notes: a line for each thing to know.
+    """
+
+    problems: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
+
+
+@dataclass(frozen=True)
+class _Image:
+    path: Path
+    mask: Path | None
+    size: tuple[int, int]
+
+
+def first_look(datamanager: Any) -> Findings:
+    """Looks at a capture in COLMAP's or nerfstudio's format; of others there is nothing to say.
+
+    Args:
+        datamanager: the configuration of nerfstudio's full-image datamanager.
+    """
+    parser = datamanager.dataparser
+    data = Path(datamanager.data or parser.data)
+    found = Findings()
+    if not isinstance(parser, (ColmapDataParserConfig, NerfstudioDataParserConfig)):
+        return found
+    if not data.exists():
+        found.problems.append(f"--data {data}: there is no such file or folder")
+        return found
+    parser = dataclasses.replace(parser, data=data)
+    images = _of_colmap(parser, found) if isinstance(parser, ColmapDataParserConfig) else _of_nerfstudio(parser, found)
+    if not found.problems:
+        _look_at_images(images, found)
+    return found
+
+
+# ---- COLMAP's layout ----
+
+
+def colmap_problems(parser: ColmapDataParserConfig) -> tuple[list[str], Reconstruction | None]:
+    """What is wrong with the reconstruction that a dataparser is about to read, and the reconstruction."""
+    folder = parser.data / parser.colmap_path
+    if not folder.is_dir():
+        others = _reconstructions(parser.data)
+        hint = f" There is one in {others[0]}: add --colmap-path {others[0]}" if others else ""
+        return [f"--colmap-path {parser.colmap_path}: {folder} is no folder.{hint}"], None
+    found = look_at(folder)
+    problems = list(found.problems)
+    if found.points is None and parser.load_3D_points and not any("points3D" in line for line in problems):
+        problems.append(
+            f"{folder}: points3D.bin (or .txt) is missing: Gaussians begin there. Give COLMAP's whole model, or begin "
+            "with random Gaussians: colmap --load-3D-points False"
+        )
+    return problems, found
+
+
+def _of_colmap(parser: ColmapDataParserConfig, found: Findings) -> list[_Image]:
+    problems, model = colmap_problems(parser)
+    found.problems += problems
+    if model is None or problems:
+        return []
+    folder, factor = _image_folder(parser, model, found)
+    sizes = {
+        (view.width, view.height): _scaled(view.width, view.height, factor, parser.downscale_rounding_mode)
+        for view in model.views
+    }
+    _look_at_split(parser, [view.name for view in model.views], found)
+    images: list[_Image] = []
+    for view in model.views:
+        mask = None
+        if parser.masks_path is not None:
+            masks = parser.data / parser.masks_path
+            mask = (_at(masks, factor) / view.name).with_suffix(".png")
+        images.append(_Image(folder / view.name, mask, sizes[view.width, view.height]))
+    return images
+
+
+def _reconstructions(data: Path) -> list[Path]:
+    """Folders with a reconstruction of COLMAP's, as `--colmap-path` takes them."""
+    files = [path for depth in ("", "*/", "*/*/", "*/*/*/") for path in data.glob(f"{depth}cameras.*")]
+    found = dict.fromkeys(path.parent for path in files if path.suffix in (".bin", ".txt"))
+    return [folder.relative_to(data) for folder in found]
+
+
+def _image_folder(parser: ColmapDataParserConfig, model: Reconstruction, found: Findings) -> tuple[Path, int]:
+    """The folder that images are read from, and by which factor they are smaller than COLMAP's."""
+    whole = parser.data / parser.images_path
+    smaller = _smaller(whole)
+    have = [f"{whole.name}_{n} (--downscale-factor {n})" for n in smaller]
+    factor = parser.downscale_factor
+    if factor is None:
+        size = header_size(whole / model.views[0].name)
+        if size is None and not whole.is_dir():
+            found.problems.append(_no_folder(whole, have))
+            return whole, 1
+        longest, factor = max(size) if size else 0, 1
+        while longest / factor > MAX_AUTO_RESOLUTION:
+            factor *= 2
+    folder = _at(whole, factor)
+    if not folder.is_dir():
+        have = [f"{whole.name} (--downscale-factor 1)", *have] if whole.is_dir() else have
+        why = f"Images of more than {MAX_AUTO_RESOLUTION} pixels are taken from a smaller copy, unless told otherwise. "
+        found.problems.append(("" if parser.downscale_factor else why) + _no_folder(folder, have))
+    return folder, factor
+
+
+def _no_folder(folder: Path, have: Sequence[str]) -> str:
+    there = f". There {'is' if len(have) == 1 else 'are'} {', '.join(have)}" if have else ""
+    return f"{folder}: there is no such folder{there}"
+
+
+def _smaller(whole: Path) -> list[int]:
+    """By which factors there are smaller copies of a folder of images."""
+    tails = [path.name.removeprefix(f"{whole.name}_") for path in whole.parent.glob(f"{whole.name}_*") if path.is_dir()]
+    return sorted(int(tail) for tail in tails if tail.isdigit())
+
+
+def _at(folder: Path, factor: int) -> Path:
+    return folder if factor == 1 else folder.with_name(f"{folder.name}_{factor}")
+
+
+def _scaled(width: int, height: int, factor: int, rounding: str) -> tuple[int, int]:
+    rounded = {"floor": floor, "round": lambda x: floor(x + 0.5), "ceil": ceil}[rounding]
+    return int(rounded(width / factor)), int(rounded(height / factor))
+
+
+# ---- nerfstudio's format ----
+
+
+def _of_nerfstudio(parser: NerfstudioDataParserConfig, found: Findings) -> list[_Image]:
+    path = parser.data if parser.data.suffix == ".json" else parser.data / "transforms.json"
+    if not path.is_file():
+        others = _reconstructions(parser.data) if parser.data.is_dir() else []
+        hint = f" For COLMAP's layout, end the command with: colmap --colmap-path {others[0]}" if others else ""
+        found.problems.append(f"{path}: there is no such file.{hint}")
+        return []
+    found.problems += transforms_problems(parser.data)
+    if found.problems:
+        return []
+    # Its own parser knows which files are meant, and reads nothing large but the seed points.
+    outputs: list[Any] = []
+    for split in ("train", "val"):
+        try:
+            outputs.append(dataclasses.replace(parser, load_3D_points=False).setup().get_dataparser_outputs(split))
+        except (AssertionError, KeyError, ValueError, RuntimeError, TypeError, OSError) as error:
+            found.problems.append(f"{path}: {error or type(error).__name__}")
+            return []
+    if len(outputs[0].image_filenames) == 0:
+        found.problems.append(_nothing_to_train(len(outputs[1].image_filenames)))
+    images: list[_Image] = []
+    for part in outputs:
+        sizes = zip(part.cameras.width.flatten().tolist(), part.cameras.height.flatten().tolist(), strict=True)
+        masks = part.mask_filenames or [None] * len(part.image_filenames)
+        images += [_Image(*row) for row in zip(part.image_filenames, masks, sizes, strict=True)]
+    folders = {image.path.parent for image in images}
+    if len(folders) == 1 and not (folder := folders.pop()).is_dir():
+        whole = folder.with_name(folder.name.rpartition("_")[0] or folder.name)
+        have = [f"{whole.name}_{n} (--downscale-factor {n})" for n in _smaller(whole)]
+        have = [f"{whole.name} (--downscale-factor 1)", *have] if whole.is_dir() else have
+        found.problems.append(_no_folder(folder, have))
+        return []
+    _look_for_twins([str(image.path) for image in images], {str(path) for path in outputs[1].image_filenames}, found)
+    return images
+
+
+# ---- views and images ----
+
+
+def _look_at_split(parser: ColmapDataParserConfig, names: Sequence[str], found: Findings) -> None:
+    """Whether views are left to train with, and whether one stands for two."""
+    if any((parser.data / f"{part}_list.txt").exists() for part in ("train", "test", "validation")):
+        return
+    listed: Any = list(names)  # nerfstudio says List, for want of a better word
+    if parser.eval_mode == "interval":
+        train, held_out = get_train_eval_split_interval(listed, parser.eval_interval)
+    elif parser.eval_mode == "fraction":
+        train, held_out = get_train_eval_split_fraction(listed, parser.train_split_fraction)
+    else:
+        return
+    if len(train) == 0:
+        found.problems.append(_nothing_to_train(len(held_out)))
+    _look_for_twins(names, {str(names[i]) for i in held_out}, found)
+
+
+def _nothing_to_train(held_out: int) -> str:
+    return (
+        f"The capture has {held_out} view(s), and all are held out for evaluation: none is left to train with. Add "
+        "views, or train with those that are held out, too: --eval-mode all"
+    )
+
+
+def _look_for_twins(names: Sequence[str], held_out: Iterable[str], found: Findings) -> None:
+    twins = [name for name, count in Counter(names).items() if count > 1]
+    if not twins:
+        return
+    both = " It is trained with and held out: its score will be too good" if set(twins) & set(held_out) else ""
+    found.notes.append(f"Listed more than once: {_some(twins)}.{both}")
+
+
+def _look_at_images(images: Sequence[_Image], found: Findings) -> None:
+    """Reads the headers, side by side, for as long as there is time."""
+    end = time.monotonic() + _PATIENCE
+
+    def look(image: _Image) -> Header | None:
+        if time.monotonic() > end:
+            return None
+        return read_header(image.path, image.mask, image.size)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        headers = list(pool.map(look, images))
+    seen = [(image, header) for image, header in zip(images, headers, strict=True) if header is not None]
+    found.problems += dict.fromkeys(line for _, header in seen for line in header.problems)
+    clear = [image.path.name for image, header in seen if header.channels == 4]
+    opaque = [image.path.name for image, header in seen if header.channels == 3]
+    if clear and opaque:
+        few, kind = (clear, "have") if len(clear) <= len(opaque) else (opaque, "have not")
+        found.notes.append(f"{len(few)} of {len(seen)} images {kind} an alpha channel, unlike the others: {_some(few)}")
+    turned = [image.path.name for image, header in seen if header.turned]
+    if turned and not found.problems:
+        found.notes.append(
+            f"{len(turned)} image(s) are to be turned by their EXIF data, and nerfstudio does not turn them: "
+            f"{_some(turned)}. That is right where COLMAP did not turn them either"
+        )
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

@@ -1,0 +1,176 @@
+"""What the headers of image files tell, without decoding them."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from nerfstudio.data.datasets.base_dataset import InputDataset
+from PIL import Image
+
+from ns_multigpu.core.collectives import all_gather_objects
+from ns_multigpu.core.world import World
+
+_CHANNELS = {"RGB": 3, "L": 3, "RGBA": 4}
+"""Channels of the array that nerfstudio makes of an image, by PIL's mode."""
+
+_EXIF_ORIENTATION = 0x0112
+_TURNED, _LYING = range(2, 9), range(5, 9)
+"""EXIF's orientations other than upright, and those that exchange width and height."""
+
+_THREADS = 8
+_TAIL = 64
+
+
+@dataclass(frozen=True)
+class Header:
+    """What one image file says of itself.
+
+    Attributes:
+        channels: of the decoded image, 0 where it cannot be used.
+        problems: what is wrong with it or its mask, a line each.
+        turned: whether its EXIF data say that it is to be turned or mirrored, and its size does not tell whether that
+            has been done.
+    """
+
+    channels: int
+    problems: tuple[str, ...] = ()
+    turned: bool = False
+
+
+def read_headers(dataset: InputDataset, sizes: Sequence[tuple[int, int]], world: World) -> list[Header]:
+    """The headers of all images of a dataset that reads files. Every rank calls it, and reads its part.
+
+    Args:
+        dataset: nerfstudio's, or one that reads images as it does.
+        sizes: (width, height) that the cameras give each image.
+        world: the ranks.
+    """
+    outputs = dataset._dataparser_outputs  # pyright: ignore[reportPrivateUsage]
+    masks = outputs.mask_filenames or []
+    mine = range(world.rank, len(dataset), world.size)
+
+    def look(index: int) -> Header:
+        mask = Path(masks[index]) if index < len(masks) else None
+        return read_header(Path(outputs.image_filenames[index]), mask, sizes[index], dataset.scale_factor)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = dict(zip(mine, pool.map(look, mine), strict=True))
+    merged: dict[int, Header] = {}
+    for part in all_gather_objects(found, world):
+        merged.update(part)
+    return [merged[index] for index in range(len(dataset))]
+
+
+def read_header(path: Path, mask: Path | None, size: tuple[int, int], scale: float = 1.0) -> Header:
+    """The header of one image and, if it has one, of its mask.
+
+    Args:
+        path: the image.
+        mask: its mask.
+        size: (width, height) of its camera.
+        scale: of the file's size, as nerfstudio scales what it has read.
+    """
+    problems: list[str] = []
+    found, turned = _look(path, _mode_problem, problems), False
+    if found is not None:
+        own = _scaled(found.size, scale)
+        turned = found.orientation in _TURNED and own == size
+        if found.orientation in _LYING and own == size[::-1] != size:
+            problems.append(
+                f"{path}: it has {_x(own)} pixels and its camera {_x(size)}: by its EXIF data it is to be turned, and "
+                "nerfstudio does not do that. Turn the files themselves (mogrify -auto-orient images/*)"
+            )
+            turned = False
+        elif own != size:
+            problems.append(
+                f"{path}: it has {_x(own)} pixels and its camera {_x(size)}; give the images the cameras' size, or "
+                "choose the matching downscale factor"
+            )
+    if mask is not None:
+        other = _look(mask, _mask_problem, problems)
+        if other is not None and _scaled(other.size, scale) != size:
+            problems.append(f"{mask}: the mask has {_x(_scaled(other.size, scale))} pixels and the camera {_x(size)}")
+    return Header(0 if problems or found is None else _CHANNELS[found.mode], tuple(problems), turned)
+
+
+def header_size(path: Path) -> tuple[int, int] | None:
+    """Width and height of a picture; None where it cannot be read as one."""
+    found = _look(path, lambda mode: None, [])
+    return None if found is None else found.size
+
+
+def file_problem(path: Path) -> str | None:
+    """Why a file cannot be read as a picture, if so."""
+    problems: list[str] = []
+    _look(path, lambda mode: None, problems)
+    return problems[0] if problems else None
+
+
+@dataclass(frozen=True)
+class _Picture:
+    mode: str
+    size: tuple[int, int]
+    orientation: int
+
+
+def _look(path: Path, mode_problem: Callable[[str], str | None], problems: list[str]) -> _Picture | None:
+    """What a file says of itself; None, and a line in `problems`, where it is of no use."""
+    try:
+        with Image.open(path) as image:
+            mode, size, orientation = image.mode, image.size, _orientation(image)
+            trouble = mode_problem(mode)
+            if trouble is not None:
+                problems.append(f"{path}: {trouble}")
+                return None
+            if not _ends_well(path, image.format or ""):
+                image.load()
+    except FileNotFoundError:
+        problems.append(f"{path}: there is no such file")
+        return None
+    except Exception as error:  # PIL's plugins raise what they like for damaged files
+        problems.append(f"{path}: it is truncated or unreadable ({error})")
+        return None
+    return _Picture(mode, size, orientation)
+
+
+def _orientation(image: Image.Image) -> int:
+    """As EXIF has it: 1 for upright."""
+    try:
+        return int(image.getexif().get(_EXIF_ORIENTATION, 1))
+    except Exception:  # EXIF data are whatever some program has written
+        return 1
+
+
+def _ends_well(path: Path, kind: str) -> bool:
+    """Whether a file ends as its format says: then it is whole, as far as can be seen without decoding it.
+
+    Where this says no (some cameras write more behind the picture), decoding must tell.
+    """
+    mark = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}.get(kind)
+    if mark is None:
+        return False
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _TAIL))
+        return file.read().rstrip(b"\0").endswith(mark)
+
+
+def _mode_problem(mode: str) -> str | None:
+    if mode in _CHANNELS:
+        return None
+    return f"its pixels are of kind {mode}, which nerfstudio does not read as colours; convert it to RGB"
+
+
+def _mask_problem(mode: str) -> str | None:
+    if len(Image.new(mode, (1, 1)).getbands()) == 1:
+        return None
+    return f"a mask must have one channel and this is {mode}; convert it to greyscale"
+
+
+def _scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
+    return (int(size[0] * scale), int(size[1] * scale)) if scale != 1.0 else size
+
+
+def _x(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"

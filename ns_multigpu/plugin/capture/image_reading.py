@@ -1,0 +1,145 @@
+"""Reading one image and taking its lens distortion out; and what is known of that before an image is read."""
+
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from typing import Literal
+
+import numpy as np
+import torch
+from nerfstudio.cameras.cameras import Cameras, CameraType
+from nerfstudio.data.datamanagers.full_images_datamanager import (
+    _undistort_image,  # pyright: ignore[reportPrivateUsage]
+)
+from nerfstudio.data.datasets.base_dataset import InputDataset
+
+from ns_multigpu.core.collectives import all_gather_objects
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.capture.checks import raise_together
+from ns_multigpu.plugin.capture.image_store import ImageData
+
+ImageType = Literal["uint8", "float32"]
+
+Pinhole = tuple[float, float, float, float, int, int]
+"""fx, fy, cx, cy, width, height, in pixels."""
+
+
+class ImageReader:
+    """Reads a dataset's images as a pinhole camera would have taken them.
+
+    Nerfstudio learns the undistorted cameras by undistorting the images; here they are known first (they depend on the
+    lens alone), so that images can wait until they are needed. Every rank makes one, together.
+
+    Args:
+        dataset: whose images; its cameras are those of the files.
+        kind: how images are kept.
+        world: the ranks.
+
+    Attributes:
+        cameras: the pinhole cameras, to render with.
+
+    Raises:
+        InputError: a lens leaves no image; its views are named.
+    """
+
+    def __init__(self, dataset: InputDataset, kind: ImageType, world: World) -> None:
+        self._dataset = dataset
+        self._kind: ImageType = kind
+        # The dataset's own become the pinhole cameras later.
+        self._lenses = deepcopy(dataset.cameras)
+        self._distorted = _distorted(self._lenses)
+        self.cameras = self._pinholes(world)
+
+    def read(self, index: int) -> ImageData:
+        """An image, and its mask if it has one, on the host; called from several threads.
+
+        Raises:
+            ValueError: it cannot be read or does not fit its camera; says which file it is.
+        """
+        try:
+            return self._read(index)
+        except Exception as error:  # PIL's plugins raise what they like for damaged files
+            raise ValueError(f"{self._dataset.image_filenames[index]}: {error}") from error
+
+    def _read(self, index: int) -> ImageData:
+        dataset = self._dataset
+        quantise = self._kind == "uint8" and bool(dataset.mask_color)  # nerfstudio paints with floats in [0, 1]
+        data = dataset.get_data(index, image_type="float32" if quantise else self._kind)
+        if quantise:
+            data["image"] = (data["image"] * 255).round().to(torch.uint8)
+        kept: ImageData = {"image": data["image"]}
+        if "mask" in data:
+            kept["mask"] = data["mask"]
+        if not self._distorted[index]:
+            return kept
+        camera = self._lenses[index].reshape(())
+        image = data["image"].numpy()
+        size, found = (int(camera.width.item()), int(camera.height.item())), (image.shape[1], image.shape[0])
+        if size != found:
+            raise ValueError(f"the image has {found[0]}x{found[1]} pixels, its camera {size[0]}x{size[1]}")
+        _, image, mask = _undistort_image(camera, _parameters(camera), data, image, _matrix(camera))
+        kept["image"] = torch.from_numpy(np.ascontiguousarray(image))
+        if mask is not None:
+            kept["mask"] = mask.contiguous()
+        return kept
+
+    def masked(self, index: int) -> bool:
+        """Whether an image comes with a mask: a file, or the border of a fisheye's circle."""
+        circle = int(self._lenses.camera_type[index].item()) == CameraType.FISHEYE624.value and self._distorted[index]
+        return self._dataset._dataparser_outputs.mask_filenames is not None or circle  # pyright: ignore
+
+    def _pinholes(self, world: World) -> Cameras:
+        """The cameras of the undistorted images. Views of one lens share the work, and ranks share the lenses."""
+        lenses: dict[tuple[float, ...], list[int]] = {}
+        for index, key in enumerate(_keys(self._lenses)):
+            if self._distorted[index]:
+                lenses.setdefault(key, []).append(index)
+        views = [group[0] for group in lenses.values()][world.rank :: world.size]
+        with ThreadPoolExecutor(4) as pool:
+            mine = dict(zip(views, pool.map(self._pinhole, views), strict=True))
+        table: dict[int, Pinhole] = {}
+        for part in all_gather_objects(mine, world):
+            table.update(part)
+        cameras = deepcopy(self._lenses)
+        columns = [getattr(cameras, name).clone() for name in ("fx", "fy", "cx", "cy", "width", "height")]
+        problems: list[str] = []
+        for group in lenses.values():
+            pinhole = table[group[0]]
+            if not np.isfinite(pinhole).all() or min(pinhole[0], pinhole[1]) <= 0 or min(pinhole[4:]) < 1:
+                problems += [str(self._dataset.image_filenames[index]) for index in group]
+            for column, value in zip(columns, pinhole, strict=True):
+                column[group] = value
+        raise_together(problems, world, "Taking the lens distortion out leaves nothing of {count} image(s):")
+        cameras.fx, cameras.fy, cameras.cx, cameras.cy, cameras.width, cameras.height = columns
+        if cameras.distortion_params is not None:
+            cameras.distortion_params = torch.zeros_like(cameras.distortion_params)
+        return cameras
+
+    def _pinhole(self, index: int) -> Pinhole:
+        camera = self._lenses[index].reshape(())
+        blank = np.zeros((int(camera.height.item()), int(camera.width.item())), np.uint8)
+        K, image, _ = _undistort_image(camera, _parameters(camera), {}, blank, _matrix(camera))
+        height, width = image.shape[:2]
+        return float(K[0, 0]), float(K[1, 1]), float(K[0, 2]), float(K[1, 2]), width, height
+
+
+def _distorted(cameras: Cameras) -> list[bool]:
+    """Which cameras have a distortion to take out. As with nerfstudio, a fisheye without parameters has none."""
+    if cameras.distortion_params is None:
+        return [False] * len(cameras)
+    return (cameras.distortion_params != 0).any(dim=-1).tolist()
+
+
+def _keys(cameras: Cameras) -> list[tuple[float, ...]]:
+    columns = [cameras.camera_type, cameras.fx, cameras.fy, cameras.cx, cameras.cy, cameras.width, cameras.height]
+    if cameras.distortion_params is not None:
+        columns.append(cameras.distortion_params)
+    return [tuple(row) for row in torch.cat([column.double() for column in columns], dim=-1).tolist()]
+
+
+def _parameters(camera: Cameras) -> np.ndarray:
+    assert camera.distortion_params is not None
+    return camera.distortion_params.numpy().copy()
+
+
+def _matrix(camera: Cameras) -> np.ndarray:
+    return camera.get_intrinsics_matrices().numpy().copy()

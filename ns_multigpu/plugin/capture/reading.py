@@ -1,0 +1,107 @@
+"""What is known of a capture's images before they are decoded: whether they can be used, and their shapes."""
+
+import dataclasses
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from nerfstudio.data.dataparsers.base_dataparser import DataParserConfig
+from nerfstudio.data.datasets.base_dataset import InputDataset
+
+from ns_multigpu.core.collectives import broadcast_object
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.capture.checks import camera_problems, different_captures, list_problems, raise_together
+from ns_multigpu.plugin.capture.image_files import Header, file_problem, read_headers
+from ns_multigpu.plugin.capture.image_reading import ImageReader, ImageType
+from ns_multigpu.plugin.capture.image_store import ImageShape, shape_of
+
+FAULTS = "The capture has {count} fault(s); mend or remove these views, or give another capture:"
+"""Headline of a list of what is wrong with a capture."""
+
+
+def reads_files(dataset: InputDataset) -> bool:
+    """Whether a dataset's images are the files that it names, rather than rendered, say."""
+    return type(dataset).get_numpy_image is InputDataset.get_numpy_image
+
+
+def capture_problems(datasets: Sequence[InputDataset], world: World) -> list[str]:
+    """What is wrong with cameras and lists of files, a line each. Every rank calls it.
+
+    Args:
+        datasets: the splits, before lens distortion is taken out.
+        world: the ranks, who must have read the same capture.
+    """
+    lines: list[str] = []
+    for dataset in datasets:
+        names = [str(path) for path in dataset.image_filenames]
+        lines += camera_problems(dataset.cameras, names)
+        if reads_files(dataset) and len(names) == len(dataset.cameras):
+            masks = dataset._dataparser_outputs.mask_filenames  # pyright: ignore[reportPrivateUsage]
+            lines += list_problems(dataset.image_filenames, dataset.cameras, masks)
+        # Folders may have other names on other machines.
+        lines += different_captures(dataset.cameras, [path.name for path in dataset.image_filenames], world)
+    return lines
+
+
+def file_headers(dataset: InputDataset, world: World) -> list[Header] | None:
+    """The headers of a dataset's files, before lens distortion is taken out; None if it reads none.
+
+    Every rank calls it.
+    """
+    if not reads_files(dataset) or len(dataset.image_filenames) != len(dataset.cameras):
+        return None
+    sizes = torch.cat([dataset.cameras.width, dataset.cameras.height], dim=-1).tolist()
+    return read_headers(dataset, [(int(w), int(h)) for w, h in sizes], world)
+
+
+def image_shapes(
+    dataset: InputDataset, reader: ImageReader, headers: Sequence[Header] | None, kind: ImageType, world: World
+) -> list[ImageShape]:
+    """The shapes of a dataset's images, lens distortion taken out. Every rank calls it and gets the same.
+
+    Files are known by their headers, of which there are none where a dataset makes its images itself. Then  the first
+    image is made, and the others are taken to be of its kind, in their cameras' sizes.
+
+    Raises:
+        InputError: on every rank, naming each file that is missing, truncated, unreadable, or unlike its camera.
+    """
+    cameras = reader.cameras
+    dtype = torch.uint8 if kind == "uint8" else torch.float32
+    sizes = torch.cat([cameras.height, cameras.width], dim=-1).tolist()
+    if headers is None:
+        first = broadcast_object(shape_of(reader.read(0)) if world.is_main and len(dataset) else None, 0, world)
+        return [ImageShape(int(h), int(w), first.channels, first.dtype, first.masked) for h, w in sizes]
+    raise_together([line for header in headers for line in header.problems], world, FAULTS)
+    opaque = dataset._dataparser_outputs.alpha_color is not None  # pyright: ignore[reportPrivateUsage]
+    return [
+        ImageShape(int(h), int(w), 3 if opaque else header.channels, dtype, reader.masked(index))
+        for index, (header, (h, w)) in enumerate(zip(headers, sizes, strict=True))
+    ]
+
+
+def by_a_dataparser(error: Exception) -> bool:
+    """Whether it was a dataparser that failed: what it says is then about the capture."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("dataparsers" in Path(frame.filename).parts for frame in frames)
+
+
+def unreadable(config: DataParserConfig, error: Exception) -> list[str]:
+    """Lines for a capture that its dataparser cannot read.
+
+    A dataparser stops at the first image that it opens to choose a downscale factor. With a factor given it opens none,
+    and then all files that are missing or damaged can be told.
+    """
+    lines = [f"{getattr(config, 'data', '')}: {type(error).__name__}: {error}"]
+    if not isinstance(error, OSError) or getattr(config, "downscale_factor", 1) is not None:
+        return lines
+    try:
+        parser = dataclasses.replace(config, downscale_factor=1).setup()  # pyright: ignore[reportCallIssue]
+        outputs = [parser.get_dataparser_outputs(split) for split in ("train", "val")]
+    except Exception:  # the first error is the one to tell of
+        return lines
+    files: dict[Path, None] = {}
+    for part in outputs:
+        files.update(dict.fromkeys([*part.image_filenames, *(part.mask_filenames or [])]))
+    found = [problem for problem in map(file_problem, files) if problem is not None]
+    return found or lines

@@ -1,0 +1,293 @@
+"""A model whose points are spread over the ranks, in a checkpoint.
+
+Points, their moments and their statistics lie in the state folder, as rows of whole tensors: `model/<parameter>`,
+`optimizers/<parameter>/0/<moment>`, `densifier/<statistic>`, each rank's written by itself. The .ckpt, which
+nerfstudio's commands read, holds the rest of the pipeline's state, and under the key SHARDS where its points are.
+
+Rows go in the order of the ranks, which is the order of the whole model. So any number of ranks can go on from them,
+each reading a range of its own; and so can strategies that keep the whole model on each rank, and the other way round.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.collectives import all_gather_ints, all_gather_objects
+from ns_multigpu.core.placement import even_bounds
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.checkpoint.rows import Rows
+from ns_multigpu.plugin.checkpoint.storage import SavedTensors
+from ns_multigpu.plugin.checkpoint.training_state import MERGED
+from ns_multigpu.plugin.checkpoint.verify import SHARDS, DamagedCheckpoint, cut_short, read_manifest, states_folder
+from ns_multigpu.plugin.faults.errors import InputError
+
+POINTS = "_model.gauss_params."
+"""How the keys of points begin in a pipeline's state."""
+
+
+# ---- saving ----
+
+
+def split_state(
+    tensors: Mapping[str, Tensor], params: Mapping[str, Tensor], world: World
+) -> tuple[dict[str, Tensor | Rows], dict[str, Any]]:
+    """What the ranks of a sharded model write, each its rows; every rank calls it. No rows leave their rank.
+
+    Args:
+        tensors: the training state (see training_state).
+        params: this rank's rows of the model's parameters.
+
+    Returns:
+        the training state with the model, and the marker for the .ckpt.
+
+    Raises:
+        ValueError: a moment of a point parameter does not have a row for each point.
+    """
+    own = len(next(iter(params.values())))
+    counts = [row[0] for row in all_gather_ints([own], world)]
+    mine = {f"model/{name}": value.detach() for name, value in params.items()}
+    rest: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        if name.startswith("optimizers/") and name.split("/")[1] in params and value.dim() > 0:
+            if len(value) != own:
+                raise ValueError(f"{name} has {len(value)} rows for {own} points: it cannot be saved in shards")
+            mine[name] = value
+        elif "/densifier/" in name and value.dim() > 0 and len(value) == own:
+            mine[f"densifier/{name.split('/densifier/')[1]}"] = value
+        else:
+            rest[name] = value
+    # A rank whose points took part in nothing yet, or that has none, knows of no moments and statistics: zeros.
+    kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for part in all_gather_objects({name: (tuple(v.shape[1:]), v.dtype) for name, v in mine.items()}, world):
+        kinds.update(part)
+    device, first, total = next(iter(params.values())).device, sum(counts[: world.rank]), sum(counts)
+    rows: dict[str, Tensor | Rows] = {}
+    for name, (shape, dtype) in kinds.items():
+        value = mine[name] if name in mine else torch.zeros((own, *shape), dtype=dtype, device=device)
+        rows[name] = Rows(value, first, total)
+    shapes = {name: [total, *value.shape[1:]] for name, value in params.items()}
+    return {**rest, **rows}, {"counts": counts, "shapes": shapes}
+
+
+def without_points(pipeline: Mapping[str, Any], marker: Mapping[str, Any]) -> dict[str, Any]:
+    """A pipeline's state for the .ckpt, in which the marker stands for the points."""
+    rest = {name: value for name, value in pipeline.items() if not name.startswith(POINTS)}
+    return {**rest, SHARDS: dict(marker)}
+
+
+# ---- which rows are whose ----
+
+
+def counts_for(counts: Sequence[int], world: World) -> list[int]:
+    """How many rows each rank of `world` takes of a model of which the ranks that wrote it had `counts`: as many as
+    then if there are as many ranks, equal parts otherwise."""
+    if len(counts) == world.size:
+        return list(counts)
+    bounds = even_bounds(sum(counts), world.size)
+    return [bounds[rank + 1] - bounds[rank] for rank in range(world.size)]
+
+
+def own_range(counts: Sequence[int], world: World) -> range:
+    """This rank's rows by `counts_for`."""
+    now = counts_for(counts, world)
+    return range(sum(now[: world.rank]), sum(now[: world.rank + 1]))
+
+
+def counts_in(pipeline: Mapping[str, Any]) -> list[int]:
+    """How many points each rank had that wrote a pipeline's state; one number if they were replicated."""
+    if SHARDS in pipeline:
+        return [int(count) for count in pipeline[SHARDS]["counts"]]
+    return [len(pipeline[f"{POINTS}means"])]
+
+
+def shapes_in(pipeline: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes in a pipeline's state, those of the points whole."""
+    marker = pipeline.get(SHARDS, {"shapes": {}})
+    shapes = {key: tuple(value.shape) for key, value in pipeline.items() if key != SHARDS}
+    return {**shapes, **{f"{POINTS}{name}": tuple(shape) for name, shape in marker["shapes"].items()}}
+
+
+# ---- going on ----
+
+
+@dataclass(frozen=True)
+class SavedPoints:
+    """The points of a sharded checkpoint, in its state folder."""
+
+    tensors: SavedTensors
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @staticmethod
+    def of(pipeline: Mapping[str, Any], models: Path | None) -> "SavedPoints":
+        """Those that a pipeline's state stands for.
+
+        Looks at the sizes of all files. Their contents are compared with the manifest where training resumes.
+
+        Args:
+            pipeline: of a .ckpt, with a marker.
+            models: the folder that the .ckpt lies in; None if nobody said.
+
+        Raises:
+            InputError: the state folder is missing, or (`DamagedCheckpoint`) a file of it is, or is not whole.
+        """
+        marker = pipeline[SHARDS]
+        if models is None:
+            raise InputError(
+                "The Gaussians of this checkpoint lie in shards, in a folder beside it, and nothing tells where it was "
+                "read from. Load it through nerfstudio's commands and the config.yml of its run."
+            )
+        folder = states_folder(models) / marker["state"]
+        if not folder.is_dir():
+            raise InputError(
+                f"The Gaussians of the checkpoint in {models} are missing: they lie in shards, which belong into "
+                f"{folder}. Move or copy a run with its whole folder."
+            )
+        if found := cut_short(folder, read_manifest(folder)):
+            raise DamagedCheckpoint("; ".join(found))
+        tensors = SavedTensors(folder)
+        shapes = {name: tuple(shape) for name, shape in marker["shapes"].items()}
+        names = [name for name in tensors.names if name.startswith("model/")]
+        there = {name.removeprefix("model/"): tensors.shape(name) for name in names}
+        if shapes != there:
+            raise DamagedCheckpoint(f"{folder} holds other Gaussians than its checkpoint says: {there}, not {shapes}")
+        return SavedPoints(tensors, shapes)
+
+    def read(self, names: Sequence[str], rows: range, *, device: Any = "cpu", dtype: Any = None) -> dict[str, Tensor]:
+        """Rows of parameters, on `device`, through a block's memory at a time."""
+        result: dict[str, Tensor] = {}
+        for name in names:
+            kind = dtype or self.tensors.dtype(f"model/{name}")
+            result[name] = torch.empty((len(rows), *self.shapes[name][1:]), dtype=kind, device=device)
+            self.tensors.read_rows({f"model/{name}": result[name]}, rows.start)
+        return result
+
+
+def load_points(
+    load: Callable[[dict[str, Any]], None],
+    params: torch.nn.ParameterDict,
+    pipeline: Mapping[str, Any],
+    models: Path | None,
+    rows: range,
+    device: torch.device,
+) -> None:
+    """Loads a pipeline's state, of its points only `rows`.
+
+    Points in shards are read into the parameters where they are to be: there is no second copy, on host or device.
+
+    Args:
+        load: loads an ordinary state.
+        params: the model's point parameters; replaced.
+        pipeline: of a .ckpt, with a marker or with all points.
+        models: the folder that the .ckpt lies in.
+
+    Raises:
+        InputError: see `SavedPoints.of`.
+    """
+    if SHARDS not in pipeline:
+        load({k: v[rows.start : rows.stop] if k.startswith(POINTS) else v for k, v in pipeline.items()})
+        return
+    points = SavedPoints.of(pipeline, models)
+    kinds = {name: param.dtype for name, param in params.items()}
+    empty = {f"{POINTS}{name}": torch.empty((0, *shape[1:])) for name, shape in points.shapes.items()}
+    load({**{key: value for key, value in pipeline.items() if key != SHARDS}, **empty})
+    for name, dtype in kinds.items():
+        value = points.read([name], rows, device=device, dtype=dtype)[name]
+        params[name] = torch.nn.Parameter(value)
+
+
+class OwnMoments(Mapping[str, Any]):
+    """Moments as `put_optimizers` wants them, this rank's rows of those that have a row for each point.
+
+    Each is read when it is asked for, on the device, so that no second one is held while they are put in place.
+
+    Args:
+        saved: names and whole tensors, or what reads them.
+        groups: the names of the point parameters.
+        total: points of the whole model.
+        rows: this rank's.
+    """
+
+    def __init__(
+        self,
+        saved: SavedTensors | Mapping[str, Any],
+        plain: Mapping[str, Any],
+        groups: Sequence[str],
+        total: int,
+        rows: range,
+        device: torch.device,
+    ) -> None:
+        self._saved, self._plain = saved, dict(plain)
+        self._groups, self._total, self._rows, self._device = set(groups), total, rows, device
+        names = saved.names if isinstance(saved, SavedTensors) else list(saved)
+        self._names = [name for name in names if name.startswith("optimizers/")]
+
+    def __len__(self) -> int:
+        return len(self._names) + len(self._plain)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._names, *self._plain])
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._plain:
+            return self._plain[name]
+        saved, rows = self._saved, self._rows
+        shape = saved.shape(name) if isinstance(saved, SavedTensors) else tuple(getattr(saved[name], "shape", ()))
+        if name.split("/")[1] not in self._groups or not shape or shape[0] != self._total:
+            return saved.read([name])[name] if isinstance(saved, SavedTensors) else saved[name]
+        if not isinstance(saved, SavedTensors):
+            return saved[name][rows.start : rows.stop].to(self._device)
+        return read_rows_of(saved, name, rows, self._device)
+
+
+def read_rows_of(saved: SavedTensors, name: str, rows: range, device: Any) -> Tensor:
+    """Rows of one saved tensor, on `device`."""
+    value = torch.empty((len(rows), *saved.shape(name)[1:]), dtype=saved.dtype(name), device=device)
+    saved.read_rows({name: value}, rows.start)
+    return value
+
+
+def put_statistics(
+    state: dict[str, Any], saved: SavedTensors, total: int, rows: range, sharded: bool, world: World, device: Any
+) -> list[str]:
+    """Puts densification's statistics into `state` wherever a sharded model is concerned, before or now.
+
+    Args:
+        total: points of the whole model.
+        rows: this rank's; all of them unless the model is `sharded` now.
+
+    Returns:
+        the names of what is left for `training_state.put_densifier`.
+
+    Raises:
+        InputError: a statistic that nobody knows how to merge differs between ranks that wrote it.
+    """
+    left: list[str] = []
+    merged: dict[str, Tensor] = {}
+    for name in saved.names:
+        if name.startswith("densifier/"):
+            kind = name.removeprefix("densifier/")
+            if not sharded and kind in MERGED and not world.is_main:
+                # Replicas ask for the sum (or the maximum) over ranks: one of them has it all.
+                state[kind] = torch.zeros(saved.shape(name), dtype=saved.dtype(name), device=device)
+            else:
+                state[kind] = read_rows_of(saved, name, rows, device)
+        elif sharded and "/densifier/" in name and saved.shape(name)[:1] == (total,):
+            kind = name.split("/densifier/")[1]
+            part = read_rows_of(saved, name, rows, device)
+            if kind not in merged:
+                merged[kind] = part
+            elif kind in MERGED:
+                merged[kind] = MERGED[kind](merged[kind], part)
+            elif not torch.equal(merged[kind], part):
+                raise InputError(
+                    f"The densifier's {kind!r} differs between the workers that wrote the checkpoint, and cannot be "
+                    "carried to points that are spread over workers."
+                )
+        else:
+            left.append(name)
+    state.update(merged)
+    return left

@@ -1,0 +1,1 @@
+"""The model as a file for other programs."""

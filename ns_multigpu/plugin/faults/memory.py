@@ -1,0 +1,139 @@
+"""Out of memory, said with what it was needed for and what to change."""
+
+import errno
+from dataclasses import dataclass
+
+import torch
+
+from ns_multigpu.plugin.faults.signals import RanOutOfMemory
+
+_DEVICE_SIGNS = (
+    "CUDA error: out of memory",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",
+)
+_HOST_SIGNS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "std::bad_alloc")
+_MARGIN = 1 << 30
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What a rank was doing when its memory ran out.
+
+    Attributes:
+        rank: whose.
+        step: the step, or None before the first.
+        points: points of the model on this rank, if there is one.
+        views: views a step that this rank renders.
+        size: (width, height) of the largest training image, if known.
+        device: where it computes.
+        last_checkpoint: what the run can go on from, in words; "" if there is nothing.
+    """
+
+    rank: int
+    step: int | None
+    points: int | None
+    views: int
+    size: tuple[int, int] | None
+    device: torch.device
+    last_checkpoint: str = ""
+
+
+def where_memory_ran_out(error: BaseException) -> str | None:
+    """Whether `error`, or what caused it, is a lack of memory: "device" or "host" if so, else None."""
+    seen: BaseException | None = None if isinstance(error, RanOutOfMemory) else error
+    while seen is not None:
+        text = str(seen)
+        if isinstance(seen, torch.cuda.OutOfMemoryError) or any(sign in text for sign in _DEVICE_SIGNS):
+            return "device"
+        if isinstance(seen, MemoryError) or (isinstance(seen, OSError) and seen.errno == errno.ENOMEM):
+            return "host"
+        if isinstance(seen, RuntimeError) and any(sign in text for sign in _HOST_SIGNS):
+            return "host"
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return None
+
+
+def explain(error: BaseException, now: Circumstances) -> RanOutOfMemory | None:
+    """The error to raise instead of `error` if memory ran out; None if it is something else."""
+    where = where_memory_ran_out(error)
+    if where is None:
+        return None
+    on_gpu = where == "device" and now.device.type == "cuda"
+    place = f"its GPU ({now.device})" if on_gpu else "its machine"
+    when = "before the first step" if now.step is None else f"in step {now.step}"
+    facts = [f"{now.points:,} Gaussians"] if now.points is not None else []
+    if now.size is not None:
+        facts.append(f"{now.views} view(s) a step on this rank, images of up to {now.size[0]}x{now.size[1]} pixels")
+    if on_gpu:
+        facts.append(_device_memory(now.device))
+    else:
+        facts.append(_host_memory())
+    remedies = [
+        *(["fewer views on a rank: --pipeline.views-per-rank 1"] if now.views > 1 else []),
+        "smaller images: --downscale-factor 2 (behind the dataparser's name: colmap, nerfstudio-data)",
+        "fewer Gaussians: a higher --pipeline.model.densify-grad-thresh, an earlier --pipeline.model.stop-split-at, or "
+        "--pipeline.model.densifier mcmc with --pipeline.model.max-gs-num",
+    ]
+    if on_gpu:
+        remedies.append("images kept on the host: --pipeline.datamanager.cache-images cpu (the default)")
+        remedies.append("less fragmentation: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment")
+    else:
+        remedies.append("images kept as bytes: --pipeline.datamanager.cache-images-type uint8 (the default)")
+        remedies.append("fewer workers on this machine: --machine.num-devices")
+    kept = f"\nThe last checkpoint is kept: {now.last_checkpoint}" if now.last_checkpoint else ""
+    return RanOutOfMemory(
+        f"Rank {now.rank} ran out of memory on {place} {when}: {'; '.join(facts)}.\nWhat helps, one or more of:\n  - "
+        + "\n  - ".join(remedies)
+        + kept
+    )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that this process can still have of a GPU, its allocator's idle blocks included; None of a CPU."""
+    if device.type != "cuda":
+        return None
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + idle
+
+
+def make_room(device: torch.device) -> None:
+    """Gives the allocator's idle blocks back to a GPU that has less than that free. Called before a capture, which has
+    memory of its own and cannot have them given back when it finds none."""
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if torch.cuda.mem_get_info(device)[0] < idle:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def hoards(device: torch.device) -> bool:
+    """Whether the allocator has taken more than three times what was ever in use. Graphs that are captured one after
+    the other in one pool, each a little larger than the last, leave it pieces that fit none of them."""
+    return torch.cuda.memory_reserved(device) > 3 * torch.cuda.max_memory_allocated(device) + _MARGIN
+
+
+def has_spare_room(device: torch.device) -> bool:
+    """Whether a GPU has as much free as the allocator holds idle, and a little more: room for a graph's own set of the
+    buffers that a step has just used, beside the next step's."""
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] >= idle + _MARGIN
+
+
+def _device_memory(device: torch.device) -> str:
+    peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        f"{peak / _GIB:.1f} GiB in use at the peak, {reserved / _GIB:.1f} GiB reserved by this process, "
+        f"{free / _GIB:.1f} GiB free of {total / _GIB:.1f} GiB"
+    )
+
+
+def _host_memory() -> str:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            table = {line.split(":")[0]: int(line.split()[1]) / 2**20 for line in file}
+    except (OSError, ValueError, IndexError):
+        return "the machine does not say how much it has"
+    return f"{table.get('MemAvailable', 0):.1f} GiB free of {table.get('MemTotal', 0):.1f} GiB on the machine"

@@ -1,0 +1,218 @@
+"""A step that runs out of memory before it has changed anything: given up on all ranks, the model saved, the run ended.
+
+A rank that runs out while it renders or goes backward still takes part in the sums of gradients that the others wait
+in, with whatever it has; then all ask each other, over the control group, whether anybody ran out, before any optimizer
+steps. Where a rank cannot take part any more, or has begun to change the model, its error goes its usual way and ends
+the run: what is kept then is the last checkpoint.
+"""
+
+import contextlib
+import copy
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ns_multigpu.core.collectives import all_gather_objects, max_int
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.faults import memory
+from ns_multigpu.plugin.faults.signals import RanOutOfMemory
+
+
+class GivenUp(Exception):
+    """All ranks have given a step up, some of them for lack of memory; the model is whole.
+
+    Attributes:
+        last: the last step that was taken.
+        cause: this rank's own lack of memory; None if it was another's.
+    """
+
+    def __init__(self, last: int, cause: Exception | None) -> None:
+        super().__init__(f"a step after {last} was given up for lack of memory")
+        self.last, self.cause = last, cause
+
+
+class Attempt:
+    """What stands between forward and backward, which may fail, and the update, which must not begin then.
+
+    Args:
+        trainer: a `DistributedTrainer`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    @contextlib.contextmanager
+    def rendering(self, step: int) -> Iterator[None]:
+        """Encloses the rendering of `step` and its way back.
+
+        Raises:
+            GivenUp: memory ran out here, and all ranks know.
+        """
+        try:
+            yield
+            self._trainer.guards.computed()
+        except Exception as error:
+            if memory.where_memory_ran_out(error) is None or not self._others_can_go_on():
+                raise
+            forget_frames(error)
+            self._trainer.pipeline.strategy.exchange.give_up(self._trainer._parameters())
+            self._agree(failed=True)
+            raise GivenUp(step - 1, error) from None
+
+    def rendered(self, step: int) -> None:
+        """Called when gradients have been exchanged. Every rank whose rendering succeeded calls it.
+
+        Raises:
+            GivenUp: memory ran out on another rank.
+        """
+        if self._trainer.pipeline.strategy.exchange.survives_giving_up and self._agree(failed=False):
+            raise GivenUp(step - 1, None)
+
+    def _agree(self, *, failed: bool) -> bool:
+        return max_int(int(failed), self._trainer.world) > 0
+
+    def _others_can_go_on(self) -> bool:
+        """Whether the ranks that wait for this one can be brought to where all ask each other."""
+        pipeline = self._trainer.pipeline
+        # Images are brought from rank to rank before anything is rendered.
+        rendering = pipeline.timer.part == "compute" and pipeline.strategy.exchange.survives_giving_up
+        return self._trainer.world.group is None or rendering
+
+
+@contextlib.contextmanager
+def saving(trainer: Any) -> Iterator[None]:
+    """Encloses a run's steps: saves, with all ranks, what a step that was given up has left whole, and after any other
+    error finishes the save that is on its way.
+
+    Raises:
+        RanOutOfMemory: on every rank, with the remedies and the checkpoint to go on from.
+    """
+    try:
+        yield
+    except GivenUp as given_up:
+        raise _leave(trainer, given_up) from given_up.cause
+    except BaseException as error:
+        trainer.guards.heart.beat("checkpoint")
+        trainer.checkpoints.writer.leave(error)
+        raise
+
+
+def _leave(trainer: Any, given_up: GivenUp) -> RanOutOfMemory:
+    cause, last = given_up.cause, given_up.last
+    text = ""
+    if cause is not None:
+        told = memory.explain(cause, replace(trainer._circumstances(), last_checkpoint=""))
+        text = str(told or cause)
+        forget_frames(cause)
+    forget_frames(given_up)
+    trainer.pipeline.model.rendering = None
+    trainer.optimizers.zero_grad_all()
+    give_back(trainer.world)
+    said = next(text for text in all_gather_objects(text, trainer.world) if text)
+    path = trainer.checkpoint_dir / f"step-{last:09d}.ckpt"
+    if last >= 0:
+        trainer.step = last
+        trainer.guards.heart.beat("checkpoint")
+        trainer.checkpoints.writer.finish()
+        trainer._look_for_nan(now=True)
+        trainer.save_checkpoint(last)
+    if last >= 0 and path.exists():
+        saved = f"The step was given up on all ranks; the model as it was after step {last} is saved in {path}. Go on "
+        saved += f"from it, with one of the above, by --load-dir {trainer.checkpoint_dir}"
+    elif last < 0:
+        saved = "No step had been taken: there is nothing to save."
+    else:
+        saved = f"The model as it was after step {last} could not be saved; earlier checkpoints are as they were."
+    return RanOutOfMemory(f"{said}\n{saved}")
+
+
+def give_back(world: World) -> None:
+    """Gives memory that no tensor uses back to the device."""
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def forget_frames(error: BaseException) -> None:
+    """Lets go of what the frames that have ended with `error` held: activations, mostly."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+
+
+def check_room(needed: float, what: str, world: World) -> None:
+    """Whether every rank's GPU has `needed` bytes to give; asked before anything of a step has begun.
+
+    Args:
+        needed: bytes. what: is to have them.
+
+    Raises:
+        NoRoom: on every rank: one of them has not.
+    """
+    free = memory.free_bytes(world.device)
+    if free is None:
+        return
+    if max_int(int(needed > free), world):
+        raise NoRoom(f"{needed / 2**30:.1f} GiB are needed for {what}, {free / 2**30:.1f} are free", here=needed > free)
+
+
+class NoRoom(torch.cuda.OutOfMemoryError):
+    """There is no room for a step that has not begun: known on all ranks.
+
+    Attributes:
+        here: whether it is this rank that has none.
+    """
+
+    def __init__(self, text: str, *, here: bool) -> None:
+        super().__init__(text)
+        self.here = here
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the host counts of steps: Adam's counters, rates, schedules. So that steps that were counted but not taken
+    can be uncounted.
+
+    Attributes:
+        counters: by optimizer's name and place of the parameter, its counter; none before its first step.
+        rates: by optimizer's name, of its groups. schedules: by name.
+    """
+
+    counters: dict[tuple[str, int], float]
+    rates: dict[str, list[float]]
+    schedules: dict[str, dict[str, Any]]
+
+    @classmethod
+    def now(cls, optimizers: Mapping[str, torch.optim.Optimizer], schedulers: Mapping[str, Any]) -> "Counts":
+        """As they stand."""
+        counters = {
+            (name, place): float(state["step"])
+            for name, optimizer in optimizers.items()
+            for place, state in enumerate(_states(optimizer))
+            if "step" in state
+        }
+        rates = {name: [group["lr"] for group in o.param_groups] for name, o in optimizers.items()}
+        return cls(counters, rates, {name: copy.deepcopy(s.state_dict()) for name, s in schedulers.items()})
+
+    def restore(self, optimizers: Mapping[str, torch.optim.Optimizer], schedulers: Mapping[str, Any]) -> None:
+        """Makes them stand as they did."""
+        for name, optimizer in optimizers.items():
+            for place, state in enumerate(_states(optimizer)):
+                if "step" in state:
+                    before = self.counters.get((name, place), 0.0)
+                    if torch.is_tensor(state["step"]):
+                        state["step"].fill_(before)
+                    else:
+                        state["step"] = type(state["step"])(before)
+        for name, scheduler in schedulers.items():
+            scheduler.load_state_dict(self.schedules[name])
+        for name, optimizer in optimizers.items():
+            for group, rate in zip(optimizer.param_groups, self.rates[name], strict=True):
+                group["lr"] = rate
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [optimizer.state.get(param, {}) for group in optimizer.param_groups for param in group["params"]]

@@ -1,0 +1,271 @@
+"""Who keeps the others waiting: every rank tells where it is, and a thread looks when nothing moves any more.
+
+The training thread only notes its step and what it is about to do (a few assignments, no device, no network). Once a
+second a thread of each rank copies that note to the store that the launcher keeps; when its own rank has stood still
+for too long it reads everybody's, asks for stacks, and says which rank is behind.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ns_multigpu.core.collectives import broadcast_object
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.faults.signals import StallError, end_process
+
+LONG_PHASES = frozenset({"start", "evaluation", "checkpoint"})
+"""Where a rank may stand still for longer. The first step counts as `start`: kernels may be built in it."""
+_LONGER = 10.0
+_SILENCE = 10
+"""Periods after which a rank that was asked and has not told counts as silent."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Where a rank was when it last told.
+
+    Attributes:
+        rank: whose.
+        beats: how many phases it has begun; all ranks begin the same ones in the same order.
+        step: the step, -1 before the first.
+        phase: what it was about to do.
+        age: seconds since it began to.
+        device_step: the last step whose rendering and backward its device has finished; None where the host computes.
+        silent: whether it has stopped telling (its process is stopped, gone, or stuck outside Python).
+        stack: where its training thread is, if it was asked and could answer.
+    """
+
+    rank: int
+    beats: int
+    step: int
+    phase: str
+    age: float
+    device_step: int | None = None
+    silent: bool = False
+    stack: str = ""
+
+
+class Heartbeat:
+    """Where this rank is. Written by the training thread, read by others."""
+
+    def __init__(self) -> None:
+        self.step, self.phase, self.beats = -1, "start", 0
+        self._at = time.monotonic()
+        self._gap = 0.0
+        self._steps = 0
+        self._device: deque[tuple[int, Any]] = deque()
+        self._device_step: int | None = None
+
+    def beat(self, phase: str, step: int | None = None) -> None:
+        """This rank is about to do `phase`, of `step` if that has changed. Costs about a microsecond."""
+        now = time.monotonic()
+        if self.phase not in LONG_PHASES:
+            self._gap = max(now - self._at, 0.95 * self._gap)
+        if step is not None and step != self.step:
+            self.step = step
+            self._steps += 1
+        self.phase = phase if self._steps > 1 or phase in LONG_PHASES else "start"
+        self._at = now
+        self.beats += 1
+
+    def mark_device(self) -> None:
+        """The device has been given all of this step that waits for no other rank."""
+        event = torch.cuda.Event()
+        event.record()
+        self._device.append((self.step, event))
+
+    def note(self, rank: int) -> Note:
+        """What to tell. Called by the watchdog's thread only."""
+        while self._device and self._device[0][1].query():
+            self._device_step = self._device.popleft()[0]
+        device_step = -1 if self._device_step is None and self._device else self._device_step
+        return Note(rank, self.beats, self.step, self.phase, time.monotonic() - self._at, device_step)
+
+    def patience(self, least: float) -> float | None:
+        """Seconds after which standing still is strange: three of the slowest recent phases; None in a long phase."""
+        return None if self.phase in LONG_PHASES else max(least, 3 * self._gap)
+
+
+def late_ranks(notes: Sequence[Note]) -> list[Note]:
+    """Who is behind: those that do not answer; else those that have begun fewer phases than others; else those whose
+    device has finished fewer steps. None if all stand at the same place."""
+    silent = [note for note in notes if note.silent]
+    if silent:
+        return silent
+    last = min(note.beats for note in notes)
+    if any(note.beats > last for note in notes):
+        return [note for note in notes if note.beats == last]
+    done = [note.device_step for note in notes if note.device_step is not None]
+    if len(done) == len(notes) and max(done) > min(done):
+        return [note for note in notes if note.device_step == min(done)]
+    return []
+
+
+def describe(notes: Sequence[Note], late: Sequence[Note]) -> str:
+    """The report on a stall, for people."""
+    lines: list[str] = []
+    for note in late:
+        where = f"in step {note.step}, phase {note.phase}" if note.step >= 0 else "before its first step"
+        if note.silent:
+            lines.append(
+                f"Rank {note.rank} is late and does not answer: last heard of {where}. Its process is stopped, "
+                "gone, or stuck outside Python."
+            )
+        elif note.device_step is not None and all(other.beats == note.beats for other in notes):
+            lines.append(f"Rank {note.rank} is late: its GPU has not finished step {note.device_step + 1}.")
+        else:
+            lines.append(f"Rank {note.rank} is late: {where}, for {note.age:.0f} s.")
+        if note.stack:
+            lines.append(f"Rank {note.rank} is here:\n{note.stack.rstrip()}")
+    if not late:
+        lines.append(
+            f"All ranks are in step {notes[0].step}, phase {notes[0].phase}, for {min(n.age for n in notes):.0f} s: a "
+            "device, or the connection between them, does not finish what it was given."
+        )
+        stack = next((note.stack for note in notes if note.stack), "")
+        if stack:
+            lines.append(f"Rank 0 is here:\n{stack.rstrip()}")
+    waiting = [note for note in notes if note not in late]
+    if late and waiting:
+        places = "; ".join(f"rank {n.rank} in step {n.step}, {n.phase}" for n in waiting)
+        lines.append(f"Waiting for it: {places}.")
+    return "\n".join(lines)
+
+
+class Watchdog:
+    """Looks after one rank from a thread, while it is entered.
+
+    Args:
+        heartbeat: this rank's.
+        rank, size: its place.
+        store: where ranks leave their notes; a client of its own, since another thread may block a shared one. None in
+            a world of one: nothing is watched there.
+        warn_after, abort_after: seconds of standing still after which it says who is late, and after which it ends the
+            process with a `StallError`; 0 for never. Evaluations and checkpoints may take ten times as long.
+        say: shows a report. abort: ends the process. Changed by tests.
+    """
+
+    def __init__(
+        self,
+        heartbeat: Heartbeat,
+        rank: int,
+        size: int,
+        store: dist.Store | None,
+        warn_after: float,
+        abort_after: float,
+        say: Callable[[str], None] | None = None,
+        abort: Callable[[StallError], None] = end_process,
+        period: float = 1.0,
+    ) -> None:
+        self._heart, self._rank, self._size, self._store = heartbeat, rank, size, store
+        self._warn_after, self._abort_after = warn_after, abort_after
+        self._say = say or _to_stderr
+        self._abort, self._period = abort, period
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._main = threading.get_ident()
+
+    def __enter__(self) -> "Watchdog":
+        self._main = threading.get_ident()
+        if self._store is not None and (self._warn_after > 0 or self._abort_after > 0):
+            self._thread = threading.Thread(target=self._run, args=(self._store,), name="watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(2 * self._period)
+
+    def _run(self, store: dist.Store) -> None:
+        reported = -1
+        while not self._stop.wait(self._period):
+            note = self._heart.note(self._rank)
+            warn = 0 < self._warn_after < note.age and reported != note.beats
+            abort = 0 < self._abort_after < note.age
+            try:
+                self._tell(store)
+                notes = self._ask_all(store) if warn or abort else []
+            except (RuntimeError, OSError):
+                notes = None  # whoever keeps the store is stopped or gone
+            if not (warn or abort) or self._heart.beats != note.beats or self._stop.is_set():
+                continue  # it moves, or moved on while the others were asked
+            report, speaks = self._report(note, notes)
+            if warn and self._overdue(note, notes, self._warn_after):
+                reported = note.beats
+                limit = f" The run is ended after {self._abort_after:.0f} s." if self._abort_after else ""
+                if speaks:
+                    self._say(f"Training has stood still for {note.age:.0f} s.{limit}\n{report}")
+            if abort and self._overdue(note, notes, self._abort_after):
+                self._abort(StallError(f"Training has stood still for {note.age:.0f} s.\n{report}"))
+                return
+
+    def _report(self, own: Note, notes: Sequence[Note] | None) -> tuple[str, bool]:
+        """What there is to say, and whether this rank is the one to say it."""
+        if notes is None:
+            where = f"Rank {own.rank} waits in step {own.step}, phase {own.phase}"
+            return f"{where}; the process that keeps the ranks' notes (a launcher, or rank 0) does not answer.", True
+        return describe(notes, late_ranks(notes)), own.rank == next(n.rank for n in notes if not n.silent)
+
+    def _overdue(self, own: Note, notes: Sequence[Note] | None, limit: float) -> bool:
+        """Whether those that all wait for have no right to take so long."""
+        late = late_ranks(notes) if notes is not None else []
+        return all(n.silent or n.age > limit * (_LONGER if n.phase in LONG_PHASES else 1.0) for n in late or [own])
+
+    def _tell(self, store: dist.Store) -> None:
+        """Publishes this rank's note: with its stack if it stands still, and with how often ranks have been asked."""
+        note = self._heart.note(self._rank)
+        stack = ""
+        if note.age > 2 * self._period:
+            frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage]
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        answered = store.add("asked", 0)
+        told = [note.beats, note.step, note.phase, note.age, note.device_step, stack, answered]
+        store.set(f"note/{self._rank}", json.dumps(told))
+
+    def _ask_all(self, store: dist.Store) -> list[Note]:
+        """Everybody's notes, told after this call; who has not told within some periods is silent."""
+        question = store.add("asked", 1)
+        end = time.monotonic() + _SILENCE * self._period
+        while True:
+            self._tell(store)
+            notes = [self._read(store, rank, question) for rank in range(self._size)]
+            if not any(note.silent for note in notes) or time.monotonic() > end or self._stop.is_set():
+                return notes
+            time.sleep(self._period / 4)
+
+    def _read(self, store: dist.Store, rank: int, question: int) -> Note:
+        key = f"note/{rank}"
+        if not store.check([key]):
+            return Note(rank, 0, -1, "start", 0.0, silent=True)
+        beats, step, phase, age, device_step, stack, answered = json.loads(store.get(key))
+        return Note(rank, beats, step, phase, age, device_step, silent=answered < question, stack=stack)
+
+
+def heartbeat_store(world: World) -> dist.Store | None:
+    """A client for the ranks' notes: of the store that the launcher keeps, or of the default group's; None alone."""
+    if world.group is None:
+        return None
+    name = broadcast_object(uuid.uuid4().hex, 0, world)  # the launcher's store may outlive a life of the job
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if address and port:
+        store: dist.Store = dist.TCPStore(address, int(port), None, False, timedelta(seconds=15))
+    else:
+        store = dist.distributed_c10d._get_default_store().clone()  # pyright: ignore
+    return dist.PrefixStore(f"ns_multigpu/watchdog/{name}", store)
+
+
+def _to_stderr(report: str) -> None:
+    print(report, file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""How the processes of a run start, meet and agree; what is checked before they do."""

@@ -1,0 +1,85 @@
+"""Command lines: those that a user is told to paste, and what was given beside `--load-config`."""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.ranks import Ranks
+
+OWN_LAUNCHER = "NS_MULTIGPU_LAUNCHER"
+"""Set in the environment of workers that `ns-train` itself has started: torchrun sets the same variables otherwise."""
+
+_LOAD_CONFIG = "--load-config"
+_SCRIPT = "nerfstudio.scripts.train"
+T = TypeVar("T")
+
+
+def train_command(method: str, *words: str | Path) -> str:
+    """The command that starts a training run as this process's was started: by ns-train, or by torchrun."""
+    given = [method, *map(str, words)]
+    ranks = Ranks.from_env()
+    if ranks is None or OWN_LAUNCHER in os.environ:
+        return shlex.join(["ns-train", *given])
+    launcher = ["torchrun", "--nproc-per-node", str(ranks.local_size)]
+    if ranks.machines > 1:
+        launcher += ["--nnodes", str(ranks.machines), "--node-rank", os.environ.get("GROUP_RANK", "0")]
+        launcher += ["--master-addr", os.environ.get("MASTER_ADDR", "HOST0")]
+        launcher += ["--master-port", os.environ.get("MASTER_PORT", "29500")]
+    return shlex.join([*launcher, "-m", _SCRIPT, *given])
+
+
+def resume_command(method: str, folder: Path, models: Path, *more: str) -> str:
+    """The command that goes on with a run from its newest checkpoint, with the run's options.
+
+    Args:
+        method: the run's. folder: its folder. models: its folder of checkpoints.
+        more: options to change.
+    """
+    return train_command(method, _LOAD_CONFIG, folder / "config.yml", "--load-dir", models, *more)
+
+
+def named_config(argv: Sequence[str] | None = None) -> Path | None:
+    """The file that `--load-config` names on this process's command line; None if it is not given."""
+    words = sys.argv[1:] if argv is None else argv
+    for place, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag.replace("_", "-") == _LOAD_CONFIG:
+            return Path(value) if equals else Path(words[place + 1]) if place + 1 < len(words) else None
+    return None
+
+
+def with_options(config: T, argv: Sequence[str] | None = None) -> T:
+    """A configuration that was read from a file, with what the command line says besides.
+
+    nerfstudio reads the file and forgets the rest of the command line, also what says from which checkpoint to go on.
+
+    Args:
+        config: what was read. What it says of its own start (what it was resumed from, whether it began anew) is not
+            kept.
+        argv: the method's name and its options; by default this process's.
+
+    Raises:
+        InputError: the command line names another method than the file.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    settings: Any = config
+    method = words.pop(0) if words and not words[0].startswith("-") else settings.method_name
+    if method != settings.method_name:
+        raise InputError(
+            f"{_LOAD_CONFIG} {named_config(argv)}: this run's method is {settings.method_name}, not {method}. Give:\n\n"
+            f"  {train_command(settings.method_name, *words)}"
+        )
+    settings.load_dir = settings.load_step = settings.load_checkpoint = None
+    settings.start_over = False
+    kind: Any = tyro.conf.SuppressFixed[tyro.conf.FlagConversionOff[type(config)]]
+    given: Any = tyro.cli(kind, default=config, args=words, prog=f"ns-train {method}")
+    if given.data is not None:
+        given.pipeline.datamanager.data = given.data
+    given.load_config = None
+    return given

@@ -1,0 +1,152 @@
+"""Which rank of a job this process is, as its launcher says, and what the ranks agree on at the start."""
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ns_multigpu.core.world import store_of_this_life
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.agreement import refuse_differences
+
+_PATIENCE = timedelta(minutes=10)
+_stores: list[dist.Store] = []  # kept open: where rank 0 serves the store itself, the process group joins it later
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place in a job that torchrun, or a launcher that speaks its language, has started.
+
+    Attributes:
+        rank, size: among all processes.
+        local_rank, local_size: among those of this machine.
+        machines: how many machines take part.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    machines: int
+
+    @staticmethod
+    def from_env() -> "Ranks | None":
+        """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE; None if no launcher set them."""
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return None
+
+        def number(name: str, default: str) -> int:
+            return int(os.environ.get(name, default))
+
+        return Ranks(
+            rank=number("RANK", "0"),
+            size=number("WORLD_SIZE", "1"),
+            local_rank=number("LOCAL_RANK", "0"),
+            local_size=number("LOCAL_WORLD_SIZE", "1"),
+            machines=number("GROUP_WORLD_SIZE", "1"),
+        )
+
+
+def agree(
+    ranks: Ranks,
+    decide: Callable[[], str],
+    patience: timedelta = _PATIENCE,
+    manifest: Mapping[str, str] | None = None,
+) -> str:
+    """What `decide` returns on rank 0, on every rank; an `InputError` that it raises there is raised everywhere.
+
+    Goes through the rendezvous that the launcher set up, before there is a process group and under a prefix of its
+    own, so that it meets none of the group's keys.
+
+    Args:
+        ranks: this process's place.
+        decide: called on rank 0.
+        patience: how long to wait for the other ranks.
+        manifest: what this rank was started with (see `agreement`); all must be equal.
+
+    Raises:
+        InputError: `decide` raised it, the ranks were not started alike, or they cannot meet.
+    """
+    with rendezvous_explained():
+        store = _meet(patience)
+    _stores.append(store)
+    ours = dist.PrefixStore("ns_multigpu/start", store_of_this_life(store))
+    ours.set(f"manifest/{ranks.rank}", json.dumps(dict(manifest or {})))
+    if ranks.rank != 0:
+        answer = json.loads(ours.get("answer"))
+        ours.add("heard", 1)
+        if "error" in answer:
+            raise InputError(answer["error"])
+        return str(answer["value"])
+    try:
+        with rendezvous_explained():
+            manifests = [json.loads(ours.get(f"manifest/{rank}")) for rank in range(ranks.size)]
+        refuse_differences(manifests)
+        value = decide()
+    except InputError as error:
+        ours.set("answer", json.dumps({"error": str(error)}))
+        # This process is about to end, and may take the store with it: let the others hear first.
+        end = time.monotonic() + 10
+        while ours.add("heard", 0) < ranks.size - 1 and time.monotonic() < end:
+            time.sleep(0.05)
+        raise
+    ours.set("answer", json.dumps({"value": value}))
+    return value
+
+
+def _meet(patience: timedelta) -> dist.Store:
+    """The store that the launcher or rank 0 serves.
+
+    In a thread, because torch waits for ever for the answer of a stranger that listens on rank 0's port.
+    """
+    outcome: list[dist.Store | Exception] = []
+
+    def attempt() -> None:
+        try:
+            outcome.append(next(iter(dist.rendezvous("env://", timeout=patience)))[0])
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(patience.total_seconds() + 1)
+    if not outcome:
+        raise dist.DistNetworkError(f"no answer within {patience.total_seconds():.0f} s.")
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
+
+
+@contextlib.contextmanager
+def rendezvous_explained() -> Iterator[None]:
+    """Turns the errors of ranks that cannot meet into messages that name the address and the remedy.
+
+    Raises:
+        InputError: rank 0's port is in use, or rank 0 cannot be reached.
+    """
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        host, port = os.environ.get("MASTER_ADDR", "?"), os.environ.get("MASTER_PORT", "?")
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise InputError(
+                f"Port {port} on {host}, where the ranks are to meet, is in use: by another program, or by a run that "
+                f"has not ended (`ss -ltnp 'sport = :{port}'` shows it). End that, or choose another port: "
+                f"torchrun --master-port {_another(port)}, or MASTER_PORT={_another(port)} for ranks started without "
+                "torchrun; the same on every machine."
+            ) from error
+        raise InputError(
+            f"Rank {os.environ.get('RANK', '?')} cannot meet the others at {host}:{port}: {str(error).splitlines()[0]} "
+            "See to it that all ranks were started, that MASTER_ADDR and MASTER_PORT (torchrun --master-addr, "
+            "--master-port) are rank 0's on every machine, and that no firewall and no other program is in between."
+        ) from error
+
+
+def _another(port: str) -> str:
+    return str(int(port) + 1 if port.isdigit() and int(port) < 65535 else 29501)

@@ -1,0 +1,1 @@
+"""Splatfacto's model and its options; optimizers and learning rates of batches."""

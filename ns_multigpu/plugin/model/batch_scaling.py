@@ -1,0 +1,167 @@
+"""Optimizers and schedules for a batch of B views that follow one view's course, and what their rates fall to.
+
+Grendel (Zhao et al. 2024, section 4.2) takes the gradients of views as nearly independent. Then B steps of Adam are one
+step on their mean with learning rate * sqrt(B) and momenta beta^B; eps shrinks by sqrt(B) with the mean's root mean
+square. Schedules count images instead of steps.
+
+Once a model is near where it is going its steps are small beside the noise of the views, and the mean of B views has
+less of it: rates that fall from Grendel's to one view's over the run keep that gain ("sqrt-to-none"). A run that has
+hardly time to get there wants its rates to the end.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, MultiStepLR
+
+from ns_multigpu.plugin.faults.errors import InputError
+
+ScalingRule = Literal["sqrt-to-none", "sqrt", "linear", "none"]
+ScalingChoice = Literal["auto", "sqrt-to-none", "sqrt", "linear", "none"]
+
+BY_ROOT: tuple[ScalingRule, ...] = ("sqrt-to-none", "sqrt")
+"""The rules that take the gradients of views as independent."""
+
+OFTEN = 100
+"""How often a run has to see each view for rates to fall by themselves. Measured with four views a step: at 19 times
+falling costs 1.3 dB, at 50 0.3, at 100 nothing; on a larger city at 107 it gains 0.5, on the fox at 349 it changes
+nothing (benchmarks/results/city-h200.md)."""
+
+
+def scaling_rule(choice: ScalingChoice, images: int, views: int) -> ScalingRule:
+    """The rule for a run of so many images of a capture of so many training views."""
+    if choice != "auto":
+        return choice
+    return "sqrt-to-none" if images >= OFTEN * views else "sqrt"
+
+
+@dataclass(frozen=True)
+class RateCourse:
+    """What learning rates are multiplied by, besides their own schedules, from a run's start to its end.
+
+    Attributes:
+        rule: how they follow the batch.
+        batch: views a step.
+        images: that the whole run will see.
+        at_end: the factor at the end of a run of one view a step, which begins with 1.
+        fall_from: the part of the run, 0 <= fall_from < 1, behind which the factor falls to `at_end`; what a rule lets
+            fall does so from the start.
+    """
+
+    rule: ScalingRule
+    batch: int
+    images: int
+    at_end: float = 1.0
+    fall_from: float = 0.5
+
+    @property
+    def start(self) -> float:
+        """The factor of the first step."""
+        powers = {"sqrt-to-none": 0.5, "sqrt": 0.5, "linear": 1.0, "none": 0.0}
+        return float(self.batch ** powers[self.rule])
+
+    @property
+    def varies(self) -> bool:
+        """Whether the factor changes during the run."""
+        return self.at_end != 1.0 or (self.rule == "sqrt-to-none" and self.batch > 1)
+
+    def described(self) -> str:
+        """How the rates follow the batch, for the user of a run."""
+        falling = ", falling to those of one view over the run" if self.rule == "sqrt-to-none" else ""
+        times = "as of one view" if self.rule == "none" else f"times {self.start:.3g}{falling}"
+        return f"Learning rates for {self.batch} views a step: {times} (--batch-scaling {self.rule})."
+
+    def at(self, step: int) -> float:
+        """The factor after so many steps, in those of the first: what falls does so exponentially with images seen."""
+        fallen = max(self._seen(step) - self.fall_from, 0.0) / (1.0 - self.fall_from)
+        return self._of_rule(step) * self.at_end**fallen
+
+    def of_batch(self, step: int) -> float:
+        """The part of the factor after so many steps that one view a step would not have."""
+        return self.start * self._of_rule(step)
+
+    def _of_rule(self, step: int) -> float:
+        return self.batch ** (-0.5 * self._seen(step)) if self.rule == "sqrt-to-none" else 1.0
+
+    def _seen(self, step: int) -> float:
+        return min(step * self.batch / self.images, 1.0)
+
+
+def scale_optimizer(optimizer: torch.optim.Optimizer, course: RateCourse) -> None:
+    """Makes one step of an Adam on a batch's mean gradient go as far as `batch` steps. Changes it in place.
+
+    Raises:
+        InputError: it is not of Adam's kind: the rule is about a step that does not grow with the gradient.
+    """
+    rule, batch = course.rule, course.batch
+    if batch == 1 or rule == "none":
+        return
+    if any("betas" not in group or "eps" not in group for group in optimizer.param_groups):
+        raise InputError(
+            f"the optimizer {type(optimizer).__name__} cannot follow a batch of {batch} views by the rule {rule!r}; "
+            "use Adam or RAdam, or --batch-scaling none"
+        )
+    for group in optimizer.param_groups:
+        group["lr"] *= course.start
+        if "initial_lr" in group:
+            group["initial_lr"] *= course.start
+        group["betas"] = tuple(beta**batch for beta in group["betas"])
+        group["eps"] /= batch**0.5
+
+
+def scaled_scheduler(optimizer: torch.optim.Optimizer, scheduler: Any | None, course: RateCourse) -> Any | None:
+    """The scheduler of an optimizer that is scaled already, to be stepped once a batch: it follows the images seen.
+
+    Args:
+        optimizer: whose rates it sets.
+        scheduler: the optimizer's own, made for one view a step, which is changed; None if it has none.
+        course: of the run.
+
+    Returns:
+        It or another in its place; None where rates stay as they are.
+
+    Raises:
+        InputError: a kind of scheduler that nerfstudio's configs do not make.
+    """
+    if scheduler is None:
+        return LambdaLR(optimizer, _followed(lambda _: 1.0, course)) if course.varies else None
+    if course.batch == 1 and not course.varies:
+        return scheduler
+    scheduler.base_lrs = [rate * course.start for rate in scheduler.base_lrs]
+    if isinstance(scheduler, LambdaLR):
+        scheduler.lr_lambdas = [_followed(f, course) for f in scheduler.lr_lambdas]
+    elif isinstance(scheduler, MultiStepLR):
+        milestones = sorted(-(-image // course.batch) for image in scheduler.milestones.elements())
+        if course.varies:  # MultiStepLR multiplies the rate that it finds, and must find its own
+            return LambdaLR(optimizer, _stairs(milestones, scheduler.gamma, course))
+        scheduler.milestones = type(scheduler.milestones)(milestones)
+    else:
+        raise InputError(
+            f"the scheduler {type(scheduler).__name__} cannot count images; "
+            "use nerfstudio's exponential, cosine or multi-step schedulers, or one view a step and no --rates-at-end"
+        )
+    return scheduler
+
+
+# Plain functions: LambdaLR would save any other callable's fields.
+
+
+def _followed(schedule: Callable[[int], float], course: RateCourse) -> Callable[[int], float]:
+    """A schedule over images, asked about steps."""
+
+    def at(step: int) -> float:
+        return schedule(step * course.batch) * course.at(step)
+
+    return at
+
+
+def _stairs(milestones: Sequence[int], gamma: float, course: RateCourse) -> Callable[[int], float]:
+    """A factor gamma more behind each of these steps."""
+
+    def at(step: int) -> float:
+        return gamma ** bisect_right(milestones, step) * course.at(step)
+
+    return at

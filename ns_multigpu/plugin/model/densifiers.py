@@ -1,0 +1,64 @@
+"""The densifier that a model's options describe."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.mcmc import McmcDensifier
+from ns_multigpu.primitives.sharded_densifier import ShardedDensifier
+from ns_multigpu.primitives.sharded_mcmc import ShardedMcmc
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.model.options import SplatModelConfig
+
+
+def make_densifier(
+    options: "SplatModelConfig", views: int, world: World, seed: int, *, sharded: bool = False
+) -> ReplicatedDensifier | McmcDensifier:
+    """The densifier, which counts images seen and decides alike on every rank.
+
+    Args:
+        options: Splatfacto's.
+        views: training views of the capture: refinement pauses for an epoch after opacities were reset.
+        world: the ranks whose statistics are summed.
+        seed: the run's seed.
+        sharded: every rank holds a part of the points, and not all of them.
+    """
+    if options.densifier == "mcmc":
+        mcmc = (
+            partial(ShardedMcmc, world=world, threshold=options.rebalance_above)
+            if sharded
+            else partial(McmcDensifier, morton=options.morton_order)
+        )
+        return mcmc(
+            cap_max=options.max_gs_num,
+            noise_lr=options.noise_lr,
+            refine_start_iter=options.warmup_length,
+            refine_stop_iter=options.stop_split_at,
+            refine_every=options.refine_every,
+            min_opacity=options.mcmc_min_opacity,
+            seed=seed,
+        )
+    default = (
+        partial(ShardedDensifier, threshold=options.rebalance_above)
+        if sharded
+        else partial(ReplicatedDensifier, morton=options.morton_order)
+    )
+    return default(
+        prune_opa=options.cull_alpha_thresh,
+        grow_grad2d=options.densify_grad_thresh,
+        grow_scale3d=options.densify_size_thresh,
+        grow_scale2d=options.split_screen_size,
+        prune_scale3d=options.cull_scale_thresh,
+        prune_scale2d=options.cull_screen_size,
+        refine_scale2d_stop_iter=options.stop_screen_size_at,
+        refine_start_iter=options.warmup_length,
+        refine_stop_iter=options.stop_split_at,
+        reset_every=options.reset_alpha_every * options.refine_every,
+        refine_every=options.refine_every,
+        pause_refine_after_reset=views + options.refine_every,
+        absgrad=options.use_absgrad,
+        world=world,
+        seed=seed,
+    )

@@ -1,0 +1,45 @@
+"""LPIPS that is built when first needed, and left out where its weights cannot be had."""
+
+import contextlib
+import io
+from typing import Any
+
+import torch
+from nerfstudio.utils.rich_utils import CONSOLE
+from torch import Tensor
+
+
+class OptionalLpips:
+    """Learned perceptual similarity (Zhang et al. 2018) over AlexNet, from torchmetrics.
+
+    Not a module: its weights belong neither in checkpoints nor in the model's parameters.
+
+    Attributes:
+        missing: whether its weights could not be had; then every value is NaN.
+    """
+
+    def __init__(self) -> None:
+        self.missing = False
+        self._network: Any = None
+
+    def __call__(self, target: Tensor, predicted: Tensor) -> Tensor:
+        """LPIPS of two [1, 3, H, W] images in [0, 1]."""
+        if self._network is None and not self.missing:
+            self._build()
+        if self._network is None:
+            return torch.tensor(float("nan"))
+        return self._network.to(target.device)(target, predicted.clamp(0.0, 1.0))
+
+    def _build(self) -> None:
+        from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
+
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # torch tells of a download before it is one
+                self._network = LearnedPerceptualImagePatchSimilarity(normalize=True)
+        except (OSError, RuntimeError, ModuleNotFoundError) as error:
+            self.missing = True
+            CONSOLE.print(
+                f"[yellow]LPIPS is left out: AlexNet's weights could not be downloaded ({error}). To have it, put them "
+                "into torch's hub cache ($TORCH_HOME/hub/checkpoints).",
+                soft_wrap=True,
+            )

@@ -1,0 +1,48 @@
+"""Splatfacto's options, and those of MCMC added."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nerfstudio.models.splatfacto import SplatfactoModelConfig
+
+from ns_multigpu.plugin.model.splat_model import SplatModel
+
+
+@dataclass
+class SplatModelConfig(SplatfactoModelConfig):
+    """Splatfacto's options, under their own names. Those that count steps count images seen, over all ranks.
+
+    The options of MCMC bear the names of nerfstudio's later versions, where its `strategy` is our `densifier`.
+    """
+
+    _target: type = field(default_factory=lambda: SplatModel)
+    optimizer_state: Literal["full", "compact"] = "full"
+    """How Adam keeps its two moments of every parameter of the Gaussians: "full", as float32, 8 bytes a parameter and
+    472 a Gaussian; "compact", as bfloat16 that is rounded up or down at random, half of that. With compact a Gaussian
+    takes 484 bytes in all instead of 720. For fused steps only (see --fused-steps)."""
+    selective_adam: bool = False
+    """Only Gaussians that a view of the step's batch draws, on any GPU, take Adam's step; the others keep parameters
+    and moments (Mallick et al. 2024, Taming 3DGS). The results differ from Splatfacto's, and what that does to quality
+    has not been measured. Bias corrections count the model's steps, as dense Adam's do. For fused steps only (see
+    --fused-steps)."""
+    densifier: Literal["default", "mcmc"] = "default"
+    """How points are added and removed: "default" splits, clones and prunes; "mcmc" relocates, up to max-gs-num."""
+    morton_order: bool = False
+    """Order the Gaussians at each refinement along a Morton curve within small cells, which are dealt out: neighbours
+    in space, neighbours in memory. Where they are spread over the GPUs, they always are in that order."""
+    rebalance_above: float = 1.1
+    """Where the Gaussians are spread over the GPUs: spread them anew, at a refinement, once a GPU has more than this
+    times the mean of the work."""
+    max_gaussians: int | None = None
+    """With default, the most Gaussians the whole model may have, over all ranks: a refinement that would exceed it only
+    prunes. By default what fits the GPUs' memory (see docs/planning.md); on a CPU any number."""
+    max_gs_num: int = 1_000_000
+    """With mcmc, the most Gaussians the whole model may have, over all ranks."""
+    noise_lr: float = 5e5
+    """With mcmc, noise on positions in units of their learning rate."""
+    mcmc_opacity_reg: float = 0.01
+    """With mcmc, weight of the mean opacity in the loss."""
+    mcmc_scale_reg: float = 0.01
+    """With mcmc, weight of the mean scale in the loss."""
+    mcmc_min_opacity: float = 0.005
+    """With mcmc, a Gaussian of at most this opacity is dead and gets relocated."""

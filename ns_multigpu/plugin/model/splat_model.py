@@ -1,0 +1,322 @@
+"""Splatfacto, rendered through a primitive and a strategy.
+
+A subclass of nerfstudio's model because its viewer and exporter ask for one; it is built for one device and knows of
+other ranks only that a rendering may hold some of a batch's patches.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.data.scene_box import OrientedBox
+from nerfstudio.model_components.lib_bilagrid import BilateralGrid, total_variation_loss
+from nerfstudio.model_components.lib_bilagrid import slice as slice_grid
+from nerfstudio.models.splatfacto import SplatfactoModel
+from nerfstudio.utils.colors import get_color
+from pytorch_msssim import SSIM
+from torch import Tensor
+from torch.nn.functional import avg_pool2d
+from torchmetrics.image import PeakSignalNoiseRatio
+
+from ns_multigpu.core.loss import photometric_loss
+from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.model.cameras import view_from_camera
+from ns_multigpu.plugin.model.densifiers import make_densifier
+from ns_multigpu.plugin.model.lpips import OptionalLpips
+from ns_multigpu.plugin.model.sharded_points import ShardedPoints, mean_of
+from ns_multigpu.primitives.densifier import densification_info, dues
+from ns_multigpu.primitives.gaussian_init import initial_gaussians
+from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.mcmc import McmcDensifier
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.model.options import SplatModelConfig
+
+# The order in which an optimizer's gradients become ready is the reverse: harmonics first, then geometry.
+PARAMETERS = ("means", "scales", "quats", "opacities", "features_dc", "features_rest")
+
+
+class SplatModel(ShardedPoints, SplatfactoModel):
+    """3D Gaussian Splatting for any strategy.
+
+    `step` is the number of images seen, so that warm-up, resolution schedule, harmonics and densification keep their
+    meaning whatever the batch.
+    """
+
+    config: "SplatModelConfig"
+    training_options: Any
+    elsewhere: Callable[[Cameras, OrientedBox | None], dict[str, Any]] | None = None
+    """Renders instead of this process, which has not got all the points (see `RenderService`)."""
+
+    def populate_modules(self) -> None:
+        """Builds parameters and modules on the CPU; nothing is fetched and no GPU is needed."""
+        config = self.config
+        seeds = self.seed_points
+        if config.random_init or seeds is None or len(seeds[0]) == 0:
+            seeds = None  # whether that is an error is for the pipeline to say: not when a checkpoint follows
+        params = initial_gaussians(
+            seeds,
+            sh_degree=config.sh_degree,
+            count=config.num_random,
+            extent=config.random_scale,
+            generator=keyed_generator(torch.initial_seed(), "initial gaussians"),
+        )
+        self.gauss_params = torch.nn.ParameterDict({k: torch.nn.Parameter(params[k]) for k in PARAMETERS})
+        self.camera_optimizer = config.camera_optimizer.setup(num_cameras=self.num_train_data, device="cpu")
+        self.psnr = PeakSignalNoiseRatio(data_range=1.0)
+        self.ssim = SSIM(data_range=1.0, size_average=True, channel=3)
+        self._lpips = OptionalLpips()
+        self.step = 0
+        self.seed = torch.initial_seed()
+        self.crop_box: OrientedBox | None = None
+        if config.background_color == "random":
+            # What nerfstudio's viewer shows behind a scene; training draws its own colours.
+            self.background_color = torch.tensor([0.1490, 0.1647, 0.2157])
+        else:
+            self.background_color = get_color(config.background_color)
+        if config.use_bilateral_grid:
+            x, y, w = config.grid_shape
+            self.bil_grids = BilateralGrid(num=self.num_train_data, grid_X=x, grid_Y=y, grid_W=w)
+        self.rendering: Rendering | None = None
+        self.views: list[View] = []
+        self.view_losses: dict[int, Tensor] = {}
+        self.prepare_densifier(World.single(), self.seed)
+
+    def prepare_densifier(self, world: World, seed: int) -> None:
+        """Makes densification count over `world` and draw by `seed`. Called before the first step."""
+        self.seed = seed
+        self.strategy = make_densifier(self.config, self.num_train_data, world, seed, sharded=self.sharded)
+        self.strategy_state = self.strategy.initialize_state()
+
+    @property
+    def lpips(self) -> OptionalLpips:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """LPIPS, made when first asked for."""
+        return self._lpips
+
+    @property
+    def points(self) -> Points:
+        """The parameters as the primitive wants them."""
+        return Points(dict(self.gauss_params.items()))
+
+    def primitive(self, *, depth: bool) -> Gaussians:
+        """The primitive for the images seen so far."""
+        config = self.config
+        degree = min(self.step // config.sh_degree_interval, config.sh_degree) if config.sh_degree > 0 else None
+        return Gaussians(
+            sh_degree=degree,
+            antialiased=config.rasterize_mode == "antialiased",
+            absgrad=self.training and config.use_absgrad and config.densifier == "default",
+            depth=depth,
+        )
+
+    # ---- training ----
+
+    def training_views(self, cameras: Sequence[tuple[Cameras, Cameras]], indices: Sequence[int]) -> list[View]:
+        """The views of a batch, at the resolution and with the pose corrections of this moment.
+
+        Args:
+            cameras: each camera twice, on the host (its numbers are read) and on the device (its pose is corrected).
+            indices: their numbers in the capture.
+        """
+        factor = self._get_downscale_factor()
+        return [
+            view_from_camera(host, self.camera_optimizer.apply_to_camera(there)[0], index, factor)
+            for (host, there), index in zip(cameras, indices, strict=True)
+        ]
+
+    def patch_losses(
+        self,
+        rendering: Rendering,
+        views: Sequence[View],
+        images: dict[int, dict[str, Tensor]],
+        *,
+        world: World,
+        metrics: bool,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """This rank's share of the batch's loss, which is the mean over views of Splatfacto's.
+
+        Args:
+            rendering: this rank's patches.
+            views: the whole batch.
+            images: "image" [H, W, 3|4] and perhaps "mask" [H, W, 1] of each view of which this rank has a patch.
+            world: the ranks: terms on parameters are shared out over them.
+            metrics: whether to compute metrics too.
+
+        Returns:
+            losses and metrics; summed over ranks they are the batch's.
+        """
+        self.rendering, self.views, self.view_losses = rendering, list(views), {}
+        loss = torch.zeros((), device=self.device)
+        if not rendering.pixels:
+            # A rank without patches still takes part in the sum of gradients.
+            loss = loss + 0.0 * sum(row.sum() for row in rendering.splats.rows.values() if row.requires_grad)
+        squared = torch.zeros((), device=self.device)
+        for pixels in rendering.pixels:
+            view = views[pixels.patch.view]
+            background = self._training_background(pixels.patch.view)
+            rgb = self._composite(pixels, view, background)
+            target, mask = self._target(images[pixels.patch.view], pixels.patch, view, background)
+            if target.dtype.is_floating_point:
+                target = target.to(rgb.dtype)
+            if mask is not None:
+                rgb = rgb * mask
+            share = photometric_loss(rgb, target, pixels.patch, view, self.config.ssim_lambda) / len(views)
+            self.view_losses[view.index] = share.detach()
+            loss = loss + share
+            if metrics:
+                x0, y0, x1, y1 = pixels.patch.inner(view)
+                scale = 1.0 if target.dtype.is_floating_point else 255.0
+                error = (rgb.detach() - target / scale)[y0:y1, x0:x1]
+                squared = squared + error.square().sum() / (3 * view.width * view.height * len(views))
+        losses = {"main_loss": loss}
+        share = self.share_of_points(world)
+        losses.update({name: value * share for name, value in self.regularisation(len(views)).items()})
+        extra = dict[str, Tensor]()
+        self.camera_optimizer.get_loss_dict(extra)
+        if self.config.use_bilateral_grid:
+            extra["tv_loss"] = 10 * total_variation_loss(self.bil_grids.grids)
+        losses.update({name: value / world.size for name, value in extra.items()})
+        return losses, {"mse": squared} if metrics else {}
+
+    def step_cb(self, optimizers: Any, step: int) -> None:
+        """Before each step: `step` is nerfstudio's; ours counts images (the pipeline sets it)."""
+        self.rates, self.optimizers = optimizers, optimizers.optimizers
+
+    def step_post_backward(self, step: int) -> None:
+        """After each step: densification."""
+        if self.rendering is None:
+            return
+        if isinstance(self.strategy, McmcDensifier):
+            rate = self.rates.rate_of_one_view("means")
+            self.strategy.step_post_backward(self.gauss_params, self.optimizers, self.step, len(self.views), rate)
+        elif self.step < self.strategy.refine_stop_iter:
+            self.strategy.step_post_backward(
+                params=self.gauss_params,
+                optimizers=self.optimizers,
+                state=self.strategy_state,
+                step=self.step,
+                info=densification_info(self.rendering.splats, self.views),
+            )
+        self.rendering = None
+        if dues(self.config.refine_every, self.step, len(self.views)):
+            self.count_shards()
+
+    def _training_background(self, position: int) -> Tensor:
+        """The background of the batch's view at `position`, drawn by the number of its image in the whole course."""
+        if self.config.background_color != "random":
+            return self._get_background_color()
+        drawn = torch.rand(3, generator=keyed_generator(self.seed, "background", self.step + position))
+        return drawn.to(self.device)
+
+    def _composite(self, pixels: Pixels, view: View, background: Tensor) -> Tensor:
+        rgb = (pixels.color + (1 - pixels.alpha) * background).clamp(0.0, 1.0)
+        if not self.config.use_bilateral_grid:
+            return rgb
+        x0, y0, x1, y1 = pixels.patch.rendered(view)
+        ys = torch.linspace(0, 1.0, view.height, device=self.device)[y0:y1]
+        xs = torch.linspace(0, 1.0, view.width, device=self.device)[x0:x1]
+        y, x = torch.meshgrid(ys, xs, indexing="ij")
+        index = torch.tensor(view.index, device=self.device, dtype=torch.long)
+        out = slice_grid(bil_grids=self.bil_grids, rgb=rgb[None], xy=torch.stack([x, y], dim=-1)[None], grid_idx=index)
+        return out["rgb"].reshape(rgb.shape)
+
+    def _target(
+        self, data: dict[str, Tensor], patch: Patch, view: View, background: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The image under a patch, halo included, and its mask; uint8 as long as nothing has to be computed on it."""
+        x0, y0, x1, y1 = patch.rendered(view)
+        image, mask = data["image"], data.get("mask")
+        if image.shape[2] == 3 and mask is None and self._get_downscale_factor() == 1:
+            return image[y0:y1, x0:x1], None
+        target = self.composite_with_background(self.get_gt_img(image), background)[y0:y1, x0:x1]
+        if mask is None:
+            return target, None
+        covered = self._downscale_if_required(mask).to(self.device)[y0:y1, x0:x1]
+        return target * covered, covered
+
+    def _downscale_if_required(self, image: Tensor) -> Tensor:
+        """The mean over squares of pixels: nerfstudio's without its convolution, for which a GPU loads cuDNN, and that
+        takes up to a second and a half."""
+        factor = self._get_downscale_factor()
+        if factor == 1:
+            return image
+        return avg_pool2d(image.float().permute(2, 0, 1)[None], factor)[0].permute(1, 2, 0).contiguous()
+
+    def regularisation(self, batch: int) -> dict[str, Tensor]:
+        """The mean over a batch's images of Splatfacto's terms on the points themselves."""
+        config = self.config
+        terms = {"scale_reg": torch.zeros((), device=self.device)}
+        # PhysGaussian's penalty on needles counts for every tenth image.
+        share = len(dues(10, self.step, batch)) / batch
+        if config.use_scale_regularization and share > 0:
+            scales = self.scales.exp()
+            ratio = (scales.amax(dim=-1) / scales.amin(dim=-1)).clamp(min=config.max_gauss_ratio)
+            terms["scale_reg"] = 0.1 * share * mean_of(ratio - config.max_gauss_ratio)
+        if config.densifier == "mcmc":
+            if config.mcmc_opacity_reg > 0:
+                terms["mcmc_opacity_reg"] = config.mcmc_opacity_reg * mean_of(self.opacities.sigmoid())
+            if config.mcmc_scale_reg > 0:
+                terms["mcmc_scale_reg"] = config.mcmc_scale_reg * mean_of(self.scales.exp())
+        return terms
+
+    # ---- evaluation and viewing: the whole view ----
+
+    def get_outputs(self, camera: Cameras) -> dict[str, Any]:
+        """Renders one camera: here, or `elsewhere`. See `SplatfactoModel.get_outputs`.
+
+        Returns:
+            rgb [H, W, 3], depth [H, W, 1], accumulation [H, W, 1], background [3] or [H, W, 3].
+        """
+        if self.elsewhere is not None:
+            return self.elsewhere(camera, self.crop_box)
+        params = dict(self.gauss_params.items())
+        if self.crop_box is not None and not self.training:
+            kept = self.crop_box.within(self.means).reshape(-1)
+            if not bool(kept.any()):
+                return self.get_empty_outputs(
+                    int(camera.width.item()), int(camera.height.item()), self.background_color.to(self.device)
+                )
+            params = {name: value[kept] for name, value in params.items()}
+        view = view_from_camera(camera, camera.camera_to_worlds.reshape(-1, 3, 4)[0], 0, self._get_downscale_factor())
+        primitive = self.primitive(depth=True)
+        points = Points(params)
+        splats = primitive.splat(points, primitive.cull(points, [view], [0]), [view])
+        return self.outputs_of(primitive.render(splats, [Patch.whole(0, view)], [view])[0], view)
+
+    def outputs_of(self, pixels: Pixels, view: View) -> dict[str, Any]:
+        """What `get_outputs` makes of a whole view's pixels, with their depth."""
+        background = self._get_background_color()
+        rgb = (pixels.color + (1 - pixels.alpha) * background).clamp(0.0, 1.0)
+        depth = pixels.depth
+        assert depth is not None
+        depth = torch.where(pixels.alpha > 0, depth, depth.detach().max())
+        if not self.training:
+            background = background.expand(view.height, view.width, 3)
+        return {"rgb": rgb, "depth": depth, "accumulation": pixels.alpha, "background": background}
+
+    def get_image_metrics_and_images(
+        self, outputs: dict[str, Tensor], batch: dict[str, Tensor]
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """See `SplatfactoModel.get_image_metrics_and_images`.
+
+        Without LPIPS where its weights cannot be had. Colour-corrected metrics are NaN for an image whose colours admit
+        no least-squares fit (nearly all of one colour, as after the first steps), which nerfstudio asserts not to meet.
+        """
+        corrected = self.config.color_corrected_metrics
+        try:
+            metrics, images = super().get_image_metrics_and_images(outputs, batch)
+        except AssertionError:
+            if not corrected:
+                raise
+            self.config.color_corrected_metrics = False
+            try:
+                metrics, images = super().get_image_metrics_and_images(outputs, batch)
+            finally:
+                self.config.color_corrected_metrics = True
+            metrics |= dict.fromkeys(("cc_psnr", "cc_ssim", "cc_lpips"), float("nan"))
+        if self._lpips.missing:
+            metrics = {name: value for name, value in metrics.items() if not name.endswith("lpips")}
+        return metrics, images

@@ -1,0 +1,213 @@
+"""nerfstudio's viewer, with what hangs in it mended: pages may be closed at any moment.
+
+In viser 0.2.7 an error inside `atomic()` leaves its lock taken for ever. nerfstudio 1.1.5 has such an error: a page
+that is closed while it is dragged is looked up where it is no more. From then on nothing is sent to any page, and
+threads that wait for the lock keep the process from ending. So here:
+
+- `atomic()` gives its lock back, whatever happens within;
+- viser's threads are daemons: none of them keeps a process alive;
+- a page that is not there is asked nothing, and is drawn no more;
+- the address that is shown is the one that is served.
+
+`mend` puts this in place of viser's and nerfstudio's own code, for the viewers of training and of `ns-viewer` alike.
+"""
+
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from typing import Any
+
+from nerfstudio.utils.rich_utils import CONSOLE
+from nerfstudio.viewer import viewer as stock
+from nerfstudio.viewer.render_state_machine import RenderAction, RenderStateMachine
+from rich.markup import escape
+from viser.infra import _infra  # pyright: ignore[reportAttributeAccessIssue]
+
+_BETWEEN_FAILURES = 0.5
+"""Seconds that a page which could not be drawn waits for before the next attempt."""
+
+Viewer: Any = stock.Viewer
+_stock_init = Viewer.__init__
+_mended = False
+
+
+def mend() -> None:
+    """From now on this process's viewers are as they are described above. To be called before one is made."""
+    global _mended
+    if _mended:
+        return
+    _mended = True
+    handler: Any = _infra.WebsockMessageHandler
+    handler.atomic, handler.queue_message = _atomic, _queue_message
+    _infra.ThreadPoolExecutor = DaemonThreads
+    stock.RenderStateMachine = PageRenderer  # type: ignore[misc]
+    Viewer.__init__, Viewer.handle_disconnect = _init, _handle_disconnect
+    Viewer.render_statemachines = property(lambda self: self._pages, _keep_pages)
+
+
+# ---- viser ----
+
+
+class DaemonThreads(Executor):
+    """A pool of threads that a process does not wait for when it ends.
+
+    Args:
+        max_workers: how many there are.
+    """
+
+    def __init__(self, max_workers: int) -> None:
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"viewer {number}", daemon=True) for number in range(max_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """See `Executor.submit`."""
+        future: Future[Any] = Future()
+        self._work.put((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Lets the threads end when they have done what there is to do. Waits for none."""
+        for _ in self._threads:
+            self._work.put(None)
+
+    def _run(self) -> None:
+        while (task := self._work.get()) is not None:
+            future, work = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as error:  # SystemExit, too, ends no more than the task
+                future.set_exception(error)
+
+
+@contextlib.contextmanager
+def _atomic(self: Any) -> Iterator[None]:
+    """See viser's `WebsockMessageHandler.atomic`."""
+    me = threading.get_ident()
+    if self._locked_thread_id == me:  # inner calls of a thread that has the lock
+        yield
+        return
+    with self._atomic_lock:
+        self._locked_thread_id = me
+        try:
+            yield
+        finally:
+            self._locked_thread_id = -1
+
+
+def _queue_message(self: Any, message: Any) -> None:
+    """See viser's `WebsockMessageHandler.queue_message`."""
+    if self._record_handle is not None:
+        self._record_handle._insert_message(message)
+    if self._atomic_lock.acquire(blocking=False):
+        try:
+            self.unsafe_send_message(message)
+        finally:
+            self._atomic_lock.release()
+        return
+    self._queued_messages.put(message)  # in order, as soon as the lock is free
+
+    def send() -> None:
+        with self._atomic_lock:
+            self.unsafe_send_message(self._queued_messages.get())
+
+    self._thread_executor.submit(send)
+
+
+# ---- nerfstudio ----
+
+
+class PageRenderer(RenderStateMachine):
+    """Draws one page, as nerfstudio's does, until the page is closed."""
+
+    _told = False
+
+    def action(self, action: RenderAction) -> None:
+        """See nerfstudio's."""
+        if not self.running:
+            return
+        if _is_there(self.client):
+            super().action(action)
+        else:  # it was closed before viser had heard that it was opened
+            forget(self.viewer, self.client)
+
+    def run(self) -> None:
+        """See nerfstudio's. An image that cannot be drawn is one less, and not the last."""
+        while self.running:
+            try:
+                super().run()
+            except Exception as error:
+                if self.running and _is_there(self.client):
+                    self._tell(error)
+                    time.sleep(_BETWEEN_FAILURES)
+                else:
+                    forget(self.viewer, self.client)
+
+    def _tell(self, error: Exception) -> None:
+        if not self._told:
+            self._told = True
+            text = f"The viewer could not draw an image ({type(error).__name__}: {error}). Training is not affected."
+            CONSOLE.print(f"[bold yellow]{escape(text)}[/bold yellow]")
+
+
+class _NoPage:
+    """Stands in for the renderer of a page that is closed, or not yet known."""
+
+    def action(self, action: RenderAction) -> None:
+        """Draws nothing."""
+
+
+class _Pages(dict[int, Any]):
+    """A viewer's pages by viser's number for them. Of one that is not there nothing can be wrong."""
+
+    def __missing__(self, client_id: int) -> _NoPage:
+        return _NoPage()
+
+
+def _keep_pages(self: Any, pages: dict[int, Any]) -> None:
+    self._pages = _Pages(pages)
+
+
+def _handle_disconnect(self: Any, client: Any) -> None:
+    forget(self, client)
+
+
+def forget(viewer: Any, client: Any) -> None:
+    """A page is closed: it is drawn no more, and asked nothing.
+
+    Args:
+        viewer: nerfstudio's. client: viser's `ClientHandle` of the page.
+    """
+    page = viewer.render_statemachines.pop(client.client_id, None)
+    if page is not None:
+        page.running = False
+    # viser calls this when it has removed the page itself, if it knew of it then.
+    viewer.viser_server._connected_clients.pop(client.client_id, None)
+
+
+def _is_there(client: Any) -> bool:
+    """Whether a page's connection is open."""
+    return client.client_id in client._viser_server._websock_server._client_state_from_id
+
+
+def _init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Makes a viewer on the port that was asked for, or the next that is free, and says which."""
+    asked = config.websocket_port or config.websocket_port_default
+    _stock_init(self, dataclasses.replace(config, websocket_port=asked), *args, **kwargs)
+    self.config = config
+    port = self.viser_server.get_port()
+    if port != asked:
+        self.viewer_info = [line.replace(f":{asked}", f":{port}") for line in self.viewer_info]
+        CONSOLE.print(
+            f"[bold yellow]Port {asked} is in use. The viewer is at http://localhost:{port} "
+            "(--viewer.websocket-port N chooses another).[/bold yellow]"
+        )

@@ -1,0 +1,1 @@
+"""Evaluating and rendering a trained model with several workers."""

@@ -1,0 +1,150 @@
+"""How large a model this run's memory holds, said once at the start, and the cap that densification gets from it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.text import Text
+
+from ns_multigpu.core.collectives import all_gather_ints
+from ns_multigpu.core.world import World
+from ns_multigpu.planning.quantities import gib
+from ns_multigpu.planning.room import most_points
+from ns_multigpu.planning.work import STRATEGIES, Course
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.faults.host_memory import available_memory
+from ns_multigpu.plugin.faults.memory import free_bytes
+from ns_multigpu.primitives.densifier import ReplicatedDensifier
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the memory of all ranks holds, by the planning model; the same on every rank.
+
+    Attributes:
+        now: points of the whole model.
+        fits: points of the largest model that fits; None if that cannot be said.
+        memory: bytes that the rank with the least may use for the model and its steps.
+        course: what the figures are for.
+        on_gpu: whether it is a GPU's memory.
+    """
+
+    now: int
+    fits: int | None
+    memory: int
+    course: Course
+    on_gpu: bool
+
+
+def measure(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Capacity:
+    """Asks the devices what is free and the planning model what fits there. Every rank calls it.
+
+    Args:
+        pipeline: a `DistributedPipeline`, ready to train. optimizers: its `BatchOptimizers`.
+        fused: whether steps are fused.
+    """
+    model, cameras = pipeline.model, pipeline.datamanager.train_dataset.cameras
+    width, height = int(cameras.width.max()), int(cameras.height.max())
+    course = Course(
+        max(model.total_points, 1), width, height, pipeline.batch_size, world.size, model.config.sh_degree, fused=fused,
+        compact=model.config.optimizer_state == "compact",
+    )  # fmt: skip
+    budget = usable_memory(world, _model_bytes(model, optimizers))
+    least = min(row[0] for row in all_gather_ints([-1 if budget is None else budget], world))
+    name, fits = pipeline.strategy.name, None
+    if least >= 0 and name in STRATEGIES:
+        fits = most_points(name, course, float(least), densify=True)
+    return Capacity(model.total_points, fits, least, course, world.device.type == "cuda")
+
+
+def usable_memory(world: World, model: int) -> int | None:
+    """Bytes that the model and its steps may take here; None if the machine does not say.
+
+    Args:
+        model: bytes of the model, which are taken already.
+    """
+    free = free_bytes(world.device)
+    if free is not None:
+        return free + model
+    available = available_memory()
+    return None if available is None else available // world.local_size + model
+
+
+def _model_bytes(model: Any, optimizers: Any) -> int:
+    points = {id(param): param for param in model.gauss_params.values()}
+    tensors = list(points.values())
+    tensors += [param.grad for param in points.values() if param.grad is not None]
+    for optimizer in optimizers.optimizers.values():
+        for param, state in optimizer.state.items():
+            if id(param) in points:
+                tensors += [value for value in state.values() if torch.is_tensor(value)]
+    tensors += [value for value in model.strategy_state.values() if torch.is_tensor(value)]
+    return sum(tensor.nbytes for tensor in tensors if tensor.device == model.device)
+
+
+def cap_of(found: Capacity, wanted: int | None) -> int | None:
+    """The most points that densification may make: `wanted`, or on GPUs what fits; None for any number."""
+    return wanted if wanted is not None else found.fits if found.on_gpu else None
+
+
+def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Capacity:
+    """Caps the default densifier and says, on rank 0, how many points there are, fit, and may become.
+
+    Every rank calls it, before the first step, with the same arguments as `measure`.
+
+    Raises:
+        InputError: the cap that was asked for is below 1.
+    """
+    options = pipeline.model.config
+    if options.max_gaussians is not None and options.max_gaussians < 1:
+        raise InputError(
+            f"--pipeline.model.max-gaussians {options.max_gaussians}: give how many Gaussians there may be, "
+            "1 or more, or leave it out."
+        )
+    found = measure(pipeline, optimizers, world, fused=fused)
+    densifier, cap = pipeline.model.strategy, options.max_gs_num
+    if isinstance(densifier, ReplicatedDensifier):
+        cap = densifier.cap = cap_of(found, options.max_gaussians)
+        densifier.held_back = _Told(cap, world)
+    if world.is_main:
+        text, worrying = describe(found, pipeline.strategy.name, cap, options.densifier)
+        CONSOLE.print(Text(text, "bold yellow" if worrying else ""))
+    return found
+
+
+def describe(found: Capacity, strategy: str, cap: int | None, densifier: str) -> tuple[str, bool]:
+    """The line on capacity, and whether there is something to worry about."""
+    option = "max-gs-num" if densifier == "mcmc" else "max-gaussians"
+    text = f"{found.now:,} Gaussians to begin with."
+    if found.fits is not None:
+        each = "GPU" if found.on_gpu else "worker"
+        text += f" Memory has room for about {found.fits:,} ({gib(found.memory)} GiB a {each}, strategy {strategy})."
+    if cap is not None:
+        text += f" Densification stops at {cap:,} (--pipeline.model.{option})."
+    worries = []
+    if found.fits is not None and found.now > found.fits:
+        worries.append("The model may not fit: use splatfacto-tile on more GPUs, fewer views a step, smaller images.")
+    elif found.fits is not None and cap is not None and cap > found.fits:
+        worries.append(f"Memory may run out before that: see --pipeline.model.{option}.")
+    return " ".join([text, *worries]), bool(worries)
+
+
+class _Told:
+    """Says once, on rank 0, that growth has been held back."""
+
+    def __init__(self, cap: int | None, world: World) -> None:
+        self._cap, self._world, self._done = cap, world, False
+
+    def __call__(self, wanted: int) -> None:
+        if self._done or not self._world.is_main:
+            return
+        self._done = True
+        CONSOLE.print(
+            Text(
+                f"A refinement would have made {wanted:,} Gaussians; the cap is {self._cap:,}. It has only pruned, as "
+                "will each that would exceed the cap. To allow more: --pipeline.model.max-gaussians N, or more GPUs "
+                "with splatfacto-tile.",
+                "bold yellow",
+            )
+        )

@@ -1,0 +1,367 @@
+"""The configuration of a training run: nerfstudio's, plus how its workers come to life.
+
+`ns-train` calls, in this order and in the process that the user (or torchrun) started: `set_timestamp`,
+`print_to_terminal`, `save_config`; then, if `machine.num_devices` is 1, `setup(local_rank=0, world_size=1)`, whose
+result it sets up and trains. With more devices it would start the processes itself, on CUDA only and with a seed for
+each. So `save_config` writes the file as it was asked for and then tells nerfstudio of one device, and `setup` finds
+the others: they are torchrun's, or a `WorkerLauncher` starts them.
+"""
+
+import copy
+import dataclasses
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import yaml
+from nerfstudio.engine.trainer import TrainerConfig
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.text import Text
+
+import cuda_ext
+from ns_multigpu.core.world import gpu_places
+from ns_multigpu.plugin.capture.first_look import first_look
+from ns_multigpu.plugin.capture.reading import FAULTS
+from ns_multigpu.plugin.checkpoint.verify import checkpoints_in, step_of
+from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
+from ns_multigpu.plugin.faults.host_memory import available_memory
+from ns_multigpu.plugin.faults.signals import stop_before_training
+from ns_multigpu.plugin.launch import checks
+from ns_multigpu.plugin.launch.agreement import manifest_of
+from ns_multigpu.plugin.launch.commands import named_config, resume_command, with_options
+from ns_multigpu.plugin.launch.launcher import WorkerLauncher, cores, use_own_share_of_cores
+from ns_multigpu.plugin.launch.ranks import Ranks, agree
+from ns_multigpu.plugin.launch.run_folder import (
+    abandoned_unless_begun,
+    config_being_loaded,
+    note_name,
+    noted_name,
+    remove_unused,
+    restarts,
+)
+from ns_multigpu.plugin.model.batch_scaling import RateCourse, ScalingChoice, scaling_rule
+from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from strategies import STRATEGIES
+
+_MOST_LINES = 30
+"""Faults of a capture that are listed, at most."""
+_ASKED = "_asked_of_nerfstudio"
+"""Name of the attribute that holds (num_devices, num_machines) between `save_config` and `setup`; never saved."""
+_FOLDER = "_run_folder"
+"""Name of the attribute that holds the run's folder where options do not tell it: the run was moved. Never saved."""
+_MADE = "_made_run_folder"
+"""Name of the attribute that says whether this process has made the run's folder; never saved."""
+
+
+@dataclass
+class DistributedTrainerConfig(TrainerConfig):
+    """Configuration of a training run with any number of workers."""
+
+    _target: type = field(default_factory=lambda: DistributedTrainer)
+    """target class to instantiate"""
+    eval_at_start: bool = False
+    """Evaluate all held-out views before the first step as well."""
+    max_num_images: int | None = 30000
+    """Training ends once this many images have been seen by all ranks together, or after max_num_iterations steps."""
+    batch_scaling: ScalingChoice = "auto"
+    """How learning rates (and with them Adam's betas and eps) follow the number of views in a step; auto is
+    sqrt-to-none for runs that see each view 100 times or more, and sqrt for others."""
+    rates_at_end: float = 1.0
+    """What learning rates, besides their own schedules, are multiplied by at the end of training; 1 for no fall."""
+    rates_fall_from: float = 0.5
+    """Behind which part of the run they fall to rates_at_end, exponentially with the images seen; 0 is the start."""
+    steps_per_checksum: int = 500
+    """Steps between proofs that all replicas are identical; 0 for none."""
+    save_in_background: bool = True
+    """Write checkpoints while training goes on, which waits only until the state has been copied to the host's memory;
+    where a quarter of what is available there is not enough for that, it waits for the disk."""
+    save_on_interrupt: bool = True
+    """Save a checkpoint when Ctrl-C or SIGTERM ends the run; a second Ctrl-C ends it at once."""
+    max_restarts: int = 3
+    """How often ns-train starts its workers anew, from the last checkpoint, after one has died; under torchrun its own
+    --max-restarts counts."""
+    stall_seconds: float = 120.0
+    """After how long a standstill to say which rank is late (ten times that in evaluations, saves and the first step);
+    0 for never."""
+    stall_abort_seconds: float = 300.0
+    """After how long a standstill to end the run; 0 to leave it to the collectives' own limit of ten minutes."""
+    steps_per_numeric_check: int = 50
+    """Steps between two looks for NaN and infinity in losses, gradients and parameters; 0 for none."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do about NaN or infinity in gradients: stop the run, or leave such steps out."""
+    fused_steps: Literal["auto", "always", "never"] = "auto"
+    """Whether to take steps in our own fused operators and CUDA graphs instead of autograd: "auto" does on GPUs where
+    the options allow it and says so, or what does not allow it; "always" refuses to start where they do not."""
+    keep_checkpoints: int = 2
+    """How many checkpoints to keep, the newest; 0 for all (as with save_only_latest_checkpoint False)."""
+    save_fallback_dir: Path | None = None
+    """Where to save the model in the end if the run's own folder does not take it: another disk."""
+    save_retry_seconds: float = 60.0
+    """For how long to try again, every few seconds, to save the model in the end: time to make room on a disk."""
+    start_over: bool = False
+    """Begin at step 0 in a run folder that holds checkpoints, which the new ones replace. Otherwise that is refused."""
+    verbose: bool = False
+    """Print all options at the start. config.yml in the run's folder always has them."""
+
+    def __post_init__(self) -> None:
+        """nerfstudio is about to read the file that `--load-config` names.
+
+        Raises:
+            InputError: it is not the config.yml of a run of ours.
+        """
+        if self.load_config is not None:
+            show_uncaught()
+            read_config(self.load_config)
+
+    def steps_for(self, batch: int) -> int:
+        """Steps to train for when each sees `batch` images."""
+        if self.max_num_images is None:
+            return self.max_num_iterations
+        return min(self.max_num_iterations, -(-self.max_num_images // batch))
+
+    def for_steps(self, steps: int) -> "DistributedTrainerConfig":
+        """The same, to train for so many steps."""
+        same = copy.copy(self)
+        vars(same).update(vars(self))  # what is not pickled, too
+        same.max_num_iterations = steps
+        return same
+
+    def rate_course(self, batch: int, views: int) -> RateCourse:
+        """What learning rates follow when each step sees `batch` images of a capture of so many training views."""
+        images = max(self.steps_for(batch), 1) * batch
+        rule = scaling_rule(self.batch_scaling, images, views)
+        return RateCourse(rule, batch, images, self.rates_at_end, self.rates_fall_from)
+
+    def checkpoints_to_keep(self) -> int:
+        """How many checkpoints a save leaves; 0 for all."""
+        return self.keep_checkpoints if self.save_only_latest_checkpoint else 0
+
+    def set_timestamp(self) -> None:
+        """Names the run folder, the same on all ranks, once what was asked for is known to be possible.
+
+        Raises:
+            InputError: it is not possible.
+        """
+        show_uncaught()
+        stop_before_training()
+        ranks, machine = Ranks.from_env(), self.machine
+        if (named := named_config()) is not None:
+            self._follow(named)
+            machine = self.machine
+        checks.check_rates_at_end(self.rates_at_end, self.rates_fall_from)
+        checks.check_lengths(self.max_num_images, self.max_num_iterations)
+        checks.check_retries(self.save_retry_seconds)
+        checks.check_strategy(str(getattr(self.pipeline, "strategy", "")), STRATEGIES)
+        if machine.device_type == "cpu" and (note := checks.crowd(machine.num_devices, cores(), available_memory())):
+            CONSOLE.print(Text(note, "yellow"), soft_wrap=True)
+        cuda_devices = gpu_places() if machine.device_type == "cuda" else 0
+        checks.check_devices(machine.device_type, machine.num_devices, ranks, cuda_devices)
+        checks.check_machines(
+            machine.num_machines, machine.machine_rank, machine.num_devices, machine.dist_url, ranks, sys.argv[1:]
+        )
+        if ranks is None:
+            self._begin()
+        else:
+            machine.num_devices, machine.num_machines = ranks.local_size, ranks.machines
+            self.timestamp = agree(ranks, self._begin, manifest=manifest_of(self))
+        prepare_operators(machine.device_type)
+
+    def _follow(self, named: Path) -> None:
+        """Reads the rest of the command line, which nerfstudio forgets for the file `named`; and stays in that file's
+        folder, wherever it is by now, unless the command line names another."""
+        places = ("output_dir", "experiment_name", "timestamp", "relative_model_dir")
+        before = [getattr(self, name) for name in places]
+        vars(self).update(vars(with_options(self)))
+        if before == [getattr(self, name) for name in places] and (named.parent / self.relative_model_dir).is_dir():
+            vars(self)[_FOLDER] = named.parent
+
+    def _begin(self) -> str:
+        """Looks at what there is to train on, and names and makes the run's folder; on one rank of the job."""
+        if restarts() == 0:
+            self._look_at_capture()
+        return self._name_run_folder()
+
+    def _look_at_capture(self) -> None:
+        """Says what is to be known of the capture.
+
+        Raises:
+            InputError: something is wrong with it; all of it, a line each.
+        """
+        found = first_look(self.pipeline.datamanager)
+        for note in found.notes:
+            CONSOLE.print(Text(f"Note: {note}.", "yellow"), soft_wrap=True)
+        if found.problems:
+            count = len(found.problems)
+            lines = found.problems[:_MOST_LINES] + ([f"and {count - _MOST_LINES} more"] if count > _MOST_LINES else [])
+            raise InputError("\n  ".join([FAULTS.replace("{count}", str(count)), *lines]))
+
+    def _name_run_folder(self) -> str:
+        if restarts() > 0 and self.timestamp == "{timestamp}":
+            self.timestamp = noted_name(self.output_dir) or self.timestamp
+        super().set_timestamp()
+        self._refuse_to_replace()
+        folder = self.get_base_dir()
+        vars(self)[_MADE] = not folder.exists()
+        checks.check_run_folder(folder)
+        if self.save_fallback_dir is not None:
+            checks.check_fallback_folder(self.save_fallback_dir)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            note_name(self.output_dir, self.timestamp)
+        return self.timestamp
+
+    def _refuse_to_replace(self) -> None:
+        """Whether the run's folder is free for what it begins with.
+
+        Raises:
+            InputError: it holds checkpoints that the run does not go on from, and would replace.
+        """
+        folder, models = self.get_base_dir(), self.get_checkpoint_dir()
+        kept = checkpoints_in(models)
+        begun_here = any(
+            path is not None and path.resolve() == models.resolve()
+            for path in (self.load_dir, self.load_checkpoint and self.load_checkpoint.parent)
+        )
+        if not kept or begun_here or restarts() > 0 or self.start_over:
+            return
+        name = str(self.method_name)
+        raise InputError(
+            f"The run folder {folder} holds checkpoints up to step {step_of(kept[-1])}, and this run would replace "
+            f"them with its own. To go on with that run:\n\n  {resume_command(name, folder, models)}\n\n"
+            "To begin another run beside it, add --timestamp NAME; to begin again in its place, --start-over True."
+        )
+
+    def abandon(self) -> None:
+        """Leaves nothing of a run that has not begun: removes its folder, if this process has made it."""
+        if vars(self).pop(_MADE, False) and not checkpoints_in(self.get_checkpoint_dir()):
+            remove_unused(self.get_base_dir(), self.output_dir)
+
+    def get_base_dir(self) -> Path:
+        """The run's folder."""
+        return vars(self).get(_FOLDER) or super().get_base_dir()
+
+    def get_checkpoint_dir(self) -> Path:
+        """The run's folder of checkpoints: beside the config.yml that one of nerfstudio's commands was given.
+
+        The pipeline is told of it, because those commands, which ask for it before they set the pipeline up, give the
+        pipeline a .ckpt's contents and not its place.
+
+        Raises:
+            InputError: such a command asks, and there are no checkpoints, neither there nor where the run began.
+        """
+        named = config_being_loaded()
+        if named is not None:
+            show_uncaught()
+            models = self._models_beside(named)
+            vars(self)[_FOLDER] = models.parent
+        folder = super().get_checkpoint_dir()
+        self.pipeline.checkpoints = folder  # pyright: ignore[reportAttributeAccessIssue]
+        return folder
+
+    def _models_beside(self, named: Path) -> Path:
+        beside, began = named.parent / self.relative_model_dir, super().get_base_dir() / self.relative_model_dir
+        for models in (beside, began):
+            if checkpoints_in(models):
+                return models
+        raise InputError(
+            f"--load-config {named}: there are no checkpoints beside it, in {beside}, nor where the run began, in "
+            f"{began}. To move or copy a run, move or copy its whole folder."
+        )
+
+    def print_to_terminal(self) -> None:
+        """Says what is about to be done, or all options, on one rank of the job."""
+        if not _speaks():
+            return
+        if self.verbose:
+            super().print_to_terminal()
+        else:
+            CONSOLE.print(Text(self._in_short()), soft_wrap=True)
+
+    def _in_short(self) -> str:
+        machine, pipeline = self.machine, cast(Any, self.pipeline)
+        ranks = machine.num_devices * machine.num_machines
+        devices = f"{ranks} {'CPU worker' if machine.device_type == 'cpu' else 'GPU'}{'' if ranks == 1 else 's'}"
+        batch = pipeline.batch(ranks)
+        data = pipeline.datamanager.data or pipeline.datamanager.dataparser.data
+        return (
+            f"{self.method_name} on {devices}: {self.steps_for(batch) * batch:,} images of {data}\n"
+            f"Run folder {self.get_base_dir()} (config.yml there has all options; --verbose True prints them)"
+        )
+
+    def save_config(self) -> None:
+        """Writes config.yml, on one rank of the job, and keeps nerfstudio from starting processes of its own."""
+        if _speaks():
+            folder = self.get_base_dir()
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yml").write_text(yaml.dump(dataclasses.replace(self)), "utf8")  # the fields alone
+        vars(self)[_ASKED] = (self.machine.num_devices, self.machine.num_machines)
+        self.machine.num_devices = self.machine.num_machines = 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What other processes of the run get."""
+        return {name: value for name, value in vars(self).items() if name not in (_ASKED, _MADE)}
+
+    def setup(self, **kwargs: Any) -> Any:
+        """The trainer of this process, or what starts the processes that the trainers will be in."""
+        workers = 1
+        if _ASKED in vars(self):
+            workers, machines = vars(self).pop(_ASKED)
+            self.machine.num_devices, self.machine.num_machines = workers, machines
+        ranks = Ranks.from_env()
+        if ranks is None and workers > 1:
+            return WorkerLauncher(self, workers, self.abandon)
+        if ranks is not None:
+            kwargs.update(local_rank=ranks.local_rank, world_size=ranks.size)
+            CONSOLE.quiet = ranks.rank != 0
+        use_own_share_of_cores(ranks)
+        with abandoned_unless_begun(self):
+            return super().setup(**kwargs)
+
+    # nerfstudio starts a viewer on each machine's first rank; there is one viewer a job, on rank 0.
+
+    def is_viewer_enabled(self) -> bool:
+        """Whether this rank runs the viewer."""
+        return _speaks() and super().is_viewer_enabled()
+
+    def is_viewer_legacy_enabled(self) -> bool:
+        """Whether this rank runs the legacy viewer."""
+        return _speaks() and super().is_viewer_legacy_enabled()
+
+
+def _speaks() -> bool:
+    """Whether this process is the one of its job that writes files and talks to the user."""
+    ranks = Ranks.from_env()
+    return ranks is None or ranks.rank == 0
+
+
+def read_config(path: Path) -> DistributedTrainerConfig:
+    """The configuration of a run.
+
+    Raises:
+        InputError: there is none, or it is another program's.
+    """
+    try:
+        config = yaml.load(path.read_text("utf8"), Loader=yaml.Loader)  # as nerfstudio's commands do
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--load-config {path}: {reason}. Give the config.yml in a run's folder.") from error
+    except yaml.YAMLError as error:
+        raise InputError(f"--load-config {path}: it is damaged, or no config.yml of a run ({error}).") from error
+    if not isinstance(config, DistributedTrainerConfig):
+        method = getattr(config, "method_name", None)
+        whose = f"it is of the method {method}" if method else "it is not the config.yml of a run"
+        raise InputError(
+            f"--load-config {path}: {whose}. Give the config.yml of a run of splatfacto-batch or splatfacto-tile."
+        )
+    return config
+
+
+def prepare_operators(device_type: Literal["cpu", "cuda", "mps"]) -> None:
+    """Builds the native operators here, once and in sight, before several workers ask for them at the same time."""
+    checks.check_operators(device_type, cuda_ext.compiler_problem(device_type))
+    if cuda_ext.backend(device_type) == "native":
+        try:
+            cuda_ext.build_native(device_type)
+        except cuda_ext.NativeBuildError as error:
+            raise InputError(str(error)) from error

@@ -1,0 +1,121 @@
+"""The checkpoint that a run ends with, written wherever there is room: until then the model is in memory alone."""
+
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.text import Text
+
+from ns_multigpu.core.collectives import broadcast_int, broadcast_object
+from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
+from ns_multigpu.plugin.faults.errors import SaveFailed
+from ns_multigpu.plugin.launch.commands import resume_command
+from ns_multigpu.plugin.train.resume import RunCheckpoints
+
+_PAUSE = 3.0
+"""Seconds between two attempts."""
+_BYTES_A_POINT = 720
+"""Parameters, moments and statistics: what a checkpoint of float32 holds of a Gaussian."""
+_COPIED = ("config.yml", "dataparser_transforms.json", "metrics.jsonl")
+
+
+def save_last(trainer: Any, step: int, *, seconds: float, give_up: Callable[[], bool]) -> Path:
+    """Writes the checkpoint after `step`: into the run's folder, else into `--save-fallback-dir`, and where neither
+    takes it again and again, while somebody may make room. Every rank calls it.
+
+    Args:
+        trainer: a `DistributedTrainer`.
+        seconds: for how long to try.
+        give_up: whether somebody wants no more attempts; all ranks are asked together, and answer alike.
+
+    Returns:
+        the run folder that the checkpoint is in.
+
+    Raises:
+        SaveFailed: on every rank: nothing took it. It says what is lost, and where there is room.
+    """
+    checkpoints: RunCheckpoints = trainer.checkpoints
+    config, world, folder = trainer.config, trainer.world, trainer.base_dir
+    elsewhere = None if config.save_fallback_dir is None else fallback_folder(folder, config.save_fallback_dir)
+    end, told = time.monotonic() + seconds, False
+    while True:
+        trainer.guards.heart.beat("checkpoint")
+        problem = in_short(checkpoints.write(step))
+        if not problem:
+            return folder
+        if elsewhere is not None:
+            other = in_short(checkpoints.write(step, elsewhere / config.relative_model_dir))
+            if not other:
+                if world.is_main:
+                    _complete(folder, elsewhere)
+                _say(f"{trainer.checkpoint_dir} did not take the last checkpoint ({problem}): it is in {elsewhere}.")
+                return elsewhere
+            problem = f"{problem}; {elsewhere}: {other}"
+        if give_up() or broadcast_int(int(time.monotonic() >= end), 0, world):
+            break
+        if not told:
+            told = True
+            _say(
+                f"The last checkpoint could not be written to {trainer.checkpoint_dir}: {problem}. It is tried again "
+                f"for {seconds:g} s: make room there meanwhile. Ctrl-C gives it up."
+            )
+        time.sleep(_PAUSE)
+    raise SaveFailed(broadcast_object(_lost(trainer, step, problem) if world.is_main else "", 0, world))
+
+
+def fallback_folder(folder: Path, place: Path) -> Path:
+    """Where in `place` a run lies whose own folder is `folder`: under the same names of capture, method and time."""
+    return place.joinpath(*folder.parts[-3:])
+
+
+def _complete(folder: Path, elsewhere: Path) -> None:
+    """Makes a run folder of one that holds a checkpoint."""
+    for name in _COPIED:
+        with suppress(OSError):
+            shutil.copy(folder / name, elsewhere / name)
+
+
+def _lost(trainer: Any, step: int, problem: str) -> str:
+    models, points = trainer.checkpoint_dir, trainer.pipeline.model.total_points
+    images, needed = (step + 1) * trainer.batch_size, points * _BYTES_A_POINT
+    kept = checkpoints_in(models)
+    room = ", ".join(f"{path} ({free / 1e9:,.1f} GB free)" for path, free in _places(needed))
+    lines = [
+        f"The checkpoint that this run was to end with could not be written to {models}: {problem}.",
+        f"Lost: the model after {images:,} images ({points:,} Gaussians, {needed / 1e6:,.0f} MB).",
+        f"The newest checkpoint there is: {kept[-1]}." if kept else "There is no earlier checkpoint.",
+    ]
+    if room:
+        lines.append(f"There is room in {room}.")
+    again = "go on from the newest checkpoint:" if kept else "start again."
+    lines.append(f"Make room, or name a folder on another disk with --save-fallback-dir DIR, and {again}")
+    if kept:
+        lines.append(f"\n  {resume_command(str(trainer.config.method_name), trainer.base_dir, models)}")
+    return "\n".join(lines)
+
+
+def in_short(problem: str) -> str:
+    """What the disk said to the ranks, once each, without the names of unfinished files."""
+    said = re.findall(r"\[Errno \d+\] ([^:;]+)", problem)
+    return "; ".join(dict.fromkeys(said)) or problem
+
+
+def _places(needed: int) -> list[tuple[Path, int]]:
+    """Folders of this machine with room for `needed` bytes."""
+    found: dict[int, tuple[Path, int]] = {}
+    for path in (Path.home(), Path.cwd(), Path(tempfile.gettempdir())):
+        with suppress(OSError):
+            free = shutil.disk_usage(path).free
+            if free > 1.1 * needed + 2**20:
+                found.setdefault(path.stat().st_dev, (path, free))
+    return list(found.values())
+
+
+def _say(line: str) -> None:
+    CONSOLE.print(Text(line, "bold yellow"), soft_wrap=True)

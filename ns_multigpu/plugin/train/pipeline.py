@@ -1,0 +1,276 @@
+"""The pipeline: a step's batch, spread by a strategy; evaluation in lockstep. No DDP wrapper."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+import torchvision.utils as vutils
+from nerfstudio.pipelines.base_pipeline import VanillaPipeline, VanillaPipelineConfig
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.progress import track
+from torch import Tensor
+
+from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.plugin.blocks.timing import StepTimer
+from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.checkpoint.sharded_state import counts_for, counts_in, load_points, own_range
+from ns_multigpu.plugin.checkpoint.verify import SHARDS
+from ns_multigpu.plugin.export.ns_export import stream_for_ns_export
+from ns_multigpu.plugin.faults.errors import show_uncaught
+from ns_multigpu.plugin.launch import checks
+from ns_multigpu.plugin.launch.process_world import get_world
+from ns_multigpu.plugin.model.options import SplatModelConfig
+from ns_multigpu.plugin.model.splat_model import SplatModel
+from ns_multigpu.plugin.render import viewer
+from ns_multigpu.plugin.render.evaluation import RenderedView, rendered_views, spread
+from ns_multigpu.plugin.render.service import RenderService
+from ns_multigpu.plugin.render.spiral import let_spirals_begin
+from strategies import STRATEGIES
+
+
+@dataclass
+class DistributedPipelineConfig(VanillaPipelineConfig):
+    """Which strategy spreads the work, and over how large a batch."""
+
+    _target: type = field(default_factory=lambda: DistributedPipeline)
+    datamanager: DistributedDataManagerConfig = field(default_factory=DistributedDataManagerConfig)
+    model: SplatModelConfig = field(default_factory=SplatModelConfig)
+    strategy: str = "batch"
+    """How the work of a step is spread over the ranks."""
+    views_per_rank: int = 1
+    """Views a rank in each step; the batch is this times the number of ranks."""
+    views_per_step: int | None = None
+    """Views of a step over all ranks, instead of views-per-rank times their number. Strategies that deal out whole
+    views need a multiple of the number of ranks; those that cut views, any number."""
+
+    transport: Literal["auto", "peer", "collective"] = "auto"
+    """How splats and their gradients travel where points are sharded: "peer" reads and writes the other GPUs' memory
+    (one machine with NVLink or peer access), "collective" goes through torch.distributed, with the same results."""
+    tile_lists: Literal["gather", "sort"] = "gather"
+    """How the splats of each tile are found where points are sharded: "gather", each rank sorts what it draws; "sort",
+    one merge-path sort of all splats over all GPUs. The lists are the same."""
+    gradients: Literal["atomics", "transfer"] = "atomics"
+    """With peer transport, how gradients reach the Gaussians' owners: "atomics" adds them into the owner's memory over
+    the link as they are made; "transfer" adds them up where they are drawn, and the owner reads each sum once."""
+    overlap: int = 1
+    """Where points are sharded, in how many parts the splats of a step are projected, each of which travels while the
+    next is projected. The results are the same, and on two H200s so was the time."""
+
+    checkpoints: Path | None = field(default=None, init=False, repr=False, compare=False)
+    """The folder that .ckpt files are loaded from, beside which the points of a sharded model lie; no option."""
+
+    def batch(self, ranks: int) -> int:
+        """Views a step of so many ranks.
+
+        Raises:
+            InputError: views-per-rank or views-per-step is below 1.
+        """
+        checks.check_views_per_rank(self.views_per_rank)
+        checks.check_views_per_step(self.views_per_step, ranks, cuts_views=True)
+        return self.views_per_rank * ranks if self.views_per_step is None else self.views_per_step
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """How well held-out views are rendered: means over `views` of the `total` that there are; PSNR in dB."""
+
+    psnr: float
+    ssim: float
+    views: int
+    total: int
+
+
+class DistributedPipeline(VanillaPipeline):
+    """Datamanager, model and strategy of one rank.
+
+    Raises:
+        InputError: the strategy is unknown, or there are fewer views than the batch needs.
+    """
+
+    config: DistributedPipelineConfig
+    datamanager: DistributedDataManager
+    model: SplatModel
+
+    def __init__(
+        self,
+        config: DistributedPipelineConfig,
+        device: str,
+        test_mode: Literal["test", "val", "inference"] = "val",
+        world_size: int = 1,
+        local_rank: int = 0,
+        grad_scaler: Any = None,
+    ) -> None:
+        viewer.mend()
+        if test_mode != "val":
+            show_uncaught()
+            let_spirals_begin(DistributedDataManager)
+        if test_mode == "inference":
+            stream_for_ns_export()
+        checks.check_strategy(config.strategy, STRATEGIES)
+        checks.check_views_per_rank(config.views_per_rank)
+        self.world = get_world(str(device))
+        self.strategy: Strategy = STRATEGIES[config.strategy](self.world)
+        sharded = not self.strategy.placement.replicated
+        checks.check_views_per_step(config.views_per_step, self.world.size, cuts_views=sharded)
+        # A world of one as far as nerfstudio knows: it would wrap the model in DDP, which densification breaks.
+        super().__init__(config, device, test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
+        if test_mode == "val":
+            # Training: later than the datamanager because it knows, earlier than any image is read.
+            self.datamanager.check_capture()
+            checks.check_views(len(self.datamanager.train_dataset), 1 if sharded else self.world.size)
+            if _count(self.model.seed_points) == 0 and not config.model.random_init:
+                CONSOLE.print(
+                    f"The capture has no seed points: training begins with {self.model.num_points:,} random Gaussians, "
+                    "as Splatfacto's does (--pipeline.model.num-random and random-scale say how many, and where).",
+                    soft_wrap=True,
+                )
+            checks.check_cap(self.model.num_points, config.model.densifier, config.model.max_gs_num)
+            if sharded:
+                self.model.hold_shard(self.world)
+        self.renders = RenderService(self.model, self.strategy)
+        self.renders.install()
+        self.timer = StepTimer(self.world.device)
+        # Of steps through autograd; images that evaluation and the viewer ask for are nobody's.
+        self.world.traffic.measured = lambda: self.timer.within("compute", "exchange")
+        seed = broadcast_object(torch.initial_seed(), 0, self.world)
+        self.model.prepare_densifier(self.world, seed)
+
+    @property
+    def batch_size(self) -> int:
+        """Views a step, over all ranks."""
+        return self.config.batch(self.world.size)
+
+    def prepare_training(self) -> None:
+        """Reads this rank's images. Every rank calls it."""
+        _ = self.datamanager.train_share
+        _ = self.datamanager.train_cameras_on_device
+
+    def load_pipeline(self, loaded_state: dict[str, Any], step: int) -> None:
+        """Loads what a .ckpt holds, and the points that it names if they are in shards: this rank's, or all of them.
+
+        Args:
+            loaded_state: the .ckpt's pipeline.
+            step: its step.
+
+        Raises:
+            InputError: the shards are missing or damaged.
+        """
+        model, load = self.model, super().load_pipeline
+        if SHARDS not in loaded_state and not model.sharded:
+            load(loaded_state, step)
+            return
+        counts = counts_in(loaded_state)
+        rows = own_range(counts, self.world) if model.sharded else range(sum(counts))
+        folder = self.config.checkpoints
+        load_points(lambda rest: load(rest, step), model.gauss_params, loaded_state, folder, rows, model.device)
+        if model.sharded:
+            model.shard_counts = counts_for(counts, self.world)
+
+    def get_train_loss_dict(
+        self, step: int, *, metrics: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+        """This rank's share of the step's losses; summed over ranks they are the batch's.
+
+        Args:
+            step: the step; its views follow from it.
+            metrics: whether to compute metrics (the trainer asks when it logs).
+        """
+        data, model, timer = self.datamanager, self.model, self.timer
+        with timer.measure("data"):
+            indices = data.train_batch(step, self.batch_size)
+            views = model.training_views(
+                [(data.train_camera(i), data.train_camera_on_device(i)) for i in indices], indices
+            )
+            plan = self.strategy.plan(views, [data.train_share.holder(i) for i in indices])
+            images = data.train_share.deliver(indices, plan, self.world.device)
+        with timer.measure("compute"):
+            primitive = model.primitive(depth=model.config.output_depth_during_training)
+            rendering = self.strategy.render(primitive, model.points, views, plan)
+            losses, measured = model.patch_losses(rendering, views, images, world=self.world, metrics=metrics)
+        return {}, losses, measured
+
+    def get_eval_image_metrics_and_images(self, step: int) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """One held-out view, drawn by the step. Every rank calls it and gets the same."""
+        self.eval()
+        camera, batch = self.datamanager.next_eval_image(step)
+        outputs = self.model.get_outputs_for_camera(camera)
+        metrics, images = self.model.get_image_metrics_and_images(outputs, batch)
+        metrics["num_rays"] = int((camera.height * camera.width * camera.size).item())
+        self.train()
+        return metrics, images
+
+    @torch.no_grad()
+    def held_out_quality(self, most: int) -> HeldOut | None:
+        """PSNR and SSIM of some held-out views, as ns-eval computes them. Every rank calls it and gets the same.
+
+        Args:
+            most: how many views to look at, at most.
+
+        Returns:
+            None where no views are held out.
+        """
+        total = len(self.datamanager.eval_dataset)
+        if total == 0:
+            return None
+        self.eval()
+        model, some, rows = self.model, spread(total, most), dict[int, tuple[float, float]]()
+        for view in rendered_views(model, self.datamanager, self.renders, self.world, some):
+            truth = model.composite_with_background(model.get_gt_img(view.image["image"]), view.outputs["background"])
+            images = [image.permute(2, 0, 1)[None] for image in (truth.to(model.device), view.outputs["rgb"])]
+            rows[view.index] = float(model.psnr(*images)), float(model.ssim(*images))
+        self.train()
+        gathered: dict[int, tuple[float, float]] = {}
+        for part in all_gather_objects(rows, self.world):
+            gathered.update(part)
+        columns = list(zip(*(gathered[index] for index in sorted(gathered)), strict=True))
+        psnr, ssim = (sum(column) / len(column) for column in columns)
+        return HeldOut(psnr, ssim, len(gathered), total)
+
+    def get_average_eval_image_metrics(
+        self, step: int | None = None, output_path: Path | None = None, get_std: bool = False
+    ) -> dict[str, float]:
+        """Mean metrics over the held-out views, each rank measuring those whose images it holds. Every rank calls it.
+
+        Args:
+            step: unused; nerfstudio passes it.
+            output_path: folder for the images, if wanted.
+            get_std: standard deviations too, as `<metric>_std`.
+        """
+        self.eval()
+        if output_path is not None:
+            output_path.mkdir(exist_ok=True, parents=True)
+        share = self.datamanager.eval_share
+        views: Iterable[RenderedView] = rendered_views(self.model, self.datamanager, self.renders, self.world)
+        rows: dict[int, dict[str, float]] = {}
+        if self.world.is_main:
+            views = track(views, "Evaluating held-out views", total=len(share.own), console=CONSOLE, transient=True)
+        for view in views:
+            index, start = view.index, perf_counter() - view.seconds
+            pixels = int((view.camera.height * view.camera.width).item())
+            metrics, images = self.model.get_image_metrics_and_images(view.outputs, view.image)
+            metrics["num_rays_per_sec"] = pixels / (perf_counter() - start)
+            metrics["fps"] = metrics["num_rays_per_sec"] / pixels
+            rows[index] = metrics
+            if output_path is not None:
+                for name, image in images.items():
+                    vutils.save_image(image.permute(2, 0, 1).cpu(), output_path / f"eval_{name}_{index:04d}.png")
+        self.train()
+        gathered: dict[int, dict[str, float]] = {}
+        for part in all_gather_objects(rows, self.world):
+            gathered.update(part)
+        result: dict[str, float] = {}
+        for name in next(iter(gathered.values()), {}):
+            # In the order of the views, so that the mean has the same bits on every world size.
+            column = torch.tensor([gathered[i][name] for i in sorted(gathered) if name in gathered[i]])
+            result[name] = float(column.mean())
+            if get_std:
+                result[f"{name}_std"] = float(column.std())
+        return result
+
+
+def _count(seed_points: tuple[Tensor, Tensor] | None) -> int:
+    return 0 if seed_points is None else len(seed_points[0])

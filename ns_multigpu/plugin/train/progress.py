@@ -1,0 +1,243 @@
+"""What a run tells of itself while it goes on, and its sum at the end."""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from nerfstudio.utils import writer
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.text import Text
+
+from ns_multigpu.core.collectives import all_gather_floats
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.blocks.fused_blocks import Measured
+from ns_multigpu.plugin.blocks.timing import StepTimer
+from ns_multigpu.plugin.train.terminal import PsnrWatch
+
+_PARTS = ("data", "compute", "exchange")
+
+
+class ProgressLog:
+    """Writes `metrics.jsonl` (a line each time the run logs) and `training_summary.json` into the run folder.
+
+    Times are of this kind: `data` (choosing views, bringing images), `compute` (render, loss, backward, update),
+    `exchange` (what the exchange adds after backward) and `waiting` (for the slowest rank), milliseconds a step.
+
+    Attributes:
+        start_metrics: held-out metrics before the first step, where they were asked for.
+        psnr: what has become of training's PSNR.
+        seconds: what training alone took, once it is over.
+    """
+
+    def __init__(self, world: World, folder: Path) -> None:
+        self._world = world
+        self._folder = folder
+        self._began = self._last_time = time.perf_counter()
+        self._last_step = -1
+        self._not_training = 0.0
+        self._pause_since_log = 0.0
+        self._bytes_before = world.traffic.sent
+        self._bytes_evaluating = 0
+        world.traffic.since("log")
+        self.start_metrics: dict[str, float] = {}
+        self.psnr = PsnrWatch()
+        self.seconds = 0.0
+        self._disk_told = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the enclosed time and traffic (evaluation, checkpoints) out of the training's."""
+        start, sent = time.perf_counter(), self._world.traffic.sent
+        yield
+        elapsed = time.perf_counter() - start
+        self._not_training += elapsed
+        self._pause_since_log += elapsed
+        extra = self._world.traffic.sent - sent
+        self._bytes_evaluating += extra
+        self._world.traffic.marks["log"] = self._world.traffic.marks.get("log", 0) + extra
+
+    def restart_clock(self, first_step: int = 0) -> None:
+        """Training starts now, with `first_step`."""
+        self._last_step = first_step - 1
+        self._began = self._last_time = time.perf_counter()
+
+    def log(
+        self,
+        step: int,
+        batch: int,
+        timer: StepTimer,
+        measured: Measured,
+        model: Any,
+        optimizers: Any,
+        saves: Mapping[str, float],
+    ) -> None:
+        """Sums what the ranks measured in a step and writes it. Every rank calls it at the same steps.
+
+        Args:
+            timer: of this rank's time by part since the last log.
+            measured: in the step.
+            model: a `SplatModel`.
+            optimizers: a `BatchOptimizers`.
+            saves: what saves took on this rank since the last log; see `CheckpointWriter.measured`.
+        """
+        loss, losses, metrics = measured
+        shares, seconds = {"loss": loss, **losses, **metrics}, timer.take()
+        values = torch.stack([share.detach().float().reshape(()) for share in shares.values()]).tolist()
+        # All that one rank tells the others goes in one collective, over the host: each would be waited for.
+        table = all_gather_floats([*values, *(seconds.get(part, 0.0) for part in _PARTS)], self._world)
+        summed = summed_up(list(shares), [row[: len(values)] for row in table])
+        more = {**changes_of(model.strategy), **reordering_of(model.strategy), **saves}
+        row = self.row(step, batch, [row[len(values) :] for row in table], summed, model.total_points, more)
+        if "psnr" in summed and (warning := self.psnr.look(summed["psnr"], step)) and self._world.is_main:
+            CONSOLE.print(Text(warning, "bold yellow"), soft_wrap=True)
+        extra: dict[str, Any] = {"psnr": summed["psnr"], "gaussian_count": model.total_points}
+        model.camera_optimizer.get_metrics_dict(extra)
+        rates = {name: scheduler.get_last_lr()[0] for name, scheduler in optimizers.schedulers.items()}
+        write_step(step, summed, list(losses), extra, row, rates, self._world)
+
+    def row(
+        self,
+        step: int,
+        batch: int,
+        seconds: Sequence[Sequence[float]],
+        values: Mapping[str, float],
+        points: int,
+        more: Mapping[str, float],
+    ) -> dict[str, float]:
+        """The means since the last row, over ranks, for the logs.
+
+        Args:
+            seconds: of each rank, its time for data, compute and exchange since the last row.
+            values: losses and metrics of this step, already summed over ranks.
+            more: what else belongs into the row.
+        """
+        now = time.perf_counter()
+        steps = max(step - self._last_step, 1)
+        busy = [data + compute for data, compute, _ in seconds]
+        data, compute, exchange = (sum(column) / len(seconds) for column in zip(*seconds, strict=True))
+        # A rank that is ready early spends the difference to the slowest inside the exchange.
+        waiting = sum(min(max(busy) - b, row[2]) for b, row in zip(busy, seconds, strict=True)) / len(seconds)
+        elapsed = max(now - self._last_time - self._pause_since_log, 1e-9)
+        result = {
+            "data_ms": 1e3 * data / steps,
+            "compute_ms": 1e3 * compute / steps,
+            "exchange_ms": 1e3 * (exchange - waiting) / steps,
+            "waiting_ms": 1e3 * waiting / steps,
+            "step_ms": 1e3 * elapsed / steps,
+            "images_per_s": steps * batch / elapsed,
+            "bytes_per_step": self._world.traffic.since("log") / steps,
+            "gaussians": float(points),
+            **more,
+        }
+        self._last_step, self._last_time, self._pause_since_log = step, now, 0.0
+        if self._world.is_main:
+            line = {"step": step, **{k: round(v, 6) for k, v in {**values, **result}.items()}}
+            self._write("metrics.jsonl", "a", json.dumps(line) + "\n")
+        return result
+
+    def _write(self, name: str, mode: str, text: str) -> None:
+        """Writes into the run's folder. A disk that takes nothing more does not end a run for a log's sake."""
+        try:
+            with (self._folder / name).open(mode, encoding="utf8") as file:
+                file.write(text)
+        except OSError as error:
+            if not self._disk_told:
+                self._disk_told = True
+                CONSOLE.print(
+                    Text(f"{self._folder / name} cannot be written: {error}. Training goes on.", "bold yellow")
+                )
+
+    def trained(self) -> None:
+        """Training is over: what follows is not part of its time."""
+        self.seconds = max(time.perf_counter() - self._began - self._not_training, 1e-9)
+
+    def finish(self, steps: int, batch: int, points: int, more: Mapping[str, Any] | None = None) -> None:
+        """Writes the run's sum, on rank 0: seconds are those of training alone, bytes are those that a rank sends.
+
+        Args:
+            more: what else belongs to it.
+        """
+        seconds = self.seconds
+        sent = self._world.traffic.sent - self._bytes_before - self._bytes_evaluating
+        summary: dict[str, Any] = {
+            "ranks": self._world.size,
+            "device": self._world.device.type,
+            "steps": steps,
+            "images": steps * batch,
+            "train_seconds": seconds,
+            "steps_per_s": steps / seconds,
+            "images_per_s": steps * batch / seconds,
+            "bytes_per_step": sent / max(steps, 1),
+            "gaussians": points,
+            "psnr_start": self.start_metrics.get("psnr"),
+            "ssim_start": self.start_metrics.get("ssim"),
+            **(more or {}),
+        }
+        file = self._folder / "training_summary.json"
+        # A restart that finds nothing left to do has nothing to add to what the run before it said.
+        if self._world.is_main and (steps > 0 or not file.exists()):
+            self._write(file.name, "w", json.dumps(summary, indent=2) + "\n")
+
+
+def changes_of(densifier: Any) -> dict[str, float]:
+    """How many points refinements have duplicated, split and pruned since somebody asked last; nothing with MCMC."""
+    changes: dict[str, int] = getattr(densifier, "changes", {})
+    told = {name: float(count) for name, count in changes.items()}
+    changes.clear()
+    return told
+
+
+def reordering_of(densifier: Any) -> dict[str, float]:
+    """What the last refinement of a sharded model did to its ranges and what that cost, if nobody has asked yet."""
+    done = getattr(densifier, "reordering", None)
+    if done is None:
+        return {}
+    densifier.reordering = None
+    return {
+        "reordering_ms": 1e3 * done.seconds,
+        "reordering_points_moved": float(done.moved),
+        "reordering_bytes": float(done.bytes_sent),
+        "imbalance_before": done.imbalance_before,
+        "imbalance_after": done.imbalance_after,
+    }
+
+
+def summed_up(names: Sequence[str], shares: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The sums over ranks, by name, of what each has a share of; `mse` becomes `psnr`."""
+    summed = {name: float(sum(column)) for name, column in zip(names, zip(*shares, strict=True), strict=True)}
+    if "mse" in summed:
+        summed["psnr"] = -10 * math.log10(max(summed.pop("mse"), 1e-12))
+    return summed
+
+
+def write_step(
+    step: int,
+    summed: Mapping[str, float],
+    losses: Sequence[str],
+    metrics: Mapping[str, Any],
+    row: Mapping[str, float],
+    rates: Mapping[str, float],
+    world: World,
+) -> None:
+    """Hands a step's numbers to nerfstudio's writers, under its names.
+
+    Args:
+        summed: the loss and its terms, by name.
+        losses: the names of the terms.
+        metrics: what nerfstudio calls metrics.
+        row: what `ProgressLog.row` returned.
+        rates: learning rates by parameter group.
+    """
+    writer.put_scalar(name="Train Loss", scalar=summed["loss"], step=step)
+    writer.put_dict(name="Train Loss Dict", scalar_dict={name: summed[name] for name in losses}, step=step)
+    writer.put_dict(name="Train Metrics Dict", scalar_dict=dict(metrics), step=step)
+    writer.put_dict(name="Step", scalar_dict=dict(row), step=step)
+    for name, rate in rates.items():
+        writer.put_scalar(name=f"learning_rate/{name}", scalar=rate, step=step)
+    if world.device.type == "cuda":
+        writer.put_scalar(name="GPU Memory (MB)", scalar=torch.cuda.max_memory_allocated() / 2**20, step=step)

@@ -1,0 +1,143 @@
+"""What a run shows: a table that is redrawn on a terminal, a line a print elsewhere, and a box at the end."""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from nerfstudio.utils import writer
+from nerfstudio.utils.decorators import check_main_thread
+from nerfstudio.utils.rich_utils import CONSOLE
+from nerfstudio.utils.writer import EventName, LocalWriter
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+_BETWEEN_LINES = 5.0
+"""Seconds between two lines where there is no terminal, at least."""
+
+FAR_BELOW = 6.0
+"""dB by which training's PSNR may fall below its best before somebody is warned. A reset of opacities, and a higher
+resolution, cost less, and not for long."""
+
+
+class TerminalLog(LocalWriter):
+    """nerfstudio's table where stdout is a terminal; else lines, of which there is one every few seconds."""
+
+    _last = float("-inf")
+
+    @check_main_thread
+    def write_stats_log(self, step: int) -> None:
+        """See nerfstudio's."""
+        if sys.stdout.isatty():
+            super().write_stats_log(step)
+        elif step % writer.GLOBAL_BUFFER["steps_per_log"] == 0:
+            self._print_line()
+
+    def _print_line(self) -> None:
+        latest = {event["name"]: event["event"] for event in writer.EVENT_STORAGE}
+        evaluated = EventName.CURR_TEST_PSNR.value in latest
+        due = time.monotonic() - self._last >= _BETWEEN_LINES and EventName.ITER_TRAIN_TIME.value in latest
+        if evaluated or due:
+            self._last = time.monotonic()
+            print(line(writer.GLOBAL_BUFFER["step"], writer.GLOBAL_BUFFER["max_iter"], latest), flush=True)
+
+
+def line(step: int, steps: int, latest: Mapping[str, Any]) -> str:
+    """How far a run is, in one line.
+
+    Args:
+        step: the step. steps: how many there are.
+        latest: nerfstudio's numbers, by name.
+    """
+    parts = [f"step {step:,} of {steps:,} ({100 * step / max(steps, 1):.0f} %)"]
+    if (seconds := latest.get(EventName.ITER_TRAIN_TIME.value)) is not None:
+        parts.append(f"{1e3 * seconds:.3g} ms a step")
+    if (loss := latest.get("Train Loss")) is not None:
+        parts.append(f"loss {float(loss):.4f}")
+    if (psnr := latest.get(EventName.CURR_TEST_PSNR.value)) is not None:
+        parts.append(f"{float(psnr):.2f} dB on a held-out view")
+    if (left := latest.get(EventName.ETA.value)) is not None:
+        parts.append(f"{duration(left)} left")
+    return ", ".join(parts)
+
+
+@contextmanager
+def quiet(console: Console) -> Iterator[None]:
+    """Within, what nerfstudio prints of itself is left out."""
+    before, console.quiet = console.quiet, True
+    try:
+        yield
+    finally:
+        console.quiet = before
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def say_goodbye(lines: Sequence[tuple[str, str]], commands: Sequence[tuple[str, str]]) -> None:
+    """What a run says at its end.
+
+    Args:
+        lines: what is to be told, by name.
+        commands: what can be done next, and the command for it, which is shown as one line, to be copied.
+    """
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, text in lines:
+        table.add_row(Text(name, "bold"), Text(text))
+    CONSOLE.print(Panel(table, title="[bold green]Training finished[/bold green]", expand=False))
+    for name, command in commands:
+        CONSOLE.print(Text(f"{name}:\n  {command}"), soft_wrap=True)
+
+
+class PsnrWatch:
+    """Notices when training makes the images worse instead of better.
+
+    Args:
+        patience: logs in a row that PSNR has to be far below its best; half as many are what it is averaged over.
+
+    Attributes:
+        best: the best mean so far, dB, and the step that it was reached at.
+        now: the mean now, dB; None before the first log.
+    """
+
+    def __init__(self, patience: int = 100) -> None:
+        self._patience, self._window = patience, max(patience // 2, 1)
+        self._logs = self._below = 0
+        self._told = False
+        self.now: float | None = None
+        self.best: tuple[float, int] = (float("-inf"), -1)
+
+    @property
+    def fallen(self) -> bool:
+        """Whether the mean is far below its best."""
+        return self.now is not None and self.now < self.best[0] - FAR_BELOW
+
+    def look(self, psnr: float, step: int) -> str:
+        """Takes a training PSNR into account.
+
+        Returns:
+            a warning, once; else "".
+        """
+        self._logs += 1
+        weight = 1 / min(self._logs, self._window)
+        self.now = psnr if self.now is None else self.now + weight * (psnr - self.now)
+        if self._logs >= self._window and self.now > self.best[0]:
+            self.best = (self.now, step)
+        self._below = self._below + 1 if self.fallen else 0
+        if self._told or self._below < self._patience:
+            return ""
+        self._told = True
+        return (
+            f"Quality is collapsing: training's PSNR is {self.now:.1f} dB, and was {self.best[0]:.1f} dB at step "
+            f"{self.best[1]:,}. Look at learning rates and --batch-scaling, or stop (Ctrl-C) and go on from an earlier "
+            "checkpoint with lower ones."
+        )

@@ -1,0 +1,404 @@
+"""The training loop of one rank, in step with the others."""
+
+import contextlib
+import functools
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from nerfstudio.engine.callbacks import TrainingCallbackLocation
+from nerfstudio.engine.trainer import Trainer
+from nerfstudio.utils import writer
+from nerfstudio.utils.misc import step_check
+from nerfstudio.utils.rich_utils import CONSOLE
+from nerfstudio.utils.writer import EventName, TimeWriter
+from rich.text import Text
+from torch import Tensor
+
+from ns_multigpu.core.collectives import barrier
+from ns_multigpu.core.replicas import assert_identical, broadcast_in_place
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
+from ns_multigpu.plugin.blocks.fused_options import next_stop
+from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
+from ns_multigpu.plugin.faults import memory
+from ns_multigpu.plugin.faults.errors import SaveFailed
+from ns_multigpu.plugin.faults.guards import Guards
+from ns_multigpu.plugin.faults.out_of_memory import Attempt, saving
+from ns_multigpu.plugin.faults.signals import STOP
+from ns_multigpu.plugin.launch import checks
+from ns_multigpu.plugin.launch.agreement import check_same_start
+from ns_multigpu.plugin.launch.commands import resume_command
+from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.launch.ranks import rendezvous_explained
+from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun
+from ns_multigpu.plugin.model.optimizers import BatchOptimizers
+from ns_multigpu.plugin.render import viewing
+from ns_multigpu.plugin.train.capacity import announce
+from ns_multigpu.plugin.train.last_save import save_last
+from ns_multigpu.plugin.train.pipeline import DistributedPipeline, DistributedPipelineConfig, HeldOut
+from ns_multigpu.plugin.train.progress import ProgressLog
+from ns_multigpu.plugin.train.resume import RunCheckpoints
+from ns_multigpu.plugin.train.terminal import duration, quiet, say_goodbye
+from ns_multigpu.primitives.fused_step import ORDER
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.train.config import DistributedTrainerConfig
+
+
+_LOOKED_AT = 16
+"""Held-out views that the end of a run is judged by, at most: all of them would take long on a large capture."""
+
+
+class DistributedTrainer(Trainer):
+    """Trains with all ranks of the world that the launcher described.
+
+    Differs from nerfstudio's in what happens around a step: the ranks move in lockstep, gradients are exchanged between
+    backward and the optimizers, replicas are compared, and only rank 0 writes.
+    """
+
+    config: "DistributedTrainerConfig"
+    pipeline: DistributedPipeline
+    optimizers: BatchOptimizers
+
+    def __init__(self, config: "DistributedTrainerConfig", local_rank: int = 0, world_size: int = 1) -> None:
+        checks.check_no_accumulation(config.gradient_accumulation_steps)
+        checks.check_precision(config.mixed_precision, config.use_grad_scaler)
+        with rendezvous_explained():
+            self.world = World.from_env(config.machine.device_type)
+        check_same_start(config, self.world)
+        set_world(self.world)
+        assert isinstance(config.pipeline, DistributedPipelineConfig)
+        batch = config.pipeline.batch(self.world.size)
+        # Nerfstudio shows progress and remaining time against this.
+        config = config.for_steps(config.steps_for(batch))
+        with warnings.catch_warnings(), quiet(CONSOLE):  # of a name that torch has changed, and of mixed precision
+            warnings.simplefilter("ignore", FutureWarning)
+            super().__init__(config, local_rank=local_rank, world_size=world_size)
+        # Nerfstudio opens viewers and writers where this is 0: on one rank of the job, not on one of each machine.
+        self.local_rank = self.world.rank
+        self.guards = Guards(self.config, self.world, self._view_name, self._last_checkpoint)
+        self.attempt = Attempt(self)
+
+    def setup(self, test_mode: Any = "val") -> None:
+        """Builds everything; when it returns, every rank is ready to take the first step."""
+        with abandoned_unless_begun(self.config), self.guards.explained(self._circumstances):
+            self._setup(test_mode)
+
+    def _setup(self, test_mode: Any) -> None:
+        super().setup(test_mode)
+        self.pipeline.prepare_training()
+        for param in self.pipeline.model.replicated_parameters():
+            broadcast_in_place(param.data, self.world)
+        self.guards.numbers.replicated = self.pipeline.strategy.placement.replicated
+        self.batch_size = self.pipeline.batch_size
+        self.rays = self.batch_size * self.pipeline.datamanager.get_train_rays_per_batch()  # of a step
+        self.compare_replicas(self._start_step)
+        barrier(self.world)
+
+    def setup_optimizers(self) -> BatchOptimizers:
+        """The optimizers, scaled for the batch before a checkpoint is loaded into them."""
+        config, pipeline = self.config, self.pipeline
+        course = config.rate_course(pipeline.batch_size, len(pipeline.datamanager.train_dataset))
+        if course.batch > 1:
+            CONSOLE.print(course.described())
+        compact = ORDER if pipeline.model.config.optimizer_state == "compact" else ()
+        fused = config.fused_steps == "always" or bool(compact) or pipeline.model.config.selective_adam
+        spread = pipeline.model.spread_parameters()
+        what = (config.optimizers.copy(), pipeline.get_param_groups(), course)
+        optimizers = BatchOptimizers(*what, fused=fused, compact=compact, spread=spread)
+        if self.pipeline.renders.shared:
+            self.train_lock = self.pipeline.renders.lock  # nerfstudio hands it to its viewer next
+        return optimizers
+
+    def train(self) -> None:
+        """Runs the steps. Every rank calls it; all leave it after the same step.
+
+        Raises:
+            Interrupted: a signal has ended it.
+            NonFiniteError: NaN or infinity turned up.
+        """
+        self.pipeline.timer.listener = self.guards.heart.beat
+        self.guards.numbers.prepare(self.optimizers.optimizers)
+        with self.guards.on_duty(self._circumstances), contextlib.closing(self.pipeline.renders), saving(self):
+            self._train()
+
+    def _train(self) -> None:
+        if self.world.is_main:
+            outputs = self.pipeline.datamanager.train_dataparser_outputs
+            outputs.save_dataparser_transform(self.base_dir / "dataparser_transforms.json")
+        self._init_viewer_state()
+        self.progress = ProgressLog(self.world, self.base_dir)
+        if self.config.eval_at_start:
+            self.progress.start_metrics = self.pipeline.get_average_eval_image_metrics(step=self._start_step)
+        fused = FusedBlocks.if_asked_for(self.config, self.pipeline, self.optimizers, self.world, self.guards)
+        announce(self.pipeline, self.optimizers, self.world, fused=fused is not None)
+        self.progress.restart_clock(self._start_step)  # where steps are fused, images are on the GPUs now
+        self.stop_training = False
+        self.steps_taken = 0
+        steps = self.config.max_num_iterations  # in all: a run that was resumed has taken some of them
+        self.step = self._start_step - 1
+        # Nerfstudio's terminal log prints it, also where a run that was killed after its last save has no step to take.
+        writer.GLOBAL_BUFFER["step"] = max(self.step, 0)
+        with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME):
+            step, evaluates = self._start_step, bool(self.pipeline.datamanager.eval_dataset)
+            while step < steps and self._may_go_on(step):
+                if fused is None:
+                    block = range(step, step + 1)
+                    self._one_step(step, last=step + 1 == steps)
+                else:
+                    block = fused.training.block(step, next_stop(self.config, step, steps, evaluates=evaluates))
+                    self._fused_steps(fused, block, last=block.stop == steps)
+                step = block.stop
+        self.progress.trained()
+        if self.guards.signals.agreed:
+            self._finish_progress({})
+            self._stop_early()
+        self._after_train()
+
+    def _one_step(self, step: int, last: bool) -> None:
+        self.step = step
+        logs = self._logs(step) or last
+        with self.train_lock, TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=step) as train_time:
+            self.pipeline.train()
+            self.pipeline.model.step = step * self.batch_size
+            self._run_callbacks(step, TrainingCallbackLocation.BEFORE_TRAIN_ITERATION)
+            loss, losses, metrics = self.train_iteration(step, metrics=logs)
+            self._run_callbacks(step, TrainingCallbackLocation.AFTER_TRAIN_ITERATION)
+        self.steps_taken += 1
+        self._show_speed(step, train_time.duration)
+        self._after_steps(step, last, (loss, losses, metrics) if logs else None)
+
+    def _fused_steps(self, fused: FusedBlocks, steps: range, last: bool) -> None:
+        """Takes the steps of a block; only after the last of them is there anything else to do."""
+        self.step = steps[-1]
+        logs = self._logs(self.step) or last
+        with self.train_lock:
+            measured = fused.take(steps, metrics=logs)
+        self.steps_taken += len(steps)
+        writer.GLOBAL_BUFFER["step"] = self.step  # a run that a signal ends prints it
+        # It costs a millisecond: when it is shown, a viewer goes by it, or something else waits to be written with it.
+        if logs or self.viewer_state is not None or writer.EVENT_STORAGE:
+            self._show_speed(self.step, fused.show_pace(self.step))
+        self._after_steps(self.step, last, measured)
+
+    def _logs(self, step: int) -> bool:
+        return step_check(step, self.config.logging.steps_per_log, run_at_zero=True)
+
+    def _show_speed(self, step: int, seconds: float) -> None:
+        if step > 1:
+            speed = self.rays / max(0.001, seconds)
+            writer.put_time(EventName.TRAIN_RAYS_PER_SEC, speed, step, avg_over_steps=True)
+
+    def _after_steps(self, step: int, last: bool, measured: Measured | None) -> None:
+        """What follows a step, and what follows a block after its last: looks, logs, evaluation, checkpoints."""
+        self._look_for_nan(now=last or step_check(step, self.config.steps_per_save))
+        self._update_viewer_state(step)
+        if measured is not None:
+            self._log(step, measured)
+        if step_check(step, self.config.steps_per_checksum):
+            self.compare_replicas(step)
+        if self.pipeline.datamanager.eval_dataset:
+            self.guards.heart.beat("evaluation")
+            with self.train_lock, self.progress.paused():
+                self.eval_iteration(step)
+        if step_check(step, self.config.steps_per_save):
+            self.guards.heart.beat("checkpoint")
+            with self.progress.paused():
+                self.save_checkpoint(step, background=self.config.save_in_background)
+        self.checkpoints.writer.look()
+        writer.write_out_storage()
+
+    def train_iteration(self, step: int, *, metrics: bool = False) -> Measured:
+        """One step on this rank's share of the batch.
+
+        Args:
+            step: the step.
+            metrics: whether to compute metrics as well as losses.
+
+        Returns:
+            this rank's share of the loss, of its terms, and of the metrics.
+        """
+        timer, exchange = self.pipeline.timer, self.pipeline.strategy.exchange
+        self.optimizers.zero_grad_all()
+        with self.attempt.rendering(step):
+            with torch.autocast(device_type=self.world.device.type, enabled=self.mixed_precision):
+                _, losses, measured = self.pipeline.get_train_loss_dict(step, metrics=metrics)
+                loss = functools.reduce(torch.add, losses.values())
+            with timer.measure("compute"):
+                exchange.begin_backward(self._parameters())
+                self.grad_scaler.scale(loss).backward()
+        with timer.measure("exchange"):
+            exchange.end_backward()
+        self.attempt.rendered(step)
+        with timer.measure("compute"):
+            if self._gradients_usable(step):
+                self.optimizers.optimizer_scaler_step_all(self.grad_scaler)
+            scale = self.grad_scaler.get_scale() if self.use_grad_scaler else 1.0
+            self.grad_scaler.update()
+            if not self.use_grad_scaler or scale <= self.grad_scaler.get_scale():
+                for scheduler in self.optimizers.schedulers.values():
+                    scheduler.step()
+        return loss.detach(), losses, measured
+
+    def compare_replicas(self, step: int) -> None:
+        """Proves that all ranks hold the same parameters, where they are to.
+
+        Raises:
+            ReplicaDivergedError: they do not.
+        """
+        replicated = {id(param) for param in self.pipeline.model.replicated_parameters()}
+        named = {name: param for name, param in self.pipeline.model.named_parameters() if id(param) in replicated}
+        assert_identical(named, self.world, step)
+
+    def save_checkpoint(self, step: int, *, background: bool = False) -> None:
+        """Writes a checkpoint with all ranks together, whole or not at all. If the disk is full, training goes on."""
+        self.checkpoints.save(step, background=background)
+
+    def _load_checkpoint(self) -> None:
+        """Goes on from the checkpoint that the flags, or a restart by the launcher, ask for."""
+        self.checkpoints = RunCheckpoints(
+            self.config, self.checkpoint_dir, self.world, self.pipeline, self.optimizers, self.grad_scaler
+        )
+        self._start_step = self.checkpoints.resume()
+
+    def _parameters(self) -> list[Tensor]:
+        """What the optimizers update, points last: gradients become ready in the reverse of this order."""
+        model = self.pipeline.model
+        points = {id(p) for p in model.gauss_params.values()}
+        others: list[Tensor] = [p for p in model.parameters() if id(p) not in points]
+        return others + list(model.gauss_params.values())
+
+    def _run_callbacks(self, step: int, location: TrainingCallbackLocation) -> None:
+        for callback in self.callbacks:
+            callback.run_callback_at_location(step, location=location)
+
+    def _may_go_on(self, step: int) -> bool:
+        """Whether to take `step`: all ranks go on or none; while rank 0's viewer pauses, all wait."""
+        return viewing.may_go_on(self, step)
+
+    def _stop_early(self) -> None:
+        """Saves, where asked to, and leaves: a signal has ended the run, after the same step on every rank.
+
+        Raises:
+            Interrupted: always.
+        """
+        taken = self.step if self.steps_taken else None
+        saved: Path | None = None
+        self.guards.heart.beat("checkpoint")
+        self.checkpoints.writer.finish()
+        folder = self.base_dir
+        if taken is not None and self.config.save_on_interrupt:
+            self._look_for_nan(now=True)
+            try:
+                folder = save_last(self, taken, seconds=0, give_up=lambda: True)  # nobody has time to make room
+                saved = folder / self.config.relative_model_dir / f"step-{taken:09d}.ckpt"
+            except SaveFailed as error:
+                CONSOLE.print(Text(str(error), "bold red"), soft_wrap=True)
+        writer.write_out_storage()
+        raise self.guards.interrupted(taken, saved, self.checkpoint_dir, self._command_to_go_on(folder))
+
+    def _gradients_usable(self, step: int) -> bool:
+        model = self.pipeline.model
+        rendering = model.rendering
+        return self.guards.numbers.watch(
+            step,
+            model.view_losses,
+            dict(model.named_parameters()),
+            self.optimizers.optimizers,
+            rendering.splats.probe if rendering is not None else None,
+        )
+
+    def _look_for_nan(self, *, now: bool) -> None:
+        """Looks whether all numbers are finite, if it is time to or `now`. Before each save: no file shall hold NaN."""
+        if self.guards.numbers.due(self.step, now=now):
+            self.guards.numbers.look(self.step, dict(self.pipeline.model.named_parameters()), now=now)
+
+    def _view_name(self, view: int) -> str:
+        names = self.pipeline.datamanager.train_dataset.image_filenames
+        return f"view {view} ({names[view].name})"
+
+    def _last_checkpoint(self) -> str:
+        kept = checkpoints_in(self.checkpoint_dir)
+        return str(kept[-1]) if kept else ""
+
+    def _circumstances(self) -> memory.Circumstances:
+        return self.guards.circumstances(self)
+
+    def _log(self, step: int, measured: Measured) -> None:
+        """Sums what the ranks measured and writes it. Every rank calls it at the same steps."""
+        timer, saves = self.pipeline.timer, self.checkpoints.writer.measured()
+        self.progress.log(step, self.batch_size, timer, measured, self.pipeline.model, self.optimizers, saves)
+
+    def _after_train(self) -> None:
+        """Saves, says how it went and what can be done next, and keeps the viewer open if there is one.
+
+        Raises:
+            SaveFailed: there was no room for the last checkpoint, anywhere.
+        """
+        self._look_for_nan(now=True)
+        self.guards.heart.beat("checkpoint")
+        barrier(self.world)
+        self.training_state = "completed"
+        folder = self.save_last(self.step)
+        self.guards.heart.beat("evaluation")
+        with self.train_lock:
+            held_out = self.pipeline.held_out_quality(_LOOKED_AT)
+        quality = None if held_out is None else (held_out.psnr, held_out.ssim, held_out.views)
+        self._finish_progress(dict(zip(("psnr", "ssim", "held_out_views"), quality or (), strict=False)))
+        writer.write_out_storage()
+        self._say_goodbye(folder, held_out)
+        self._run_callbacks(self.step, TrainingCallbackLocation.AFTER_TRAIN)
+        if not self.config.viewer.quit_on_train_completion:
+            self._train_complete_viewer()
+
+    def save_last(self, step: int) -> Path:
+        """Writes the checkpoint that the run ends with, wherever there is room; returns the run folder that it is in.
+
+        Raises:
+            SaveFailed: nothing took it.
+        """
+        signals, seconds = self.guards.signals, self.config.save_retry_seconds
+        return save_last(self, step, seconds=seconds, give_up=lambda: signals.verdict(self.world) == STOP)
+
+    def _finish_progress(self, more: dict[str, Any]) -> None:
+        taken, points = self.step + 1 - self._start_step, self.pipeline.model.total_points
+        self.progress.finish(taken, self.batch_size, points, more)
+
+    def _command_to_go_on(self, folder: Path, *more: str) -> str:
+        return resume_command(str(self.config.method_name), folder, folder / self.config.relative_model_dir, *more)
+
+    def _say_goodbye(self, folder: Path, held_out: HeldOut | None) -> None:
+        """Says how it went. `folder` is the run's, or where its last checkpoint is."""
+        images, taken = (self.step + 1) * self.batch_size, (self.step + 1 - self._start_step) * self.batch_size
+        lines = [
+            ("Images", f"{images:,}" if taken == images else f"{images:,}, {taken:,} of them now"),
+            ("Training", f"{duration(self.progress.seconds)}, {taken / self.progress.seconds:,.0f} images a second"),
+            ("Gaussians", f"{self.pipeline.model.total_points:,}"),
+            ("Run folder", str(folder)),
+        ]
+        if held_out is not None:
+            some = f"{held_out.views} of {held_out.total}" if held_out.views < held_out.total else f"{held_out.total}"
+            lines.insert(0, ("PSNR", f"{held_out.psnr:.2f} dB (SSIM {held_out.ssim:.3f}) on {some} held-out views"))
+        psnr = self.progress.psnr
+        if psnr.fallen:
+            lines.append(("Warning", f"training's PSNR ended at {psnr.now:.1f} dB; its best was {psnr.best[0]:.1f}"))
+        if self.config.max_num_images is not None:
+            longer = ("--max-num-images", str(2 * images))
+        else:
+            longer = ("--max-num-iterations", str(2 * (self.step + 1)))
+        commands = [
+            ("Look at it", f"ns-viewer --load-config {folder / 'config.yml'}"),
+            ("Measure it", f"ns-eval --load-config {folder / 'config.yml'}"),
+            ("Go on, for twice as long", self._command_to_go_on(folder, *longer)),
+        ]
+        say_goodbye(lines, commands)
+
+    def _train_complete_viewer(self) -> None:
+        """Keeps the viewer open until Ctrl-C, or SIGTERM."""
+        if self.world.group is not None:
+            viewing.stay_open(self)
+        else:
+            with contextlib.suppress(KeyboardInterrupt), self.guards.signals.as_keyboard_interrupt():
+                super()._train_complete_viewer()
