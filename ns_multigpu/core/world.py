@@ -65,7 +65,9 @@ class World:
         return World(0, 1, 0, 1, place)
 
     @staticmethod
-    def from_env(device_type: str, timeout: timedelta = DEFAULT_TIMEOUT) -> "World":
+    def from_env(
+        device_type: str, timeout: timedelta = DEFAULT_TIMEOUT, control_timeout: timedelta | None = None
+    ) -> "World":
         """The world that a launcher described in the environment, as torchrun does; a world of one if none did.
 
         Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and the rendezvous variables of torch.distributed, and
@@ -74,6 +76,7 @@ class World:
         Args:
             device_type: "cuda" or "cpu".
             timeout: after which a collective that waits for another rank fails.
+            control_timeout: the same for the control group, if another: a rank that leads may think for hours.
 
         Raises:
             RuntimeError: this rank's GPU does not exist.
@@ -106,16 +109,18 @@ class World:
             )
         if dist.get_world_size() == 1:
             return World.single(device)
-        return World.from_groups(device, timeout)
+        return World.from_groups(device, timeout, control_timeout)
 
     @staticmethod
-    def from_groups(device: torch.device, timeout: timedelta = DEFAULT_TIMEOUT) -> "World":
+    def from_groups(
+        device: torch.device, timeout: timedelta = DEFAULT_TIMEOUT, control_timeout: timedelta | None = None
+    ) -> "World":
         """The world of an initialised default process group. Every rank of it must call this.
 
         Machines are told apart by GROUP_RANK, which torchrun sets; without it all ranks count as one machine's.
         """
         rank, size = dist.get_rank(), dist.get_world_size()
-        control = _new_group(None, timeout, backend="gloo")
+        control = _new_group(None, control_timeout or timeout, backend="gloo")
         machine = torch.tensor([int(os.environ.get("GROUP_RANK", "0"))])
         machines = [torch.zeros_like(machine) for _ in range(size)]
         dist.all_gather(machines, machine, group=control)

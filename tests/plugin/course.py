@@ -45,13 +45,24 @@ class TinyDataParser(Nerfstudio):
         return outputs
 
 
-def write_capture(folder: Path, *, alpha: bool = False, masks: bool = False, wide: bool = True) -> None:
-    """Views around a blob, most of another size than the next; RGBA images and masks where asked for."""
+def write_capture(
+    folder: Path, *, alpha: bool = False, masks: bool = False, wide: bool = True, taller: int = 0, train: int = TRAIN
+) -> None:
+    """Views around a blob, most of another size than the next; RGBA images and masks where asked for.
+
+    Args:
+        folder: to write to.
+        alpha, masks: whether images have them.
+        wide: whether sizes differ.
+        taller: pixels that are added to each height.
+        train: views to train on.
+    """
     folder.mkdir(parents=True)
     random = np.random.default_rng(5)
     frames = []
     for i in range(TRAIN + HELD_OUT):
         width, height = (28 + 4 * (i % 3), 24 + 2 * (i % 2)) if wide else (28, 24)
+        height += taller
         angle = 2 * math.pi * i / (TRAIN + HELD_OUT)
         eye = np.array([2 * math.cos(angle), 2 * math.sin(angle), 0.5])
         back = eye / np.linalg.norm(eye)
@@ -71,7 +82,7 @@ def write_capture(folder: Path, *, alpha: bool = False, masks: bool = False, wid
             frame["mask_path"] = f"mask_{i}.png"
         frames.append(frame)
     names = [f"{i}.png" for i in range(TRAIN + HELD_OUT)]
-    splits = {"train_filenames": names[:TRAIN], "val_filenames": names[TRAIN:], "test_filenames": names[TRAIN:]}
+    splits = {"train_filenames": names[:train], "val_filenames": names[TRAIN:], "test_filenames": names[TRAIN:]}
     (folder / "transforms.json").write_text(json.dumps({"frames": frames, **splits}))
 
 
@@ -127,6 +138,7 @@ def follow(
         trainer.train()
         return trainer
     trainer.pipeline.model.double()
+    trainer.pipeline.held_out_quality = lambda _: None  # type: ignore[method-assign]  # held-out views stay single
     cameras = trainer.pipeline.datamanager.train_cameras_on_device
     cameras.camera_to_worlds = cameras.camera_to_worlds.double()
     torch.set_default_dtype(torch.float64)

@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -26,6 +27,10 @@ from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.launch.ranks import Ranks, rendezvous_explained
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig, prepare_operators, read_config
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+
+
+_LONGEST_PAUSE = timedelta(days=30)
+"""Rank 0 may write a long video between two images; the others wait. One that dies is noticed at once all the same."""
 
 
 class Work(Protocol):
@@ -177,7 +182,7 @@ class ToolWorker:
         use_own_share_of_cores(ranks)
         CONSOLE.quiet = ranks is not None and ranks.rank != 0
         with rendezvous_explained():
-            world = World.from_env(device)
+            world = World.from_env(device, control_timeout=_LONGEST_PAUSE)
         set_world(world)
         self._run = read_config(self._config.load_config)
         self._pipeline = load_model(self._run, self._config.checkpoint, world, self._config.work.test_mode)
