@@ -28,7 +28,6 @@ from ns_multigpu.plugin.launch.ranks import Ranks, rendezvous_explained
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig, prepare_operators, read_config
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline
 
-
 _LONGEST_PAUSE = timedelta(days=30)
 """Rank 0 may write a long video between two images; the others wait. One that dies is noticed at once all the same."""
 
