@@ -15,6 +15,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.fused_training import FusedTraining
 from ns_multigpu.plugin.blocks.timing import Pace
 from ns_multigpu.plugin.faults.signals import NonFiniteError
+from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.train import terminal
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.plugin.course import follow, write_capture
@@ -167,3 +168,36 @@ def test_nan_is_found_at_the_next_look_and_named(
         assert f"step 19: loss of view {views[19]} ({views[19]}.png)" in text
     else:
         assert "parameter gauss_params.scales: 1 row(s)" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"pipeline.model.stop_split_at": 24}, [True, False]),
+        ({"pipeline.model.densifier": "mcmc"}, [False]),
+        ({"pipeline.model.use_absgrad": False, "pipeline.model.stop_split_at": 24}, [False]),
+    ],
+)
+@pytest.mark.parametrize("training", ["fused", "ordinary"])
+def test_absgrad_is_computed_where_somebody_reads_it(
+    run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch, training: str,
+    options: dict[str, Any], expected: list[bool],
+) -> None:  # fmt: skip
+    computed: list[bool] = []
+    made, primitive = FusedTraining._made, SplatModel.primitive
+
+    def fused(self: FusedTraining, *args: Any) -> Any:
+        step = made(self, *args)
+        computed.append(step.settings.absgrad)
+        return step
+
+    def ordinary(self: SplatModel, *, depth: bool) -> Any:
+        kind = primitive(self, depth=depth)
+        if self.training:
+            computed.append(kind.absgrad)
+        return kind
+
+    monkeypatch.setattr(FusedTraining, "_made", fused)
+    monkeypatch.setattr(SplatModel, "primitive", ordinary)
+    run({**options, "fused_steps": {"fused": "always", "ordinary": "never"}[training]})
+    assert list(dict.fromkeys(computed)) == expected

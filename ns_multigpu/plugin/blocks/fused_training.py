@@ -209,7 +209,7 @@ class FusedTraining:
         options = self._model.config
         settings = StepSettings(
             width=view.width, height=view.height, views=self._pipeline.batch_size // self._world.size, degree=degree,
-            antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad,
+            antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad and counts,
             ssim_lambda=options.ssim_lambda, rows=self._room.now[0], intersections=self._room.now[1],
             selective=options.selective_adam, **self._noise.weights(),
         )  # fmt: skip
@@ -228,7 +228,7 @@ class FusedTraining:
         config, images = self._model.config, step * self._pipeline.batch_size
         degree = min(images // config.sh_degree_interval, config.sh_degree)
         factor = 2 ** max(config.num_downscales - images // config.resolution_schedule, 0)
-        return degree, factor, not self._noise.active and images < self._model.strategy.refine_stop_iter
+        return degree, factor, self._model.counts(images)
 
     def _camera(self, index: int, factor: int) -> tuple[View, Tensor]:
         """A view on the host, and its 25 numbers: world-to-camera matrix and intrinsics."""

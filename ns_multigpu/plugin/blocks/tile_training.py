@@ -130,7 +130,7 @@ class TileTraining(FusedTraining):
         rows, segment, intersections = self._room.now
         settings = TileSettings(
             width=view.width, height=view.height, views=self._pipeline.batch_size, degree=degree,
-            antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad,
+            antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad and counts,
             ssim_lambda=options.ssim_lambda, rows=rows, segment=segment, intersections=intersections,
             selective=options.selective_adam, groups=self._pipeline.config.overlap, **self._noise.weights(),
         )  # fmt: skip

@@ -101,6 +101,10 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         """The parameters as the primitive wants them."""
         return Points(dict(self.gauss_params.items()))
 
+    def counts(self, images: int) -> bool:
+        """Whether densification counts what a step does that begins after so many images."""
+        return self.config.densifier == "default" and images < self.strategy.refine_stop_iter
+
     def primitive(self, *, depth: bool) -> Gaussians:
         """The primitive for the images seen so far."""
         config = self.config
@@ -108,7 +112,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         return Gaussians(
             sh_degree=degree,
             antialiased=config.rasterize_mode == "antialiased",
-            absgrad=self.training and config.use_absgrad and config.densifier == "default",
+            absgrad=self.training and config.use_absgrad and self.counts(self.step),
             depth=depth,
         )
 
@@ -192,7 +196,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         if isinstance(self.strategy, McmcDensifier):
             rate = self.rates.rate_of_one_view("means")
             self.strategy.step_post_backward(self.gauss_params, self.optimizers, self.step, len(self.views), rate)
-        elif self.step < self.strategy.refine_stop_iter:
+        elif self.counts(self.step):
             self.strategy.step_post_backward(
                 params=self.gauss_params,
                 optimizers=self.optimizers,
