@@ -1,6 +1,7 @@
 """Every obstacle to fused steps is named; a block ends where something is to be done."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.fused_step import ORDER
 from ns_multigpu.primitives.mcmc import McmcDensifier
+from strategies import STRATEGIES
 
 
 def make_run(fused_steps: str = "always") -> SimpleNamespace:
@@ -38,7 +40,7 @@ def make_run(fused_steps: str = "always") -> SimpleNamespace:
         train_dataset=SimpleNamespace(cameras=cameras),
         train_shapes=[SimpleNamespace(masked=False, channels=3) for _ in range(3)],
     )
-    strategy = SimpleNamespace(placement=SimpleNamespace(replicated=True), name="strips")
+    strategy = STRATEGIES["batch"](World.single())
     params = {name: torch.nn.Parameter(torch.zeros(2)) for name in ORDER}
     optimizers = SimpleNamespace(
         optimizers={name: FusedAdam([param]) for name, param in params.items()},
@@ -275,7 +277,7 @@ def test_what_is_for_fused_steps_of_shards_is_refused_elsewhere(name: str, value
     run = make_run()
     run.pipeline.config = SimpleNamespace(transport="auto", tile_lists="gather", overlap=1)
     flag = f"--pipeline.{name.replace('_', '-')} {value}"
-    for fused, sharded, why in ((True, False, "the strategy is strips"), (False, True, "these are not fused")):
+    for fused, sharded, why in ((True, False, "the strategy is batch"), (False, True, "these are not fused")):
         run.pipeline.model.sharded = sharded
         setattr(run.pipeline.config, name, {"tile_lists": "gather", "transport": "collective", "overlap": 1}[name])
         check_wishes(run.pipeline, fused=fused)
@@ -284,3 +286,22 @@ def test_what_is_for_fused_steps_of_shards_is_refused_elsewhere(name: str, value
             check_wishes(run.pipeline, fused=fused)
     run.pipeline.model.sharded = True
     check_wishes(run.pipeline, fused=True)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_each_strategy_of_ours_has_a_fused_step(name: str) -> None:
+    run = make_run()
+    run.pipeline.strategy = STRATEGIES[name](World.single())
+    assert asked(run) == (True, "Steps are fused.")
+
+
+@pytest.mark.parametrize("piece", ["placement", "assignment", "exchange"])
+def test_a_strategy_of_other_pieces_takes_ordinary_steps(piece: str) -> None:
+    """It would silently train as one that it only resembles."""
+    run = make_run()
+    of_tile = STRATEGIES["tile"](World.single())
+    derived = type("Other", (type(getattr(of_tile, piece)),), {})
+    other = object.__new__(derived)
+    run.pipeline.strategy = replace(of_tile, name="other", **{piece: other})
+    with pytest.raises(InputError, match="no fused step is composed of what the strategy other is made of"):
+        asked(run)
