@@ -19,11 +19,13 @@ def look_at(eye: list[float], target: list[float]) -> torch.Tensor:
     return matrix
 
 
-def make_views(count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[View]:
-    """Views around the scene, each of another size; the last looks away from it."""
+def make_views(
+    count: int, dtype: torch.dtype, device: torch.device | str = "cpu", size: tuple[int, int] | None = None
+) -> list[View]:
+    """Views around the scene, each of another size unless one is given; the last looks away from it."""
     views = []
     for i in range(count):
-        width, height = 40 + 13 * i, 35 + 7 * (i % 3)
+        width, height = size or (40 + 13 * i, 35 + 7 * (i % 3))
         angle = 2 * math.pi * i / max(count, 1)
         eye = [3 * math.cos(angle), 3 * math.sin(angle), 0.8 + 0.1 * i]
         away = i == count - 1 and count > 1

@@ -35,16 +35,21 @@ Pieces = list[tuple[Patch, torch.Tensor]]
 Outcome = dict[str, Any]
 
 
-def one_step(world: World, strategy: str, primitive: str, views: int, points: int, dtype: torch.dtype) -> Outcome:
+def one_step(
+    world: World, strategy: str, primitive: str, views: int, points: int, dtype: torch.dtype,
+    size: tuple[int, int] | None = None,
+) -> Outcome:  # fmt: skip
     """`take_step` with a new strategy of that name."""
-    return take_step(STRATEGIES[strategy](world), primitive, views, points, dtype)
+    return take_step(STRATEGIES[strategy](world), primitive, views, points, dtype, size)
 
 
-def take_step(spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype) -> Outcome:
-    """Renders a batch, takes the loss of this rank's patches and exchanges gradients."""
+def take_step(
+    spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None
+) -> Outcome:
+    """Renders a batch, takes the loss of this rank's patches and exchanges gradients; views are of one size if given."""
     kind, world = PRIMITIVES[primitive](), spread.world
     held: Points = spread.placement.hold(make_points(points, dtype, world.device), world)
-    batch = make_views(views, dtype, world.device)
+    batch = make_views(views, dtype, world.device, size)
     poses = [v.viewmat.clone().requires_grad_() for v in batch]
     batch = [replace(v, viewmat=p) for v, p in zip(batch, poses, strict=True)]
     plan = spread.plan(batch, holders=[(3 * i) % world.size for i in range(views)])
