@@ -10,7 +10,7 @@ from ns_multigpu.planning.room import Room, most_points, room
 from ns_multigpu.planning.work import ROOM, SCENE, STRATEGIES, VISIBLE, Course, batch_of, share
 
 _KEPT = 0.1
-"""The part of a GPU's memory that training images may take (`plugin.device_images`)."""
+"""The part of a GPU's memory that training images may take (`plugin.capture.device_images`)."""
 _MOST_INTERSECTIONS = 2**31 - 1
 
 

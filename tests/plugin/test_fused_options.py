@@ -272,14 +272,17 @@ def test_a_run_that_logs_nothing_has_blocks_to_its_end() -> None:
     assert next_stop(config, 0, 77, evaluates=False) == next_stop(config, 40, 77, evaluates=False) == 77
 
 
-@pytest.mark.parametrize(("name", "value"), [("transport", "peer"), ("tile_lists", "sort"), ("overlap", 2)])
+@pytest.mark.parametrize(
+    ("name", "value"), [*{"transport": "peer", "tile_lists": "sort", "overlap": 2, "gradients": "transfer"}.items()]
+)
 def test_what_is_for_fused_steps_of_shards_is_refused_elsewhere(name: str, value: object) -> None:
     run = make_run()
-    run.pipeline.config = SimpleNamespace(transport="auto", tile_lists="gather", overlap=1)
+    run.pipeline.config = SimpleNamespace(transport="auto", tile_lists="gather", overlap=1, gradients="atomics")
     flag = f"--pipeline.{name.replace('_', '-')} {value}"
     for fused, sharded, why in ((True, False, "the strategy is batch"), (False, True, "these are not fused")):
         run.pipeline.model.sharded = sharded
-        setattr(run.pipeline.config, name, {"tile_lists": "gather", "transport": "collective", "overlap": 1}[name])
+        usual = {"tile_lists": "gather", "transport": "collective", "overlap": 1, "gradients": "atomics"}
+        setattr(run.pipeline.config, name, usual[name])
         check_wishes(run.pipeline, fused=fused)
         setattr(run.pipeline.config, name, value)
         with pytest.raises(InputError, match=f"^{flag}: .* and {why}"):

@@ -56,6 +56,9 @@ DIFFERENT = {
     *(f"{place}_target" for place in ("", "pipeline.", "pipeline.datamanager.", "pipeline.model.")),
     # Each worker keeps its share of the images, and by default not in the GPU's memory, which Gaussians need.
     "pipeline.datamanager.cache_images",
+    # What the terminal shows.
+    "logging.local_writer._target",
+    "logging.profiler",
 }
 """Settings of nerfstudio's method that ours has otherwise, on purpose."""
 

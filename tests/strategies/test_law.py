@@ -46,7 +46,7 @@ def one_step(
 def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None
 ) -> Outcome:
-    """Renders a batch, takes the loss of this rank's patches and exchanges gradients; views are of one size if given."""
+    """Renders a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given."""
     kind, world = PRIMITIVES[primitive](), spread.world
     held: Points = spread.placement.hold(make_points(points, dtype, world.device), world)
     batch = make_views(views, dtype, world.device, size)

@@ -33,6 +33,10 @@ ROOM = {"rows": 2048, "intersections": 16384}
 LANDSCAPE, PORTRAIT = (61, 45), (45, 61)
 
 
+Tensors = dict[str, torch.Tensor]
+Moments = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
 def fused_step(world: World, strategy: str, primitive: str, size: tuple[int, int], by_sort: bool = False) -> Outcome:
     """What `one_step` returns, of the fused step that a strategy of that name trains with."""
     spread, kind = STRATEGIES[strategy](world), PRIMITIVES[primitive]()
@@ -54,7 +58,13 @@ def fused_step(world: World, strategy: str, primitive: str, size: tuple[int, int
 
 
 def _whole_views(
-    spread: Strategy, kind: Gaussians, views: list[View], params: dict, moments: dict, statistics: dict, by_sort: bool
+    spread: Strategy,
+    kind: Gaussians,
+    views: list[View],
+    params: Tensors,
+    moments: Moments,
+    statistics: Tensors,
+    by_sort: bool,
 ) -> tuple[torch.Tensor, Pieces]:
     world, each = spread.world, VIEWS // spread.world.size
     settings = StepSettings(
@@ -73,7 +83,13 @@ def _whole_views(
 
 
 def _bands(
-    spread: Strategy, kind: Gaussians, views: list[View], params: dict, moments: dict, statistics: dict, by_sort: bool
+    spread: Strategy,
+    kind: Gaussians,
+    views: list[View],
+    params: Tensors,
+    moments: Moments,
+    statistics: Tensors,
+    by_sort: bool,
 ) -> tuple[torch.Tensor, Pieces]:
     world = spread.world
     settings = TileSettings(
@@ -109,8 +125,8 @@ def check_step(outcomes: list[Outcome], strategy: str, primitive: str, size: tup
     """Whether the ranks together did what one rank does through autograd."""
     expected = one_step(World.single(), "single", primitive, VIEWS, POINTS, torch.float32, size)
     assert sum(float(image.std()) > 0.02 for image in stitch(expected["images"]).values()) >= VIEWS - 2
-    whole = sum(outcome["statistics"] for outcome in outcomes)
-    loss = sum(outcome["loss"] for outcome in outcomes).reshape(1)
+    whole = torch.stack([outcome["statistics"] for outcome in outcomes]).sum(0)
+    loss = torch.stack([outcome["loss"] for outcome in outcomes]).sum(0).reshape(1)
     together = outcomes[0]["gradients"]
     if not STRATEGIES[strategy](World.single()).placement.replicated:
         together = {name: torch.cat([outcome["gradients"][name] for outcome in outcomes]) for name in together}

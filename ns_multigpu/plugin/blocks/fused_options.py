@@ -76,7 +76,7 @@ def check_wishes(pipeline: Any, *, fused: bool) -> None:
     if fused and pipeline.model.sharded:
         return
     asked = pipeline.config
-    usual = {"transport": ("auto", "collective"), "tile_lists": ("gather",), "overlap": (1,)}
+    usual = {"transport": ("auto", "collective"), "tile_lists": ("gather",), "overlap": (1,), "gradients": ("atomics",)}
     for name, values in usual.items():
         value = getattr(asked, name)
         if value not in values:

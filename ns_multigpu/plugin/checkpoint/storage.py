@@ -239,7 +239,7 @@ class SavedTensors:
         return self._listed[name].properties.dtype
 
     def read_rows(self, into: Mapping[str, Tensor], first: int) -> None:
-        """Rows from `first` on into tensors that lie where they are wanted; see `checkpoint_rows.read_rows`."""
+        """Rows from `first` on into tensors that lie where they are wanted; see `checkpoint.rows.read_rows`."""
         reader = _Reader(self._folder)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         read_rows(reader, self._listed, into, first)

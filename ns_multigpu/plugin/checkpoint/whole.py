@@ -1,6 +1,6 @@
 """Writing checkpoints with all ranks together, whole or not at all, and opening them.
 
-See checkpoint_verify for where things lie. A save goes: a folder `unfinished-...` beside the states; everything is
+See `checkpoint.verify` for where things lie. A save goes: a folder `unfinished-...` beside the states; everything is
 written into it and brought to the disk; the manifest last; the folder gets its name; the .ckpt is moved into its place.
 A process that dies anywhere in between leaves at most a folder that nothing names, which the next save removes.
 """

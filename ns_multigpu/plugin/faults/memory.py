@@ -74,8 +74,9 @@ def explain(error: BaseException, now: Circumstances) -> RanOutOfMemory | None:
     remedies = [
         *(["fewer views on a rank: --pipeline.views-per-rank 1"] if now.views > 1 else []),
         "smaller images: --downscale-factor 2 (behind the dataparser's name: colmap, nerfstudio-data)",
-        "fewer Gaussians: a higher --pipeline.model.densify-grad-thresh, an earlier --pipeline.model.stop-split-at, or "
-        "--pipeline.model.densifier mcmc with --pipeline.model.max-gs-num",
+        "fewer Gaussians: --pipeline.model.max-gaussians N (`ns-multigpu plan` says what fits), or "
+        "--pipeline.model.densifier mcmc with --pipeline.model.max-gs-num N",
+        "more GPUs, each with a part of the Gaussians: splatfacto-tile",
     ]
     if on_gpu:
         remedies.append("images kept on the host: --pipeline.datamanager.cache-images cpu (the default)")

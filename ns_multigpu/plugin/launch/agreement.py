@@ -25,12 +25,12 @@ _DISTRIBUTIONS = ("torch", "nerfstudio", "gsplat", "numpy")
 _OWN = re.compile(
     # What belongs to one machine or one rank, or to rank 0 alone.
     r"machine\.(?!seed$|device_type$)|timestamp$|viewer\.|vis$|logging\.(?!steps_per_log$)|(?:experiment|project)_name$"
-    r"|prompt$|base_dir$|pipeline\.checkpoints$"
+    r"|prompt$|base_dir$"
 )
 _OF_THE_START = re.compile(
     # Of a process and its files, and how a run is begun, followed and looked at.
     r"machine\.(?!seed$)|timestamp$|viewer\.|vis$|logging\.|(?:experiment|project|method)_name$|prompt$|.*base_dir$"
-    r"|load_|.*(?:data|_dir|_target)$|pipeline\.checkpoints$|start_over$|verbose$|max_restarts$|stall_|save_"
+    r"|load_|.*(?:data|_dir|_target)$|start_over$|verbose$|max_restarts$|stall_|save_"
     r"|steps_per_|keep_|eval_at_|fused_"
 )
 _PLACES = re.compile(r"(?:.*\.)?(?:data|output_dir|relative_model_dir|load_dir|load_checkpoint|load_config)$")

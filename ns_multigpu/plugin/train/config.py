@@ -154,7 +154,8 @@ class DistributedTrainerConfig(TrainerConfig):
         checks.check_lengths(self.max_num_images, self.max_num_iterations)
         checks.check_retries(self.save_retry_seconds)
         checks.check_strategy(str(getattr(self.pipeline, "strategy", "")), STRATEGIES)
-        if machine.device_type == "cpu" and (note := checks.crowd(machine.num_devices, cores(), available_memory())):
+        here = machine.num_devices if ranks is None else ranks.local_size
+        if machine.device_type == "cpu" and (note := checks.crowd(here, cores(), available_memory())) and _speaks():
             CONSOLE.print(Text(note, "yellow"), soft_wrap=True)
         cuda_devices = gpu_places() if machine.device_type == "cuda" else 0
         checks.check_devices(machine.device_type, machine.num_devices, ranks, cuda_devices)
@@ -166,7 +167,8 @@ class DistributedTrainerConfig(TrainerConfig):
         else:
             machine.num_devices, machine.num_machines = ranks.local_size, ranks.machines
             self.timestamp = agree(ranks, self._begin, manifest=manifest_of(self))
-        prepare_operators(machine.device_type)
+        with abandoned_unless_begun(self):
+            prepare_operators(machine.device_type)
 
     def _follow(self, named: Path) -> None:
         """Reads the rest of the command line, which nerfstudio forgets for the file `named`; and stays in that file's
@@ -204,9 +206,9 @@ class DistributedTrainerConfig(TrainerConfig):
         self._refuse_to_replace()
         folder = self.get_base_dir()
         vars(self)[_MADE] = not folder.exists()
-        checks.check_run_folder(folder)
         if self.save_fallback_dir is not None:
             checks.check_fallback_folder(self.save_fallback_dir)
+        checks.check_run_folder(folder)  # last: it makes it
         if "TORCHELASTIC_RUN_ID" in os.environ:
             note_name(self.output_dir, self.timestamp)
         return self.timestamp
@@ -284,8 +286,9 @@ class DistributedTrainerConfig(TrainerConfig):
         devices = f"{ranks} {'CPU worker' if machine.device_type == 'cpu' else 'GPU'}{'' if ranks == 1 else 's'}"
         batch = pipeline.batch(ranks)
         data = pipeline.datamanager.data or pipeline.datamanager.dataparser.data
+        of = f" of {data}" if data and data != Path() else ""  # a city has no folder
         return (
-            f"{self.method_name} on {devices}: {self.steps_for(batch) * batch:,} images of {data}\n"
+            f"{self.method_name} on {devices}: {self.steps_for(batch) * batch:,} images{of}\n"
             f"Run folder {self.get_base_dir()} (config.yml there has all options; --verbose True prints them)"
         )
 

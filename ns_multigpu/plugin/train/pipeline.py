@@ -60,8 +60,14 @@ class DistributedPipelineConfig(VanillaPipelineConfig):
     """Where points are sharded, in how many parts the splats of a step are projected, each of which travels while the
     next is projected. The results are the same, and on two H200s so was the time."""
 
-    checkpoints: Path | None = field(default=None, init=False, repr=False, compare=False)
-    """The folder that .ckpt files are loaded from, beside which the points of a sharded model lie; no option."""
+    @property
+    def checkpoints(self) -> Path | None:
+        """The folder that .ckpt files are loaded from, beside which the points of a sharded model lie; no option."""
+        return vars(self).get("_checkpoints")
+
+    @checkpoints.setter
+    def checkpoints(self, folder: Path | None) -> None:
+        vars(self)["_checkpoints"] = folder
 
     def batch(self, ranks: int) -> int:
         """Views a step of so many ranks.

@@ -84,7 +84,7 @@ class RunCheckpoints:
         """Writes a checkpoint after `step`, unless there is one, and removes the oldest.
 
         Args:
-            background: return when the state has been copied, where there is memory for that; see background_save.
+            background: return when the state has been copied, where there is memory for that: `checkpoint.background`.
 
         Returns:
             whether there is one now, or one is on its way. If the disk would not take it, the earlier ones are as they

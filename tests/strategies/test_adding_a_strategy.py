@@ -1,0 +1,55 @@
+"""The strategy on the page that says how to add one: it keeps the law, and it trains as one rank does."""
+
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.world import World
+from strategies import STRATEGIES
+from tests.plugin.course import follow, write_capture
+from tests.ranks import run_ranks
+from tests.strategies.test_law import Outcome, check, one_step, take_step
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding-a-strategy.md"
+
+
+def of_the_page(world: World) -> Strategy:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    module = ModuleType("blocks")
+    exec(compile(code, str(PAGE), "exec"), module.__dict__)
+    return module.__dict__["blocks"](world)
+
+
+def step(world: World) -> Outcome:
+    return take_step(of_the_page(world), "gaussians", 5, 150, torch.float64)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_it_keeps_the_law(size: int) -> None:
+    expected = one_step(World.single(), "single", "gaussians", 5, 150, torch.float64)
+    check(run_ranks(step, size), expected, torch.float64)
+
+
+def trained(world: World, capture: Path, runs: Path, name: str, fused: str) -> dict[str, torch.Tensor]:
+    STRATEGIES["blocks"] = of_the_page
+    options: dict[str, Any] = {
+        "pipeline.strategy": name, "pipeline.views_per_rank": 1, "pipeline.views_per_step": 2, "fused_steps": fused,
+        "pipeline.model.refine_every": 4, "pipeline.model.warmup_length": 2, "pipeline.model.num_downscales": 0,
+    }  # fmt: skip
+    trainer = follow(world, capture, runs / name, options, 6, 1)
+    return {name: value.detach().clone() for name, value in trainer.pipeline.model.gauss_params.items()}
+
+
+def test_it_trains_as_one_rank_does(tmp_path: Path) -> None:
+    write_capture(tmp_path / "tiny", wide=False)
+    (expected,) = run_ranks(trained, 1, tmp_path / "tiny", tmp_path / "runs", "batch", "never")
+    outcomes = run_ranks(trained, 2, tmp_path / "tiny", tmp_path / "runs", "blocks", "auto")
+    for outcome in outcomes:
+        for name, value in expected.items():
+            assert outcome[name].shape == value.shape, "the same densification"
+            torch.testing.assert_close(outcome[name], value, rtol=1e-6, atol=1e-8)
