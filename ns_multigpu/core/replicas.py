@@ -61,20 +61,24 @@ def assert_identical(tensors: Mapping[str, Tensor], world: World, step: int) -> 
     if names:
         sums = cast(list[int], torch.stack([checksum(tensors[name]) for name in names]).tolist())
     rows = [len(names), *(v for name, s in zip(names, sums, strict=True) for v in (tensors[name].numel(), s))]
-    digest = int.from_bytes(hashlib.blake2b(repr((names, rows)).encode(), digest_size=8).digest(), "big", signed=True)
+    shapes = {name: tuple(tensors[name].shape) for name in names}
+    digest = int.from_bytes(
+        hashlib.blake2b(repr((names, rows, shapes)).encode(), digest_size=8).digest(), "big", signed=True
+    )
     if len({row[0] for row in all_gather_ints([digest], world)}) == 1:
         return
-    listed = all_gather_objects(names, world)
-    if any(others != listed[0] for others in listed):
-        raise ReplicaDivergedError(f"step {step}: the ranks hold different parameters: {listed}")
+    everyones = all_gather_objects(shapes, world)
+    if any(list(others) != names for others in everyones):
+        raise ReplicaDivergedError(f"step {step}: the ranks hold different parameters: {[*map(list, everyones)]}")
     table = all_gather_ints(rows, world)
     wrong: list[str] = []
     for position, name in enumerate(names):
         columns = slice(1 + 2 * position, 3 + 2 * position)
-        ranks = [rank for rank, row in enumerate(table) if row[columns] != table[0][columns]]
+        found = [(shapes[name], row[columns]) for shapes, row in zip(everyones, table, strict=True)]
+        ranks = [rank for rank, one in enumerate(found) if one != found[0]]
         if ranks:
-            sizes = {rank: table[rank][columns][0] for rank in (0, *ranks)}
-            wrong.append(f"{name} on rank(s) {ranks} (elements by rank: {sizes})")
+            sizes = {rank: list(everyones[rank][name]) for rank in (0, *ranks)}
+            wrong.append(f"{name} on rank(s) {ranks} (shapes by rank: {sizes})")
     if wrong:
         raise ReplicaDivergedError(
             f"step {step}: replicas differ from rank 0 in " + "; ".join(wrong) + ". "

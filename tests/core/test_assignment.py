@@ -1,10 +1,14 @@
-"""Plans: every view once, evenly, at home where possible."""
+"""Plans: every view once, evenly, at home where possible; and which points a rank holds."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ns_multigpu.core.assignment import AllViewsHere, DealtViews
-from ns_multigpu.core.types import Patch, View
+from ns_multigpu.core.placement import Sharded
+from ns_multigpu.core.types import Patch, Points, View
+from ns_multigpu.core.world import World
 
 
 def _views(count: int) -> list[View]:
@@ -40,3 +44,18 @@ def test_halo_stays_inside_the_image() -> None:
     assert patch.rendered(view) == (0, 5, 14, 30)
     assert patch.inner(view) == (2, 5, 9, 25)
     assert Patch(0, 4, 4, 4, 9, halo=5).rendered(view) == (4, 4, 4, 4)
+
+
+@pytest.mark.parametrize("bounds", [None, (0, 0, 25, 100)])
+def test_a_shard_does_not_keep_the_whole_model(bounds: tuple[int, ...] | None) -> None:
+    """Each rank's rows lie in memory of their own, as large as they are."""
+    whole = {"means": torch.rand(100, 3, requires_grad=True), "opacities": torch.rand(100, 1)}
+    first = 0
+    for rank in range(3):
+        held = Sharded(bounds).hold(Points(whole), replace(World.single(), rank=rank, size=3))
+        for name, value in held.params.items():
+            assert torch.equal(value, whole[name][first : first + len(held)])
+            assert value.untyped_storage().nbytes() == value.nbytes < whole[name].nbytes
+            assert value.is_leaf and value.requires_grad == whole[name].requires_grad
+        first += len(held)
+    assert first == 100

@@ -48,6 +48,8 @@ def _compare(world: World, harm: str) -> str:
             tensors["means"][2, 1] += 1e-6
         elif harm == "count":
             tensors["opacities"] = torch.ones(5)
+        elif harm == "shape":
+            tensors["means"] = tensors["means"].reshape(3, 4)
         elif harm == "name":
             tensors["extra"] = torch.ones(1)
         elif harm == "other name":
@@ -65,6 +67,7 @@ def _compare(world: World, harm: str) -> str:
         ("none", []),
         ("value", ["step 70", "means", "[1]"]),
         ("count", ["step 70", "opacities", "5"]),
+        ("shape", ["step 70", "means"]),
         ("name", ["step 70", "extra"]),
         ("other name", ["step 70", "opacities", "scales"]),
     ],

@@ -4,6 +4,7 @@ import copy
 import pickle
 import time
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from ns_multigpu.data import City, CityCapture, Pinhole, render_depth, render_rgb
 from ns_multigpu.data.cache import TensorCache
 from ns_multigpu.data.cameras import look
-from ns_multigpu.data.seed_points import moving_range
+from ns_multigpu.data.seed_points import moving_range, sample_seed_points
 from ns_multigpu.data.shade import radiance
 from ns_multigpu.data.trace import SKY, Width, trace
 
@@ -179,6 +180,22 @@ def test_seed_points_lie_on_surfaces(capture: CityCapture) -> None:
     assert exact.rgb.float().std() > 20
     again = CityCapture(capture.city, "aerial", views=20, width=72, height=48).seed_points(600, noise=0.0)
     assert torch.equal(again.xyz, exact.xyz) and torch.equal(again.rgb, exact.rgb)
+
+
+@pytest.mark.parametrize("time_varying", [False, True])
+def test_seed_points_know_nothing_of_held_out_views(city: City, time_varying: bool) -> None:
+    """Wherever these look, the points are the same."""
+    options: dict[str, Any] = {"views": 20, "width": 72, "height": 48, "time_varying": time_varying}
+    one, other = CityCapture(city, **options), CityCapture(city, **options)
+    held_out = torch.from_numpy(other.split("test"))
+    other.c2w[held_out] = other.c2w[held_out.roll(1)]
+    other.times[held_out] = other.times[held_out.roll(1)]
+    for a, b in zip(one.seed_points(200), other.seed_points(200), strict=True):
+        assert torch.equal(a, b)
+    assert not set(held_out.tolist()) & {1, 2}
+    other.c2w[1] = other.c2w[2]
+    moved = sample_seed_points(other, 200, 0.0, torch.device("cpu"))
+    assert not torch.equal(one.seed_points(200, noise=0.0).xyz, moved.xyz), "training views do count"
 
 
 def test_only_cars_move(city: City) -> None:

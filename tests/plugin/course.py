@@ -54,7 +54,7 @@ def write_capture(
         folder: to write to.
         alpha, masks: whether images have them.
         wide: whether sizes differ.
-        taller: pixels that are added to each height.
+        taller: pixels that are added below each.
         train: views to train on.
     """
     folder.mkdir(parents=True)
@@ -62,7 +62,6 @@ def write_capture(
     frames = []
     for i in range(TRAIN + HELD_OUT):
         width, height = (28 + 4 * (i % 3), 24 + 2 * (i % 2)) if wide else (28, 24)
-        height += taller
         angle = 2 * math.pi * i / (TRAIN + HELD_OUT)
         eye = np.array([2 * math.cos(angle), 2 * math.sin(angle), 0.5])
         back = eye / np.linalg.norm(eye)
@@ -71,13 +70,13 @@ def write_capture(
         pose = np.eye(4)
         pose[:3] = np.stack([right, np.cross(back, right), back, eye], axis=1)
         coarse = Image.fromarray(random.integers(0, 256, (6, 7, 4 if alpha else 3), dtype=np.uint8))
-        coarse.resize((width, height), Image.Resampling.BICUBIC).save(folder / f"{i}.png")
+        coarse.resize((width, height + taller), Image.Resampling.BICUBIC).save(folder / f"{i}.png")
         frame: dict[str, Any] = {
-            "file_path": f"{i}.png", "transform_matrix": pose.tolist(), "w": width, "h": height,
+            "file_path": f"{i}.png", "transform_matrix": pose.tolist(), "w": width, "h": height + taller,
             "fl_x": 30.0 + i, "fl_y": 31.0 + i, "cx": width / 2 + 0.3, "cy": height / 2 - 0.2,
         }  # fmt: skip
         if masks:
-            covered = (random.random((height, width)) > 0.3).astype(np.uint8) * 255
+            covered = (random.random((height + taller, width)) > 0.3).astype(np.uint8) * 255
             Image.fromarray(covered).save(folder / f"mask_{i}.png")
             frame["mask_path"] = f"mask_{i}.png"
         frames.append(frame)

@@ -14,9 +14,12 @@ from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.plugin.course import TinyDataParserConfig
 
 
-def start(world: World, capture: Path, run: Path, steps: int, views: int = 1, **options: Any) -> DistributedTrainer:
+def start(
+    world: World, capture: Path, run: Path, steps: int, views: int = 1, *, method: str = "splatfacto-batch",
+    **options: Any,
+) -> DistributedTrainer:  # fmt: skip
     """A trainer that is set up for `steps` steps in all, of `views` views a rank, with densification early on."""
-    config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
+    config: Any = copy.deepcopy(all_methods[method])
     config.machine.device_type, config.vis = "cpu", ""
     config.output_dir, config.timestamp, config.experiment_name = run, "now", "run"
     config.max_num_iterations, config.max_num_images, config.steps_per_checksum = steps, None, 1
@@ -30,7 +33,8 @@ def start(world: World, capture: Path, run: Path, steps: int, views: int = 1, **
     for group in config.optimizers.values():
         group["optimizer"].eps = 1e-7
     for name, value in options.items():
-        setattr(model if hasattr(model, name) else config, name, value)
+        place = next((p for p in (model, config.pipeline, config.pipeline.datamanager) if hasattr(p, name)), config)
+        setattr(place, name, value)
     config.get_base_dir().mkdir(parents=True, exist_ok=True)
     torch.manual_seed(3)
     World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
@@ -52,6 +56,7 @@ def in_double(world: World, *args: Any, **options: Any) -> DistributedTrainer:
     DistributedTrainer._load_checkpoint = load_in_double
     try:
         trainer = start(world, *args, **options)
+        trainer.pipeline.held_out_quality = lambda _: None  # type: ignore[method-assign]  # held-out views stay single
         cameras = trainer.pipeline.datamanager.train_cameras_on_device
         cameras.camera_to_worlds = cameras.camera_to_worlds.double()
         torch.set_default_dtype(torch.float64)

@@ -53,6 +53,7 @@ SCHEDULES = [
     ExponentialDecaySchedulerConfig(lr_final=1e-4, max_steps=100, warmup_steps=20, lr_pre_warmup=0),
     CosineDecaySchedulerConfig(max_steps=100, warm_up_end=8),
     MultiStepSchedulerConfig(max_steps=100, milestones=(20, 40, 80)),
+    MultiStepSchedulerConfig(max_steps=100, milestones=(21, 42, 83)),  # within a batch of four: behind it
 ]
 
 

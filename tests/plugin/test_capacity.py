@@ -1,5 +1,6 @@
 """The capacity line, and the cap that densification gets: the same points on any number of ranks."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,15 @@ def test_gpus_cap_by_what_fits_and_processors_do_not() -> None:
     assert cap_of(Capacity(1, 50, 1, COURSE, True), None) == 50
     assert cap_of(Capacity(1, 50, 1, COURSE, False), None) is None
     assert cap_of(Capacity(1, 50, 1, COURSE, True), 70) == cap_of(Capacity(1, 50, 1, COURSE, False), 70) == 70
+
+
+def test_workers_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "available_memory", lambda: 1000)
+    alone = World.single()
+    assert capacity.usable_memory(alone, 30) == 1030
+    assert capacity.usable_memory(replace(alone, size=4, local_size=2), 30) == 530, "what a model takes is its own"
+    monkeypatch.setattr(capacity, "available_memory", lambda: None)
+    assert capacity.usable_memory(alone, 30) is None
 
 
 class _Console:

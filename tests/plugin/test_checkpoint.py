@@ -171,6 +171,18 @@ def test_the_last_two_are_kept(models: Path) -> None:
             assert check_checkpoint(path) is not None
 
 
+def test_what_was_written_last_is_kept_whatever_its_step(models: Path) -> None:
+    """A run that goes on from an early checkpoint in its old folder writes steps below those that it finds there."""
+    for step in (9, 3, 4):
+        assert write(models, step) == ""
+        for path in checkpoints_in(models):  # a second goes by
+            told = path.stat()
+            os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns - 10**9))
+    remove_old(models, 2, ALONE)
+    assert [step_of(p) for p in checkpoints_in(models)] == [3, 4]
+    assert len(list(states_folder(models).iterdir())) == 2
+
+
 def test_manifest_says_what_it_says(models: Path) -> None:
     manifest = read_manifest(files_of(models, 1)[1].parent)
     assert isinstance(manifest, Manifest) and manifest.values == {"images": 1}

@@ -131,6 +131,33 @@ def test_full_disk_on_one_rank(models: Path, full_on: int, after: int) -> None:
     assert len(list(states_folder(models).iterdir())) == 3
 
 
+def _write_with_loss(world: World, models: Path, lost_on: int, left: int | None) -> tuple[str, str]:
+    """A save of which a rank's file is lost once it has been written, or all but its first bytes."""
+    usual = checkpoint.save_tensors
+
+    def save_tensors(folder: Path, *rest: Any) -> Any:
+        stamps = usual(folder, *rest)
+        if world.rank == lost_on:
+            file = folder / f"__{world.rank}_0.distcp"
+            file.unlink() if left is None else os.truncate(file, left)
+        return stamps
+
+    checkpoint.save_tensors = save_tensors
+    problem = write(models, 3, world)
+    checkpoint.save_tensors = usual
+    return problem, write(models, 4, world)
+
+
+@pytest.mark.parametrize(("lost_on", "left"), [(0, 10), (1, 10), (1, None)])
+def test_a_rank_whose_file_does_not_arrive(models: Path, lost_on: int, left: int | None) -> None:
+    """On a folder that machines do not share, say: there is no checkpoint then, on any rank."""
+    (said, then), (said_1, then_1) = run_ranks(_write_with_loss, 2, models, lost_on, left)
+    assert said == said_1 and f"__{lost_on}_0.distcp does not reach the machine of rank 0" in said
+    assert then == then_1 == ""
+    assert [step_of(p) for p in checkpoints_in(models)] == [1, 2, 4]
+    assert len(list(states_folder(models).iterdir())) == 3
+
+
 def test_full_disk_in_earnest(models: Path) -> None:
     """A limit that the kernel enforces, at many sizes, so that each of the files is the one that meets it."""
 

@@ -1,6 +1,7 @@
 """Every rank sees the same views; images wait on disk, or in memory, and are the same in both cases."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,8 @@ def test_the_memory_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("ns_multigpu.plugin.capture.datamanager.available_memory", lambda: 20_000)
     data = manager(folder, World.single())
     assert data.image_memory == 10_000 and not data.train_share.store.complete
+    beside_another = manager(folder, replace(World.single(), local_size=2))
+    assert beside_another.image_memory == 5_000, "workers of one machine share its memory"
     monkeypatch.setattr("ns_multigpu.plugin.capture.datamanager.available_memory", lambda: None)
     assert manager(folder, World.single()).image_memory is None
 

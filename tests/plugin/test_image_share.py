@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ns_multigpu.core.assignment import DealtViews
-from ns_multigpu.core.types import View
+from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.view_sequence import ViewSequence
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture.image_share import ImageError, ImageShare
@@ -71,6 +71,23 @@ def test_images_reach_their_readers(size: int, budget: int | None) -> None:
     if size == 4:
         # 0, 4, 8, 4 all lie on rank 0, which keeps one of them.
         assert total[1] > 0
+
+
+def _deliver_from_two(world: World) -> int:
+    """Every reader gets images of both other ranks, whose order in the batch is not that of the ranks."""
+    share = ImageShare(_shapes(11), _image, world, label="test")
+    batch = [5, 4, 3, 8, 7, 0]  # held by ranks 2, 1, 0, 2, 1, 0
+    views = [View(torch.eye(4), torch.eye(3), 9, 9) for _ in batch]
+    everything = [Patch.whole(position, view) for position, view in enumerate(views)]
+    for plan in ([everything] * world.size, [everything[::-1], everything[1:4], everything[2:]]):
+        images = share.deliver(batch, plan, world.device)
+        assert sorted(images) == sorted(patch.view for patch in plan[world.rank])
+        assert all(_same(images[position], _image(batch[position])) for position in images)
+    return len(images)
+
+
+def test_images_of_two_sources_are_not_mixed_up() -> None:
+    assert run_ranks(_deliver_from_two, 3) == [6, 3, 4]
 
 
 def _broken(world: World, how: str) -> str:

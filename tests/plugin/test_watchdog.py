@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ns_multigpu.plugin.faults.signals import StallError
 from ns_multigpu.plugin.faults.watchdog import Heartbeat, Note, Watchdog, describe, late_ranks
+from tests.plugin.saving import until
 
 HERE = Note(0, beats=50, step=7, phase="exchange", age=130.0)
 
@@ -58,11 +59,12 @@ def test_patience_follows_the_pace_and_long_phases_have_none() -> None:
 
 
 class Rank(threading.Thread):
-    """A rank that is a thread: takes two steps, then stands in `phase`."""
+    """A rank that is a thread: takes two steps, then stands in `phase`, for `age` seconds already."""
 
-    def __init__(self, rank: int, store: dist.Store, phase: str, seconds: float) -> None:
+    def __init__(self, rank: int, store: dist.Store, phase: str, seconds: float, age: float = 0.0) -> None:
         super().__init__(daemon=True)
-        self.heart, self.rank, self.phase, self.seconds = Heartbeat(), rank, phase, seconds
+        self.heart, self.rank, self.phase, self.seconds, self.age = Heartbeat(), rank, phase, seconds, age
+        self.store, self.done = store, threading.Event()
         self.said: list[str] = []
         self.aborted: list[StallError] = []
         self.dog = Watchdog(
@@ -79,7 +81,10 @@ class Rank(threading.Thread):
             else:
                 self.heart.beat(self.phase)
                 self.heart.beats -= 1  # one phase behind the other
-            time.sleep(self.seconds)
+            if self.age:
+                until(lambda: self.store.check(["note/0", "note/1"]))
+                self.heart._at -= self.age
+            self.done.wait(self.seconds)
 
 
 @pytest.mark.parametrize(("phase", "seconds", "fires"), [("data", 2.5, True), ("evaluation", 2.5, False)])
@@ -95,8 +100,29 @@ def test_warns_then_ends_but_not_in_long_phases(phase: str, seconds: float, fire
         return
     assert len(ranks[0].said) == 1 and not ranks[1].said, "one rank speaks, once"
     assert "Rank 1 is late: in step 1, phase data" in ranks[0].said[0]
-    assert "time.sleep(self.seconds)" in ranks[0].said[0], "the late one's stack"
+    assert "self.done.wait(self.seconds)" in ranks[0].said[0], "the late one's stack"
     assert all(len(rank.aborted) == 1 and "Rank 1 is late" in str(rank.aborted[0]) for rank in ranks)
+
+
+@pytest.mark.parametrize("phase", ["evaluation", "checkpoint"])
+@pytest.mark.parametrize(("age", "warns", "ends"), [(3.0, False, False), (5.0, True, False), (8.6, True, True)])
+def test_long_phases_have_ten_times_as_long(phase: str, age: float, warns: bool, ends: bool) -> None:
+    """Limits of 0.4 and 0.9 s: a warning after 4 s, the end after 9."""
+    store = dist.HashStore()
+    ranks = [Rank(rank, store, phase, 60.0, age) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    if ends:
+        until(lambda: all(rank.aborted for rank in ranks), 10)
+    else:
+        until(lambda: not warns or bool(ranks[0].said), 10)
+        time.sleep(0.3)
+    for rank in ranks:
+        rank.done.set()
+        rank.join(10)
+    assert [len(rank.said) for rank in ranks] == [int(warns), 0]
+    assert [len(rank.aborted) for rank in ranks] == [int(ends)] * 2
+    assert all(f"Rank 1 is late: in step 1, phase {phase}" in said for said in ranks[0].said)
 
 
 class Stopped(dist.HashStore):

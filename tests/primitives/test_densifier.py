@@ -1,5 +1,6 @@
 """Densification: gsplat's rules on a clock of images, and the same points whoever rendered what."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from ns_multigpu.core.random import seed_from
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.densifier import ReplicatedDensifier, due, dues
+from ns_multigpu.primitives.densifier import ReplicatedDensifier, densification_info, due, dues
+from ns_multigpu.primitives.gaussians import Gaussians, screen_radii
 from tests.ranks import run_ranks
+from tests.strategies.scene import make_points, make_views
 
 COUNT = 120
 RULES: dict[str, Any] = {
@@ -97,6 +100,30 @@ def test_one_image_a_step_is_gsplat() -> None:
     assert len(found["means"]) == len(expected["means"]) != COUNT
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value.detach())
+
+
+def test_radii_are_parts_of_the_longer_side_as_gsplats() -> None:
+    """Of a view that is wide and one that is tall."""
+    sizes = [(60, 40), (40, 60)]
+    views = [replace(v, width=w, height=h) for v, (w, h) in zip(make_views(2, torch.float32), sizes, strict=True)]
+    views[1] = replace(views[1], viewmat=views[0].viewmat)
+    points, kind = make_points(COUNT, torch.float32), Gaussians(sh_degree=0)
+    params = {name: torch.nn.Parameter(value) for name, value in points.params.items()}
+    for view in views:
+        splats = kind.splat(points, kind.cull(points, [view], range(1)), [view])
+        ids, pixels = splats.hits.point_ids.long(), screen_radii(splats)
+        peer = DefaultStrategy(refine_scale2d_stop_iter=30)
+        state = peer.initialize_state()
+        means2d = torch.zeros(1, COUNT, 2)
+        means2d.grad = torch.zeros_like(means2d)
+        table = torch.zeros(1, COUNT)
+        table[0, ids] = pixels.detach()
+        info = {"width": view.width, "height": view.height, "n_cameras": 1, "radii": table, "means2d": means2d}
+        peer._update_state(dict(params), state, {**info, "gaussian_ids": None})
+        found = torch.zeros(COUNT)
+        found[ids] = densification_info(splats, [view])["radii"].detach()
+        assert float(found.max()) > 0
+        torch.testing.assert_close(found, state["radii"])
 
 
 class Spy(ReplicatedDensifier):

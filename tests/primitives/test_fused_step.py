@@ -174,6 +174,15 @@ def test_a_fused_course_is_the_ordinary_one(ranks: int, views: int, antialiased:
     assert int(outcomes[0]["redone"]) == 0
 
 
+def test_a_course_of_tall_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is counted by the longer side of a view is not counted by its width."""
+    monkeypatch.setattr(f"{__name__}.WIDTH", 30)
+    monkeypatch.setattr(f"{__name__}.HEIGHT", 60)
+    found, expected = fused(World.single(), 300, 2, 2, False), ordinary(300, 2, 2, False)
+    assert_same_course([found], expected)
+    assert (found["radii"] - expected["radii"]).abs().max() < 1e-2
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_capacity_that_is_too_small_costs_a_step_and_changes_nothing(ranks: int) -> None:
     outcomes = run_ranks(fused, ranks, 300, 1, 3, False, 64, 128)

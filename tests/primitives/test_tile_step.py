@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from cuda_ext import intersect
 from cuda_ext.ops.adam import adam_scalars
 from cuda_ext.ops.lazy_adam import LazyAdam
 from ns_multigpu.core.assignment import TileRanges
@@ -14,6 +15,7 @@ from ns_multigpu.core.tile_work import TileWork
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.plan_graphs import PlanGraphs
 from ns_multigpu.primitives.fused_step import ORDER, padded, still
+from ns_multigpu.primitives.gaussians import TILE, Gaussians
 from ns_multigpu.primitives.tile_lists import SortedLists
 from ns_multigpu.primitives.tile_rows import CollectiveRows, OwnRows, PeerRows, RowTransport
 from ns_multigpu.primitives.tile_settings import TileSettings, bands
@@ -145,6 +147,28 @@ def test_a_course_on_shards_is_the_ordinary_one(ranks: int, batch: int) -> None:
     assert_same_course(outcomes, ordinary(POINTS, batch, 4, False))
     assert sum(int(o["redone"]) for o in outcomes) == 0
     assert ranks == 1 or sum(int(o["sent"]) for o in outcomes) > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_intersections_of_each_row_of_tiles_are_counted(ranks: int) -> None:
+    """As they are where each row of tiles is a patch of its own. The last is cut off by the image's border."""
+    assert HEIGHT % TILE
+    views = batch_of(0, 3, torch.device("cpu"))
+    points, kind = make_points(POINTS, torch.float32), Gaussians(sh_degree=2)
+    splats = kind.splat(points, kind.cull(points, views, range(3)), views)
+    rows = {name: value.detach() for name, value in splats.rows.items()}
+
+    def met(*patch: int) -> int:
+        _, row_ids = intersect(
+            rows["means2d"], rows["conics"], rows["opacities"], rows["radii"], rows["depths"], splats.hits.view_ids,
+            patch, TILE,
+        )  # fmt: skip
+        return len(row_ids)
+
+    expected = [[met(v, 0, y, WIDTH, min(y + TILE, HEIGHT)) for y in range(0, HEIGHT, TILE)] for v in range(3)]
+    assert min(expected[0]) > 0
+    for outcome in run_ranks(sharded, ranks, 3, 1):
+        assert outcome["tiles"].tolist() == expected
 
 
 def test_rows_that_stay_where_they_are() -> None:
