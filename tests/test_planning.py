@@ -31,15 +31,20 @@ def scenes(name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("text", "count"),
     [("400M", 400_000_000), ("1.5B", 1_500_000_000), ("8000000", 8_000_000), ("8_000_000", 8_000_000),
-     ("250k", 250_000), ("2g", 2_000_000_000), (" 0.1m ", 100_000)],
+     ("250k", 250_000), ("2g", 2_000_000_000), (" 0.1m ", 100_000), ("4e6", 4_000_000), ("2.5e7", 25_000_000),
+     ("1E+6", 1_000_000), ("2500e-1", 250), ("1e12", 10**12), ("8,000,000", 8_000_000)],
 )  # fmt: skip
 def test_counts_as_people_write_them(text: str, count: int) -> None:
     assert parse_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "many", "-4M", "4X", "0", "1.5", "0.0001k", "M", "1e6", "4 0 0"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "many", "-4M", "4X", "0", "1.5", "0.0001k", "M", "4 0 0", "4e6M", "1.5e0", "1e-3", "-1", "nan", "inf", "1e13",
+     "1e999", "1001B", "e6"],
+)  # fmt: skip
 def test_nonsense_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"number of points|whole number"):
+    with pytest.raises(ValueError, match=r"number of points|whole number|fit no machine"):
         parse_count(text)
 
 

@@ -19,9 +19,9 @@ from tests.strategies.scene import make_points
 POINTS = 90
 
 
-def write_capture(folder: Path, held_out: int = 5) -> Path:
-    """A capture of nine views, some of them held out."""
-    course.write_capture(folder)
+def write_capture(folder: Path, held_out: int = 5, **kind: bool) -> Path:
+    """A capture of nine views, some of them held out; see `course.write_capture`."""
+    course.write_capture(folder, **kind)
     file = folder / "transforms.json"
     meta = json.loads(file.read_text())
     names = [frame["file_path"] for frame in meta["frames"]]

@@ -68,6 +68,59 @@ def test_run_folder(tmp_path: Path) -> None:
         checks.check_run_folder(tmp_path / "file" / "run")
 
 
+def test_fallback_folder(tmp_path: Path) -> None:
+    checks.check_fallback_folder(tmp_path / "new" / "place")
+    assert list((tmp_path / "new" / "place").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"--save-fallback-dir \S+/file/place cannot be written: Not a directory"):
+        checks.check_fallback_folder(tmp_path / "file" / "place")
+
+
+@pytest.mark.parametrize(("images", "steps"), [(None, 1), (1, 1), (30000, 30000)])
+def test_lengths(images: int | None, steps: int) -> None:
+    checks.check_lengths(images, steps)
+
+
+@pytest.mark.parametrize(
+    ("images", "steps", "said"),
+    [
+        (0, 9, "--max-num-images 0: "),
+        (-1, 9, "--max-num-images -1: "),
+        (None, 0, "--max-num-iterations 0: "),
+        (9, -5, "--max-num-iterations -5: "),
+    ],
+)
+def test_a_run_of_no_length(images: int | None, steps: int, said: str) -> None:
+    with pytest.raises(InputError, match=f"{said}.*nothing to train.*a run that is resumed counts"):
+        checks.check_lengths(images, steps)
+
+
+def test_retries() -> None:
+    checks.check_retries(0.0)
+    checks.check_retries(60.0)
+    for seconds in (-0.5, float("nan")):
+        with pytest.raises(InputError, match=rf"--save-retry-seconds {seconds}: .* 0 to try once"):
+            checks.check_retries(seconds)
+
+
+def test_more_workers_than_cores() -> None:
+    for workers in (1, 2):
+        assert checks.crowd(workers, 2, None) == checks.crowd(workers, 2, 10**12) == ""
+    for memory in (None, 10**12):
+        assert checks.crowd(3, 2, memory) == (
+            "Note: 3 workers share 2 processor cores, and will be slower than 2 would be (--machine.num-devices 2)."
+        )
+
+
+def test_more_workers_than_memory_holds() -> None:
+    with pytest.raises(InputError, match=r"num-devices 99: .* 59 GB of memory, and 16 GB are free.*num-devices 2\."):
+        checks.crowd(99, 2, 16 * 10**9)
+    assert checks.crowd(26, 2, 16 * 10**9).startswith("Note: 26 workers share 2")
+    with pytest.raises(InputError):
+        checks.crowd(27, 2, 16 * 10**9)
+    assert checks.crowd(1, 2, 10**6) == "", "one worker is what there would be otherwise, too"
+
+
 def test_strategy() -> None:
     checks.check_strategy("batch", {"single": 1, "batch": 2})
     with pytest.raises(InputError, match=r"no strategy 'bacth'. Did you mean 'batch'\? .*are: batch, single"):

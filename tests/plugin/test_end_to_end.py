@@ -96,6 +96,8 @@ def test_train_evaluate_export(small_fox: Path, tmp_path: Path) -> None:
     results = json.loads(evaluated.read_text())["results"]
     assert results["psnr"] > summary["psnr_start"] + 5
     assert results["ssim"] > summary["ssim_start"] + 0.05
+    assert summary["psnr"] == pytest.approx(results["psnr"], abs=1e-3), "the box at the end says what ns-eval finds"
+    assert summary["ssim"] == pytest.approx(results["ssim"], abs=1e-4)
 
     _run(
         *("-m", "nerfstudio.scripts.exporter", "gaussian-splat"),

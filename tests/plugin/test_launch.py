@@ -162,10 +162,11 @@ def check_one_run_folder(output: Path, workers: int, machines: int = 1) -> list[
 
 
 def test_ns_train_starts_cpu_workers(tmp_path: Path) -> None:
-    done = ns_train("--machine.device-type", "cpu", "--machine.num-devices", "2", "--output-dir", str(tmp_path))
+    cpu = ("--machine.device-type", "cpu", "--machine.num-devices", "2")
+    done = ns_train(*cpu, "--output-dir", str(tmp_path), "--verbose", "True")
     assert done.returncode == 0, done.stdout + done.stderr
     check_one_run_folder(tmp_path, 2)
-    assert done.stdout.count("─ Config ─") == 1
+    assert done.stdout.count("─ Config ─") == 1, "all options, once"
 
 
 def test_ns_train_alone_is_a_world_of_one(tmp_path: Path) -> None:
@@ -180,7 +181,8 @@ def test_ns_train_under_torchrun_shares_one_run_folder(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     check_one_run_folder(tmp_path, 2)
-    assert done.stdout.count("─ Config ─") == 1
+    assert "─ Config ─" not in done.stdout and done.stdout.count("toy on 2 CPU workers: 30,000 images of ") == 1
+    assert done.stdout.count("Run folder ") == 1 and len(done.stdout.splitlines()) < 20, done.stdout
 
 
 def test_bad_input_is_one_message_at_the_terminal(tmp_path: Path) -> None:

@@ -44,6 +44,13 @@ def _measured(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def _evaluated(run: Path) -> dict[str, float]:
+    """What ns-eval finds."""
+    file = run / "eval.json"
+    _run("-m", "nerfstudio.scripts.eval", "--load-config", str(run / "config.yml"), "--output-path", str(file))
+    return json.loads(file.read_text())["results"]
+
+
 def test_two_workers_then_one_then_evaluation(tmp_path: Path) -> None:
     said, first = _train(tmp_path / "two", 2, HALF)
     assert "Steps are fused." in said and "There is no peer memory." in said
@@ -60,9 +67,8 @@ def test_two_workers_then_one_then_evaluation(tmp_path: Path) -> None:
     summary = json.loads((second / "training_summary.json").read_text())
     assert summary["ranks"] == 1 and summary["gaussians"] == after[-1]["gaussians"]
 
-    evaluated = tmp_path / "eval.json"
-    config = str(second / "config.yml")
-    _run("-m", "nerfstudio.scripts.eval", "--load-config", config, "--output-path", str(evaluated))
-    results = json.loads(evaluated.read_text())["results"]
-    at_first = json.loads((first / "training_summary.json").read_text())["psnr_start"]
-    assert results["psnr"] > summary["psnr_start"] > at_first + 1
+    results, at_first = _evaluated(second), json.loads((first / "training_summary.json").read_text())
+    assert results["psnr"] > summary["psnr_start"] > at_first["psnr_start"] + 1
+    for ended, found in ((summary, results), (at_first, _evaluated(first))):
+        assert ended["psnr"] == pytest.approx(found["psnr"], abs=1e-3), "the box at the end says what ns-eval finds"
+        assert ended["ssim"] == pytest.approx(found["ssim"], abs=1e-4)

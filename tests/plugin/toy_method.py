@@ -2,7 +2,13 @@
 
 from nerfstudio.plugins.types import MethodSpecification
 
+from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
+from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig
+from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig
 from tests.plugin.toy import ToyTrainer
 
-toy = MethodSpecification(DistributedTrainerConfig(method_name="toy", _target=ToyTrainer), description="A toy.")
+_pipeline = DistributedPipelineConfig(datamanager=DistributedDataManagerConfig(dataparser=CityDataParserConfig()))
+toy = MethodSpecification(
+    DistributedTrainerConfig(method_name="toy", _target=ToyTrainer, pipeline=_pipeline), description="A toy."
+)

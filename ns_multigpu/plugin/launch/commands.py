@@ -44,6 +44,21 @@ def resume_command(method: str, folder: Path, models: Path, *more: str) -> str:
     return train_command(method, _LOAD_CONFIG, folder / "config.yml", "--load-dir", models, *more)
 
 
+def commands_afterwards(method: str, folder: Path, models: Path, *longer: str) -> list[tuple[str, str]]:
+    """What can be done with a run that has ended, and the command for it.
+
+    Args:
+        method, folder, models: as for `resume_command`.
+        longer: the option that makes it twice as long.
+    """
+    config = str(folder / "config.yml")
+    return [
+        ("Look at it", shlex.join(["ns-viewer", "--load-config", config])),
+        ("Measure it", shlex.join(["ns-eval", "--load-config", config])),
+        ("Go on, for twice as long", resume_command(method, folder, models, *longer)),
+    ]
+
+
 def named_config(argv: Sequence[str] | None = None) -> Path | None:
     """The file that `--load-config` names on this process's command line; None if it is not given."""
     words = sys.argv[1:] if argv is None else argv

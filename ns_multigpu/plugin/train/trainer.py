@@ -29,7 +29,7 @@ from ns_multigpu.plugin.faults.out_of_memory import Attempt, saving
 from ns_multigpu.plugin.faults.signals import STOP
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.agreement import check_same_start
-from ns_multigpu.plugin.launch.commands import resume_command
+from ns_multigpu.plugin.launch.commands import commands_afterwards, resume_command
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.launch.ranks import rendezvous_explained
 from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun
@@ -366,8 +366,8 @@ class DistributedTrainer(Trainer):
         taken, points = self.step + 1 - self._start_step, self.pipeline.model.total_points
         self.progress.finish(taken, self.batch_size, points, more)
 
-    def _command_to_go_on(self, folder: Path, *more: str) -> str:
-        return resume_command(str(self.config.method_name), folder, folder / self.config.relative_model_dir, *more)
+    def _command_to_go_on(self, folder: Path) -> str:
+        return resume_command(str(self.config.method_name), folder, folder / self.config.relative_model_dir)
 
     def _say_goodbye(self, folder: Path, held_out: HeldOut | None) -> None:
         """Says how it went. `folder` is the run's, or where its last checkpoint is."""
@@ -388,12 +388,8 @@ class DistributedTrainer(Trainer):
             longer = ("--max-num-images", str(2 * images))
         else:
             longer = ("--max-num-iterations", str(2 * (self.step + 1)))
-        commands = [
-            ("Look at it", f"ns-viewer --load-config {folder / 'config.yml'}"),
-            ("Measure it", f"ns-eval --load-config {folder / 'config.yml'}"),
-            ("Go on, for twice as long", self._command_to_go_on(folder, *longer)),
-        ]
-        say_goodbye(lines, commands)
+        models = folder / self.config.relative_model_dir
+        say_goodbye(lines, commands_afterwards(str(self.config.method_name), folder, models, *longer))
 
     def _train_complete_viewer(self) -> None:
         """Keeps the viewer open until Ctrl-C, or SIGTERM."""
