@@ -130,7 +130,15 @@ def _(place: Place) -> tuple[list[str], int, tuple[str, ...]]:
 @case("config.yml copied alone")
 def _(place: Place) -> tuple[list[str], int, tuple[str, ...]]:
     shutil.copy(place.run / "config.yml", place.folder / "config.yml")
-    shutil.rmtree(place.run)
+    out = ("--output-path", str(place.folder / "eval.json"))
+    words = ("Note: there are no checkpoints beside", "where the run began")
+    return ["ns-eval", "--load-config", str(place.folder / "config.yml"), *out], 0, words
+
+
+@case("config.yml copied alone, of a run that is gone")
+def _(place: Place) -> tuple[list[str], int, tuple[str, ...]]:
+    text = (place.run / "config.yml").read_text().replace("- whole\n", "- gone\n")
+    (place.folder / "config.yml").write_text(text)
     out = ("--output-path", str(place.folder / "eval.json"))
     return ["ns-eval", "--load-config", str(place.folder / "config.yml"), *out], 1, ("no checkpoints beside it",)
 
@@ -150,6 +158,10 @@ def _(place: Place) -> tuple[list[str], int, tuple[str, ...]]:
 
 for _points in ("none", "-4", "0", "1e99"):
     CASES[f"plan --points {_points}"] = lambda place, points=_points: (
-        ["ns-multigpu", "plan", "--points", points], 1 if points != "-4" else 2, ("points",),
+        ["ns-multigpu", "plan", "--image", "1920x1080", "--points", points], 1, ("points",),
     )  # fmt: skip
-CASES["plan --points 4e6"] = lambda place: (["ns-multigpu", "plan", "--points", "4e6"], 0, ("4,000,000",))
+CASES["plan --points 4e6"] = lambda place: (
+    ["ns-multigpu", "plan", "--image", "1920x1080", "--points", "4e6"],
+    0,
+    ("4,000,000",),
+)

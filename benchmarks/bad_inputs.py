@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from PIL import Image
@@ -38,6 +39,7 @@ class Result:
     command: str
     status: int
     seconds: float
+    told: str
     said: list[str]
     good: bool
 
@@ -88,16 +90,41 @@ def run(name: str, command: Sequence[str], status: int, words: Sequence[str], fo
     print(f"{'ok  ' if good else 'BAD '} {process.returncode} {time.monotonic() - began:5.1f} s  {name}", flush=True)
     if not good:
         print("\n".join([f"     missing: {missing}", *(f"     {line}" for line in said[-25:])]), flush=True)
-    return Result(name, " ".join(command), process.returncode, round(time.monotonic() - began, 1), said[-12:], good)
+    seconds, text = round(time.monotonic() - began, 1), told(said, words).replace(f"{folder}/", "")
+    return Result(name, " ".join(command), process.returncode, seconds, text, said[-12:], good)
+
+
+def told(said: Sequence[str], words: Sequence[str]) -> str:
+    """What a person reads of what was printed: the error in its frame, or lines with the words, or the last."""
+    start = next((position for position, line in enumerate(said) if line.startswith("This cannot be started")), None)
+    if start is not None:
+        return " ".join(line.strip() for line in takewhile(lambda line: line[:1] != "─", said[start + 1 :]))
+    found = [line.strip(" │") for line in said if any(word in line for word in words)]
+    return " ".join(found or said[-1:])
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results as a table in Markdown."""
+    rows = ["| input | status | seconds | what it says |", "| --- | --- | --- | --- |"]
+    for one in results:
+        text = one.told.replace("|", "\\|")
+        rows.append(f"| {one.name} | {one.status} | {one.seconds:.0f} | {text[:400]}{'…' if len(text) > 400 else ''} |")
+    return "\n".join(rows)
 
 
 def main() -> int:
     """Runs the cases; the status is 1 if one of them is not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capture", type=Path, required=True)
+    parser.add_argument("--capture", type=Path)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--table", type=Path, help="runs nothing; prints the table of an earlier --output")
     given = parser.parse_args()
+    if given.table is not None:
+        print(table([Result(**row) for row in json.loads(given.table.read_text())["cases"]]))
+        return 0
+    if given.capture is None:
+        parser.error("--capture is missing")
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="bad-inputs-") as top:
         whole = Path(top) / "whole"

@@ -7,7 +7,7 @@ numbers, which are keyed by (seed, image) rather than drawn from each rank's own
 
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from gsplat.strategy import DefaultStrategy
@@ -49,6 +49,9 @@ class ReplicatedDensifier(DefaultStrategy):
             empties it.
     """
 
+    kind: ClassVar[str] = "ReplicatedDensifier"
+    noisy: ClassVar[bool] = False
+
     world: World = field(default_factory=World.single)
     seed: int = 0
     morton: bool = False
@@ -71,10 +74,30 @@ class ReplicatedDensifier(DefaultStrategy):
             step: images seen before this step.
             info: see `densification_info`.
         """
-        if step >= self.refine_stop_iter:
+        if not self.counts(step):
             return
         self._count(params, state, info)
         self.refine_when_due(params, optimizers, state, step, info["n_cameras"])
+
+    def counts(self, images: int) -> bool:
+        """See `Densifier`: until refining stops."""
+        return images < self.refine_stop_iter
+
+    def after_step(
+        self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int,
+        rate: float, info: Callable[[], Mapping[str, Any]],
+    ) -> None:  # fmt: skip
+        """See `Densifier`."""
+        if self.counts(step):
+            self.step_post_backward(params, optimizers, state, step, info())
+
+    def move(self, params: Any, step: int, images: int, rate: float, taken: Tensor | None = None) -> None:
+        """See `Densifier`: nothing."""
+
+    def limit(self, cap: int | None, held_back: Callable[[int], None]) -> int | None:
+        """See `Densifier`."""
+        self.cap, self.held_back = cap, held_back
+        return cap
 
     def due_after(self, step: int, images: int) -> bool:
         """Whether a step that sees `images` images from number `step` on is followed by a refinement or a reset."""

@@ -7,8 +7,9 @@ GPU may come out differently twice, and replicas must pick the same.
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +49,9 @@ class McmcDensifier:
         morton: bring the Gaussians into the order of `morton` at each refinement.
     """
 
+    kind: ClassVar[str] = "McmcDensifier"
+    noisy: ClassVar[bool] = True
+
     cap_max: int = 1_000_000
     noise_lr: float = 5e5
     refine_start_iter: int = 500
@@ -60,6 +64,25 @@ class McmcDensifier:
     def initialize_state(self) -> dict[str, Any]:
         """What must be kept between steps: nothing."""
         return {}
+
+    def counts(self, images: int) -> bool:
+        """See `Densifier`: never."""
+        return False
+
+    def statistics(self, params: Any, state: dict[str, Any]) -> dict[str, Tensor]:
+        """See `Densifier`: none."""
+        return {}
+
+    def limit(self, cap: int | None, held_back: Callable[[int], None]) -> int | None:
+        """See `Densifier`: `cap_max` limits it."""
+        return self.cap_max
+
+    def after_step(
+        self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int,
+        rate: float, info: Callable[[], Mapping[str, Any]],
+    ) -> None:  # fmt: skip
+        """See `Densifier`."""
+        self.step_post_backward(params, optimizers, step, images, rate)
 
     @torch.no_grad()
     def step_post_backward(

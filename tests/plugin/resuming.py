@@ -76,7 +76,7 @@ def everything(trainer: DistributedTrainer) -> dict[str, torch.Tensor]:
         for number, param in enumerate(table["params"]):
             for name, value in optimizer.state[param].items():
                 found[f"{group}/{number}/{name}"] = value.clone()
-    for name, value in trainer.pipeline.model.strategy_state.items():
+    for name, value in trainer.pipeline.model.densifier_state.items():
         if isinstance(value, torch.Tensor):
             found[f"densifier/{name}"] = value.clone()
     return found

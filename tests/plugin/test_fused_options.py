@@ -34,7 +34,7 @@ def make_run(fused_steps: str = "always") -> SimpleNamespace:
         output_depth_during_training=False,
     )
     densifier = object.__new__(ReplicatedDensifier)
-    model = SimpleNamespace(config=options, strategy=densifier, means=torch.zeros(4, 3))
+    model = SimpleNamespace(config=options, densifier=densifier, means=torch.zeros(4, 3))
     cameras = SimpleNamespace(width=torch.full((3, 1), 30), height=torch.full((3, 1), 22))
     data = SimpleNamespace(
         train_dataset=SimpleNamespace(cameras=cameras),
@@ -137,7 +137,7 @@ def test_mcmc_is_fused_but_not_with_selective_adam(monkeypatch: pytest.MonkeyPat
     gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
     for wish in ("always", "auto"):
         run = make_run(wish)
-        run.pipeline.model.strategy = McmcDensifier()
+        run.pipeline.model.densifier = McmcDensifier()
         assert asked(run, gpu) == (True, "Steps are fused.")
         run.pipeline.model.config.selective_adam = True
         with pytest.raises(InputError, match="MCMC moves Gaussians that are not drawn"):
@@ -217,7 +217,7 @@ def test_steps_of_selective_adam_and_mcmc_are_never_put_off(selective: bool, noi
     run.pipeline.model.config.selective_adam, run.pipeline.model.total_points = selective, 1000
     training = object.__new__(FusedTraining)
     training._world, training._model = World(0, 1, 0, 1, torch.device("cuda", 0)), run.pipeline.model
-    run.pipeline.model.strategy = McmcDensifier() if noise else run.pipeline.model.strategy
+    run.pipeline.model.densifier = McmcDensifier() if noise else run.pipeline.model.densifier
     training._noise = StepNoise(run.pipeline, run.optimizers)
     training._rows_drawn, training._wants_lazy, training._key = 10, False, "made"
     training._choose_lazy()

@@ -96,7 +96,7 @@ def _other_batch(capture: Path, out: Path) -> Report:
             "step": float(moments["step"]),
             "second": moments["exp_avg_sq"].clone(),
             "seen": trainer.pipeline.model.step,
-            "statistics": trainer.pipeline.model.strategy_state["grad2d"].clone(),
+            "statistics": trainer.pipeline.model.densifier_state["grad2d"].clone(),
         }
     finished = start(alone, capture, out / "finished", 5, 2, load_dir=models, load_step=4)
     finished.train()

@@ -60,7 +60,7 @@ def trained(trainer: DistributedTrainer, world: World) -> None:
                 optimizer.state[param] = {"step": torch.tensor(3.0), **state}
     model = trainer.pipeline.model
     for name in ("grad2d", "count"):
-        model.strategy_state[name] = torch.rand(model.num_points, generator=g)
+        model.densifier_state[name] = torch.rand(model.num_points, generator=g)
 
 
 def held(trainer: DistributedTrainer) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ def held(trainer: DistributedTrainer) -> dict[str, Tensor]:
     for group, optimizer in trainer.optimizers.optimizers.items():
         for number, param in enumerate(p for table in optimizer.param_groups for p in table["params"]):
             found.update({f"{group}/{number}/{name}": v.clone() for name, v in optimizer.state[param].items()})
-    found.update({f"densifier/{k}": v.clone() for k, v in model.strategy_state.items() if isinstance(v, Tensor)})
+    found.update({f"densifier/{k}": v.clone() for k, v in model.densifier_state.items() if isinstance(v, Tensor)})
     return found
 
 

@@ -43,15 +43,15 @@ def course(
             for value in model.gauss_params.values():
                 value.data = value.detach()[order]
         name = "_rearrange" if model.config.densifier == "mcmc" else "_refine"
-        refine = getattr(model.strategy, name)
+        refine = getattr(model.densifier, name)
 
         def counted(params: Any, *rest: Any) -> None:
             refine(params, *rest)
-            record = getattr(model.strategy, "reordering", None)
+            record = getattr(model.densifier, "reordering", None)
             rebalanced.append(record is not None and record.rebalanced)
             refined.append((model.step, sum(row[0] for row in all_gather_ints([len(params["means"])], world))))
 
-        setattr(model.strategy, name, counted)
+        setattr(model.densifier, name, counted)
 
     options = {MODEL + "morton_order": True, **options}
     if tile:

@@ -15,7 +15,6 @@ from ns_multigpu.plugin.blocks.fused_options import check_wishes, fuses
 from ns_multigpu.plugin.blocks.fused_training import BlockResult
 from ns_multigpu.plugin.blocks.timing import Pace
 from ns_multigpu.plugin.faults.guards import Guards
-from ns_multigpu.primitives.mcmc import McmcDensifier
 
 Measured: TypeAlias = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 """Of one step, on one rank: its share of the loss, of the loss's terms, and of the metrics, each []."""
@@ -87,7 +86,7 @@ class FusedBlocks:
     def _measured(self, result: BlockResult) -> Measured:
         pipeline = self._pipeline
         terms: dict[str, torch.Tensor] = {"main_loss": result.reports[-1, :-1].sum() / pipeline.batch_size}
-        if isinstance(pipeline.model.strategy, McmcDensifier):
+        if pipeline.model.densifier.noisy:
             share = pipeline.model.share_of_points(self._world)
             with torch.no_grad():  # of the model as the block has left it
                 more = pipeline.model.regularisation(pipeline.batch_size)

@@ -7,8 +7,6 @@ as in ordinary training.
 
 from typing import Any
 
-from ns_multigpu.primitives.mcmc import McmcDensifier
-
 
 class StepNoise:
     """MCMC's part in fused steps; does nothing where the densifier is another.
@@ -22,7 +20,7 @@ class StepNoise:
 
     def __init__(self, pipeline: Any, optimizers: Any) -> None:
         self._pipeline, self._optimizers, self._model = pipeline, optimizers, pipeline.model
-        self.active = isinstance(self._model.strategy, McmcDensifier)
+        self.active = self._model.densifier.noisy
         self._rate = 0.0
 
     def rate(self) -> float:
@@ -39,14 +37,14 @@ class StepNoise:
         """
         self._rate = rate
         first, batch = number * self._pipeline.batch_size, self._pipeline.batch_size
-        if self.active and not self._model.strategy.due_after(first, batch):
-            self._model.strategy.move(self._model.gauss_params, first, batch, rate, step.taken)
+        if self.active and not self._model.densifier.due_after(first, batch):
+            self._model.densifier.move(self._model.gauss_params, first, batch, rate, step.taken)
 
     def after_refinement(self, number: int) -> None:
         """The noise of the step before it, the last that `after` was told of."""
         if self.active:
             batch = self._pipeline.batch_size
-            self._model.strategy.move(self._model.gauss_params, number * batch, batch, self._rate)
+            self._model.densifier.move(self._model.gauss_params, number * batch, batch, self._rate)
 
     def weights(self) -> dict[str, float]:
         """`opacity_weight` and `scale_weight` of a step: the terms are means, and those are of sums."""

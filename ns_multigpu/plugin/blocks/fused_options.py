@@ -9,7 +9,6 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.composed import training_of
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.fused_step import ORDER
-from ns_multigpu.primitives.mcmc import McmcDensifier
 
 _MOST_VIEWS = 128
 
@@ -101,7 +100,7 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
             lambda: f"no fused step is composed of what the strategy {pipeline.strategy.name} is made of",
         ),
         (
-            options.selective_adam and isinstance(model.strategy, McmcDensifier),
+            options.selective_adam and model.densifier.noisy,
             lambda: "MCMC moves Gaussians that are not drawn, and --pipeline.model.selective-adam leaves them alone",
         ),
         (options.camera_optimizer.mode != "off", lambda: "camera poses are optimized"),

@@ -103,7 +103,7 @@ class FusedTraining:
         batch, model, last = self._pipeline.batch_size, self._model, first
         signature = self._signature(first)
         while last + 1 < min(limit, first + MOST_STEPS):
-            if model.strategy.due_after(last * batch, batch) or self._signature(last + 1) != signature:
+            if model.densifier.due_after(last * batch, batch) or self._signature(last + 1) != signature:
                 break
             last += 1
         return range(first, last + 1)
@@ -156,14 +156,14 @@ class FusedTraining:
     def refine(self, steps: range) -> None:
         """Densification after a block."""
         model, batch = self._model, self._pipeline.batch_size
-        if not model.strategy.due_after(steps[-1] * batch, batch):
+        if not model.densifier.due_after(steps[-1] * batch, batch):
             return
         if self._points.keeps(model.num_points):
             self._adam = None  # the step may stay, if the points find room where they are
         else:
             self._release()
-        model.strategy.refine_when_due(
-            model.gauss_params, self._optimizers.optimizers, model.strategy_state, steps[-1] * batch, batch
+        model.densifier.refine_when_due(
+            model.gauss_params, self._optimizers.optimizers, model.densifier_state, steps[-1] * batch, batch
         )
         self._noise.after_refinement(steps[-1])
 
@@ -285,10 +285,10 @@ class FusedTraining:
         degree, factor, counts = signature
         model, pipeline = self._model, self._pipeline
         if counts:
-            model.strategy.statistics(model.gauss_params, model.strategy_state)
+            model.densifier.statistics(model.gauss_params, model.densifier_state)
         groups = [self._optimizers.optimizers[name] for name in ORDER]
         self._adam = AdamStep(groups, with_grads=False)
-        stays = self._points.hold(model.gauss_params, self._adam, model.strategy_state)
+        stays = self._points.hold(model.gauss_params, self._adam, model.densifier_state)
         if stays and self._step is not None and self._key == key:
             return self._step  # a refinement has changed nothing that its graph knows
         serves = all(lazy_serves(group["betas"], group["eps"]) for o in groups for group in o.param_groups)

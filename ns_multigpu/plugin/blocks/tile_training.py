@@ -134,7 +134,7 @@ class TileTraining(FusedTraining):
             ssim_lambda=options.ssim_lambda, rows=rows, segment=segment, intersections=intersections,
             selective=options.selective_adam, groups=self._pipeline.config.overlap, **self._noise.weights(),
         )  # fmt: skip
-        statistics = model.strategy.statistics(model.gauss_params, model.strategy_state) if counts else {}
+        statistics = model.densifier.statistics(model.gauss_params, model.densifier_state) if counts else {}
         self._rows = self._transport_for(settings)
         if self._plans is not None:
             self._plans.forget()

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ns_multigpu.core.densifier import Densifier
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.mcmc import McmcDensifier
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def make_densifier(
     options: "SplatModelConfig", views: int, world: World, seed: int, *, sharded: bool = False
-) -> ReplicatedDensifier | McmcDensifier:
+) -> Densifier:
     """The densifier, which counts images seen and decides alike on every rank.
 
     Args:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 from torchmetrics.image import PeakSignalNoiseRatio
 
+from ns_multigpu.core.densifier import Densifier
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
@@ -30,7 +31,6 @@ from ns_multigpu.plugin.model.sharded_points import ShardedPoints, mean_of
 from ns_multigpu.primitives.densifier import densification_info, dues
 from ns_multigpu.primitives.gaussian_init import initial_gaussians
 from ns_multigpu.primitives.gaussians import Gaussians
-from ns_multigpu.primitives.mcmc import McmcDensifier
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig
@@ -88,8 +88,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     def prepare_densifier(self, world: World, seed: int) -> None:
         """Makes densification count over `world` and draw by `seed`. Called before the first step."""
         self.seed = seed
-        self.strategy = make_densifier(self.config, self.num_train_data, world, seed, sharded=self.sharded)
-        self.strategy_state = self.strategy.initialize_state()
+        self.densifier: Densifier = make_densifier(self.config, self.num_train_data, world, seed, sharded=self.sharded)
+        self.densifier_state = self.densifier.initialize_state()
 
     @property
     def lpips(self) -> OptionalLpips:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -103,7 +103,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     def counts(self, images: int) -> bool:
         """Whether densification counts what a step does that begins after so many images."""
-        return self.config.densifier == "default" and images < self.strategy.refine_stop_iter
+        return self.densifier.counts(images)
 
     def primitive(self, *, depth: bool) -> Gaussians:
         """The primitive for the images seen so far."""
@@ -193,17 +193,11 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         """After each step: densification."""
         if self.rendering is None:
             return
-        if isinstance(self.strategy, McmcDensifier):
-            rate = self.rates.rate_of_one_view("means")
-            self.strategy.step_post_backward(self.gauss_params, self.optimizers, self.step, len(self.views), rate)
-        elif self.counts(self.step):
-            self.strategy.step_post_backward(
-                params=self.gauss_params,
-                optimizers=self.optimizers,
-                state=self.strategy_state,
-                step=self.step,
-                info=densification_info(self.rendering.splats, self.views),
-            )
+        splats, views = self.rendering.splats, self.views
+        self.densifier.after_step(
+            self.gauss_params, self.optimizers, self.densifier_state, self.step, len(views),
+            self.rates.rate_of_one_view("means"), lambda: densification_info(splats, views),
+        )  # fmt: skip
         self.rendering = None
         if dues(self.config.refine_every, self.step, len(self.views)):
             self.count_shards()

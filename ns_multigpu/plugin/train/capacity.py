@@ -15,7 +15,6 @@ from ns_multigpu.planning.work import STRATEGIES, Course
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.faults.memory import free_bytes
-from ns_multigpu.primitives.densifier import ReplicatedDensifier
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def _model_bytes(model: Any, optimizers: Any) -> int:
         for param, state in optimizer.state.items():
             if id(param) in points:
                 tensors += [value for value in state.values() if torch.is_tensor(value)]
-    tensors += [value for value in model.strategy_state.values() if torch.is_tensor(value)]
+    tensors += [value for value in model.densifier_state.values() if torch.is_tensor(value)]
     return sum(tensor.nbytes for tensor in tensors if tensor.device == model.device)
 
 
@@ -103,10 +102,8 @@ def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Ca
             "1 or more, or leave it out."
         )
     found = measure(pipeline, optimizers, world, fused=fused)
-    densifier, cap = pipeline.model.strategy, options.max_gs_num
-    if isinstance(densifier, ReplicatedDensifier):
-        cap = densifier.cap = cap_of(found, options.max_gaussians)
-        densifier.held_back = _Told(cap, world)
+    cap = cap_of(found, options.max_gaussians)
+    cap = pipeline.model.densifier.limit(cap, _Told(cap, world))
     if world.is_main:
         text, worrying = describe(found, pipeline.strategy.name, cap, options.densifier)
         CONSOLE.print(Text(text, "bold yellow" if worrying else ""))

@@ -263,9 +263,12 @@ class DistributedTrainerConfig(TrainerConfig):
 
     def _models_beside(self, named: Path) -> Path:
         beside, began = named.parent / self.relative_model_dir, super().get_base_dir() / self.relative_model_dir
-        for models in (beside, began):
-            if checkpoints_in(models):
-                return models
+        if checkpoints_in(beside):
+            return beside
+        if checkpoints_in(began):
+            note = f"Note: there are no checkpoints beside {named}; those where the run began are taken, in {began}."
+            CONSOLE.print(Text(note, "yellow"), soft_wrap=True)
+            return began
         raise InputError(
             f"--load-config {named}: there are no checkpoints beside it, in {beside}, nor where the run began, in "
             f"{began}. To move or copy a run, move or copy its whole folder."

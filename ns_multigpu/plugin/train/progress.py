@@ -91,7 +91,7 @@ class ProgressLog:
         # All that one rank tells the others goes in one collective, over the host: each would be waited for.
         table = all_gather_floats([*values, *(seconds.get(part, 0.0) for part in _PARTS)], self._world)
         summed = summed_up(list(shares), [row[: len(values)] for row in table])
-        more = {**changes_of(model.strategy), **reordering_of(model.strategy), **saves}
+        more = {**changes_of(model.densifier), **reordering_of(model.densifier), **saves}
         row = self.row(step, batch, [row[len(values) :] for row in table], summed, model.total_points, more)
         if "psnr" in summed and (warning := self.psnr.look(summed["psnr"], step)) and self._world.is_main:
             CONSOLE.print(Text(warning, "bold yellow"), soft_wrap=True)

@@ -30,10 +30,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.agreement import options_of
 from ns_multigpu.plugin.launch.run_folder import restarts
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
-from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline
-from ns_multigpu.primitives.densifier import ReplicatedDensifier
-from ns_multigpu.primitives.mcmc import McmcDensifier
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.train.config import DistributedTrainerConfig
@@ -127,7 +124,7 @@ class RunCheckpoints:
     def _take(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         model, world, data = self._pipeline.model, self._world, self._pipeline.datamanager
         moments, plain = state.take_optimizers(self._optimizers.optimizers)
-        statistics, settings = state.take_densifier(model.strategy_state, world.rank)
+        statistics, settings = state.take_densifier(model.densifier_state, world.rank)
         clock = state.Clock(step + 1, self._pipeline.batch_size)
         values = {
             "method": self._config.method_name,
@@ -146,7 +143,7 @@ class RunCheckpoints:
             "optimizers": plain,
             "schedulers": {name: int(s.last_epoch) for name, s in self._optimizers.schedulers.items()},
             "scaler": self._scaler.state_dict(),
-            "densifier": {"kind": _densifier(model), "values": settings},
+            "densifier": {"kind": model.densifier.kind, "values": settings},
         }
         return {**moments, **statistics, **state.take_generators(world)}, values
 
@@ -213,12 +210,12 @@ class RunCheckpoints:
         if values["views"] == _views(pipeline.datamanager):
             pipeline.strategy.assignment.learn_again(values.get("assignment", []))
         read, names = opened.tensors.read, opened.tensors.names
-        if values["densifier"]["kind"] == _densifier(model):
-            model.strategy_state.update(values["densifier"]["values"])
+        if values["densifier"]["kind"] == model.densifier.kind:
+            model.densifier_state.update(values["densifier"]["values"])
             left = put_statistics(
-                model.strategy_state, opened.tensors, sum(points), rows, model.sharded, self._world, model.device
+                model.densifier_state, opened.tensors, sum(points), rows, model.sharded, self._world, model.device
             )
-            state.put_densifier(model.strategy_state, left, read, values["ranks"], self._world, model.device)
+            state.put_densifier(model.densifier_state, left, read, values["ranks"], self._world, model.device)
         if self._scaler.is_enabled() and values["scaler"]:
             self._scaler.load_state_dict(values["scaler"])
         state.put_generators(names, read, self._world)
@@ -239,7 +236,7 @@ class RunCheckpoints:
         if not values:
             lines.append("It has no statistics of densification: they are gathered anew.")
         else:
-            kind = _densifier(self._pipeline.model)
+            kind = self._pipeline.model.densifier.kind
             if values["densifier"]["kind"] != kind:
                 lines.append(f"It was densified by {values['densifier']['kind']}, and is by {kind} from now on.")
             if values["views"] != _views(self._pipeline.datamanager):
@@ -327,12 +324,6 @@ def _plain_optimizers(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
         for name, value in entry.items()
     }
     return moments, {group: int(table["last_epoch"]) for group, table in content.get("schedulers", {}).items()}
-
-
-def _densifier(model: SplatModel) -> str:
-    """The name of the model's densifier, the same whether its points are spread over the ranks or not: it has the same
-    statistics."""
-    return (McmcDensifier if isinstance(model.strategy, McmcDensifier) else ReplicatedDensifier).__name__
 
 
 def _views(datamanager: Any) -> list[Any]:

@@ -1,0 +1,73 @@
+"""What a trainer asks of whatever adds and removes points."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Densifier(Protocol):
+    """Adds and removes points, alike on every rank. Steps are counted in images seen.
+
+    `params` are the parameters of this rank's points by name, `optimizers` theirs by name, `state` is what
+    `initialize_state` returned: changed in place.
+
+    Attributes:
+        kind: its name in checkpoints: statistics of another kind are of no use to it.
+        noisy: whether `move` moves all points after each step, and the model's opacities and scales count in the loss.
+    """
+
+    kind: ClassVar[str]
+    noisy: ClassVar[bool]
+
+    def initialize_state(self) -> dict[str, Any]:
+        """What must be kept between steps."""
+        ...
+
+    def counts(self, images: int) -> bool:
+        """Whether statistics are gathered in a step that begins after so many images."""
+        ...
+
+    def statistics(self, params: Any, state: dict[str, Any]) -> dict[str, Tensor]:
+        """The running sums that `state` holds, made where there are none: by name, [N] each."""
+        ...
+
+    def after_step(
+        self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int,
+        rate: float, info: Callable[[], Mapping[str, Any]],
+    ) -> None:  # fmt: skip
+        """All that follows a step that went through autograd.
+
+        Args:
+            step: images seen before it. images: in it.
+            rate: the means' learning rate that a step of one image would have.
+            info: what `densification_info` returns; asked for where `counts`.
+        """
+        ...
+
+    def due_after(self, step: int, images: int) -> bool:
+        """Whether a step that sees `images` images from number `step` on is followed by a refinement or a reset."""
+        ...
+
+    def refine_when_due(
+        self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int
+    ) -> None:
+        """Refines, if it is due after that step, whose statistics have been counted."""
+        ...
+
+    def move(self, params: Any, step: int, images: int, rate: float, taken: Tensor | None = None) -> None:
+        """What moves all points after a step, if it is `noisy`; `taken` [] is 0 or False for nothing after all."""
+        ...
+
+    def limit(self, cap: int | None, held_back: Callable[[int], None]) -> int | None:
+        """Keeps the whole model within a number of points, unless the densifier has a limit of its own.
+
+        Args:
+            cap: that number, None for any.
+            held_back: called with the number of points there would have been.
+
+        Returns:
+            what limits the model now.
+        """
+        ...
