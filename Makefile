@@ -1,7 +1,7 @@
 # `make demo` and `make test` are all that a fresh machine needs: each makes .venv first if it is not there.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-gpu lint format bench-cpu clean
+.PHONY: help venv demo test test-slow test-all test-gpu lint format bench-cpu clean
 SHELL := /bin/bash
 
 # Python 3.10, 3.11 or 3.12; name another with `make PYTHON=/path/to/python3.11 ...`.
@@ -37,9 +37,16 @@ $(STAMP): requirements.lock pyproject.toml
 demo: venv ## a city on two workers: train, evaluate, render a video, print a table (demo-output/)
 	@$(BIN)/python -m demo.run --workers $(WORKERS)
 
-test: venv ## the whole test suite, in TEST_JOBS processes
-	@# A thread each: processes whose threads wait for each other's cores take a fifth longer. Long files not last.
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+# A thread each: processes whose threads wait for each other's cores take a fifth longer. Long files not last.
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+
+test: venv ## the tests but for those that take long, in TEST_JOBS processes
+	@$(PYTEST) -m "not slow"
+
+test-slow: venv ## the tests that take long
+	@$(PYTEST) -m slow
+
+test-all: test test-slow ## both
 
 test-gpu: ## the tests that need a GPU, with the python that is active (or PYTHON=...)
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu
