@@ -181,7 +181,7 @@ def test_ns_train_under_torchrun_shares_one_run_folder(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     check_one_run_folder(tmp_path, 2)
-    assert "─ Config ─" not in done.stdout and done.stdout.count("toy on 2 CPU workers: 30,000 images of ") == 1
+    assert "─ Config ─" not in done.stdout and done.stdout.count("toy on 2 CPU workers: 30,000 images\n") == 1
     assert done.stdout.count("Run folder ") == 1 and len(done.stdout.splitlines()) < 20, done.stdout
 
 

@@ -137,7 +137,7 @@ def test_what_cannot_be_done_is_said(run: Path, path: Path, tmp_path: Path, caps
     assert "--output-path" in refused(Evaluation(tmp_path / "a.txt"))
     assert "no such step; there are 7" in refused(fine, step=8)
     assert "--num-devices 0" in refused(fine, devices=0)
-    assert "no such file" in refused(fine, tmp_path / "config.yml")
+    assert "No such file" in refused(fine, tmp_path / "config.yml")
     (tmp_path / "config.yml").write_text("a: 1")
     assert "ns-eval and ns-render" in refused(fine, tmp_path / "config.yml")
     (tmp_path / "fisheye.json").write_text(path.read_text().replace("perspective", "fisheye"))

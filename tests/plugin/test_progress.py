@@ -29,7 +29,7 @@ def _log(world: World, folder: Path, seconds: Any) -> list[tuple[str, Any]]:
     log = ProgressLog(world, folder)
     log.restart_clock()
     model = SimpleNamespace(
-        strategy=SimpleNamespace(changes={"split": 3}),
+        densifier=SimpleNamespace(changes={"split": 3}),
         total_points=77,
         camera_optimizer=SimpleNamespace(get_metrics_dict=lambda metrics: None),
     )

@@ -209,15 +209,16 @@ def test_tabs_of_a_real_browser(tmp_path: Path) -> None:
                 time.sleep(1.8)
                 page.drag()
                 page.close()
-            page = chromium.open(f"http://127.0.0.1:{port}")
             picture = tmp_path / "page.png"
 
-            def shows_the_scene() -> bool:
+            def shows_the_scene(page: browser.Page) -> bool:
                 page.screenshot(picture)
                 scene = np.asarray(Image.open(picture).convert("RGB"), dtype=float)[80:480, 20:450]
                 return bool(scene.std() > 8)
 
-            assert until(shows_the_scene, 120), "the page stays black"
+            # Where cores are few, the browser draws slowly; what is guarded here kept every later page black.
+            later = (chromium.open(f"http://127.0.0.1:{port}") for _ in range(3))
+            assert any(until(lambda page=page: shows_the_scene(page), 120) for page in later), "later pages stay black"
         run.send_signal(2)
         assert run.wait(120) == 130
     finally:
