@@ -146,7 +146,7 @@ def test_what_cannot_be_done_is_said(run: Path, path: Path, tmp_path: Path, caps
     assert "no camera path" in refused(CameraPath(tmp_path / "other.json", tmp_path / "x"))
     with pytest.raises(SystemExit):
         main(["eval", "--load-config", str(tmp_path / "none.yml")])
-    assert "no such file" in capsys.readouterr().err
+    assert "No such file" in capsys.readouterr().err
 
 
 @pytest.mark.slow
