@@ -28,7 +28,9 @@ from tests.strategies.test_law import PRIMITIVES, Outcome, Pieces, check, one_st
 
 KERNELS = [name for name, make in PRIMITIVES.items() if getattr(make(), "sh_degree", None)]
 """The primitives that have a fused step: plain colours take the ordinary one."""
-VIEWS, POINTS, LAMBDA, BACKGROUND = 12, 150, 0.2, 0.3
+POINTS, LAMBDA, BACKGROUND = 150, 0.2, 0.3
+DEALT, CUT = 12, 11
+"""Views of a step: as many for each of 1 to 4 ranks where they are dealt out; else so many that some have to be cut."""
 ROOM = {"rows": 2048, "intersections": 16384}
 LANDSCAPE, PORTRAIT = (61, 45), (45, 61)
 
@@ -37,11 +39,16 @@ Tensors = dict[str, torch.Tensor]
 Moments = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
+def count_of(strategy: str) -> int:
+    """How many views a step has."""
+    return DEALT if STRATEGIES[strategy](World.single()).placement.replicated else CUT
+
+
 def fused_step(world: World, strategy: str, primitive: str, size: tuple[int, int], by_sort: bool = False) -> Outcome:
     """What `one_step` returns, of the fused step that a strategy of that name trains with."""
     spread, kind = STRATEGIES[strategy](world), PRIMITIVES[primitive]()
     assert isinstance(kind, Gaussians) and kind.sh_degree
-    views = make_views(VIEWS, torch.float32, size=size)
+    views = make_views(count_of(strategy), torch.float32, size=size)
     held = spread.placement.hold(make_points(POINTS, torch.float32), world)
     params = {name: value.detach() for name, value in held.params.items()}
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
@@ -66,7 +73,7 @@ def _whole_views(
     statistics: Tensors,
     by_sort: bool,
 ) -> tuple[torch.Tensor, Pieces]:
-    world, each = spread.world, VIEWS // spread.world.size
+    world, each = spread.world, len(views) // spread.world.size
     settings = StepSettings(
         views[0].width, views[0].height, each, kind.sh_degree or 0, kind.antialiased, kind.absgrad, LAMBDA, **ROOM
     )
@@ -79,7 +86,7 @@ def _whole_views(
     step.update()
     assert step.status().done == 1
     images = [(Patch.whole(first + v, views[first + v]), step.rgb[v]) for v in range(each)]
-    return step.report[:-1].sum() / VIEWS, images
+    return step.report[:-1].sum() / len(views), images
 
 
 def _bands(
@@ -93,7 +100,7 @@ def _bands(
 ) -> tuple[torch.Tensor, Pieces]:
     world = spread.world
     settings = TileSettings(
-        views[0].width, views[0].height, VIEWS, kind.sh_degree or 0, kind.antialiased, kind.absgrad, LAMBDA,
+        views[0].width, views[0].height, len(views), kind.sh_degree or 0, kind.antialiased, kind.absgrad, LAMBDA,
         segment=ROOM["rows"], **ROOM,
     )  # fmt: skip
     shape = (settings.rows, settings.segment, settings.words)
@@ -111,7 +118,7 @@ def _bands(
     step.update()
     assert step.status().done == 1
     images = [(replace(patch, halo=0), rgb) for patch, rgb in zip(own, step.rgb, strict=True)]
-    return step.report[:-1].sum() / VIEWS, images
+    return step.report[:-1].sum() / len(views), images
 
 
 def _fill(step: FusedStep | TileStep, views: list[View]) -> None:
@@ -123,8 +130,8 @@ def _fill(step: FusedStep | TileStep, views: list[View]) -> None:
 
 def check_step(outcomes: list[Outcome], strategy: str, primitive: str, size: tuple[int, int]) -> None:
     """Whether the ranks together did what one rank does through autograd."""
-    expected = one_step(World.single(), "single", primitive, VIEWS, POINTS, torch.float32, size)
-    assert sum(float(image.std()) > 0.02 for image in stitch(expected["images"]).values()) >= VIEWS - 2
+    expected = one_step(World.single(), "single", primitive, count_of(strategy), POINTS, torch.float32, size)
+    assert sum(float(image.std()) > 0.02 for image in stitch(expected["images"]).values()) >= count_of(strategy) - 2
     whole = torch.stack([outcome["statistics"] for outcome in outcomes]).sum(0)
     loss = torch.stack([outcome["loss"] for outcome in outcomes]).sum(0).reshape(1)
     together = outcomes[0]["gradients"]
