@@ -62,7 +62,7 @@ format: venv ## rewrites the style that ruff can mend by itself
 	@$(BIN)/ruff format .
 
 bench-cpu: venv ## the CPU operators against the pure-torch reference
-	@$(BIN)/python -m benchmarks.cpu_operators
+	@$(BIN)/python -m benchmarks.kernels.cpu_operators
 
 clean: ## removes what the demo made; leaves .venv
 	rm -rf demo-output

@@ -1,9 +1,9 @@
 """How much of everything one rank has in a step, by strategy.
 
 How many points a view shows, and how many tiles a splat meets, depends on the scene. The defaults are those of the
-largest scene that was measured: the garden of Mip-NeRF 360 repeated on a grid (benchmarks/garden.py), 7.93 M points, of
-which 1.73 M are drawn; each meets 3.5 tiles of an image of 1920x1080, and 7.9 of one of 3840x2160 (`counts` in
-benchmarks/results/rasterizer-h200.json; gsplat, which bounds splats by squares, counts 5.8 and 14.7).
+largest scene that was measured: the garden of Mip-NeRF 360 repeated on a grid (benchmarks/scenes/garden.py), 7.93 M
+points, of which 1.73 M are drawn; each meets 3.5 tiles of an image of 1920x1080, and 7.9 of one of 3840x2160 (`counts`
+in benchmarks/results/rasterizer-h200.json; gsplat, which bounds splats by squares, counts 5.8 and 14.7).
 """
 
 from dataclasses import dataclass, replace

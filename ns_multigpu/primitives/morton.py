@@ -2,10 +2,10 @@
 
 Ranks own ranges of this order. Ranges of a plain Morton curve are regions of space, and one view sees much of one
 region and nothing of another: over a city the busiest of 2 ranks had 1.5 times the mean of the points that a view
-shows, of 4 ranks 2.3 times (benchmarks/point_order.py). So space is cut into cells, each cell goes to one of 64 hands
-such that neighbours are in different hands, and points are ordered by hand first: every long range of the order has a
-fair sample of every region, whatever the number of ranks. Within a cell, hundreds of points as a rule, neighbours in
-the order are neighbours in space.
+shows, of 4 ranks 2.3 times (benchmarks/scaling/point_order.py). So space is cut into cells, each cell goes to one of
+64 hands such that neighbours are in different hands, and points are ordered by hand first: every long range of the
+order has a fair sample of every region, whatever the number of ranks. Within a cell, hundreds of points as a
+rule, neighbours in the order are neighbours in space.
 
 The cells follow from the points' census alone, which ranks can add up: where the points lie, not who holds them,
 decides.

@@ -1,4 +1,4 @@
-"""What `benchmarks.capture` starts, by the name of a run."""
+"""What `benchmarks.captures.capture` starts, by the name of a run."""
 
 import json
 from argparse import Namespace
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import capture
-from benchmarks.capture import command, environment, main
+from benchmarks.captures import capture
+from benchmarks.captures.capture import command, environment, main
 
 OPTIONS = Namespace(images=70, device="cpu", also_at=0, options="", dataparser=["colmap", "--data", "fox"])
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import largest, tile
-from benchmarks.rank_jobs import Job, JobFailed, run_jobs
-from benchmarks.tile_jobs import differences
-from benchmarks.tile_run import PARTS
+from benchmarks.lib.rank_jobs import Job, JobFailed, run_jobs
+from benchmarks.scaling import largest, tile
+from benchmarks.scaling.tile_jobs import differences
+from benchmarks.scaling.tile_run import PARTS
 from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.world import World
 

@@ -3,7 +3,7 @@
 Trainer, pipeline, datamanager, model, loss, optimizers and gsplat's densification are the installed ones, unchanged.
 What is replaced is what a CPU or a comparison cannot do without:
 
-- gsplat's `rasterization`, whose kernels are CUDA only, by our CPU operators (`benchmarks.our_rasterization`);
+- gsplat's `rasterization`, whose kernels are CUDA only, by our CPU operators (`benchmarks.captures.our_rasterization`);
 - `Tensor.cuda()`, by nothing; `torch.compile`, by the function itself;
 - LPIPS, whose weights would have to be fetched, by nothing: it takes no part in training;
 - chance: the start is given, and the default generator is seeded before each background and each refinement as ours is
@@ -31,7 +31,7 @@ from nerfstudio.models.splatfacto import SplatfactoModel
 from pytorch_msssim import SSIM
 from torch import Tensor
 
-from benchmarks.our_rasterization import rasterization
+from benchmarks.captures.our_rasterization import rasterization
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.random import seed_from
 from ns_multigpu.core.types import Patch, View

@@ -243,8 +243,8 @@ def test_torchrun_shows_the_first_traceback_last(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_training_run_ends_as_if_nothing_had_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real thing, once; `python -m benchmarks.faults` does it twenty times."""
-    from benchmarks.faults import measure
+    """The real thing, once; `python -m benchmarks.robustness.faults` does it twenty times."""
+    from benchmarks.robustness.faults import measure
 
     for name, value in environment().items():
         monkeypatch.setenv(name, value)

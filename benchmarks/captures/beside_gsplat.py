@@ -1,6 +1,6 @@
 """One trained model, gsplat 1.4.0's operators and ours: what densification counts, and 2,000 images from there.
 
-    python -m benchmarks.beside_gsplat --images 6050 --more 2000 -- colmap --data fox --downscale-factor 1
+    python -m benchmarks.captures.beside_gsplat --images 6050 --more 2000 -- colmap --data fox --downscale-factor 1
 
 The model is trained by `splatfacto-batch`, refining up to its last fifty images. Then the views that see each Gaussian
 and the sums of its gradients are counted by both. From the same model and Adam's moments training goes on without
@@ -27,7 +27,7 @@ from pytorch_msssim import SSIM
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.environment import describe
+from benchmarks.lib.environment import describe
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.types import Patch, Points, View, stack_intrinsics, stack_viewmats

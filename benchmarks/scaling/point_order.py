@@ -1,10 +1,10 @@
 """How evenly ranges of an order of the points share what single views show: a plain Morton curve, and cells dealt out.
 
-    python -m benchmarks.point_order --points 800k --blocks 6 --garden garden.npz --json FILE
+    python -m benchmarks.scaling.point_order --points 800k --blocks 6 --garden garden.npz --json FILE
 
 A view shows the points whose centres lie in its picture. For each view: the most of them that one of equally long
-ranges has, over the mean; 1 is even. Runs on the CPU. The scenes are the procedural city's (`city_model`) from the air
-and, if its file is named, the garden's points with its three cameras.
+ranges has, over the mean; 1 is even. Runs on the CPU. The scenes are the procedural city's (`scenes.city_model`)
+from the air and, if its file is named, the garden's points with its three cameras.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.city_model import CityScene, make_model
-from benchmarks.environment import describe
+from benchmarks.lib.environment import describe
+from benchmarks.scenes.city_model import CityScene, make_model
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
 from ns_multigpu.planning.quantities import parse_count

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.city_model import DEGREE, CityModel, CityScene
-from benchmarks.lockstep import Clock, Inputs, memory, over_ranks
-from benchmarks.stopwatch import Work, captured
+from benchmarks.lib.lockstep import Clock, Inputs, memory, over_ranks
+from benchmarks.lib.stopwatch import Work, captured
+from benchmarks.scenes.city_model import DEGREE, CityModel, CityScene
 from cuda_ext import LazyAdam
 from cuda_ext.ops.adam import adam_scalars
 from cuda_ext.ops.lazy_adam import MOST_STEPS

@@ -1,6 +1,7 @@
 """What the images of a capture take of the host's memory, over all ranks of a machine.
 
-    python -m benchmarks.host_memory [--views 2000 --width 1920 --height 1080 --ranks 4] [--device cuda] [--json FILE]
+    python -m benchmarks.scaling.host_memory [--views 2000 --width 1920 --height 1080 --ranks 4] \\
+        [--device cuda] [--json FILE]
 
 Every rank makes its share as training does, and tells what its process holds before and after. `--content city` renders
 the views of the procedural city through the datamanager; `noise` fills them with random numbers through `ImageShare`,

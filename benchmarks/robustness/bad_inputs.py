@@ -1,6 +1,6 @@
 """Bad inputs, given to the real commands: what they print, with which status they end, and how long that takes.
 
-    python -m benchmarks.bad_inputs --capture ../shared/data/fox --output benchmarks/results/bad-inputs.json
+    python -m benchmarks.robustness.bad_inputs --capture ../shared/data/fox --output benchmarks/results/bad-inputs.json
 
 Each case makes its input from a small copy of the capture (COLMAP's layout), runs one command on CPU workers, and looks
 for words that a person needs in what it prints. A case is good if they are there, no traceback is, and the status is
@@ -24,9 +24,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from benchmarks import bad_captures, bad_commands
-from benchmarks.bad_cases import CASES, Place
-from benchmarks.environment import describe
+from benchmarks.lib.environment import describe
+from benchmarks.robustness import bad_captures, bad_commands
+from benchmarks.robustness.bad_cases import CASES, Place
 
 assert bad_captures and bad_commands, "they put their cases into CASES"
 

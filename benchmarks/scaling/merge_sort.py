@@ -1,6 +1,6 @@
 """The sort over GPUs by merge paths in peer memory: keys a second, against CUB's radix sort on one GPU.
 
-    python -m benchmarks.merge_sort --json benchmarks/results/merge_sort.json
+    python -m benchmarks.scaling.merge_sort --json benchmarks/results/merge_sort.json
 
 Random 64-bit keys with 32-bit values, spread evenly; the same operators on 1, 2 and 4 GPUs of the machine, on one of
 which nothing is merged: that is CUB. Times are of the slowest rank, medians of several runs between CUDA events, all
@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor
 
 import cuda_ext
-from benchmarks.environment import describe
+from benchmarks.lib.environment import describe
 from cuda_ext.ops.peer_sort import sort_pairs
 from ns_multigpu.core.collectives import all_gather_floats, all_gather_ints, barrier
 from ns_multigpu.core.peer_memory import PeerBuffer

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.city_model import CityModel, CityScene, make_model
-from benchmarks.city_runs import Course, Run, SingleRun
-from benchmarks.gsplat_city import GsplatRun
-from benchmarks.rank_jobs import Job, JobFailed
-from benchmarks.stopwatch import free
-from benchmarks.tile_run import Mode, TileRun
+from benchmarks.lib.rank_jobs import Job, JobFailed
+from benchmarks.lib.stopwatch import free
+from benchmarks.scaling.city_runs import Course, Run, SingleRun
+from benchmarks.scaling.gsplat_city import GsplatRun
+from benchmarks.scaling.tile_run import Mode, TileRun
+from benchmarks.scenes.city_model import CityModel, CityScene, make_model
 from ns_multigpu.core.peer_memory import Transport, choose_transport
 from ns_multigpu.core.world import World
 
@@ -24,7 +24,7 @@ _GSPLAT_TOLERANCE = 2e-2
 
 
 def make_worker(world: World, shared: Job) -> Callable[[Job], Job]:
-    """What does jobs; see `rank_jobs`. `shared`: folder for images, or None; single: its figures by scene's name."""
+    """What does jobs: see `lib.rank_jobs`. `shared`: folder for images, or None; single: its figures by scene name."""
     return _Worker(world, Path(shared["folder"]) if shared["folder"] else None, shared["single"])
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.floors import TILE
-from benchmarks.garden import DEGREE, Scene
+from benchmarks.kernels.floors import TILE
+from benchmarks.scenes.garden import DEGREE, Scene
 from cuda_ext import cull, intersect, project, rasterize, sh_colors
 
 Render = Callable[[list[Tensor]], tuple[Tensor, Tensor]]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from benchmarks.bad_cases import CASES, TWO, Case, Place, case, cut
+from benchmarks.robustness.bad_cases import CASES, TWO, Case, Place, case, cut
 
 # ---- COLMAP's files ----
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.city_model import DEGREE, CityModel
-from benchmarks.city_runs import SSIM_LAMBDA, Course
-from benchmarks.lockstep import Clock, memory, over_ranks
+from benchmarks.lib.lockstep import Clock, memory, over_ranks
+from benchmarks.scaling.city_runs import SSIM_LAMBDA, Course
+from benchmarks.scenes.city_model import DEGREE, CityModel
 from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.fused_step import ORDER

@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.tile_run import LINK_GB_PER_S, PARTS
+from benchmarks.scaling.tile_run import LINK_GB_PER_S, PARTS
 
 Result = dict[str, Any]
 GROUPS = "groups: "

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: options, sections that may fail, tables of lines, the report."""
+"""What `rasterizer` and `train_step` share: options, sections that may fail, tables of lines, the report."""
 
 import argparse
 import json
@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environment import describe
-from benchmarks.garden import DEFAULT, GRIDS, TINY
-from benchmarks.stopwatch import free
+from benchmarks.lib.environment import describe
+from benchmarks.lib.stopwatch import free
+from benchmarks.scenes.garden import DEFAULT, GRIDS, TINY
 
 
 @dataclass(frozen=True)

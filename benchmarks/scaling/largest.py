@@ -1,12 +1,12 @@
 """Trains the largest model: some steps of `splatfacto-tile` on a city of hundreds of millions of Gaussians.
 
-    python -m benchmarks.largest --points 400M --image 4K --json FILE
+    python -m benchmarks.scaling.largest --points 400M --image 4K --json FILE
 
-Every GPU makes its own shard (`city_model`): no tensor is ever as large as the whole model. Parameters, both moments of
-Adam and densification's statistics are float32; the learning rates are splatfacto's. With --compact the moments are
-bfloat16, as with --pipeline.model.optimizer-state compact: 484 bytes a point instead of 720. Printed are the time of a
-step and the memory of each GPU; the loss of each view the first and the last time that it was seen shows that it
-trains. On a CPU: --device cpu --gpus 2 --points 2000 --image 96x64 --steps 4 --views 2.
+Every GPU makes its own shard (`scenes.city_model`): no tensor is ever as large as the whole model. Parameters, both
+moments of Adam and densification's statistics are float32; the learning rates are splatfacto's. With --compact the
+moments are bfloat16, as with --pipeline.model.optimizer-state compact: 484 bytes a point instead of 720. Printed are
+the time of a step and the memory of each GPU; the loss of each view the first and the last time that it was seen shows
+that it trains. On a CPU: --device cpu --gpus 2 --points 2000 --image 96x64 --steps 4 --views 2.
 """
 
 import argparse
@@ -22,14 +22,14 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.city_model import CityScene, make_model
-from benchmarks.city_runs import RATES, Course
-from benchmarks.environment import describe
-from benchmarks.lockstep import Clock, memory, over_ranks
-from benchmarks.rank_jobs import Job, run_jobs
-from benchmarks.stopwatch import free
-from benchmarks.tile import MOST_VIEWS, image_size
-from benchmarks.tile_run import Mode, TileRun
+from benchmarks.lib.environment import describe
+from benchmarks.lib.lockstep import Clock, memory, over_ranks
+from benchmarks.lib.rank_jobs import Job, run_jobs
+from benchmarks.lib.stopwatch import free
+from benchmarks.scaling.city_runs import RATES, Course
+from benchmarks.scaling.tile import MOST_VIEWS, image_size
+from benchmarks.scaling.tile_run import Mode, TileRun
+from benchmarks.scenes.city_model import CityScene, make_model
 from cuda_ext.dispatch.load import build_native
 from cuda_ext.ops.compact_adam import COMPACT
 from ns_multigpu.core.collectives import barrier
@@ -47,7 +47,7 @@ def _bytes(moment: torch.dtype) -> int:
 
 
 def make_worker(world: World, shared: Job) -> Callable[[Job], Job]:
-    """What trains; see `rank_jobs`."""
+    """What trains; see `lib.rank_jobs`."""
     return lambda job: _train(world, job)
 
 

@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.garden import Scene
-from benchmarks.ways import gsplat_render, operators_render
+from benchmarks.kernels.ways import gsplat_render, operators_render
+from benchmarks.scenes.garden import Scene
 from cuda_ext import FusedAdam, fused_step, l1_ssim
 
 RATE = 1e-8

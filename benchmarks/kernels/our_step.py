@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from benchmarks.autograd_step import RATE, SSIM_LAMBDA
-from benchmarks.fused_path import Capacities
-from benchmarks.garden import Scene
-from benchmarks.stopwatch import Work, captured
+from benchmarks.kernels.autograd_step import RATE, SSIM_LAMBDA
+from benchmarks.kernels.fused_path import Capacities
+from benchmarks.lib.stopwatch import Work, captured
+from benchmarks.scenes.garden import Scene
 from cuda_ext import AdamStep, FusedAdam, LazyAdam
 from cuda_ext.ops.adam import ScalarRing
 from ns_multigpu.core.world import World

@@ -1,14 +1,14 @@
 """Times rasterization, forward and backward, against gsplat 1.4.0 on one GPU, and checks that both draw the same.
 
-    python -m benchmarks.rasterizer [--scenes garden-11 ...] [--garden PATH] [--quick] [--json FILE]
+    python -m benchmarks.kernels.rasterizer [--scenes garden-11 ...] [--garden PATH] [--quick] [--json FILE]
 
 Four ways: gsplat's `rasterization` (packed False, as nerfstudio calls it); ours through the public operators and
 autograd; ours through the fused path, eagerly and as a CUDA graph. The loss is a mean squared error against noise. The
 fused path ends with the gradients of rows (splats of this view), from which training goes on to Adam's step in one
 kernel: "and update" has that in it, so it does more than the others, which end with the gradients of parameters.
 Below are the pieces of the fused path, replayed from CUDA graphs, beside the hardware's floor for each
-(`benchmarks.floors`) and with other kernels and scopes of the backward pass. Peak memory is what a way holds beyond
-the scene's parameters and image; moments of Adam do not count.
+(`benchmarks.kernels.floors`) and with other kernels and scopes of the backward pass. Peak memory is what a way holds
+beyond the scene's parameters and image; moments of Adam do not count.
 
 On a CPU gsplat cannot run: the fused path is then checked against the public operators.
 """
@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.agreement import Drawn, compare
-from benchmarks.floors import Counts, floors
-from benchmarks.fused_path import Capacities, FusedPath, FusedUpdate, backward_kernel, needed
-from benchmarks.garden import Garden, Scene
-from benchmarks.sections import Line, Sections, finish, parse, parser, ratio, show
-from benchmarks.stopwatch import Stopwatch, captured, peak_bytes
-from benchmarks.ways import Render, gsplat_counts, gsplat_render, joined, operators_render
+from benchmarks.kernels.floors import Counts, floors
+from benchmarks.kernels.fused_path import Capacities, FusedPath, FusedUpdate, backward_kernel, needed
+from benchmarks.kernels.sections import Line, Sections, finish, parse, parser, ratio, show
+from benchmarks.kernels.ways import Render, gsplat_counts, gsplat_render, joined, operators_render
+from benchmarks.lib.agreement import Drawn, compare
+from benchmarks.lib.stopwatch import Stopwatch, captured, peak_bytes
+from benchmarks.scenes.garden import Garden, Scene
 from cuda_ext.ops.fused import PARAMETERS
 
 

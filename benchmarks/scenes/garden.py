@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.cpu_operators import make_scene
+from benchmarks.scenes.cloud import make_scene
 
-DEFAULT = Path(__file__).parents[1].parent / "shared" / "data" / "garden.npz"
+DEFAULT = Path(__file__).parents[2].parent / "shared" / "data" / "garden.npz"
 DEGREE = 3
 """Degree of the harmonics."""
 

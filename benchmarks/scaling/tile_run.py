@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.city_model import DEGREE, CityModel
-from benchmarks.city_runs import SSIM_LAMBDA, Course, Run
-from benchmarks.lockstep import Clock, Inputs, over_ranks
+from benchmarks.lib.lockstep import Clock, Inputs, over_ranks
+from benchmarks.scaling.city_runs import SSIM_LAMBDA, Course, Run
+from benchmarks.scenes.city_model import DEGREE, CityModel
 from cuda_ext.ops.row_exchange import RECORD_FLOATS
 from ns_multigpu.core.assignment import TileRanges
 from ns_multigpu.core.tile_work import TileWork

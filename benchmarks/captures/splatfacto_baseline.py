@@ -17,7 +17,7 @@ import torch
 import torchmetrics.image.lpip as lpip
 import tyro
 
-from benchmarks.our_rasterization import rasterization
+from benchmarks.captures.our_rasterization import rasterization
 
 
 class _NoLpips(torch.nn.Module):

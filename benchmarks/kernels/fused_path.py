@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.floors import TILE, Counts, count
-from benchmarks.garden import DEGREE, Scene
+from benchmarks.kernels.floors import TILE, Counts, count
+from benchmarks.scenes.garden import DEGREE, Scene
 from cuda_ext import SplatRows, intersect_capacity, splat_forward, splat_update
 from cuda_ext.ops.adam import adam_scalars
 from ns_multigpu.primitives.fused_step import padded
@@ -117,7 +117,7 @@ class FusedPath:
         return rows, lists, pixels
 
     def counts(self) -> Counts:
-        """See `benchmarks.floors`.
+        """See `benchmarks.kernels.floors`.
 
         Raises:
             RuntimeError: a capacity is too small.

@@ -3,7 +3,7 @@
 import os
 import shutil
 
-from benchmarks.bad_cases import CASES, TWO, Case, Place, case, cut
+from benchmarks.robustness.bad_cases import CASES, TWO, Case, Place, case, cut
 
 # ---- options ----
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from benchmarks.floors import BYTES_PER_MS, Counts
-from benchmarks.fused_path import FusedPath
-from benchmarks.garden import DEGREE, Scene
+from benchmarks.kernels.floors import BYTES_PER_MS, Counts
+from benchmarks.kernels.fused_path import FusedPath
+from benchmarks.scenes.garden import DEGREE, Scene
 from cuda_ext import LazyAdam, SplatRows, splat_flush, splat_forward, splat_update
 from cuda_ext.ops.adam import adam_scalars
 

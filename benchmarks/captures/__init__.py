@@ -1,0 +1,1 @@
+"""Whole runs on real captures: quality and speed, beside splatfacto and gsplat."""

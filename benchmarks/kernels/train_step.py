@@ -1,0 +1,284 @@
+"""Times a whole training step, render, L1 + SSIM, backward and Adam, against today's parts on one GPU.
+
+    python -m benchmarks.train_step [--scenes garden-11 ...] [--garden PATH] [--absgrad] [--quick] [--json FILE]
+
+Today's step is what nerfstudio's splatfacto runs: activations, gsplat 1.4.0's `rasterization`, a background, L1 and
+pytorch_msssim's SSIM, six `torch.optim.Adam` (with its defaults, and with fused=True). Ours is `FusedStep` as training
+takes it, eagerly and as a CUDA graph, upload of cameras, rates and image included; "lazy" puts off the steps of points
+that are not drawn, a 50th of the flush after 50 steps included. For comparison there are our public operators under
+autograd with `FusedAdam`. None counts densification's statistics. Learning rates are so small that the scene stays as
+it is, and lazy steps find few more candidates than there are rows: in training there are some more. Peak memory is
+beyond the parameters and Adam's moments, the image included.
+
+The first step of each is compared with today's: the image, the loss and Adam's first moments.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.kernels.autograd_step import RATE, AutogradStep, Kind, torch_loss
+from benchmarks.kernels.floors import floors
+from benchmarks.kernels.fused_path import Capacities, FusedPath, FusedUpdate, needed
+from benchmarks.kernels.lazy_parts import BLOCK, LazyParts, lazy_floors
+from benchmarks.kernels.our_step import OurStep
+from benchmarks.kernels.sections import Line, Sections, finish, parse, parser, ratio, show
+from benchmarks.lib.agreement import Drawn, compare
+from benchmarks.lib.stopwatch import Stopwatch, peak_bytes
+from benchmarks.scenes.garden import Garden, Scene
+from cuda_ext import AdamStep, FusedAdam, band_loss, composite
+from cuda_ext.ops.fused import PARAMETERS
+
+MOST_LOSS_DIFFERENCE = 1e-2
+"""Relative."""
+
+
+@dataclass
+class Results:
+    """Of one scene."""
+
+    scene: Scene
+    lines: list[Line] = field(default_factory=list)
+    drawn: dict[str, Drawn] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+
+    def beyond_model(self, fresh: Callable[[], Any]) -> int | None:
+        """Peak memory of `fresh`, which makes its own parameters and moments, without those."""
+        model = 3 * sum(p.numel() * p.element_size() for p in self.scene.raw())
+        peak = peak_bytes(self.scene.device, fresh)
+        return None if peak is None else peak - model
+
+
+def time_autograd(name: str, kind: Kind, results: Results, watch: Stopwatch, absgrad: bool) -> None:
+    """Times a step that goes through autograd, and keeps what its first one makes."""
+    scene = results.scene
+
+    def fresh() -> AutogradStep:
+        made = AutogradStep(scene, kind, absgrad)
+        made()  # makes the moments
+        made()
+        return made
+
+    peak = results.beyond_model(fresh)
+    step = AutogradStep(scene, kind, absgrad)
+    image, loss = step()
+    results.losses[name] = float(loss)
+    results.drawn[name] = Drawn(image.detach(), dict(zip(PARAMETERS, [m.clone() for m in step.moments()], strict=True)))
+    results.lines.append(Line(f"step, {name}", watch.median(step), peak_bytes=peak))
+
+
+def time_ours(
+    name: str, results: Results, watch: Stopwatch, room: Capacities, floor: float | None, absgrad: bool
+) -> None:
+    """Times our step: eagerly, or as a "graph", or "lazy"."""
+    scene, graph, lazy = results.scene, "graph" in name, "lazy" in name
+
+    def fresh() -> OurStep:
+        made = OurStep(scene, room, absgrad, graph, lazy)
+        for _ in range(3):
+            made()
+        made.fused.flush()
+        return made
+
+    peak = results.beyond_model(fresh)
+    step = OurStep(scene, room, absgrad, graph, lazy)
+    step()
+    step.fused.flush()
+    if graph:  # what is compared shall be the graph's
+        for moment in step.adam.exp_avgs:
+            moment.zero_()
+        step()
+        step.fused.flush()
+    results.losses[name] = float(step.fused.report[0])
+    moments: dict[str, Tensor] = dict(zip(PARAMETERS, [m.clone() for m in step.adam.exp_avgs], strict=True))
+    results.drawn[name] = Drawn(step.fused.rgb.reshape(-1, 3).clone(), moments)
+    ms = watch.median(lambda: step.block(BLOCK)) / BLOCK if lazy else watch.median(step)
+    results.lines.append(Line(f"step, {name}", ms, floor, peak))
+    step.check()
+
+
+def time_losses(results: Results, watch: Stopwatch, floor: float | None) -> None:
+    """Times L1 + SSIM with gradient: pytorch_msssim's and ours; and what fused steps do, background and all in one."""
+    scene = results.scene
+    inner = (0, 0, scene.width, scene.height)
+    generator = torch.Generator(scene.device).manual_seed(1)
+    image = torch.rand(scene.height, scene.width, 3, generator=generator, device=scene.device)
+    loss = torch_loss(scene)
+    v_l1, v_ssim = (torch.tensor(v, device=scene.device) for v in (1e-7, -1e-7))
+    operators = torch.ops.ns_multigpu
+    _, _, gradient = operators.l1_ssim(image, scene.target, inner)
+
+    def theirs() -> None:
+        loss(image.detach().requires_grad_()).backward()
+
+    def back() -> Tensor:
+        return operators.l1_ssim_backward(image, scene.target, gradient, inner, v_l1, v_ssim)
+
+    def both() -> None:
+        operators.l1_ssim(image, scene.target, inner)
+        back()
+
+    blended, covered = image.view(-1, 3), torch.full((scene.width * scene.height,), 0.9, device=scene.device)
+    background = torch.full((3,), 0.1, device=scene.device)
+
+    def apart() -> Tensor:
+        rgb = composite(blended, covered, background).view_as(image)
+        _, _, dssim = operators.l1_ssim(rgb, scene.target, inner)
+        v_rgb = operators.l1_ssim_backward(rgb, scene.target, dssim, inner, v_l1, v_ssim)
+        return operators.composite_backward(blended, covered, background, v_rgb.view(-1, 3))[0]
+
+    def in_one() -> Tensor:
+        return band_loss(blended, covered, background, scene.target, inner, v_l1, v_ssim).v_out
+
+    results.lines += [
+        Line("  loss: L1 and pytorch_msssim, with gradient", watch.median(theirs)),
+        Line("  loss: l1_ssim", watch.kernels(lambda: operators.l1_ssim(image, scene.target, inner))),
+        Line("  loss: l1_ssim_backward", watch.kernels(back)),
+        Line("  loss: both of them", watch.kernels(both), floor),
+        Line("  loss: composite, both of them, composite_backward", watch.kernels(apart)),
+        Line("  loss: band_loss, the same in one", watch.kernels(in_one)),
+    ]
+
+
+def time_updates(results: Results, watch: Stopwatch, room: Capacities, floor: dict[str, float]) -> None:
+    """Times Adam on explicit gradients, torch's and ours, and our update from gradients of rows."""
+    scene = results.scene
+    params = [torch.nn.Parameter(p.clone()) for p in scene.raw()]
+    for p in params:
+        p.grad = torch.full_like(p, 1e-6)
+    kinds: tuple[tuple[str, dict[str, Any]], ...] = (("default", {}), ("fused=True", {"fused": True}))
+    for name, options in kinds:
+        optimizers = [torch.optim.Adam([p], lr=RATE, eps=1e-15, **options) for p in params]
+        results.lines.append(
+            Line(f"  Adam: six torch.optim.Adam, {name}", watch.median(lambda o=optimizers: [x.step() for x in o]))
+        )
+        del optimizers
+    adam = AdamStep([FusedAdam([p], lr=RATE, eps=1e-15) for p in params])
+    adam.upload()
+    results.lines.append(Line("  Adam: adam_step", watch.kernels(adam.launch), floor.get("adam")))
+    del adam, params
+    path, update = FusedPath(scene, room), FusedUpdate(scene)
+    rows, lists, _ = path.both()
+    path.check_room(rows, lists)
+    results.lines.append(
+        Line(
+            "  splat_update: from rows, with Adam",
+            watch.kernels(lambda: update(rows, path.records)),
+            floor.get("update"),
+        )
+    )
+
+
+def time_lazy_parts(results: Results, watch: Stopwatch, room: Capacities, floor: dict[str, float]) -> None:
+    """Times the pieces that differ where steps are put off."""
+    path = FusedPath(results.scene, room)
+    rows, lists, _ = path.both()
+    path.check_room(rows, lists)
+    parts = LazyParts(path)
+    works: tuple[tuple[str, str, Callable[[], Any]], ...] = (
+        ("splat_forward", "forward", parts.forward),
+        ("splat_update", "update", lambda: parts.update(rows, path.records)),
+        ("splat_flush", "flush", parts.flush),
+    )
+    results.lines.append(Line("  splat_forward", watch.kernels(path.splat), floor.get("splat_forward")))
+    for what, key, work in works:
+        results.lines.append(Line(f"  lazy: {what}", watch.kernels(work), floor.get(f"lazy {key}")))
+
+
+def check_losses(losses: dict[str, float], reference: str) -> None:
+    """Raises RuntimeError where a first step's loss is not the reference's."""
+    wanted = losses[reference]
+    wrong = {k: v for k, v in losses.items() if not abs(v - wanted) <= MOST_LOSS_DIFFERENCE * abs(wanted)}
+    if wrong:
+        raise RuntimeError(f"the loss of {reference} is {wanted}, but others' are {wrong}")
+
+
+def measure(scene: Scene, sections: Sections, watch: Stopwatch, absgrad: bool) -> dict[str, Any]:
+    """All of one scene."""
+    results, name = Results(scene), scene.name
+    report: dict[str, Any] = {"name": name, "points": scene.points, "width": scene.width, "height": scene.height}
+    cuda = scene.device.type == "cuda"
+    kinds = (("today", Kind("gsplat", "default")), ("today, fused Adam", Kind("gsplat", "fused"))) if cuda else ()
+    for way, kind in (*kinds, ("operators", Kind("operators", "ours"))):
+        with sections.section(f"{name}: {way}"):
+            time_autograd(way, kind, results, watch, absgrad)
+    room: Capacities | None = None
+    floor: dict[str, float] = {}
+    with sections.section(f"{name}: counts"):
+        room = needed(scene)
+        counts = FusedPath(scene, room).counts()
+        report |= {"counts": asdict(counts), "floors_ms": floors(counts), "capacities": room._asdict()}
+        floor = floors(counts) if cuda else {}
+        if cuda:
+            floor |= {f"lazy {name}": ms for name, ms in lazy_floors(counts, floor).items()}
+    if room is not None:
+        for way in ("ours", "ours, graph", "ours, graph, lazy") if cuda else ("ours", "ours, lazy"):
+            with sections.section(f"{name}: {way}"):
+                least = floor.get("lazy step" if "lazy" in way else "step")
+                time_ours(way, results, watch, room, least, absgrad)
+        with sections.section(f"{name}: updates"):
+            time_updates(results, watch, room, floor)
+        with sections.section(f"{name}: parts of a lazy step"):
+            time_lazy_parts(results, watch, room, floor)
+    with sections.section(f"{name}: losses"):
+        time_losses(results, watch, floor.get("loss"))
+    show(sections.console, scene.describe(), results.lines)
+    with sections.section(f"{name}: comparison"):
+        reference = "today" if cuda else "operators"
+        report |= {"against": compare(sections.console, results.drawn, reference), "losses": results.losses}
+        check_losses(results.losses, reference)
+    return report | {"lines": results.lines}
+
+
+def summarize(console: Console, reports: list[dict[str, Any]]) -> None:
+    """Prints how our step compares with today's."""
+    table = Table(title="whole step, ms", title_justify="left")
+    for head in (
+        "scene",
+        "today",
+        "today, fused Adam",
+        "operators",
+        "ours",
+        "ours, graph",
+        "ours, graph, lazy",
+        "times faster",
+        "peak, of today's",
+    ):
+        table.add_column(head, justify="left" if head == "scene" else "right")
+    for report in reports:
+        lines = {line.what.removeprefix("step, "): line for line in report["lines"]}
+        ways = ("today", "today, fused Adam", "operators", "ours", "ours, graph", "ours, graph, lazy")
+        cells = [f"{lines[way].ms:.3f}" if way in lines else "" for way in ways]
+        ours = lines.get("ours, graph, lazy") or lines.get("ours, graph")
+        if "today" in lines and ours is not None:
+            today = lines["today"]
+            cells += [ratio(today.ms, ours.ms), ratio(ours.peak_bytes, today.peak_bytes)]
+        table.add_row(report["name"], *cells)
+    console.print(table)
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--absgrad", action="store_true", help="sum up absolute gradients too, as splatfacto does")
+    options = parse(made)
+    device = torch.device(options.device)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    sections, watch = Sections(console, device), Stopwatch(device, options.iterations)
+    garden = Garden(options.garden, device)
+    reports: list[dict[str, Any]] = []
+    for name in options.scenes:
+        with sections.section(f"{name}: scene"):
+            reports.append(measure(garden.scene(name), sections, watch, options.absgrad))
+    if device.type == "cuda":
+        summarize(console, reports)
+    return finish("train_step", options, sections, reports)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What benchmarks share: clocks, ranks, and where a figure comes from."""

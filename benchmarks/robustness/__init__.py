@@ -1,0 +1,1 @@
+"""What goes wrong on purpose: bad inputs, and workers that are killed."""

@@ -1,0 +1,1 @@
+"""Scenes to train on: points and images, made anew in every run."""
