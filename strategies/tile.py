@@ -4,14 +4,16 @@ The scheme of torch-dgx (section 4): per-point work where the points are, per-pi
 """
 
 from ns_multigpu.core.assignment import TileRanges
+from ns_multigpu.core.legs import GradientsToOwner, WholePixels
 from ns_multigpu.core.placement import Sharded
-from ns_multigpu.core.splat_exchange import ExchangedSplats
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.tile_work import TileWork
+from ns_multigpu.core.travelling_rows import RowsTravel
 from ns_multigpu.core.world import World
 
 
-def tile(world: World, bounds: tuple[int, ...] | None = None) -> Strategy:
-    """The strategy `tile` for `world`; `bounds` are the ranges of points that the ranks own (see `Sharded`)."""
+def tile(world: World) -> Strategy:
+    """The strategy `tile` for `world`."""
     work = TileWork()
-    return Strategy("tile", Sharded(bounds), TileRanges(work), ExchangedSplats(world, work), world)
+    legs = RowsTravel(work), WholePixels(), GradientsToOwner(world)
+    return Strategy("tile", Sharded(), TileRanges(work), *legs, world)

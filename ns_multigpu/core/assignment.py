@@ -4,14 +4,22 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import ClassVar
 
-from ns_multigpu.core.placement import Plan
+from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.tile_work import TileWork
 from ns_multigpu.core.types import SSIM_HALO, Patch, View
 
 
 class Assignment(ABC):
-    """Cuts a batch of views into patches and gives each to a rank. Every rank computes the same plan."""
+    """Cuts a batch of views into patches and gives each to a rank. Every rank computes the same plan.
+
+    One that learns is told the work of each view's rows of tiles, some steps after they were drawn, on all ranks at the
+    same step: see `learn`.
+    """
+
+    learns: ClassVar[bool] = False
+    """Whether `learn` is to be called. Patches must then be bands: as wide as their view, of whole rows of tiles."""
 
     @abstractmethod
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
@@ -22,6 +30,20 @@ class Assignment(ABC):
             ranks: the world's size.
             holders: the rank that holds each view's image, where there is one to prefer.
         """
+
+    def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
+        """As `assign`, but like an earlier plan where that is nearly as good: what was prepared for one, such as a CUDA
+        graph, then serves again. The same as `assign` unless an assignment makes plans of many kinds."""
+        return self.assign(views, ranks)
+
+    def most_views(self, batch: int, ranks: int) -> int:
+        """Of how many of `batch` views a rank may have patches at most."""
+        return batch
+
+    def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
+        """Learns the intersections of splats and tiles, over all ranks, of each row of tiles of `views`: the rows'
+        numbers, one view after the other."""
+        return
 
     def knowledge(self) -> list[list[int]]:
         """What plans depend on besides the batch, for a checkpoint: rows of integers. Nothing, unless it learns."""
@@ -38,7 +60,7 @@ class AllViewsHere(Assignment):
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
         if ranks != 1:
             raise ValueError(f"the strategy `single` runs on one rank, not {ranks}: choose another strategy")
-        return [[Patch.whole(position, view) for position, view in enumerate(views)]]
+        return Plan.of([[Patch.whole(position, view) for position, view in enumerate(views)]])
 
 
 class DealtViews(Assignment):
@@ -60,7 +82,10 @@ class DealtViews(Assignment):
         for position, view in enumerate(views):
             rank = owner[position] if owner[position] >= 0 else next(spare)
             plan[rank].append(Patch.whole(position, view))
-        return plan
+        return Plan.of(plan)
+
+    def most_views(self, batch: int, ranks: int) -> int:
+        return -(-batch // ranks)
 
 
 class TileRanges(Assignment):
@@ -74,6 +99,8 @@ class TileRanges(Assignment):
         work: the work of each row, as far as it is known; the same on every rank.
     """
 
+    learns = True
+
     def __init__(self, work: TileWork) -> None:
         self.work = work
         self._kept: list[tuple[int, ...]] = []  # cuts, those used last at the end
@@ -83,8 +110,7 @@ class TileRanges(Assignment):
         return self._plan(views, work, ideal_cuts(work, ranks))
 
     def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
-        """As `assign`, but cut where an earlier batch was cut if that is nearly as even: few different plans, so that
-        what was prepared for one can be used again."""
+        """As `assign`, but cut where an earlier batch was cut if that is nearly as even."""
         work = self.work.estimate(views)
         before = list(accumulate((amount for rows in work for amount in rows), initial=0))
 
@@ -99,6 +125,9 @@ class TileRanges(Assignment):
         self._kept = [*(cuts for cuts in self._kept if cuts != chosen), chosen][-MOST_KEPT:]
         return self._plan(views, work, chosen)
 
+    def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
+        self.work.learn(views, counts)
+
     def knowledge(self) -> list[list[int]]:
         """A row a view: its number, then the work of each of its rows of tiles. Then a row for cuts that are kept, -1
         and the cuts."""
@@ -111,7 +140,7 @@ class TileRanges(Assignment):
 
     def _plan(self, views: Sequence[View], work: Sequence[Sequence[int]], cuts: Sequence[int]) -> Plan:
         ranges = stretches(cuts, [len(rows) for rows in work])
-        return [[self._band(view, views[view], first, last) for view, first, last in one] for one in ranges]
+        return Plan.of([self._band(view, views[view], first, last) for view, first, last in one] for one in ranges)
 
     def _band(self, position: int, view: View, first: int, last: int) -> Patch:
         if first == 0 and last == self.work.rows(view):

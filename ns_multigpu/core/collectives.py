@@ -74,13 +74,6 @@ def all_gather_rows(x: Tensor, world: World) -> tuple[Tensor, list[int]]:
     return _AllGatherRows.apply(x, counts, world), counts
 
 
-def gather_rows(x: Tensor, root: int, world: World) -> tuple[Tensor, list[int]]:
-    """Every rank's rows on rank `root`, rank 0's first; none elsewhere. Backward: each gradient returns to its rank."""
-    send = [x.shape[0] if rank == root else 0 for rank in range(world.size)]
-    receive = exchange_counts(send, world)
-    return exchange_rows(x, send, receive, world), receive
-
-
 def all_gather_ints(values: Sequence[int], world: World) -> list[list[int]]:
     """Every rank's integers (equally many on each), over the control group; row r is rank r's."""
     mine = torch.tensor(list(values), dtype=torch.int64)

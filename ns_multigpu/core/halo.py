@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.collectives import exchange_rows
-from ns_multigpu.core.placement import Plan
+from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
 
@@ -44,7 +44,7 @@ class Strip:
 
 def find_strips(plan: Plan, views: Sequence[View]) -> list[Strip]:
     """All strips of a plan, by source, then by target: the same list on every rank."""
-    places = [((rank, k), patch) for rank, patches in enumerate(plan) for k, patch in enumerate(patches)]
+    places = [((rank, k), patch) for rank, patches in enumerate(plan.drawn) for k, patch in enumerate(patches)]
     strips: list[Strip] = []
     for source, halo in places:
         left, top, right, bottom = halo.rendered(views[halo.view])
@@ -76,7 +76,7 @@ class Halos:
     @staticmethod
     def of(plan: Plan, views: Sequence[View], rank: int) -> "Halos":
         """The halos of a plan, as rank `rank` sees them."""
-        own = plan[rank]
+        own = plan.drawn[rank]
         return Halos(
             find_strips(plan, views),
             own,

@@ -48,7 +48,6 @@ class PeerBuffer:
         sizes = cast(list[int], all_gather_objects(size, world))
         if min(sizes) < 1 or min(sizes) != max(sizes):
             raise ValueError(f"PeerBuffer: the ranks ask for {sizes} bytes; need the same number, at least 1.")
-        self._world = world
         self._handle: Any = None
         if world.group is None:
             self.local = torch.empty(size, dtype=torch.uint8, device=world.device)
@@ -87,12 +86,6 @@ class PeerBuffer:
                 "not start at a multiple of the dtype's size."
             )
         return self._buffers[rank][offset : offset + count].view(dtype).view(*shape)
-
-    def pointers(self, offset: int = 0) -> Tensor:
-        """The addresses `offset` bytes into each rank's buffer, [ranks] int64 on the world's device: what
-        `cuda_ext.pack` and `cuda_ext.collect` take. Waits for the device: make it once."""
-        numbers = [address + offset for address in self.addresses]
-        return torch.tensor(numbers, dtype=torch.int64, device=self._world.device)
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Makes the current stream wait until every rank's has come here; the host goes on. A CUDA graph can hold it.

@@ -1,15 +1,12 @@
 """Which rank owns which point."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from ns_multigpu.core.types import Patch, Points
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.types import Points
 from ns_multigpu.core.world import World
-
-Plan = Sequence[Sequence[Patch]]
-"""The patches of the step's batch, by the rank that renders them."""
 
 
 class Placement(ABC):
@@ -33,7 +30,7 @@ class AllHere(Placement):
     replicated = True
 
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
-        return sorted({patch.view for patch in plan[world.rank]})
+        return plan.views_of(world.rank)
 
 
 class Replicated(Placement):
@@ -42,7 +39,7 @@ class Replicated(Placement):
     replicated = True
 
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
-        return sorted({patch.view for patch in plan[world.rank]})
+        return plan.views_of(world.rank)
 
 
 @final
@@ -63,7 +60,7 @@ class Sharded(Placement):
 
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
         """All of the batch's views that anybody renders: which ranks' patches a point reaches only its splat tells."""
-        return sorted({patch.view for patches in plan for patch in patches})
+        return plan.views()
 
     def hold(self, points: Points, world: World) -> Points:
         """This rank's range of `points`, copied, so that the rest can be let go.

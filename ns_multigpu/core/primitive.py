@@ -2,16 +2,39 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from ns_multigpu.core.kernels import Kernels
 from ns_multigpu.core.types import Hits, Patch, Pixels, Points, Splats, View
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kind of point, as an optimizer sees it: its name is also that of its learning rates.
+
+    Attributes:
+        name: in checkpoints, options and `Points.params`.
+        shape: of one point's; -1 for a size that a model chooses.
+        activation: what makes of it what is rendered: a function of torch, or "" for none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    activation: str = ""
 
 
 class Primitive(ABC):
     """The rendering algorithm of one kind of point.
 
-    The three are pure: what they return depends on their arguments alone, never on the rank. A strategy calls them in
-    order and moves records between ranks in between. (Gaian, section 4: cull, splat, render.)
+    The three functions are pure: what they return depends on their arguments alone, never on the rank. A strategy calls
+    them in order and moves records between ranks in between. (Gaian, section 4: cull, splat, render.)
+
+    Attributes:
+        schema: the parameters of a point.
     """
+
+    schema: ClassVar[tuple[Parameter, ...]]
 
     @abstractmethod
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
@@ -24,3 +47,12 @@ class Primitive(ABC):
     @abstractmethod
     def render(self, splats: Splats, patches: Sequence[Patch], views: Sequence[View]) -> list[Pixels]:
         """The patches, halo included, from splats that hold at least every row that shows in them."""
+
+    def kernels(self, **options: Any) -> Kernels | None:
+        """The operators that do the same and more without autograd. Where there are none, None, steps go through the
+        three functions.
+
+        Args:
+            options: of the update, such as `selective`; the kernels' own.
+        """
+        return None

@@ -1,14 +1,15 @@
-"""A strategy: one placement, one assignment and one exchange, under a name."""
+"""A strategy: one placement, one assignment and three legs, under a name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 from ns_multigpu.core.assignment import Assignment
-from ns_multigpu.core.exchange import Exchange
-from ns_multigpu.core.placement import Placement, Plan
+from ns_multigpu.core.legs import GradientLeg, PixelLeg, RowLeg
+from ns_multigpu.core.placement import Placement
+from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.primitive import Primitive
-from ns_multigpu.core.types import Points, Rendering, View
+from ns_multigpu.core.types import Patch, Points, Rendering, View
 from ns_multigpu.core.world import World
 
 
@@ -20,23 +21,67 @@ class Strategy:
     Attributes:
         name: what the user types.
         placement: which rank owns which point.
-        assignment: which rank renders which patch.
-        exchange: what crosses the wire; it belongs to this strategy alone, for it may hold buffers.
+        assignment: which rank draws which patch.
+        rows, pixels, gradients: the legs, what crosses the wire. They belong to this strategy alone: they may hold
+            buffers.
         world: the ranks.
+
+    Raises:
+        ValueError: the pieces contradict each other.
     """
 
     name: str
     placement: Placement
     assignment: Assignment
-    exchange: Exchange
+    rows: RowLeg
+    pixels: PixelLeg
+    gradients: GradientLeg
     world: World
 
+    def __post_init__(self) -> None:
+        several = self.world.size > 1
+        if several and self.placement.replicated and (self.rows.travels or not self.gradients.summed):
+            raise ValueError(
+                f"strategy {self.name}: where every rank holds every point, rows stay and gradients are summed "
+                "(RowsStay, SummedGradients)."
+            )
+        if several and not self.placement.replicated and self.gradients.summed:
+            raise ValueError(
+                f"strategy {self.name}: where points are sharded each has one owner, so that its gradient goes there "
+                "(GradientsToOwner)."
+            )
+
+    @property
+    def survives_giving_up(self) -> bool:
+        """Whether a rank that could not go on in a step can let the others go on: see `GradientLeg.give_up`."""
+        return self.rows.survives_giving_up and self.gradients.survives_giving_up
+
     def plan(self, views: Sequence[View], holders: Sequence[int] | None = None) -> Plan:
-        """The patches of `views` by rank; `holders` are the ranks that hold the views' images, if any."""
-        return self.assignment.assign(views, self.world.size, holders)
+        """The plan for a batch; `holders` are the ranks that hold the views' images, if any.
+
+        Raises:
+            ValueError: a view is cut though every rank holds every point.
+        """
+        return self._checked(self.assignment.assign(views, self.world.size, holders), views)
+
+    def plan_alike(self, views: Sequence[View]) -> Plan:
+        """As `plan`, but like an earlier plan where that is nearly as good: see `Assignment.assign_alike`."""
+        return self._checked(self.assignment.assign_alike(views, self.world.size), views)
+
+    def _checked(self, plan: Plan, views: Sequence[View]) -> Plan:
+        if self.placement.replicated and self.world.size > 1:
+            for patches in plan.drawn:
+                for patch in patches:
+                    if patch != Patch.whole(patch.view, views[patch.view]):
+                        raise ValueError(
+                            f"strategy {self.name}: view {patch.view} of the batch is cut. Where every rank holds "
+                            "every point one rank must draw a view whole: densification counts what that rank splats "
+                            "for it. To cut views, place points with `Sharded`."
+                        )
+        return plan
 
     def render(self, primitive: Primitive, points: Points, views: Sequence[View], plan: Plan) -> Rendering:
-        """Renders this rank's patches of the batch.
+        """Renders the patches of the batch that this rank owns.
 
         Every rank calls it, with its own points and the same views and plan.
 
@@ -46,8 +91,9 @@ class Strategy:
             views: the step's batch; gradients flow to their poses.
             plan: what `plan` returned for them.
         """
+        self.gradients.render_begins(points)
         hits = primitive.cull(points, views, self.placement.views_to_splat(plan, self.world))
         own = primitive.splat(points, hits, views)
-        splats = self.exchange.before_render(own, points, views, plan, self.world)
-        pixels = primitive.render(splats, plan[self.world.rank], views)
-        return self.exchange.after_render(Rendering(pixels, own), splats, views, plan, self.world)
+        splats = self.rows.bring(own, points, views, plan, self.world)
+        pixels = primitive.render(splats, plan.drawn[self.world.rank], views)
+        return self.pixels.settle(Rendering(pixels, own), splats, views, plan, self.world)

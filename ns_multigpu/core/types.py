@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+TILE = 16
+"""Side of a rasterizer's tile in pixels."""
 SSIM_HALO = 5
 """Pixels that an 11 x 11 SSIM window reaches beyond its centre: what a patch must carry to have an exact loss."""
 

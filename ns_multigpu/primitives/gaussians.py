@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,10 +10,9 @@ from torch import Tensor
 import cuda_ext
 from cuda_ext.ops.projection import three_sigma_radii
 from ns_multigpu.core.primitive import Primitive
-from ns_multigpu.core.types import Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
-
-TILE = 16
-"""Side of a rasterizer's tile in pixels."""
+from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
+from ns_multigpu.primitives.gaussian_kernels import GaussianKernels
+from ns_multigpu.primitives.gaussian_schema import SCHEMA
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,16 @@ class Gaussians(Primitive):
     eps2d: float = 0.3
     near: float = 0.01
     far: float = 1e10
+
+    schema = SCHEMA
+
+    def kernels(self, **options: Any) -> GaussianKernels | None:
+        """See `Primitive.kernels`: `selective`, `opacity_weight`, `scale_weight`. None for plain colours or depth."""
+        if self.sh_degree is None or self.depth:
+            return None
+        return GaussianKernels(
+            self.sh_degree, self.antialiased, self.absgrad, self.eps2d, self.near, self.far, **options
+        )
 
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
         """See `Primitive.cull`: points whose bound reaches the view's rectangle."""

@@ -68,9 +68,9 @@ def take_step(
         target = make_image(view).to(world.device)[top:bottom, left:right]
         loss = loss + photometric_loss(rgb, target, pixels.patch, view, 0.2) / len(batch)
     leaves = [*poses, *held.params.values()]
-    spread.exchange.begin_backward(leaves)
+    spread.gradients.begin_backward(leaves)
     loss.backward()
-    spread.exchange.end_backward()
+    spread.gradients.end_backward()
     info = densification_info(rendering.splats, batch)
     gradients = {name: _gradient(value) for name, value in held.params.items()}
     first = 0

@@ -10,10 +10,9 @@ from nerfstudio.utils.writer import EventName
 from torch import Tensor
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.blocks.composed import training_of
 from ns_multigpu.plugin.blocks.fused_options import check_wishes, fuses
-from ns_multigpu.plugin.blocks.fused_training import BlockResult
 from ns_multigpu.plugin.blocks.timing import Pace
+from ns_multigpu.plugin.blocks.training import BlockResult, Training
 from ns_multigpu.plugin.faults.guards import Guards
 
 Measured: TypeAlias = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
@@ -35,9 +34,7 @@ class FusedBlocks:
 
     def __init__(self, pipeline: Any, optimizers: Any, world: World, guards: Guards) -> None:
         self._pipeline, self._world, self._guards = pipeline, world, guards
-        kind = training_of(pipeline.strategy)
-        assert kind is not None, "asked before: see `fused_options.obstacle`"
-        self.training = kind(pipeline, optimizers, world, guards.computed)
+        self.training = Training(pipeline, optimizers, world, guards.computed)
         self._pace, self._seconds = Pace(), 0.0
 
     @classmethod

@@ -33,7 +33,7 @@ class StepNoise:
         It needs memory. Where there is none for it the run ends as after that step, this one noise missing.
 
         Args:
-            step: a `FusedStep` or `TileStep`. number: the step's. rate: see `rate`, of the step.
+            step: a `Step`. number: the step's. rate: see `rate`, of the step.
         """
         self._rate = rate
         first, batch = number * self._pipeline.batch_size, self._pipeline.batch_size

@@ -5,10 +5,10 @@ from typing import Any
 
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.adam import FusedAdam, is_plain
+from ns_multigpu.core.step import legs_without_kernels
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.blocks.composed import training_of
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.primitives.fused_step import ORDER
+from ns_multigpu.primitives.gaussian_schema import ORDER
 
 _MOST_VIEWS = 128
 
@@ -94,11 +94,9 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     shapes = pipeline.datamanager.train_shapes
     smallest = 11 * 2**options.num_downscales
     groups = {name: optimizers.optimizers.get(name) for name in ORDER}
+    legs = legs_without_kernels(pipeline.strategy)
     tests: Sequence[tuple[bool, Callable[[], str]]] = (
-        (
-            training_of(pipeline.strategy) is None,
-            lambda: f"no fused step is composed of what the strategy {pipeline.strategy.name} is made of",
-        ),
+        (legs is not None, lambda: str(legs)),
         (
             options.selective_adam and model.densifier.noisy,
             lambda: "MCMC moves Gaussians that are not drawn, and --pipeline.model.selective-adam leaves them alone",

@@ -20,7 +20,7 @@ from ns_multigpu.planning.work import Share
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.faults import memory
 from ns_multigpu.plugin.faults.out_of_memory import Counts, GivenUp, NoRoom, forget_frames
-from ns_multigpu.primitives.fused_step import ORDER, flat
+from ns_multigpu.primitives.gaussian_schema import ORDER, flat
 
 
 @dataclass
@@ -35,7 +35,7 @@ def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) 
     """Encloses the steps of a block; the enclosed code says how many have been taken.
 
     Args:
-        training: a `FusedTraining`.
+        training: a `Training`.
 
     Raises:
         GivenUp: memory ran out, all ranks know, and everything is as after the last step that was taken.
@@ -69,16 +69,16 @@ def go_back(points: PointStorage, optimizers: Any, lazy: Any, counts: Counts, do
             scheduler.step()
 
 
-def bytes_of_step(capacities: Sequence[int], pixels: int, ranks: int) -> float:
+def bytes_of_step(capacities: tuple[int, int, int], pixels: int, ranks: int, *, travels: bool) -> float:
     """What the buffers of a step take, by the planning model.
 
     Args:
-        capacities: rows and intersections; or rows, a segment, and intersections. In the second case what rows are
-            exchanged through is left out: it stays from step to step.
+        capacities: rows, a segment, and intersections.
         pixels: that this rank draws.
+        travels: whether rows do. What they travel through is left out: it stays from step to step.
     """
-    rows, intersections = capacities[0], capacities[-1]
-    arrivals = capacities[1] * ranks if len(capacities) == 3 else 0
+    rows, segment, intersections = capacities
+    arrivals = segment * ranks if travels else 0
     one = Share(0, 1, rows, arrivals, arrivals or rows, intersections, pixels, 0.0, 0.0, 0.0)
     parts = step_buffers(one, ranks, capacity=1.0)
     return sum(size for name, size in parts.items() if name != "exchange" or not arrivals)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.adam import AdamStep
-from ns_multigpu.primitives.fused_step import ORDER
+from ns_multigpu.primitives.gaussian_schema import ORDER
 
 MOST_SPARED = 1 << 20
 """Points of a model at most that gets room to spare: with more, a step takes so long that a capture is nothing beside

@@ -5,10 +5,12 @@ up only when every view has been drawn without needing it: views of one capture 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import TypeAlias
 
-from ns_multigpu.primitives.fused_step import padded
+from ns_multigpu.core.step_settings import padded
 
+Capacities: TypeAlias = tuple[int, int, int]
 _SPARE = 3 * 8192
 """Rows or intersections of too much room that are not worth new buffers."""
 _IMAGES = 500
@@ -16,7 +18,7 @@ _IMAGES = 500
 
 
 class StepCapacities:
-    """Capacities of steps, in a fixed order (rows and intersections; or rows, segments and intersections).
+    """Capacities of steps: rows, segments and intersections.
 
     Args:
         views: training views of the capture.
@@ -24,19 +26,19 @@ class StepCapacities:
 
     def __init__(self, views: int) -> None:
         self._window = max(_IMAGES, views)
-        self._recent: deque[tuple[int, tuple[int, ...]]] = deque()  # images of a block, and what it needed
-        self._now: tuple[int, ...] | None = None
+        self._recent: deque[tuple[int, Capacities]] = deque()  # images of a block, and what it needed
+        self._now: Capacities | None = None
 
     @property
-    def now(self) -> tuple[int, ...] | None:
+    def now(self) -> Capacities | None:
         """The capacities; None before the first."""
         return self._now
 
-    def begin(self, capacities: Sequence[int]) -> None:
+    def begin(self, capacities: Capacities) -> None:
         """Sets the first ones."""
-        self._now = tuple(capacities)
+        self._now = capacities
 
-    def learn(self, needed: Sequence[int], full: bool, images: int) -> None:
+    def learn(self, needed: Capacities, full: bool, images: int) -> None:
         """Fits the capacities to what steps have needed.
 
         Args:
@@ -45,17 +47,23 @@ class StepCapacities:
             images: that the steps which were taken have seen.
         """
         assert self._now is not None
-        self._recent.append((images, tuple(needed)))
+        self._recent.append((images, needed))
         while sum(seen for seen, _ in self._recent) - self._recent[0][0] >= self._window:
             self._recent.popleft()
         if full:
-            wanted = [padded(most) for most in needed]
             # What was counted beyond a full capacity of rows may be too little: go well beyond.
-            self._now = tuple(max(c, 2 * w if w > c else w) for w, c in zip(wanted, self._now, strict=True))
+            self._now = self._each(lambda w, c: max(c, 2 * w if w > c else w), needed)
             return
         # Before all views have been seen, only what is far too much: the first guess of a run.
         halves = 3 if sum(seen for seen, _ in self._recent) >= self._window else 6
-        wanted = [padded(max(column)) for column in zip(*(most for _, most in self._recent), strict=True)]
-        self._now = tuple(
-            w + w // 8 if c > halves * w // 2 + _SPARE else c for w, c in zip(wanted, self._now, strict=True)
+        rows, segments, intersections = zip(*(most for _, most in self._recent), strict=True)
+        self._now = self._each(
+            lambda w, c: w + w // 8 if c > halves * w // 2 + _SPARE else c,
+            (max(rows), max(segments), max(intersections)),
         )
+
+    def _each(self, chosen: Callable[[int, int], int], needed: Capacities) -> Capacities:
+        """A choice for each capacity, from what there should be room for and what there is."""
+        assert self._now is not None
+        rows, segment, intersections = (chosen(padded(n), c) for n, c in zip(needed, self._now, strict=True))
+        return rows, segment, intersections

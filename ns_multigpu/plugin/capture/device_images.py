@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints
-from ns_multigpu.core.placement import Plan
-from ns_multigpu.core.types import Patch, View
+from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 
@@ -41,16 +40,10 @@ class DeviceImages:
 
         Args:
             indices: the batch's views by their number in the capture.
-            plan: which rank renders which of them, whole.
+            plan: whose pixels are whose.
         """
-        mine = [patch.view for patch in plan[self._world.rank]]
+        mine = [patch.view for patch in plan.owned[self._world.rank]]
         if self._kept:
             return [self._kept[indices[position]] for position in mine]
         there = self._data.train_share.deliver(indices, plan, self._world.device)
         return [there[position]["image"] for position in mine]
-
-
-def whole_views(views: list[View], ranks: int) -> Plan:
-    """Equal shares of a batch of whole views: the first for rank 0."""
-    each = len(views) // ranks
-    return [[Patch.whole(p, views[p]) for p in range(rank * each, (rank + 1) * each)] for rank in range(ranks)]

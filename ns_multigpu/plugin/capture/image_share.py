@@ -8,7 +8,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from ns_multigpu.core.collectives import exchange_rows
-from ns_multigpu.core.placement import Plan
+from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape, ImageStore, from_bytes
@@ -118,7 +118,7 @@ class ImageShare:
             ImageError: an image that is decoded on demand cannot be read any more.
         """
         world = self._world
-        readers = [sorted({patch.view for patch in patches}) for patches in plan]
+        readers = [sorted({patch.view for patch in patches}) for patches in plan.owned]
         moves = [
             (self.holder(indices[position]), reader, position)
             for reader, positions in enumerate(readers)

@@ -58,7 +58,7 @@ class Attempt:
             if memory.where_memory_ran_out(error) is None or not self._others_can_go_on():
                 raise
             forget_frames(error)
-            self._trainer.pipeline.strategy.exchange.give_up(self._trainer._parameters())
+            self._trainer.pipeline.strategy.gradients.give_up(self._trainer._parameters())
             self._agree(failed=True)
             raise GivenUp(step - 1, error) from None
 
@@ -68,7 +68,7 @@ class Attempt:
         Raises:
             GivenUp: memory ran out on another rank.
         """
-        if self._trainer.pipeline.strategy.exchange.survives_giving_up and self._agree(failed=False):
+        if self._trainer.pipeline.strategy.survives_giving_up and self._agree(failed=False):
             raise GivenUp(step - 1, None)
 
     def _agree(self, *, failed: bool) -> bool:
@@ -78,7 +78,7 @@ class Attempt:
         """Whether the ranks that wait for this one can be brought to where all ask each other."""
         pipeline = self._trainer.pipeline
         # Images are brought from rank to rank before anything is rendered.
-        rendering = pipeline.timer.part == "compute" and pipeline.strategy.exchange.survives_giving_up
+        rendering = pipeline.timer.part == "compute" and pipeline.strategy.survives_giving_up
         return self._trainer.world.group is None or rendering
 
 

@@ -15,7 +15,7 @@ from nerfstudio.data.scene_box import OrientedBox
 from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints, broadcast_object, exchange_rows
-from ns_multigpu.core.placement import Plan
+from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
 from ns_multigpu.plugin.model.cameras import view_from_camera
@@ -118,7 +118,8 @@ class RenderService:
                 background = model.background_color.to(world.device)
                 return model.get_empty_outputs(view.width, view.height, background) if world.rank in roots else None
         # No loss, no windows: what lies in a halo is another rank's to render.
-        plan = [[replace(patch, halo=0) for patch in patches] for patches in strategy.plan([view])]
+        drawn = strategy.plan([view]).drawn
+        plan = Plan.of([replace(patch, halo=0) for patch in patches] for patches in drawn)
         primitive = replace(model.primitive(depth=True), absgrad=False)
         pixels = self._gather(strategy.render(primitive, points, [view], plan), view, plan, roots)
         if pixels is None:
@@ -133,7 +134,7 @@ class RenderService:
     def _gather(self, rendering: Rendering, view: View, plan: Plan, roots: Sequence[int]) -> Pixels | None:
         """The whole image on `roots`, from each rank's patches."""
         world = self._world
-        counts = [sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in patches) for patches in plan]
+        counts = [sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in patches) for patches in plan.owned]
         like = next(row for row in rendering.splats.rows.values() if row.is_floating_point())
         parts = [torch.cat([one.color, one.alpha, _depth(one)], -1).flatten(0, 1) for one in rendering.pixels]
         own = torch.cat([like.new_empty(0, _CHANNELS), *parts])
@@ -144,7 +145,7 @@ class RenderService:
             return None
         image = rows.new_empty(view.height, view.width, _CHANNELS)
         start = 0
-        for patch in (patch for patches in plan for patch in patches):
+        for patch in (patch for patches in plan.owned for patch in patches):
             height, width = patch.y1 - patch.y0, patch.x1 - patch.x0
             piece = rows[start : start + height * width]
             image[patch.y0 : patch.y1, patch.x0 : patch.x1] = piece.view(height, width, _CHANNELS)

@@ -41,7 +41,7 @@ from ns_multigpu.plugin.train.pipeline import DistributedPipeline, DistributedPi
 from ns_multigpu.plugin.train.progress import ProgressLog
 from ns_multigpu.plugin.train.resume import RunCheckpoints
 from ns_multigpu.plugin.train.terminal import duration, quiet, say_goodbye
-from ns_multigpu.primitives.fused_step import ORDER
+from ns_multigpu.primitives.gaussian_schema import ORDER
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.train.config import DistributedTrainerConfig
@@ -220,17 +220,17 @@ class DistributedTrainer(Trainer):
         Returns:
             this rank's share of the loss, of its terms, and of the metrics.
         """
-        timer, exchange = self.pipeline.timer, self.pipeline.strategy.exchange
+        timer, gradients = self.pipeline.timer, self.pipeline.strategy.gradients
         self.optimizers.zero_grad_all()
         with self.attempt.rendering(step):
             with torch.autocast(device_type=self.world.device.type, enabled=self.mixed_precision):
                 _, losses, measured = self.pipeline.get_train_loss_dict(step, metrics=metrics)
                 loss = functools.reduce(torch.add, losses.values())
             with timer.measure("compute"):
-                exchange.begin_backward(self._parameters())
+                gradients.begin_backward(self._parameters())
                 self.grad_scaler.scale(loss).backward()
         with timer.measure("exchange"):
-            exchange.end_backward()
+            gradients.end_backward()
         self.attempt.rendered(step)
         with timer.measure("compute"):
             if self._gradients_usable(step):

@@ -2,46 +2,39 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Splats travel from the ranks that own their points to the ranks whose patches they touch; gradients travel back."""
 
-import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.buckets import GradientBuckets
 from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
-from ns_multigpu.core.exchange import Exchange
-from ns_multigpu.core.halo import Halos, WholeGradients
-from ns_multigpu.core.placement import Plan
+from ns_multigpu.core.legs import RowLeg
+from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.tile_work import TileWork
-from ns_multigpu.core.types import Hits, Patch, Points, Rendering, Splats, View
+from ns_multigpu.core.types import Hits, Patch, Points, Splats, View
 from ns_multigpu.core.world import World
 
 
-class ExchangedSplats(Exchange):
+class RowsTravel(RowLeg):
     """All-to-all of splats, for points that are `Sharded`: what arrives is ordered by (view, global point id).
 
     A splat's row goes once to each rank that has a patch, halo included, with a pixel centre within the row's `radii`.
     Rows carry `means2d` [M, 2] and `radii` [M, 2] in pixels, as `Gaussians.splat` has them, and whatever else they
     have. One small all-gather of integers a step tells who sends how much, and how much work each row of tiles is; for
-    it the counts are read back once. Parameters that are not the points' are replicated: their gradients are summed.
+    it the counts are read back once.
 
     Args:
-        world: the ranks.
-        work: is told each view's work when it is rendered with gradients.
+        work: is told each view's work when it is rendered with gradients; None to count none.
     """
 
-    def __init__(self, world: World, work: TileWork) -> None:
-        self._work = work
-        self._buckets = GradientBuckets(world)
-        self._sharded: list[weakref.ref[Tensor]] = []
-        self._replicated: list[Tensor] = []
+    travels = True
 
-    def before_render(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
-        # Weakly: densification is about to replace them, and must not find the old ones kept.
-        self._sharded = [weakref.ref(param) for param in points.params.values()]
+    def __init__(self, work: TileWork | None = None) -> None:
+        self._work = work
+
+    def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
         route = self._route(own, len(points), views, plan, world, learn=torch.is_grad_enabled())
         floats = {name: row for name, row in own.rows.items() if row.is_floating_point()}
         integers = {name: row for name, row in own.rows.items() if not row.is_floating_point()}
@@ -55,45 +48,6 @@ class ExchangedSplats(Exchange):
         view_ids = torch.arange(len(views), dtype=torch.int32).repeat_interleave(per_view).to(ids.device)
         return Splats(Hits(view_ids, ids), {name: rows[name] for name in own.rows}, probe, own.probe_rendered)
 
-    def after_render(
-        self, rendering: Rendering, splats: Splats, views: Sequence[View], plan: Plan, world: World
-    ) -> Rendering:
-        own = rendering.splats
-        outputs = [
-            [tensor for tensor in (pixels.color, pixels.alpha, pixels.depth) if tensor is not None]
-            for pixels in rendering.pixels
-        ]
-        widths = [tensor.shape[-1] for tensor in outputs[0]] if outputs else []
-        flat = [tensor for tensors in outputs for tensor in tensors]
-        halos = Halos.of(plan, views, world.rank)
-        anchor = next(row for row in splats.rows.values() if row.is_floating_point())
-        named = [name for name, row in own.rows.items() if row.is_floating_point()]
-        tied = cast(
-            tuple[Tensor, ...],
-            WholeGradients.apply(halos, widths, world, anchor, *flat, *(own.rows[name] for name in named)),
-        )
-        pixels = [
-            replace(
-                one,
-                color=tied[k],
-                alpha=tied[k + 1],
-                depth=None if one.depth is None else tied[k + 2],
-            )
-            for one, k in zip(rendering.pixels, range(0, len(flat), len(widths) or 1), strict=True)
-        ]
-        rows = {**own.rows, **dict(zip(named, tied[len(flat) :], strict=True))}
-        return Rendering(pixels, replace(own, rows=rows))
-
-    def begin_backward(self, params: Iterable[Tensor]) -> None:
-        sharded = [ref() for ref in self._sharded]
-        self._replicated = [param for param in params if not any(param is one for one in sharded)]
-
-    def end_backward(self) -> None:
-        # Not while backward runs: the sums would meet the exchange of gradients in an order that differs by rank.
-        self._buckets.watch(self._replicated)
-        self._buckets.finish()
-        self._replicated = []
-
     @torch.no_grad()
     def _route(
         self, own: Splats, points: int, views: Sequence[View], plan: Plan, world: World, learn: bool
@@ -101,16 +55,17 @@ class ExchangedSplats(Exchange):
         place = own.hits.view_ids.long()
         running: list[Tensor] = []
         counts: list[Tensor] = []
-        for patches in plan:
+        for patches in plan.drawn:
             touch = touches(own, views, patches)
             running.append(touch.cumsum(0))
             counts.append(torch.zeros(len(views), dtype=torch.int64, device=place.device))
             counts[-1].index_add_(0, place, touch.long())
-        told = cast(list[int], torch.cat([*counts, self._work.count(own, views)]).tolist())
+        work = [self._work.count(own, views)] if self._work is not None else []
+        told = cast(list[int], torch.cat([*counts, *work]).tolist())
         with world.traffic.measured():
             table = all_gather_ints([points, *told], world)
         cells = world.size * len(views)
-        if learn:
+        if learn and self._work is not None:
             self._work.learn(views, [sum(column) for column in zip(*(row[1 + cells :] for row in table), strict=True)])
         sent = [[row[1 + to * len(views) : 1 + (to + 1) * len(views)] for to in range(world.size)] for row in table]
         # The k-th row that touches is where the running count comes to k: no second wait for the device to count.

@@ -1,14 +1,15 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Counts of work that reach the host some steps after the device has made them, so that no step waits for them."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.tile_work import TileWork
 from ns_multigpu.core.types import View
 
 LAG = 4
@@ -23,14 +24,14 @@ class _Counts:
 
 
 class LateCounts:
-    """What `TileStep.tile_counts` says of each step, learnt a fixed number of steps later: on all ranks the same then.
+    """What `Step.tile_counts` says of each step, learnt a fixed number of steps later: on all ranks the same then.
 
     Args:
-        work: what learns.
+        learn: what learns, given views and counts: `Assignment.learn`.
     """
 
-    def __init__(self, work: TileWork) -> None:
-        self._work = work
+    def __init__(self, learn: Callable[[Sequence[View], Sequence[int]], None]) -> None:
+        self._learn = learn
         self._waiting: deque[_Counts] = deque()
 
     def send(self, views: Sequence[View], counts: Tensor) -> None:
@@ -55,4 +56,4 @@ class LateCounts:
             one = self._waiting.popleft()
             if one.arrived is not None:
                 one.arrived.synchronize()
-            self._work.learn(one.views, one.counts.reshape(-1).tolist())
+            self._learn(one.views, one.counts.reshape(-1).tolist())

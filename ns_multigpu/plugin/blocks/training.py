@@ -1,9 +1,13 @@
 """Training in blocks of fused steps: what the host does between two looks at the device.
 
 The ordinary step goes through autograd, some hundred launches and as many objects; on a small capture the GPU waits for
-the host most of the time. Here a step is captured once in a CUDA graph (two, with the exchange between them, where
-there are several ranks) and replayed until something about it changes: the number of points, the resolution, the
-harmonics. The host uploads a hundred numbers and names an image.
+the host most of the time. Here a step is captured in CUDA graphs (see `graphs`) and replayed until something about it
+changes: the number of points, the resolution, the harmonics, the plan. The host uploads a hundred numbers and names
+images.
+
+A step's plan may follow from how much work each row of tiles was when its view was seen last. Those counts come from
+the device some steps later than they are made, always the same number, so that nobody waits for them and all ranks plan
+the same.
 
 Within a block the steps of points that are not drawn are put off (`LazyAdam`); before anybody else may look
 at the model, they are taken. With selective Adam they are not taken at all, and none is put off; nor with MCMC, whose
@@ -11,7 +15,8 @@ noise moves all of them after each step (`fused_noise`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,25 +24,31 @@ from torch import Tensor
 
 from cuda_ext.ops.adam import AdamStep, ScalarRing
 from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves
-from ns_multigpu.core.placement import Plan
+from ns_multigpu.core.late_counts import LateCounts
+from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.core.step import Step
+from ns_multigpu.core.step_settings import Status, StepSettings, first_capacities, with_halos
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
 from ns_multigpu.planning.rates import LAZY_BELOW
 from ns_multigpu.plugin.blocks.fused_noise import StepNoise
 from ns_multigpu.plugin.blocks.fused_rescue import bytes_of_step, go_back, last_whole_step
+from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
+from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
-from ns_multigpu.plugin.blocks.step_graphs import StepGraphs
-from ns_multigpu.plugin.capture.device_images import DeviceImages, whole_views
+from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.plugin.faults.out_of_memory import Counts, check_room
 from ns_multigpu.plugin.model.cameras import view_from_camera
-from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, first_capacities
+from ns_multigpu.primitives.gaussian_schema import ORDER
 
 MOST_STEPS = 64
 """Steps of a block at most: so long a signal, or the viewer, may have to wait."""
 _MOST_AT_FIRST = 1 << 22
 """Points of which the first step of a run may draw all; one that needs more room is taken again with more."""
+_MOST_TO_SEND = 1 << 20
+"""Rows of a rank that the first step of a run has room for where rows travel, which takes room twice."""
 
 
 @dataclass
@@ -58,8 +69,8 @@ class BlockResult:
 
     Attributes:
         steps: their numbers.
-        views: of each step, the views that this rank rendered, by their number in the capture.
-        reports: [steps, V + 1] see `FusedStep.report`.
+        views: of each step, the batch's views by their number in the capture.
+        reports: [steps, B + 1] see `Step.report`.
         mse: [] this rank's share of the last step's mean squared error.
     """
 
@@ -69,7 +80,7 @@ class BlockResult:
     mse: Tensor
 
 
-class FusedTraining:
+class Training:
     """The fused steps of one rank.
 
     Args:
@@ -85,7 +96,7 @@ class FusedTraining:
         self._images = DeviceImages(pipeline.datamanager, world)
         self._cameras: dict[tuple[int, int], tuple[View, Tensor]] = {}
         self._room = StepCapacities(len(pipeline.datamanager.train_share.shapes))
-        self._step: Any = None
+        self._step: Step | None = None
         self._adam: AdamStep | None = None
         self._lazy: LazyAdam | None = None
         self._key: object = None
@@ -96,7 +107,13 @@ class FusedTraining:
         self._rows_drawn: int | None = None  # by one rank in one step, at most
         self._ring: ScalarRing | None = None
         self._ring_width = 0
-        self._graphs = StepGraphs(world, computed)
+        self._travels = pipeline.strategy.rows.travels and world.size > 1
+        self._buffers = StepBuffers(pipeline, world)
+        pool = GraphPool(world.device) if self._buffers.captures else None
+        self._graphs = StepGraphs(pipeline.timer, computed, pool)
+        self._learnt = LateCounts(pipeline.strategy.assignment.learn)
+        self._targets: list[Tensor] = []  # of the last step, as are these
+        self._drawn = Plan((), ())
 
     def block(self, first: int, limit: int) -> range:
         """The steps from `first` on, before `limit`, that can be taken without a change in between."""
@@ -115,9 +132,8 @@ class FusedTraining:
         """
         self._choose_lazy()
         feeds: list[_Feed] = []
-        mine = self._own_views()
-        reports = torch.zeros(len(steps), mine.stop - mine.start + 1, device=self._world.device)
-        step: Any = None
+        reports = torch.zeros(len(steps), self._pipeline.batch_size + 1, device=self._world.device)
+        step: Step | None = None
         with last_whole_step(self, steps, self._optimizers, self._world) as taken:
             while taken.done < len(steps):
                 step = None  # its memory is the next one's, if there is to be another
@@ -133,8 +149,10 @@ class FusedTraining:
                     status = step.status()
                 taken.done += status.done
                 self._learn(status)
+            assert step is not None
             step.flush()  # here only: where it happens must not depend on capacities, for it rounds
-        return BlockResult(steps, [feed.indices[mine] for feed in feeds], reports, self._mse(step))
+        self._learnt.learn(leave=0)  # what is known at a checkpoint must not depend on what was on its way
+        return BlockResult(steps, [feed.indices for feed in feeds], reports, self._mse(step))
 
     def _choose_lazy(self) -> None:
         """Whether to put steps off in the block that begins: not where a step draws much of the model, for a point that
@@ -166,6 +184,8 @@ class FusedTraining:
             model.gauss_params, self._optimizers.optimizers, model.densifier_state, steps[-1] * batch, batch
         )
         self._noise.after_refinement(steps[-1])
+        if model.sharded:
+            model.count_shards()
 
     def taken_since(self) -> int:
         """Steps that the device has taken since it was asked last."""
@@ -181,45 +201,71 @@ class FusedTraining:
         self._points.forget()
         self._step = self._adam = self._key = None
 
-    # ---- what depends on how the work is spread ----
+    # ---- the step ----
 
-    def _own_views(self) -> slice:
-        """Which of a batch's views this rank's reports are about."""
-        each = self._pipeline.batch_size // self._world.size
-        return slice(self._world.rank * each, (self._world.rank + 1) * each)
+    def _render(self, step: Step, feed: _Feed) -> None:
+        """Takes a step whose numbers are in place: its images, and the step itself."""
+        timer, plan = self._pipeline.timer, with_halos(feed.plan, step.settings.width, step.settings.height)
+        mine = plan.owned[self._world.rank]
+        with timer.measure("data"):
+            images = self._images.get(feed.indices, plan)
+            if self._signature(feed.step)[1] > 1:
+                images = [self._small(image, feed.step) for image in images]
+            self._targets = [
+                self._buffers.target(k, image, patch, feed.views[patch.view])
+                for k, (patch, image) in enumerate(zip(mine, images, strict=True))
+            ]
+        step.rgb = self._graphs.take(plan, lambda: step.parts(plan, self._targets))
+        self._drawn = plan
+        if self._pipeline.strategy.assignment.learns:
+            self._learnt.send(feed.views, step.tile_counts)
 
-    def _plan(self, views: list[View]) -> Plan:
-        """Who renders what of a batch."""
-        return whole_views(views, self._world.size)
+    def _measure(self, part: str) -> AbstractContextManager[Any]:
+        """What a step's part is measured by, where it is launched by itself."""
+        if self._graphs.capturing:
+            return nullcontext()
+        exchanged = self._buffers.peer and part in ("send", "return")
+        return self._pipeline.timer.measure("exchange" if exchanged else "compute")
 
-    def _render(self, step: Any, feed: _Feed) -> None:
-        """Takes a step whose inputs are in place: its images, and the step itself."""
-        with self._pipeline.timer.measure("data"):
-            for v, image in enumerate(self._images.get(feed.indices, feed.plan)):
-                step.targets[v].copy_(image if step.targets.dtype == torch.uint8 else self._small(image, feed.step))
-        self._graphs.take(step, self._pipeline.timer)
+    def _first_capacities(self, pixels: int) -> tuple[int, int, int]:
+        model, batch = self._model, self._pipeline.batch_size
+        if not self._travels:
+            views = self._pipeline.strategy.assignment.most_views(batch, self._world.size)
+            return first_capacities(min(model.num_points, _MOST_AT_FIRST), pixels, views, travels=False)
+        rows = min(max(model.shard_counts) * batch, _MOST_TO_SEND)
+        return first_capacities(-(-rows // batch), pixels, batch, travels=True)
 
-    def _first_capacities(self, pixels: int) -> tuple[int, ...]:
-        points = min(self._model.num_points, _MOST_AT_FIRST)
-        return first_capacities(points, pixels, self._pipeline.batch_size // self._world.size)
-
-    def _made(self, view: View, degree: int, moments: Any, counts: bool, kind: torch.dtype) -> Any:
+    def _made(self, view: View, degree: int, counts: bool, kind: torch.dtype) -> Step:
         """The step for the present capacities."""
         assert self._room.now is not None
-        options = self._model.config
+        model, options, strategy = self._model, self._model.config, self._pipeline.strategy
+        rows, segment, intersections = self._room.now
         settings = StepSettings(
-            width=view.width, height=view.height, views=self._pipeline.batch_size // self._world.size, degree=degree,
-            antialiased=options.rasterize_mode == "antialiased", absgrad=options.use_absgrad and counts,
-            ssim_lambda=options.ssim_lambda, rows=self._room.now[0], intersections=self._room.now[1],
-            selective=options.selective_adam, **self._noise.weights(),
+            width=view.width, height=view.height, views=self._pipeline.batch_size, ssim_lambda=options.ssim_lambda,
+            rows=rows, segment=segment, intersections=intersections, groups=self._pipeline.config.overlap,
         )  # fmt: skip
-        # Every rank sees every row: rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
-        statistics = self._points.statistics if counts and self._world.is_main else {}
-        return FusedStep(self._points.params, moments, statistics, settings, self._world, kind, self._lazy)
+        primitive = replace(model.primitive(depth=False), sh_degree=degree, absgrad=options.use_absgrad and counts)
+        kernels = primitive.kernels(selective=options.selective_adam, **self._noise.weights())
+        assert kernels is not None, "asked before: see `fused_options.obstacle`"
+        # Where every rank sees every row, rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
+        counted = counts and (self._world.is_main or not strategy.gradients.summed)
+        transport = self._buffers.transport(settings, kernels)
+        self._buffers.make_pictures(settings, kind)
+        return Step(
+            kernels, self._points.params, self._points.moments, self._points.statistics if counted else {}, settings,
+            strategy, transport, self._lazy, self._buffers.lists(settings, kernels, transport), self._measure,
+        )  # fmt: skip
 
-    def _mse(self, step: Any) -> Tensor:
-        target = step.targets.float() / 255 if step.targets.dtype == torch.uint8 else step.targets
-        return (step.rgb - target).square().mean() / self._world.size
+    def _mse(self, step: Step) -> Tensor:
+        """[] this rank's share of the last step's mean squared error."""
+        s = step.settings
+        squared = torch.zeros((), device=self._world.device)
+        for patch, rgb, target in zip(self._drawn.owned[self._world.rank], step.rgb, self._targets, strict=True):
+            view = View(step.viewmats[0], step.Ks[0], s.width, s.height)
+            x0, y0, x1, y1 = patch.inner(view)
+            own = target[y0:y1, x0:x1]
+            squared = squared + (rgb - (own.float() / 255 if own.dtype == torch.uint8 else own)).square().sum()
+        return squared / (3 * s.width * s.height * s.views)
 
     # ---- the host's part of a step ----
 
@@ -247,15 +293,18 @@ class FusedTraining:
         indices = pipeline.datamanager.train_batch(step, batch)
         _, factor, _ = self._signature(step)
         cameras = [self._camera(index, factor) for index in indices]
-        mine = self._own_views()
-        backgrounds = [self._background(step * batch + v) for v in range(mine.start, mine.stop)]
+        views = [view for view, _ in cameras]
+        self._learnt.learn()
+        plan = pipeline.strategy.plan_alike(views)
+        mine = plan.views_of(self._world.rank)
+        nobody = torch.zeros(3)
+        backgrounds = [self._background(step * batch + v) if v in mine else nobody for v in range(batch)]
         numbers = torch.tensor(self._adam.count()).reshape(-1)
         for scheduler in self._optimizers.schedulers.values():
             scheduler.step()
         matrices = torch.stack([numbers_ for _, numbers_ in cameras])
         inputs = torch.cat([matrices[:, :16].reshape(-1), matrices[:, 16:].reshape(-1), *backgrounds, numbers])
-        views = [view for view, _ in cameras]
-        return _Feed(step, indices, views, inputs, self._plan(views), self._noise.rate())
+        return _Feed(step, indices, views, inputs, plan, self._noise.rate())
 
     def _background(self, image: int) -> Tensor:
         model = self._model
@@ -263,7 +312,7 @@ class FusedTraining:
             return torch.rand(3, generator=keyed_generator(model.seed, "background", image))
         return model.background_color.float().cpu()
 
-    def _take(self, step: Any, feed: _Feed) -> None:
+    def _take(self, step: Step, feed: _Feed) -> None:
         with self._pipeline.timer.measure("data"):
             if self._ring is None or self._ring_width != len(feed.inputs):
                 self._ring_width = len(feed.inputs)
@@ -276,7 +325,7 @@ class FusedTraining:
         self._model.step = step * self._pipeline.batch_size
         return self._model.get_gt_img(image)
 
-    def _prepared(self, step: int) -> Any:
+    def _prepared(self, step: int) -> Step:
         """The fused step for `step`, made anew if anything about it has changed."""
         signature = self._signature(step)
         key = (signature, self._room.now)
@@ -304,7 +353,7 @@ class FusedTraining:
         self._check_room(view)
         as_bytes = factor == 1 and pipeline.config.datamanager.cache_images_type == "uint8"
         kind = torch.uint8 if as_bytes else torch.float32
-        self._step = self._made(view, degree, self._points.moments, counts, kind)
+        self._step = self._made(view, degree, counts, kind)
         self._key = (signature, self._room.now)
         return self._step
 
@@ -312,9 +361,11 @@ class FusedTraining:
         """Whether there is room on all ranks for the buffers of a step, before any rank begins it."""
         assert self._room.now is not None
         pixels = view.width * view.height * self._pipeline.batch_size // self._world.size
-        check_room(bytes_of_step(self._room.now, pixels, self._world.size), "a step's buffers", self._world)
+        needed = bytes_of_step(self._room.now, pixels, self._world.size, travels=self._travels)
+        check_room(needed, "a step's buffers", self._world)
 
-    def _learn(self, status: Any) -> None:
+    def _learn(self, status: Status) -> None:
         """Fits the capacities to what was needed."""
-        self._rows_drawn = status.needed[0]
+        self._buffers.count_traffic(status)
+        self._rows_drawn = status.rows
         self._room.learn(status.needed, status.full, status.done * self._pipeline.batch_size)

@@ -1,0 +1,34 @@
+"""A plan: who draws what of a step's batch, and whose pixels are whose."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ns_multigpu.core.types import Patch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an assignment makes of a batch. Frozen and hashable: what was prepared for a plan is found again by it.
+
+    Attributes:
+        drawn: [rank] the patches that each rank draws.
+        owned: [rank] the patches whose pixels, and so whose loss, each rank has in the end. The patches of a view cover
+            it, and no pixel twice. The same as `drawn`, unless the strategy's pixels travel.
+    """
+
+    drawn: tuple[tuple[Patch, ...], ...]
+    owned: tuple[tuple[Patch, ...], ...]
+
+    @staticmethod
+    def of(drawn: Iterable[Iterable[Patch]], owned: Iterable[Iterable[Patch]] | None = None) -> "Plan":
+        """The plan of these patches, by rank; who draws a patch owns it unless `owned` says otherwise."""
+        patches = tuple(tuple(of_rank) for of_rank in drawn)
+        return Plan(patches, patches if owned is None else tuple(tuple(of_rank) for of_rank in owned))
+
+    def views(self) -> list[int]:
+        """Positions of the views that any rank draws, ascending."""
+        return sorted({patch.view for patches in self.drawn for patch in patches})
+
+    def views_of(self, rank: int) -> list[int]:
+        """Positions of the views that `rank` draws, ascending."""
+        return sorted({patch.view for patch in self.drawn[rank]})

@@ -1,0 +1,323 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""The one step of training: from points to pixels to loss, and back to points that have taken Adam's step.
+
+    points -> project -> rows -> [rows travel] -> lists -> draw -> loss on the pixels owned here
+    and back: loss -> draw back -> [gradients travel to the points] -> gate -> update
+
+A strategy says who draws what and what travels; a primitive's kernels say what a row is. Nothing is read back to the
+host. So the numbers of rows and of intersections are known on the device alone, and both have a capacity. Where one is
+exceeded on any rank the step, and all that follow it, leave parameters, moments and statistics as they are on all ranks
+(`Status.done` stops counting); the host finds out when it looks, makes room, and takes them again.
+
+What a rank draws it draws with a halo of one tile, so that the gradient of its own pixels is whole
+(`cuda_ext.band_loss`); what arrives is ordered by owner and row, so that splats of equal depth blend as in `single`.
+
+A lazy step leaves the points that no rank drew for later (`cuda_ext.LazyAdam`): parameters and moments are what they
+ought to be only after `flush`, for which there has to be one every 64 steps at least.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.adam import SCALARS
+from cuda_ext.ops.band_loss import band_loss_into
+from cuda_ext.ops.lazy_adam import LazyAdam
+from cuda_ext.ops.row_exchange import route_lines
+from cuda_ext.ops.step_control import HEAD, step_gate, step_message
+from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Rows
+from ns_multigpu.core.legs import RowsStay, WholePixels
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.step_settings import Status, StepSettings
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.tile_lists import GatheredLists, TileLists
+from ns_multigpu.core.transports import Parts, Transport
+from ns_multigpu.core.travelling_rows import RowsTravel
+from ns_multigpu.core.types import TILE, Patch, View
+
+
+def legs_without_kernels(strategy: Strategy) -> str | None:
+    """Why no `Step` does what a strategy's legs say; None if it does.
+
+    The legs' own types count: a class derived from one of them may do something else.
+    """
+    if type(strategy.rows) not in (RowsStay, RowsTravel):
+        return f"the step's operators know no way for rows like {type(strategy.rows).__name__}"
+    if type(strategy.pixels) is not WholePixels:
+        return f"the step's operators know no way for pixels like {type(strategy.pixels).__name__}"
+    return None
+
+
+class Step:
+    """The step of one rank.
+
+    `parts` are a step; `take` takes one as it is. Before it the caller fills the inputs in place.
+
+    Args:
+        kernels: the primitive's.
+        params: the parameters by name, those of this rank's points, each contiguous.
+        moments: by name, Adam's exp_avg and exp_avg_sq: float32, or all of them bfloat16 (see `splat_update`).
+        statistics: see `Model`.
+        settings: see there.
+        strategy: how the step is spread. Views that it splats points for follow each other in the batch.
+        transport: for `settings.rows`, `settings.segment` and `settings.words`; of `make_transport`.
+        lazy: put off the steps of points that are not drawn, and keep them there (see `cuda_ext.LazyAdam`, also for
+            which options of Adam). A step made anew before a flush goes on from that of the one before.
+        lists: how each tile's splats are found; `GatheredLists` unless given.
+        measure: called with the name of each part (project, send, sort, raster, loss, backward, return, update), gives
+            a context to do it in. What leaves while other rows are projected is in `project`.
+
+    Raises:
+        ValueError: no step is composed of the strategy's legs, or steps are to be put off where they cannot.
+
+    Attributes:
+        inputs: one vector that holds the next four, in this order.
+        viewmats: [B, 4, 4] the batch's world-to-camera matrices. Ks: [B, 3, 3] its intrinsics.
+        backgrounds: [B, 3]. scalars: [parameters, 8] Adam's, see `cuda_ext.ops.adam.AdamStep`.
+        report: [B + 1] this rank's shares of the views' losses (summed over ranks they are the views', not divided by
+            B), and a number that is finite where all gradients of the rows drawn here, or that arrived here, are. It is
+            finite, too, where the step is not taken.
+        rgb: this rank's renderings of the last step, one a patch, without halo [h, w, 3].
+        tile_counts: [B, rows of tiles] int64, intersections in each row of tiles, over all ranks, where the strategy's
+            assignment learns them.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        params: Mapping[str, Tensor],
+        moments: Mapping[str, tuple[Tensor, Tensor]],
+        statistics: Mapping[str, Tensor],
+        settings: StepSettings,
+        strategy: Strategy,
+        transport: Transport,
+        lazy: LazyAdam | None = None,
+        lists: TileLists | None = None,
+        measure: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
+    ) -> None:
+        reason = legs_without_kernels(strategy)
+        if reason is not None:
+            raise ValueError(f"strategy {strategy.name}: {reason}.")
+        self.settings, self._strategy, self._world = settings, strategy, strategy.world
+        self._kernels, self._transport, self._measure = kernels, transport, measure
+        self._lists = lists or GatheredLists(kernels, settings.intersections)
+        self._model = kernels.model(params, moments, statistics, lazy)
+        self._learns = strategy.assignment.learns
+        device, batch, count = self._model.params[0].device, settings.views, len(kernels.parameters)
+        self._device = device
+        parts = (16 * batch, 9 * batch, 3 * batch, count * SCALARS)
+        self.inputs = torch.zeros(sum(parts), device=device)
+        viewmats, Ks, backgrounds, scalars = self.inputs.split(parts)
+        self.viewmats, self.Ks = viewmats.view(batch, 4, 4), Ks.view(batch, 3, 3)
+        self.backgrounds, self.scalars = backgrounds.view(-1, 3), scalars.view(-1, SCALARS)
+        self.report = torch.zeros(batch + 1, device=device)
+        self.rgb: list[Tensor] = []
+        self.tile_counts = torch.zeros(batch, settings.tile_rows, dtype=torch.int64, device=device)
+        ranks, travels = self._world.size, transport.travels
+        self._place = torch.empty(ranks, settings.rows if travels else 0, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(ranks, dtype=torch.int64, device=device)
+        aside = travels and settings.groups > 1 and device.type == "cuda"
+        # Its blocks go first: behind those of a projection they would begin when that is done.
+        self._side = torch.cuda.Stream(device, priority=-1) if aside else None
+        # A step that must not count takes Adam's with these: moments keep, and nothing moves.
+        self._still = scalars_of_no_step(count, device)
+        self._status = torch.zeros(6, dtype=torch.int64, device=device)
+        limits = [settings.rows, settings.segment, settings.intersections]
+        self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
+        self._v_l1, self._v_ssim = loss_weights(settings.width, settings.height, batch, settings.ssim_lambda, device)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether CUDA graphs can hold what lies between the collectives of `parts`."""
+        return self._lists.capturable
+
+    def take(self, plan: Plan, targets: Sequence[Tensor]) -> None:
+        """Takes a step as it is. Arguments as `parts`'."""
+        parts = self.parts(plan, targets)
+        while True:
+            try:
+                collective = next(parts)
+            except StopIteration as end:
+                self.rgb = end.value
+                return
+            collective.launch()
+
+    @torch.no_grad()
+    def parts(self, plan: Plan, targets: Sequence[Tensor]) -> Parts[list[Tensor]]:
+        """A step: splats this rank's points, exchanges rows, draws this rank's patches, their loss and its gradient by
+        the rows, brings gradients back, and takes Adam's step and adds to the statistics, unless a capacity was or is
+        exceeded on any rank.
+
+        Args:
+            plan: `with_halos` of a plan that is the same on all ranks.
+            targets: of each of this rank's patches the image under its rendered rectangle [h, w, 3], uint8 or float.
+
+        Returns:
+            what `rgb` is to be.
+        """
+        s, world, kernels, transport, measure = (
+            self.settings, self._world, self._kernels, self._transport, self._measure
+        )  # fmt: skip
+        views = [self._view(position) for position in range(s.views)]
+        splatted = self._splatted(plan)
+        own = plan.drawn[world.rank]
+        patches = [n for p in own for n in (p.view - splatted.start, *p.rendered(views[p.view]))]
+        leave = partial(self._leave, plan, views) if transport.travels else None
+        with measure("project"):
+            stops = s.stops if leave else ()
+            rows = kernels.project(self._model, self._cameras(splatted), s.rows, stops, leave)
+        with measure("sort"):
+            self._lists.begin(rows, views)
+        with measure("send"):
+            if leave is not None:
+                leave(rows, max(s.stops, default=0), s.rows)
+            if self._side is not None:
+                torch.cuda.current_stream(self._device).wait_stream(self._side)
+            arrived = yield from transport.arrive(rows, self._counts, len(splatted))
+        with measure("sort"):
+            lists = self._lists.finish(arrived, patches, plan, views)
+        with measure("raster"):
+            drawn = kernels.draw(arrived, lists, patches)
+        with measure("loss"):
+            rgb, v_color, v_alpha = self._losses(drawn, own, views, targets)
+        with measure("backward"):
+            kernels.draw_back(drawn, v_color, v_alpha, transport.sinks(arrived.owners, arrived.slots))
+        with measure("return"):
+            tile_offsets, _, met = lists
+            message = step_message(
+                rows.count, self._counts, met, tile_offsets, self._bands(own, views), world.rank,
+                transport.words - HEAD, s.columns,
+            )  # fmt: skip
+            back = yield from transport.bring_back(rows, self._place, message, splatted)
+        with measure("update"):
+            heads, work = back.messages[:, :HEAD], back.messages[:, HEAD:]
+            *counts, sent = heads.unbind(1)
+            scalars, real = step_gate(
+                counts, self._limits, self._status, self.scalars, self._still, row_counts=back.rows.count,
+                lazy=self._model.lazy, sent=sent[world.rank : world.rank + 1], work=work if self._learns else None,
+                totals=self.tile_counts if self._learns else None,
+            )  # fmt: skip
+            rows = back.rows._replace(count=real)
+            whole = splatted if back.witness_views is None else range(s.views)
+            cameras = self._cameras(whole)
+            kernels.update(self._model, cameras, scalars, rows, back.records, self.report[-1:], back.witness_views)
+        return rgb
+
+    def _splatted(self, plan: Plan) -> range:
+        """Positions in the batch of the views that this rank splats its points for."""
+        positions = self._strategy.placement.views_to_splat(plan, self._world)
+        if not positions or positions != list(range(positions[0], positions[-1] + 1)):
+            raise ValueError(
+                f"strategy {self._strategy.name}: rank {self._world.rank} splats its points for the views {positions} "
+                "of a batch; a step's operators want at least one, and views that follow each other."
+            )
+        return range(positions[0], positions[-1] + 1)
+
+    def _leave(self, plan: Plan, views: Sequence[View], rows: Rows, first: int, end: int) -> None:
+        """Sends lines first to end off to the patches that they reach, behind what the device has been given so far."""
+        drawn = [
+            n
+            for rank, patches in enumerate(plan.drawn)
+            for patch in patches
+            for n in (rank, patch.view, *patch.rendered(views[patch.view]))
+        ]
+        with self._beside():
+            route_lines(
+                rows.view_ids, rows.count, rows.means2d, rows.radii, drawn, first, end, self._place, self._counts
+            )
+            self._transport.leave(rows, self._place, first, end)
+
+    @contextmanager
+    def _beside(self) -> Generator[None]:
+        """A stream that goes on from here beside the current one, if there are groups; else that one itself.
+
+        What is made on one and used on the other has to live until they have met, in `parts`: memory that is let go is
+        given to whoever asks next on the stream that it was made on. The rows are held by `parts`; place and counts are
+        the step's own; what routing itself needs is made on the side, and used nowhere else.
+        """
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _view(self, position: int) -> View:
+        return View(self.viewmats[position], self.Ks[position], self.settings.width, self.settings.height, position)
+
+    def _cameras(self, positions: range) -> Cameras:
+        some = slice(positions.start, positions.stop)
+        sizes = (self.settings.width, self.settings.height) * len(positions)
+        return Cameras(self.viewmats[some], self.Ks[some], sizes)
+
+    def _losses(
+        self, drawn: Drawn, own: Sequence[Patch], views: Sequence[View], targets: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Sets this rank's losses; returns its renderings and the gradients by colour and alpha; closes the halo."""
+        s = self.settings
+        self.report.zero_()
+        rgbs: list[Tensor] = []
+        v_color, v_alpha = torch.empty_like(drawn.color), torch.empty_like(drawn.alpha)
+        start = 0
+        for patch, target in zip(own, targets, strict=True):
+            left, top, right, bottom = patch.rendered(views[patch.view])
+            inner = patch.inner(views[patch.view])
+            piece = slice(start, start + (bottom - top) * (right - left))
+            start = piece.stop
+            rgb = drawn.color.new_empty(target.shape)
+            offset = s.ssim_lambda if (patch.x0, patch.y0) == (0, 0) else 0.0
+            # Nothing comes from the halo's pixels: the way back need not look at them, says `last`.
+            band_loss_into(
+                drawn.color[piece], drawn.alpha[piece], self.backgrounds[patch.view], target, inner,
+                self._v_l1, self._v_ssim, offset=offset, scale=s.views, rgb=rgb, loss=self.report[patch.view],
+                v_out=v_color[piece], v_alpha=v_alpha[piece], last=drawn.last[piece],
+            )  # fmt: skip
+            x0, y0, x1, y1 = inner
+            rgbs.append(rgb[y0:y1, x0:x1])
+        return rgbs, v_color, v_alpha
+
+    def _bands(self, own: Sequence[Patch], views: Sequence[View]) -> list[int]:
+        """Where the rows of tiles of this rank's bands stand, without halos, if they count: see `step_message`."""
+        bands: list[int] = []
+        start = 0
+        for patch in own if self._learns else ():
+            _, top, _, bottom = patch.rendered(views[patch.view])
+            line = patch.view * self.settings.tile_rows + patch.y0 // TILE
+            tile = start + (patch.y0 - top) // TILE * self.settings.columns
+            bands += [line, tile, -(-(patch.y1 - patch.y0) // TILE)]
+            start += -(-(bottom - top) // TILE) * self.settings.columns
+        return bands
+
+    def flush(self) -> None:
+        """Takes the steps that were put off; until the next step everything is as it ought to be. All ranks do it."""
+        self._kernels.flush(self._model)
+
+    @property
+    def taken(self) -> Tensor:
+        """[] bool on the device: whether the last step was taken."""
+        return self._status[4] == 0
+
+    def status(self) -> Status:
+        """Waits for the device, says how far the steps have got, and starts counting anew."""
+        done, rows, segment, intersections, full, sent = self._status.tolist()
+        self._status.zero_()
+        return Status(done, rows, segment, intersections, full > 0, sent)
+
+
+def scalars_of_no_step(parameters: int, device: torch.device) -> Tensor:
+    """[parameters, 8] scalars of a step of Adam that changes nothing."""
+    return torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).repeat(parameters, 1)
+
+
+def loss_weights(
+    width: int, height: int, batch: int, ssim_lambda: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The gradients [] of a batch's mean loss by the sums of a view's absolute differences and of its SSIM."""
+    windows = (width - 10) * (height - 10)
+    by_l1 = (1 - ssim_lambda) / (3 * batch * width * height)
+    return torch.tensor(by_l1, device=device), torch.tensor(-ssim_lambda / (3 * batch * windows), device=device)

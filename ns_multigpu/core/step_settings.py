@@ -1,0 +1,114 @@
+"""What a step depends on, what it reports, and how much room it begins with."""
+
+from dataclasses import dataclass
+
+from cuda_ext.ops.step_control import HEAD
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.types import SSIM_HALO, TILE, Patch
+
+HALO = TILE
+"""What a patch is drawn with beyond its own pixels: enough for the loss, and the tiles stay those of the image."""
+assert HALO >= 2 * SSIM_HALO
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step depends on besides parameters, cameras, plan and kernels; a change of any makes a new `Step`.
+
+    Attributes:
+        width, height: of every view, pixels.
+        views: of the batch.
+        ssim_lambda: see `photometric_loss`.
+        rows: capacity of a rank's own rows.
+        segment: capacity of the rows that one rank sends to one other, where rows travel.
+        intersections: capacity of what a rank draws.
+        groups: parts of a rank's own rows, of equally many lines. Where rows travel each leaves while the next is
+            projected, or with 1 all of them when all are there; the result is the same.
+
+    Raises:
+        ValueError: `groups` is below 1.
+    """
+
+    width: int
+    height: int
+    views: int
+    ssim_lambda: float
+    rows: int
+    segment: int
+    intersections: int
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise ValueError(f"StepSettings: rows leave in at least 1 group, not in {self.groups}.")
+
+    @property
+    def stops(self) -> list[int]:
+        """Where groups of lines end, but for the last: at whole warps, unless there are not as many."""
+        even = (self.rows * k / self.groups for k in range(1, self.groups))
+        return [min(self.rows, round(line / 32) * 32) for line in even]
+
+    @property
+    def columns(self) -> int:
+        """Tiles of a row of tiles."""
+        return -(-self.width // TILE)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of tiles of a view."""
+        return -(-self.height // TILE)
+
+    def words(self, learns: bool) -> int:
+        """Length of a rank's message: with the work of each row of tiles, if the assignment learns it."""
+        return HEAD + (self.views * self.tile_rows if learns else 0)
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far the steps have got since the last look.
+
+    Attributes:
+        done: steps that were taken.
+        rows, segment, intersections: the most that any rank had in any of them, taken or not.
+        full: whether a capacity was exceeded, or a lazy step waits for a flush; later steps have waited.
+        sent: rows that this rank sent to other ranks.
+    """
+
+    done: int
+    rows: int
+    segment: int
+    intersections: int
+    full: bool
+    sent: int
+
+    @property
+    def needed(self) -> tuple[int, int, int]:
+        """What the capacities would have had to be."""
+        return self.rows, self.segment, self.intersections
+
+
+def with_halos(plan: Plan, width: int, height: int) -> Plan:
+    """The plan of a batch of views of one size with the halos that a `Step` wants: none around a whole view."""
+
+    def with_halo(patch: Patch) -> Patch:
+        whole = (patch.x0, patch.y0, patch.x1, patch.y1) == (0, 0, width, height)
+        return Patch(patch.view, patch.x0, patch.y0, patch.x1, patch.y1, 0 if whole else HALO)
+
+    return Plan.of(*([map(with_halo, patches) for patches in of_ranks] for of_ranks in (plan.drawn, plan.owned)))
+
+
+def padded(count: int) -> int:
+    """A capacity for `count` rows or intersections, with room to grow."""
+    return max(1024, -(-int(count * 1.25) // 1024) * 1024)
+
+
+def first_capacities(points: int, pixels: int, views: int, *, travels: bool) -> tuple[int, int, int]:
+    """Capacities of rows, a segment and intersections to begin with, when nothing is known but the sizes.
+
+    Args:
+        points: of this rank. pixels: of a view. views: that this rank splats its points for.
+        travels: whether rows travel.
+    """
+    rows = padded(points * views)
+    tiles = -(-pixels // (TILE * TILE))
+    return rows, rows if travels else padded(0), padded(4 * points * views + 16 * tiles * views)

@@ -1,0 +1,289 @@
+"""How rows of splats get from the ranks that own their points to those that draw them, and their gradients back.
+
+Rows travel as records in segments of one capacity, one for each pair of ranks, so that nobody has to tell anybody how
+many there are before they leave; the counts travel beside them and stay on the device.
+
+A transport carries the legs of a step that reads nothing back (see `legs` for the legs' other face). Which one serves
+follows from a strategy's legs and from what the machine has: `make_transport`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.collectives import all_gather_into, all_gather_together, all_to_all_into
+from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
+from ns_multigpu.core.legs import GradientLeg, RowLeg
+from ns_multigpu.core.peer_memory import PeerBuffer
+from ns_multigpu.core.world import World
+
+_ALIGN = 256
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Something that a step needs launched by itself: no CUDA graph holds it.
+
+    Attributes:
+        launch: does it, on the current stream, without waiting for the device.
+    """
+
+    launch: Callable[[], None]
+
+
+Parts = Generator[Collective, None, T]
+"""Work that is given to the device as it is gone through. It yields what has to be launched in between; what lies
+between two of these can be captured in a CUDA graph. T is what it returns."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What an owner's update works with.
+
+    Attributes:
+        rows: of its points: its own, or where replicas have told each other all ranks', a segment each.
+        records: the rows' gradients.
+        messages: [ranks, words] int64, everybody's.
+        witness_views: the views of the batch that this rank drew, where there are rows of other ranks; else None.
+    """
+
+    rows: Rows
+    records: Tensor
+    messages: Tensor
+    witness_views: range | None = None
+
+
+class Transport(ABC):
+    """One rank's side; every rank makes one and calls its methods in the order below, once a step; only `leave` once
+    for each part of its rows, and only where rows travel.
+
+    Args:
+        world: the ranks. kernels: they lay records out.
+        rows: lines of this rank's own rows.
+        capacity: records of a segment.
+        words: int64 numbers of a rank's message at the end of a step.
+
+    Attributes:
+        travels: whether rows do.
+        lines: of what arrives from each source.
+    """
+
+    travels: ClassVar[bool] = True
+
+    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int, words: int) -> None:
+        self.world, self.kernels, self.rows, self.capacity, self.words = world, kernels, rows, capacity, words
+        self.lines = capacity
+        self._segments: Tensor  # [ranks] int64, where this rank's records for each rank go
+
+    def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
+        """Sends lines first to end of the rows off to where `place` [ranks, rows] says. It may be called on a stream of
+        its own, which the one that `arrive` is called on has to wait for."""
+        self.kernels.pack(rows, place, self._segments, self.capacity, first, end)
+
+    @abstractmethod
+    def arrive(self, rows: Rows, counts: Tensor, views: int) -> Parts[Arrived]:
+        """What arrived here when all have sent all of their rows.
+
+        Args:
+            rows: this rank's. counts: [ranks] int64, how many of them went to each.
+            views: that the rows are of.
+        """
+
+    @abstractmethod
+    def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
+        """Where the gradients of what arrived are to be added; all zero now."""
+
+    @abstractmethod
+    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+        """Brings gradients to the rows' owners.
+
+        Args:
+            rows, place: as given to `leave`.
+            message: [words] int64 for everybody.
+            views: positions in the batch of the views that the rows are of.
+        """
+
+
+class OwnRows(Transport):
+    """Rows are drawn where they are: for a rank that is alone."""
+
+    travels = False
+
+    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int, words: int) -> None:
+        super().__init__(world, kernels, rows, capacity, words)
+        self.lines = rows
+        self._table = torch.zeros(rows, kernels.record_floats, device=world.device)
+        self._at = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=world.device)
+        self._slots = torch.arange(rows, dtype=torch.int32, device=world.device)
+        self._here = torch.zeros(rows, dtype=torch.int32, device=world.device)
+
+    def arrive(self, rows: Rows, counts: Tensor, views: int) -> Parts[Arrived]:
+        yield from ()
+        return self.kernels.stay(rows, self._here, self._slots)
+
+    def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
+        self._table.zero_()
+        return Sinks(self._at, owners, slots, system_scope=False)
+
+    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+        yield from ()
+        return Returned(rows, self._table, message[None])
+
+
+class ReplicatedRows(OwnRows):
+    """Rows are drawn where they are, and told, with their gradients, to all other ranks, which hold the same points:
+    each then takes the same step."""
+
+    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int, words: int) -> None:
+        super().__init__(world, kernels, rows, capacity, words)
+        self._replicas = kernels.replicas(world.size, rows, world.device)
+        self._messages = torch.zeros(world.size, words, dtype=torch.int64, device=world.device)
+
+    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+        mine = [message, *self._replicas.mine(rows, self._table, views.start)]
+        yield Collective(lambda: all_gather_together([self._messages, *self._replicas.everyone], mine, self.world))
+        everyone, records = self._replicas.rows(self._messages[:, 0])
+        return Returned(everyone, records, self._messages, views)
+
+
+class CollectiveRows(Transport):
+    """All-to-all of whole segments: between machines, and on CPU.
+
+    Only packing can go on beside something else. Where the rows of a part end in a segment the device alone knows, so
+    that parts that travel on their own would take segments of their own, each with room for all of its rows.
+    """
+
+    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int, words: int) -> None:
+        super().__init__(world, kernels, rows, capacity, words)
+        shape = (world.size, capacity, kernels.record_floats)
+        self._out, self._in = (torch.zeros(shape, device=world.device) for _ in range(2))
+        self._segments, self._returned = _addresses(self._out), _addresses(self._in)
+        self._arrived = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+        self._everyone = torch.zeros(world.size, words, dtype=torch.int64, device=world.device)
+        lines = world.size * capacity
+        self._lines = torch.arange(lines, dtype=torch.int32, device=world.device)
+        self._here = torch.zeros(lines, dtype=torch.int32, device=world.device)
+        self._sum = torch.tensor([self._out.data_ptr()], dtype=torch.int64, device=world.device)
+
+    def arrive(self, rows: Rows, counts: Tensor, views: int) -> Parts[Arrived]:
+        def send() -> None:
+            all_to_all_into(self._in, self._out, self.world)
+            all_to_all_into(self._arrived, counts, self.world)
+
+        yield Collective(send)
+        return self.kernels.unpack(self._in, self._arrived, views)
+
+    def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
+        # What was sent is not needed any more: the gradients of what arrived leave from there.
+        self._out.zero_()
+        return Sinks(self._sum, self._here, self._lines, system_scope=False)
+
+    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+        def send() -> None:
+            all_to_all_into(self._in, self._out, self.world)
+            all_gather_into(self._everyone, message, self.world)
+
+        yield Collective(send)
+        records = self.kernels.collect(place, rows.count, self._returned, self.capacity)
+        return Returned(rows, records, self._everyone)
+
+
+class PeerRows(Transport):
+    """Rows are written into the other GPUs' memory; gradients are added there, or read from there.
+
+    A step has two barriers, which the devices pass without their hosts: one after the rows, one after the gradients. A
+    rank writes rows only after the second barrier of the step before, when nobody reads the last ones any more, and
+    zeroes what it adds up only after the first, when nobody reads those.
+
+    Args:
+        atomics: drawing adds each gradient to the owner's record over the link; else it is added up where it is drawn,
+            and its owner reads it from there, once for each rank that drew the row.
+    """
+
+    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int, words: int, *, atomics: bool) -> None:
+        super().__init__(world, kernels, rows, capacity, words)
+        self._atomics = atomics
+        floats = kernels.record_floats
+        segment = capacity * 4 * floats
+        table = rows * 4 * floats if atomics else world.size * segment
+        parts = (world.size * segment, table, 8 * world.size, 8 * world.size * words)
+        starts = [0]
+        for size in parts:
+            starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)
+        self._buffer = PeerBuffer(starts[-1], world)
+        self._inbox_at, self._table_at, self._counts_at, self._messages_at, _ = starts
+        rank, view = world.rank, self._buffer.view
+        self._in = view(rank, self._inbox_at, (world.size, capacity, floats), torch.float32)
+        length = rows if atomics else world.size * capacity
+        self._table = view(rank, self._table_at, (length, floats), torch.float32)
+        self._arrived = view(rank, self._counts_at, (world.size,), torch.int64)
+        self._everyone = view(rank, self._messages_at, (world.size, words), torch.int64)
+        at = self._buffer.addresses
+        self._segments = self._numbers([address + self._inbox_at + rank * segment for address in at])
+        mine = [self._table.data_ptr()]
+        self._sums = self._numbers([address + self._table_at for address in at] if atomics else mine)
+        self._returned = self._numbers([address + self._table_at + rank * segment for address in at])
+        lines = world.size * capacity
+        self._lines = torch.arange(lines, dtype=torch.int32, device=world.device)
+        self._here = torch.zeros(lines, dtype=torch.int32, device=world.device)
+        everyone = range(world.size)
+        self._their_counts = [view(r, self._counts_at + 8 * rank, (1,), torch.int64) for r in everyone]
+        self._their_messages = [view(r, self._messages_at + 8 * rank * words, (words,), torch.int64) for r in everyone]
+
+    def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
+        super().leave(rows, place, first, end)
+        if self._atomics:
+            self._table[first:end].zero_()
+
+    def arrive(self, rows: Rows, counts: Tensor, views: int) -> Parts[Arrived]:
+        yield from ()
+        torch._foreach_copy_(self._their_counts, list(counts.split(1)))  # pyright: ignore  # one launch for all ranks
+        self._buffer.barrier()
+        return self.kernels.unpack(self._in, self._arrived, views)
+
+    def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
+        if self._atomics:
+            return Sinks(self._sums, owners, slots, system_scope=True)
+        self._table.zero_()
+        return Sinks(self._sums, self._here, self._lines, system_scope=False)
+
+    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+        yield from ()
+        torch._foreach_copy_(self._their_messages, [message] * self.world.size)  # pyright: ignore
+        self._buffer.barrier()
+        if self._atomics:
+            return Returned(rows, self._table, self._everyone)
+        records = self.kernels.collect(place, rows.count, self._returned, self.capacity)
+        return Returned(rows, records, self._everyone)
+
+    def _numbers(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.world.device)
+
+
+def make_transport(
+    rows_leg: RowLeg, gradient_leg: GradientLeg, world: World, kernels: Kernels, rows: int, capacity: int, words: int,
+    *, peer: bool, atomics: bool,
+) -> Transport:  # fmt: skip
+    """The transport that carries these legs.
+
+    Args:
+        rows, capacity, words: see `Transport`.
+        peer: whether the ranks reach each other's memory. atomics: see `PeerRows`.
+    """
+    shape = (world, kernels, rows, capacity, words)
+    if world.size == 1:
+        return OwnRows(*shape)
+    if rows_leg.travels:
+        return PeerRows(*shape, atomics=atomics) if peer else CollectiveRows(*shape)
+    return ReplicatedRows(*shape) if gradient_leg.summed else OwnRows(*shape)
+
+
+def _addresses(segments: Tensor) -> Tensor:
+    """[ranks, ...] contiguous -> [ranks] int64, where each begins."""
+    first, pitch = segments.data_ptr(), segments[0].numel() * segments.element_size()
+    return torch.tensor([first + k * pitch for k in range(len(segments))], dtype=torch.int64, device=segments.device)

@@ -1,0 +1,187 @@
+"""CUDA graphs of a step: a chain for each plan that comes again, replayed from then on.
+
+What is launched for a step depends on who draws what. Plans are few (`Assignment.assign_alike`), so each is captured
+when it comes for the second time: launching a step's hundred kernels one by one takes the host longer than they take on
+a capture of a million Gaussians. The first time warms up what a capture must not do (loading kernels, asking for
+attributes), and a step that is soon replaced is not worth a graph.
+
+A step is one graph, or several with what must be launched by itself in between (see `transports.Collective`). Graphs
+have memory of their own: where there is little to spare, steps are launched as they come. GPUs that a model fills do
+not wait for the host.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ns_multigpu.core.assignment import MOST_KEPT
+from ns_multigpu.core.transports import Collective, Parts
+from ns_multigpu.plugin.blocks.timing import StepTimer
+from ns_multigpu.plugin.faults.memory import has_spare_room, hoards, make_room
+
+
+class GraphPool:
+    """Captures graphs that are replayed one at a time and share their memory.
+
+    The memory of a pool goes with the last graph that was captured in it: hold one until the next is there.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def afresh(self) -> "GraphPool":
+        """A pool in the place of this one, whose graphs are all gone: what it held goes back to the device."""
+        torch.cuda.empty_cache()
+        return type(self)(self._device)
+
+    def has_spare_room(self) -> bool:
+        """Whether the device has room for another step's graphs."""
+        return has_spare_room(self._device)
+
+    def hoards(self) -> bool:
+        """Whether the device's memory is full of what nobody uses."""
+        return hoards(self._device)
+
+    def prepare(self) -> None:
+        """Called before the first graph of a step."""
+        make_room(self._device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, part: Callable[[], None]) -> Any:
+        """A graph of `part`, which is not run: something with a method `replay`. As torch.cuda.graph makes it, without
+        its pause to collect garbage."""
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Other threads, such as the viewer's, may go on using the GPU meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                part()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A step: graphs, and collectives between them; and what its parts returned, tensors that a replay writes again."""
+
+    chain: list[Any]
+    result: Any
+
+
+class StepGraphs:
+    """Takes steps of one `Step` after another.
+
+    Args:
+        timer: what lies between collectives counts to `compute`, these to `exchange`.
+        computed: called when this rank has given its device all of a step that waits for no other.
+        pool: captures; None to launch all steps as they come, as on a CPU.
+
+    Attributes:
+        capturing: whether what runs now is being captured: nothing can be measured then.
+    """
+
+    def __init__(self, timer: StepTimer, computed: Callable[[], None], pool: GraphPool | None) -> None:
+        self._timer, self._computed, self._pool = timer, computed, pool
+        self._captured: dict[Hashable, _Captured] = {}
+        self._seen: set[Hashable] = set()
+        self._retired: list[_Captured] = []  # see `GraphPool`
+        self.capturing = False
+
+    def forget(self) -> None:
+        """The step has changed. Its graphs go when the next ones, which take over their memory, are there."""
+        self._retired = list(self._captured.values()) or self._retired
+        self._captured, self._seen = {}, set()
+
+    def take(self, key: Hashable, parts: Callable[[], Parts[Any]]) -> Any:
+        """Takes one step, whose inputs are in place.
+
+        Args:
+            key: all that what the step launches depends on, but for the step itself: its plan.
+            parts: begins the step; in operators that do not wait for the device, if there is a pool.
+
+        Returns:
+            what the parts have returned for this key.
+        """
+        if self._pool is None:
+            return self._as_it_comes(parts)
+        if key not in self._seen:
+            self._seen.add(key)
+            return self._as_it_comes(parts)
+        spare = key in self._captured or self._pool.has_spare_room()
+        if key not in self._captured and self._retired and (not spare or self._pool.hoards()):
+            self._retired = []  # nor is there room for what they hold
+            self._pool = self._pool.afresh()
+        if not spare:
+            return self._as_it_comes(parts)
+        if key not in self._captured:
+            self._captured[key] = self._capture(self._pool, parts())
+            self._retired = []
+            if len(self._captured) > MOST_KEPT:  # the one that was used longest ago: its plan is not made any more
+                del self._captured[next(iter(self._captured))]
+        one = self._captured[key] = self._captured.pop(key)
+        self._replay(one.chain)
+        return one.result
+
+    def _as_it_comes(self, parts: Callable[[], Parts[Any]]) -> Any:
+        step, waits = parts(), False
+        while True:
+            try:
+                collective = next(step)
+            except StopIteration as end:
+                if not waits:
+                    self._computed()
+                return end.value
+            if not waits:
+                self._computed()
+            waits = True
+            with self._timer.measure("exchange"):
+                collective.launch()
+
+    def _capture(self, pool: GraphPool, step: Parts[Any]) -> _Captured:
+        """Graphs of the parts of a step. No collective is launched: ranks need not capture at the same time."""
+        pool.prepare()
+        chain: list[Any] = []
+        result: list[Any] = []
+        cut: list[Collective] = []
+
+        def go_on() -> None:
+            try:
+                cut.append(next(step))
+            except StopIteration as end:
+                result.append(end.value)
+
+        self.capturing = True
+        try:
+            while not result:
+                chain.append(pool.capture(go_on))
+                chain += cut
+                cut.clear()
+        finally:
+            self.capturing = False
+        return _Captured(chain, result[0])
+
+    def _replay(self, chain: list[Any]) -> None:
+        waits = False
+        for one in chain:
+            if isinstance(one, Collective):
+                if not waits:
+                    self._computed()
+                waits = True
+                with self._timer.measure("exchange"):
+                    one.launch()
+            else:
+                with self._timer.measure("compute"):
+                    one.replay()
+        if not waits:
+            self._computed()

@@ -1,0 +1,99 @@
+"""What steps work with that outlives a step made anew: transport, lists, and room for images that graphs read."""
+
+from typing import Any
+
+import torch
+from nerfstudio.utils.rich_utils import CONSOLE
+from torch import Tensor
+
+from cuda_ext.ops.row_exchange import RECORD_FLOATS
+from ns_multigpu.core.kernels import Kernels
+from ns_multigpu.core.peer_memory import choose_transport
+from ns_multigpu.core.step_settings import Status, StepSettings
+from ns_multigpu.core.tile_lists import GatheredLists, SortedLists, TileLists
+from ns_multigpu.core.transports import Transport, make_transport
+from ns_multigpu.core.types import Patch, View
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.faults.errors import InputError
+
+
+class StepBuffers:
+    """The buffers of one rank's steps. Those of other sizes go before new ones are made: they take each other's memory.
+
+    Args:
+        pipeline: a `DistributedPipeline`: of its options `transport`, `gradients`, `tile_lists` and `overlap`.
+        world: the ranks.
+
+    Raises:
+        InputError: what is asked for about the exchange of rows cannot be had.
+
+    Attributes:
+        captures: whether CUDA graphs can hold steps.
+        peer: whether rows are written into the memory of other GPUs.
+    """
+
+    def __init__(self, pipeline: Any, world: World) -> None:
+        options, self._strategy, self._world = pipeline.config, pipeline.strategy, world
+        self._transport: Transport | None = None
+        self._lists: TileLists | None = None
+        self._lists_shape: tuple[int, ...] = ()
+        self._pictures = torch.zeros(0)
+        self.peer, self._by_sort = False, options.tile_lists == "sort"
+        self._atomics = options.gradients == "atomics"
+        self.captures = world.device.type == "cuda" and not self._by_sort
+        if options.overlap < 1:
+            raise InputError(f"--pipeline.overlap {options.overlap}: splats leave in 1 part at least.")
+        if not self._strategy.rows.travels:
+            return
+        try:
+            choice = choose_transport(world, options.transport)
+        except RuntimeError as error:
+            raise InputError(f"--pipeline.transport {options.transport}: {error}") from error
+        self.peer = choice.peer
+        if world.is_main and world.size > 1:
+            CONSOLE.print(choice.reason)
+
+    def transport(self, settings: StepSettings, kernels: Kernels) -> Transport:
+        """What carries rows, and their gradients."""
+        shape = (settings.rows, settings.segment, settings.words(self._strategy.assignment.learns))
+        old = self._transport
+        if old is not None and (old.rows, old.capacity, old.words) == shape and old.kernels == kernels:
+            return old
+        old = self._transport = None  # its memory is the next one's
+        self._transport = make_transport(
+            self._strategy.rows, self._strategy.gradients, self._world, kernels, *shape,
+            peer=self.peer, atomics=self._atomics,
+        )  # fmt: skip
+        return self._transport
+
+    def lists(self, settings: StepSettings, kernels: Kernels, transport: Transport) -> TileLists:
+        """What finds each tile's splats."""
+        if not self._by_sort:
+            return GatheredLists(kernels, settings.intersections)
+        shape = (settings.width, settings.height, settings.rows, transport.lines, settings.intersections)
+        if self._lists is None or self._lists_shape != shape:
+            self._lists = None  # its memory is the next one's
+            self._lists_shape = shape
+            self._lists = SortedLists(settings, self._world, transport.lines, peer=self.peer)
+        return self._lists
+
+    def make_pictures(self, settings: StepSettings, kind: torch.dtype) -> None:
+        """Makes room for the images of a step of graphs, which read them where they were when they were captured."""
+        most = self._strategy.assignment.most_views(settings.views, self._world.size)
+        shape = (most if self.captures else 0, settings.height, settings.width, 3)
+        if self._pictures.shape != shape or self._pictures.dtype != kind:
+            self._pictures = torch.empty(shape, dtype=kind, device=self._world.device)
+
+    def target(self, place: int, image: Tensor, patch: Patch, view: View) -> Tensor:
+        """The image [H, W, 3] under a rendered rectangle, where a step finds it: this rank's patch number `place`."""
+        left, top, right, bottom = patch.rendered(view)
+        there = image[top:bottom, left:right]
+        if not self.captures:
+            return there.contiguous()
+        flat = self._pictures[place].view(-1)[: there.numel()]
+        return flat.view(there.shape).copy_(there)
+
+    def count_traffic(self, status: Status) -> None:
+        """Counts what peers wrote to each other; collectives count for themselves."""
+        if self.peer:
+            self._world.traffic.add(2 * 4 * RECORD_FLOATS * status.sent)

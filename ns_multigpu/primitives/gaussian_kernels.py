@@ -1,0 +1,156 @@
+"""The operators of 3D Gaussians, as a step calls them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cuda_ext
+from cuda_ext.ops.fused import SplatRows, splat_forward, splat_update
+from cuda_ext.ops.lazy_adam import LazyAdam, splat_flush
+from cuda_ext.ops.row_exchange import RECORD_FLOATS, ArrivedRows, collect, pack, unpack
+from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Lists, Model, ReplicaRows, Sinks
+from ns_multigpu.core.types import TILE
+from ns_multigpu.primitives.gaussian_schema import ORDER, flat
+
+_COLORS = slice(6, 9)
+"""Where a gradient record has those of the colours."""
+
+
+@dataclass(frozen=True)
+class GaussianKernels(Kernels):
+    """See `Kernels`; rows and records as in `cuda_ext.ops.fused` and `cuda_ext.ops.row_exchange`.
+
+    Attributes:
+        degree: harmonics in use, 0 to 3.
+        antialiased, absgrad, eps2d, near, far: see `Gaussians`.
+        selective: only points that a view of the batch draws, on any rank, take Adam's step ("Taming 3DGS", Mallick et
+            al. 2024); the others' parameters and moments stay, to the bit. Bias corrections count the model's steps, as
+            dense Adam's do. (gsplat's SelectiveAdam leaves corrections out; with betas of 0.9 and 0.999 a step is the
+            same to a hundredth after 4000 of them.)
+        opacity_weight, scale_weight: see `splat_update`; of the whole model's sums.
+    """
+
+    degree: int
+    antialiased: bool = False
+    absgrad: bool = False
+    eps2d: float = 0.3
+    near: float = 0.01
+    far: float = 1e10
+    selective: bool = False
+    opacity_weight: float = 0.0
+    scale_weight: float = 0.0
+
+    parameters = ORDER
+    record_floats = RECORD_FLOATS
+
+    def model(
+        self,
+        params: Mapping[str, Tensor],
+        moments: Mapping[str, tuple[Tensor, Tensor]],
+        statistics: Mapping[str, Tensor],
+        lazy: LazyAdam | None,
+    ) -> Model:
+        if self.selective and lazy is not None:
+            raise ValueError("A selective step puts nothing off: points that are not drawn take none. Leave lazy out.")
+        of_params = [flat(name, params[name].detach()) for name in ORDER]
+        first, second = ([flat(name, moments[name][i]) for name in ORDER] for i in (0, 1))
+        return Model(of_params, first, second, dict(statistics), lazy)
+
+    def project(
+        self, model: Model, cameras: Cameras, capacity: int, stops: Sequence[int],
+        reached: Callable[[SplatRows, int, int], None] | None,
+    ) -> SplatRows:  # fmt: skip
+        return splat_forward(
+            *model.params, viewmats=cameras.viewmats, Ks=cameras.Ks, sizes=cameras.sizes, degree=self.degree,
+            capacity=capacity, eps2d=self.eps2d, near=self.near, far=self.far, antialiased=self.antialiased,
+            exp_avgs=model.exp_avgs, exp_avg_sqs=model.exp_avg_sqs, lazy=model.lazy, stops=stops, reached=reached,
+        )  # fmt: skip
+
+    def stay(self, rows: SplatRows, owners: Tensor, slots: Tensor) -> ArrivedRows:
+        geometry = (rows.means2d, rows.conics, rows.opacities)
+        return ArrivedRows(rows.view_ids, *geometry, rows.features, rows.depths, rows.radii, owners, slots)
+
+    def pack(self, rows: SplatRows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
+        geometry = (rows.means2d, rows.conics, rows.opacities)
+        parts = (rows.view_ids, *geometry, rows.features, rows.depths, rows.radii)
+        pack(*parts, place, segments, capacity, first, end)
+
+    def unpack(self, records: Tensor, counts: Tensor, views: int) -> ArrivedRows:
+        return unpack(records, counts, views)
+
+    def collect(self, place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
+        return collect(place, count, sources, capacity)
+
+    def replicas(self, ranks: int, capacity: int, device: torch.device) -> "GaussianReplicaRows":
+        return GaussianReplicaRows(ranks * capacity, device)
+
+    def intersect(self, arrived: ArrivedRows, patches: Sequence[int], capacity: int) -> Lists:
+        return cuda_ext.intersect_capacity(
+            arrived.means2d, arrived.conics, arrived.opacities, arrived.radii, arrived.depths, arrived.view_ids,
+            patches, tile_size=TILE, capacity=capacity,
+        )  # fmt: skip
+
+    def draw(self, arrived: ArrivedRows, lists: Lists, patches: Sequence[int]) -> Drawn:
+        tile_offsets, row_ids, _ = lists
+        inputs: Any = (
+            arrived.means2d, arrived.conics, arrived.opacities, arrived.features, tile_offsets, row_ids, patches, TILE
+        )  # fmt: skip
+        color, alpha, last, state = torch.ops.ns_multigpu.rasterize(*inputs, None)
+        return Drawn(color, alpha, last, (inputs, state))
+
+    def draw_back(self, drawn: Drawn, v_color: Tensor, v_alpha: Tensor, sinks: Sinks) -> None:
+        inputs, state = drawn.rest
+        torch.ops.ns_multigpu.rasterize_backward_into(
+            *inputs, drawn.alpha, drawn.last, state, drawn.color, v_color, v_alpha, self.absgrad,
+            sinks.addresses, sinks.owners, sinks.slots, sinks.system_scope,
+        )  # fmt: skip
+
+    def update(
+        self, model: Model, cameras: Cameras, scalars: Tensor, rows: SplatRows, records: Tensor, witness: Tensor,
+        witness_views: range | None,
+    ) -> None:  # fmt: skip
+        statistics = model.statistics
+        splat_update(
+            model.params, model.exp_avgs, model.exp_avg_sqs, scalars=scalars, viewmats=cameras.viewmats, Ks=cameras.Ks,
+            sizes=cameras.sizes, rows=rows, gradients=records, degree=self.degree, eps2d=self.eps2d, near=self.near,
+            far=self.far, antialiased=self.antialiased, absgrad=self.absgrad, grad2d=statistics.get("grad2d"),
+            seen=statistics.get("count"), radii_max=statistics.get("radii"), selective=self.selective,
+            opacity_weight=self.opacity_weight, scale_weight=self.scale_weight, lazy=model.lazy, witness=witness,
+            witness_views=witness_views,
+        )  # fmt: skip
+
+    def flush(self, model: Model) -> None:
+        if model.lazy is not None:
+            splat_flush(model.params, model.exp_avgs, model.exp_avg_sqs, model.lazy)
+
+
+class GaussianReplicaRows(ReplicaRows):
+    """View ids, point ids, radii, conics and gradient records: 92 bytes a row, rather than a gradient of every
+    parameter (236 bytes a point). Each rank takes the same step from the same rows in the same order, so that replicas
+    stay the same to the last bit.
+
+    Args:
+        lines: of all ranks.
+    """
+
+    def __init__(self, lines: int, device: torch.device) -> None:
+        ints = [torch.zeros(lines, *shape, dtype=torch.int32, device=device) for shape in ((), (), (2,))]
+        self.everyone = [*ints, *(torch.zeros(lines, width, device=device) for width in (3, RECORD_FLOATS))]
+        self._bright = torch.ones(lines, 3, device=device)
+
+    def mine(self, rows: SplatRows, records: Tensor, first_view: int) -> list[Tensor]:
+        # No gradient passes where a colour is clamped at black: applied here, the colours need not travel. This is the
+        # way back of a ReLU, which is one kernel, in place, and leaves no NaN as a product with zero would.
+        by_color = records[:, _COLORS]
+        torch.ops.aten.threshold_backward.grad_input(by_color, rows.features, 0, grad_input=by_color)
+        # Records go with the 4 of their 16 numbers that mean nothing: it is quicker than to take these out and put them
+        # back.
+        return [rows.view_ids + first_view, rows.point_ids, rows.radii, rows.conics, records]
+
+    def rows(self, counts: Tensor) -> tuple[SplatRows, Tensor]:
+        view_ids, point_ids, radii, conics, records = self.everyone
+        none = records.new_empty(0)
+        return SplatRows(view_ids, point_ids, counts, none, conics, none, self._bright, none, radii), records
