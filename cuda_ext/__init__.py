@@ -12,14 +12,14 @@ from cuda_ext.gsplat import rasterization as gsplat_rasterization  # noqa: F401 
 from cuda_ext.ops.adam import AdamStep, FusedAdam, adam_step, fused_step
 from cuda_ext.ops.band_loss import BandLoss, band_loss, band_loss_into
 from cuda_ext.ops.compositing import composite
-from cuda_ext.ops.culling import cull, cull_capacity
+from cuda_ext.ops.culling import cull
 from cuda_ext.ops.fused import RowGradients, SplatRows, splat_forward, splat_update
 from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves, splat_flush
 from cuda_ext.ops.loss import l1_ssim
 from cuda_ext.ops.peer_sort import band_lists, intersect_keys, merge_level, publish_count, sort_pairs
 from cuda_ext.ops.projection import Projection, project, sh_colors
 from cuda_ext.ops.rasterization import intersect, intersect_capacity, rasterize
-from cuda_ext.ops.row_exchange import ArrivedRows, collect, pack, route, route_lines, unpack
+from cuda_ext.ops.row_exchange import ArrivedRows, collect, pack, route_lines, unpack
 from cuda_ext.ops.step_control import step_gate, step_message
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "compiler_problem",
     "composite",
     "cull",
-    "cull_capacity",
     "fused_step",
     "intersect",
     "intersect_capacity",
@@ -55,7 +54,6 @@ __all__ = [
     "publish_count",
     "rasterize",
     "reference_forced",
-    "route",
     "route_lines",
     "sh_colors",
     "sort_pairs",

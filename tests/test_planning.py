@@ -14,7 +14,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.planning import rates
 from ns_multigpu.planning.pace import pace
 from ns_multigpu.planning.quantities import gib, parse_count, parse_size
-from ns_multigpu.planning.room import STATISTICS, most_points, room, step_buffers
+from ns_multigpu.planning.room import STATISTICS, checkpoint_bytes, most_points, room, step_buffers
 from ns_multigpu.planning.work import ROOM, STRATEGIES, VISIBLE, Course, Share, batch_of, share, usual_tiles
 from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, padded
 from ns_multigpu.primitives.gaussian_init import initial_gaussians
@@ -67,13 +67,17 @@ def test_parameters_and_moments_are_exact(degree: int) -> None:
 
 
 def test_a_compact_state_takes_half_the_moments() -> None:
-    """Of 720 bytes a Gaussian, with densification's statistics, 484 are left."""
+    """Of 720 bytes a Gaussian, with densification's statistics, 484 are left; in a checkpoint, too."""
     full, compact = (
         room("tile", Course(4_000_000, 640, 480, gpus=4, compact=compact), GIB) for compact in (False, True)
     )
     assert compact.moments == full.moments / 2 == 4 * 59 * 1_000_000 and compact.parameters == full.parameters
     held = compact.parameters + compact.moments + STATISTICS * 1_000_000
-    assert held == 484 * 1_000_000 and full.refining - compact.refining == 2 * 45 * 1_000_000
+    assert held == 484 * 1_000_000
+    for kept, bytes_a_point in ((False, 720), (True, 484)):
+        assert checkpoint_bytes(Course(1000, 640, 480, gpus=4, compact=kept)) == 1000 * bytes_a_point
+    assert checkpoint_bytes(Course(1000, 640, 480, sh_degree=0)) == 1000 * (3 * 4 * 14 + 12)
+    assert full.refining - compact.refining == 2 * 45 * 1_000_000
     course = Course(1, 3840, 2160, gpus=4)
     fits = [most_points("tile", replace(course, compact=c), 139 * GIB, densify=False) for c in (False, True)]
     assert fits[1] > 1.2 * fits[0]

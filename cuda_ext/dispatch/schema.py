@@ -5,10 +5,6 @@ also exist, with fake kernels and autograd, on a machine that has no compiler. S
 wrappers in `cuda_ext.ops`.
 """
 
-_CULL_INPUTS = (
-    "Tensor means, Tensor scales, Tensor opacities, Tensor viewmats, Tensor Ks, int[] sizes, int[] rects, "
-    "float eps2d, float near, float far"
-)
 _PROJECT_INPUTS = (
     "Tensor means, Tensor quats, Tensor scales, Tensor opacities, Tensor viewmats, Tensor Ks, int[] sizes, "
     "Tensor view_ids, Tensor point_ids, float eps2d, float near, float far, bool antialiased"
@@ -40,8 +36,8 @@ _SPLAT_OUTPUTS = (
 )
 
 SCHEMAS: tuple[str, ...] = (
-    f"cull({_CULL_INPUTS}) -> (Tensor view_ids, Tensor point_ids)",
-    f"cull_capacity({_CULL_INPUTS}, int capacity) -> (Tensor view_ids, Tensor point_ids, Tensor count)",
+    "cull(Tensor means, Tensor scales, Tensor opacities, Tensor viewmats, Tensor Ks, int[] sizes, int[] rects, "
+    "float eps2d, float near, float far) -> (Tensor view_ids, Tensor point_ids)",
     f"project({_PROJECT_INPUTS}) -> (Tensor means2d, Tensor conics, Tensor depths, Tensor row_opacities, Tensor radii)",
     f"project_backward({_PROJECT_INPUTS}, Tensor conics, Tensor radii, Tensor v_means2d, Tensor v_conics, "
     "Tensor v_depths, Tensor v_row_opacities) -> "
@@ -82,8 +78,6 @@ SCHEMAS: tuple[str, ...] = (
     "adam_step(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
     "Tensor scalars, bool set_grads_to_zero) -> ()",
     # The addresses in `destinations` and `sources`, too, no dispatcher sees.
-    "route(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches, int ranks) -> "
-    "(Tensor place, Tensor counts)",
     "route_lines(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches, int ranks, int first, "
     "int end, Tensor(a!) place, Tensor(b!) counts) -> ()",
     "pack(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "

@@ -22,7 +22,6 @@ from cuda_ext.reference import projection as reference
 def _register(library: Library) -> None:
     """Registers these functions for the CUDA dispatch key."""
     library.impl("cull", reference.cull, "CUDA")
-    library.impl("cull_capacity", reference.cull_capacity, "CUDA")
     library.impl("project", _project, "CUDA")
     library.impl("project_backward", _project_backward, "CUDA")
     library.impl("sh_colors", _sh_colors, "CUDA")

@@ -19,6 +19,7 @@ from cuda_ext.ops.ring import ScalarRing
 
 SCALARS = 8
 """Numbers a parameter: see `adam_scalars`."""
+_RING_NAME = "Adam's scalars (see AdamStep.upload)"
 
 
 def adam_scalars(rate: float, betas: tuple[float, float], eps: float, step: float) -> tuple[float, ...]:
@@ -163,7 +164,7 @@ class AdamStep:
         if len({(p.device, p.dtype) for p in self.params}) != 1:
             raise ValueError("AdamStep needs parameters, all on one device and of one dtype.")
         first = self.params[0]
-        self._ring = ScalarRing(first.device, SCALARS)
+        self._ring = ScalarRing(first.device, SCALARS, what=_RING_NAME)
         self.scalars = torch.zeros(len(self.params), SCALARS, dtype=first.dtype, device=first.device)
 
     def count(self) -> list[tuple[float, ...]]:
@@ -199,7 +200,7 @@ _rings: dict[tuple[torch.device, int], ScalarRing] = {}
 def _ring(device: torch.device) -> ScalarRing:
     """The ring of a device's current stream."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _rings.setdefault((device, stream), ScalarRing(device, SCALARS))
+    return _rings.setdefault((device, stream), ScalarRing(device, SCALARS, what=_RING_NAME))
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""Which points may be seen: `cull`, and `cull_capacity` for steps that must not wait for the device.
+"""Which points may be seen: `cull`.
 
 Words, shapes and units: `cuda_ext.ops.projection`.
 """
@@ -52,55 +52,6 @@ def cull(
         TypeError, ValueError: an argument of the wrong dtype, device or shape, or a wrong depth range.
         NativeBuildError: the operators cannot be compiled.
     """
-    arguments = _checked(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far)
-    op = torch.ops.ns_multigpu.cull if native_serves(means) else reference.cull
-    with torch.no_grad():
-        return op(*arguments)
-
-
-def cull_capacity(
-    means: Tensor,
-    scales: Tensor,
-    opacities: Tensor,
-    viewmats: Tensor,
-    Ks: Tensor,
-    sizes: Sequence[int],
-    rects: Sequence[int],
-    capacity: int,
-    eps2d: float = 0.3,
-    near: float = 0.01,
-    far: float = 1e10,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`cull` into a fixed number of rows, without waiting for the device: its shapes do not depend on the data.
-
-    Rows that are not needed are padding: point -1 in the last view. All operators take them as dead rows.
-
-    Args:
-        means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far: as those of `cull`.
-        capacity: C, the number of rows to make room for.
-
-    Returns:
-        view_ids [C] int32, point_ids [C] int32, and count [1] int64: how many rows there are. Where that exceeds the
-        capacity, the rows are the first C of them, and the caller has to repeat the call with room for all.
-
-    Raises:
-        TypeError, ValueError: as `cull`, or a negative capacity.
-        NativeBuildError: the operators cannot be compiled.
-    """
-    if capacity < 0:
-        raise ValueError(f"capacity must be at least 0, not {capacity}.")
-    inputs = _checked(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far)
-    arguments: tuple[Any, ...] = (*inputs, capacity)
-    op = torch.ops.ns_multigpu.cull_capacity if native_serves(means) else reference.cull_capacity
-    with torch.no_grad():
-        return op(*arguments)
-
-
-def _checked(
-    means: Tensor, scales: Tensor, opacities: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int],
-    rects: Sequence[int], eps2d: float, near: float, far: float,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The inputs of both operators, checked."""
     points, views = means.shape[0], viewmats.shape[0]
     check_floats(
         means,
@@ -113,16 +64,12 @@ def _checked(
     check_depth_range(near, far)
     sizes = check_ints("sizes", sizes, 2, views, "view")
     rects = check_ints("rects", rects, 4, views, "view")
-    return means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far
+    op = torch.ops.ns_multigpu.cull if native_serves(means) else reference.cull
+    with torch.no_grad():
+        return op(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far)
 
 
 @torch.library.register_fake("ns_multigpu::cull", lib=LIBRARY)
 def _cull_fake(means: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     rows = torch.library.get_ctx().new_dynamic_size()
     return means.new_empty(rows, dtype=torch.int32), means.new_empty(rows, dtype=torch.int32)
-
-
-@torch.library.register_fake("ns_multigpu::cull_capacity", lib=LIBRARY)
-def _cull_capacity_fake(means: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    view_ids, point_ids = (means.new_empty(rest[-1], dtype=torch.int32) for _ in range(2))
-    return view_ids, point_ids, means.new_empty(1, dtype=torch.int64)

@@ -222,9 +222,9 @@ def splat_update(
         lazy: put off the steps of points that are not drawn (see `lazy_adam.py`, also for which options of Adam):
             1416 bytes (944) of each such point are then neither read nor written. Those of points that are drawn are
             taken.
-        witness: [1], written: 0 if the gradients of all rows that are drawn are finite, else NaN. Costs next to
-            nothing, unlike a look at all of `gradients`: they are read anyhow.
-        witness_views: the views whose rows it is about, a range; unless given, all.
+        witness: [1], an output: 0 if the gradients of all rows that are drawn are finite, else NaN. Costs next to
+            nothing, since the gradients are read here anyhow; a separate check would read them all again.
+        witness_views: the views whose rows `witness` covers, a range; all unless given.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, device or shape; `lazy` with `selective` or weights.

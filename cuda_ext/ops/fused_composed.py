@@ -20,7 +20,7 @@ def camera_centers(viewmats: Tensor) -> Tensor:
 
 class _Sigmoid(torch.autograd.Function):
     """1 / (1 + exp(-x)), as the kernels compute it. torch's own, on a CPU, rounds the last few numbers of a tensor
-    otherwise than the rest: what a point is would depend on how many there are, and on the room behind them."""
+    differently from the others: a point's opacity would depend on its place in the tensor and on the tensor's size."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

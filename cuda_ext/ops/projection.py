@@ -1,7 +1,8 @@
 """From rows to splats: `project` and `sh_colors`.
 
 Words and shapes: N points, V views, M rows. A row is one (view, point) pair; rows are sorted by (view, point), and each
-pair appears once. At the end there may be padding (`cull_capacity`): rows of point -1 in the last view, which are dead.
+pair appears once. At the end there may be padding: rows of point -1 in the last view, which are dead. `splat_forward`
+makes such rows.
 `viewmats` [V, 4, 4] are rigid world-to-camera matrices with OpenCV axes (x right, y down, z ahead),
 `Ks` [V, 3, 3] intrinsics in pixels (pinhole, no skew), `sizes` (width, height) of each view in pixels, flat. The centre
 of the pixel in row i and column j lies at (j + 0.5, i + 0.5). `scales` are linear and `opacities` in (0, 1), both after

@@ -17,10 +17,11 @@ class ScalarRing:
         device: where to; on a CPU there is nothing to carry.
         width: numbers a line.
         slots: uploads that may be under way.
+        what: the numbers' name in errors.
     """
 
-    def __init__(self, device: torch.device, width: int, slots: int = 8) -> None:
-        self._device, self._width, self._slots = device, width, slots
+    def __init__(self, device: torch.device, width: int, slots: int = 8, what: str = "A step's numbers") -> None:
+        self._device, self._width, self._slots, self._what = device, width, slots, what
         self._lines = 0
         self._next = 0
 
@@ -45,7 +46,10 @@ class ScalarRing:
         if self._device.type != "cuda":
             return table if into is None else into.copy_(table)
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("Adam's scalars cannot be uploaded within a CUDA graph: call AdamStep.upload() before.")
+            raise RuntimeError(
+                f"{self._what} cannot be uploaded within a CUDA graph, which would repeat today's numbers for ever: "
+                "upload them before it."
+            )
         if len(lines) > self._lines or dtype != self._dtype:
             self._grow(len(lines), dtype)
         slot, self._next = self._next, (self._next + 1) % self._slots

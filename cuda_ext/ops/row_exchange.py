@@ -54,36 +54,6 @@ class ArrivedRows(NamedTuple):
 
 
 @torch.no_grad()
-def route(
-    view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Sequence[int], ranks: int
-) -> tuple[Tensor, Tensor]:
-    """Which rows reach which rank's patches, and where each stands among those that go there.
-
-    A row reaches a patch of its view if the box of `radii` around its mean holds a pixel centre of it, which is the
-    rule of `intersect`. Rows keep their order, so that the result is the same on every run.
-
-    Args:
-        view_ids: [M] int32.
-        count: [1] int64; the lines from there on are padding and go nowhere. May exceed M.
-        means2d: [M, 2] pixels.
-        radii: [M, 2] int32 half extents in pixels; a row where they are not positive goes nowhere.
-        patches: 6 integers a patch (rank, view, x0, y0, x1, y1): the rectangles rendered, halo included, in any order.
-        ranks: 1 to `MOST_RANKS`.
-
-    Returns:
-        place [ranks, M] int32: the number of rows before this one that go to the rank, or -1 if this one does not; and
-        counts [ranks] int64, how many go to each.
-
-    Raises:
-        TypeError, ValueError: types, shapes, patches or ranks are wrong.
-        NativeBuildError: the operators cannot be compiled.
-    """
-    numbers = _routed(view_ids, count, means2d, radii, patches, ranks)
-    op: Any = torch.ops.ns_multigpu.route if kernels_serve(means2d) else composed.route
-    return op(view_ids, count, means2d.detach(), radii, numbers, ranks)
-
-
-@torch.no_grad()
 def route_lines(
     view_ids: Tensor,
     count: Tensor,
@@ -95,48 +65,40 @@ def route_lines(
     place: Tensor,
     counts: Tensor,
 ) -> None:
-    """A part of `route`, in place, so that rows can leave before all are there. Parts are taken in the order of the
-    lines, from 0 on; after the last, which ends with M, `place` and `counts` are what `route` returns.
+    """Which rows reach which rank's patches, and where each stands among those that go there.
+
+    A call looks at lines first to end alone, so that rows can be sent before all of them are projected. Parts are taken
+    in the order of the lines, from 0 to M.
+
+    A row reaches a patch of its view if the box of `radii` around its mean holds a pixel centre of it, which is the
+    rule of `intersect`. Rows keep their order, so that the result is the same on every run.
 
     Args:
-        view_ids, count, means2d, radii, patches: as for `route`. Only lines first to end are looked at.
+        view_ids: [M] int32. Of it, as of `means2d` and `radii`, only lines first to end are looked at.
+        count: [1] int64; the lines from there on are padding and go nowhere. May exceed M.
+        means2d: [M, 2] pixels.
+        radii: [M, 2] int32 half extents in pixels; a row where they are not positive goes nowhere.
+        patches: 6 integers a patch (rank, view, x0, y0, x1, y1): the rectangles rendered, halo included, in any order.
         first, end: 0 <= first <= end <= M.
-        place: [ranks, M] int32, of which columns first to end are written.
-        counts: [ranks] int64: where first is not 0, how many rows before it go to each rank; then how many before end.
+        place: [ranks, M] int32, 1 to `MOST_RANKS` ranks. Columns first to end are written: the number of rows before
+            this one that go to the rank, or -1 if this one does not.
+        counts: [ranks] int64. Where first is not 0, how many rows before it go to each rank; written with how many
+            before end do.
 
     Raises:
         TypeError, ValueError: types, shapes, patches, lines or ranks are wrong.
         NativeBuildError: the operators cannot be compiled.
     """
-    ranks = counts.shape[0]
-    numbers = _routed(view_ids, count, means2d, radii, patches, ranks)
-    _check(means2d, torch.int32, place=(place, (ranks, means2d.shape[0])))
-    _check(means2d, torch.int64, counts=(counts, (ranks,)))
-    _check_lines(first, end, means2d.shape[0])
+    rows, ranks = means2d.shape[0], counts.shape[0]
+    _check_floats(means2d, means2d=(means2d, (-1, 2)))
+    integers = {"view_ids": (view_ids, (rows,)), "radii": (radii, (rows, 2)), "place": (place, (ranks, rows))}
+    _check(means2d, torch.int32, **integers)
+    _check(means2d, torch.int64, count=(count, (1,)), counts=(counts, (ranks,)))
+    _check_ranks(ranks)
+    _check_lines(first, end, rows)
+    numbers = _checked_patches(patches, ranks)
     op: Any = torch.ops.ns_multigpu.route_lines if kernels_serve(means2d) else composed.route_lines
     op(view_ids, count, means2d.detach(), radii, numbers, ranks, first, end, place, counts)
-
-
-def _routed(
-    view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Sequence[int], ranks: int
-) -> list[int]:
-    """The patches' numbers, all arguments checked."""
-    rows = means2d.shape[0]
-    _check_floats(means2d, means2d=(means2d, (-1, 2)))
-    _check(means2d, torch.int32, view_ids=(view_ids, (rows,)), radii=(radii, (rows, 2)))
-    _check(means2d, torch.int64, count=(count, (1,)))
-    _check_ranks(ranks)
-    numbers = [int(number) for number in patches]
-    if len(numbers) % 6:
-        raise ValueError(f"patches holds 6 integers a patch (rank, view, x0, y0, x1, y1); got {len(numbers)} in all.")
-    for k in range(0, len(numbers), 6):
-        rank, view, x0, y0, x1, y1 = numbers[k : k + 6]
-        if not 0 <= rank < ranks or min(view, x0, y0) < 0 or x1 < x0 or y1 < y0:
-            raise ValueError(
-                f"patch (rank, view, x0, y0, x1, y1) = {tuple(numbers[k : k + 6])}: need 0 <= rank < {ranks}, "
-                "view, x0, y0 >= 0, x1 >= x0 and y1 >= y0."
-            )
-    return numbers
 
 
 @torch.no_grad()
@@ -156,13 +118,13 @@ def pack(
 ) -> None:
     """Writes each row's record to line `place[r, row]` of the segment at `destinations[r]`, for each rank r.
 
-    Rows whose place is -1, or not below the capacity, are left out: `route`'s counts tell that some were. Nothing else
-    in a segment is written. On CUDA in whole records of 64 bytes, those of a rank one after the other.
+    Rows whose place is -1, or not below the capacity, are left out: the counts of `route_lines` tell that some were.
+    Nothing else in a segment is written. On CUDA in whole records of 64 bytes, those of a rank one after the other.
 
     Args:
         view_ids: [M] int32. means2d: [M, 2]. conics: [M, 3]. opacities: [M]. features: [M, 3]. depths: [M].
         radii: [M, 2] int32. All as in `SplatRows`.
-        place: [ranks, M] int32, from `route`; no two rows of a rank with one place.
+        place: [ranks, M] int32, from `route_lines`; no two rows of a rank with one place.
         destinations: [ranks] int64, addresses of segments of `capacity` records, multiples of 16.
         capacity: records that a segment holds.
         first, end: of the lines whose rows are written; all unless given. Only those of the arrays are looked at.
@@ -224,7 +186,7 @@ def collect(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Ten
     the others.
 
     Args:
-        place: [ranks, M] int32, from `route`.
+        place: [ranks, M] int32, from `route_lines`.
         count: [1] int64; the lines from there on are padding.
         sources: [ranks] int64, addresses of segments of `capacity` records [capacity, 16] float32, multiples of 16:
             this rank's rows in rank r's accumulation buffer.
@@ -245,6 +207,20 @@ def collect(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Ten
     _check_capacity(capacity)
     op: Any = torch.ops.ns_multigpu.collect if _kernels_serve_addresses(place) else composed.collect
     return op(place, count, sources, capacity)
+
+
+def _checked_patches(patches: Sequence[int], ranks: int) -> list[int]:
+    numbers = [int(number) for number in patches]
+    if len(numbers) % 6:
+        raise ValueError(f"patches holds 6 integers a patch (rank, view, x0, y0, x1, y1); got {len(numbers)} in all.")
+    for k in range(0, len(numbers), 6):
+        rank, view, x0, y0, x1, y1 = numbers[k : k + 6]
+        if not 0 <= rank < ranks or min(view, x0, y0) < 0 or x1 < x0 or y1 < y0:
+            raise ValueError(
+                f"patch (rank, view, x0, y0, x1, y1) = {tuple(numbers[k : k + 6])}: need 0 <= rank < {ranks}, "
+                "view, x0, y0 >= 0, x1 >= x0 and y1 >= y0."
+            )
+    return numbers
 
 
 def _kernels_serve_addresses(tensor: Tensor) -> bool:
@@ -287,11 +263,6 @@ def _check_lines(first: int, end: int, rows: int) -> None:
         raise ValueError(f"lines {first} to {end}: need 0 <= first <= end <= {rows}, which is all of them.")
 
 
-@torch.library.register_fake("ns_multigpu::route", lib=LIBRARY)
-def _route_fake(view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Any, ranks: int) -> Any:
-    return view_ids.new_empty((ranks, view_ids.shape[0])), count.new_empty(ranks)
-
-
 @torch.library.register_fake("ns_multigpu::route_lines", lib=LIBRARY)
 @torch.library.register_fake("ns_multigpu::pack", lib=LIBRARY)
 def _in_place_fake(*_: Any) -> None:
@@ -313,7 +284,6 @@ def _collect_fake(place: Tensor, count: Tensor, sources: Tensor, capacity: int) 
     return place.new_empty((place.shape[1], RECORD_FLOATS), dtype=torch.float32)
 
 
-LIBRARY.impl("route", composed.route, "CPU")
 LIBRARY.impl("route_lines", composed.route_lines, "CPU")
 LIBRARY.impl("pack", composed.pack, "CPU")
 LIBRARY.impl("unpack", composed.unpack, "CPU")

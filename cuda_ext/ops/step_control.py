@@ -37,7 +37,7 @@ def step_message(
 
     Args:
         own_rows: [1] int64, the rows of this rank's points.
-        segment_counts: [ranks] int64, `route`'s: the rows to each rank.
+        segment_counts: [ranks] int64, `route_lines`'s: the rows to each rank.
         met: [1] int64, the intersections that there should be room for.
         tile_offsets: [T + 1] int32 of this rank's patches, as `intersect_capacity` returns them.
         bands: 3 integers for each stretch of whole rows of tiles that this rank owns (line, tile, count): the first of
@@ -101,9 +101,9 @@ def step_gate(
         status: [K + 2] int64, written: steps taken, the most of each count on any rank since it was zero (also in steps
             not taken), and 1 if a step was not taken; with `sent` [K + 3], and the sum of that.
         scalars: Adam's, as `splat_update` takes them.
-        still: of the same shape and type, those of a step that moves nothing.
+        still: of the same shape and type: scalars with which Adam changes nothing (rate 0, betas 1).
         row_counts: [S] int64, of any stride: the rows of each segment.
-        lazy: what is put off. Only `steps` is looked at.
+        lazy: the state of the steps that are put off. Only its `steps` is read.
         sent: [1] int64, added to the status.
         work: [ranks, n] int64, whose rows may lie apart. totals: n numbers int64, contiguous in any shape: written, the
             sums over ranks. Both or neither.

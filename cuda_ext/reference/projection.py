@@ -88,28 +88,6 @@ def cull(
     return torch.repeat_interleave(views, counts), points.to(torch.int32)
 
 
-def cull_capacity(
-    means: Tensor,
-    scales: Tensor,
-    opacities: Tensor,
-    viewmats: Tensor,
-    Ks: Tensor,
-    sizes: Sequence[int],
-    rects: Sequence[int],
-    eps2d: float,
-    near: float,
-    far: float,
-    capacity: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `cuda_ext.cull_capacity`."""
-    views, points = cull(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far)
-    rows = min(len(views), capacity)
-    view_ids = views.new_full((capacity,), max(viewmats.shape[0] - 1, 0))
-    point_ids = points.new_full((capacity,), -1)
-    view_ids[:rows], point_ids[:rows] = views[:rows], points[:rows]
-    return view_ids, point_ids, torch.tensor([len(views)], device=means.device)
-
-
 def _take(rows: Tensor, ids: Tensor) -> Tensor:
     """rows[ids]; padding, whose id is -1, gets the first row, or zeros where there is none."""
     if rows.shape[0] == 0:

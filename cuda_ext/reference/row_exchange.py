@@ -1,4 +1,4 @@
-"""`route`, `route_lines`, `pack`, `unpack` and `collect` in torch's operators. See `cuda_ext.ops.row_exchange`.
+"""`route_lines`, `pack`, `unpack` and `collect` in torch's operators. See `cuda_ext.ops.row_exchange`.
 
 Addresses are those of memory of this process: where they lie on a GPU, only our kernels can follow them.
 """
@@ -11,17 +11,6 @@ from torch import Tensor
 
 RECORD_FLOATS = 16
 """Numbers of 4 bytes in a record."""
-
-
-@torch.no_grad()
-def route(
-    view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Sequence[int], ranks: int
-) -> tuple[Tensor, Tensor]:
-    """See `cuda_ext.ops.row_exchange.route`."""
-    place = torch.empty((ranks, len(view_ids)), dtype=torch.int32, device=view_ids.device)
-    counts = torch.empty(ranks, dtype=torch.int64, device=view_ids.device)
-    route_lines(view_ids, count, means2d, radii, patches, ranks, 0, len(view_ids), place, counts)
-    return place, counts
 
 
 @torch.no_grad()

@@ -115,6 +115,11 @@ def room(strategy: str, course: Course, memory: float, images: float = 0.0) -> R
     )
 
 
+def checkpoint_bytes(course: Course) -> int:
+    """What a checkpoint holds of the whole model: parameters, moments, densification's statistics."""
+    return course.points * ((4 + 2 * course.moment_bytes) * course.floats + STATISTICS)
+
+
 def step_buffers(one: Share, ranks: int, *, capacity: float = ROOM) -> dict[str, float]:
     """Bytes of a step's buffers: `rows`, `intersections`, `pixels` and `exchange`.
 

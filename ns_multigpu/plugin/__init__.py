@@ -1,4 +1,5 @@
-"""The nerfstudio side: trainer, pipeline, datamanager, model, launcher. A room is a folder, and imports point down."""
+"""The nerfstudio side: trainer, pipeline, datamanager, model, launcher. Of its folders, each imports
+only those below it (see the import contract in pyproject.toml)."""
 
 from ns_multigpu.plugin._moved import know_old_names
 

@@ -60,6 +60,14 @@ class Scene:
         return cuda_ext.project(*points, self.viewmats, self.Ks, self.sizes, view_ids, point_ids, **settings)
 
 
+def pad(rows: tuple[Tensor, Tensor], views: int, count: int) -> tuple[Tensor, Tensor]:
+    """`rows` with `count` rows of padding behind them: point -1 in the last view."""
+    view_ids, point_ids = rows
+    return torch.cat([view_ids, view_ids.new_full((count,), max(views - 1, 0))]), torch.cat(
+        [point_ids, point_ids.new_full((count,), -1)]
+    )
+
+
 def rotations(count: int, angle: float, generator: torch.Generator) -> Tensor:
     """[count, 3, 3] float64 rotations by up to about `angle` radians about random axes."""
     w = torch.randn(count, 3, generator=generator, dtype=torch.float64) * angle

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_ext.ops.adam import AdamStep, FusedAdam, adam_scalars, adam_step, fused_step
+from cuda_ext.ops.adam import AdamStep, FusedAdam, ScalarRing, adam_scalars, adam_step, fused_step
 from tests.cuda_ext.adams import SHAPES, assert_same, course, make_params
 
 
@@ -112,6 +112,21 @@ def test_scalars() -> None:
     line = adam_scalars(0.1, (0.9, 0.999), 1e-15, 3)
     expected = [0.1, 0.9, 0.999, 1e-15, 1 / (1 - 0.9**3), 1 / math.sqrt(1 - 0.999**3), 0.1, 0.001]
     assert line == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_cannot_be_uploaded_within_a_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    gpu = torch.device("cuda")
+    for ring, name in (
+        (ScalarRing(gpu, 2), "A step's numbers"),
+        (ScalarRing(gpu, 2, what="The cameras"), "The cameras"),
+    ):
+        with pytest.raises(RuntimeError, match=f"^{name} cannot be uploaded within a CUDA graph"):
+            ring.upload([[1.0, 2.0]], torch.float32)
+    step = AdamStep([FusedAdam([torch.nn.Parameter(torch.ones(3))])], with_grads=False)
+    step._ring._device = gpu
+    with pytest.raises(RuntimeError, match=r"^Adam's scalars \(see AdamStep\.upload\) cannot"):
+        step.upload()
 
 
 def test_opcheck() -> None:

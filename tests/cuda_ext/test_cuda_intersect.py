@@ -1,31 +1,23 @@
 """`intersect` and `intersect_capacity` on the GPU: the CPU twin's lists, whatever the sizes."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext import intersect_capacity
 from tests.cuda_ext.splats import Splats, make_splats
-from tests.cuda_ext.test_intersect import ODD_PATCHES, SCENES, lists_of, shown_rows, tile_rectangles
+from tests.cuda_ext.test_intersect import (
+    ODD_PATCHES,
+    SCENES,
+    arguments,
+    at_capacity,
+    lists_of,
+    shown_rows,
+    tile_rectangles,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("native")]
-
-
-def arguments(splats: Splats) -> tuple[Any, ...]:
-    return (
-        splats.means2d, splats.conics, splats.row_opacities, splats.radii, splats.depths, splats.view_ids,
-        list(splats.patches), splats.tile_size,
-    )  # fmt: skip
-
-
-def at_capacity(splats: Splats, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    return intersect_capacity(
-        splats.means2d, splats.conics, splats.row_opacities, splats.radii, splats.depths, splats.view_ids,
-        splats.patches, splats.tile_size, capacity,
-    )  # fmt: skip
 
 
 def on_gpu(splats: Splats) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext import collect, pack, route, unpack
+from cuda_ext import collect, pack, unpack
 from tests.cuda_ext.graphs import captured
+from tests.cuda_ext.routing import route
 from tests.cuda_ext.test_row_exchange import (
     OPS,
     Rows,
@@ -184,13 +185,14 @@ def test_places_beyond_int32() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     rows = make_rows(10, 2).to("cuda")
-    place, _ = rows.route([0, 0, 0, 0, 50, 70], 1)
+    place, counts = rows.route([0, 0, 0, 0, 50, 70], 1)
     with pytest.raises(TypeError, match="radii"):
         replace(rows, radii=rows.radii.cpu()).route([], 1)
     with pytest.raises(TypeError, match="destinations"):
         pack(*rows.packed(), place, torch.zeros(1, dtype=torch.int64), 5)
     with pytest.raises(ValueError, match="patch"):
-        OPS.route(rows.view_ids, rows.count, rows.means2d, rows.radii, [5, 0, 0, 0, 5, 5], 2)
+        given = (rows.view_ids, rows.count, rows.means2d, rows.radii, [5, 0, 0, 0, 5, 5], 1)
+        OPS.route_lines(*given, 0, 12, place, counts)
     with cuda_ext.use_reference(), pytest.raises(RuntimeError, match="addresses"):
         pack(*rows.packed(), place, torch.zeros(1, dtype=torch.int64, device="cuda"), 5)
 
@@ -210,7 +212,6 @@ def test_opcheck() -> None:
     rows, patches = make_rows(20, 4).to("cuda"), patches_of(2, 2)
     place, counts = rows.route(patches, 2)
     segments = [torch.zeros(1, 24, 16, device="cuda") for _ in range(2)]
-    torch.library.opcheck(OPS.route.default, (rows.view_ids, rows.count, rows.means2d, rows.radii, patches, 2))
     torch.library.opcheck(OPS.pack.default, (*rows.packed(), place, addresses(segments, 0), 24))
     torch.library.opcheck(OPS.unpack.default, (torch.cat(segments), counts, 2))
     torch.library.opcheck(OPS.collect.default, (place, rows.count, addresses(segments, 0), 24))

@@ -175,18 +175,18 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_opcheck() -> None:
     splats = make_splats(20, 40, 30)
-    intersect(*_arguments(splats))  # makes sure that the operator is loaded
-    torch.library.opcheck(torch.ops.ns_multigpu.intersect.default, _arguments(splats))
+    intersect(*arguments(splats))  # makes sure that the operator is loaded
+    torch.library.opcheck(torch.ops.ns_multigpu.intersect.default, arguments(splats))
 
 
-def _arguments(splats: Splats) -> tuple[Any, ...]:
+def arguments(splats: Splats) -> tuple[Any, ...]:
     return (
         splats.means2d, splats.conics, splats.row_opacities, splats.radii, splats.depths, splats.view_ids,
         list(splats.patches), splats.tile_size,
     )  # fmt: skip
 
 
-def _at_capacity(splats: Splats, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+def at_capacity(splats: Splats, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     return intersect_capacity(
         splats.means2d, splats.conics, splats.row_opacities, splats.radii, splats.depths, splats.view_ids,
         splats.patches, splats.tile_size, capacity,
@@ -201,7 +201,7 @@ def test_capacity_cuts_off_or_fills_up(forced: bool) -> None:
         offsets, rows = splats.intersect()
         listed = len(rows)
         for capacity in (0, 1, listed - 1, listed, listed + 100):
-            cut, padded, count = _at_capacity(splats, capacity)
+            cut, padded, count = at_capacity(splats, capacity)
             assert count.dtype == torch.int64 and count.tolist() == [listed]
             assert padded.shape == (capacity,) and padded.dtype == cut.dtype == torch.int32
             assert torch.equal(cut, offsets.clamp(max=capacity))
@@ -216,10 +216,10 @@ def test_capacity_cuts_off_or_fills_up(forced: bool) -> None:
 
 def test_wrong_capacity_is_named() -> None:
     with pytest.raises(ValueError, match="capacity"):
-        _at_capacity(make_splats(5, 32, 32), -1)
+        at_capacity(make_splats(5, 32, 32), -1)
 
 
 def test_capacity_opcheck() -> None:
     splats = make_splats(20, 40, 30)
-    _at_capacity(splats, 64)
-    torch.library.opcheck(torch.ops.ns_multigpu.intersect_capacity.default, (*_arguments(splats), 64))
+    at_capacity(splats, 64)
+    torch.library.opcheck(torch.ops.ns_multigpu.intersect_capacity.default, (*arguments(splats), 64))

@@ -1,4 +1,4 @@
-"""`cull_capacity` and the padding it makes: dead rows for every operator, on CPU and in the reference."""
+"""Padding behind rows, as `splat_forward` makes it: dead for `project` and `sh_colors`, on CPU and in the reference."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,9 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from tests.cuda_ext.scenes import Scene, random_scene
+from tests.cuda_ext.scenes import Scene, pad, random_scene
 
 INPUTS = ("means", "quats", "scales", "opacities", "viewmats", "sh_dc", "sh_rest")
-
-
-def cull_capacity(scene: Scene, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """On the whole views."""
-    cameras = (scene.viewmats, scene.Ks, scene.sizes)
-    return cuda_ext.cull_capacity(scene.means, scene.scales, scene.opacities, *cameras, scene.whole, capacity)
 
 
 def outputs_and_gradients(
@@ -35,42 +29,12 @@ def outputs_and_gradients(
     return (*out, colors), torch.autograd.grad(floats, leaves, given)
 
 
-@pytest.mark.parametrize("views", [1, 3])
-def test_rows_then_padding(either: str, views: int) -> None:
-    scene = random_scene(views=views)
-    view_ids, point_ids = scene.cull()
-    rows = len(view_ids)
-    assert rows > 50
-    for capacity in (rows, rows + 1, rows + 77):
-        padded = cull_capacity(scene, capacity)
-        assert padded[2].dtype == torch.int64 and padded[2].tolist() == [rows]
-        assert torch.equal(padded[0][:rows], view_ids) and torch.equal(padded[1][:rows], point_ids)
-        assert padded[0][rows:].tolist() == [views - 1] * (capacity - rows)
-        assert padded[1][rows:].tolist() == [-1] * (capacity - rows)
-
-
-def test_overflow_is_told(either: str) -> None:
-    scene = random_scene()
-    view_ids, point_ids = scene.cull()
-    for capacity in (0, 1, len(view_ids) - 1):
-        padded = cull_capacity(scene, capacity)
-        assert padded[2].tolist() == [len(view_ids)]
-        assert torch.equal(padded[0], view_ids[:capacity]) and torch.equal(padded[1], point_ids[:capacity])
-
-
-@pytest.mark.parametrize(("points", "views"), [(0, 2), (5, 0), (0, 0)])
-def test_nothing_to_see(either: str, points: int, views: int) -> None:
-    scene = random_scene(points=points, views=views)
-    view_ids, point_ids, count = cull_capacity(scene, 4)
-    assert count.tolist() == [0] and point_ids.tolist() == [-1] * 4 and view_ids.tolist() == [max(views - 1, 0)] * 4
-    if views:
-        out = scene.project(view_ids, point_ids)
-        assert all(o.shape[0] == 4 and (o == 0).all() for o in out)
-
-
-def test_negative_capacity(either: str) -> None:
-    with pytest.raises(ValueError, match="capacity must be at least 0, not -1"):
-        cull_capacity(random_scene(points=3), -1)
+@pytest.mark.parametrize("points", [0, 5])
+def test_nothing_but_padding(either: str, points: int) -> None:
+    scene = random_scene(points=points)
+    nothing = torch.empty(0, dtype=torch.int32)
+    out = scene.project(*pad((nothing, nothing), 2, 4))
+    assert all(o.shape[0] == 4 and (o == 0).all() for o in out)
 
 
 @pytest.mark.parametrize("antialiased", [False, True])
@@ -79,7 +43,7 @@ def test_padding_is_dead(either: str, views: int, antialiased: bool) -> None:
     scene = random_scene(views=views, dtype=torch.float64)
     rows = scene.cull()
     keep = len(rows[0])
-    padded = cull_capacity(scene, keep + 33)[:2]
+    padded = pad(rows, views, 33)
     out, gradients = outputs_and_gradients(scene, rows, keep, antialiased=antialiased)
     padded_out, padded_gradients = outputs_and_gradients(scene, padded, keep, antialiased=antialiased)
     for whole, part in zip(padded_out, out, strict=True):
@@ -96,10 +60,3 @@ def test_padding_elsewhere_is_refused() -> None:
         ids = [torch.tensor(ids, dtype=torch.int32) for ids in (views, points)]
         with pytest.raises(IndexError, match="does not exist"):
             scene.project(ids[0], ids[1])
-
-
-@pytest.mark.usefixtures("native")
-def test_opcheck() -> None:
-    scene = random_scene(points=20)
-    arguments = (scene.means, scene.scales, scene.opacities, scene.viewmats, scene.Ks, scene.sizes, scene.whole)
-    torch.library.opcheck(torch.ops.ns_multigpu.cull_capacity, (*arguments, 0.3, 0.01, 1e9, 64))

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext import ArrivedRows, collect, pack, route, unpack
+from cuda_ext import ArrivedRows, collect, pack, unpack
 from ns_multigpu.core.splat_exchange import touches
 from ns_multigpu.core.types import Hits, Patch, Splats, View
+from tests.cuda_ext.routing import route
 
 WIDTH, HEIGHT, HALO = 50, 70, 16
 OPS = torch.ops.ns_multigpu
@@ -264,9 +265,6 @@ def test_opcheck() -> None:
     rows, patches = make_rows(20, 4), numbers(bands(2, 2), 2)
     place, counts = rows.route(patches, 2)
     segments = [torch.zeros(1, 24, 16) for _ in range(2)]
-    inputs = (rows.view_ids, rows.count, rows.means2d, rows.radii, patches, 2)
-    assert all(torch.equal(a, b) for a, b in zip(OPS.route(*inputs), (place, counts), strict=True))
-    torch.library.opcheck(OPS.route.default, inputs)
     torch.library.opcheck(OPS.pack.default, (*rows.packed(), place, addresses(segments, 0), 24))
     assert bool(segments[0].any())
     torch.library.opcheck(OPS.unpack.default, (torch.cat(segments), counts, 2))

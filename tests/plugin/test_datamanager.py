@@ -125,6 +125,9 @@ def test_the_memory_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(InputError, match=r"--pipeline.datamanager.image-memory-gb"):
             manager(folder, World.single(), image_memory_gb=wrong)
     with pytest.raises(InputError, match=r"training images do not fit. Raise .*image-memory-gb.\n.*no room for two"):
+        _ = manager(folder, World.single(), image_memory_gb=3e-6).train_share
+    # Two held-out images take all of it and more: none is left for the others, not less than none.
+    with pytest.raises(InputError, match=r"their share of the memory, 0 GB, has no room for two images of \d"):
         _ = manager(folder, World.single(), image_memory_gb=1e-6).train_share
     monkeypatch.setattr("ns_multigpu.plugin.capture.datamanager.available_memory", lambda: 20_000)
     data = manager(folder, World.single())

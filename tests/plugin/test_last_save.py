@@ -111,6 +111,18 @@ def test_a_disk_that_stays_full(capture: Path, tmp_path: Path, clock: Clock, why
     assert steps_in(models) == [0], "the earlier one is as it was"
 
 
+@pytest.mark.parametrize(("degree", "state", "size"), [(3, "full", "7,200 MB"), (1, "compact", "1,960 MB")])
+def test_it_says_how_much_is_lost(
+    capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, degree: int, state: str, size: str
+) -> None:
+    trainer = set_up(capture, tmp_path)
+    options = trainer.pipeline.model.config
+    options.sh_degree, options.optimizer_state = degree, state
+    monkeypatch.setattr(type(trainer.pipeline.model), "total_points", 10_000_000)
+    with disk(full(tmp_path)), pytest.raises(SaveFailed, match=rf"\(10,000,000 Gaussians, {size}\)"):
+        save_last(trainer, 1, seconds=0, give_up=never)
+
+
 def test_without_an_earlier_checkpoint_there_is_no_way_on(capture: Path, tmp_path: Path) -> None:
     trainer = set_up(capture, tmp_path)
     with disk(full(tmp_path)), pytest.raises(SaveFailed) as caught:

@@ -3,7 +3,6 @@
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/full.h>
 #include <torch/library.h>
 
 #include <tuple>
@@ -102,25 +101,9 @@ std::tuple<at::Tensor, at::Tensor> cull(const at::Tensor& means_, const at::Tens
   return {view_ids, point_ids};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> cull_capacity(const at::Tensor& means, const at::Tensor& scales,
-                                                             const at::Tensor& opacities, const at::Tensor& viewmats,
-                                                             const at::Tensor& Ks, at::IntArrayRef sizes,
-                                                             at::IntArrayRef rects, double eps2d, double near_plane,
-                                                             double far_plane, int64_t capacity) {
-  TORCH_CHECK_VALUE(capacity >= 0, "capacity must be at least 0, not ", capacity, ".");
-  const auto [views, points] = cull(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near_plane, far_plane);
-  const int64_t rows = std::min(views.numel(), capacity), last_view = std::max<int64_t>(viewmats.size(0) - 1, 0);
-  at::Tensor view_ids = at::full({capacity}, last_view, views.options());
-  at::Tensor point_ids = at::full({capacity}, -1, points.options());
-  view_ids.narrow(0, 0, rows).copy_(views.narrow(0, 0, rows));
-  point_ids.narrow(0, 0, rows).copy_(points.narrow(0, 0, rows));
-  return {view_ids, point_ids, at::full({1}, views.numel(), views.options().dtype(at::kLong))};
-}
-
 }  // namespace
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CPU, m) {
   m.impl("cull", &nsmg::cull);
-  m.impl("cull_capacity", &nsmg::cull_capacity);
 }

@@ -69,33 +69,24 @@ __global__ void end_kernel(int64_t* end) { *end = 0; }
 // A warp writes the rows of one part: 32 words of 32 points.
 __global__ void __launch_bounds__(kThreads)
     write_kernel(const uint32_t* __restrict__ masks, const int64_t* __restrict__ offsets, int64_t parts, int groups,
-                 int64_t capacity, int* __restrict__ view_ids, int* __restrict__ point_ids) {
+                 int* __restrict__ view_ids, int* __restrict__ point_ids) {
   const int lane = threadIdx.x % 32;
   const int64_t part = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (part >= parts) return;
   const int64_t begin = offsets[part];
-  if (begin == offsets[part + 1] || begin >= capacity) return;
+  if (begin == offsets[part + 1]) return;
   const int view = int(part / groups), base = int(part % groups) * kCullPoints;
   const uint32_t mine = masks[part * kCullWords + lane];
   int64_t at = begin;
   for (int w = 0; w < kCullWords; ++w) {
     const uint32_t word = __shfl_sync(~0u, mine, w);
-    const int64_t row = at + __popc(word & ((1u << lane) - 1));
-    if ((word >> lane & 1) && row < capacity) {
+    if (word >> lane & 1) {
+      const int64_t row = at + __popc(word & ((1u << lane) - 1));
       view_ids[row] = view;
       point_ids[row] = base + 32 * w + lane;
     }
     at += __popc(word);
   }
-}
-
-__global__ void __launch_bounds__(kThreads)
-    pad_kernel(const int64_t* __restrict__ count, int64_t capacity, int view, int* __restrict__ view_ids,
-               int* __restrict__ point_ids) {
-  const int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (row < *count || row >= capacity) return;
-  view_ids[row] = view;
-  point_ids[row] = -1;
 }
 
 }  // namespace
@@ -128,18 +119,13 @@ cudaError_t exclusive_sum(void* temp, size_t& bytes, const int64_t* in, int64_t*
   return cub::DeviceScan::ExclusiveSum(temp, bytes, in, out, count, stream);
 }
 
-cudaError_t cull_write(const uint32_t* masks, const int64_t* offsets, int points, int views, int64_t capacity,
-                       int* view_ids, int* point_ids, cudaStream_t stream) {
-  if (capacity == 0) return cudaSuccess;
+cudaError_t cull_write(const uint32_t* masks, const int64_t* offsets, int points, int views, int* view_ids,
+                       int* point_ids, cudaStream_t stream) {
   const int groups = groups_of(points, kCullPoints);
   const int64_t parts = int64_t(views) * groups;
-  if (parts > 0) {
-    const int blocks = int((parts + kWarps - 1) / kWarps);
-    write_kernel<<<blocks, kThreads, 0, stream>>>(masks, offsets, parts, groups, capacity, view_ids, point_ids);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  }
-  const int blocks = int((capacity + kThreads - 1) / kThreads);
-  pad_kernel<<<blocks, kThreads, 0, stream>>>(offsets + parts, capacity, std::max(views - 1, 0), view_ids, point_ids);
+  if (parts == 0) return cudaSuccess;
+  const int blocks = int((parts + kWarps - 1) / kWarps);
+  write_kernel<<<blocks, kThreads, 0, stream>>>(masks, offsets, parts, groups, view_ids, point_ids);
   return cudaGetLastError();
 }
 

@@ -24,8 +24,8 @@ cudaError_t cull_mark(const CullInputs& in, uint32_t* masks, int64_t* counts, cu
 // The exclusive sum of `count` numbers. With temp == nullptr only says in `bytes` how much scratch memory it needs.
 cudaError_t exclusive_sum(void* temp, size_t& bytes, const int64_t* in, int64_t* out, int count, cudaStream_t stream);
 
-// Writes the first `capacity` rows, and padding (point -1, the last view) behind the last.
-cudaError_t cull_write(const uint32_t* masks, const int64_t* offsets, int points, int views, int64_t capacity,
-                       int* view_ids, int* point_ids, cudaStream_t stream);
+// Writes the ids of all rows.
+cudaError_t cull_write(const uint32_t* masks, const int64_t* offsets, int points, int views, int* view_ids,
+                       int* point_ids, cudaStream_t stream);
 
 }  // namespace nsmg

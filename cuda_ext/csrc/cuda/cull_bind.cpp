@@ -1,4 +1,4 @@
-// ns_multigpu::cull and ns_multigpu::cull_capacity on CUDA.
+// ns_multigpu::cull on CUDA.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -19,9 +19,6 @@ namespace {
 struct Marks {
   at::Tensor masks, offsets;
   int points, views;
-
-  // The number of rows, on the device.
-  at::Tensor count() const { return offsets.narrow(0, offsets.numel() - 1, 1); }
 };
 
 Marks mark(const at::Tensor& means_, const at::Tensor& scales_, const at::Tensor& opacities_,
@@ -58,34 +55,20 @@ Marks mark(const at::Tensor& means_, const at::Tensor& scales_, const at::Tensor
   return {masks, offsets, points, views};
 }
 
-std::tuple<at::Tensor, at::Tensor> write(const Marks& marks, int64_t capacity) {
-  const auto options = marks.masks.options();
-  const at::Tensor view_ids = at::empty({capacity}, options), point_ids = at::empty({capacity}, options);
-  NSMG_CUDA_CHECK(cull_write(reinterpret_cast<const uint32_t*>(marks.masks.const_data_ptr<int32_t>()),
-                             marks.offsets.const_data_ptr<int64_t>(), marks.points, marks.views, capacity,
-                             view_ids.mutable_data_ptr<int32_t>(), point_ids.mutable_data_ptr<int32_t>(),
-                             c10::cuda::getCurrentCUDAStream()));
-  return {view_ids, point_ids};
-}
-
 std::tuple<at::Tensor, at::Tensor> cull(const at::Tensor& means, const at::Tensor& scales, const at::Tensor& opacities,
                                         const at::Tensor& viewmats, const at::Tensor& Ks, at::IntArrayRef sizes,
                                         at::IntArrayRef rects, double eps2d, double near_plane, double far_plane) {
   const c10::cuda::CUDAGuard guard(means.device());
   const Marks marks = mark(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near_plane, far_plane);
-  return write(marks, cuda_count(marks.count().item<int64_t>(), "rows"));  // waits for the device
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> cull_capacity(const at::Tensor& means, const at::Tensor& scales,
-                                                             const at::Tensor& opacities, const at::Tensor& viewmats,
-                                                             const at::Tensor& Ks, at::IntArrayRef sizes,
-                                                             at::IntArrayRef rects, double eps2d, double near_plane,
-                                                             double far_plane, int64_t capacity) {
-  const c10::cuda::CUDAGuard guard(means.device());
-  const int most = cuda_count(capacity, "rows of capacity");
-  const Marks marks = mark(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near_plane, far_plane);
-  const auto [view_ids, point_ids] = write(marks, most);
-  return {view_ids, point_ids, marks.count().clone()};  // a copy: the offsets need not live as long
+  const at::Tensor count = marks.offsets.narrow(0, marks.offsets.numel() - 1, 1);
+  const int rows = cuda_count(count.item<int64_t>(), "rows");  // waits for the device
+  const auto options = marks.masks.options();
+  const at::Tensor view_ids = at::empty({rows}, options), point_ids = at::empty({rows}, options);
+  NSMG_CUDA_CHECK(cull_write(reinterpret_cast<const uint32_t*>(marks.masks.const_data_ptr<int32_t>()),
+                             marks.offsets.const_data_ptr<int64_t>(), marks.points, marks.views,
+                             view_ids.mutable_data_ptr<int32_t>(), point_ids.mutable_data_ptr<int32_t>(),
+                             c10::cuda::getCurrentCUDAStream()));
+  return {view_ids, point_ids};
 }
 
 }  // namespace
@@ -93,5 +76,4 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cull_capacity(const at::Tensor& m
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   m.impl("cull", &nsmg::cull);
-  m.impl("cull_capacity", &nsmg::cull_capacity);
 }

@@ -1,4 +1,4 @@
-// Rows on their way between ranks: which go where (route), as records of 64 bytes into the memory of other GPUs (pack),
+// Rows on their way between ranks: which go where (route_lines), as records of 64 bytes into the memory of other GPUs (pack),
 // rows again where they arrive (unpack), and the sums of their gradients where they came from (collect). Everything runs
 // on the given stream, waits for nothing and takes its sizes from the arguments alone, so that a CUDA graph can hold it.
 #pragma once

@@ -1,4 +1,4 @@
-// `route`, `route_lines`, `pack`, `unpack` and `collect` on CUDA.
+// `route_lines`, `pack`, `unpack` and `collect` on CUDA.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -72,19 +72,6 @@ void route_lines(const at::Tensor& view_ids_, const at::Tensor& count_, const at
                                counts.mutable_data_ptr<int64_t>(), c10::cuda::getCurrentCUDAStream()));
 }
 
-std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& view_ids, const at::Tensor& count,
-                                         const at::Tensor& means2d, const at::Tensor& radii, at::IntArrayRef numbers,
-                                         int64_t ranks_) {
-  const int ranks = checked_ranks(ranks_);
-  const int64_t rows = means2d.size(0);
-  const c10::cuda::CUDAGuard guard(means2d.device());
-  const at::TensorOptions floats = means2d.options();
-  const at::Tensor place = at::empty({ranks, rows}, floats.dtype(at::kInt));
-  const at::Tensor counts = at::empty({ranks}, floats.dtype(at::kLong));
-  route_lines(view_ids, count, means2d, radii, numbers, ranks, 0, rows, place, counts);
-  return {place, counts};
-}
-
 void pack(const at::Tensor& view_ids_, const at::Tensor& means2d_, const at::Tensor& conics_,
           const at::Tensor& opacities_, const at::Tensor& features_, const at::Tensor& depths_,
           const at::Tensor& radii_, const at::Tensor& place_, const at::Tensor& destinations_, int64_t capacity_,
@@ -154,7 +141,6 @@ at::Tensor collect(const at::Tensor& place_, const at::Tensor& count_, const at:
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("route", &nsmg::route);
   m.impl("route_lines", &nsmg::route_lines);
   m.impl("pack", &nsmg::pack);
   m.impl("unpack", &nsmg::unpack);

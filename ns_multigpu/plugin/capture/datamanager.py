@@ -98,7 +98,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
 
     @staticmethod
     def _wrong_before_reading(config: DistributedDataManagerConfig) -> list[str]:
-        """What is wrong with the files that a dataparser is about to read, which it would not tell by name."""
+        """What is wrong with the files that a dataparser is about to read; its own errors would not name the files."""
         parser = config.dataparser
         if config.data is not None:
             parser = replace(parser, data=Path(config.data))
@@ -211,7 +211,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
             train, held_out = (sum(s.nbytes for s in part) for part in (self.train_shapes, self.eval_shapes))
             least = 2 * max((aligned(shape.nbytes) for shape in self.eval_shapes), default=0)
             for_held_out = max(least, int(budget * (held_out / (train + held_out))))
-            budget = for_held_out if shapes is self.eval_shapes else budget - for_held_out
+            budget = for_held_out if shapes is self.eval_shapes else max(0, budget - for_held_out)
         on_gpu = self.config.cache_images == "gpu"
         if on_gpu and self.config.image_memory_gb is None:
             budget = None

@@ -98,7 +98,10 @@ class ImageStore:
             assert budget is not None
             largest = max(room.values())
             if budget < 2 * largest:
-                raise ValueError(f"{budget / 1e9:.3g} GB have no room for two images of {largest / 1e9:.3g} GB")
+                raise ValueError(
+                    f"their share of the memory, {budget / 1e9:.3g} GB, has no room for two images of "
+                    f"{largest / 1e9:.3g} GB"
+                )
             starts = [slot * largest for slot in range(budget // largest)]
             self.nbytes = len(starts) * largest
         self.capacity = len(starts)

@@ -89,8 +89,8 @@ def by_a_dataparser(error: Exception) -> bool:
 def unreadable(config: DataParserConfig, error: Exception) -> list[str]:
     """Lines for a capture that its dataparser cannot read.
 
-    A dataparser stops at the first image that it opens to choose a downscale factor. With a factor given it opens none,
-    and then all files that are missing or damaged can be told.
+    A dataparser stops at the first image that it opens to choose a downscale factor. With a factor given it opens none:
+    it is run again with one, and every image is then checked, so that all missing or damaged files can be listed.
     """
     lines = [f"{getattr(config, 'data', '')}: {type(error).__name__}: {error}"]
     if not isinstance(error, OSError) or getattr(config, "downscale_factor", 1) is not None:

@@ -2,8 +2,9 @@
 
 Training stops only while what this rank will write is copied to the host's memory (see host_copy). A thread then writes
 the copy, with those of the other ranks and over a process group of their own: two threads must not mix their calls in
-one. One save is on its way at a time; what became of it is told by the training thread, when it next looks. Where there
-is no room for copies, the training thread writes, as it does what must be whole before it goes on.
+one. One save is under way at a time; the training thread reports how it ended when it next calls `look`. The training
+thread writes by itself where the host has too little memory for copies, and where it must not go on before a checkpoint
+is complete.
 """
 
 import atexit
@@ -102,7 +103,7 @@ class CheckpointWriter:
         self._collect(None)
 
     def look(self) -> None:
-        """Tells of the save that was on its way if it has ended. Costs nothing; ranks may see it after different steps.
+        """Reports the save that was under way if it has ended, without waiting; ranks may see it after different steps.
 
         Raises:
             Exception: what ended it, if that was no disk.

@@ -104,7 +104,7 @@ def save_file(path: Path, content: Mapping[str, Any]) -> Stamp:
 
 
 def _by_itself(x: torch.Tensor) -> torch.Tensor:
-    """`x` without what else lies in its memory, all of which torch would save: points have room behind them."""
+    """`x`, copied if it is a part of a larger storage, as tensors of points may be: torch would save all of that."""
     return x.detach().clone() if x.nbytes < x.untyped_storage().nbytes() else x
 
 

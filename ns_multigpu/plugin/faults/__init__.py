@@ -1,1 +1,1 @@
-"""What can go wrong while a run goes on, who notices, and how it is told."""
+"""What can go wrong during a run: what detects it, and the errors and reports that the user gets."""

@@ -1,4 +1,4 @@
-"""What watches over a rank while it trains: signals, standing still, numbers that are none, and memory."""
+"""What guards a rank while it trains: against signals, stalls, NaN and infinity, and memory that runs out."""
 
 import contextlib
 import time

@@ -120,17 +120,18 @@ class NumericGuard:
         optimizers: Mapping[str, torch.optim.Optimizer],
         probe: Tensor | None = None,
     ) -> bool:
-        """Notes a step, after the exchange of gradients and before the optimizers. Every rank calls it.
+        """Records whether a step's losses and gradients are finite, on the device, without waiting for it. Called on
+        every rank, after the exchange of gradients and before the optimizers.
 
         Args:
             step: the step.
             view_losses: view number -> its loss [], of the views that this rank rendered.
             params: the parameters by name, the same names on every rank.
-            optimizers: told to leave the step out if need be.
-            probe: what else carries this step's gradients into densification.
+            optimizers: made to skip the step where a gradient is not finite and `on_nonfinite` is "skip".
+            probe: a tensor whose gradient densification reads too; there what is not finite becomes 0.
 
         Returns:
-            whether to call the optimizers. (On a GPU always: they find out by themselves.)
+            whether to call the optimizers. (On a GPU always: they read on the device whether to skip.)
         """
         if not self.active:
             return True
@@ -166,12 +167,13 @@ class NumericGuard:
             self._noted.append(_Noted(steps, views, names, numbers))
 
     def due(self, step: int, *, now: bool = False) -> bool:
-        """Whether a look after `step`, or `now`, has anything to do."""
+        """Whether `look` would read anything after `step`."""
         return self.active and bool(self._noted) and (now or step % self._every == 0)
 
     @torch.no_grad()
     def look(self, step: int, params: Mapping[str, Tensor], *, now: bool = False) -> None:
-        """Reads what the steps left, when it is time or `now`. Every rank calls it at the same steps.
+        """Reads what `watch` and `note` have recorded since the last time, every so many steps or, with `now`, at once.
+        Called on every rank at the same steps.
 
         Raises:
             NonFiniteError: on every rank, the same, where the run cannot go on.
@@ -257,8 +259,8 @@ def _bad_rows(x: Tensor) -> int:
 def witnesses(tensors: Sequence[Tensor]) -> list[Tensor]:
     """One number of each tensor (none of them empty), [], that is finite if and only if all of its elements are.
 
-    On a GPU the largest magnitude, of all tensors in one pass. On a processor torch adds tens of times faster than it
-    compares: there it is the sum, and overflow is told from infinity by comparing only where that is not finite.
+    On a GPU it is the largest magnitude, of all tensors in one pass. On a CPU, where torch adds tens of times faster
+    than it compares, it is the sum. A sum that is not finite may have overflowed: then it is the largest magnitude.
     """
     if not tensors:
         return []

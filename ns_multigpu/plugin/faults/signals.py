@@ -1,4 +1,4 @@
-"""What ends a run early: signals, stalls and numbers that are none; and how a dying process takes leave.
+"""What ends a run early (signals, stalls, NaN or infinity), and how a process ends that must not go on.
 
 `StopSignals` turns Ctrl-C and SIGTERM into a request that all ranks grant after the same step. The errors of this file
 are those that a restart would not mend, or that say on whose account a run ended.
@@ -160,7 +160,8 @@ class StopSignals:
             (self._on_second or _end_now)(signum)
 
     def _watch(self, wakeup: socket.socket) -> None:
-        """In a thread: ends the process if it was told to stop and stands still. The kernel wakes it, not Python."""
+        """In a thread: ends the process if a signal asked it to stop and it makes no progress. Signals wake this thread
+        through a socket that the interpreter's C code writes to, even while the main thread runs no Python."""
         assert self._progress is not None
         signum, since, still, seen = 0, 0.0, 0.0, -1
         with wakeup:
@@ -222,13 +223,14 @@ _last_words: Callable[[BaseException], None] | None = None
 
 
 def set_last_words(leave: Callable[[BaseException], None] | None) -> None:
-    """Makes `leave` what keeps the error of a process that has to end from a thread, for whoever started it."""
+    """Sets what `end_process` calls with the error before it ends this process: a worker's way to hand the error to
+    the process that started it."""
     global _last_words
     _last_words = leave
 
 
 def end_process(error: BaseException, status: int = 1) -> None:
-    """Ends this process, whose main thread cannot be reached, on account of `error`."""
+    """Ends this process because of `error`, from a thread beside the main one, which is blocked and cannot raise it."""
     try:
         if _last_words is not None:
             _last_words(error)

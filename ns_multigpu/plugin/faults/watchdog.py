@@ -1,8 +1,8 @@
-"""Who keeps the others waiting: every rank tells where it is, and a thread looks when nothing moves any more.
+"""Detects a run that makes no progress, and names the rank that the others wait for.
 
-The training thread only notes its step and what it is about to do (a few assignments, no device, no network). Once a
-second a thread of each rank copies that note to the store that the launcher keeps; when its own rank has stood still
-for too long it reads everybody's, asks for stacks, and says which rank is behind.
+The training thread only records its step and the phase that it begins (a few assignments, no device, no network). Once
+a second a thread of each rank publishes that record, a `Note`, in the launcher's key-value store. When its own rank has
+made no progress for too long, the thread asks all ranks for fresh notes with stack traces, and reports who is behind.
 """
 
 import json
@@ -26,15 +26,15 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.signals import StallError, end_process
 
 LONG_PHASES = frozenset({"start", "evaluation", "checkpoint"})
-"""Where a rank may stand still for longer. The first step counts as `start`: kernels may be built in it."""
+"""Phases that may take longer than others. The first step counts as `start`: kernels may be compiled in it."""
 _LONGER = 10.0
 _SILENCE = 10
-"""Periods after which a rank that was asked and has not told counts as silent."""
+"""Periods after which a rank that was asked for a note and has published none counts as silent."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """Where a rank was when it last told.
+    """The progress of a rank, as it last published it.
 
     Attributes:
         rank: whose.
@@ -43,7 +43,7 @@ class Note:
         phase: what it was about to do.
         age: seconds since it began to.
         device_step: the last step whose rendering and backward its device has finished; None where the host computes.
-        silent: whether it has stopped telling (its process is stopped, gone, or stuck outside Python).
+        silent: whether it publishes no more (its process is stopped, gone, or stuck outside Python).
         stack: where its training thread is, if it was asked and could answer.
     """
 
@@ -87,14 +87,15 @@ class Heartbeat:
         self._device.append((self.step, event))
 
     def note(self, rank: int) -> Note:
-        """What to tell. Called by the watchdog's thread only."""
+        """The note to publish. Called by the watchdog's thread only."""
         while self._device and self._device[0][1].query():
             self._device_step = self._device.popleft()[0]
         device_step = -1 if self._device_step is None and self._device else self._device_step
         return Note(rank, self.beats, self.step, self.phase, time.monotonic() - self._at, device_step)
 
     def patience(self, least: float) -> float | None:
-        """Seconds after which standing still is strange: three of the slowest recent phases; None in a long phase."""
+        """Seconds in one phase that count as a stall: three times the slowest of late, at least `least`; None in a long
+        phase, which has no such limit."""
         return None if self.phase in LONG_PHASES else max(least, 3 * self._gap)
 
 
@@ -220,7 +221,7 @@ class Watchdog:
         return describe(notes, late_ranks(notes)), own.rank == next(n.rank for n in notes if not n.silent)
 
     def _overdue(self, own: Note, notes: Sequence[Note] | None, limit: float) -> bool:
-        """Whether those that all wait for have no right to take so long."""
+        """Whether every rank that the others wait for has been in its phase for longer than `limit`, or is silent."""
         late = late_ranks(notes) if notes is not None else []
         return all(n.silent or n.age > limit * (_LONGER if n.phase in LONG_PHASES else 1.0) for n in late or [own])
 
@@ -236,7 +237,7 @@ class Watchdog:
         store.set(f"note/{self._rank}", json.dumps(told))
 
     def _ask_all(self, store: dist.Store) -> list[Note]:
-        """Everybody's notes, told after this call; who has not told within some periods is silent."""
+        """All ranks' notes, published after this call began; a rank without one after `_SILENCE` periods is silent."""
         question = store.add("asked", 1)
         end = time.monotonic() + _SILENCE * self._period
         while True:

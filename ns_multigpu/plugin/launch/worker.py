@@ -1,7 +1,7 @@
-"""The life of one worker process, and what it leaves in a folder for the process that started it.
+"""What one worker process does, and the files by which it and the process that started it inform each other.
 
-In the folder: `pid-R` of each worker that has begun; `stop` once all have been told to; `done-R` of each that has done
-its work; `interrupted`, the signal's number, if one has ended the run; `failure-R.json` of each that has failed.
+In their folder: `pid-R` of each worker R that has begun; `stop` once all are asked to stop; `done-R` of each that has
+done its work; `interrupted`, the signal's number, if one has ended the run; `failure-R.json` of each that has failed.
 """
 
 import contextlib
@@ -68,14 +68,14 @@ class Failure:
 
 
 def worker_main(config: Config, folder: str, attempt: int = 0) -> None:
-    """The life of one worker: sets up and runs the trainer that `config` makes.
+    """What one worker does: sets up and runs the trainer that `config` makes.
 
     Every worker starts from the same seed: what differs between ranks is drawn from generators keyed by step and view,
     never by rank.
 
     Args:
         config: the run's configuration.
-        folder: where a failing worker leaves its `Failure`, and where it finds what it is told.
+        folder: of the files above.
         attempt: how often the workers have been started before.
     """
     # Until there is something to save, Ctrl-C ends a worker at once; the trainer listens for it later.

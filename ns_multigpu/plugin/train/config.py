@@ -3,8 +3,8 @@
 `ns-train` calls, in this order and in the process that the user (or torchrun) started: `set_timestamp`,
 `print_to_terminal`, `save_config`; then, if `machine.num_devices` is 1, `setup(local_rank=0, world_size=1)`, whose
 result it sets up and trains. With more devices it would start the processes itself, on CUDA only and with a seed for
-each. So `save_config` writes the file as it was asked for and then tells nerfstudio of one device, and `setup` finds
-the others: they are torchrun's, or a `WorkerLauncher` starts them.
+each. So `save_config` writes the file as the user asked for it and then sets `machine.num_devices` to 1, and `setup`
+uses the number asked for: the processes are torchrun's, or a `WorkerLauncher` starts them.
 """
 
 import copy
@@ -50,7 +50,8 @@ _MOST_LINES = 30
 _ASKED = "_asked_of_nerfstudio"
 """Name of the attribute that holds (num_devices, num_machines) between `save_config` and `setup`; never saved."""
 _FOLDER = "_run_folder"
-"""Name of the attribute that holds the run's folder where options do not tell it: the run was moved. Never saved."""
+"""Name of the attribute that holds the run's folder where it is not the one that the options give: the run was moved.
+Never saved."""
 _MADE = "_made_run_folder"
 """Name of the attribute that says whether this process has made the run's folder; never saved."""
 
@@ -246,8 +247,8 @@ class DistributedTrainerConfig(TrainerConfig):
     def get_checkpoint_dir(self) -> Path:
         """The run's folder of checkpoints: beside the config.yml that one of nerfstudio's commands was given.
 
-        The pipeline is told of it, because those commands, which ask for it before they set the pipeline up, give the
-        pipeline a .ckpt's contents and not its place.
+        It is also set as the pipeline's `checkpoints`: those commands ask for this folder before they set the pipeline
+        up, and later give the pipeline the contents of a .ckpt without its path.
 
         Raises:
             InputError: such a command asks, and there are no checkpoints, neither there nor where the run began.

@@ -13,6 +13,8 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 
 from ns_multigpu.core.collectives import broadcast_int, broadcast_object
+from ns_multigpu.planning.room import checkpoint_bytes
+from ns_multigpu.planning.work import Course
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
 from ns_multigpu.plugin.faults.errors import SaveFailed
 from ns_multigpu.plugin.launch.commands import resume_command
@@ -20,8 +22,6 @@ from ns_multigpu.plugin.train.resume import RunCheckpoints
 
 _PAUSE = 3.0
 """Seconds between two attempts."""
-_BYTES_A_POINT = 720
-"""Parameters, moments and statistics: what a checkpoint of float32 holds of a Gaussian."""
 _COPIED = ("config.yml", "dataparser_transforms.json", "metrics.jsonl")
 
 
@@ -82,8 +82,11 @@ def _complete(folder: Path, elsewhere: Path) -> None:
 
 
 def _lost(trainer: Any, step: int, problem: str) -> str:
-    models, points = trainer.checkpoint_dir, trainer.pipeline.model.total_points
-    images, needed = (step + 1) * trainer.batch_size, points * _BYTES_A_POINT
+    models, model = trainer.checkpoint_dir, trainer.pipeline.model
+    points, images = model.total_points, (step + 1) * trainer.batch_size
+    options = model.config
+    course = Course(points, 1, 1, sh_degree=options.sh_degree, compact=options.optimizer_state == "compact")
+    needed = checkpoint_bytes(course)
     kept = checkpoints_in(models)
     room = ", ".join(f"{path} ({free / 1e9:,.1f} GB free)" for path, free in _places(needed))
     lines = [
