@@ -19,6 +19,7 @@ ought to be only after `flush`, for which there has to be one every 64 steps at 
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from cuda_ext.ops.lazy_adam import LazyAdam
 from cuda_ext.ops.row_exchange import route_lines
 from cuda_ext.ops.step_control import HEAD, step_gate, step_message
 from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Rows
-from ns_multigpu.core.legs import RowsStay, WholePixels
+from ns_multigpu.core.legs import GradientsToOwner, RowsStay, SummedGradients, WholePixels
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.step_settings import Status, StepSettings
 from ns_multigpu.core.strategy import Strategy
@@ -41,8 +42,8 @@ from ns_multigpu.core.travelling_rows import RowsTravel
 from ns_multigpu.core.types import TILE, Patch, View
 
 
-def legs_without_kernels(strategy: Strategy) -> str | None:
-    """Why no `Step` does what a strategy's legs say; None if it does.
+def why_no_step(strategy: Strategy, batch: int) -> str | None:
+    """Why no `Step` does what a strategy's pieces say with so many views; None if it does. The same on every rank.
 
     The legs' own types count: a class derived from one of them may do something else.
     """
@@ -50,7 +51,21 @@ def legs_without_kernels(strategy: Strategy) -> str | None:
         return f"the step's operators know no way for rows like {type(strategy.rows).__name__}"
     if type(strategy.pixels) is not WholePixels:
         return f"the step's operators know no way for pixels like {type(strategy.pixels).__name__}"
+    if type(strategy.gradients) not in (GradientsToOwner, SummedGradients):
+        return f"the step's operators know no way for gradients like {type(strategy.gradients).__name__}"
+    plan = strategy.plan([View(torch.eye(4), torch.eye(3), 256, 256, index) for index in range(batch)])
+    for rank in range(strategy.world.size):
+        positions = strategy.placement.views_to_splat(plan, replace(strategy.world, rank=rank))
+        if not _follow_each_other(positions):
+            return (
+                f"rank {rank} would splat its points for the views {positions} of a step; operators want at least one, "
+                "and views that follow each other"
+            )
     return None
+
+
+def _follow_each_other(positions: Sequence[int]) -> bool:
+    return len(positions) > 0 and list(positions) == list(range(positions[0], positions[-1] + 1))
 
 
 class Step:
@@ -73,7 +88,7 @@ class Step:
             a context to do it in. What leaves while other rows are projected is in `project`.
 
     Raises:
-        ValueError: no step is composed of the strategy's legs, or steps are to be put off where they cannot.
+        ValueError: no step is composed of the strategy's pieces, or steps are to be put off where they cannot.
 
     Attributes:
         inputs: one vector that holds the next four, in this order.
@@ -100,7 +115,7 @@ class Step:
         lists: TileLists | None = None,
         measure: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
     ) -> None:
-        reason = legs_without_kernels(strategy)
+        reason = why_no_step(strategy, settings.views)
         if reason is not None:
             raise ValueError(f"strategy {strategy.name}: {reason}.")
         self.settings, self._strategy, self._world = settings, strategy, strategy.world
@@ -211,11 +226,7 @@ class Step:
     def _splatted(self, plan: Plan) -> range:
         """Positions in the batch of the views that this rank splats its points for."""
         positions = self._strategy.placement.views_to_splat(plan, self._world)
-        if not positions or positions != list(range(positions[0], positions[-1] + 1)):
-            raise ValueError(
-                f"strategy {self._strategy.name}: rank {self._world.rank} splats its points for the views {positions} "
-                "of a batch; a step's operators want at least one, and views that follow each other."
-            )
+        assert _follow_each_other(positions), "as `why_no_step` found of any batch of so many views"
         return range(positions[0], positions[-1] + 1)
 
     def _leave(self, plan: Plan, views: Sequence[View], rows: Rows, first: int, end: int) -> None:

@@ -1,6 +1,7 @@
 """What a step depends on, what it reports, and how much room it begins with."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cuda_ext.ops.step_control import HEAD
 from ns_multigpu.core.plan import Plan
@@ -87,6 +88,7 @@ class Status:
         return self.rows, self.segment, self.intersections
 
 
+@lru_cache(maxsize=64)
 def with_halos(plan: Plan, width: int, height: int) -> Plan:
     """The plan of a batch of views of one size with the halos that a `Step` wants: none around a whole view."""
 

@@ -10,10 +10,12 @@ import torch
 
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.world import World
+from ns_multigpu.primitives.gaussians import Gaussians
 from strategies import STRATEGIES
 from tests.plugin.course import follow, write_capture
 from tests.ranks import run_ranks
-from tests.strategies.test_law import Outcome, check, one_step, take_step
+from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, take_step
+from tests.strategies.test_law_steps import KERNELS, MODES, POINTS, PORTRAIT, check_outcomes, take_one
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-strategy.md"
 
@@ -35,21 +37,42 @@ def test_it_keeps_the_law(size: int) -> None:
     check(run_ranks(step, size), expected, torch.float64)
 
 
+def fused(world: World, mode: str, primitive: str) -> Outcome:
+    kind = PRIMITIVES[primitive]()
+    assert isinstance(kind, Gaussians)
+    return take_one(of_the_page(world), kind, 6, PORTRAIT, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_it_keeps_the_law_in_steps_that_read_nothing_back(mode: str, ranks: int) -> None:
+    expected = one_step(World.single(), "single", KERNELS[0], 6, POINTS, torch.float32, PORTRAIT)
+    check_outcomes(run_ranks(fused, ranks, mode, KERNELS[0]), expected, 6, PORTRAIT, replicated=True)
+
+
 def trained(world: World, capture: Path, runs: Path, name: str, fused: str) -> dict[str, torch.Tensor]:
     STRATEGIES["blocks"] = of_the_page
     options: dict[str, Any] = {
         "pipeline.strategy": name, "pipeline.views_per_rank": 1, "pipeline.views_per_step": 2, "fused_steps": fused,
         "pipeline.model.refine_every": 4, "pipeline.model.warmup_length": 2, "pipeline.model.num_downscales": 0,
     }  # fmt: skip
-    trainer = follow(world, capture, runs / name, options, 6, 1)
+    folder = runs / f"{name}-{world.size}-{fused}"
+    trainer = follow(world, capture, folder, options, 6, 1, double=fused == "never")
     return {name: value.detach().clone() for name, value in trainer.pipeline.model.gauss_params.items()}
 
 
 def test_it_trains_as_one_rank_does(tmp_path: Path) -> None:
     write_capture(tmp_path / "tiny", wide=False)
     (expected,) = run_ranks(trained, 1, tmp_path / "tiny", tmp_path / "runs", "batch", "never")
-    outcomes = run_ranks(trained, 2, tmp_path / "tiny", tmp_path / "runs", "blocks", "auto")
-    for outcome in outcomes:
+    for outcome in run_ranks(trained, 2, tmp_path / "tiny", tmp_path / "runs", "blocks", "never"):
         for name, value in expected.items():
             assert outcome[name].shape == value.shape, "the same densification"
             torch.testing.assert_close(outcome[name], value, rtol=1e-6, atol=1e-8)
+
+
+def test_it_trains_in_fused_steps_as_batch_does(tmp_path: Path) -> None:
+    """In single precision, where both deal the same views to the same ranks: to the bit."""
+    write_capture(tmp_path / "tiny", wide=False)
+    expected, _ = run_ranks(trained, 2, tmp_path / "tiny", tmp_path / "runs", "batch", "always")
+    for outcome in run_ranks(trained, 2, tmp_path / "tiny", tmp_path / "runs", "blocks", "always"):
+        assert all(torch.equal(outcome[name], value) for name, value in expected.items())

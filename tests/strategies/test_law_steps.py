@@ -4,7 +4,8 @@ equal `single`'s, as it is launched (`step`) and from what was recorded of it (`
 Adam's first moment is the gradient if it begins at zero and beta1 is 0; so the operators' own update shows it.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,15 @@ import pytest
 import torch
 
 from cuda_ext.ops.adam import adam_scalars
-from ns_multigpu.core.step import Step, legs_without_kernels
+from ns_multigpu.core.assignment import DealtViews
+from ns_multigpu.core.legs import RowsStay, SummedGradients, WholePixels
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.step import Step, why_no_step
 from ns_multigpu.core.step_settings import StepSettings, with_halos
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.tile_lists import SortedLists
 from ns_multigpu.core.transports import make_transport
-from ns_multigpu.core.types import View
+from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
@@ -168,7 +172,7 @@ def check_outcomes(
 def test_a_step_equals_single(strategy: str, mode: str, ranks: int, primitive: str, size: tuple[int, int]) -> None:
     if strategy == "single" and ranks > 1:
         pytest.skip("`single` has one rank")
-    reason = legs_without_kernels(STRATEGIES[strategy](World.single()))
+    reason = why_no_step(STRATEGIES[strategy](World.single()), count_of(strategy))
     if reason is not None:
         pytest.skip(f"{strategy}: {reason}")
     check_step(run_ranks(step_of, ranks, strategy, primitive, size, mode), strategy, primitive, size)
@@ -191,3 +195,49 @@ def test_a_step_equals_single_on_gpus(strategy: str, mode: str, ranks: int, prim
     skip_without_gpus(ranks)
     outcomes = run_ranks(step_of, ranks, strategy, primitive, PORTRAIT, mode, device="cuda")
     check_step(outcomes, strategy, primitive, PORTRAIT)
+
+
+class RoundRobin(DealtViews):
+    """View 0 to rank 0, view 1 to rank 1, ..."""
+
+    def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
+        return Plan.of([Patch.whole(v, views[v]) for v in range(rank, len(views), ranks)] for rank in range(ranks))
+
+
+class OtherRows(RowsStay):
+    """Rows of which nobody knows how they go."""
+
+
+class OtherPixels(WholePixels):
+    """The same of pixels."""
+
+
+class OtherGradients(SummedGradients):
+    """The same of gradients."""
+
+
+def test_a_strategy_that_no_step_does_says_so_before_the_first() -> None:
+    world = replace(World.single(), size=2)
+    batch = STRATEGIES["batch"](world)
+    assert why_no_step(batch, 4) is None and why_no_step(replace(batch, assignment=RoundRobin()), 2) is None
+    for other, words in (
+        (replace(batch, assignment=RoundRobin()), r"rank 0 would splat its points for the views \[0, 2\]"),
+        (replace(batch, rows=OtherRows()), "rows like OtherRows"),
+        (replace(batch, pixels=OtherPixels()), "pixels like OtherPixels"),
+        (replace(batch, gradients=OtherGradients(world)), "gradients like OtherGradients"),
+    ):
+        assert re.search(words, why_no_step(other, 4) or "")
+    assert "at least one" in (why_no_step(batch, 1) or ""), "the other rank has none"
+
+
+def test_pieces_that_contradict_each_other_are_refused() -> None:
+    world = replace(World.single(), size=2)
+    batch, tile = STRATEGIES["batch"](world), STRATEGIES["tile"](world)
+    for one, other in ((batch, {"rows": tile.rows}), (batch, {"gradients": tile.gradients})):
+        with pytest.raises(ValueError, match="every rank holds every point, rows stay and gradients are summed"):
+            replace(one, **other)
+    with pytest.raises(ValueError, match="each has one owner"):
+        replace(tile, gradients=batch.gradients)
+    cut = replace(batch, assignment=tile.assignment)
+    with pytest.raises(ValueError, match=r"view 0 of the batch is cut.*place points with `Sharded`"):
+        cut.plan(make_views(1, torch.float32))

@@ -5,7 +5,7 @@ from typing import Any
 
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.adam import FusedAdam, is_plain
-from ns_multigpu.core.step import legs_without_kernels
+from ns_multigpu.core.step import why_no_step
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.gaussian_schema import ORDER
@@ -94,9 +94,9 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     shapes = pipeline.datamanager.train_shapes
     smallest = 11 * 2**options.num_downscales
     groups = {name: optimizers.optimizers.get(name) for name in ORDER}
-    legs = legs_without_kernels(pipeline.strategy)
+    pieces = why_no_step(pipeline.strategy, pipeline.batch_size)
     tests: Sequence[tuple[bool, Callable[[], str]]] = (
-        (legs is not None, lambda: str(legs)),
+        (pieces is not None, lambda: str(pieces)),
         (
             options.selective_adam and model.densifier.noisy,
             lambda: "MCMC moves Gaussians that are not drawn, and --pipeline.model.selective-adam leaves them alone",

@@ -10,7 +10,8 @@ have memory of their own: where there is little to spare, steps are launched as 
 not wait for the host.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,13 +71,19 @@ class GraphPool:
         torch.cuda.current_stream().wait_stream(stream)
         return graph
 
+    def event(self) -> Any:
+        """An event that notes its time at each replay of the graph in which it is recorded."""
+        return torch.cuda.Event(enable_timing=True, external=True)
+
 
 @dataclass(frozen=True)
 class _Captured:
-    """A step: graphs, and collectives between them; and what its parts returned, tensors that a replay writes again."""
+    """A step: graphs, and collectives between them; what its parts returned, tensors that a replay writes again; and
+    the events around what graphs exchange."""
 
     chain: list[Any]
     result: Any
+    exchanges: list[tuple[Any, Any]]
 
 
 class StepGraphs:
@@ -86,9 +93,6 @@ class StepGraphs:
         timer: what lies between collectives counts to `compute`, these to `exchange`.
         computed: called when this rank has given its device all of a step that waits for no other.
         pool: captures; None to launch all steps as they come, as on a CPU.
-
-    Attributes:
-        capturing: whether what runs now is being captured: nothing can be measured then.
     """
 
     def __init__(self, timer: StepTimer, computed: Callable[[], None], pool: GraphPool | None) -> None:
@@ -96,12 +100,15 @@ class StepGraphs:
         self._captured: dict[Hashable, _Captured] = {}
         self._seen: set[Hashable] = set()
         self._retired: list[_Captured] = []  # see `GraphPool`
-        self.capturing = False
+        self._exchanges: list[tuple[Any, Any]] | None = None  # of what is being captured
+        self._last: _Captured | None = None  # replayed, as were so many since `count_exchanges` was called
+        self._replays = 0
 
     def forget(self) -> None:
         """The step has changed. Its graphs go when the next ones, which take over their memory, are there."""
         self._retired = list(self._captured.values()) or self._retired
         self._captured, self._seen = {}, set()
+        self._last, self._replays = None, 0
 
     def take(self, key: Hashable, parts: Callable[[], Parts[Any]]) -> Any:
         """Takes one step, whose inputs are in place.
@@ -131,7 +138,31 @@ class StepGraphs:
                 del self._captured[next(iter(self._captured))]
         one = self._captured[key] = self._captured.pop(key)
         self._replay(one.chain)
+        self._last, self._replays = one, self._replays + 1
         return one.result
+
+    def measure(self, part: str) -> AbstractContextManager[None]:
+        """Counts the enclosed work of a step to `part`: by the timer, or by events in the graph that captures it."""
+        if self._exchanges is None:
+            return self._timer.measure(part)
+        return self._note_exchange(self._exchanges) if part == "exchange" else nullcontext()
+
+    def count_exchanges(self) -> None:
+        """Counts to `exchange` what was exchanged within graphs, and so was counted to `compute`: all steps since the
+        last call as if they were like the last one. The device must be done with them."""
+        if self._last is not None:
+            taken = sum(first.elapsed_time(last) for first, last in self._last.exchanges) / 1e3
+            self._timer.move("compute", "exchange", taken * self._replays)
+        self._last, self._replays = None, 0
+
+    @contextmanager
+    def _note_exchange(self, exchanges: list[tuple[Any, Any]]) -> Generator[None]:
+        assert self._pool is not None
+        first, last = self._pool.event(), self._pool.event()
+        first.record()
+        yield
+        last.record()
+        exchanges.append((first, last))
 
     def _as_it_comes(self, parts: Callable[[], Parts[Any]]) -> Any:
         step, waits = parts(), False
@@ -161,15 +192,16 @@ class StepGraphs:
             except StopIteration as end:
                 result.append(end.value)
 
-        self.capturing = True
+        exchanges: list[tuple[Any, Any]] = []
+        self._exchanges = exchanges
         try:
             while not result:
                 chain.append(pool.capture(go_on))
                 chain += cut
                 cut.clear()
         finally:
-            self.capturing = False
-        return _Captured(chain, result[0])
+            self._exchanges = None
+        return _Captured(chain, result[0], exchanges)
 
     def _replay(self, chain: list[Any]) -> None:
         waits = False

@@ -65,6 +65,11 @@ class StepTimer:
         """Counts the enclosed work to `part` if it stands in `around`; else nobody counts it."""
         return self.measure(part) if self._around == around else _NOTHING
 
+    def move(self, part: str, to: str, seconds: float) -> None:
+        """Counts so many seconds to another part than they were counted to."""
+        self._seconds[part] -= seconds
+        self._seconds[to] += seconds
+
     def take(self) -> dict[str, float]:
         """Seconds of each part since the last call. On CUDA it waits for the device: call it when logging."""
         if self._events:

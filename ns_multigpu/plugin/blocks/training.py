@@ -15,7 +15,7 @@ noise moves all of them after each step (`fused_noise`).
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,6 +148,7 @@ class Training:
                 with self._pipeline.timer.measure("waiting for the device"):
                     status = step.status()
                 taken.done += status.done
+                self._graphs.count_exchanges()
                 self._learn(status)
             assert step is not None
             step.flush()  # here only: where it happens must not depend on capacities, for it rounds
@@ -198,6 +199,7 @@ class Training:
 
     def _release(self) -> None:
         self._graphs.forget()
+        self._buffers.forget()
         self._points.forget()
         self._step = self._adam = self._key = None
 
@@ -221,11 +223,9 @@ class Training:
             self._learnt.send(feed.views, step.tile_counts)
 
     def _measure(self, part: str) -> AbstractContextManager[Any]:
-        """What a step's part is measured by, where it is launched by itself."""
-        if self._graphs.capturing:
-            return nullcontext()
-        exchanged = self._buffers.peer and part in ("send", "return")
-        return self._pipeline.timer.measure("exchange" if exchanged else "compute")
+        """What a step's part is measured by."""
+        exchanged = self._buffers.peer and part in ("send", "return")  # collectives are measured by themselves
+        return self._graphs.measure("exchange" if exchanged else "compute")
 
     def _first_capacities(self, pixels: int) -> tuple[int, int, int]:
         model, batch = self._model, self._pipeline.batch_size
@@ -346,6 +346,7 @@ class Training:
         elif self._lazy is None or len(self._lazy.last) != self._points.rows:  # else there may be steps put off in it
             self._lazy = LazyAdam.make(self._points.rows, self._world.device)
         self._graphs.forget()
+        self._buffers.forget()
         self._step = None
         view, _ = self._camera(0, factor)
         if self._room.now is None:
