@@ -5,6 +5,7 @@ methods, this module's among them, before this module is done.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from nerfstudio.engine.optimizers import AdamOptimizerConfig
 from nerfstudio.engine.schedulers import ExponentialDecaySchedulerConfig
 from nerfstudio.plugins.types import MethodSpecification
 
+from ns_multigpu.core.schema import Parameter
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.faults.errors import show_uncaught
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig
 from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig
 from ns_multigpu.plugin.train.terminal import TerminalLog
+from ns_multigpu.primitives.gaussian_schema import SCHEMA
 
 if len(sys.argv) > 1 and sys.argv[1].startswith("splatfacto-") and "train" in Path(sys.argv[0]).name:
     show_uncaught()  # Ctrl-C, from here on, is no traceback
@@ -38,8 +41,10 @@ def _group(rate: float, final: float | None = None, warmup: int = 0) -> dict[str
     return {"optimizer": AdamOptimizerConfig(lr=rate, eps=1e-15), "scheduler": schedule}
 
 
-def splatfacto(strategy: str, *, views_per_step: int | None = None) -> DistributedTrainerConfig:
-    """Splatfacto's recipe (nerfstudio 1.1.5) under a strategy of ours."""
+def splatfacto(
+    strategy: str, *, views_per_step: int | None = None, schema: Sequence[Parameter] = SCHEMA
+) -> DistributedTrainerConfig:
+    """Splatfacto's recipe (nerfstudio 1.1.5) under a strategy of ours, for points with these parameters."""
     return DistributedTrainerConfig(
         method_name=f"splatfacto-{strategy}",
         steps_per_eval_image=100,
@@ -55,12 +60,7 @@ def splatfacto(strategy: str, *, views_per_step: int | None = None) -> Distribut
             model=SplatModelConfig(),
         ),
         optimizers={
-            "means": _group(1.6e-4, final=1.6e-6),
-            "features_dc": _group(0.0025),
-            "features_rest": _group(0.0025 / 20),
-            "opacities": _group(0.05),
-            "scales": _group(0.005),
-            "quats": _group(0.001),
+            **{parameter.name: _group(parameter.rate, final=parameter.final_rate) for parameter in schema},
             "camera_opt": _group(1e-4, final=5e-7, warmup=1000),
             "bilateral_grid": _group(2e-3, final=1e-4, warmup=1000),
         },

@@ -42,6 +42,10 @@ class _Notes(TorchDispatchMode):
         self.calls.append((func, args, kwargs, [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]))
         return result
 
+    def undo(self) -> None:
+        for memory, before in self.before.values():
+            memory.copy_(before)
+
     def _keep(self, argument: Any, value: Any) -> None:
         if argument.alias_info is None or not argument.alias_info.is_write:
             return
@@ -100,8 +104,8 @@ class RecordedPool(GraphPool):
             # One operator each, as on a GPU, instead of the many that do the same on a CPU.
             for module in map(importlib.import_module, _WRAPPERS):
                 stack.enter_context(patch.object(module, "kernels_serve", lambda _: True))
-            notes = stack.enter_context(_Notes())
+            notes = _Notes()
+            stack.callback(notes.undo)
+            stack.enter_context(notes)
             part()
-        for memory, before in notes.before.values():
-            memory.copy_(before)
         return _Recorded(notes)

@@ -10,15 +10,20 @@ import pytest
 import torch
 
 from ns_multigpu.cli import main
+from ns_multigpu.core.step import Step
+from ns_multigpu.core.step_settings import StepSettings, padded, with_halos
+from ns_multigpu.core.transports import CollectiveRows, OwnRows, PeerRows, ReplicatedRows
+from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
 from ns_multigpu.planning import rates
 from ns_multigpu.planning.pace import pace
 from ns_multigpu.planning.quantities import gib, parse_count, parse_size
 from ns_multigpu.planning.room import STATISTICS, checkpoint_bytes, most_points, room, step_buffers
 from ns_multigpu.planning.work import ROOM, STRATEGIES, VISIBLE, Course, Share, batch_of, share, usual_tiles
-from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, padded
 from ns_multigpu.primitives.gaussian_init import initial_gaussians
-from ns_multigpu.primitives.tile_rows import CollectiveRows, PeerRows
+from ns_multigpu.primitives.gaussian_kernels import GaussianKernels
+from ns_multigpu.primitives.gaussian_schema import ORDER
+from strategies.single import single
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 GIB = 2**30
@@ -83,47 +88,42 @@ def test_a_compact_state_takes_half_the_moments() -> None:
     assert fits[1] > 1.2 * fits[0]
 
 
-def _fused_step(rows: int, intersections: int, width: int, height: int, views: int, points: int = 300) -> FusedStep:
-    params = initial_gaussians(None, sh_degree=3, count=points, extent=1.0, generator=torch.Generator().manual_seed(1))
-    moments = {name: (torch.zeros_like(params[name]), torch.zeros_like(params[name])) for name in ORDER}
-    settings = StepSettings(width, height, views, 3, False, True, 0.2, rows, intersections)
-    step = FusedStep(params, moments, {}, settings, World.single())
-    step.viewmats.copy_(torch.eye(4))
-    step.viewmats[:, 2, 3] = 4.0
-    step.Ks.copy_(torch.tensor([[width, 0, width / 2], [0, width, height / 2], [0, 0, 1.0]]))
-    return step
-
-
-def _held(step: FusedStep) -> tuple[int, int]:
-    """Bytes of what a step keeps, by row and by pixel."""
-    rows = [step._records, step._owners, step._slots, *(t for t in step._rows if len(t) == step.settings.rows)]
-    return sum(t.nbytes for t in rows), step.targets.nbytes + step.rgb.nbytes
+KERNELS = GaussianKernels(3, absgrad=True)
 
 
 @pytest.mark.parametrize(("rows", "views"), [(2048, 1), (8192, 1), (4096, 3)])
 def test_buffers_of_a_step_are_those_of_the_model(rows: int, views: int) -> None:
     """What a step keeps on a CPU; the model counts the kernels' own there besides: 48 bytes a row of the rasterizer's
     state, the rows of the step before, and what lives during the loss."""
-    step = _fused_step(rows, 16384, 64, 48, views)
-    step.render()
-    by_row, by_pixel = _held(step)
+    width, height = 64, 48
+    params = initial_gaussians(None, sh_degree=3, count=300, extent=1.0, generator=torch.Generator().manual_seed(1))
+    moments = {name: (torch.zeros_like(params[name]), torch.zeros_like(params[name])) for name in ORDER}
+    settings = StepSettings(width, height, views, 0.2, rows, 0, 16384)
+    strategy, transport = single(World.single()), OwnRows(World.single(), KERNELS, rows, 0, settings.words(False))
+    step = Step(KERNELS, params, moments, {}, settings, strategy, transport)
+    step.viewmats.copy_(torch.eye(4))
+    step.viewmats[:, 2, 3] = 4.0
+    step.Ks.copy_(torch.tensor([[width, 0, width / 2], [0, width, height / 2], [0, 0, 1.0]]))
+    targets = [torch.zeros(height, width, 3, dtype=torch.uint8) for _ in range(views)]
+    batch = [View(step.viewmats[v], step.Ks[v], width, height, v) for v in range(views)]
+    step.take(with_halos(strategy.plan(batch), width, height), targets)
+    splats = KERNELS.project(step._model, step._cameras(range(views)), rows, (), None)
+    of_rows = [transport._table, transport._here, transport._slots, *(t for t in splats if len(t) == rows)]
     one = Share(300, views, rows, 0.0, rows, 16384, 64 * 48 * views, rows, 0.0, 0.0)
     found = step_buffers(one, 1, capacity=1.0)
-    assert by_row == pytest.approx(found["rows"] - rows * (48 + 56), rel=0.2)
+    assert sum(t.nbytes for t in of_rows) == pytest.approx(found["rows"] - rows * (48 + 56), rel=0.2)
+    by_pixel = sum(image.nbytes for image in [*targets, *step.rgb])
     assert by_pixel == 64 * 48 * views * 15 and by_pixel < found["pixels"]
 
 
-def test_what_ranks_exchange_is_counted() -> None:
+def test_what_replicas_exchange_is_counted() -> None:
     """The buffers of a rank of two, without a second rank: they are made before anybody is met."""
     world = World.single()
     there = World(0, 2, 0, 2, world.device, object(), object(), object())  # type: ignore[arg-type]
     rows = 4096
-    alone = _fused_step(rows, 4096, 64, 48, 1)
-    settings = alone.settings
-    params = dict(zip(ORDER, alone._params, strict=True))
-    moments = {name: (m, m) for name, m in params.items()}
-    step = FusedStep(params, moments, {}, settings, there)
-    held = sum(t.nbytes for t in (step._counts, step._view_ids, *step._everyone, step._bright))
+    replicas = (through := ReplicatedRows(there, KERNELS, rows, 0, 4))._replicas
+    held = sum(t.nbytes for t in (through._messages, *replicas.everyone, replicas._bright))  # type: ignore[attr-defined]
+    held += 4 * rows  # the view ids that leave
     one = Share(300, 1, rows, 0.0, rows, 4096, 64 * 48, 2 * rows, 0.0, 0.0)
     assert step_buffers(one, 2, capacity=1.0)["exchange"] == pytest.approx(held, rel=0.01)
 
@@ -132,10 +132,10 @@ def test_what_ranks_exchange_is_counted() -> None:
 def test_what_rows_are_exchanged_through_is_counted(transport: str) -> None:
     rows = 4096
     if transport == "peer":
-        through = PeerRows(World.single(), rows, rows, 100, atomics=False)
+        through = PeerRows(World.single(), KERNELS, rows, rows, 100, atomics=False)
         held = through._buffer.local.nbytes
     else:
-        through = CollectiveRows(World.single(), rows, rows, 100)
+        through = CollectiveRows(World.single(), KERNELS, rows, rows, 100)
         held = through._out.nbytes + through._in.nbytes
     held += through._lines.nbytes + through._here.nbytes
     one = Share(300, 1, rows, rows, rows, 4096, 64 * 48, rows, 0.0, 0.0)

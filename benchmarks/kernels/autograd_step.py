@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.ways import gsplat_render, operators_render
+from benchmarks.lib.counting import GsplatCounts, OurCounts
 from benchmarks.scenes.garden import Scene
 from cuda_ext import FusedAdam, fused_step, l1_ssim
+from ns_multigpu.core.types import View
 
 RATE = 1e-8
 """Learning rate: the work is the same as with any other, and the scene stays as it is."""
@@ -59,17 +61,23 @@ class AutogradStep:
     Args:
         scene: with one view.
         kind: with "operators" the loss is ours too.
-        absgrad: sum up absolute gradients as well.
+        absgrad: sum up absolute gradients as well. counting: and add to densification's statistics: gsplat's strategy,
+            or ours.
     """
 
-    def __init__(self, scene: Scene, kind: Kind, absgrad: bool) -> None:
+    def __init__(self, scene: Scene, kind: Kind, absgrad: bool, counting: bool = False) -> None:
         self._scene = scene
         self._params = [torch.nn.Parameter(p.clone()) for p in scene.raw()]
         options: dict[str, Any] = {"fused": True} if kind.adam == "fused" else {}
         adam = FusedAdam if kind.adam == "ours" else torch.optim.Adam
         self._optimizers = [adam([p], lr=RATE, eps=1e-15, **options) for p in self._params]
         ours = kind.render == "operators"
-        self._render = (operators_render if ours else gsplat_render)(scene, absgrad)
+        view = View(scene.viewmats[0], scene.Ks[0], scene.width, scene.height)
+        self._counts: OurCounts | GsplatCounts | None = None
+        if counting:
+            self._counts = OurCounts(view) if ours else GsplatCounts(absgrad=True, packed=False)
+        meet = None if self._counts is None else self._counts.meet
+        self._render = (operators_render if ours else gsplat_render)(scene, absgrad or counting, meet)
         self._loss = fused_loss(scene) if ours else torch_loss(scene)
         self._background = scene.background()
 
@@ -82,6 +90,8 @@ class AutogradStep:
         image = (image + (1 - alpha)[:, None] * self._background).clamp(0.0, 1.0)
         loss = self._loss(image.view(self._scene.height, self._scene.width, 3))
         loss.backward()
+        if self._counts is not None:
+            self._counts.add(means)
         fused_step(self._optimizers)
         return image.detach(), loss.detach()
 

@@ -6,22 +6,32 @@ from torch import Tensor
 from benchmarks.kernels.autograd_step import RATE, SSIM_LAMBDA
 from benchmarks.kernels.fused_path import Capacities
 from benchmarks.lib.stopwatch import Work, captured
-from benchmarks.scenes.garden import Scene
+from benchmarks.scenes.garden import DEGREE, Scene
 from cuda_ext import AdamStep, FusedAdam, LazyAdam
 from cuda_ext.ops.adam import ScalarRing
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.step import Step
+from ns_multigpu.core.step_settings import StepSettings
+from ns_multigpu.core.transports import OwnRows
+from ns_multigpu.core.types import Patch
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings
+from ns_multigpu.primitives.gaussian_schema import ORDER
+from ns_multigpu.primitives.gaussians import Gaussians
+from strategies.single import single
 
 
 class OurStep:
-    """`FusedStep` with what training does around it on the host.
+    """`Step` with what training does around it on the host.
 
     Args:
+        absgrad: sum up absolute gradients as well. counting: and add to densification's statistics.
         graph: replay a CUDA graph from the second step on.
         lazy: put off the steps of points that are not drawn.
     """
 
-    def __init__(self, scene: Scene, room: Capacities, absgrad: bool, graph: bool, lazy: bool) -> None:
+    def __init__(
+        self, scene: Scene, room: Capacities, absgrad: bool, graph: bool, lazy: bool, counting: bool = False
+    ) -> None:
         self._scene = scene
         params: dict[str, Tensor] = {
             name: torch.nn.Parameter(p.clone()) for name, p in zip(ORDER, scene.raw(), strict=True)
@@ -30,11 +40,19 @@ class OurStep:
         both = zip(self.adam.exp_avgs, self.adam.exp_avg_sqs, strict=True)
         moments: dict[str, tuple[Tensor, Tensor]] = dict(zip(ORDER, both, strict=True))
         settings = StepSettings(
-            width=scene.width, height=scene.height, views=1, degree=3, antialiased=False, absgrad=absgrad,
-            ssim_lambda=SSIM_LAMBDA, rows=room.rows, intersections=room.intersections,
+            width=scene.width, height=scene.height, views=1, ssim_lambda=SSIM_LAMBDA, rows=room.rows, segment=1,
+            intersections=room.intersections,
         )  # fmt: skip
         put_off = LazyAdam.make(scene.points, scene.device) if lazy else None
-        self.fused = FusedStep(params, moments, {}, settings, World.single(scene.device), lazy=put_off)
+        world = World.single(scene.device)
+        kernels = Gaussians(sh_degree=DEGREE, absgrad=absgrad or counting).kernels()
+        assert kernels is not None
+        rows = OwnRows(world, kernels, settings.rows, settings.segment, settings.words(learns=False))
+        names = ("grad2d", "count", "radii") if counting else ()
+        sums = {name: torch.zeros(scene.points, device=scene.device) for name in names}
+        self.fused = Step(kernels, params, moments, sums, settings, single(world), rows, put_off)
+        self._plan = Plan.of([[Patch(0, 0, 0, scene.width, scene.height)]])
+        self._target = torch.empty_like(scene.target)
         cameras = [scene.viewmats.reshape(-1).cpu(), scene.Ks.reshape(-1).cpu()]
         self._cameras = torch.cat([*cameras, scene.background().cpu()])
         self._ring = ScalarRing(scene.device, self.fused.inputs.numel(), slots=16)
@@ -46,13 +64,13 @@ class OurStep:
         numbers = torch.tensor(self.adam.count()).reshape(-1)
         inputs = torch.cat([self._cameras, numbers])
         self._ring.upload(inputs[None], torch.float32, into=self.fused.inputs[None])
-        self.fused.targets[0].copy_(self._scene.target)
+        self._target.copy_(self._scene.target)
         if self._run is not None:
             self._run()
         elif self._graph:
-            self._run = captured(self._both, self._scene.device)  # takes a step, too
+            self._run = captured(self._take, self._scene.device)  # takes a step, too
         else:
-            self._both()
+            self._take()
         self._taken += 1
 
     def block(self, steps: int) -> None:
@@ -61,9 +79,8 @@ class OurStep:
             self()
         self.fused.flush()
 
-    def _both(self) -> None:
-        self.fused.render()
-        self.fused.update()
+    def _take(self) -> None:
+        self.fused.take(self._plan, [self._target])
 
     def check(self) -> None:
         """Raises RuntimeError unless all steps were taken: the figures would be of something else."""

@@ -1,14 +1,16 @@
 """Times a whole training step, render, L1 + SSIM, backward and Adam, against today's parts on one GPU.
 
-    python -m benchmarks.train_step [--scenes garden-11 ...] [--garden PATH] [--absgrad] [--quick] [--json FILE]
+    python -m benchmarks.train_step [--scenes garden-11 ...] [--garden PATH] [--counts] [--quick] [--json FILE]
 
 Today's step is what nerfstudio's splatfacto runs: activations, gsplat 1.4.0's `rasterization`, a background, L1 and
-pytorch_msssim's SSIM, six `torch.optim.Adam` (with its defaults, and with fused=True). Ours is `FusedStep` as training
+pytorch_msssim's SSIM, six `torch.optim.Adam` (with its defaults, and with fused=True). Ours is `Step` as training
 takes it, eagerly and as a CUDA graph, upload of cameras, rates and image included; "lazy" puts off the steps of points
 that are not drawn, a 50th of the flush after 50 steps included. For comparison there are our public operators under
-autograd with `FusedAdam`. None counts densification's statistics. Learning rates are so small that the scene stays as
-it is, and lazy steps find few more candidates than there are rows: in training there are some more. Peak memory is
-beyond the parameters and Adam's moments, the image included.
+autograd with `FusedAdam`. None of these counts densification's statistics, as training does until it stops refining:
+with --counts each way is timed once more, "counting", with absolute gradients and these statistics (gsplat's
+`DefaultStrategy`, and ours). Learning rates are so small that the scene stays as it is, and lazy steps find few more
+candidates than there are rows: in training there are some more. Peak memory is beyond the parameters and Adam's
+moments, the image included.
 
 The first step of each is compared with today's: the image, the loss and Adam's first moments.
 """
@@ -35,6 +37,8 @@ from benchmarks.scenes.garden import Garden, Scene
 from cuda_ext import AdamStep, FusedAdam, band_loss, composite
 from cuda_ext.ops.fused import PARAMETERS
 
+COUNTING = ", counting"
+"""In the name of a way that sums up absolute gradients and adds to densification's statistics."""
 MOST_LOSS_DIFFERENCE = 1e-2
 """Relative."""
 
@@ -55,18 +59,18 @@ class Results:
         return None if peak is None else peak - model
 
 
-def time_autograd(name: str, kind: Kind, results: Results, watch: Stopwatch, absgrad: bool) -> None:
+def time_autograd(name: str, kind: Kind, results: Results, watch: Stopwatch, absgrad: bool, counting: bool) -> None:
     """Times a step that goes through autograd, and keeps what its first one makes."""
     scene = results.scene
 
     def fresh() -> AutogradStep:
-        made = AutogradStep(scene, kind, absgrad)
+        made = AutogradStep(scene, kind, absgrad, counting)
         made()  # makes the moments
         made()
         return made
 
     peak = results.beyond_model(fresh)
-    step = AutogradStep(scene, kind, absgrad)
+    step = AutogradStep(scene, kind, absgrad, counting)
     image, loss = step()
     results.losses[name] = float(loss)
     results.drawn[name] = Drawn(image.detach(), dict(zip(PARAMETERS, [m.clone() for m in step.moments()], strict=True)))
@@ -74,20 +78,20 @@ def time_autograd(name: str, kind: Kind, results: Results, watch: Stopwatch, abs
 
 
 def time_ours(
-    name: str, results: Results, watch: Stopwatch, room: Capacities, floor: float | None, absgrad: bool
+    name: str, results: Results, watch: Stopwatch, room: Capacities, floor: float | None, absgrad: bool, counting: bool
 ) -> None:
     """Times our step: eagerly, or as a "graph", or "lazy"."""
     scene, graph, lazy = results.scene, "graph" in name, "lazy" in name
 
     def fresh() -> OurStep:
-        made = OurStep(scene, room, absgrad, graph, lazy)
+        made = OurStep(scene, room, absgrad, graph, lazy, counting)
         for _ in range(3):
             made()
         made.fused.flush()
         return made
 
     peak = results.beyond_model(fresh)
-    step = OurStep(scene, room, absgrad, graph, lazy)
+    step = OurStep(scene, room, absgrad, graph, lazy, counting)
     step()
     step.fused.flush()
     if graph:  # what is compared shall be the graph's
@@ -97,7 +101,7 @@ def time_ours(
         step.fused.flush()
     results.losses[name] = float(step.fused.report[0])
     moments: dict[str, Tensor] = dict(zip(PARAMETERS, [m.clone() for m in step.adam.exp_avgs], strict=True))
-    results.drawn[name] = Drawn(step.fused.rgb.reshape(-1, 3).clone(), moments)
+    results.drawn[name] = Drawn(step.fused.rgb[0].reshape(-1, 3).clone(), moments)
     ms = watch.median(lambda: step.block(BLOCK)) / BLOCK if lazy else watch.median(step)
     results.lines.append(Line(f"step, {name}", ms, floor, peak))
     step.check()
@@ -199,15 +203,17 @@ def check_losses(losses: dict[str, float], reference: str) -> None:
         raise RuntimeError(f"the loss of {reference} is {wanted}, but others' are {wrong}")
 
 
-def measure(scene: Scene, sections: Sections, watch: Stopwatch, absgrad: bool) -> dict[str, Any]:
+def measure(scene: Scene, sections: Sections, watch: Stopwatch, absgrad: bool, counts_too: bool) -> dict[str, Any]:
     """All of one scene."""
     results, name = Results(scene), scene.name
     report: dict[str, Any] = {"name": name, "points": scene.points, "width": scene.width, "height": scene.height}
     cuda = scene.device.type == "cuda"
     kinds = (("today", Kind("gsplat", "default")), ("today, fused Adam", Kind("gsplat", "fused"))) if cuda else ()
     for way, kind in (*kinds, ("operators", Kind("operators", "ours"))):
-        with sections.section(f"{name}: {way}"):
-            time_autograd(way, kind, results, watch, absgrad)
+        for counting in (False, True)[: 1 + counts_too]:
+            named = way + COUNTING * counting
+            with sections.section(f"{name}: {named}"):
+                time_autograd(named, kind, results, watch, absgrad, counting)
     room: Capacities | None = None
     floor: dict[str, float] = {}
     with sections.section(f"{name}: counts"):
@@ -219,9 +225,11 @@ def measure(scene: Scene, sections: Sections, watch: Stopwatch, absgrad: bool) -
             floor |= {f"lazy {name}": ms for name, ms in lazy_floors(counts, floor).items()}
     if room is not None:
         for way in ("ours", "ours, graph", "ours, graph, lazy") if cuda else ("ours", "ours, lazy"):
-            with sections.section(f"{name}: {way}"):
-                least = floor.get("lazy step" if "lazy" in way else "step")
-                time_ours(way, results, watch, room, least, absgrad)
+            for counting in (False, True)[: 1 + counts_too]:
+                named = way + COUNTING * counting
+                with sections.section(f"{name}: {named}"):
+                    least = floor.get("lazy step" if "lazy" in way else "step")
+                    time_ours(named, results, watch, room, least, absgrad, counting)
         with sections.section(f"{name}: updates"):
             time_updates(results, watch, room, floor)
         with sections.section(f"{name}: parts of a lazy step"):
@@ -251,21 +259,26 @@ def summarize(console: Console, reports: list[dict[str, Any]]) -> None:
         "peak, of today's",
     ):
         table.add_column(head, justify="left" if head == "scene" else "right")
-    for report in reports:
-        lines = {line.what.removeprefix("step, "): line for line in report["lines"]}
-        ways = ("today", "today, fused Adam", "operators", "ours", "ours, graph", "ours, graph, lazy")
+    ways = ("today", "today, fused Adam", "operators", "ours", "ours, graph", "ours, graph, lazy")
+    for report, more in [(report, more) for report in reports for more in ("", COUNTING)]:
+        steps = [line for line in report["lines"] if line.what.startswith("step, ")]
+        of_these = [line for line in steps if line.what.endswith(COUNTING) == bool(more)]
+        if not of_these:
+            continue
+        lines = {line.what.removeprefix("step, ").removesuffix(COUNTING): line for line in of_these}
         cells = [f"{lines[way].ms:.3f}" if way in lines else "" for way in ways]
         ours = lines.get("ours, graph, lazy") or lines.get("ours, graph")
         if "today" in lines and ours is not None:
             today = lines["today"]
             cells += [ratio(today.ms, ours.ms), ratio(ours.peak_bytes, today.peak_bytes)]
-        table.add_row(report["name"], *cells)
+        table.add_row(report["name"] + more, *cells)
     console.print(table)
 
 
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("--absgrad", action="store_true", help="sum up absolute gradients too, as splatfacto does")
+    made.add_argument("--counts", action="store_true", help="time each way with statistics and --absgrad, too")
     options = parse(made)
     device = torch.device(options.device)
     console = Console(width=None if sys.stdout.isatty() else 200)
@@ -274,7 +287,7 @@ def main() -> int:
     reports: list[dict[str, Any]] = []
     for name in options.scenes:
         with sections.section(f"{name}: scene"):
-            reports.append(measure(garden.scene(name), sections, watch, options.absgrad))
+            reports.append(measure(garden.scene(name), sections, watch, options.absgrad, options.counts))
     if device.type == "cuda":
         summarize(console, reports)
     return finish("train_step", options, sections, reports)

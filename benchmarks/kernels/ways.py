@@ -9,20 +9,27 @@ from torch import Tensor
 from benchmarks.kernels.floors import TILE
 from benchmarks.scenes.garden import DEGREE, Scene
 from cuda_ext import cull, intersect, project, rasterize, sh_colors
+from ns_multigpu.core.types import Hits, Splats
 
 Render = Callable[[list[Tensor]], tuple[Tensor, Tensor]]
 """From means, quats, scales, opacities and harmonics to an image [H W, 3] without background and its alpha [H W]."""
+Meet = Callable[[Any], None]
+"""Is given what densification counts by, after rendering and before the way back."""
 
 
-def gsplat_render(scene: Scene, absgrad: bool = False) -> Render:
-    """gsplat 1.4.0, packed False, as nerfstudio calls it. Harmonics may come in one tensor [N, 16, 3], or in two."""
+def gsplat_render(scene: Scene, absgrad: bool = False, meet: Meet | None = None) -> Render:
+    """gsplat 1.4.0, packed False, as nerfstudio calls it. Harmonics may come in one tensor [N, 16, 3], or in two.
+    `meet` is given gsplat's `info`."""
     from gsplat.rendering import rasterization
 
     cameras: Any = (scene.viewmats, scene.Ks, scene.width, scene.height)
 
     def render(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
         *geometry, harmonics = leaves if len(leaves) == 5 else (*leaves[:4], joined(*leaves[4:]))
-        image, alpha, _ = rasterization(*geometry, harmonics, *cameras, sh_degree=DEGREE, packed=False, absgrad=absgrad)
+        options: Any = {"sh_degree": DEGREE, "packed": False, "absgrad": absgrad}
+        image, alpha, info = rasterization(*geometry, harmonics, *cameras, **options)
+        if meet is not None:
+            meet(info)
         return image.view(-1, 3), alpha.view(-1)
 
     return render
@@ -39,8 +46,8 @@ def gsplat_counts(scene: Scene) -> dict[str, int]:
     return {"visible": int((info["radii"] > 0).sum()), "intersections": len(info["flatten_ids"])}
 
 
-def operators_render(scene: Scene, absgrad: bool = False) -> Render:
-    """The public operators of `cuda_ext`, one after the other."""
+def operators_render(scene: Scene, absgrad: bool = False, meet: Meet | None = None) -> Render:
+    """The public operators of `cuda_ext`, one after the other. `meet` is given `Splats`; it wants `absgrad`."""
     cameras: Any = (scene.viewmats, scene.Ks, scene.size)
     patches: Any = (0, 0, 0, *scene.size)
 
@@ -55,6 +62,9 @@ def operators_render(scene: Scene, absgrad: bool = False) -> Render:
         lists = intersect(*geometry, radii, depths.detach(), view_ids, patches, TILE)
         probe = torch.zeros_like(means2d, requires_grad=torch.is_grad_enabled()) if absgrad else None
         image, alpha, _ = rasterize(means2d, conics, row_opacities, colors, *lists, patches, TILE, probe)
+        if meet is not None:
+            rows = {"means2d": means2d, "conics": conics, "radii": radii}
+            meet(Splats(Hits(view_ids, point_ids), rows, probe, probe_rendered=True))
         return image, alpha
 
     return render

@@ -22,10 +22,18 @@ from cuda_ext import LazyAdam
 from cuda_ext.ops.adam import adam_scalars
 from cuda_ext.ops.lazy_adam import MOST_STEPS
 from ns_multigpu.core.collectives import barrier
-from ns_multigpu.core.types import View
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.step import Step
+from ns_multigpu.core.step_settings import StepSettings, padded
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.tile_lists import TileLists
+from ns_multigpu.core.transports import OwnRows, Transport
+from ns_multigpu.core.types import TILE, Patch, View
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings, padded
-from ns_multigpu.primitives.gaussians import TILE
+from ns_multigpu.primitives.gaussian_kernels import GaussianKernels
+from ns_multigpu.primitives.gaussian_schema import ORDER
+from ns_multigpu.primitives.gaussians import Gaussians
+from strategies.single import single
 
 SSIM_LAMBDA = 0.2
 RATES = {
@@ -64,10 +72,24 @@ class Run(ABC):
         world: the ranks that take the steps together.
         batch: views of a step.
         lazy: put off the steps of points that are not drawn.
+        counting: add to densification's statistics, as training's steps do for a while.
+        absgrad: sum up absolute gradients, as those do then.
+
+    Attributes:
+        capacities: of rows, a segment and intersections. needed: what steps have needed of them.
+        statistics: by name, [N] each; none unless steps are counting.
     """
 
-    def __init__(self, model: CityModel, course: Course, world: World, batch: int, lazy: bool) -> None:
+    def __init__(
+        self, model: CityModel, course: Course, world: World, batch: int, lazy: bool, *, counting: bool = False,
+        absgrad: bool = False,
+    ) -> None:  # fmt: skip
         self.model, self.course, self.world, self.batch = model, course, world, batch
+        names = ("grad2d", "count", "radii") if counting else ()
+        self.statistics = {name: torch.zeros(len(model), device=model.device) for name in names}
+        kernels = Gaussians(sh_degree=DEGREE, absgrad=absgrad).kernels()
+        assert kernels is not None
+        self.kernels: GaussianKernels = kernels
         views = len(course.views)
         self.batches = [
             [course.views[(b * batch + k) % views] for k in range(batch)] for b in range(max(1, views // batch))
@@ -77,17 +99,14 @@ class Run(ABC):
         """Of the last step, as Adam counts."""
         pixels = course.scene.width * course.scene.height
         rows = padded(min(max(model.counts) * batch, _MOST_AT_FIRST))
-        self.capacities = self._first_capacities(rows, padded(4 * rows + 16 * batch * -(-pixels // TILE**2)))
-        self.needed: tuple[int, ...] = tuple(0 for _ in self.capacities)
+        self.capacities: tuple[int, ...] = (rows, rows, padded(4 * rows + 16 * batch * -(-pixels // TILE**2)))
+        self.needed: tuple[int, ...] = (0, 0, 0)
         self.step: Any = None
 
     # ---- what ways differ in ----
 
     @abstractmethod
-    def _first_capacities(self, rows: int, intersections: int) -> tuple[int, ...]: ...
-
-    @abstractmethod
-    def _make(self) -> Any:
+    def _make(self) -> Step:
         """A step for `capacities`; `self.step` is None now."""
 
     @abstractmethod
@@ -95,6 +114,26 @@ class Run(ABC):
         """Gives the device a step of one of `batches`."""
 
     # ---- what they share ----
+
+    def settings(self, groups: int = 1) -> StepSettings:
+        """A step's, with the present capacities."""
+        scene, (rows, segment, intersections) = self.course.scene, self.capacities
+        return StepSettings(
+            width=scene.width, height=scene.height, views=self.batch, ssim_lambda=SSIM_LAMBDA, rows=rows,
+            segment=segment, intersections=intersections, groups=groups,
+        )  # fmt: skip
+
+    def made(
+        self, settings: StepSettings, strategy: Strategy, transport: Transport, lists: TileLists | None = None,
+        **options: Any,
+    ) -> Step:  # fmt: skip
+        """The step, and what brings its inputs there."""
+        step = Step(
+            self.kernels, self.model.params, self.model.moments(), self.statistics, settings, strategy, transport,
+            self._lazy, lists, **options,
+        )  # fmt: skip
+        self._inputs = Inputs(step.inputs)
+        return step
 
     def settle(self) -> None:
         """Takes every batch twice, makes room where it is needed, and keeps as much as training would."""
@@ -243,42 +282,36 @@ class Run(ABC):
 
 
 class SingleRun(Run):
-    """`FusedStep` on one GPU, as a CUDA graph: a view a step."""
+    """The step of `single` on one GPU, as a CUDA graph: a view a step."""
 
-    def __init__(self, model: CityModel, course: Course, world: World, lazy: bool) -> None:
-        super().__init__(model, course, world, 1, lazy)
+    def __init__(self, model: CityModel, course: Course, world: World, lazy: bool, **options: Any) -> None:
+        super().__init__(model, course, world, 1, lazy, **options)
         self._graph: Work | None = None
+        scene = course.scene
+        self._plan = Plan.of([[Patch(0, 0, 0, scene.width, scene.height)]])
+        self._picture = torch.zeros(scene.height, scene.width, 3, dtype=torch.uint8, device=world.device)
 
-    def _first_capacities(self, rows: int, intersections: int) -> tuple[int, ...]:
-        return rows, intersections
-
-    def _make(self) -> FusedStep:
+    def _make(self) -> Step:
         self._graph = None
-        scene = self.course.scene
-        settings = StepSettings(
-            width=scene.width, height=scene.height, views=1, degree=DEGREE, antialiased=False, absgrad=False,
-            ssim_lambda=SSIM_LAMBDA, rows=self.capacities[0], intersections=self.capacities[1],
-        )  # fmt: skip
-        made = FusedStep(self.model.params, self.model.moments(), {}, settings, self.world, lazy=self._lazy)
-        self._inputs = Inputs(made.inputs)
-        return made
+        settings = self.settings()
+        shape = (settings.rows, settings.segment, settings.words(learns=False))
+        return self.made(settings, single(self.world), OwnRows(self.world, self.kernels, *shape))
 
     def _take(self, batch: int, inputs: Tensor) -> None:
         self._inputs.upload(inputs)
-        self.step.targets[0].copy_(self.course.images[self.batches[batch][0].index])
+        self._picture.copy_(self.course.images[self.batches[batch][0].index])
         if self._graph is not None:
             self._graph()
         else:
-            self._both()
+            self._whole()
 
     def settle(self) -> None:
         super().settle()
         if self.model.device.type == "cuda":
             self.advance(0)
             self.flush()
-            self._graph = captured(self._both, self.model.device)  # takes a step, too
+            self._graph = captured(self._whole, self.model.device)  # takes a step, too
             self.flush()
 
-    def _both(self) -> None:
-        self.step.render()
-        self.step.update()
+    def _whole(self) -> None:
+        self.step.take(self._plan, [self._picture])

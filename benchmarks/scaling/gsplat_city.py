@@ -1,7 +1,8 @@
 """gsplat 1.4.0 over the views of a city: on one GPU, and in its distributed mode with a camera on each.
 
 A whole step is what splatfacto takes: activations, `rasterization`, L1 and pytorch_msssim's SSIM, six
-`torch.optim.Adam`. In the distributed mode each rank's optimizers hold its points, as in Grendel's scheme.
+`torch.optim.Adam`. In the distributed mode each rank's optimizers hold its points, as in Grendel's scheme. A counting
+step adds to the statistics of gsplat's `DefaultStrategy`: of absolute gradients, which the distributed mode lacks.
 """
 
 import statistics
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.lib.counting import GsplatCounts
 from benchmarks.lib.lockstep import Clock, memory, over_ranks
 from benchmarks.scaling.city_runs import SSIM_LAMBDA, Course
 from benchmarks.scenes.city_model import DEGREE, CityModel
 from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.fused_step import ORDER
+from ns_multigpu.primitives.gaussian_schema import ORDER
 
 _RATE = 1e-12
 """Leaves the model as it is."""
@@ -31,10 +33,10 @@ class GsplatRun:
         course: the views; rank r sees every size-th from the r-th on.
         world: with one rank gsplat's ordinary mode with `packed=False`, as nerfstudio calls it; with several the
             distributed one, packed.
-        fused: Adam with `fused=True`.
+        fused: Adam with `fused=True`. counting: steps add to densification's statistics.
     """
 
-    def __init__(self, model: CityModel, course: Course, world: World, fused: bool) -> None:
+    def __init__(self, model: CityModel, course: Course, world: World, fused: bool, counting: bool = False) -> None:
         from pytorch_msssim import SSIM
 
         model.forget_moments()
@@ -45,6 +47,8 @@ class GsplatRun:
         self._ssim = SSIM(data_range=1.0, size_average=True, channel=3)
         self._cameras = [(v.viewmat[None].to(world.device), v.K[None].to(world.device)) for v in course.views]
         self._turn = 0
+        several = world.size > 1
+        self._counts = GsplatCounts(absgrad=not several, packed=several) if counting else None
 
     def drawn(self, seen: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Renders a view, goes back, and returns the loss."""
@@ -55,12 +59,17 @@ class GsplatRun:
         p, scene = self._params, self._course.scene
         harmonics = torch.cat([p["features_dc"][:, None], p["features_rest"]], dim=1)
         several = self._world.size > 1
-        image, _, _ = rasterization(
+        image, _, info = rasterization(
             p["means"], p["quats"], p["scales"].exp(), p["opacities"].sigmoid().squeeze(-1), harmonics,
             *self._cameras[seen], scene.width, scene.height, sh_degree=DEGREE, packed=several, distributed=several,
+            absgrad=self._counts is not None and not several,
         )  # fmt: skip
+        if self._counts is not None:
+            self._counts.meet(info)
         result = loss(image[0].clamp(0.0, 1.0), self._course.images[seen].float() / 255)
         result.backward()
+        if self._counts is not None:
+            self._counts.add(p["means"])
         return result.detach()
 
     def step(self) -> Tensor:

@@ -2,10 +2,12 @@
 
     python -m benchmarks.tile --gpus 1 2 4 --points 8M 50M --images 1080p 4K 8K --json FILE [--seconds 540]
 
-The model is the procedural city's (`scenes.city_model`), the views are a flight's over it. `single` is `FusedStep` on
-one GPU, replayed from a CUDA graph; it, and the tile step, put off the steps of points that are not drawn, but where
-"dense" is said. Before a way is timed, its first step is compared with `single`'s: losses of all views, lengths of the
-gradients, how far parameters move. Times are the slowest rank's; medians over at least --steps steps, views in turn.
+The model is the procedural city's (`scenes.city_model`), the views are a flight's over it. `single` is its step on one
+GPU, replayed from a CUDA graph; it, and the step of `tile`, put off the steps of points that are not drawn, but where
+"dense" is said. Training counts for densification until it stops refining: with --counts the most important ways, and
+gsplat, are timed once more with absolute gradients and these statistics, "counting". Before a way is timed, its first
+step is compared with `single`'s: losses of all views, lengths of the gradients, how far parameters move. Times are the
+slowest rank's; medians over at least --steps steps, views in turn.
 
 Sections: `single`; `tile`, a view a step; `batch`, a view a GPU, with rows that leave while others are projected, and
 with all of them at once; `modes`, a view a step in other ways (gradients by transfer, collectives, the sort over all
@@ -31,7 +33,7 @@ from benchmarks.lib.environment import describe
 from benchmarks.lib.rank_jobs import Job, run_jobs
 from benchmarks.scaling.tile_jobs import make_worker
 from benchmarks.scaling.tile_run import Mode, lists_to_choose
-from benchmarks.scaling.tile_tables import show
+from benchmarks.scaling.tile_tables import COUNTING, show
 from benchmarks.scenes.city_model import CityScene
 from cuda_ext.dispatch.load import build_native
 from ns_multigpu.planning.quantities import parse_count, parse_size
@@ -57,6 +59,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=24, help="timed steps of each way, at least")
     parser.add_argument("--views", type=int, default=8, help="views to train on")
     parser.add_argument("--blocks", type=int, default=0, help="along a side of the city (default: as the points grow)")
+    parser.add_argument("--counts", action="store_true", help="time absolute gradients and statistics, too")
     parser.add_argument("--quick", action="store_true", help="few steps of two views, to see that it runs")
     parser.add_argument("--seconds", type=float, default=1e9, help="after so many nothing is begun any more")
     parser.add_argument("--stall", type=float, default=240.0, help="seconds after which a job counts as hung")
@@ -136,7 +139,11 @@ def jobs_of(options: argparse.Namespace, ranks: int) -> list[Job]:
             if some and cuda:  # the first makes the images, or reads them, and the model
                 making = width * height * options.views / 2e7 + (points / 1e7 if turn == 0 else 0.0)
                 some[0]["estimate"] = 4.0 + making / ranks
-            jobs += [{**base, **job} for job in some]
+            jobs += [{**base, "counts": False, **job} for job in some]
+            if options.counts:
+                known = [job for job in some if job["way"] == "single" or job["kind"] == "gsplat" or job.get("usual")]
+                counted = [{**base, **job, "way": job["way"] + COUNTING, "counts": True} for job in known]
+                jobs += [{**job, "estimate": base["estimate"]} for job in counted]
     return jobs
 
 
@@ -149,11 +156,13 @@ class Report:
         self.single = single
         self._head = {"benchmark": "tile", **describe(), "steps": options.steps, "views": options.views}
         if len(lists_to_choose()) == 1:
-            self._head["left_out"] = "lists by the sort over all GPUs: TileSettings has no `lists`"
+            self._head["left_out"] = "lists by the sort over all GPUs"
         self.write(False)
 
     def add(self, job: Job, result: Job) -> None:
-        kept = {key: job[key] for key in ("name", "gpus", "kind", "way", "batch")} | {"usual": job.get("usual", False)}
+        kept = {key: job[key] for key in ("name", "gpus", "kind", "way", "batch", "counts")} | {
+            "usual": job.get("usual", False)
+        }
         size = {key: job["scene"][key] for key in ("points", "width", "height")}
         self.results.append({**kept, **size, **result})
         if job["way"] == "single" and "check" in result:

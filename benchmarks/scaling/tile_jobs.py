@@ -41,21 +41,22 @@ class _Worker:
             torch.cuda.reset_peak_memory_stats(self._world.device)
         model, course = self._prepared(CityScene(**job["scene"]))
         made = {"points_by_rank": list(model.counts), "model_seconds": model.seconds}
+        counting = {"counting": job["counts"], "absgrad": job["counts"]}
         if job["kind"] == "gsplat":
             return made | self._gsplat(model, course, job)
         if job["kind"] == "single":
-            run: Run = SingleRun(model, course, self._world, job["lazy"])
+            run: Run = SingleRun(model, course, self._world, job["lazy"], **counting)
         else:
             mode = Mode(**job["mode"])
             if mode.transport == "peer":
                 self._transport = self._transport or choose_transport(self._world, "auto")
                 if not self._transport.peer:
                     raise JobFailed(self._transport.reason)
-            run = TileRun(model, course, self._world, job["batch"], mode)
+            run = TileRun(model, course, self._world, job["batch"], mode, **counting)
         model.moments()
         run.still_moments()
         run.settle()
-        made["check"] = self._checked(run, course.scene.name, job["kind"] == "single" and job["lazy"])
+        made["check"] = self._checked(run, course.scene.name, job["way"] == "single")
         made |= run.time(job["steps"])
         if isinstance(run, TileRun):
             made["parts"] = run.parts()
@@ -90,7 +91,7 @@ class _Worker:
         return {**found, "compared": not reference}
 
     def _gsplat(self, model: CityModel, course: Course, job: Job) -> Job:
-        run = GsplatRun(model, course, self._world, job["fused"])
+        run = GsplatRun(model, course, self._world, job["fused"], job["counts"])
         seen = self._world.rank % len(course.views)
         loss = run.loss_of(seen)
         expected = self._single.get(course.scene.name)

@@ -1,27 +1,30 @@
-"""Steps of `TileStep` over the views of a city, with what training does around them (`plugin.tile_training`)."""
+"""Steps of `tile` over the views of a city, with what training does around them (`plugin.blocks.training`)."""
 
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.lib.lockstep import Clock, Inputs, over_ranks
-from benchmarks.scaling.city_runs import SSIM_LAMBDA, Course, Run
-from benchmarks.scenes.city_model import DEGREE, CityModel
+from benchmarks.lib.lockstep import Clock, over_ranks
+from benchmarks.scaling.city_runs import Course, Run
+from benchmarks.scenes.city_model import CityModel
 from cuda_ext.ops.row_exchange import RECORD_FLOATS
 from ns_multigpu.core.assignment import TileRanges
+from ns_multigpu.core.late_counts import LateCounts
+from ns_multigpu.core.step import Step
+from ns_multigpu.core.step_settings import with_halos
+from ns_multigpu.core.tile_lists import SortedLists
 from ns_multigpu.core.tile_work import TileWork
+from ns_multigpu.core.transports import Transport, make_transport
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.blocks.plan_graphs import PlanGraphs
-from ns_multigpu.primitives.late_counts import LateCounts
-from ns_multigpu.primitives.tile_lists import SortedLists
-from ns_multigpu.primitives.tile_rows import CollectiveRows, OwnRows, PeerRows, RowTransport
-from ns_multigpu.primitives.tile_settings import TileSettings, bands
-from ns_multigpu.primitives.tile_step import TileStep
+from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
+from ns_multigpu.plugin.blocks.timing import StepTimer
+from strategies.tile import tile
 
 PARTS = ("project", "send", "sort", "raster", "loss", "backward", "return", "update")
 LINK_GB_PER_S = 390.0
@@ -31,7 +34,7 @@ RECORD_BYTES = 4 * RECORD_FLOATS
 
 @dataclass(frozen=True)
 class Mode:
-    """A way of taking tile steps.
+    """A way of taking the steps of `tile`.
 
     Attributes:
         transport: "peer" or "collective". gradients: in peer memory "atomics" or "transfer".
@@ -54,75 +57,56 @@ class Mode:
 
 
 def lists_to_choose() -> tuple[str, ...]:
-    """How `TileStep` can make its lists: by gathering, and by the sort over ranks."""
+    """How lists can be made: by gathering, and by the sort over ranks."""
     return ("gather", "sort")
 
 
 class TileRun(Run):
-    """See `Run`. With `counting` steps add to densification's statistics, as training's do for a while."""
+    """See `Run`."""
 
-    def __init__(
-        self, model: CityModel, course: Course, world: World, batch: int, mode: Mode, *, counting: bool = False
-    ) -> None:
-        super().__init__(model, course, world, batch, mode.lazy)
+    def __init__(self, model: CityModel, course: Course, world: World, batch: int, mode: Mode, **options: Any) -> None:
+        super().__init__(model, course, world, batch, mode.lazy, **options)
         self.mode = mode
-        self._assignment = TileRanges(TileWork())
-        names = ("grad2d", "count", "radii") if counting else ()
-        self.statistics = {name: torch.zeros(len(model), device=model.device) for name in names}
-        self._counts = LateCounts(self._assignment.work)
+        self._strategy = tile(world)
+        assert isinstance(self._strategy.assignment, TileRanges)
+        self._assignment = self._strategy.assignment
+        self._counts = LateCounts(self._assignment.learn)
         self._parts = Parts(world.device)
-        graphs = world.device.type == "cuda" and mode.transport == "peer" and mode.lists == "gather"
-        self._plans = PlanGraphs(world.device) if graphs else None
+        captures = world.device.type == "cuda" and mode.transport == "peer" and mode.lists == "gather"
+        # The timer is the host's: events of the device would count, too.
+        timer = StepTimer(torch.device("cpu"))
+        self._graphs = StepGraphs(timer, lambda: None, GraphPool(world.device)) if captures else None
         shape = (batch, course.scene.height, course.scene.width, 3)
         self._pictures = torch.zeros(shape, dtype=torch.uint8, device=world.device)
 
-    def _first_capacities(self, rows: int, intersections: int) -> tuple[int, ...]:
-        return rows, rows, intersections
-
-    def _make(self) -> TileStep:
-        scene, world = self.course.scene, self.world
-        self._rows: RowTransport | None = None  # its memory is the next one's
-        settings = TileSettings(
-            width=scene.width, height=scene.height, views=self.batch, degree=DEGREE, antialiased=False, absgrad=False,
-            ssim_lambda=SSIM_LAMBDA, rows=self.capacities[0], segment=self.capacities[1],
-            intersections=self.capacities[2], groups=self.mode.groups,
-        )  # fmt: skip
-        shape = (settings.rows, settings.segment, settings.words)
-        if world.size == 1:
-            self._rows = OwnRows(world, *shape)
-        elif self.mode.transport == "peer":
-            self._rows = PeerRows(world, *shape, atomics=self.mode.gradients == "atomics")
-        else:
-            self._rows = CollectiveRows(world, *shape)
-        lists = SortedLists(settings, world, peer=self.mode.transport == "peer") if self.mode.lists == "sort" else None
-        made = TileStep(
-            self.model.params, self.model.moments(), self.statistics, settings, world, self._rows, self._lazy, lists,
-            measure=self._parts.measure,
-        )  # fmt: skip
-        self._inputs = Inputs(made.inputs)
-        if self._plans is not None:
-            self._plans.forget()
-        return made
+    def _make(self) -> Step:
+        self._transport: Transport | None = None  # its memory is the next one's
+        settings = self.settings(self.mode.groups)
+        legs, peer = (self._strategy.rows, self._strategy.gradients), self.mode.transport == "peer"
+        shape = (settings.rows, settings.segment, settings.words(learns=True))
+        self._transport = make_transport(
+            *legs, self.world, self.kernels, *shape, peer=peer, atomics=self.mode.gradients == "atomics"
+        )
+        sorts = self.mode.lists == "sort"
+        lists = SortedLists(settings, self.world, self._transport.lines, peer=peer) if sorts else None
+        if self._graphs is not None:
+            self._graphs.forget()
+        return self.made(settings, self._strategy, self._transport, lists, measure=self._parts.measure)
 
     def _take(self, batch: int, inputs: Tensor) -> None:
-        views, world = self.batches[batch], self.world
+        views, scene = self.batches[batch], self.course.scene
         self._counts.learn()
-        plan = bands(self._assignment.assign_alike(views, world.size), self.step.settings)
+        plan = with_halos(self._strategy.plan_alike(views), scene.width, scene.height)
         targets: list[Tensor] = []
-        for patch in plan[world.rank]:
+        for patch in plan.drawn[self.world.rank]:
             _, top, _, bottom = patch.rendered(views[patch.view])
             image = self.course.images[views[patch.view].index][top:bottom]
             targets.append(self._pictures[patch.view, top:bottom].copy_(image))
         self._inputs.upload(inputs)
-
-        def step() -> None:
-            self.step.render(plan, targets)
-            self.step.update()
-
-        if self._plans is None or self._parts.on:
-            step()
+        if self._graphs is None or self._parts.on:
+            self.step.take(plan, targets)
         else:
-            self._plans.take(tuple(map(tuple, plan)), step)
+            self._graphs.take(plan, partial(self.step.parts, plan, targets))
         self._counts.send(views, self.step.tile_counts)
 
     def flush(self) -> None:
@@ -157,9 +141,10 @@ class TileRun(Run):
         for views in self.batches:
             by_view = [counts[view.index] for view in views]
             for name, work in (("equal_rows", TileWork()), ("planned", self._assignment.work)):
-                plan = bands(TileRanges(work).assign(views, self.world.size), self.step.settings)
+                cut = TileRanges(work).assign(views, self.world.size)
+                plan = with_halos(cut, self.course.scene.width, self.course.scene.height)
                 own, drawn = [0] * self.world.size, 0
-                for rank, patches in enumerate(plan):
+                for rank, patches in enumerate(plan.drawn):
                     for patch in patches:
                         tile, of = work.tile, by_view[patch.view]
                         _, top, _, bottom = patch.rendered(views[patch.view])
@@ -211,7 +196,7 @@ class Parts:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """What a `TileStep` takes."""
+        """What a `Step` takes."""
         if not self.on:
             yield
             return
@@ -230,7 +215,7 @@ class Parts:
         self.on = False
         unknown = set(self._clocks) - set(PARTS)
         if unknown:
-            raise RuntimeError(f"TileStep names parts that this benchmark does not know: {sorted(unknown)}")
+            raise RuntimeError(f"Step names parts that this benchmark does not know: {sorted(unknown)}")
         return {
             part: statistics.median(clock.intervals()[0] for clock in self._clocks[part])
             if part in self._clocks

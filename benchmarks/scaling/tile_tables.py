@@ -9,16 +9,19 @@ from rich.table import Table
 from benchmarks.scaling.tile_run import LINK_GB_PER_S, PARTS
 
 Result = dict[str, Any]
+COUNTING = ", counting"
+"""In the name of a way whose steps count for densification."""
 GROUPS = "groups: "
 """In the name of a way in which rows leave in groups."""
 
 
 def show(console: Console, results: list[Result]) -> None:
     """Prints the most important figures, in at most 60 lines for six scenes on 1, 2 and 4 GPUs."""
-    timed = [r for r in results if "ms" in r]
-    names = list(dict.fromkeys(r["name"] for r in timed))
-    worlds = sorted({r["gpus"] for r in timed if r["kind"] == "tile"})
-    console.print(_overview(timed, names, worlds))
+    every = [r for r in results if "ms" in r]
+    timed = [r for r in every if not r.get("counts")]
+    names = list(dict.fromkeys(r["name"] for r in every))
+    worlds = sorted({r["gpus"] for r in every if r["kind"] == "tile"})
+    console.print(_overview(every, names, worlds))
     console.print(_parts(timed, names))
     ways = list(dict.fromkeys(r["way"] for r in timed if r["kind"] == "tile" and r["batch"] == 1 and not r["usual"]))
     if ways:
@@ -47,14 +50,19 @@ def _find(timed: list[Result], **wanted: Any) -> Result | None:
     return next((r for r in reversed(timed) if all(r.get(k) == v for k, v in wanted.items())), None)
 
 
-def _overview(timed: list[Result], names: list[str], worlds: list[int]) -> Table:
+def _overview(every: list[Result], names: list[str], worlds: list[int]) -> Table:
+    """A scene has a row, and another of steps that count, if there are some: their ways without the word."""
+    plain = [r for r in every if not r.get("counts")]
+    counting = [{**r, "way": r["way"].removesuffix(COUNTING)} for r in every if r.get("counts")]
     heads = ["scene", "single", *(f"tile x{n}" for n in worlds)]
     heads += ["single img/s", *(f"batch x{n} img/s" for n in worlds if n > 1), "gsplat", "fused Adam"]
     heads += [f"gsplat x{n} img/s" for n in worlds if n > 1]
     table = _table("whole step, ms, a view a step (times faster than single); images a second, a view a GPU", *heads)
-    for name in names:
+    for name, timed, more in [(n, of, more) for n in names for of, more in ((plain, ""), (counting, COUNTING))]:
+        if more and not any(r["name"] == name for r in timed):
+            continue
         single = _find(timed, name=name, way="single")
-        cells = [name, _ms(single)]
+        cells = [name + more, _ms(single)]
         for n in worlds:
             tile = _find(timed, name=name, kind="tile", gpus=n, batch=1, usual=True)
             cells.append(_ms(tile) + (f" ({single['ms'] / tile['ms']:.2f})" if single and tile else ""))

@@ -2,26 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from ns_multigpu.core.kernels import Kernels
+from ns_multigpu.core.schema import Parameter
 from ns_multigpu.core.types import Hits, Patch, Pixels, Points, Splats, View
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter of a kind of point, as an optimizer sees it: its name is also that of its learning rates.
-
-    Attributes:
-        name: in checkpoints, options and `Points.params`.
-        shape: of one point's; -1 for a size that a model chooses.
-        activation: what makes of it what is rendered: a function of torch, or "" for none.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    activation: str = ""
 
 
 class Primitive(ABC):
@@ -31,10 +19,15 @@ class Primitive(ABC):
     them in order and moves records between ranks in between. (Gaian, section 4: cull, splat, render.)
 
     Attributes:
-        schema: the parameters of a point.
+        schema: the parameters of a point, in the order in which its kernels take them.
     """
 
     schema: ClassVar[tuple[Parameter, ...]]
+
+    def activated(self, points: Points, name: str) -> Tensor:
+        """A parameter of the points after its activation, [N, ...]."""
+        activation = next(parameter.activation for parameter in self.schema if parameter.name == name)
+        return getattr(torch, activation)(points.params[name]) if activation else points.params[name]
 
     @abstractmethod
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:

@@ -43,12 +43,26 @@ def keyed_normals(
     start = _signed(seed_from(seed, name, step))
     for row in range(0, count, _ROWS):
         part = table[row : row + _ROWS]
-        counter = torch.arange(part.numel(), device=device) + ((first + row) * width + 1)
-        bits = _splitmix(counter.mul_(_signed(0x9E3779B97F4A7C15)).add_(start))
-        radius = ((bits >> 32 & 0xFFFFFFFF).double() + 0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
-        angle = (bits & 0xFFFFFFFF).double().mul_(2.0**-32 * 2.0 * math.pi)
-        part.copy_(radius.mul_(angle.cos_()).view_as(part))
+        _normals(torch.arange(part.numel(), device=device) + (first + row) * width, start, part)
     return table
+
+
+def keyed_normals_at(seed: int, name: str, step: int, rows: Tensor, width: int) -> Tensor:
+    """Any rows [M] int64 of the table of `keyed_normals`: [M, width] float32."""
+    table = torch.empty(len(rows), width, device=rows.device)
+    start = _signed(seed_from(seed, name, step))
+    columns = torch.arange(width, device=rows.device)
+    for numbers, part in zip(rows.split(_ROWS), table.split(_ROWS), strict=True):
+        _normals((numbers[:, None] * width + columns).flatten(), start, part)
+    return table
+
+
+def _normals(numbers: Tensor, start: int, out: Tensor) -> None:
+    """Those of these numbers, [K] int64, in the table that begins at `start`; overwrites them."""
+    bits = _splitmix(numbers.add_(1).mul_(_signed(0x9E3779B97F4A7C15)).add_(start))
+    radius = ((bits >> 32 & 0xFFFFFFFF).double() + 0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+    angle = (bits & 0xFFFFFFFF).double().mul_(2.0**-32 * 2.0 * math.pi)
+    out.copy_(radius.mul_(angle.cos_()).view_as(out))
 
 
 def _splitmix(x: Tensor) -> Tensor:

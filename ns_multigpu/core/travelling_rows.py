@@ -18,7 +18,11 @@ from ns_multigpu.core.world import World
 
 
 class RowsTravel(RowLeg):
-    """All-to-all of splats, for points that are `Sharded`: what arrives is ordered by (view, global point id).
+    """All-to-all of splats, for points that each have one owner: what arrives is ordered by (view, owner, row there).
+
+    Their `point_ids` count the points rank by rank. Where owners hold ranges of the whole model's order (`Sharded`) a
+    point's number is its place there, so that splats of equal depth are blended as one rank with all points blends
+    them. With another placement that is so for the splats of one owner; those of two go by the owners' ranks.
 
     A splat's row goes once to each rank that has a patch, halo included, with a pixel centre within the row's `radii`.
     Rows carry `means2d` [M, 2] and `radii` [M, 2] in pixels, as `Gaussians.splat` has them, and whatever else they

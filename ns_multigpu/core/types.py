@@ -5,7 +5,7 @@ All are frozen: a stage returns a new record instead of changing the one it was 
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -100,8 +100,8 @@ class Hits:
 
     Attributes:
         view_ids: [M] int32, positions in the step's list of views.
-        point_ids: [M] int32, rows of `Points`; where points are sharded, for rows that came from their owners, rows of
-            the whole model (see `Sharded`).
+        point_ids: [M] int32, rows of `Points`; where points are sharded, for rows that came from their owners, numbers
+            that count all points rank by rank (see `Sharded`).
     """
 
     view_ids: Tensor
@@ -184,11 +184,6 @@ class Traffic:
         before = self.marks.get(mark, 0)
         self.marks[mark] = self.sent
         return self.sent - before
-
-
-def with_viewmat(view: View, viewmat: Tensor) -> View:
-    """The same view from another pose (a camera optimizer's, say), [4, 4]."""
-    return replace(view, viewmat=viewmat)
 
 
 def stack_viewmats(views: Sequence[View]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Memory of one GPU, by part: what `FusedStep`, `TileStep`, the CUDA operators under them and densification allocate.
+"""Memory of one GPU, by part: what a `Step`, the CUDA operators under it and densification allocate.
 
 Every figure is a count of bytes of buffers that exist in the code named beside it; on the four scenes that were
 measured the sum is within 2 % of the allocator's peak (benchmarks/results/train-step-h200.json; see
@@ -7,20 +7,21 @@ tests/test_planning.py). What `tile` needs has not been measured yet.
 
 from dataclasses import dataclass
 
-from ns_multigpu.planning.work import RECORD_BYTES, ROOM, Course, Share, ranks_used, share
+from ns_multigpu.planning.work import RECORD_BYTES, ROOM, ROW_BYTES, Course, Share, ranks_used, share
+from ns_multigpu.primitives.gaussian_schema import ROW
 
 # Bytes a point.
 STATISTICS = 12  # grad2d, count, radii
 LAZY = 1  # LazyAdam.last
 _INDICES = 40  # where new points come from, and their order
 # Bytes a row that is projected here.
-_ROWS = 56  # SplatRows: two ids, means2d, conic, opacity, features, depth, radii
-_KEPT_ROWS = 56  # those of the step before, until new ones are there
+_ROWS = 4 * (2 + sum(ROW.values()))  # SplatRows: with two ids
+_KEPT_ROWS = _ROWS  # those of the step before, until new ones are there
 # Bytes a row that is drawn here.
 _TABLE = 48  # RasterState.table
-_RECORDS = 72  # gradients, owners, slots
-_GATHERED = 104  # of every rank: ids, radii, conics, records; and colours (see FusedStep's _everyone and _bright)
-_ARRIVED = 60  # SplatRows, but for point ids; owners and slots
+_RECORDS = RECORD_BYTES + 8  # gradients, owners, slots
+_GATHERED = ROW_BYTES + 4 * ROW["features"]  # of every rank; and colours (see GaussianReplicaRows)
+_ARRIVED = 4 * (3 + sum(ROW.values()))  # with view ids, owners and slots
 # Bytes an intersection: row_ids, and checkpoints of transmittance and colour. Keys and ids that are sorted are gone by
 # then: 12 (16 beyond 65,535 tiles), of which row_ids are 4.
 _INTERSECTION = 20
@@ -100,7 +101,7 @@ def room(strategy: str, course: Course, memory: float, images: float = 0.0) -> R
     pieces = step_buffers(one, ranks)
     # Tensors are replaced one by one: of the largest there are the old value and an old moment beside all that is new;
     # and indices, masks and positions of all points. A sharded model keeps what ranks exchange rows through.
-    largest = (4.0 + course.moment_bytes) * max(course.rest, 4)
+    largest = (4.0 + course.moment_bytes) * course.largest
     refining = (largest + _INDICES) * one.points + (pieces["exchange"] if one.arrivals else 0.0)
     return Room(
         parameters=parameters,
@@ -127,12 +128,12 @@ def step_buffers(one: Share, ranks: int, *, capacity: float = ROOM) -> dict[str,
         capacity: by how much capacities exceed counts.
     """
     rows = capacity * one.rows
-    if one.arrivals:  # TileStep
+    if one.arrivals:  # rows travel: `CollectiveRows` or `PeerRows`
         arrivals = capacity * one.arrivals
         on_rows = rows * (_ROWS + _KEPT_ROWS + 4 * ranks) + arrivals * (_ARRIVED + _TABLE)
         # Of every arrival a record and its gradient, with either transport; and what is collected, twice.
         exchange = arrivals * (2 * RECORD_BYTES + 8) + 2 * RECORD_BYTES * rows
-    else:  # FusedStep
+    else:  # rows stay: `OwnRows` or `ReplicatedRows`
         on_rows = rows * (_ROWS + _KEPT_ROWS + _TABLE + _RECORDS)
         # What all ranks sent, and the view ids that this one sends: the rest of it goes from where it lies.
         exchange = rows * (ranks * _GATHERED + 4) if ranks > 1 else 0.0

@@ -9,6 +9,9 @@ in benchmarks/results/rasterizer-h200.json; gsplat, which bounds splats by squar
 from dataclasses import dataclass, replace
 from math import ceil
 
+from ns_multigpu.core.schema import Parameter, floats
+from ns_multigpu.primitives.gaussian_schema import RECORD_FLOATS, ROW, SCHEMA
+
 STRATEGIES = ("single", "batch", "tile")
 """The strategies that can be planned."""
 
@@ -20,7 +23,7 @@ _PIXELS_1080P, _PIXELS_4K = 1920 * 1080, 3840 * 2160
 TILE = 16
 """Side of a tile, and rows of pixels of a band's halo."""
 ROOM = 1.25
-"""Capacities have this much more room than was needed (`fused_step.padded`)."""
+"""Capacities have this much more room than was needed (`step_settings.padded`)."""
 UNEVEN = 2.0
 """How much more than an equal share the largest of the segments holds that ranks send each other. Assumed."""
 
@@ -39,6 +42,7 @@ class Course:
         tiles: tiles that a visible splat meets.
         fused: whether steps are fused (see docs/kernels.md); else gradients of all parameters are in memory.
         compact: whether Adam's moments are bfloat16 instead of float32 (see docs/planning.md).
+        schema: the parameters of a point.
     """
 
     points: int
@@ -51,6 +55,7 @@ class Course:
     tiles: float = 0.0
     fused: bool = True
     compact: bool = False
+    schema: tuple[Parameter, ...] = SCHEMA
 
     def __post_init__(self) -> None:
         if self.views < 1 or self.gpus < 1:
@@ -73,13 +78,13 @@ class Course:
 
     @property
     def floats(self) -> int:
-        """Parameters of a point: mean 3, scale 3, rotation 4, opacity 1, colour 3 and the higher harmonics."""
-        return 14 + self.rest
+        """Numbers of a point."""
+        return floats(self.schema, self.sh_degree)
 
     @property
-    def rest(self) -> int:
-        """Parameters of a point's higher harmonics."""
-        return 3 * ((self.sh_degree + 1) ** 2 - 1)
+    def largest(self) -> int:
+        """Numbers of a point in the parameter that has the most."""
+        return max(parameter.floats(self.sh_degree) for parameter in self.schema)
 
     @property
     def moment_bytes(self) -> int:
@@ -168,7 +173,7 @@ def share(strategy: str, course: Course) -> Share:
     )  # fmt: skip
 
 
-ROW_BYTES = 92
-"""A row and its gradients as `batch` gathers them (`FusedStep`)."""
-RECORD_BYTES = 64
+RECORD_BYTES = 4 * RECORD_FLOATS
 """A row, or its gradients, as `tile` exchanges them (`cuda_ext.ops.row_exchange`)."""
+ROW_BYTES = 4 * (2 + ROW["radii"] + ROW["conics"]) + RECORD_BYTES
+"""A row (its ids, radii and conic) and its gradients as `batch` gathers them."""

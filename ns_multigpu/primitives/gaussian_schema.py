@@ -1,22 +1,33 @@
-"""What a 3D Gaussian consists of: the one list of its parameters that everything else reads."""
+"""What a 3D Gaussian consists of: the one list of its parameters that everything else reads, and a row's record."""
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from ns_multigpu.core.primitive import Parameter
+from ns_multigpu.core.schema import HARMONICS, Parameter, names
+
+if TYPE_CHECKING:  # the planner reads this, which is arithmetic
+    from torch import Tensor
 
 SCHEMA = (
-    Parameter("means", (3,)),
-    Parameter("quats", (4,)),
-    Parameter("scales", (3,), "exp"),
-    Parameter("opacities", (1,), "sigmoid"),
-    Parameter("features_dc", (3,)),
-    Parameter("features_rest", (-1, 3)),
+    Parameter("means", (3,), rate=1.6e-4, final_rate=1.6e-6, ply=("x", "y", "z")),
+    Parameter("quats", (4,), rate=0.001, ply=("rot_",)),
+    Parameter("scales", (3,), "exp", rate=0.005, operator="log_scales", ply=("scale_",)),
+    Parameter("opacities", (1,), "sigmoid", rate=0.05, operator="logits", ply=("opacity",)),
+    Parameter("features_dc", (3,), rate=0.0025, operator="sh_dc", ply=("f_dc_",)),
+    Parameter("features_rest", (HARMONICS, 3), rate=0.0025 / 20, operator="sh_rest", ply=("f_rest_",)),
 )
-"""See `Gaussians` for what each means."""
-ORDER = tuple(parameter.name for parameter in SCHEMA)
+"""See `Gaussians` for what each means. Learning rates are Splatfacto's; properties are those of Inria's files."""
+ORDER = names(SCHEMA)
 """The parameters' names, in the order in which operators take them (`cuda_ext.reference.lazy_adam.PARAMETERS`)."""
+PLY_ORDER = ("means", "features_dc", "features_rest", "opacities", "scales", "quats")
+"""The order in Inria's PLY files, where a normal, zero, follows the position."""
+
+ROW = {"means2d": 2, "conics": 3, "opacities": 1, "features": 3, "depths": 1, "radii": 2}
+"""Numbers of 4 bytes of a row, beside its ids: see `Gaussians.splat`."""
+RECORD_FLOATS = 16
+"""Numbers of 4 bytes of a row, or of its gradients, as they travel: `ROW`, two ids and zeros. See
+`cuda_ext.ops.row_exchange`."""
 
 
-def flat(name: str, tensor: Tensor) -> Tensor:
+def flat(name: str, tensor: "Tensor") -> "Tensor":
     """Opacities are [N, 1] to an optimizer and [N] to the operators."""
     return tensor.view(-1) if name == "opacities" else tensor

@@ -60,8 +60,8 @@ class Gaussians(Primitive):
         with torch.no_grad():
             view_ids, point_ids = cuda_ext.cull(
                 means,
-                points.params["scales"].exp(),
-                points.params["opacities"].sigmoid().reshape(-1),
+                self.activated(points, "scales"),
+                self.activated(points, "opacities").reshape(-1),
                 stack_viewmats(some).detach(),
                 stack_intrinsics(some),
                 sizes=_sizes(some),
@@ -86,8 +86,8 @@ class Gaussians(Primitive):
         means2d, conics, depths, opacities, radii = cuda_ext.project(
             params["means"],
             params["quats"],
-            params["scales"].exp(),
-            params["opacities"].sigmoid().reshape(-1),
+            self.activated(points, "scales"),
+            self.activated(points, "opacities").reshape(-1),
             viewmats,
             stack_intrinsics(views),
             sizes=_sizes(views),

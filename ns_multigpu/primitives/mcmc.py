@@ -29,6 +29,9 @@ GROWTH = 1.05
 NOISE_STEEPNESS, NOISE_OPACITY = 100.0, 0.005
 """k and t of equation 10: noise fades out as a Gaussian's opacity rises beyond t."""
 
+NOISE = "mcmc noise"
+"""What the normal numbers of noise are drawn for."""
+
 _QUANTA = 1 << 24
 """Opacities are picked by in units of 1 / this. 2^24 of 2^24 Gaussians still add up far inside an int64."""
 
@@ -137,14 +140,13 @@ class McmcDensifier:
             taken: [] on the device, 0 or False to add nothing after all.
         """
         means = params["means"]
-        first = self._first_row(len(means))
-        noise = keyed_normals(self.seed, "mcmc noise", step, first, len(means), 3, means.device)
+        noise = self._normals(means, step)
         scale = math.sqrt(images) * rate * self.noise_lr
         add_noise(params, scale if taken is None else scale * taken.to(means.dtype), noise)
 
-    def _first_row(self, count: int) -> int:
-        """The number in the whole model of the first of the `count` Gaussians that are here."""
-        return 0
+    def _normals(self, means: Tensor, step: int) -> Tensor:
+        """The normal numbers [N, 3] of the Gaussians that are here: those of their places in the whole model."""
+        return keyed_normals(self.seed, NOISE, step, 0, len(means), 3, means.device)
 
     def _relocate(self, params: Any, optimizers: dict[str, Any], image: int) -> None:
         """Moves every dead Gaussian onto a living one, drawn by opacity."""
@@ -230,9 +232,9 @@ def grown(count: int, sources: Tensor) -> Listing:
     return Listing(source, count, offsets=torch.zeros(0, 3, device=sources.device))
 
 
-def running_sums(weights: Tensor) -> Tensor:
-    """The sums of the first one, two, ... of the weights [N] in [0, 1], in units of 2^-24, [N] int64."""
-    return (weights.to(torch.float64) * _QUANTA).long().cumsum(0)
+def quanta(weights: Tensor) -> Tensor:
+    """Weights [N] in [0, 1] in units of 2^-24, [N] int64."""
+    return (weights.to(torch.float64) * _QUANTA).long()
 
 
 def pick(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -241,7 +243,7 @@ def pick(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
     Exact in integers, so that the same weights and generator (a host's) give the same rows everywhere, on any number
     of weights. None are drawn if no weight reaches 2^-24.
     """
-    sums = running_sums(weights)
+    sums = quanta(weights).cumsum(0)
     total = int(sums[-1]) if len(sums) and count else 0
     if total == 0:
         return torch.empty(0, dtype=torch.int64, device=weights.device)

@@ -72,11 +72,11 @@ class Listing:
         if moments and self.n_kept < len(self.source):
             torch._foreach_zero_([moment[self.n_kept :] for moment in moments])  # pyright: ignore
 
-    def positions(self, means: Tensor) -> Tensor:
-        """The new points' means, [T, 3], from the old ones'."""
+    def positions(self, means: Tensor, order: Tensor | None = None) -> Tensor:
+        """The new points' means, [T, 3], from the old ones'; the k-th that of `order[k]`, [T] int64, if given."""
         new = means.detach().index_select(0, self.source)
         new[self.children] += self.offsets
-        return new
+        return new if order is None else new[order]
 
     def ordered(self, order: Tensor) -> Regrouping:
         """The same new points in another order: the k-th becomes the one that was at `order[k]`, [T] int64."""

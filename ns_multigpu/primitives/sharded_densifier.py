@@ -1,16 +1,19 @@
-"""Growing and pruning of Gaussians that are spread over the ranks: one after the other, the ranks then hold the points
-that one rank with `morton` would have, and nearly equal work each.
+"""Growing and pruning of Gaussians that are spread over the ranks: together, the ranks then hold the points that one
+rank with `morton` would have, whatever placement says which rank owns which.
 
 A point's statistics are on its owner, and so is the decision; what the points of the other ranks have to do with it is
 the numbers that a split draws, which go by its place among all splits, and the order.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from ns_multigpu.core.collectives import all_gather_ints
+from ns_multigpu.core.holding import Holding
+from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.regroup import decide, edit_children, regroup
@@ -27,19 +30,21 @@ class ShardedDensifier(ReplicatedDensifier):
     the last refinement.
 
     Attributes:
-        threshold: ranges are made anew where a rank's work is more than this times the mean.
-        seen_cost: see above; 0 for ranges of equal numbers.
+        holding: what this rank holds, and who says which rank owns what; ranges of equal work by default.
+        threshold: points are dealt out anew where a rank's work is more than this times the mean.
+        seen_cost: see above; 0 for equal numbers.
         reordering: what the last refinement did; whoever logs it sets it to None.
     """
 
     morton: bool = True
+    holding: Holding = field(default_factory=lambda: Holding(Sharded()))
     threshold: float = 1.1
     seen_cost: int = 4
     reordering: Reordering | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if not self.morton:
-            raise ValueError("shards are ranges of an order: a sharded densifier cannot do without it")
+            raise ValueError("shards are ranges of an order, or parts of one: a sharded densifier cannot do without it")
 
     @torch.no_grad()
     def _refine(self, params: Any, optimizers: Any, state: dict[str, Any], image: int) -> None:
@@ -59,21 +64,25 @@ class ShardedDensifier(ReplicatedDensifier):
         del wanted
         drawn = None
         if sum(splits) > 0:
-            first = sum(splits[: world.rank])
             # What one rank draws for all splits, of which these are some.
             generator = keyed_generator(self.seed, "densify", image, device=device)
             drawn = torch.randn(2, sum(splits), 3, device=device, generator=generator)
-            drawn = drawn[:, first : first + fates.n_split].clone()
+            drawn = drawn.index_select(1, self.holding.among(fates.masks[4].nonzero().flatten(), count, world))
         listing = regroup(params, fates, drawn)
         keys = order_keys(listing.positions(params["means"]), fates.listed()[0][: fates.total], world)
         del fates, drawn
         keys, order = torch.sort(keys, stable=True)
-        regrouping = listing.ordered(order)
-        del listing
-        weights = self.refine_every + self.seen_cost * statistics["count"].long()[regrouping.source]
-        move = plan_move(keys, weights, world, self.threshold)
-        del keys, order, weights
+        source = listing.source[order]
+        weights = self.refine_every + self.seen_cost * statistics["count"].long()[source]
+        move = plan_move(
+            keys, weights, world, self.threshold, self.holding.placement,
+            partial(listing.positions, params["means"], order), partial(self.holding.places_of, source, count, world),
+        )  # fmt: skip
+        del keys, weights, source
+        regrouping = listing.ordered(move.leaving(order))
+        del listing, order
         row_bytes = move_rows(params, optimizers, regrouping, move, world, lambda *rows: edit_children(self, *rows))
+        self.holding.places = move.places
         for name, value in statistics.items():
             state[name] = value.new_zeros(len(params["means"]))
         self.reordering = move.record(started, row_bytes)

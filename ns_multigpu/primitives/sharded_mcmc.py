@@ -1,21 +1,24 @@
-"""Gaussian splatting as Markov chain Monte Carlo over shards: one after the other, the ranks hold the Gaussians that
-one rank with `morton` would have.
+"""Gaussian splatting as Markov chain Monte Carlo over shards: together, the ranks hold the Gaussians that one rank with
+`morton` would have, whatever placement says which rank owns which.
 
 Gaussians are drawn by opacity over the whole model: every rank makes the same draws, in integers, and knows from the
-ranks' sums whose each is. The rows of a relocated Gaussian's source travel to where the dead one was.
+sums over all Gaussians that stand before its own which of them are its. The rows of a relocated Gaussian's source
+travel to where the dead one was.
 """
 
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
-from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.core.collectives import all_gather_ints, exchange_rows, sum_in_place
+from ns_multigpu.core.holding import Holding
+from ns_multigpu.core.placement import Sharded
+from ns_multigpu.core.random import keyed_generator, keyed_normals, keyed_normals_at
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.mcmc import McmcDensifier, clear_moments, grown, running_sums
+from ns_multigpu.primitives.mcmc import NOISE, McmcDensifier, clear_moments, grown, quanta
 from ns_multigpu.primitives.sharded_order import Reordering, clock, order_keys, plan_move
 from ns_multigpu.primitives.sharded_rows import move_rows
 from ns_multigpu.primitives.steady import sigmoid
@@ -26,11 +29,11 @@ class _Draws:
     """What is drawn from a model that is spread over the ranks.
 
     Attributes:
-        owners: [D] int64, the rank that has the Gaussian of each draw.
+        count: how many, D.
         mine: [M] int64, the draws of this rank's Gaussians, ascending. rows: [M] int64, which those are.
     """
 
-    owners: Tensor
+    count: int
     mine: Tensor
     rows: Tensor
 
@@ -42,22 +45,25 @@ class ShardedMcmc(McmcDensifier):
 
     Attributes:
         world: the ranks.
-        threshold: ranges are made anew where a rank has more than this times the mean number of Gaussians.
+        holding: what this rank holds, and who says which rank owns what; ranges of equal work by default.
+        threshold: Gaussians are dealt out anew where a rank has more than this times their mean number.
         reordering: what the last refinement did; whoever logs it sets it to None.
     """
 
     morton: bool = True
     world: World = field(default_factory=World.single)
+    holding: Holding = field(default_factory=lambda: Holding(Sharded()))
     threshold: float = 1.1
     reordering: Reordering | None = field(default=None, init=False)
     _counts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.morton:
-            raise ValueError("shards are ranges of an order: a sharded densifier cannot do without it")
+            raise ValueError("shards are ranges of an order, or parts of one: a sharded densifier cannot do without it")
 
     def forget(self) -> None:
-        """Learns the ranks' numbers of Gaussians anew: to be called where anybody else has changed them."""
+        """Learns the ranks' numbers of Gaussians anew: to be called where anybody else has changed them, who says in
+        `holding` where they stand."""
         self._counts = None
 
     def _first_row(self, count: int) -> int:
@@ -70,26 +76,33 @@ class ShardedMcmc(McmcDensifier):
             )
         return sum(self._counts[: self.world.rank])
 
+    def _normals(self, means: Tensor, step: int) -> Tensor:
+        first, places = self._first_row(len(means)), self.holding.places
+        if places is None:
+            return keyed_normals(self.seed, NOISE, step, first, len(means), 3, means.device)
+        self.holding.check(len(means), self.world)
+        return keyed_normals_at(self.seed, NOISE, step, places, 3)
+
     def _relocate(self, params: Any, optimizers: dict[str, Any], image: int) -> None:
         world = self.world
         opacities = sigmoid(params["opacities"].detach().flatten())
         dead = opacities <= self.min_opacity
         targets = torch.where(dead)[0]
-        wanted = [row[0] for row in all_gather_ints([len(targets)], world)]
-        draws = self._draw(opacities.masked_fill(dead, 0.0), sum(wanted), keyed_generator(self.seed, "relocate", image))
-        if len(draws.owners) == 0:
+        wanted = sum(row[0] for row in all_gather_ints([len(targets)], world))
+        draws = self._draw(opacities.masked_fill(dead, 0.0), wanted, keyed_generator(self.seed, "relocate", image))
+        if draws.count == 0:
             return
-        # The draws go to the dead in their order: those of rank 0 first.
-        ends = list(accumulate(wanted))
-        to = torch.searchsorted(torch.tensor(ends, device=targets.device), draws.mine, right=True)
-        here = draws.owners[ends[world.rank] - len(targets) : ends[world.rank]]
+        # The draws go to the dead by their places: the first to the one that stands before all others.
+        slots = self.holding.among(targets, len(dead), world)
+        to, here = self._owners(draws.count, slots)[draws.mine], self._owners(draws.count, draws.mine)[slots]
         traffic = torch.stack([torch.bincount(ranks, minlength=world.size) for ranks in (to, here)])
         send, receive = traffic.tolist()
+        leaving = draws.rows[torch.sort(to, stable=True).indices]
         places = targets[torch.sort(here, stable=True).indices]
         self._share_out(params, draws.rows)
         for name, value in params.items():
             # As in gsplat the moments of what was moved here stay as they are.
-            value.data[places] = exchange_rows(value.data[draws.rows], send, receive, world)
+            value.data[places] = exchange_rows(value.data[leaving], send, receive, world)
             clear_moments(optimizers.get(name), value, draws.rows)
 
     def _growth(self, params: Any, image: int) -> Tensor:
@@ -99,25 +112,40 @@ class ShardedMcmc(McmcDensifier):
 
     @torch.no_grad()
     def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor) -> None:
-        means = params["means"]
+        means, world = params["means"], self.world
         started = clock(means.device)
-        regrouping = grown(len(means), sources)
-        categories = (torch.arange(len(regrouping.source), device=means.device) >= len(means)).long()
-        keys, order = torch.sort(order_keys(regrouping.positions(means), categories, self.world), stable=True)
-        move = plan_move(keys, torch.ones_like(keys), self.world, self.threshold)
-        row_bytes = move_rows(params, optimizers, regrouping.ordered(order), move, self.world)
+        listing = grown(len(means), sources)
+        categories = (torch.arange(len(listing.source), device=means.device) >= len(means)).long()
+        keys, order = torch.sort(order_keys(listing.positions(means), categories, world), stable=True)
+        parents = partial(self.holding.places_of, listing.source[order], len(means), world)
+        move = plan_move(
+            keys, torch.ones_like(keys), world, self.threshold, self.holding.placement,
+            partial(listing.positions, means, order), parents,
+        )  # fmt: skip
+        del parents
+        row_bytes = move_rows(params, optimizers, listing.ordered(move.leaving(order)), move, world)
+        self.holding.places = move.places
         self.reordering = move.record(started, row_bytes)
         self._counts = move.counts_after
 
     def _draw(self, weights: Tensor, count: int, generator: torch.Generator) -> _Draws:
-        """What `pick` draws from all ranks' weights, one after the other."""
-        sums = running_sums(weights)
-        totals = [row[0] for row in all_gather_ints([int(sums[-1]) if len(sums) else 0], self.world)]
-        if count == 0 or sum(totals) == 0:
+        """What `pick` draws from all ranks' weights, by place."""
+        each = quanta(weights)
+        total = sum(row[0] for row in all_gather_ints([int(each.sum())], self.world))
+        if count == 0 or total == 0:
             none = torch.empty(0, dtype=torch.int64, device=weights.device)
-            return _Draws(none, none, none)
-        drawn = torch.randint(sum(totals), (count,), generator=generator).to(weights.device)
-        owners = torch.searchsorted(torch.tensor(list(accumulate(totals)), device=weights.device), drawn, right=True)
-        mine = torch.where(owners == self.world.rank)[0]
-        rows = torch.searchsorted(sums, drawn[mine] - sum(totals[: self.world.rank]), right=True)
-        return _Draws(owners, mine, rows)
+            return _Draws(0, none, none)
+        starts = self.holding.before(each, self.world)
+        drawn = torch.randint(total, (count,), generator=generator).to(weights.device)
+        # The first of this rank's Gaussians that ends beyond a number has it, if it begins before.
+        rows = torch.searchsorted(starts + each, drawn, right=True)
+        beyond = torch.nn.functional.pad(starts, (0, 1), value=total)
+        mine = torch.where(beyond[rows] <= drawn)[0]
+        return _Draws(count, mine, rows[mine])
+
+    def _owners(self, count: int, mine: Tensor) -> Tensor:
+        """Whose each of `count` things is, [count] int64, each rank saying which are its."""
+        owners = torch.zeros(count, dtype=torch.int64, device=mine.device)
+        owners[mine] = self.world.rank
+        sum_in_place(owners, self.world)
+        return owners

@@ -1,29 +1,27 @@
-"""The order (`morton`) of a model that is spread over the ranks, and which rank owns what of it.
+"""The order (`morton`) of a model that is spread over the ranks, and how its points get to their owners.
 
-Each rank sorts its own points by key; splitters cut the keys into as many ranges as there are ranks; every point
-travels, with its moments, to the rank whose range its key is in, and what has arrived is sorted again. Equal keys stay
-on one rank, in the order of the ranks they came from and of their rows there: one after the other, the ranks then hold
-what a stable sort of the whole model gives.
+Each rank sorts its own points by key; the placement says who owns each of them; every point travels, with its moments,
+to its owner, and what has arrived is put in order again. The order of the whole model is that of a stable sort of all
+its points by key, equal keys going by the places of the points that they are or come from.
 
-Splitters are found by bisection in the integers, from sums that all ranks add up: whatever the ranks are, and whether
-a rank owns nothing or everything, a splitter is one step away from the work that it should leave to its left.
+Where owners hold ranges of the order, equal keys stay on one rank, in the order of the ranks they came from and of
+their rows there: one after the other, the ranks then hold the whole model in order. With any other placement each
+point's place is asked for (`core.ranking`) and travels with it.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
+from ns_multigpu.core.placement import NewPoints, Placement, Sharded
+from ns_multigpu.core.ranking import Ranking
+from ns_multigpu.core.splitters import imbalance
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.morton import CODE_BITS, Grid, census, dealt_codes
-
-_KEY_BITS = CODE_BITS + 2
-_CANDIDATES = 63
-"""Keys that a round of the bisection tries for each splitter: six bits of it are known after each."""
+from ns_multigpu.primitives.morton import Grid, census, dealt_codes
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,11 @@ class Reordering:
 
     Attributes:
         seconds: of this rank, waiting for the others included.
-        moved: points that went to another rank. bytes_sent: for that, by all ranks together.
+        moved: points that went to another rank. bytes_sent: for that, by all ranks together; without what asking for
+            places took, where owners do not hold ranges of the order.
         counts_before, counts_after: points by rank, new ones where their parents were and where they are.
         imbalance_before, imbalance_after: the most work of a rank / the mean; 1 is even.
-        rebalanced: whether ranges were made anew, of equal work.
+        rebalanced: whether points were dealt out anew, for equal work.
     """
 
     seconds: float
@@ -48,11 +47,11 @@ class Reordering:
     rebalanced: bool
 
     def __str__(self) -> str:
-        ranges = "ranges of equal work" if self.rebalanced else "ranges kept"
+        owners = "dealt out anew" if self.rebalanced else "dealt out as before"
         return (
             f"{sum(self.counts_after):,} points in order in {self.seconds:.3f} s: {self.moved:,} changed GPUs "
             f"({self.bytes_sent / 1e6:,.1f} MB), work of the busiest {self.imbalance_before:.3f} -> "
-            f"{self.imbalance_after:.3f} of the mean, {ranges}"
+            f"{self.imbalance_after:.3f} of the mean, {owners}"
         )
 
 
@@ -61,20 +60,29 @@ class Move:
     """How this rank's points, sorted by key, travel.
 
     Attributes:
+        leave: [sum(send)] int64, the points in the order in which they leave, those for rank 0 first; None where that
+            is the order of their keys.
         send, receive: points to and from each rank.
-        order: [sum(receive)] int64, what has arrived, by its place in the end.
+        order: [sum(receive)] int64, what has arrived, by its row in the end.
+        places: [sum(receive)] int64, where those rows stand in the whole model; None where owners hold ranges of it.
         counts_before, counts_after, moved, imbalance_before, imbalance_after, rebalanced: see `Reordering`.
     """
 
+    leave: Tensor | None
     send: list[int]
     receive: list[int]
     order: Tensor
+    places: Tensor | None
     counts_before: tuple[int, ...]
     counts_after: tuple[int, ...]
     moved: int
     imbalance_before: float
     imbalance_after: float
     rebalanced: bool
+
+    def leaving(self, order: Tensor) -> Tensor:
+        """What was brought into the order of keys by `order` [N] int64, in the order in which it leaves."""
+        return order if self.leave is None else order[self.leave]
 
     def record(self, started: float, row_bytes: int) -> Reordering:
         """The record of a reordering that began at `started` and has moved `row_bytes` a point. Waits for the device.
@@ -118,100 +126,71 @@ def order_keys(means: Tensor, categories: Tensor, world: World) -> Tensor:
     return dealt_codes(means, common_grid(means, world)) * 4 + categories
 
 
-def plan_move(keys: Tensor, weights: Tensor, world: World, threshold: float) -> Move:
-    """Decides which rank will own what, and brings the keys there.
-
-    Where a rank has more than `threshold` times the mean work, the ranges are cut anew into equal work. Otherwise each
-    keeps as much work as it has: the splitters are the keys where the work before them is that of the ranks before.
-    Points were in order at the last refinement and have moved little since, so that most stay where they are.
+def plan_move(
+    keys: Tensor,
+    weights: Tensor,
+    world: World,
+    threshold: float,
+    placement: Placement | None = None,
+    positions: Callable[[], Tensor] | None = None,
+    parents: Callable[[], Tensor] | None = None,
+) -> Move:
+    """Asks which rank will own what, and brings the keys, or the places, there.
 
     Args:
         keys: [N] int64 in [0, 2^62), ascending.
         weights: [N] int64, work by point; at least 0.
-        threshold: at least 1.
+        threshold: see `NewPoints`.
+        placement: who is asked; `Sharded` by default.
+        positions: gives the points' positions [N, 3], by key.
+        parents: gives the places [N] int64, in the model so far, of the points that these were or come from. Every
+            rank calls it, where owners do not hold ranges of the order.
 
     Raises:
-        ValueError: the threshold is less than 1.
+        ValueError: the threshold is less than 1; the placement names an owner that is no rank, on any rank.
     """
     if threshold < 1.0:
         raise ValueError(f"a threshold of imbalance is at least 1, not {threshold}: 1 is even")
-    sums = torch.nn.functional.pad(weights.cumsum(0), (1, 0))
-    table = all_gather_ints([len(keys), int(sums[-1])], world)
+    placement = placement or Sharded()
+    table = all_gather_ints([len(keys), int(weights.sum())], world)
     counts, works = [row[0] for row in table], [row[1] for row in table]
-    before = imbalance(works)
-    rebalanced = before > threshold
-    if rebalanced:
-        targets = [sum(works) * rank // world.size for rank in range(1, world.size)]
-    else:
-        targets = list(accumulate(works))[:-1]
-    splitters = find_splitters(keys, sums, targets, sum(works), world)
-    cuts = torch.searchsorted(keys, torch.tensor(splitters, dtype=torch.int64, device=keys.device))
-    places = [0, *cuts.tolist(), len(keys)]
-    send = [b - a for a, b in pairwise(places)]
-    sent_work = sums[torch.tensor(places, device=keys.device)].diff().tolist()
+    new = NewPoints(keys, positions or (lambda: keys.new_zeros(len(keys), 3)), weights, works, threshold)
+    settled = placement.settle(new, world)
+    owners = _checked_owners(settled.owners, len(keys), placement, world)
+    leave = None
+    if bool((owners[1:] < owners[:-1]).any()):
+        leave = torch.sort(owners, stable=True).indices
+    send: list[int] = torch.bincount(owners, minlength=world.size).tolist()
+    sent_work: list[int] = weights.new_zeros(world.size).index_add_(0, owners, weights).tolist()
     table = all_gather_ints([*send, *sent_work], world)
     receive = [row[world.rank] for row in table]
-    arrived = exchange_rows(keys, send, receive, world)
+    by = keys
+    if not placement.in_ranges:
+        assert parents is not None
+        by = Ranking.of(keys, world, parents()).places
+    arrived = exchange_rows(by if leave is None else by[leave], send, receive, world)
+    placed, order = torch.sort(arrived, stable=True)
     totals = [sum(column) for column in zip(*table, strict=True)]
     return Move(
+        leave=leave,
         send=send,
         receive=receive,
-        order=torch.sort(arrived, stable=True).indices,
+        order=order,
+        places=None if placement.in_ranges else placed,
         counts_before=tuple(counts),
         counts_after=tuple(totals[: world.size]),
         moved=sum(counts) - sum(row[rank] for rank, row in enumerate(table)),
-        imbalance_before=before,
+        imbalance_before=imbalance(works),
         imbalance_after=imbalance(totals[world.size :]),
-        rebalanced=rebalanced,
+        rebalanced=settled.anew,
     )
 
 
-def imbalance(works: Sequence[int]) -> float:
-    """The most of them / their mean; 1 if there are none."""
-    return max(works) * len(works) / sum(works) if sum(works) > 0 else 1.0
-
-
-@dataclass
-class _Interval:
-    """Where a splitter is: `below(low)` <= target and, unless `high` is the end of all keys, < `below(high)`."""
-
-    target: int
-    low: int
-    high: int
-    low_sum: int
-    high_sum: int
-
-    def candidates(self) -> list[int]:
-        """Ascending keys in (low, high), or `high` itself."""
-        return [self.low + max(1, (self.high - self.low) * k // (_CANDIDATES + 1)) for k in range(1, _CANDIDATES + 1)]
-
-    def narrow(self, sums: Sequence[int]) -> None:
-        """Keeps the part between two neighbouring candidates, below which is `sums`."""
-        for key, below in zip(self.candidates(), sums, strict=True):
-            if below > self.target:
-                self.high, self.high_sum = key, below
-                return
-            if key < self.high:
-                self.low, self.low_sum = key, below
-
-
-def find_splitters(keys: Tensor, sums: Tensor, targets: Sequence[int], total: int, world: World) -> list[int]:
-    """Keys such that the weight of all ranks' smaller keys is as near to each target as equal keys allow.
-
-    Args:
-        keys: [N] int64 in [0, 2^62), ascending.
-        sums: [N + 1] int64, the weight before each of them, and of all of them.
-        targets: ascending.
-        total: the weight of all ranks' keys.
-
-    Returns:
-        a key for each target, ascending; the same on every rank.
-    """
-    intervals = [_Interval(target, 0, 1 << _KEY_BITS, 0, total) for target in targets]
-    while any(one.high - one.low > 1 for one in intervals):
-        tried = [key for one in intervals for key in one.candidates()]
-        below = sums[torch.searchsorted(keys, torch.tensor(tried, device=keys.device))].tolist()
-        totals = [sum(column) for column in zip(*all_gather_ints(below, world), strict=True)]
-        for k, one in enumerate(intervals):
-            one.narrow(totals[k * _CANDIDATES : (k + 1) * _CANDIDATES])
-    return [one.low if one.target - one.low_sum <= one.high_sum - one.target else one.high for one in intervals]
+def _checked_owners(owners: Tensor, count: int, placement: Placement, world: World) -> Tensor:
+    """The same owners, once all ranks know that everybody's are ranks."""
+    wrong = int(((owners < 0) | (owners >= world.size)).sum())
+    for rank, (many, bad) in enumerate(all_gather_ints([len(owners) - count, wrong], world)):
+        if many or bad:
+            what = f"{bad} of them are not among the {world.size} ranks" if bad else f"that is {many:+} owners"
+            raise ValueError(f"{type(placement).__name__} names owners for the points of rank {rank}: {what}")
+    return owners

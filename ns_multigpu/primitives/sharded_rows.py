@@ -55,7 +55,7 @@ def move_rows(
     Args:
         params: by name, with a line for each point; replaced by new `Parameter`s.
         optimizers: by parameter; may lack some, the same on every rank. They go on with the new parameters.
-        regrouping: of this rank's points, in the order of the keys that `move` was planned for.
+        regrouping: of this rank's points, in the order in which they leave (`Move.leaving`).
         move: see `plan_move`.
         edit: see `Edit`; must leave alone what is wide. None to change nothing.
 

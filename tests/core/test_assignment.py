@@ -21,7 +21,7 @@ def _views(count: int) -> list[View]:
 def test_deal(ranks: int, count: int, kind: str) -> None:
     views = _views(count)
     holders = {"none": None, "spread": [i % ranks for i in range(count)], "one": [0] * count}[kind]
-    plan = DealtViews().assign(views, ranks, holders)
+    plan = DealtViews().assign(views, ranks, holders).drawn
     sizes = [len(patches) for patches in plan]
     assert len(plan) == ranks and max(sizes) - min(sizes) <= 1
     dealt = sorted(p.view for patches in plan for p in patches)

@@ -5,10 +5,10 @@ import torch
 
 from ns_multigpu.core.assignment import MOST_KEPT, TileRanges, ideal_cuts, stretches
 from ns_multigpu.core.loss import photometric_loss
-from ns_multigpu.core.placement import Plan
+from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.random import keyed_generator
-from ns_multigpu.core.splat_exchange import touches
 from ns_multigpu.core.tile_work import TileWork
+from ns_multigpu.core.travelling_rows import touches
 from ns_multigpu.core.types import SSIM_HALO, Hits, Patch, Splats, View
 
 
@@ -75,7 +75,7 @@ def test_refusals() -> None:
 
 def pixels_covered(plan: Plan, views: list[View]) -> list[torch.Tensor]:
     covered = [torch.zeros(v.height, v.width, dtype=torch.int32) for v in views]
-    for patch in (patch for patches in plan for patch in patches):
+    for patch in (patch for patches in plan.drawn for patch in patches):
         covered[patch.view][patch.y0 : patch.y1, patch.x0 : patch.x1] += 1
     return covered
 
@@ -89,9 +89,9 @@ def test_patches_cover_each_pixel_once(sizes: list[tuple[int, int]], ranks: int)
         if counts is not None:
             work.learn(views, counts)
         plan = TileRanges(work).assign(views, ranks)
-        assert len(plan) == ranks
+        assert len(plan.drawn) == ranks
         assert all(bool((one == 1).all()) for one in pixels_covered(plan, views))
-        for patch in (patch for patches in plan for patch in patches):
+        for patch in (patch for patches in plan.drawn for patch in patches):
             assert patch.y0 % 16 == 0 and (patch.y1 % 16 == 0 or patch.y1 == views[patch.view].height)
             assert patch == Patch.whole(patch.view, views[patch.view]) or patch.halo == SSIM_HALO
 
@@ -99,11 +99,11 @@ def test_patches_cover_each_pixel_once(sizes: list[tuple[int, int]], ranks: int)
 def test_what_was_seen_moves_the_cuts() -> None:
     views = [view(160, 160, 3)]
     work = TileWork(empty=1)
-    assert [p[0].y1 for p in TileRanges(work).assign(views, 2)] == [80, 160]
+    assert [p[0].y1 for p in TileRanges(work).assign(views, 2).drawn] == [80, 160]
     work.learn(views, [0, 0, 0, 0, 0, 0, 0, 0, 1000, 1000])
-    assert [p[0].y1 for p in TileRanges(work).assign(views, 2)] == [144, 160]
+    assert [p[0].y1 for p in TileRanges(work).assign(views, 2).drawn] == [144, 160]
     # Another height is another image: what is known of the old one says nothing.
-    assert [p[0].y1 for p in TileRanges(work).assign([view(160, 320, 3)], 2)] == [160, 320]
+    assert [p[0].y1 for p in TileRanges(work).assign([view(160, 320, 3)], 2).drawn] == [160, 320]
 
 
 def test_unseen_views_count_by_their_area_at_the_rate_of_seen_ones() -> None:
@@ -173,7 +173,7 @@ def test_the_loss_of_bands_is_the_images(height: int, ranks: int) -> None:
     whole = photometric_loss(rgb, target, Patch.whole(0, one), one, 0.2)
     (wanted,) = torch.autograd.grad(whole, rgb)
     total = torch.zeros((), dtype=torch.float64)
-    for patch in (patch for patches in TileRanges(TileWork()).assign([one], ranks) for patch in patches):
+    for patch in (patch for patches in TileRanges(TileWork()).assign([one], ranks).drawn for patch in patches):
         x0, y0, x1, y1 = patch.rendered(one)
         total = total + photometric_loss(rgb[y0:y1, x0:x1], target[y0:y1, x0:x1], patch, one, 0.2)
     (gradient,) = torch.autograd.grad(total, rgb)
@@ -201,7 +201,7 @@ def test_plans_alike_are_few_and_nearly_as_even(ranks: int) -> None:
         amounts = work.counts[one.index]
 
         def most(plan: Plan, amounts: list[int] = amounts) -> int:
-            return max(sum(sum(amounts[p.y0 // 16 : -(-p.y1 // 16)]) for p in patches) for patches in plan)
+            return max(sum(sum(amounts[p.y0 // 16 : -(-p.y1 // 16)]) for p in patches) for patches in plan.drawn)
 
         alike, ideal = ranges.assign_alike([one], ranks), ranges.assign([one], ranks)
         assert most(alike) <= most(ideal) * 17 / 16
@@ -232,4 +232,4 @@ def test_what_is_known_of_views_goes_through_a_checkpoint() -> None:
     one.work.learn(views, [9, 1, 1, 4, 4, 7])
     other.learn_again(one.knowledge())
     assert other.work.counts == one.work.counts
-    assert [list(p) for p in other.assign(views, 3)] == [list(p) for p in one.assign(views, 3)]
+    assert other.assign(views, 3) == one.assign(views, 3)

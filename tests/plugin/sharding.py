@@ -7,13 +7,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.holding import Holding
+from ns_multigpu.core.placement import Placement, Sharded
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
+from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
 from ns_multigpu.plugin.checkpoint.sharded_state import (
     OwnMoments,
-    counts_in,
     load_points,
-    own_range,
     put_statistics,
     split_state,
     without_points,
@@ -50,16 +51,19 @@ def of_points(name: str) -> bool:
 
 
 def save_sharded(
-    world: World, models: Path, step: int, rows: range, model: dict[str, Tensor], state: dict[str, Tensor]
-) -> str:
-    """A save as the trainer makes it, from a rank that holds `rows` of a model."""
-    own = {name: value[rows.start : rows.stop] for name, value in model.items()}
-    tensors = {name: value[rows.start : rows.stop] if of_points(name) else value for name, value in state.items()}
+    world: World, models: Path, step: int, rows: range | Tensor, model: dict[str, Tensor], state: dict[str, Tensor],
+    placement: Placement | None = None,
+) -> str:  # fmt: skip
+    """A save as the trainer makes it, from a rank that holds `rows` of a model: a range, or places by a placement."""
+    some = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+    own = {name: value[some] for name, value in model.items()}
+    tensors = {name: value[some] if of_points(name) else value for name, value in state.items()}
     tensors = {k.replace("densifier/", f"rank{world.rank}/densifier/"): v for k, v in tensors.items()}
     if not len(rows):  # optimizers do not step empty parameters, and nothing was counted
         tensors = {name: value for name, value in tensors.items() if "camera" in name}
     tensors[f"rank{world.rank}/generators/torch"] = torch.tensor([world.rank])
-    tensors, marker = split_state(tensors, own, world)
+    holding = None if placement is None or isinstance(rows, range) else Holding(placement, rows)
+    tensors, marker = split_state(tensors, own, world, holding)
     pipeline = {f"_model.gauss_params.{name}": value for name, value in own.items()} | {"_model.pose": torch.ones(6)}
     return save(models, step, lambda: without_points(pipeline, marker), tensors, {"ranks": world.size}, world)
 
@@ -71,12 +75,23 @@ def rows_of(world: World, counts: list[int]) -> range:
 def load(
     world: World, models: Path, step: int, sharded: bool = True
 ) -> tuple[range, dict[str, Tensor], dict[str, Any]]:
+    """As `load_placed`, of a checkpoint whose rows are in order, with ranges of them."""
+    own, model, state = load_placed(world, models, step, Sharded() if sharded else None)
+    assert isinstance(own.rows, range) and own.places is None
+    return own.rows, model, state
+
+
+def load_placed(
+    world: World, models: Path, step: int, placement: Placement | None
+) -> tuple[OwnRows, dict[str, Tensor], dict[str, Any]]:
     """This rank's rows, parameters, moments and statistics, as the trainer takes them from a checkpoint."""
+    sharded = placement is not None
     opened = open_checkpoint(models / f"step-{step:09d}.ckpt", world)
     pipeline, saved = opened.content["pipeline"], opened.tensors
     assert saved is not None
-    total = sum(counts_in(pipeline))
-    rows = own_range(counts_in(pipeline), world) if sharded else range(total)
+    own = own_rows(pipeline, models, placement, world)
+    rows, total = own.rows, own.total
+    assert total == POINTS and own.counts[world.rank if sharded else 0] == len(rows)
     params = torch.nn.ParameterDict({n: torch.nn.Parameter(v[:2].clone()) for n, v in whole_model().items()})
 
     def put(state: dict[str, Any]) -> None:
@@ -91,16 +106,16 @@ def load(
     left = put_statistics(statistics, saved, total, rows, sharded, world, CPU)
     put_densifier(statistics, left, saved.read, opened.values["ranks"], world, CPU)
     state.update({f"densifier/{name}": value for name, value in statistics.items()})
-    return rows, {name: value.detach() for name, value in params.items()}, state
+    return own, {name: value.detach() for name, value in params.items()}, state
 
 
-def assert_rows(rows: range, model: dict[str, Tensor], state: dict[str, Any]) -> None:
+def assert_rows(rows: range | Tensor, model: dict[str, Tensor], state: dict[str, Any]) -> None:
     expected = {**whole_model(), **whole_state()}
     found = {**model, **state}
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         if of_points(name):
-            value = value[rows.start : rows.stop]
+            value = value[rows.start : rows.stop] if isinstance(rows, range) else value[rows]
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.types import Patch, View
+from ns_multigpu.core.assignment import DealtViews
+from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture import device_images
-from ns_multigpu.plugin.capture.device_images import DeviceImages, whole_views
+from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.plugin.capture.image_share import ImageShare
 from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape
 from tests.ranks import run_ranks
@@ -36,14 +37,6 @@ def _images(world: World, budget: int | None = None) -> DeviceImages:
     return DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
 
 
-def test_whole_views_are_dealt_in_order() -> None:
-    views = _views(6)
-    plan = whole_views(views, 3)
-    assert [[patch.view for patch in mine] for mine in plan] == [[0, 1], [2, 3], [4, 5]]
-    assert all(patch == Patch.whole(patch.view, views[patch.view]) for mine in plan for patch in mine)
-    assert [patch.view for patch in whole_views(views, 1)[0]] == list(range(6))
-
-
 def _brought(world: World, budget: int | None) -> int:
     images = _images(world, budget)
     before = world.traffic.sent
@@ -51,7 +44,7 @@ def _brought(world: World, budget: int | None) -> int:
         views = _views(len(batch))
         each = len(batch) // world.size
         mine = batch[world.rank * each : (world.rank + 1) * each]
-        found = images.get(batch, whole_views(views, world.size))
+        found = images.get(batch, DealtViews().assign(views, world.size))
         assert len(found) == each
         assert all(torch.equal(image, _image(index)) for image, index in zip(found, mine, strict=True))
     return world.traffic.sent - before
@@ -73,5 +66,5 @@ def test_on_a_gpu_they_stay_where_they_fit(share: float, monkeypatch: pytest.Mon
     assert len(images._kept) == (COUNT if share > 0 else 0)
     for batch in BATCHES:
         views = _views(len(batch))
-        found = images.get(batch, whole_views(views, 1))
+        found = images.get(batch, DealtViews().assign(views, 1))
         assert all(image.is_cuda and torch.equal(image.cpu(), _image(i)) for image, i in zip(found, batch, strict=True))

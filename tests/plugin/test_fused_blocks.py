@@ -12,12 +12,13 @@ from nerfstudio.utils import writer
 from nerfstudio.utils.writer import EventName
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.blocks.fused_training import FusedTraining
 from ns_multigpu.plugin.blocks.timing import Pace
+from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.plugin.faults.signals import NonFiniteError
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.train import terminal
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from ns_multigpu.primitives.gaussians import Gaussians
 from tests.plugin.course import follow, write_capture
 
 STEPS = 60
@@ -147,9 +148,9 @@ def test_a_run_that_ends_between_logs_says_where(run: Callable[..., tuple[Distri
 def test_nan_is_found_at_the_next_look_and_named(
     run: Callable[..., tuple[DistributedTrainer, Events]], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual, views, ends = FusedTraining.run, dict[int, int](), list[int]()
+    usual, views, ends = Training.run, dict[int, int](), list[int]()
 
-    def spoilt(self: FusedTraining, steps: range) -> Any:
+    def spoilt(self: Training, steps: range) -> Any:
         result = usual(self, steps)
         ends.append(steps[-1])
         views.update(zip(steps, (shown[0] for shown in result.views), strict=True))
@@ -159,7 +160,7 @@ def test_nan_is_found_at_the_next_look_and_named(
             self._model.gauss_params["scales"].data[3, 1] = torch.inf
         return result
 
-    monkeypatch.setattr(FusedTraining, "run", spoilt)
+    monkeypatch.setattr(Training, "run", spoilt)
     with pytest.raises(NonFiniteError) as caught:
         run({})
     text = str(caught.value)
@@ -184,12 +185,11 @@ def test_absgrad_is_computed_where_somebody_reads_it(
     options: dict[str, Any], expected: list[bool],
 ) -> None:  # fmt: skip
     computed: list[bool] = []
-    made, primitive = FusedTraining._made, SplatModel.primitive
+    kernels, primitive = Gaussians.kernels, SplatModel.primitive
 
-    def fused(self: FusedTraining, *args: Any) -> Any:
-        step = made(self, *args)
-        computed.append(step.settings.absgrad)
-        return step
+    def fused(self: Gaussians, **wanted: Any) -> Any:
+        computed.append(self.absgrad)
+        return kernels(self, **wanted)
 
     def ordinary(self: SplatModel, *, depth: bool) -> Any:
         kind = primitive(self, depth=depth)
@@ -197,7 +197,9 @@ def test_absgrad_is_computed_where_somebody_reads_it(
             computed.append(kind.absgrad)
         return kind
 
-    monkeypatch.setattr(FusedTraining, "_made", fused)
-    monkeypatch.setattr(SplatModel, "primitive", ordinary)
+    if training == "fused":
+        monkeypatch.setattr(Gaussians, "kernels", fused)
+    else:
+        monkeypatch.setattr(SplatModel, "primitive", ordinary)
     run({**options, "fused_steps": {"fused": "always", "ordinary": "never"}[training]})
     assert list(dict.fromkeys(computed)) == expected

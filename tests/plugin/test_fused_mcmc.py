@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.blocks import fused_training, tile_training
-from ns_multigpu.primitives.fused_step import ORDER
+from ns_multigpu.plugin.blocks.training import Training
+from ns_multigpu.primitives.gaussian_schema import ORDER
 from tests.plugin.course import POINTS, write_capture
 from tests.plugin.tile_course import MODEL, Outcome, course, furthest
 from tests.ranks import run_ranks
@@ -73,16 +73,15 @@ def test_each_part_matters(option: str, folder: Path, ordinary: Outcome) -> None
 def test_noise_comes_once_where_a_step_is_taken_again(
     tile: bool, folder: Path, ordinary: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, room = (tile_training.TileTraining, (16, 16, 64)) if tile else (fused_training.FusedTraining, (16, 64))
-    monkeypatch.setattr(owner, "_first_capacities", lambda self, pixels: room)
+    monkeypatch.setattr(Training, "_first_capacities", lambda self, pixels: (16, 16, 64))
     again: list[bool] = []
-    learn = owner._learn
+    learn = Training._learn
 
     def told(self: Any, status: Any) -> None:
         again.append(status.full)
         learn(self, status)
 
-    monkeypatch.setattr(owner, "_learn", told)
+    monkeypatch.setattr(Training, "_learn", told)
     found = train(World.single(), folder, f"small-{tile}", tile=tile)
     assert any(again), "a capacity must have been exceeded"
     away = furthest(found, ordinary)

@@ -13,10 +13,11 @@ from cuda_ext.ops.adam import FusedAdam
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.fused_noise import StepNoise
 from ns_multigpu.plugin.blocks.fused_options import check_wishes, fuses, next_stop, obstacle
-from ns_multigpu.plugin.blocks.fused_training import FusedTraining
+from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
-from ns_multigpu.primitives.fused_step import ORDER
+from ns_multigpu.primitives.gaussian_schema import ORDER
+from ns_multigpu.primitives.gaussians import Gaussians
 from ns_multigpu.primitives.mcmc import McmcDensifier
 from strategies import STRATEGIES
 
@@ -34,7 +35,7 @@ def make_run(fused_steps: str = "always") -> SimpleNamespace:
         output_depth_during_training=False,
     )
     densifier = object.__new__(ReplicatedDensifier)
-    model = SimpleNamespace(config=options, densifier=densifier, means=torch.zeros(4, 3))
+    model = SimpleNamespace(config=options, densifier=densifier, means=torch.zeros(4, 3), primitive=Gaussians)
     cameras = SimpleNamespace(width=torch.full((3, 1), 30), height=torch.full((3, 1), 22))
     data = SimpleNamespace(
         train_dataset=SimpleNamespace(cameras=cameras),
@@ -215,7 +216,7 @@ def test_steps_of_selective_adam_and_mcmc_are_never_put_off(selective: bool, noi
     """Where others begin to be, once steps on a GPU draw little of the model."""
     run = make_run()
     run.pipeline.model.config.selective_adam, run.pipeline.model.total_points = selective, 1000
-    training = object.__new__(FusedTraining)
+    training = object.__new__(Training)
     training._world, training._model = World(0, 1, 0, 1, torch.device("cuda", 0)), run.pipeline.model
     run.pipeline.model.densifier = McmcDensifier() if noise else run.pipeline.model.densifier
     training._noise = StepNoise(run.pipeline, run.optimizers)
@@ -298,13 +299,15 @@ def test_each_strategy_of_ours_has_a_fused_step(name: str) -> None:
     assert asked(run) == (True, "Steps are fused.")
 
 
-@pytest.mark.parametrize("piece", ["placement", "assignment", "exchange"])
-def test_a_strategy_of_other_pieces_takes_ordinary_steps(piece: str) -> None:
+@pytest.mark.parametrize("leg", ["rows", "pixels", "gradients"])
+def test_a_strategy_of_other_legs_takes_ordinary_steps(leg: str) -> None:
     """It would silently train as one that it only resembles."""
     run = make_run()
     of_tile = STRATEGIES["tile"](World.single())
-    derived = type("Other", (type(getattr(of_tile, piece)),), {})
+    derived = type("Other", (type(getattr(of_tile, leg)),), {})
     other = object.__new__(derived)
-    run.pipeline.strategy = replace(of_tile, name="other", **{piece: other})
-    with pytest.raises(InputError, match="no fused step is composed of what the strategy other is made of"):
+    run.pipeline.strategy = replace(of_tile, name="other", **{leg: other})
+    reason = f"the step's operators know no way for {leg} like Other"
+    with pytest.raises(InputError, match=f"^--fused-steps always: .*for {reason}. Change that"):
         asked(run)
+    assert obstacle(run.config, run.pipeline, run.optimizers) == reason

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ns_multigpu.core.assignment import DealtViews
+from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.view_sequence import ViewSequence
 from ns_multigpu.core.world import World
@@ -51,7 +52,7 @@ def _deliver(world: World, budget: int | None) -> dict[str, object]:
         before = world.traffic.sent
         images = share.deliver(batch, plan, world.device)
         sent.append(world.traffic.sent - before)
-        assert sorted(images) == sorted({p.view for p in plan[world.rank]})
+        assert sorted(images) == sorted({p.view for p in plan.drawn[world.rank]})
         assert all(_same(images[position], _image(batch[position])) for position in images)
     for index in (0, 5, 6):
         assert _same(share.fetch(index, world.device), _image(index))
@@ -79,9 +80,10 @@ def _deliver_from_two(world: World) -> int:
     batch = [5, 4, 3, 8, 7, 0]  # held by ranks 2, 1, 0, 2, 1, 0
     views = [View(torch.eye(4), torch.eye(3), 9, 9) for _ in batch]
     everything = [Patch.whole(position, view) for position, view in enumerate(views)]
-    for plan in ([everything] * world.size, [everything[::-1], everything[1:4], everything[2:]]):
+    for drawn in ([everything] * world.size, [everything[::-1], everything[1:4], everything[2:]]):
+        plan = Plan.of(drawn)
         images = share.deliver(batch, plan, world.device)
-        assert sorted(images) == sorted(patch.view for patch in plan[world.rank])
+        assert sorted(images) == sorted(patch.view for patch in plan.drawn[world.rank])
         assert all(_same(images[position], _image(batch[position])) for position in images)
     return len(images)
 

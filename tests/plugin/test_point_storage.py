@@ -8,14 +8,21 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.adam import AdamStep, FusedAdam
-from ns_multigpu.core.types import View
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.step import Step
+from ns_multigpu.core.step_settings import StepSettings
+from ns_multigpu.core.transports import OwnRows
+from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks import point_storage
+from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
-from ns_multigpu.plugin.blocks.step_graphs import StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.checkpoint.storage import save_file
-from ns_multigpu.primitives.fused_step import ORDER, FusedStep, StepSettings
+from ns_multigpu.primitives.gaussian_kernels import GaussianKernels
+from ns_multigpu.primitives.gaussian_schema import ORDER
+from strategies import STRATEGIES
+from tests.recorded import RecordedPool
 
 SHAPES = {
     "means": (3,),
@@ -73,23 +80,39 @@ class Model:
         return {k: v.detach().clone() for k, v in {**self.params, **moments, **sums}.items()}
 
 
-def a_step(points: PointStorage) -> FusedStep:
+VIEW = View(torch.eye(4), torch.tensor([[30.0, 0, 16], [0, 30.0, 12], [0, 0, 1]]), 32, 24)
+
+
+def a_step(points: PointStorage) -> Step:
     settings = StepSettings(
-        width=32, height=24, views=1, degree=1, antialiased=False, absgrad=True, ssim_lambda=0.2,
-        rows=4096, intersections=1 << 16,
-    )  # fmt: skip
+        VIEW.width, VIEW.height, views=1, ssim_lambda=0.2, rows=4096, segment=1024, intersections=1 << 16
+    )
     world = World.single(points.params["means"].device)
-    step = FusedStep(points.params, points.moments, points.statistics, settings, world, torch.float32)
-    view = View(torch.eye(4), torch.tensor([[30.0, 0, 16], [0, 30.0, 12], [0, 0, 1]]), 32, 24)
-    step.viewmats[0], step.Ks[0] = view.viewmat, view.K
-    step.targets.fill_(0.5)
+    kernels = GaussianKernels(degree=1, absgrad=True)
+    rows = OwnRows(world, kernels, settings.rows, settings.segment, settings.words(learns=False))
+    single = STRATEGIES["single"](world)
+    step = Step(kernels, points.params, points.moments, points.statistics, settings, single, rows)
+    step.viewmats[0], step.Ks[0] = VIEW.viewmat, VIEW.K
     return step
 
 
-def course(spare: bool, device: str = "cpu") -> tuple[dict[str, Tensor], list[bool]]:
-    """Steps, on a GPU in graphs, with refinements between them; and whether each time the step of before could stay."""
+def course(spare: bool, device: str = "cpu", *, graphs: bool = False) -> tuple[dict[str, Tensor], list[bool]]:
+    """Steps with refinements between them, in graphs or not; and whether each time the step of before could stay."""
+    return _course(spare, device, graphs)[:2]
+
+
+def _course(spare: bool, device: str, captured: bool) -> tuple[dict[str, Tensor], list[bool], int]:
+    """As `course`; and how often a step was begun, to be launched or captured."""
     model, points, world = Model(200, device), PointStorage(spare=spare), World.single(torch.device(device))
-    graphs, timer = StepGraphs(world, lambda: None), StepTimer(world.device)
+    pool = (GraphPool(world.device) if device == "cuda" else RecordedPool()) if captured else None
+    graphs = StepGraphs(StepTimer(world.device), lambda: None, pool)
+    plan, targets = Plan.of([[Patch.whole(0, VIEW)]]), [torch.full((24, 32, 3), 0.5, device=device)]
+    begun: list[int] = []
+
+    def parts(step: Step) -> Any:
+        begun.append(1)
+        return step.parts(plan, targets)
+
     step: Any = None
     stayed: list[bool] = []
     for count in (200, 180, 240, 230, 2000, 90):
@@ -102,9 +125,9 @@ def course(spare: bool, device: str = "cpu") -> tuple[dict[str, Tensor], list[bo
             step = a_step(points)
         for _ in range(3):
             step.scalars.copy_(torch.tensor(adam.count()))
-            graphs.take(step, timer)
+            graphs.take(plan, lambda step=step: parts(step))
             assert step.status().done == 1
-    return model.values(), stayed
+    return model.values(), stayed, len(begun)
 
 
 def test_the_same_course_with_and_without_room() -> None:
@@ -119,11 +142,21 @@ def test_the_same_course_with_and_without_room() -> None:
     assert with_room["grad2d"].sum() > 0
 
 
+def test_graphs_that_are_recorded_outlast_refinements() -> None:
+    """Bit for bit what steps do that are launched."""
+    expected, _ = course(spare=False)
+    for spare, steps in ((True, 3), (False, 6)):
+        found, _, begun = _course(spare, "cpu", True)
+        assert begun == 2 * steps, "each step that was made was launched once, and captured once"
+        for name, value in found.items():
+            assert torch.equal(value, expected[name]), name
+
+
 @pytest.mark.gpu
 def test_graphs_outlast_refinements() -> None:
     """On a GPU the graph that was captured before a refinement does what one does that was captured after it."""
-    with_room, stayed = course(spare=True, device="cuda")
-    without, _ = course(spare=False, device="cuda")
+    with_room, stayed = course(spare=True, device="cuda", graphs=True)
+    without, _ = course(spare=False, device="cuda", graphs=True)
     assert stayed == [False, True, True, True, False, False]
     for name, value in with_room.items():  # the kernels add in an order of their own
         assert torch.allclose(value, without[name], rtol=1e-3, atol=1e-3 * float(without[name].abs().max())), name

@@ -9,16 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
-from ns_multigpu.plugin.checkpoint.sharded_state import (
-    counts_for,
-    own_range,
-    split_state,
-)
+from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
+from ns_multigpu.plugin.checkpoint.sharded_state import split_state
 from ns_multigpu.plugin.checkpoint.storage import SavedTensors
 from ns_multigpu.plugin.checkpoint.verify import states_folder
-from ns_multigpu.plugin.checkpoint.whole import save
+from ns_multigpu.plugin.checkpoint.whole import open_checkpoint, save
 from tests.plugin.saving import ALONE, files_of
 from tests.plugin.sharding import (
     CPU,
@@ -46,13 +44,20 @@ def test_carried_over_any_numbers_of_ranks(tmp_path: Path) -> None:
     assert_rows(rows, model, state)
 
 
-def test_as_many_ranks_take_what_they_had() -> None:
+def test_as_many_ranks_take_what_they_had(tmp_path: Path) -> None:
     """Only so do they go on exactly as they would have."""
-    worlds = [World(rank, 3, rank, 3, CPU) for rank in range(3)]
-    assert [own_range([20, 0, 17], world) for world in worlds] == [range(20), range(20, 20), range(20, 37)]
-    assert [own_range([1, 0, 2, 4], world) for world in worlds] == [range(2), range(2, 4), range(4, 7)]
-    assert counts_for([1, 0, 2, 4], worlds[0]) == [2, 2, 3] and counts_for([20, 0, 17], worlds[1]) == [20, 0, 17]
-    assert own_range([0, 0], worlds[2]) == range(0)
+    models = tmp_path / "nerfstudio_models"
+    for step, (counts, ranges, sizes) in enumerate(
+        [
+            ([20, 0, 17], [range(20), range(20, 20), range(20, 37)], [20, 0, 17]),
+            ([10, 0, 2, 25], [range(12), range(12, 24), range(24, 37)], [12, 12, 13]),
+        ]
+    ):
+        run_ranks(carried, len(counts), models, counts, step)
+        pipeline = open_checkpoint(models / f"step-{step:09d}.ckpt", ALONE).content["pipeline"]
+        for rank, rows in enumerate(ranges):
+            world = World(rank, 3, rank, 3, CPU)
+            assert own_rows(pipeline, models, Sharded(), world) == OwnRows(37, rows, sizes)
 
 
 # ---- between sharded and replicated ----

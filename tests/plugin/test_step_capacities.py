@@ -2,8 +2,8 @@
 
 import pytest
 
+from ns_multigpu.core.step_settings import padded
 from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
-from ns_multigpu.primitives.fused_step import padded
 
 BLOCK = 50
 
@@ -11,14 +11,14 @@ BLOCK = 50
 def taken_again(needs: list[int], views: int) -> tuple[int, StepCapacities]:
     """Blocks of `BLOCK` steps, each of one image: how many of them met a view that there was no room for."""
     room, failures = StepCapacities(views), 0
-    room.begin((padded(1000), padded(2000)))
+    room.begin((padded(1000), padded(500), padded(2000)))
     for start in range(0, len(needs), BLOCK):
         block = needs[start : start + BLOCK]
         while True:
             assert room.now is not None
             fitting = next((k for k, need in enumerate(block) if need > room.now[0]), len(block))
             seen = block[: fitting + 1]
-            room.learn((max(seen), 2 * max(seen)), fitting < len(block), fitting)
+            room.learn((max(seen), max(seen) // 2, 2 * max(seen)), fitting < len(block), fitting)
             if fitting == len(block):
                 break
             failures += 1
@@ -45,21 +45,25 @@ def test_room_that_no_view_needs_is_given_up_once_all_have_been_seen(views: int)
 
 def test_a_first_guess_far_too_large_goes_at_once() -> None:
     room = StepCapacities(1000)
-    room.begin((padded(4_000_000), padded(8_000_000)))
-    room.learn((30_000, 60_000), False, BLOCK)
-    assert room.now is not None and room.now[0] < 100_000
+    room.begin((padded(4_000_000), padded(4_000_000), padded(8_000_000)))
+    room.learn((30_000, 15_000, 60_000), False, BLOCK)
+    assert room.now is not None and max(room.now) < 100_000
 
 
-def test_a_full_capacity_grows_whatever_was_needed_before() -> None:
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_full_capacity_grows_whatever_was_needed_before(which: int) -> None:
+    """And the others stay as they are."""
     room = StepCapacities(10)
-    room.begin((1024, 4096))
-    room.learn((5000, 3000), True, 0)
-    assert room.now is not None and room.now[0] >= 10_000
-    assert room.now[1] == 4096
+    begun, needed = [4096, 5120, 6144], [1000, 1500, 3000]
+    needed[which] = 10_000
+    room.begin((begun[0], begun[1], begun[2]))
+    room.learn((needed[0], needed[1], needed[2]), True, 0)
+    assert room.now is not None and room.now[which] >= 20_000
+    assert [room.now[k] for k in range(3) if k != which] == [begun[k] for k in range(3) if k != which]
 
 
 def test_steps_that_wait_for_a_flush_change_nothing() -> None:
     room = StepCapacities(10)
-    room.begin((10_240, 40_960))
-    room.learn((5000, 3000), True, 0)
-    assert room.now == (10_240, 40_960)
+    room.begin((10_240, 2048, 40_960))
+    room.learn((5000, 1500, 3000), True, 0)
+    assert room.now == (10_240, 2048, 40_960)

@@ -1,81 +1,186 @@
-"""The order of a fused step's parts; on a GPU, that replays do what the first run did."""
+"""The order of a step's parts, and that replays do what the first run did: on a CPU with graphs that are recorded."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from ns_multigpu.core.world import World
-from ns_multigpu.plugin.blocks.plan_graphs import PlanGraphs
-from ns_multigpu.plugin.blocks.step_graphs import GraphPool, StepGraphs
+from ns_multigpu.core.assignment import MOST_KEPT
+from ns_multigpu.core.transports import Collective, Parts
+from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
+from tests.recorded import RecordedPool
+
+CUT = 3
+"""Collectives of a step that has some."""
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Step:
-    """Notes what is called; its numbers show how often it ran on the device."""
+    """Notes what is called; its numbers show how often it ran on the device.
 
-    def __init__(self, notes: list[str], device: str = "cpu") -> None:
-        self.notes = notes
-        self.rendered, self.updated = (torch.zeros(3, device=device) for _ in range(2))
+    Args:
+        notes: told of each part that is launched, and of each collective.
+        cuts: collectives, with a part before each and one behind them.
+    """
 
-    def render(self) -> None:
-        self.notes.append("render")
-        self.rendered += 1
+    def __init__(self, notes: list[str], cuts: int = 0, device: str = "cpu") -> None:
+        self.notes, self.cuts = notes, cuts
+        self.runs = torch.zeros(3, device=device)
+        self.met = torch.zeros(3, device=device)
+        self.total = torch.zeros(3, device=device)
 
-    def exchange(self) -> None:
-        self.notes.append("exchange")
+    def parts(self, factor: float = 1.0) -> Parts[list[torch.Tensor]]:
+        self.notes.append("part 0")
+        self.runs.add_(1)
+        scaled = self.runs * factor  # memory of the graphs' own
+        for cut in range(self.cuts):
+            yield Collective(self._meet)
+            self.notes.append(f"part {cut + 1}")
+            self.total.add_(self.met)
+        self.total.add_(scaled)
+        return [scaled]
 
-    def update(self) -> None:
-        self.notes.append("update")
-        self.updated += self.rendered
+    def _meet(self) -> None:
+        self.notes.append("meets")
+        self.met.copy_(10 * self.runs)
+
+    def expected(self, runs: int, factor: float = 1.0) -> float:
+        """`total` after so many steps."""
+        return (10 * self.cuts + factor) * runs * (runs + 1) / 2
 
 
-def several(world: World) -> World:
-    """A world with a group, to which nothing is said."""
-    return replace(world, size=2, group=object())  # type: ignore[arg-type]
+class Pool(RecordedPool):
+    """Records, and says how much room there is.
+
+    Attributes:
+        prepared, captured: how often it was made ready for the graphs of a step, and captured one.
+        spare, full: what it answers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepared, self.captured = 0, 0
+        self.spare, self.full = True, False
+
+    def afresh(self) -> "Pool":
+        return Pool()
+
+    def has_spare_room(self) -> bool:
+        return self.spare
+
+    def hoards(self) -> bool:
+        return self.full
+
+    def prepare(self) -> None:
+        self.prepared += 1
+
+    def capture(self, part: Callable[[], None]) -> Any:
+        self.captured += 1
+        return super().capture(part)
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_on_a_cpu_every_step_runs_as_it_is(alone: bool) -> None:
-    world = World.single() if alone else several(World.single())
-    notes: list[str] = []
-    timer = StepTimer(world.device)
+def make_graphs(device: str, notes: list[str]) -> tuple[StepGraphs, StepTimer]:
+    """Graphs, and their timer, that note what is measured and `computed`."""
+    timer = StepTimer(torch.device(device))
     timer.listener = lambda part: notes.append(f"<{part}>")
-    graphs = StepGraphs(world, lambda: notes.append("computed"))
-    step: Any = Step(notes)
-    once = ["<compute>", "render", "update"]
-    if not alone:
-        once = ["<compute>", "render", "computed", "<exchange>", "exchange", "<compute>", "update"]
-    for _ in range(3):
-        graphs.take(step, timer)
-    graphs.forget()
-    graphs.take(step, timer)
-    assert notes == 4 * once
-    assert timer.take().keys() == ({"compute"} if alone else {"compute", "exchange"})
-    assert step.rendered.tolist() == [4.0] * 3 and step.updated.tolist() == [10.0] * 3
+    pool = GraphPool(torch.device(device)) if device == "cuda" else Pool()
+    return StepGraphs(timer, lambda: notes.append("computed"), pool), timer
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("alone", [True, False])
-def test_on_a_gpu_steps_are_replayed_until_they_change(alone: bool) -> None:
-    world = World.single("cuda:0")
-    world = world if alone else several(world)
+@pytest.mark.parametrize("cuts", [0, CUT])
+def test_without_graphs_every_step_runs_as_it_is(cuts: int) -> None:
     notes: list[str] = []
-    graphs, timer = StepGraphs(world, lambda: None), StepTimer(world.device)
-    step: Any = Step(notes, "cuda")
+    timer = StepTimer(torch.device("cpu"))
+    timer.listener = lambda part: notes.append(f"<{part}>")
+    graphs, step = StepGraphs(timer, lambda: notes.append("computed"), None), Step(notes, cuts)
+    once = ["part 0", "computed"]
+    for cut in range(cuts):
+        once += ["<exchange>", "meets", f"part {cut + 1}"]
+    for taken in range(1, 5):
+        if taken == 4:
+            graphs.forget()
+        (found,) = graphs.take("plan", step.parts)
+        assert found.tolist() == [float(taken)] * 3 and step.total.tolist() == [step.expected(taken)] * 3
+    assert notes == 4 * once, "and `computed` once a step, before the first that waits for others"
+    assert timer.take().keys() == ({"exchange"} if cuts else set())
+
+
+@pytest.mark.parametrize("cuts", [0, CUT])
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_are_replayed_until_they_change(device: str, cuts: int) -> None:
+    notes: list[str] = []
+    graphs, timer = make_graphs(device, notes)
+    step = Step(notes, cuts, device)
     for taken in range(1, 6):
-        graphs.take(step, timer)
-        assert step.rendered.tolist() == [float(taken)] * 3
-        assert step.updated.tolist() == [taken * (taken + 1) / 2] * 3
-    assert notes.count("render") == notes.count("update") == 2, "it ran once, and was captured once"
-    other: Any = Step(notes, "cuda")
+        notes.clear()
+        (found,) = graphs.take("plan", step.parts)
+        assert step.runs.tolist() == [float(taken)] * 3 and found.tolist() == [float(taken)] * 3
+        assert step.total.tolist() == [step.expected(taken)] * 3
+        launched = [note for note in notes if note.startswith("part")]
+        assert launched == [f"part {k}" for k in range(cuts + 1) if taken < 3], "it ran once, and was captured"
+        assert notes.count("meets") == cuts, "what no graph holds is launched each time, and not while it is captured"
+        assert notes.count("computed") == 1
+        if taken > 2:
+            replay = ["<compute>", "computed"]
+            for _ in range(cuts):
+                replay += ["<exchange>", "meets", "<compute>"]
+            assert notes == replay
+    assert timer.take().keys() == ({"compute", "exchange"} if cuts else {"compute"})
+    notes.clear()
+    other = Step(notes, cuts, device)
     graphs.forget()
     for _ in range(3):
-        graphs.take(other, timer)
-    assert other.updated.tolist() == [6.0] * 3 and step.rendered.tolist() == [5.0] * 3
-    assert notes.count("render") == 4
+        graphs.take("plan", other.parts)
+    assert other.total.tolist() == [other.expected(3)] * 3 and step.runs.tolist() == [5.0] * 3
+    assert notes.count("part 0") == 2
+
+
+@pytest.mark.parametrize("cuts", [0, CUT])
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_plan_has_a_chain_of_its_own(device: str, cuts: int) -> None:
+    notes: list[str] = []
+    graphs, _ = make_graphs(device, notes)
+    step = Step(notes, cuts, device)
+    launched, expected = dict[int, int](), 0.0
+
+    def parts(factor: int) -> Parts[Any]:
+        launched[factor] = launched.get(factor, 0) + 1
+        return step.parts(float(factor))
+
+    for number, factor in enumerate([2, 3, 2, 3, 2, 5, 3, 2, 3, 2], start=1):
+        (scaled,) = graphs.take(factor, lambda factor=factor: parts(factor))
+        expected += 10 * cuts * number + factor * number
+        assert scaled.tolist() == [float(number * factor)] * 3 and step.total.tolist() == [expected] * 3
+    assert launched == {2: 2, 3: 2, 5: 1}, "each ran once as it is, and was captured when it came again"
+    assert notes.count("meets") == 10 * cuts
+    graphs.forget()
+    for _ in range(3):
+        (scaled,) = graphs.take(2, lambda: parts(2))
+    assert launched == {2: 4, 3: 2, 5: 1} and scaled.tolist() == [26.0] * 3
+
+
+def test_a_step_that_is_captured_is_taken_once() -> None:
+    """A capture runs nothing; and one that fails leaves the next step as it comes."""
+    notes: list[str] = []
+    graphs, _ = make_graphs("cpu", notes)
+    step = Step(notes, CUT)
+    graphs.take("plan", step.parts)
+
+    def short(factor: float = 1.0) -> Parts[Any]:
+        yield from step.parts(factor)
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        graphs.take("plan", short)
+    assert step.runs.tolist() == [1.0] * 3 and notes.count("meets") == CUT, "nothing has been taken"
+    with graphs.measure("compute"):
+        assert notes[-1] == "<compute>", "nothing is being captured any more"
+    for taken in (2, 3):
+        graphs.take("plan", step.parts)
+        assert step.total.tolist() == [step.expected(taken)] * 3
 
 
 @pytest.mark.parametrize(
@@ -91,102 +196,123 @@ def test_graphs_are_made_where_there_is_room_for_two_sets_of_buffers(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 56 << 30)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 139 << 30))
-    graphs = PlanGraphs(torch.device("cuda:0"))
     asked: list[object] = []
 
     class Asked(Exception):
         pass
 
-    def capture(*parts: object) -> list[object]:
-        asked.append(parts)
+    def capture(self: GraphPool, part: object) -> object:
+        asked.append(part)
         raise Asked
 
-    monkeypatch.setattr(GraphPool, "capture", lambda _, *parts: capture(*parts))
+    monkeypatch.setattr(GraphPool, "capture", capture)
+    monkeypatch.setattr(GraphPool, "prepare", lambda self: None)
+    graphs = StepGraphs(StepTimer(torch.device("cpu")), lambda: None, GraphPool(torch.device("cuda:0")))
     runs: list[int] = []
-    graphs.take("plan", lambda: runs.append(1))
+
+    def parts() -> Parts[None]:
+        runs.append(1)
+        yield from ()
+
+    graphs.take("plan", parts)
     for _ in range(3):
-        if spare:
-            with pytest.raises(Asked):
-                graphs.take("plan", lambda: runs.append(1))
-        else:
-            graphs.take("plan", lambda: runs.append(1))
+        with pytest.raises(Asked) if spare else nullcontext():
+            graphs.take("plan", parts)
     assert (len(asked), len(runs)) == ((3, 1) if spare else (0, 4))
-    graphs._retired = ["a graph of the step before"]
+    retired: Any = ["a graph of the step before"]
+    graphs._retired = retired
     graphs.forget()
-    graphs.take("plan", lambda: runs.append(1))
+    graphs.take("plan", parts)
     pool = graphs._pool
     with pytest.raises(Asked) if spare else nullcontext():
-        graphs.take("plan", lambda: runs.append(1))
+        graphs.take("plan", parts)
     assert bool(graphs._retired) == (graphs._pool is pool) == kept, "graphs that nobody uses keep memory that is short"
 
 
-def test_graphs_of_plans_that_are_not_made_any_more_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Graph:
-        def __init__(self, part: Any) -> None:
-            self.replay = part
+def test_what_is_retired_goes_when_the_next_is_there() -> None:
+    """And its pool with it, only where that is full of what nobody uses, or there is no room for more."""
+    notes: list[str] = []
+    graphs, _ = make_graphs("cpu", notes)
+    first: Any = graphs._pool
+    step = Step(notes, CUT)
+    for _ in range(2):
+        graphs.take("plan", step.parts)
+    assert (first.prepared, first.captured) == (1, CUT + 1)
+    for turn in range(2):  # a step that is soon replaced is not captured, and what is retired stays
+        graphs.forget()
+        graphs.take("plan", step.parts)
+        assert len(graphs._retired) == CUT + 1 and graphs._pool is first, turn
+        assert not any(isinstance(one, Collective) for one in graphs._retired), "they hold on to the step"
+    graphs.take("plan", step.parts)
+    assert graphs._retired == [] and graphs._pool is first and first.prepared == 2
+    first.full = True
+    graphs.take("other", step.parts)
+    graphs.take("other", step.parts)
+    assert graphs._pool is first, "graphs of this step are in it"
+    graphs.forget()
+    graphs.take("plan", step.parts)
+    graphs.take("plan", step.parts)
+    second: Any = graphs._pool
+    assert second is not first and (first.prepared, second.prepared) == (3, 1)
+    second.spare = False
+    graphs.take("plan", step.parts)
+    assert graphs._captured.keys() == {"plan"}, "what is there needs no more room"
+    graphs.take("other", step.parts)
+    graphs.take("other", step.parts)
+    assert graphs._captured.keys() == {"plan"} and graphs._pool is second
+    graphs.forget()
+    graphs.take("plan", step.parts)
+    graphs.take("plan", step.parts)
+    assert graphs._captured == {} and graphs._retired == [] and graphs._pool is not second
+    runs = int(step.runs[0])
+    assert step.total.tolist() == [step.expected(runs)] * 3
 
-    monkeypatch.setattr("ns_multigpu.plugin.blocks.plan_graphs.has_spare_room", lambda _: True)
-    graphs, captures = PlanGraphs(torch.device("cuda:0")), list[int]()
 
-    def capture(part: Any) -> list[Any]:
-        part()
-        return [Graph(lambda: None)]
+def test_graphs_of_plans_that_are_not_made_any_more_go() -> None:
+    notes: list[str] = []
+    graphs, _ = make_graphs("cpu", notes)
+    step, captures = Step(notes, CUT), list[int]()
 
-    monkeypatch.setattr(graphs._pool, "capture", capture)
-    for plan in [0, 0, *(p for p in range(1, 20) for _ in range(2)), 0, 19]:
-        graphs.take(plan, lambda plan=plan: captures.append(plan))
+    def parts(plan: int) -> Parts[Any]:
+        captures.append(plan)
+        return step.parts(1.0)
+
+    pairs = [p for p in range(1, MOST_KEPT + 4) for _ in range(2)]
+    plans = [0, 0, *pairs, 0, MOST_KEPT + 3]
+    for plan in plans:
+        graphs.take(plan, lambda plan=plan: parts(plan))
     assert captures.count(0) == 3, "run, captured, and captured again after it had gone"
-    assert captures.count(19) == 2 and len(graphs._captured) == 16
+    assert captures.count(MOST_KEPT + 3) == 2 and len(graphs._captured) == MOST_KEPT
+    assert step.total.tolist() == [step.expected(len(plans))] * 3
+    # The one that goes is the one that was used longest ago, and not the one that was captured first.
+    oldest = next(iter(graphs._captured))
+    graphs.take(oldest, lambda: parts(-1))
+    for _ in range(2):
+        graphs.take("new", lambda: parts(-2))
+    assert oldest in graphs._captured and len(graphs._captured) == MOST_KEPT and -1 not in captures
 
 
 @pytest.mark.gpu
 def test_pieces_that_fit_no_graph_any_more_are_given_back() -> None:
     """Steps that need a little more each time, as those of a growing model do."""
-    world = World.single("cuda:0")
-    graphs, timer = StepGraphs(world, lambda: None), StepTimer(world.device)
+    graphs, _ = make_graphs("cuda", [])
 
     class Growing(Step):
         size = 0
 
-        def render(self) -> None:
+        def parts(self, factor: float = 1.0) -> Parts[Any]:
             self.held = [torch.ones(self.size, 1 << 20, device="cuda") for _ in range(4)]
-            self.rendered += 1
+            return (yield from super().parts(factor))
 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     for size in range(100, 400, 12):
-        step: Any = Growing([], "cuda")
+        step: Any = Growing([], CUT, "cuda")
         step.size = size
         graphs.forget()
         for _ in range(3):
-            graphs.take(step, timer)
-        assert step.rendered.tolist() == [3.0] * 3
+            graphs.take("plan", step.parts)
+        assert step.total.tolist() == [step.expected(3)] * 3
         del step
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
     assert peak > 4 << 30 and reserved < 3 * peak + (3 << 30)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_each_plan_has_a_graph_of_its_own() -> None:
-    graphs = PlanGraphs(torch.device("cuda:0"))
-    source, total = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
-    runs: list[int] = []
-
-    def step(factor: int) -> list[torch.Tensor]:
-        runs.append(factor)
-        scaled = source * factor  # memory of the pool, which the graphs share
-        total.add_(scaled.square())
-        return [scaled]
-
-    expected = 0.0
-    for number, factor in enumerate([2, 3, 2, 3, 2, 5, 3, 2, 3, 2]):
-        source.fill_(float(number))
-        (scaled,) = graphs.take(factor, lambda factor=factor: step(factor))
-        expected += float((number * factor) ** 2)
-        assert (scaled == number * factor).all() and (total == expected).all()
-    assert sorted(runs) == [2, 2, 3, 3, 5], "each ran once as it is, and was captured when it came again"
-    graphs.forget()
-    for _ in range(3):
-        (scaled,) = graphs.take(2, lambda: step(2))
-    assert sorted(runs) == [2, 2, 2, 2, 3, 3, 5]
-    assert (scaled == 18).all()

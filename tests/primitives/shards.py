@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.holding import Holding
+from ns_multigpu.core.placement import Placement, Sharded
 from ns_multigpu.core.world import World
 
 Model = tuple[torch.nn.ParameterDict, dict[str, torch.optim.Optimizer]]
@@ -21,22 +23,33 @@ def whole_model(count: int, seed: int = 0, device: str | torch.device = "cpu") -
     return {name: value.to(device) for name, value in values.items()}
 
 
-def shard(values: dict[str, Tensor], bounds: Sequence[int], rank: int) -> Model:
-    """A rank's rows under Adams that have taken no step."""
-    params = torch.nn.ParameterDict(
-        {n: torch.nn.Parameter(v[bounds[rank] : bounds[rank + 1]].clone()) for n, v in values.items()}
-    )
+def shard(values: dict[str, Tensor], bounds: Sequence[int], rank: int, places: Tensor | None = None) -> Model:
+    """A rank's rows, of its range or at its places, under Adams that have taken no step."""
+    some = slice(bounds[rank], bounds[rank + 1]) if places is None else places
+    params = torch.nn.ParameterDict({n: torch.nn.Parameter(v[some].clone()) for n, v in values.items()})
     return params, {name: torch.optim.Adam([param], lr=0.01) for name, param in params.items()}
 
 
-def take_step(model: Model, first: int, count: int, step: int, case: str) -> None:
-    """A step of every Adam that has rows to step, with gradients that follow from a row's number in the whole model."""
+def holding_of(placement: Placement | None, case: str, values: dict[str, Tensor], world: World) -> Holding:
+    """What a rank holds at the start: as the placement has it, or ranges where the case says which."""
+    if placement is None or case.startswith("a rank owns"):
+        return Holding(placement or Sharded())
+    shares = placement.shares(len(values["means"]), lambda: values["means"], world.size)
+    places = shares[world.rank]
+    assert isinstance(places, Tensor)
+    return Holding(placement, places)
+
+
+def take_step(model: Model, first: int, count: int, step: int, case: str, places: Tensor | None = None) -> None:
+    """A step of every Adam that has rows to step, with gradients that follow from a row's number in the whole model:
+    those from `first` on, or `places`."""
     params, optimizers = model
     for name, param in params.items():
         g = torch.Generator().manual_seed(1000 + step)
         if len(param) > 0:
             drawn = torch.randn(count, *param.shape[1:], generator=g)
-            param.grad = drawn[first : first + len(param)].to(param.device)
+            some = slice(first, first + len(param)) if places is None else places.cpu()
+            param.grad = drawn[some].to(param.device)
             optimizers[name].step()
             param.grad = None
     if case == "few places":  # dozens of points in each, on several ranks
@@ -77,6 +90,15 @@ def together(outcomes: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         else:
             whole[name] = torch.cat(parts)
     return whole
+
+
+def by_place(outcomes: Sequence[dict[str, Tensor]], places: Sequence[Tensor]) -> dict[str, Tensor]:
+    """As `together`, in the order of the whole model: no place is empty or taken twice."""
+    whole, where = together(outcomes), torch.cat(list(places)).cpu()
+    assert all(bool((some.diff() > 0).all()) for some in places), "an owner keeps its points in ascending places"
+    order = torch.sort(where).indices
+    assert torch.equal(where[order], torch.arange(len(where)))
+    return {name: value if name.endswith(".step") else value[order] for name, value in whole.items()}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:

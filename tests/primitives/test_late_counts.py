@@ -3,16 +3,16 @@
 import pytest
 import torch
 
+from ns_multigpu.core.late_counts import LAG, LateCounts
 from ns_multigpu.core.tile_work import TileWork
 from ns_multigpu.core.types import View
-from ns_multigpu.primitives.late_counts import LAG, LateCounts
 
 VIEWS = [View(torch.eye(4), torch.eye(3), 48, 40, index) for index in range(LAG + 3)]
 
 
 def sent(device: str) -> tuple[TileWork, LateCounts]:
     work = TileWork()
-    late = LateCounts(work)
+    late = LateCounts(work.learn)
     counts = torch.zeros(1, 3, dtype=torch.int64, device=device)
     for view in VIEWS:
         counts.copy_(torch.arange(3) + 10 * view.index)  # the same tensor each time, as a step's is

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints
+from ns_multigpu.core.holding import Holding
+from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.morton import Grid, census, dealt_codes
@@ -46,26 +48,35 @@ def seen(image: int, count: int) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def course(world: World, case: str, sharded: bool) -> Outcome:
-    """Trains through IMAGES images, a step of Adam for each batch, and densifies."""
+def initial(case: str) -> dict[str, Tensor]:
+    """The whole model that a course starts from."""
     values = whole_model(COUNT)
     values["opacities"] += 2.0
     if case == "a rank is pruned":
         values["opacities"][: COUNT // 3 + 20] = -9.0
+    return values
+
+
+def course(world: World, case: str, sharded: bool, holding: Holding | None = None) -> Outcome:
+    """Trains through IMAGES images, a step of Adam for each batch, and densifies. `holding` is changed."""
+    values = initial(case)
     kind = ShardedDensifier if sharded else ReplicatedDensifier
-    densifier = kind(**(RULES | CASES[case]), world=world, seed=7, morton=True)
+    held = Holding(Sharded()) if holding is None else holding
+    where: dict[str, Any] = {"holding": held} if sharded else {}
+    densifier = kind(**(RULES | CASES[case]), **where, world=world, seed=7, morton=True)
     bounds = bounds_of(case, COUNT, world)
-    params, optimizers = shard({name: value.to(world.device) for name, value in values.items()}, bounds, world.rank)
+    values = {name: value.to(world.device) for name, value in values.items()}
+    params, optimizers = shard(values, bounds, world.rank, held.places)
     state, records = densifier.initialize_state(scene_scale=1.1), list[Reordering]()
     for step in range(0, IMAGES, BATCH):
         counts = [row[0] for row in all_gather_ints([len(params["means"])], world)]
         first, end = sum(counts[: world.rank]), sum(counts[: world.rank + 1])
-        take_step((params, optimizers), first, sum(counts), step, case)
+        take_step((params, optimizers), first, sum(counts), step, case, held.places)
         rows = [seen(image, sum(counts)) for image in range(step, step + BATCH)]
         info = {name: torch.cat([one[name] for one in rows]) for name in rows[0]}
-        here = (info["ids"] >= first) & (info["ids"] < end)
-        info = {name: value[here].to(world.device) for name, value in info.items()}
-        info["ids"] -= first
+        places = torch.arange(first, end) if held.places is None else held.places.cpu()
+        rows = torch.full((sum(counts),), -1).scatter_(0, places, torch.arange(len(places)))[info["ids"]]
+        info = {name: value[rows >= 0].to(world.device) for name, value in (info | {"ids": rows}).items()}
         assert densifier.due_after(step, BATCH) == any(i % 8 == 0 or i % 24 == 0 for i in range(step, step + BATCH))
         densifier.step_post_backward(params, optimizers, state, step, {"n_cameras": BATCH, **info})
         for name in ("grad2d", "count"):

@@ -6,6 +6,8 @@ import pytest
 from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints
+from ns_multigpu.core.holding import Holding
+from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.mcmc import McmcDensifier
 from ns_multigpu.primitives.sharded_mcmc import ShardedMcmc
@@ -30,8 +32,8 @@ CASES = (
 Outcome = tuple[dict[str, Tensor], list[Reordering], list[int]]
 
 
-def course(world: World, case: str, sharded: bool) -> Outcome:
-    """Steps of one to eleven images: the last refines more than once."""
+def initial(case: str) -> dict[str, Tensor]:
+    """The whole model that a course starts from."""
     values = whole_model(COUNT)
     if case == "a rank is dead":
         values["opacities"][: COUNT // 3 + 20] = -9.0
@@ -39,14 +41,21 @@ def course(world: World, case: str, sharded: bool) -> Outcome:
         values["opacities"] += 9.0
     elif case == "all are dead":
         values["opacities"].fill_(-40.0)
-    where: dict[str, Any] = {"world": world} if sharded else {}
+    return values
+
+
+def course(world: World, case: str, sharded: bool, holding: Holding | None = None) -> Outcome:
+    """Steps of one to eleven images: the last refines more than once. `holding` is changed."""
+    values = initial(case)
+    held = Holding(Sharded()) if holding is None else holding
+    where: dict[str, Any] = {"world": world, "holding": held} if sharded else {}
     densifier = (ShardedMcmc if sharded else McmcDensifier)(**RULES, **where, morton=True)
     bounds = bounds_of(case, COUNT, world)
-    model = shard({name: value.to(world.device) for name, value in values.items()}, bounds, world.rank)
+    model = shard({name: value.to(world.device) for name, value in values.items()}, bounds, world.rank, held.places)
     step, records, totals = 0, list[Reordering](), list[int]()
     for images in (1, 5, 4, 7, 6, 11, 6):
         counts = [row[0] for row in all_gather_ints([len(model[0]["means"])], world)]
-        take_step(model, sum(counts[: world.rank]), sum(counts), step, case)
+        take_step(model, sum(counts[: world.rank]), sum(counts), step, case, held.places)
         densifier.step_post_backward(*model, step=step, images=images, rate=1e-2)
         step += images
         totals.append(sum(row[0] for row in all_gather_ints([len(model[0]["means"])], world)))

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.core.splitters import find_splitters, imbalance
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.regroup import Regrouping
-from ns_multigpu.primitives.sharded_order import Move, Reordering, find_splitters, imbalance, order_keys, plan_move
+from ns_multigpu.primitives.sharded_order import Move, Reordering, order_keys, plan_move
 from ns_multigpu.primitives.sharded_rows import move_rows
 from tests.ranks import run_ranks
 

@@ -44,16 +44,19 @@ def one_step(
 
 
 def take_step(
-    spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None
-) -> Outcome:
-    """Renders a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given."""
-    kind, world = PRIMITIVES[primitive](), spread.world
-    held: Points = spread.placement.hold(make_points(points, dtype, world.device), world)
+    spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
+    kind: tuple[Primitive, Points] | None = None,
+) -> Outcome:  # fmt: skip
+    """Renders a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given.
+    `kind`: a primitive that is not in the table, and so many points of it."""
+    world = spread.world
+    drawn, whole = kind or (PRIMITIVES[primitive](), make_points(points, dtype, world.device))
+    held: Points = spread.placement.hold(whole, world)
     batch = make_views(views, dtype, world.device, size)
     poses = [v.viewmat.clone().requires_grad_() for v in batch]
     batch = [replace(v, viewmat=p) for v, p in zip(batch, poses, strict=True)]
     plan = spread.plan(batch, holders=[(3 * i) % world.size for i in range(views)])
-    rendering = spread.render(kind, held, batch, plan)
+    rendering = spread.render(drawn, held, batch, plan)
     loss = sum((r.sum() * 0.0 for r in rendering.splats.rows.values() if r.requires_grad), start=torch.zeros(()))
     images: Pieces = []
     depths: Pieces = []
@@ -71,15 +74,16 @@ def take_step(
     spread.gradients.begin_backward(leaves)
     loss.backward()
     spread.gradients.end_backward()
-    info = densification_info(rendering.splats, batch)
     gradients = {name: _gradient(value) for name, value in held.params.items()}
     first = 0
     if not spread.placement.replicated:
         first = sum(row[0] for row in all_gather_ints([len(held)], world)[: world.rank])
         gradients = {name: all_gather_rows(grad, world)[0] for name, grad in gradients.items()}
     statistics = torch.zeros(2, points, device=world.device)
-    statistics[0].index_add_(0, first + info["ids"], info["gradients"].float() * info["visible"])
-    statistics[1].index_add_(0, first + info["ids"], info["visible"])
+    if rendering.splats.probe is not None:  # else nothing is counted
+        info = densification_info(rendering.splats, batch)
+        statistics[0].index_add_(0, first + info["ids"], info["gradients"].float() * info["visible"])
+        statistics[1].index_add_(0, first + info["ids"], info["visible"])
     return {
         "loss": sum_all(loss.detach().reshape(1), world).cpu(),
         "images": images,

@@ -1,5 +1,6 @@
 """What is particular to `tile`: ranges of points given by hand, one view by all ranks, cuts that move, what travels."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 from ns_multigpu.core.assignment import TileRanges
 from ns_multigpu.core.collectives import all_gather_objects
 from ns_multigpu.core.placement import Sharded, even_bounds
-from ns_multigpu.core.splat_exchange import touches
-from ns_multigpu.core.types import Points, with_viewmat
+from ns_multigpu.core.travelling_rows import touches
+from ns_multigpu.core.types import Points
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians import Gaussians
 from strategies.tile import tile
@@ -27,7 +28,7 @@ def steps(world: World) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for kind in KINDS:
         for views in (1, 3):
-            spread = tile(world, BOUNDS[world.size])
+            spread = replace(tile(world), placement=Sharded(BOUNDS[world.size]))
             assert isinstance(spread.assignment, TileRanges)
             spread.assignment.work.empty = 1  # so few splats would not move a cut
             plans: list[Any] = []
@@ -64,7 +65,7 @@ def travels(world: World) -> dict[str, Any]:
     primitive = Gaussians(sh_degree=1, absgrad=True)
     own = primitive.splat(held, primitive.cull(held, views, [0, 1, 2]), views)
     world.traffic.since("step")
-    splats = spread.exchange.before_render(own, held, views, plan, world)
+    splats = spread.rows.bring(own, held, views, plan, world)
     there = world.traffic.since("step")
     assert splats.probe is not None and own.probe is not None
     weight = 1.0 + world.rank
@@ -72,14 +73,14 @@ def travels(world: World) -> dict[str, Any]:
     back = world.traffic.since("step")
     with torch.no_grad():
         known = spread.plan(views)
-        elsewhere = [with_viewmat(view, views[0].viewmat) for view in views]
+        elsewhere = [replace(view, viewmat=views[0].viewmat) for view in views]
         again = spread.render(primitive, held, elsewhere, plan)
     mine = {"hits": own.hits, "rows": {k: row.detach() for k, row in own.rows.items()}}
     return {
         "own": all_gather_objects(mine, world),
         "hits": splats.hits,
         "rows": {k: row.detach() for k, row in splats.rows.items()},
-        "touch": torch.stack([touches(own, views, patches) for patches in plan]),
+        "touch": torch.stack([touches(own, views, patches) for patches in plan.drawn]),
         "probe": own.probe.grad,
         "bytes": (there, back),
         "plans": (known, spread.plan(views)),

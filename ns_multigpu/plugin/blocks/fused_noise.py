@@ -7,6 +7,8 @@ as in ordinary training.
 
 from typing import Any
 
+from ns_multigpu.core.schema import POSITION
+
 
 class StepNoise:
     """MCMC's part in fused steps; does nothing where the densifier is another.
@@ -25,7 +27,7 @@ class StepNoise:
 
     def rate(self) -> float:
         """The means' learning rate that a step of one image would have now."""
-        return self._optimizers.rate_of_one_view("means")
+        return self._optimizers.rate_of_one_view(POSITION)
 
     def after(self, step: Any, number: int, rate: float) -> None:
         """The noise of a step that was launched, unless a refinement comes first.

@@ -8,7 +8,6 @@ from cuda_ext.ops.adam import FusedAdam, is_plain
 from ns_multigpu.core.step import why_no_step
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.primitives.gaussian_schema import ORDER
 
 _MOST_VIEWS = 128
 
@@ -93,7 +92,9 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     sizes = {(int(w), int(h)) for w, h in zip(cameras.width.reshape(-1), cameras.height.reshape(-1), strict=True)}
     shapes = pipeline.datamanager.train_shapes
     smallest = 11 * 2**options.num_downscales
-    groups = {name: optimizers.optimizers.get(name) for name in ORDER}
+    kernels = model.primitive(depth=False).kernels()
+    names = () if kernels is None else kernels.parameters
+    groups = [optimizers.optimizers.get(name) for name in names]
     pieces = why_no_step(pipeline.strategy, pipeline.batch_size)
     tests: Sequence[tuple[bool, Callable[[], str]]] = (
         (pieces is not None, lambda: str(pieces)),
@@ -104,6 +105,7 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         (options.camera_optimizer.mode != "off", lambda: "camera poses are optimized"),
         (options.use_bilateral_grid, lambda: "there is a bilateral grid"),
         (options.sh_degree == 0, lambda: "there are no spherical harmonics"),
+        (kernels is None, lambda: "this kind of point has no operators for it"),
         (options.use_scale_regularization, lambda: "scales are regularised"),
         (options.output_depth_during_training, lambda: "depth is asked for in training"),
         (config.on_nonfinite == "skip", lambda: "steps with NaN are to be skipped"),
@@ -112,9 +114,9 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         (min(min(size) for size in sizes) < smallest, lambda: f"views have sides of less than {smallest} px"),
         (any(shape.masked for shape in shapes), lambda: "there are masks"),
         (any(shape.channels != 3 for shape in shapes), lambda: "images have an alpha channel"),
-        (any(not isinstance(group, FusedAdam) for group in groups.values()), lambda: "an optimizer is not Adam"),
-        (not all(is_plain(group) for group in groups.values() if group), lambda: "an optimizer has weight decay"),
-        (any(optimizers.config[n]["optimizer"].max_norm is not None for n in ORDER), lambda: "gradients are clipped"),
+        (any(not isinstance(group, FusedAdam) for group in groups), lambda: "an optimizer is not Adam"),
+        (not all(is_plain(group) for group in groups if group), lambda: "an optimizer has weight decay"),
+        (any(optimizers.config[n]["optimizer"].max_norm is not None for n in names), lambda: "gradients are clipped"),
     )
     return next((reason() for failed, reason in tests if failed), None)
 

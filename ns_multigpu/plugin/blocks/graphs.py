@@ -99,14 +99,17 @@ class StepGraphs:
         self._timer, self._computed, self._pool = timer, computed, pool
         self._captured: dict[Hashable, _Captured] = {}
         self._seen: set[Hashable] = set()
-        self._retired: list[_Captured] = []  # see `GraphPool`
+        self._retired: list[Any] = []  # see `GraphPool`
         self._exchanges: list[tuple[Any, Any]] | None = None  # of what is being captured
         self._last: _Captured | None = None  # replayed, as were so many since `count_exchanges` was called
         self._replays = 0
 
     def forget(self) -> None:
         """The step has changed. Its graphs go when the next ones, which take over their memory, are there."""
-        self._retired = list(self._captured.values()) or self._retired
+        # Graphs alone: collectives hold on to the step's buffers.
+        chains = [one.chain for one in self._captured.values()]
+        graphs = [part for chain in chains for part in chain if not isinstance(part, Collective)]
+        self._retired = graphs or self._retired
         self._captured, self._seen = {}, set()
         self._last, self._replays = None, 0
 

@@ -6,13 +6,14 @@ each. Here the new values are copied to where the old ones were, and the graph s
 room that is left as well; what lies there has no position, and so is never seen.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cuda_ext.ops.adam import AdamStep
+from ns_multigpu.core.schema import POSITION
 from ns_multigpu.primitives.gaussian_schema import ORDER
 
 MOST_SPARED = 1 << 20
@@ -30,6 +31,7 @@ class PointStorage:
 
     Args:
         spare: whether to leave room; without, they are the model's own tensors.
+        names: of the parameters, in their kernels' order.
 
     Attributes:
         params: by name, [C, ...]: the model's parameters are the first rows.
@@ -37,8 +39,8 @@ class PointStorage:
         statistics: by name, densification's running sums, [C].
     """
 
-    def __init__(self, *, spare: bool) -> None:
-        self._spare = spare
+    def __init__(self, *, spare: bool, names: Sequence[str] = ORDER) -> None:
+        self._spare, self._names = spare, tuple(names)
         self._roomy = False  # what is held now has room to spare
         self.params: dict[str, Tensor] = {}
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
@@ -47,7 +49,7 @@ class PointStorage:
     @property
     def rows(self) -> int:
         """C, how many points there is room for."""
-        return len(self.params[ORDER[0]])
+        return len(self.params[POSITION])
 
     def keeps(self, points: int) -> bool:
         """Whether what is held may still serve once a refinement has replaced the tensors of a model of so many points;
@@ -64,22 +66,22 @@ class PointStorage:
         """Brings a model's points here; afterwards its tensors, and its optimizers', are views of these.
 
         Args:
-            params: the model's parameters by name, `ORDER`'s.
-            adam: of their optimizers, in that order.
+            params: the model's parameters by name.
+            adam: of their optimizers, in the kernels' order.
             state: densification's, whose running sums are `grad2d`, `count` and `radii`, as far as they are there.
 
         Returns:
             whether all of it lies where it lay at the last call: a step made then still serves.
         """
-        count = len(params[ORDER[0]])
+        count, names = len(params[POSITION]), self._names
         sums = {name: state[name] for name in ("grad2d", "count", "radii") if isinstance(state.get(name), Tensor)}
         if not (self._spare and count <= MOST_SPARED):
             self._roomy = False
-            self.params = {name: params[name].detach() for name in ORDER}
-            self.moments = dict(zip(ORDER, zip(adam.exp_avgs, adam.exp_avg_sqs, strict=True), strict=True))
+            self.params = {name: params[name].detach() for name in names}
+            self.moments = dict(zip(names, zip(adam.exp_avgs, adam.exp_avg_sqs, strict=True), strict=True))
             self.statistics = sums
             return False
-        now = [*(params[name].detach() for name in ORDER), *adam.exp_avgs, *adam.exp_avg_sqs, *sums.values()]
+        now = [*(params[name].detach() for name in names), *adam.exp_avgs, *adam.exp_avg_sqs, *sums.values()]
         same = self._fits(count, now, sums)
         if not same:
             self._make(room_for(count), now, sums)
@@ -87,10 +89,10 @@ class PointStorage:
         moved = [(there, x) for there, x in zip(flat, now, strict=True) if there.data_ptr() != x.data_ptr()]
         if moved:
             torch._foreach_copy_([there[:count] for there, _ in moved], [x for _, x in moved])  # pyright: ignore
-        self.params["means"][count:].fill_(torch.nan)  # no operator sees a point without a position
+        self.params[POSITION][count:].fill_(torch.nan)  # no operator sees a point without a position
         for name, there in self.params.items():
             params[name].data = there[:count]
-        for place, name in enumerate(ORDER):
+        for place, name in enumerate(names):
             adam.place_moments(place, *(moment[:count] for moment in self.moments[name]))
         for name, there in self.statistics.items():
             state[name] = there[:count]
@@ -105,9 +107,10 @@ class PointStorage:
 
     def _make(self, rows: int, now: list[Tensor], sums: dict[str, Tensor]) -> None:
         made = [x.new_zeros(rows, *x.shape[1:]) for x in now]
-        n = len(ORDER)
-        self.params = dict(zip(ORDER, made[:n], strict=True))
-        self.moments = dict(zip(ORDER, zip(made[n : 2 * n], made[2 * n : 3 * n], strict=True), strict=True))
+        names = self._names
+        n = len(names)
+        self.params = dict(zip(names, made[:n], strict=True))
+        self.moments = dict(zip(names, zip(made[n : 2 * n], made[2 * n : 3 * n], strict=True), strict=True))
         self.statistics = dict(zip(sums, made[3 * n :], strict=True))
         self._roomy = True
 

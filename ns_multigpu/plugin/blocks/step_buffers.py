@@ -57,7 +57,8 @@ class StepBuffers:
         """What carries rows, and their gradients."""
         shape = (settings.rows, settings.segment, settings.words(self._strategy.assignment.learns))
         old = self._transport
-        if old is not None and (old.rows, old.capacity, old.words) == shape and old.kernels == kernels:
+        if old is not None and (old.rows, old.capacity, old.words) == shape and type(old.kernels) is type(kernels):
+            old.kernels = kernels  # what they differ in is not what a row is
             return old
         old = self._transport = None  # its memory is the next one's
         self._transport = make_transport(
@@ -65,6 +66,11 @@ class StepBuffers:
             peer=self.peer, atomics=self._atomics,
         )  # fmt: skip
         return self._transport
+
+    def forget(self) -> None:
+        """The step goes. What rows travel through stays: it is made anew by all ranks together, and takes time."""
+        if self._transport is not None and not self._transport.travels:
+            self._transport = None
 
     def lists(self, settings: StepSettings, kernels: Kernels, transport: Transport) -> TileLists:
         """What finds each tile's splats."""

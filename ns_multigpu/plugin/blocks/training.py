@@ -224,7 +224,8 @@ class Training:
 
     def _measure(self, part: str) -> AbstractContextManager[Any]:
         """What a step's part is measured by."""
-        exchanged = self._buffers.peer and part in ("send", "return")  # collectives are measured by themselves
+        # Collectives are measured by themselves.
+        exchanged = self._travels and self._buffers.peer and part in ("send", "return")
         return self._graphs.measure("exchange" if exchanged else "compute")
 
     def _first_capacities(self, pixels: int) -> tuple[int, int, int]:

@@ -4,8 +4,10 @@ Points, their moments and their statistics lie in the state folder, as rows of w
 `optimizers/<parameter>/0/<moment>`, `densifier/<statistic>`, each rank's written by itself. The .ckpt, which
 nerfstudio's commands read, holds the rest of the pipeline's state, and under the key SHARDS where its points are.
 
-Rows go in the order of the ranks, which is the order of the whole model. So any number of ranks can go on from them,
-each reading a range of its own; and so can strategies that keep the whole model on each rank, and the other way round.
+Rows go in the order of the ranks. Where each rank has a range of the whole model's order that is the order of the
+whole model; with any other placement the marker names it, and each point's place is saved too, as `placement/places`.
+So any number of ranks can go on from them, each reading rows of its own (`own_rows`); and so can strategies that keep
+the whole model on each rank, and the other way round.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +19,9 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints, all_gather_objects
-from ns_multigpu.core.placement import even_bounds
+from ns_multigpu.core.holding import Holding
+from ns_multigpu.core.placement import rows_of
+from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint.rows import Rows
 from ns_multigpu.plugin.checkpoint.storage import SavedTensors
@@ -27,19 +31,22 @@ from ns_multigpu.plugin.faults.errors import InputError
 
 POINTS = "_model.gauss_params."
 """How the keys of points begin in a pipeline's state."""
+PLACES = "placement/places"
+"""The places of points in the order of the whole model, where they are not saved in that order."""
 
 
 # ---- saving ----
 
 
 def split_state(
-    tensors: Mapping[str, Tensor], params: Mapping[str, Tensor], world: World
+    tensors: Mapping[str, Tensor], params: Mapping[str, Tensor], world: World, holding: Holding | None = None
 ) -> tuple[dict[str, Tensor | Rows], dict[str, Any]]:
     """What the ranks of a sharded model write, each its rows; every rank calls it. No rows leave their rank.
 
     Args:
         tensors: the training state (see training_state).
         params: this rank's rows of the model's parameters.
+        holding: where they stand; None for a range of the whole model.
 
     Returns:
         the training state with the model, and the marker for the .ckpt.
@@ -69,8 +76,13 @@ def split_state(
     for name, (shape, dtype) in kinds.items():
         value = mine[name] if name in mine else torch.zeros((own, *shape), dtype=dtype, device=device)
         rows[name] = Rows(value, first, total)
-    shapes = {name: [total, *value.shape[1:]] for name, value in params.items()}
-    return {**rest, **rows}, {"counts": counts, "shapes": shapes}
+    marker: dict[str, Any] = {"counts": counts}
+    marker["shapes"] = {name: [total, *value.shape[1:]] for name, value in params.items()}
+    if holding is not None and holding.places is not None:
+        holding.check(own, world)
+        rows[PLACES] = Rows(holding.places, first, total)
+        marker["placement"] = holding.placement.kind
+    return {**rest, **rows}, marker
 
 
 def without_points(pipeline: Mapping[str, Any], marker: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,26 +94,11 @@ def without_points(pipeline: Mapping[str, Any], marker: Mapping[str, Any]) -> di
 # ---- which rows are whose ----
 
 
-def counts_for(counts: Sequence[int], world: World) -> list[int]:
-    """How many rows each rank of `world` takes of a model of which the ranks that wrote it had `counts`: as many as
-    then if there are as many ranks, equal parts otherwise."""
-    if len(counts) == world.size:
-        return list(counts)
-    bounds = even_bounds(sum(counts), world.size)
-    return [bounds[rank + 1] - bounds[rank] for rank in range(world.size)]
-
-
-def own_range(counts: Sequence[int], world: World) -> range:
-    """This rank's rows by `counts_for`."""
-    now = counts_for(counts, world)
-    return range(sum(now[: world.rank]), sum(now[: world.rank + 1]))
-
-
 def counts_in(pipeline: Mapping[str, Any]) -> list[int]:
     """How many points each rank had that wrote a pipeline's state; one number if they were replicated."""
     if SHARDS in pipeline:
         return [int(count) for count in pipeline[SHARDS]["counts"]]
-    return [len(pipeline[f"{POINTS}means"])]
+    return [len(pipeline[POINTS + POSITION])]
 
 
 def shapes_in(pipeline: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -156,14 +153,11 @@ class SavedPoints:
             raise DamagedCheckpoint(f"{folder} holds other Gaussians than its checkpoint says: {there}, not {shapes}")
         return SavedPoints(tensors, shapes)
 
-    def read(self, names: Sequence[str], rows: range, *, device: Any = "cpu", dtype: Any = None) -> dict[str, Tensor]:
+    def read(
+        self, names: Sequence[str], rows: range | Tensor, *, device: Any = "cpu", dtype: Any = None
+    ) -> dict[str, Tensor]:
         """Rows of parameters, on `device`, through a block's memory at a time."""
-        result: dict[str, Tensor] = {}
-        for name in names:
-            kind = dtype or self.tensors.dtype(f"model/{name}")
-            result[name] = torch.empty((len(rows), *self.shapes[name][1:]), dtype=kind, device=device)
-            self.tensors.read_rows({f"model/{name}": result[name]}, rows.start)
-        return result
+        return {name: self.tensors.rows_of(f"model/{name}", rows, device, dtype) for name in names}
 
 
 def load_points(
@@ -171,7 +165,7 @@ def load_points(
     params: torch.nn.ParameterDict,
     pipeline: Mapping[str, Any],
     models: Path | None,
-    rows: range,
+    rows: range | Tensor,
     device: torch.device,
 ) -> None:
     """Loads a pipeline's state, of its points only `rows`.
@@ -188,7 +182,7 @@ def load_points(
         InputError: see `SavedPoints.of`.
     """
     if SHARDS not in pipeline:
-        load({k: v[rows.start : rows.stop] if k.startswith(POINTS) else v for k, v in pipeline.items()})
+        load({k: rows_of(v, rows) if k.startswith(POINTS) else v for k, v in pipeline.items()})
         return
     points = SavedPoints.of(pipeline, models)
     kinds = {name: param.dtype for name, param in params.items()}
@@ -217,7 +211,7 @@ class OwnMoments(Mapping[str, Any]):
         plain: Mapping[str, Any],
         groups: Sequence[str],
         total: int,
-        rows: range,
+        rows: range | Tensor,
         device: torch.device,
     ) -> None:
         self._saved, self._plain = saved, dict(plain)
@@ -239,19 +233,18 @@ class OwnMoments(Mapping[str, Any]):
         if name.split("/")[1] not in self._groups or not shape or shape[0] != self._total:
             return saved.read([name])[name] if isinstance(saved, SavedTensors) else saved[name]
         if not isinstance(saved, SavedTensors):
-            return saved[name][rows.start : rows.stop].to(self._device)
-        return read_rows_of(saved, name, rows, self._device)
-
-
-def read_rows_of(saved: SavedTensors, name: str, rows: range, device: Any) -> Tensor:
-    """Rows of one saved tensor, on `device`."""
-    value = torch.empty((len(rows), *saved.shape(name)[1:]), dtype=saved.dtype(name), device=device)
-    saved.read_rows({name: value}, rows.start)
-    return value
+            return rows_of(saved[name], rows).to(self._device)
+        return saved.rows_of(name, rows, self._device)
 
 
 def put_statistics(
-    state: dict[str, Any], saved: SavedTensors, total: int, rows: range, sharded: bool, world: World, device: Any
+    state: dict[str, Any],
+    saved: SavedTensors,
+    total: int,
+    rows: range | Tensor,
+    sharded: bool,
+    world: World,
+    device: torch.device,
 ) -> list[str]:
     """Puts densification's statistics into `state` wherever a sharded model is concerned, before or now.
 
@@ -274,10 +267,10 @@ def put_statistics(
                 # Replicas ask for the sum (or the maximum) over ranks: one of them has it all.
                 state[kind] = torch.zeros(saved.shape(name), dtype=saved.dtype(name), device=device)
             else:
-                state[kind] = read_rows_of(saved, name, rows, device)
+                state[kind] = saved.rows_of(name, rows, device)
         elif sharded and "/densifier/" in name and saved.shape(name)[:1] == (total,):
             kind = name.split("/densifier/")[1]
-            part = read_rows_of(saved, name, rows, device)
+            part = saved.rows_of(name, rows, device)
             if kind not in merged:
                 merged[kind] = part
             elif kind in MERGED:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.utils._pytree import tree_map_only
 
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.checkpoint import rows as blocks
 from ns_multigpu.plugin.checkpoint.rows import Rows, RowsPlanner, read_rows
 from ns_multigpu.plugin.checkpoint.verify import Stamp, new_digest
 
@@ -243,3 +244,26 @@ class SavedTensors:
         reader = _Reader(self._folder)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         read_rows(reader, self._listed, into, first)
+
+    def rows_of(
+        self, name: str, rows: range | Tensor, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Some rows of one tensor, on `device`.
+
+        Args:
+            rows: a range, or [n] int64 in any order: these are picked out of the blocks that they lie in.
+            dtype: to convert to.
+        """
+        dtype, shape = dtype or self.dtype(name), self.shape(name)
+        value = torch.empty((len(rows), *shape[1:]), dtype=dtype, device=device)
+        if isinstance(rows, range):
+            self.read_rows({name: value}, rows.start)
+            return value
+        found, to = torch.sort(rows.cpu())
+        for begin in range(0, shape[0], blocks.BLOCK):
+            first, end = torch.searchsorted(found, torch.tensor([begin, begin + blocks.BLOCK])).tolist()
+            if first < end:
+                part = torch.empty((int(found[end - 1]) + 1 - int(found[first]), *shape[1:]), dtype=dtype)
+                self.read_rows({name: part}, int(found[first]))
+                value[to[first:end].to(device)] = part[found[first:end] - found[first]].to(device)
+        return value

@@ -4,6 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ns_multigpu.core.densifier import Densifier
+from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.mcmc import McmcDensifier
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def make_densifier(
-    options: "SplatModelConfig", views: int, world: World, seed: int, *, sharded: bool = False
+    options: "SplatModelConfig", views: int, world: World, seed: int, *, holding: Holding | None = None
 ) -> Densifier:
     """The densifier, which counts images seen and decides alike on every rank.
 
@@ -24,12 +25,12 @@ def make_densifier(
         views: training views of the capture: refinement pauses for an epoch after opacities were reset.
         world: the ranks whose statistics are summed.
         seed: the run's seed.
-        sharded: every rank holds a part of the points, and not all of them.
+        holding: what this rank holds of a model of which every rank has a part; None where each has all of it.
     """
     if options.densifier == "mcmc":
         mcmc = (
-            partial(ShardedMcmc, world=world, threshold=options.rebalance_above)
-            if sharded
+            partial(ShardedMcmc, world=world, holding=holding, threshold=options.rebalance_above)
+            if holding is not None
             else partial(McmcDensifier, morton=options.morton_order)
         )
         return mcmc(
@@ -42,8 +43,8 @@ def make_densifier(
             seed=seed,
         )
     default = (
-        partial(ShardedDensifier, threshold=options.rebalance_above)
-        if sharded
+        partial(ShardedDensifier, holding=holding, threshold=options.rebalance_above)
+        if holding is not None
         else partial(ReplicatedDensifier, morton=options.morton_order)
     )
     return default(

@@ -5,7 +5,9 @@ from nerfstudio.models.splatfacto import SplatfactoModel
 from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints
-from ns_multigpu.core.placement import even_bounds
+from ns_multigpu.core.holding import Holding
+from ns_multigpu.core.placement import Placement, checked_shares, rows_of
+from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.morton import dealt_order
 
@@ -13,14 +15,16 @@ from ns_multigpu.primitives.morton import dealt_order
 class ShardedPoints(SplatfactoModel):
     """What `SplatModel` can say about the points that other ranks hold.
 
-    A sharded model's parameters are this rank's rows of the whole model's, which is in the order of
-    `primitives.morton`, the ranks' rows one after the other.
+    A sharded model's parameters are rows of the whole model's, which is in the order of `primitives.morton`: those at
+    the places that its placement gives this rank.
 
     Attributes:
+        holding: of a sharded model who says which rank owns what, and which places are this rank's.
         shard_counts: of a sharded model how many points each rank holds; None where this process holds all.
         shard_world: the ranks.
     """
 
+    holding: Holding | None = None
     shard_counts: list[int] | None = None
     shard_world: World | None = None
 
@@ -35,11 +39,22 @@ class ShardedPoints(SplatfactoModel):
         return self.num_points if self.shard_counts is None else sum(self.shard_counts)
 
     @torch.no_grad()
-    def hold_shard(self, world: World) -> None:
-        """Brings the whole model, which every rank holds, into its order and keeps this rank's equal part of it."""
-        order = dealt_order(self.gauss_params["means"].detach())
-        bounds = even_bounds(len(order), world.size)
-        mine = order[bounds[world.rank] : bounds[world.rank + 1]]
+    def hold_shard(self, placement: Placement, world: World) -> None:
+        """Brings the whole model, which every rank holds, into its order and keeps what the placement gives this rank.
+
+        Raises:
+            ValueError: the placement does not deal these points out to these ranks.
+        """
+        means = self.gauss_params[POSITION].detach()
+        order = dealt_order(means)
+        shares = placement.shares(len(order), lambda: means[order], world.size)
+        own = checked_shares(placement, shares, len(order), world.size)[world.rank]
+        mine = rows_of(order, own)
+        places = None
+        if not placement.in_ranges:
+            places = torch.arange(own.start, own.stop) if isinstance(own, range) else own
+            places = places.to(means.device)
+        self.holding = Holding(placement, places)
         for name, value in list(self.gauss_params.items()):
             self.gauss_params[name] = torch.nn.Parameter(value.detach()[mine])
         self.shard_world = world

@@ -5,7 +5,7 @@ other ranks only that a rendering may hold some of a batch's patches.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from nerfstudio.cameras.cameras import Cameras
@@ -21,7 +21,9 @@ from torchmetrics.image import PeakSignalNoiseRatio
 
 from ns_multigpu.core.densifier import Densifier
 from ns_multigpu.core.loss import photometric_loss
+from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.core.schema import POSITION, Parameter, names
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.model.cameras import view_from_camera
@@ -35,9 +37,6 @@ from ns_multigpu.primitives.gaussians import Gaussians
 if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig
 
-# The order in which an optimizer's gradients become ready is the reverse: harmonics first, then geometry.
-PARAMETERS = ("means", "scales", "quats", "opacities", "features_dc", "features_rest")
-
 
 class SplatModel(ShardedPoints, SplatfactoModel):
     """3D Gaussian Splatting for any strategy.
@@ -46,6 +45,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     meaning whatever the batch.
     """
 
+    schema: ClassVar[tuple[Parameter, ...]] = Gaussians.schema
+    """The parameters of its points, which are in `gauss_params`."""
     config: "SplatModelConfig"
     training_options: Any
     elsewhere: Callable[[Cameras, OrientedBox | None], dict[str, Any]] | None = None
@@ -53,18 +54,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     def populate_modules(self) -> None:
         """Builds parameters and modules on the CPU; nothing is fetched and no GPU is needed."""
-        config = self.config
-        seeds = self.seed_points
-        if config.random_init or seeds is None or len(seeds[0]) == 0:
-            seeds = None  # whether that is an error is for the pipeline to say: not when a checkpoint follows
-        params = initial_gaussians(
-            seeds,
-            sh_degree=config.sh_degree,
-            count=config.num_random,
-            extent=config.random_scale,
-            generator=keyed_generator(torch.initial_seed(), "initial gaussians"),
-        )
-        self.gauss_params = torch.nn.ParameterDict({k: torch.nn.Parameter(params[k]) for k in PARAMETERS})
+        config, params = self.config, self.initial_points()
+        self.gauss_params = torch.nn.ParameterDict({k: torch.nn.Parameter(params[k]) for k in names(self.schema)})
         self.camera_optimizer = config.camera_optimizer.setup(num_cameras=self.num_train_data, device="cpu")
         self.psnr = PeakSignalNoiseRatio(data_range=1.0)
         self.ssim = SSIM(data_range=1.0, size_average=True, channel=3)
@@ -85,10 +76,27 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         self.view_losses: dict[int, Tensor] = {}
         self.prepare_densifier(World.single(), self.seed)
 
+    def initial_points(self) -> dict[str, Tensor]:
+        """The parameters that training starts from."""
+        config, seeds = self.config, self.seed_points
+        if config.random_init or seeds is None or len(seeds[0]) == 0:
+            seeds = None  # whether that is an error is for the pipeline to say: not when a checkpoint follows
+        return initial_gaussians(
+            seeds,
+            sh_degree=config.sh_degree,
+            count=config.num_random,
+            extent=config.random_scale,
+            generator=keyed_generator(torch.initial_seed(), "initial gaussians"),
+        )
+
+    def get_gaussian_param_groups(self) -> dict[str, list[torch.nn.Parameter]]:
+        """A group of learning rates for each parameter of the points."""
+        return {name: [param] for name, param in self.gauss_params.items()}
+
     def prepare_densifier(self, world: World, seed: int) -> None:
         """Makes densification count over `world` and draw by `seed`. Called before the first step."""
         self.seed = seed
-        self.densifier: Densifier = make_densifier(self.config, self.num_train_data, world, seed, sharded=self.sharded)
+        self.densifier: Densifier = make_densifier(self.config, self.num_train_data, world, seed, holding=self.holding)
         self.densifier_state = self.densifier.initialize_state()
 
     @property
@@ -105,14 +113,19 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         """Whether densification counts what a step does that begins after so many images."""
         return self.densifier.counts(images)
 
-    def primitive(self, *, depth: bool) -> Gaussians:
-        """The primitive for the images seen so far."""
+    def primitive(self, *, depth: bool, counted: bool = True) -> Primitive:
+        """The primitive for the images seen so far.
+
+        Args:
+            depth: whether it renders depth as well.
+            counted: whether densification may count what it renders.
+        """
         config = self.config
         degree = min(self.step // config.sh_degree_interval, config.sh_degree) if config.sh_degree > 0 else None
         return Gaussians(
             sh_degree=degree,
             antialiased=config.rasterize_mode == "antialiased",
-            absgrad=self.training and config.use_absgrad and self.counts(self.step),
+            absgrad=counted and self.training and config.use_absgrad and self.counts(self.step),
             depth=depth,
         )
 
@@ -196,7 +209,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         splats, views = self.rendering.splats, self.views
         self.densifier.after_step(
             self.gauss_params, self.optimizers, self.densifier_state, self.step, len(views),
-            self.rates.rate_of_one_view("means"), lambda: densification_info(splats, views),
+            self.rates.rate_of_one_view(POSITION), lambda: densification_info(splats, views),
         )  # fmt: skip
         self.rendering = None
         if dues(self.config.refine_every, self.step, len(self.views)):

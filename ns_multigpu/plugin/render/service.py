@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints, broadcast_object, exchange_rows
 from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
 from ns_multigpu.plugin.model.cameras import view_from_camera
@@ -112,7 +113,7 @@ class RenderService:
         view = replace(request.view, viewmat=request.view.viewmat.to(world.device), K=request.view.K.to(world.device))
         points = Points({name: value.detach() for name, value in model.gauss_params.items()})
         if request.crop is not None:
-            kept = request.crop.within(points.params["means"]).reshape(-1)
+            kept = request.crop.within(points.params[POSITION]).reshape(-1)
             points = Points({name: value[kept] for name, value in points.params.items()})
             if not any(row[0] for row in all_gather_ints([len(points)], world)):
                 background = model.background_color.to(world.device)
@@ -120,7 +121,7 @@ class RenderService:
         # No loss, no windows: what lies in a halo is another rank's to render.
         drawn = strategy.plan([view]).drawn
         plan = Plan.of([replace(patch, halo=0) for patch in patches] for patches in drawn)
-        primitive = replace(model.primitive(depth=True), absgrad=False)
+        primitive = model.primitive(depth=True, counted=False)
         pixels = self._gather(strategy.render(primitive, points, [view], plan), view, plan, roots)
         if pixels is None:
             return None

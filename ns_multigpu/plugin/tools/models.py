@@ -204,7 +204,7 @@ def load_model(
     pipeline: DistributedPipeline = run.pipeline.setup(device=str(world.device), test_mode=test_mode)
     pipeline.eval()
     if pipeline.renders.shared:
-        pipeline.model.hold_shard(world)
+        pipeline.model.hold_shard(pipeline.strategy.placement, world)
     state = read_checkpoint_file(checkpoint)
     pipeline.load_pipeline(state["pipeline"], step_of(checkpoint))
     CONSOLE.print(f"Loaded {checkpoint}: {pipeline.model.total_points} Gaussians.")

@@ -85,7 +85,8 @@ def _lost(trainer: Any, step: int, problem: str) -> str:
     models, model = trainer.checkpoint_dir, trainer.pipeline.model
     points, images = model.total_points, (step + 1) * trainer.batch_size
     options = model.config
-    course = Course(points, 1, 1, sh_degree=options.sh_degree, compact=options.optimizer_state == "compact")
+    compact = options.optimizer_state == "compact"
+    course = Course(points, 1, 1, sh_degree=options.sh_degree, compact=compact, schema=model.schema)
     needed = checkpoint_bytes(course)
     kept = checkpoints_in(models)
     room = ", ".join(f"{path} ({free / 1e9:,.1f} GB free)" for path, free in _places(needed))

@@ -17,7 +17,8 @@ from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
-from ns_multigpu.plugin.checkpoint.sharded_state import counts_for, counts_in, load_points, own_range
+from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
+from ns_multigpu.plugin.checkpoint.sharded_state import load_points
 from ns_multigpu.plugin.checkpoint.verify import SHARDS
 from ns_multigpu.plugin.export.ns_export import stream_for_ns_export
 from ns_multigpu.plugin.faults.errors import show_uncaught
@@ -136,7 +137,7 @@ class DistributedPipeline(VanillaPipeline):
                 )
             checks.check_cap(self.model.num_points, config.model.densifier, config.model.max_gs_num)
             if sharded:
-                self.model.hold_shard(self.world)
+                self.model.hold_shard(self.strategy.placement, self.world)
         self.renders = RenderService(self.model, self.strategy)
         self.renders.install()
         self.timer = StepTimer(self.world.device)
@@ -155,6 +156,15 @@ class DistributedPipeline(VanillaPipeline):
         _ = self.datamanager.train_share
         _ = self.datamanager.train_cameras_on_device
 
+    def own_rows(self, loaded_state: dict[str, Any]) -> OwnRows:
+        """The rows of a .ckpt's points that this rank goes on with, as its placement says; all where it holds all.
+
+        Raises:
+            InputError: the shards are missing or damaged.
+        """
+        holding = self.model.holding
+        return own_rows(loaded_state, self.config.checkpoints, holding and holding.placement, self.world)
+
     def load_pipeline(self, loaded_state: dict[str, Any], step: int) -> None:
         """Loads what a .ckpt holds, and the points that it names if they are in shards: this rank's, or all of them.
 
@@ -169,12 +179,11 @@ class DistributedPipeline(VanillaPipeline):
         if SHARDS not in loaded_state and not model.sharded:
             load(loaded_state, step)
             return
-        counts = counts_in(loaded_state)
-        rows = own_range(counts, self.world) if model.sharded else range(sum(counts))
-        folder = self.config.checkpoints
-        load_points(lambda rest: load(rest, step), model.gauss_params, loaded_state, folder, rows, model.device)
-        if model.sharded:
-            model.shard_counts = counts_for(counts, self.world)
+        own, folder = self.own_rows(loaded_state), self.config.checkpoints
+        load_points(lambda rest: load(rest, step), model.gauss_params, loaded_state, folder, own.rows, model.device)
+        if model.holding is not None:
+            model.shard_counts = own.counts
+            model.holding.places = None if own.places is None else own.places.to(model.device)
 
     def get_train_loss_dict(
         self, step: int, *, metrics: bool = False

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Mapping
-from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +11,14 @@ from torch import Tensor
 
 import ns_multigpu
 from ns_multigpu.core.collectives import broadcast_object
+from ns_multigpu.core.primitive import Primitive
+from ns_multigpu.core.schema import HARMONICS, degree_of
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import training_state as state
 from ns_multigpu.plugin.checkpoint.background import CheckpointWriter, Content
 from ns_multigpu.plugin.checkpoint.sharded_state import (
+    POINTS,
     OwnMoments,
-    counts_in,
-    own_range,
     put_statistics,
     shapes_in,
     split_state,
@@ -117,7 +117,7 @@ class RunCheckpoints:
         model, pipeline = self._pipeline.model, self._pipeline.state_dict
         if not model.sharded:
             return Content(pipeline, tensors, values)
-        rows, marker = split_state(tensors, dict(model.gauss_params.items()), self._world)
+        rows, marker = split_state(tensors, dict(model.gauss_params.items()), self._world, model.holding)
         values["gaussians"] = sum(marker["counts"])
         return Content(lambda: without_points(pipeline(), marker), rows, values)
 
@@ -174,7 +174,7 @@ class RunCheckpoints:
             return 0
         opened = open_checkpoint(path, self._world)
         present = self._pipeline.state_dict()
-        loaded = fitting(opened, present, str(config.method_name))
+        loaded = fitting(opened, present, str(config.method_name), self._pipeline.model.primitive(depth=False))
         _, problem = together(lambda: self._put(opened, loaded), self._world, InputError)
         if problem:
             raise InputError(problem)
@@ -191,14 +191,13 @@ class RunCheckpoints:
         pipeline.config.checkpoints = opened.path.parent
         pipeline.load_pipeline(loaded, now.steps - 1)
         model.step = now.images
-        points = counts_in(loaded)
-        rows = own_range(points, self._world) if model.sharded else range(sum(points))
+        own = pipeline.own_rows(loaded)
         plain: Mapping[str, Any] = {}
         if opened.tensors is None:
             saved, counts = _plain_optimizers(opened.content)
         else:
             saved, plain, counts = opened.tensors, values["optimizers"], values["schedulers"]
-        saved = OwnMoments(saved, plain, list(model.gauss_params), sum(points), rows, model.device)
+        saved = OwnMoments(saved, plain, list(model.gauss_params), own.total, own.rows, model.device)
         ratio, rule = before.batch / now.batch, self._optimizers.course.rule
         state.put_optimizers(self._optimizers.optimizers, pipeline.get_param_groups(), saved, ratio, rule)
         if self._config.load_scheduler:
@@ -213,7 +212,7 @@ class RunCheckpoints:
         if values["densifier"]["kind"] == model.densifier.kind:
             model.densifier_state.update(values["densifier"]["values"])
             left = put_statistics(
-                model.densifier_state, opened.tensors, sum(points), rows, model.sharded, self._world, model.device
+                model.densifier_state, opened.tensors, own.total, own.rows, model.sharded, self._world, model.device
             )
             state.put_densifier(model.densifier_state, left, read, values["ranks"], self._world, model.device)
         if self._scaler.is_enabled() and values["scaler"]:
@@ -258,12 +257,12 @@ def changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> list[s
     return ["Options that differ from the checkpoint's:", *(f"  {n} {now[n]} (was {before[n]})" for n in changed)]
 
 
-def fitting(opened: Opened, present: Mapping[str, Any], method: str) -> dict[str, Any]:
+def fitting(opened: Opened, present: Mapping[str, Any], method: str, primitive: Primitive) -> dict[str, Any]:
     """The checkpoint's pipeline state, once it is known to fit this run's.
 
     Args:
         present: this run's pipeline state.
-        method: this run's method.
+        method: this run's method. primitive: what its points are.
 
     Raises:
         InputError: it is of another method, or of a model with other options; the message names what differs.
@@ -276,19 +275,20 @@ def fitting(opened: Opened, present: Mapping[str, Any], method: str) -> dict[str
     writer = opened.values.get("method")
     whose = f"a checkpoint of {writer}" if writer else "a checkpoint of nerfstudio's own"
     shapes = shapes_in(saved)
-    if not any(key.startswith("_model.gauss_params.") for key in shapes):
+    if not any(key.startswith(POINTS) for key in shapes):
         raise InputError(
-            f"{opened.path} is {whose}, whose model is not made of Gaussians: {method} cannot go on from it. Give a "
-            f"checkpoint of {method}."
+            f"{opened.path} is {whose}, whose model is not made of {type(primitive).__name__}: {method} cannot go on "
+            f"from it. Give a checkpoint of {method}."
         )
+    by_degree = {POINTS + one.name: one.shape.index(HARMONICS) for one in primitive.schema if HARMONICS in one.shape}
     differences = [f"it has no {_short(key)}{_by(key)}" for key in present.keys() - shapes.keys()]
     differences += [f"it has {_short(key)}, which this run has not{_by(key)}" for key in shapes.keys() - present.keys()]
     for key in shapes.keys() & present.keys():
         there, here = shapes[key], tuple(present[key].shape)
-        if "gauss_params." in key:  # any number of Gaussians will do
+        if key.startswith(POINTS):  # any number of points will do
             there, here = there[1:], here[1:]
-        if there != here and key.endswith(".features_rest"):
-            was, now = (isqrt(int(shape[0]) + 1) - 1 for shape in (there, here))
+        if there != here and key in by_degree:
+            was, now = (degree_of(int(shape[by_degree[key]])) for shape in (there, here))
             differences.append(f"its harmonics are of degree {was}, here {now} (--pipeline.model.sh-degree {was})")
         elif there != here:
             differences.append(f"its {_short(key)} is of shape {list(there)}, here {list(here)}{_by(key)}")

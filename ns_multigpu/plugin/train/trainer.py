@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.replicas import assert_identical, broadcast_in_place
+from ns_multigpu.core.schema import names
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
 from ns_multigpu.plugin.blocks.fused_options import next_stop
@@ -41,7 +42,6 @@ from ns_multigpu.plugin.train.pipeline import DistributedPipeline, DistributedPi
 from ns_multigpu.plugin.train.progress import ProgressLog
 from ns_multigpu.plugin.train.resume import RunCheckpoints
 from ns_multigpu.plugin.train.terminal import duration, quiet, say_goodbye
-from ns_multigpu.primitives.gaussian_schema import ORDER
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.train.config import DistributedTrainerConfig
@@ -103,7 +103,7 @@ class DistributedTrainer(Trainer):
         course = config.rate_course(pipeline.batch_size, len(pipeline.datamanager.train_dataset))
         if course.batch > 1:
             CONSOLE.print(course.described())
-        compact = ORDER if pipeline.model.config.optimizer_state == "compact" else ()
+        compact = names(pipeline.model.schema) if pipeline.model.config.optimizer_state == "compact" else ()
         fused = config.fused_steps == "always" or bool(compact) or pipeline.model.config.selective_adam
         spread = pipeline.model.spread_parameters()
         what = (config.optimizers.copy(), pipeline.get_param_groups(), course)

@@ -1,0 +1,58 @@
+"""What steps through autograd add to densification's statistics after the way back: gsplat's, and ours.
+
+All have splatfacto's options, and take a step after which nothing is refined.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from ns_multigpu.core.types import Splats, View
+from ns_multigpu.primitives.densifier import ReplicatedDensifier, densification_info
+
+_OPTIONS: dict[str, Any] = {"refine_scale2d_stop_iter": 4000}
+_STEP = 1
+
+
+class GsplatCounts:
+    """gsplat's `DefaultStrategy`.
+
+    Args:
+        absgrad: count absolute gradients, which gsplat does not have in its distributed mode.
+        packed: as `rasterization` was called.
+    """
+
+    def __init__(self, absgrad: bool, packed: bool) -> None:
+        from gsplat.strategy import DefaultStrategy
+
+        self._strategy, self._packed = DefaultStrategy(absgrad=absgrad, **_OPTIONS), packed
+        self._state = self._strategy.initialize_state(scene_scale=1.0)
+        self._info: Any = None
+
+    def meet(self, info: Any) -> None:
+        """Before the way back: what `rasterization` returned."""
+        self._strategy.step_pre_backward({}, {}, self._state, _STEP, info)
+        self._info = info
+
+    def add(self, means: Tensor) -> None:
+        """After the way back."""
+        self._strategy.step_post_backward({"means": means}, {}, self._state, _STEP, self._info, self._packed)
+
+
+class OurCounts:
+    """`ReplicatedDensifier`, for our operators one by one."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._densifier = ReplicatedDensifier(absgrad=True, **_OPTIONS)
+        self._state: Any = self._densifier.initialize_state(scene_scale=1.0)
+        self._splats: Splats
+
+    def meet(self, splats: Splats) -> None:
+        """Before the way back."""
+        self._splats = splats
+
+    def add(self, means: Tensor) -> None:
+        """After the way back."""
+        info = densification_info(self._splats, [self._view])
+        self._densifier.step_post_backward({"means": means}, {}, self._state, _STEP, info)

@@ -1,0 +1,85 @@
+"""What outlives a step made anew: what rows travel through, and the room for images that graphs read."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ns_multigpu.core.step_settings import StepSettings
+from ns_multigpu.core.transports import CollectiveRows, ReplicatedRows
+from ns_multigpu.core.types import Patch, View
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.primitives.gaussian_kernels import GaussianKernels
+from strategies import STRATEGIES
+
+SETTINGS = StepSettings(32, 48, views=4, ssim_lambda=0.2, rows=64, segment=32, intersections=256)
+
+
+def make_buffers(strategy: str, **options: Any) -> StepBuffers:
+    """Of the first of two ranks, which never meets the other."""
+    world = replace(World.single(), size=2)
+    config = SimpleNamespace(transport="collective", tile_lists="gather", gradients="atomics", overlap=1)
+    vars(config).update(options)
+    return StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
+
+
+@pytest.mark.parametrize(("strategy", "kind"), [("tile", CollectiveRows), ("batch", ReplicatedRows)])
+def test_a_transport_serves_as_long_as_its_sizes_do(strategy: str, kind: type) -> None:
+    """Ranks have to meet for another, so it is not made anew for harmonics, or what MCMC weighs its terms with."""
+    buffers = make_buffers(strategy)
+    first = buffers.transport(SETTINGS, GaussianKernels(degree=0))
+    assert type(first) is kind
+    other = GaussianKernels(degree=1, opacity_weight=0.1, absgrad=True)
+    assert buffers.transport(replace(SETTINGS, intersections=512), other) is first and first.kernels == other
+    for change in ({"rows": 128}, {"segment": 64}):
+        second = buffers.transport(replace(SETTINGS, **change), other)
+        assert second is not first
+        assert (second.rows, second.capacity) == (change.get("rows", 64), change.get("segment", 32))
+        first = second
+
+
+def test_where_rows_stay_their_buffers_go_with_the_step() -> None:
+    """Before a refinement, and before room is asked for the next step's, of which they are a part."""
+    for strategy, stays in (("tile", True), ("batch", False)):
+        buffers = make_buffers(strategy)
+        first = buffers.transport(SETTINGS, GaussianKernels(degree=0))
+        buffers.forget()
+        assert (buffers.transport(SETTINGS, GaussianKernels(degree=0)) is first) == stays
+
+
+def test_images_lie_where_graphs_read_them() -> None:
+    view = View(torch.eye(4), torch.eye(3), SETTINGS.width, SETTINGS.height)
+    image = torch.randint(0, 256, (SETTINGS.height, SETTINGS.width, 3), dtype=torch.uint8)
+    patches = [Patch(0, 0, 0, 32, 16, 16), Patch(1, 0, 16, 32, 48, 16), Patch.whole(2, view)]
+    buffers = make_buffers("tile")
+    for captures in (False, True):
+        buffers.captures = captures
+        buffers.make_pictures(SETTINGS, torch.uint8)
+        found = [buffers.target(place, image, patch, view) for place, patch in enumerate(patches)]
+        again = [buffers.target(place, image + 1, patch, view) for place, patch in enumerate(patches)]
+        for patch, old, new in zip(patches, found, again, strict=True):
+            x0, y0, x1, y1 = patch.rendered(view)
+            assert new.is_contiguous() and torch.equal(new, image[y0:y1, x0:x1] + 1)
+            assert (old.data_ptr() == new.data_ptr()) == captures
+    buffers.make_pictures(SETTINGS, torch.uint8)
+    assert buffers.target(0, image, patches[0], view).data_ptr() == again[0].data_ptr(), "a step made anew finds them"
+
+
+def test_what_graphs_cannot_hold_is_launched() -> None:
+    assert not make_buffers("tile").captures, "on a CPU"
+    gpu = replace(World.single(), device=torch.device("cuda", 0))
+    config = SimpleNamespace(transport="collective", tile_lists="gather", gradients="atomics", overlap=1)
+    for name in STRATEGIES:
+        for lists in ("gather", "sort"):
+            config.tile_lists = lists
+            pipeline = SimpleNamespace(config=config, strategy=STRATEGIES[name](gpu))
+            assert StepBuffers(pipeline, gpu).captures == (lists == "gather")
+
+
+def test_wishes_that_cannot_be_had_are_refused() -> None:
+    with pytest.raises(InputError, match=r"^--pipeline\.overlap 0: splats leave in 1 part at least"):
+        make_buffers("tile", overlap=0)

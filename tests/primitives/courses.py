@@ -1,0 +1,273 @@
+"""Courses of training steps that read nothing back, and what they ought to be: autograd through the operators on one
+rank, torch's Adam, the densifier's counting."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from cuda_ext.ops.adam import adam_scalars
+from cuda_ext.ops.lazy_adam import LazyAdam
+from ns_multigpu.core.loss import photometric_loss
+from ns_multigpu.core.placement import Sharded
+from ns_multigpu.core.step import Step
+from ns_multigpu.core.step_settings import StepSettings, first_capacities, padded, with_halos
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.tile_lists import SortedLists
+from ns_multigpu.core.transports import CollectiveRows, OwnRows, PeerRows, ReplicatedRows, Transport
+from ns_multigpu.core.types import Patch, Points, View
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
+from ns_multigpu.plugin.blocks.timing import StepTimer
+from ns_multigpu.primitives.densifier import ReplicatedDensifier, densification_info
+from ns_multigpu.primitives.gaussian_kernels import GaussianKernels
+from ns_multigpu.primitives.gaussian_schema import ORDER
+from ns_multigpu.primitives.gaussians import Gaussians
+from strategies import STRATEGIES
+from tests.ranks import run_ranks
+from tests.recorded import RecordedPool
+from tests.strategies.scene import make_image, make_points, make_views
+
+RATES = {"means": 1e-3, "quats": 1e-3, "scales": 5e-3, "opacities": 5e-2, "features_dc": 2.5e-3, "features_rest": 1e-4}
+LAMBDA = 0.2
+WIDTH, HEIGHT = 45, 37
+Scene = Callable[[int, torch.dtype, torch.device], Points]
+Outcome = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is trained, and how.
+
+    Attributes:
+        strategy: `batch`, where ranks are replicas, or `tile`, where each has a shard: `bounds`, or equal numbers.
+        batch: views of a step.
+        room: capacities of rows, a segment and intersections to begin with: those that are too small grow on the way.
+            None for what training begins with.
+        lazy: steps of points that are not drawn are put off.
+        transport: of shards: own, collective, or in peer memory atomics or transfer. by_sort: see `SortedLists`.
+        moment: of Adam's moments. selective: see `GaussianKernels`. groups: in which rows leave.
+        captured: steps are replayed from graphs, on a CPU from what was recorded.
+    """
+
+    strategy: str
+    batch: int
+    steps: int
+    antialiased: bool = False
+    bounds: tuple[int, ...] | None = None
+    room: tuple[int, int, int] | None = None
+    lazy: bool = False
+    transport: str = "collective"
+    by_sort: bool = False
+    points: int = 300
+    moment: torch.dtype = torch.float32
+    selective: bool = False
+    scene: Scene = make_points
+    groups: int = 1
+    captured: bool = False
+    size: tuple[int, int] = (WIDTH, HEIGHT)
+
+    def views(self, step: int, device: torch.device) -> list[View]:
+        width, height = self.size
+        return [replace(view, width=width, height=height) for view in batch_of(step, self.batch, device)]
+
+
+def batch_of(step: int, size: int, device: torch.device) -> list[View]:
+    views = make_views(7, torch.float32, device)
+    order = [(3 * step + 2 * k) % 7 for k in range(size)]
+    return [replace(views[i], width=WIDTH, height=HEIGHT) for i in order]
+
+
+def background(step: int, position: int) -> torch.Tensor:
+    return torch.rand(3, generator=torch.Generator().manual_seed(100 * step + position))
+
+
+def scalars(number: int) -> torch.Tensor:
+    """Adam's, of a step with this number."""
+    return torch.tensor([adam_scalars(RATES[k], (0.9, 0.999), 1e-15, number) for k in ORDER])
+
+
+def step_all_but(left_alone: torch.Tensor, param: torch.nn.Parameter, optimizer: torch.optim.Adam) -> None:
+    """A dense step, after which the points that are to be `left_alone` [N] get back what they had."""
+    names = ("exp_avg", "exp_avg_sq")
+    state = optimizer.state[param]
+    before = [param.detach().clone(), *(state.get(name, torch.zeros_like(param)).clone() for name in names)]
+    optimizer.step()
+    for value, old in zip((param.data, *(state[name] for name in names)), before, strict=True):
+        value[left_alone] = old[left_alone]
+
+
+def ordinary(course: Course, device: str = "cpu") -> Outcome:
+    """The course of one process that takes all views of a batch; with selective Adam or dense."""
+    place = torch.device(device)
+    params = {
+        k: torch.nn.Parameter(v.detach()) for k, v in course.scene(course.points, torch.float32, place).params.items()
+    }
+    optimizers = {k: torch.optim.Adam([params[k]], lr=rate, eps=1e-15) for k, rate in RATES.items()}
+    densifier = ReplicatedDensifier(absgrad=True, refine_scale2d_stop_iter=4000)
+    state: dict[str, Any] = densifier.initialize_state(scene_scale=1.0)
+    losses = []
+    for step in range(course.steps):
+        views = course.views(step, place)
+        kind = Gaussians(sh_degree=2, antialiased=course.antialiased, absgrad=True)
+        held = Points(params)
+        splats = kind.splat(held, kind.cull(held, views, range(course.batch)), views)
+        total = torch.zeros((), device=place)
+        for p, pixels in enumerate(kind.render(splats, [Patch.whole(p, v) for p, v in enumerate(views)], views)):
+            rgb = (pixels.color + (1 - pixels.alpha) * background(step, p).to(place)).clamp(0, 1)
+            target = make_image(views[p]).to(place)
+            total = total + photometric_loss(rgb, target, pixels.patch, views[p], LAMBDA) / course.batch
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+        total.backward()
+        info = densification_info(splats, views)
+        densifier._count(params, state, info)
+        left_alone = torch.full((course.points,), course.selective, device=place)
+        left_alone[info["ids"][splats.rows["radii"][:, 0] > 0]] = False
+        for k, optimizer in optimizers.items():
+            step_all_but(left_alone, params[k], optimizer)
+        losses.append(total.detach())
+    result = {k: v.detach().cpu() for k, v in params.items()}
+    result |= {f"v of {k}": optimizers[k].state[params[k]]["exp_avg_sq"].cpu() for k in RATES}
+    result |= {k: state[k].cpu() for k in ("grad2d", "count", "radii")}
+    return result | {"losses": torch.stack(losses).cpu()}
+
+
+def kernels_of(antialiased: bool = False, absgrad: bool = True, **options: Any) -> GaussianKernels:
+    made = Gaussians(sh_degree=2, antialiased=antialiased, absgrad=absgrad).kernels(**options)
+    assert made is not None
+    return made
+
+
+def transport_of(name: str, spread: Strategy, kernels: GaussianKernels, settings: StepSettings) -> Transport:
+    """The transport of that name for shards; replicas have one of their own."""
+    world = spread.world
+    shape = (world, kernels, settings.rows, settings.segment, settings.words(spread.assignment.learns))
+    if not spread.rows.travels:
+        return OwnRows(*shape) if world.size == 1 else ReplicatedRows(*shape)
+    if name in ("atomics", "transfer"):
+        return PeerRows(*shape, atomics=name == "atomics")
+    return {"own": OwnRows, "collective": CollectiveRows}[name](*shape)
+
+
+def step_of(
+    world: World, strategy: str, params: Any, settings: StepSettings, transport: str = "own", moments: Any = None,
+    lazy: LazyAdam | None = None, kernels: GaussianKernels | None = None, statistics: Any = None,
+) -> Step:  # fmt: skip
+    """A step of these parameters, with moments that are zero unless there are some."""
+    spread = STRATEGIES[strategy](world)
+    kernels = kernels or kernels_of(absgrad=False)
+    moments = moments or {k: (torch.zeros_like(v), torch.zeros_like(v)) for k, v in params.items()}
+    carried = transport_of(transport, spread, kernels, settings)
+    return Step(kernels, params, moments, statistics or {}, settings, spread, carried, lazy)
+
+
+def taken(world: World, course: Course) -> Outcome:
+    """The course on several ranks."""
+    device = world.device
+    spread = STRATEGIES[course.strategy](world)
+    if course.bounds is not None:
+        spread = replace(spread, placement=Sharded(course.bounds))
+    held = spread.placement.hold(course.scene(course.points, torch.float32, device), world)
+    params = {k: v.detach() for k, v in held.params.items()}
+    kind = course.moment
+    moments = {k: (torch.zeros_like(v, dtype=kind), torch.zeros_like(v, dtype=kind)) for k, v in params.items()}
+    statistics = {k: torch.zeros(len(held), device=device) for k in ("grad2d", "count", "radii")}
+    counted = statistics if world.is_main or not spread.gradients.summed else {}
+    put_off_here = LazyAdam.make(len(held), device) if course.lazy else None
+    width, height = course.size
+    here = spread.assignment.most_views(course.batch, world.size)
+    room = course.room or first_capacities(course.points, width * height, here, travels=spread.rows.travels)
+    settings = StepSettings(width, height, course.batch, LAMBDA, *room, course.groups)
+    kernels = kernels_of(course.antialiased, selective=course.selective)
+
+    def made() -> Step:
+        carried = transport_of(course.transport, spread, kernels, settings)
+        peer = course.transport != "collective"
+        lists = SortedLists(settings, world, carried.lines, peer=peer) if course.by_sort else None
+        return Step(kernels, params, moments, counted, settings, spread, carried, put_off_here, lists)
+
+    pool = (GraphPool(device) if device.type == "cuda" else RecordedPool()) if course.captured else None
+    graphs = StepGraphs(StepTimer(device), lambda: None, pool)
+    pictures = torch.zeros(course.batch, height, width, 3, dtype=torch.uint8, device=device)
+    one, losses, sent, redone, put_off, first, replayed = made(), [], 0, 0, 0, (0, 0, 0), 0
+    step = 0
+    while step < course.steps:
+        views = course.views(step, device)
+        one.viewmats.copy_(torch.stack([v.viewmat for v in views]))
+        one.Ks.copy_(torch.stack([v.K for v in views]))
+        one.backgrounds.copy_(torch.stack([background(step, p) for p in range(course.batch)]))
+        one.scalars.copy_(scalars(step + 1))
+        plan = with_halos(spread.plan_alike(views), width, height)
+        # In the same place each time, for graphs.
+        targets = [target_of(patch, views, pictures[patch.view]) for patch in plan.owned[world.rank]]
+        graphs.take(plan, partial(one.parts, plan, targets))
+        replayed += plan in graphs._captured
+        status = one.status()
+        if status.full:
+            assert status.done == 0
+            redone += 1
+            put_off = max(put_off, step)
+            old = (settings.rows, settings.segment, settings.intersections)
+            rows, segment, intersections = (max(padded(n), o) for n, o in zip(status.needed, old, strict=True))
+            settings = replace(settings, rows=rows, segment=segment, intersections=intersections)
+            one = made()
+            graphs.forget()
+            continue
+        assert status.done == 1 and torch.isfinite(one.report).all()
+        first = first if step else status.needed
+        if spread.assignment.learns:
+            spread.assignment.learn(views, one.tile_counts.reshape(-1).tolist())
+        losses.append(one.report[:-1].mean())
+        sent += status.sent
+        step += 1
+    one.flush()
+    result = {k: v.cpu() for k, v in params.items()} | {f"v of {k}": m[1].cpu() for k, m in moments.items()}
+    counts = {"redone": redone, "put off": put_off, "first": first, "sent": sent, "replayed": replayed}
+    return result | {k: v.cpu() for k, v in statistics.items()} | {
+        "losses": torch.stack(losses).cpu(), "tiles": one.tile_counts.cpu(),
+        **{name: torch.tensor(count) for name, count in counts.items()},
+    }  # fmt: skip
+
+
+def target_of(patch: Patch, views: Sequence[View], picture: torch.Tensor) -> torch.Tensor:
+    """The image under a patch's rendered rectangle, of whole rows, in its place in the picture of its view."""
+    _, top, _, bottom = patch.rendered(views[patch.view])
+    return picture[top:bottom].copy_(make_image(views[patch.view])[top:bottom])
+
+
+def take(course: Course, ranks: int, device: str = "cpu") -> list[Outcome]:
+    """What each rank of so many has of a course."""
+    return run_ranks(taken, ranks, course, device=device)
+
+
+def together(course: Course, outcomes: Sequence[Outcome]) -> Outcome:
+    """What all ranks have: that of each replica, which must be the same, or all shards'; and the losses' sums."""
+    names = [*RATES, *(f"v of {name}" for name in RATES)]
+    losses = {"losses": torch.stack([outcome["losses"] for outcome in outcomes]).sum(0)}
+    if course.strategy == "batch":
+        for other in outcomes[1:]:
+            for name in names:
+                assert torch.equal(other[name], outcomes[0][name]), f"{name} differs between ranks"
+        return {**outcomes[0], **losses}
+    names += ["grad2d", "count", "radii"]
+    assert all(torch.equal(o["tiles"], outcomes[0]["tiles"]) for o in outcomes), "ranks know of different work"
+    return {name: torch.cat([outcome[name] for outcome in outcomes]) for name in names} | losses
+
+
+def assert_same_course(course: Course, outcomes: Sequence[Outcome], expected: Outcome) -> None:
+    found = together(course, outcomes)
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=1e-6)
+    for name in RATES:
+        # Adam divides small gradients by their own size: a rounding error there moves a parameter by as much as a step.
+        error = (found[name] - expected[name]).abs()
+        assert (error > 0.2 * RATES[name]).float().mean() < 1e-2, name
+        # Squares, of gradients at parameters that have moved so: larger by an order than the sums' own rounding (5.9e-3
+        # was seen of replicas on four GPUs, of rotations).
+        moments, right = found[f"v of {name}"], expected[f"v of {name}"]
+        assert (moments - right).norm() < (1e-2 if course.strategy == "batch" else 5e-3) * right.norm(), name
+    assert torch.equal(found["count"], expected["count"])
+    assert (found["grad2d"] - expected["grad2d"]).norm() < 1e-3 * expected["grad2d"].norm()
+    torch.testing.assert_close(found["radii"], expected["radii"], rtol=1e-6, atol=1 / max(course.size))

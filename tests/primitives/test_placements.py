@@ -1,0 +1,111 @@
+"""Whatever placement says which rank owns which point, the ranks together train the model of one rank, bit for bit."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.placement import AllHere, Placement, Replicated, Sharded
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.sharded_order import plan_move
+from tests.placements import TOYS, HalfSpaces, Wrong
+from tests.primitives import test_sharded_densifier, test_sharded_mcmc
+from tests.primitives.shards import assert_same, by_place, holding_of
+from tests.ranks import run_ranks, skip_without_gpus
+
+KINDS: dict[str, ModuleType] = {"densifier": test_sharded_densifier, "mcmc": test_sharded_mcmc}
+CASES = {
+    "densifier": ("even", "few places", "a rank owns all", "a rank is pruned", "revised opacity", "capped"),
+    "mcmc": ("even", "few places", "a rank owns nothing", "a rank is dead", "none is dead", "all are dead"),
+}
+
+
+def courses(world: World, kind: str) -> dict[tuple[str, str], tuple[dict[str, Tensor], Tensor, list[int]]]:
+    """Everything that a point has, its place, and how many points moved at each refinement."""
+    found: dict[Any, Any] = {}
+    for name, toy in TOYS.items():
+        for case in CASES[kind]:
+            values = {key: value.to(world.device) for key, value in KINDS[kind].initial(case).items()}
+            holding = holding_of(toy, case, values, world)
+            lines, records, _ = KINDS[kind].course(world, case, True, holding)
+            assert holding.places is not None and holding.places.device.type == world.device.type
+            found[name, case] = (lines, holding.places.cpu(), [record.moved for record in records])
+    return found
+
+
+def compare(kind: str, size: int, device: str) -> None:
+    outcomes = run_ranks(courses, size, kind, device=device)
+    for case in CASES[kind]:
+        expected = KINDS[kind].course(World.single(device if device == "cpu" else "cuda:0"), case, False)[0]
+        for name in TOYS:
+            some = [outcome[name, case] for outcome in outcomes]
+            found = by_place([lines for lines, _, _ in some], [places for _, places, _ in some])
+            assert_same(found, expected, f"{kind}, {name}, {case}, {size} ranks")
+            assert size == 1 or sum(some[0][2]) > 0, "no point changed ranks"
+            ranges = [len(places) == 0 or int(places[-1] - places[0]) == len(places) - 1 for _, places, _ in some]
+            assert size == 1 or name == "backwards" or not all(ranges), "ranges would need no places"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_owners_train_the_model_of_one_rank(kind: str, size: int) -> None:
+    compare(kind, size, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_owners_train_the_model_of_one_gpu(kind: str) -> None:
+    skip_without_gpus(2)
+    compare(kind, 2, "cuda")
+
+
+def owned(world: World) -> bool:
+    """Whether each rank has what the placement gives it, when a refinement is done."""
+    holding = holding_of(HalfSpaces(), "even", test_sharded_densifier.initial("even"), world)
+    seen: list[bool] = []
+    refine = test_sharded_densifier.ShardedDensifier._refine
+
+    def watched(self: Any, params: Any, *rest: Any) -> None:
+        refine(self, params, *rest)
+        owners = HalfSpaces().owners(params["means"].detach(), world.size)
+        seen.append(bool((owners == world.rank).all()) and len(owners) > 0)
+
+    test_sharded_densifier.ShardedDensifier._refine = watched  # type: ignore[method-assign]
+    try:
+        test_sharded_densifier.course(world, "even", True, holding)
+    finally:
+        test_sharded_densifier.ShardedDensifier._refine = refine  # type: ignore[method-assign]
+    return len(seen) >= test_sharded_densifier.REFINED and all(seen)
+
+
+def test_owners_are_those_that_the_placement_names() -> None:
+    assert all(run_ranks(owned, 3))
+
+
+def test_replicas_stay_where_they_are() -> None:
+    for placement in (AllHere(), Replicated()):
+        keys = torch.arange(5)
+        move = plan_move(keys, torch.ones_like(keys), World.single(), 1.1, placement)
+        assert move.send == [5] and move.moved == 0 and move.places is None and move.leave is None
+        assert placement.shares(5, lambda: torch.zeros(5, 3), 1) == [range(5)] and placement.kind is None
+    assert Sharded().kind is None and HalfSpaces().kind == "HalfSpaces"
+
+
+def misplaced(world: World) -> list[str]:
+    """What a rank is told where another one's placement, or its own, is wrong."""
+    keys, told = torch.arange(4) + world.rank, list[str]()
+    placements: list[Placement] = [Wrong(owner) for owner in (-1, world.size, None)]
+    for placement in placements:
+        with pytest.raises(ValueError) as error:
+            plan_move(keys, torch.ones_like(keys), world, 1.1, placement, parents=lambda: keys)
+        told.append(str(error.value))
+    return told
+
+
+def test_owners_that_are_no_ranks() -> None:
+    """Every rank is told, not only the one that would have sent them."""
+    for told in run_ranks(misplaced, 2):
+        outside = "Wrong names owners for the points of rank 1: 1 of them are not among the 2 ranks"
+        assert told == [outside, outside, "Wrong names owners for the points of rank 1: that is +1 owners"]
