@@ -101,4 +101,7 @@ SCHEMAS: tuple[str, ...] = (
     "step_gate(Tensor[] counts, Tensor limits, Tensor(a!) status, Tensor scalars, Tensor still, Tensor row_counts, "
     "Tensor? lazy_steps, int most_steps, Tensor? sent, Tensor? work, Tensor(b!)? totals) -> "
     "(Tensor gated_scalars, Tensor gated_counts)",
+    # On the host alone: a batch is planned while the device works.
+    "assign_patches(Tensor counts, Tensor totals, Tensor sent, Tensor? start, float alpha, float beta, float gamma, "
+    "float delta, int power, int most_swaps, float seconds) -> (Tensor ranks, Tensor told)",
 )

@@ -1,0 +1,71 @@
+"""How long placing and planning take, at the sizes that the strategy must stand."""
+
+import time
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+
+from benchmarks.scenes.seen_city import SeenCity
+from ns_multigpu.locality.assign import Assigner, Volume
+from ns_multigpu.locality.graph import SeenGraph
+from ns_multigpu.locality.partition import partition
+
+
+def large_graph_seconds(groups: int, views: int, shown: float = 0.0035, machines: int = 8) -> dict[str, Any]:
+    """Seconds that placing takes on a flat city of square groups, seen from above by views of random rectangles.
+
+    Args:
+        groups: about how many: a square number of them is made, in the Z-order.
+        views: how many. shown: the fraction of all groups that a view shows, in the mean.
+        machines: of four GPUs.
+    """
+    side = round(groups**0.5)
+    x, y = np.meshgrid(np.arange(side), np.arange(side), indexing="ij")
+    place = np.empty(side * side, dtype=np.int64)
+    place[np.argsort((_spread(x) | _spread(y) << 1).ravel(), kind="stable")] = np.arange(side * side)
+    generator, edge = np.random.default_rng(0), side * shown**0.5
+    parts = []
+    for centre in generator.random((views, 2)) * side:
+        half = edge * generator.uniform(0.6, 1.4, 2) / 2
+        low, high = np.maximum(centre - half, 0).astype(int), np.minimum(centre + half + 1, side).astype(int)
+        parts.append(place.reshape(side, side)[low[0] : high[0], low[1] : high[1]].ravel())
+    starts = np.cumsum([0, *(len(part) for part in parts)])
+    counts = generator.integers(1, 4097, starts[-1])
+    seen = sparse.csr_matrix((counts, np.concatenate(parts), starts), shape=(views, side * side))
+    graph = SeenGraph(seen, np.full(side * side, 4096))
+    start, work = time.perf_counter(), time.process_time()
+    found = partition(graph, machines, 4)
+    took = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - work}
+    shares = np.bincount(found.ranks, minlength=found.count) / (side * side / found.count)
+    return {"groups": side * side, "views": views, "edges": int(starts[-1]), **took, "most_points": float(shares.max())}
+
+
+def plan_times(city: SeenCity, way: str, batch: int = 64, machines: int = 8, trials: int = 20) -> dict[str, Any]:
+    """Milliseconds of assigning `batch` views x 16 patches on machines of four GPUs, whole and without the search."""
+    graph = SeenGraph(city.seen[way, 1].astype(np.int64), city.points.astype(np.int64))
+    placed = partition(graph, machines, 4)
+    by_patch = SeenGraph(city.seen[way, 4].astype(np.int64), city.points.astype(np.int64))
+    needed = by_patch.by_rank(placed.ranks, placed.count).reshape(city.views, 16, placed.count)
+    generator, report = np.random.default_rng(3), {}
+    for name, search in (("start", False), ("with search", True)):
+        assigner, took, work, between = Assigner(machines, 4, search=search), [], [], []
+        for _ in range(trials):
+            rows = needed[generator.choice(city.views, batch, replace=False)].reshape(-1, placed.count)
+            start, used = time.perf_counter(), time.process_time()
+            chosen = assigner.assign(rows)
+            took.append(1e3 * (time.perf_counter() - start))
+            work.append(1e3 * (time.process_time() - used))
+            between.append(Volume.of(rows, chosen, 4).between)
+        report[name] = {
+            "ms": float(np.median(took)), "least_ms": min(took), "most_ms": max(took),
+            "cpu_ms": float(np.median(work)), "between": float(np.mean(between)),
+        }  # fmt: skip
+    return report
+
+
+def _spread(values: np.ndarray) -> np.ndarray:
+    result = np.zeros_like(values)
+    for bit in range(16):
+        result |= (values >> bit & 1) << (2 * bit)
+    return result

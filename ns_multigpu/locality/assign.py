@@ -1,0 +1,183 @@
+"""Which rank draws which patch of a batch (section 4.2.2): machines first, then the GPUs of each."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cuda_ext.ops.assign_patches import POWERS, assign_patches
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What counts how much at one level: see `assign_patches`.
+
+    Attributes:
+        alpha: of points that are drawn where they are. beta, gamma, delta: of the norms of what ranks send, receive and
+            draw. power: p of the norms.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+    delta: float
+    power: int = 4
+
+    def __post_init__(self) -> None:
+        if min(self.alpha, self.beta, self.gamma, self.delta) < 0 or self.power not in POWERS:
+            raise ValueError(f"weights must not be negative, and power one of {POWERS}: {self}")
+
+    @staticmethod
+    def profiled(
+        exchange: float, drawing: float, most_sent: float, most_received: float, alpha: float, power: int = 4
+    ) -> "Weights":
+        """By measured rates (appendix C.1): the exchange's share of the time is split by the busiest rank's receiving
+        and sending, the rest is drawing's.
+
+        Args:
+            exchange, drawing: seconds of a step that each took, in the mean.
+            most_sent, most_received: points that the busiest rank sent and received.
+            alpha: the paper drops the sum from the search and has p stand for it; here it may stay, 0 within a machine.
+        """
+        total, loads = exchange + drawing, most_sent + most_received
+        share = exchange / total if total > 0 else 0.5
+        receiving = most_received / loads if loads > 0 else 0.5
+        return Weights(alpha, receiving * share, (1 - receiving) * share, 1 - share, power)
+
+
+BETWEEN = Weights(alpha=1.0, beta=0.5, gamma=0.5, delta=0.2)
+"""Over machines, until rates are known: what crosses counts most, and whose link is busiest."""
+WITHIN = Weights(alpha=0.0, beta=0.2, gamma=0.5, delta=1.0)
+"""Over a machine's ranks: levelness alone (section 4.2.2)."""
+
+
+@dataclass(frozen=True)
+class Assigner:
+    """Assigns batches.
+
+    Attributes:
+        machines, per_machine: ranks are machines * per_machine; those of a machine follow one another.
+        between, within: weights over machines and over a machine's ranks.
+        hierarchical: else all ranks at once, by `between`.
+        search: False ends with the linear sum assignment.
+        most_swaps: of each search: a budget that gives the same on every rank.
+        seconds: of each search; 0 for none. A clock may end a search at another swap on another rank: give it only
+            where one rank plans for all.
+    """
+
+    machines: int
+    per_machine: int
+    between: Weights = BETWEEN
+    within: Weights = WITHIN
+    hierarchical: bool = True
+    search: bool = True
+    most_swaps: int = 200
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.machines < 1 or self.per_machine < 1:
+            raise ValueError(f"{self.machines} machines of {self.per_machine} ranks: at least one of each is needed")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in all."""
+        return self.machines * self.per_machine
+
+    def assign(self, needed: Floats) -> Ints:
+        """The rank that draws each patch, [P] int64.
+
+        Machines differ by one patch at most, and so do the ranks of a machine. Where that leaves a choice, who has a
+        patch less is decided by work.
+
+        Args:
+            needed: [P, ranks] points that each patch needs from each rank: the matrix A.
+
+        Raises:
+            ValueError: the shape is another, or a number is negative.
+        """
+        if needed.ndim != 2 or needed.shape[1] != self.ranks:
+            raise ValueError(f"needed must be [patches, {self.ranks} ranks], not {list(needed.shape)}")
+        counts = torch.from_numpy(np.ascontiguousarray(needed, dtype=np.float64))
+        if not self.hierarchical or self.machines == 1:
+            weights = self.between if self.machines > 1 else self.within
+            return self._level(counts, counts.sum(1), counts.new_zeros(self.ranks), weights)
+        totals = counts.sum(1)
+        by_machine = counts.view(len(counts), self.machines, self.per_machine)
+        machine = self._level(by_machine.sum(2), totals, counts.new_zeros(self.machines), self.between)
+        ranks = np.zeros_like(machine)
+        for k in range(self.machines):
+            mine = torch.from_numpy(machine == k)
+            # What this machine's ranks send elsewhere is settled; what patches get from elsewhere comes to who draws.
+            sent = by_machine[~mine, k].sum(0)
+            inner = self._level(by_machine[mine, k].contiguous(), totals[mine], sent, self.within)
+            ranks[machine == k] = k * self.per_machine + inner
+        return ranks
+
+    def _level(self, counts: torch.Tensor, totals: torch.Tensor, sent: torch.Tensor, weights: Weights) -> Ints:
+        if counts.shape[1] == 1:
+            return np.zeros(len(counts), dtype=np.int64)
+        found = assign_patches(
+            counts, totals, sent, alpha=weights.alpha, beta=weights.beta, gamma=weights.gamma, delta=weights.delta,
+            power=weights.power, most_swaps=self.most_swaps if self.search else 0, seconds=self.seconds,
+        )  # fmt: skip
+        return found.ranks.numpy()
+
+
+@dataclass(frozen=True)
+class Volume:
+    """What an assignment costs, in points.
+
+    Attributes:
+        sent, received, drawn: [ranks] float64.
+        between: points that go from one machine to another. total: from one rank to another.
+    """
+
+    sent: Floats
+    received: Floats
+    drawn: Floats
+    between: float
+    total: float
+
+    @staticmethod
+    def of(needed: Floats, ranks: Ints, per_machine: int) -> "Volume":
+        """Of patches that need so many points from each rank [P, R], drawn by `ranks` [P].
+
+        A point that shows in two patches of a rank counts twice.
+        """
+        patches, count = needed.shape
+        here = needed[np.arange(patches), ranks]
+        totals = needed.sum(1)
+        sent = needed.sum(0) - np.bincount(ranks, weights=here, minlength=count)
+        received = np.bincount(ranks, weights=totals - here, minlength=count).astype(np.float64)
+        drawn = np.bincount(ranks, weights=totals, minlength=count).astype(np.float64)
+        near = needed.reshape(patches, -1, per_machine).sum(2)[np.arange(patches), ranks // per_machine]
+        return Volume(sent, received, drawn, float((totals - near).sum()), float((totals - here).sum()))
+
+
+def random_assignment(patches: int, ranks: int, generator: np.random.Generator) -> Ints:
+    """Patches dealt out at random, equally many to each rank: what others do."""
+    return generator.permutation(np.arange(patches, dtype=np.int64) % ranks)
+
+
+def by_room(needed: Floats) -> Ints:
+    """The rule that needs no search: patch after patch to the rank that has most of its points and still has room.
+
+    Those that have most to lose come first. Ranks differ by one patch at most. [P] int64 for [P, R].
+    """
+    patches, ranks = needed.shape
+    least, spare = divmod(patches, ranks)
+    order = np.argsort(-needed.max(1, initial=0.0), kind="stable")
+    preferred = np.argsort(-needed, axis=1, kind="stable")
+    held, found = np.zeros(ranks, dtype=np.int64), np.zeros(patches, dtype=np.int64)
+    for patch in order:
+        for rank in preferred[patch]:
+            if held[rank] < least or (held[rank] == least and spare > 0):
+                spare -= int(held[rank] == least)
+                held[rank] += 1
+                found[patch] = rank
+                break
+    return found

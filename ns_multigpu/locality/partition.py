@@ -1,0 +1,193 @@
+"""Which rank owns which group of points: over machines first, then over each machine's GPUs (section 4.2.1).
+
+Over machines groups go where the views go that see them: METIS cuts the graph of groups and views, with points level
+for memory and points seen level for work. What a view shows then lies on few machines, as it should, and on the GPUs of
+a machine as unevenly as METIS pleases: regions leave one GPU with most of a view's work. So within a machine, where
+links are fast, groups are dealt out: of each run of neighbours along the Z-order every GPU gets one, such that what
+each single view has on the GPUs stays as level as it can (the least sum of squares over the views, run after run). All
+GPUs hold equally many groups, and each has its share of every view.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from ns_multigpu.locality.graph import SeenGraph
+from ns_multigpu.locality.metis import missing, part_graph
+
+Ints = NDArray[np.int64]
+Way = Literal["metis", "dealt", "random", "ranges"]
+"""metis: the graph's partition. dealt: level view by view. random: as they come. ranges: of the Z-order, by work."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Where groups and views are at home. Ranks of a machine follow one another.
+
+    Attributes:
+        ranks: [C] int64, the rank that owns each group.
+        view_machines: [V] int64, the machine whose groups a view sees most of: where its image is decoded and held.
+        machines, per_machine: how many, and ranks of each.
+        notes: what was not done as asked, for the log.
+    """
+
+    ranks: Ints
+    view_machines: Ints
+    machines: int
+    per_machine: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Ranks in all."""
+        return self.machines * self.per_machine
+
+
+def partition(
+    graph: SeenGraph,
+    machines: int,
+    per_machine: int,
+    across: Way = "metis",
+    within: Way = "dealt",
+    hierarchical: bool = True,
+    imbalance: float = 1.05,
+    seed: int = 0,
+) -> Partition:
+    """Places groups. The same graph gives the same on one machine; METIS promises nothing for machines of different
+    kinds, so that one rank should place and tell the others.
+
+    Args:
+        graph: groups in the Z-order, and the views that see them.
+        machines, per_machine: ranks are machines * per_machine.
+        across: how over machines. within: how over a machine's ranks.
+        hierarchical: else `across` places over all ranks at once.
+        imbalance: the most of points, and of points seen, that a machine has over the mean; above 1. METIS only tries
+            to keep the latter.
+        seed: of METIS and of what is random.
+
+    Raises:
+        ValueError: more ranks than groups, or an unknown way.
+    """
+    for way in (across, within):
+        if way not in get_args(Way):
+            raise ValueError(f"unknown way to place groups, {way!r}: one of {', '.join(get_args(Way))}")
+    ranks = machines * per_machine
+    if machines < 1 or per_machine < 1:
+        raise ValueError(f"{machines} machines of {per_machine} ranks: at least one of each is needed")
+    if ranks > graph.groups:
+        raise ValueError(
+            f"{ranks} ranks for {graph.groups} groups of points: choose smaller groups, fewer ranks or a larger model"
+        )
+    notes: list[str] = []
+    first = machines if hierarchical else ranks
+    of = _place(graph, first, across, imbalance, seed, notes)
+    if hierarchical and per_machine > 1:
+        owner = np.empty_like(of)
+        for machine in range(machines):
+            members = np.flatnonzero(of == machine)
+            inner = graph.part(members)
+            owner[members] = machine * per_machine + _place(inner, per_machine, within, imbalance, seed, notes)
+        of = owner
+    _nobody_without(of, ranks)
+    homes = graph.by_rank(of // per_machine, machines).argmax(1).astype(np.int64)
+    return Partition(of, homes, machines, per_machine, tuple(dict.fromkeys(notes)))
+
+
+def _nobody_without(of: Ints, ranks: int) -> None:
+    """Gives a rank without groups one of the rank that has most: with few groups a rank, levelling leaves some out."""
+    held = np.bincount(of, minlength=ranks)
+    for rank in np.flatnonzero(held == 0):
+        most = int(held.argmax())
+        of[np.flatnonzero(of == most)[-1]] = rank
+        held[most] -= 1
+        held[rank] += 1
+
+
+def _place(graph: SeenGraph, parts: int, way: Way, imbalance: float, seed: int, notes: list[str]) -> Ints:
+    if parts == 1:
+        return np.zeros(graph.groups, dtype=np.int64)
+    if way == "metis" and (problem := missing()):
+        notes.append(f"{problem}. Until then groups are placed by ranges of the Z-order with equal work.")
+        way = "ranges"
+    if way == "metis":
+        return _by_metis(graph, parts, imbalance, seed, notes)
+    simple: dict[str, Callable[[SeenGraph, int, int], Ints]] = {"random": _random, "ranges": _ranges, "dealt": _dealt}
+    return simple[way](graph, parts, seed)
+
+
+def _by_metis(graph: SeenGraph, parts: int, imbalance: float, seed: int, notes: list[str]) -> Ints:
+    # Vertices: groups, then views. Kinds of weight: points of groups, points seen by views.
+    seen, turned = graph.seen, graph.seen.T.tocsr()
+    groups, views = graph.groups, graph.views
+    starts = np.concatenate([turned.indptr.astype(np.int64), turned.nnz + seen.indptr[1:].astype(np.int64)])
+    neighbours = np.concatenate([turned.indices.astype(np.int64) + groups, seen.indices.astype(np.int64)])
+    edges = np.concatenate([turned.data, seen.data])
+    weights = np.zeros((groups + views, 2), dtype=np.int64)
+    weights[:groups, 0], weights[groups:, 1] = graph.points, graph.view_work()
+    found = part_graph(starts, neighbours, weights, edges, parts, imbalance, seed)
+    if found.note:
+        notes.append(found.note)
+    of = found.of[:groups].copy()
+    _level(graph, of, found.of[groups:], parts, imbalance)
+    return of
+
+
+def _level(graph: SeenGraph, of: Ints, views: Ints, parts: int, imbalance: float) -> None:
+    """Moves groups, those that lose least, until no part has more points than it may: METIS only tries."""
+    held = np.bincount(of, weights=graph.points, minlength=parts)
+    most = max(imbalance * held.sum() / parts, held.sum() / parts + graph.points.max())
+    if held.max() <= most and held.min() > 0:
+        return
+    homes = SeenGraph(graph.seen.T.tocsr(), graph.view_work()).by_rank(views, parts)  # what part's views see of a group
+    for full in np.argsort(-held, kind="stable"):
+        while held[full] > most or held.min() == 0:
+            if held[full] <= most and full != held.argmax():
+                break
+            to = int(held.argmin())
+            members = np.flatnonzero(of == full)
+            loss = homes[members, full] - homes[members, to]
+            wanted = max(1, int((held[full] - most) / graph.points.max()))
+            spare = max(1, int((most - held[to]) / graph.points.max()))
+            for group in members[np.argsort(loss, kind="stable")][: min(wanted, spare)]:
+                of[group] = to
+                held[full] -= graph.points[group]
+                held[to] += graph.points[group]
+
+
+def _random(graph: SeenGraph, parts: int, seed: int) -> Ints:
+    """Equally many groups for each part, drawn at random."""
+    return np.random.default_rng(seed).permutation(np.arange(graph.groups, dtype=np.int64) % parts)
+
+
+def _ranges(graph: SeenGraph, parts: int, seed: int) -> Ints:
+    """Ranges of the Z-order, level in work: half by points, half by points seen. As bisecting again and again."""
+    work = graph.points / max(1, graph.points.sum()) + graph.group_work() / max(1, graph.group_work().sum())
+    middle = np.cumsum(work) - work / 2
+    places = np.arange(graph.groups)
+    of = np.minimum((middle / work.sum() * parts).astype(np.int64), places)
+    # Nobody goes without: from group to group at most one part further, and as many groups left as parts.
+    of = np.minimum.accumulate(np.minimum(of, parts - 1) - places) + places
+    return np.maximum(of, parts - (graph.groups - places))
+
+
+def _dealt(graph: SeenGraph, parts: int, seed: int) -> Ints:
+    """One group of each run of `parts` neighbours for each part, such that single views stay level."""
+    by_group = graph.seen.T.tocsr()
+    starts, views = by_group.indptr, by_group.indices
+    counts = by_group.data / np.maximum(graph.view_work(), 1)[views]  # a view counts as much as another
+    load = np.zeros((graph.views, parts))
+    of = np.zeros(graph.groups, dtype=np.int64)
+    for first in range(0, graph.groups, parts):
+        run = range(first, min(first + parts, graph.groups))
+        edges = [slice(starts[group], starts[group + 1]) for group in run]
+        cost = np.stack([counts[edge] @ load[views[edge]] for edge in edges])
+        # As cards, where views say nothing; the last run is short: it goes to those with least.
+        rows, columns = linear_sum_assignment(cost)
+        for row, column in zip(rows, columns, strict=True):
+            load[views[edges[row]], column] += counts[edges[row]]
+            of[first + row] = column
+    return of

@@ -1,0 +1,213 @@
+"""Plans of coming batches, made while the device works (section 5, "asynchronous online placement").
+
+What a batch's patches need from each rank is known only when it is drawn, but points move slowly: what a view needed
+when it was drawn last serves (`Access`). In the first epoch counts of the boxes, or exact ones, are handed in.
+
+All ranks must serve the same plan without waiting for each other. Each makes all plans itself, from the same data:
+- What a plan is made from is copied when its batch is submitted, by the step's own thread, at the same step on every
+  rank; what is recorded later does not come in. A search ends by itself or after a number of swaps, never by a clock,
+  and what differs by rounding alone counts as equal, for machines may have different processors.
+- Whether a plan is served is agreed on. A rank says through which step its plans are ready (`ready_through`), the least
+  of these travels with the one message that ranks exchange in a step anyway, and `serve` takes a plan only as far as
+  that: a plan that one rank lacks is a miss on all. A miss is served by the rule of `by_room`, from the same copy.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ns_multigpu.locality.assign import Assigner, by_room
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class Access:
+    """What each view's patches needed from each rank when they were drawn last.
+
+    Args:
+        views: of the capture. patches: of a view. ranks: in all.
+    """
+
+    def __init__(self, views: int, patches: int, ranks: int) -> None:
+        if min(views, patches, ranks) < 1:
+            raise ValueError(f"{views} views, {patches} patches, {ranks} ranks: at least one of each is needed")
+        self._needed = np.zeros((views, patches, ranks), dtype=np.float32)
+        self._known = np.zeros(views, dtype=np.bool_)
+
+    def record(self, views: Sequence[int], needed: Floats) -> None:
+        """Remembers what views needed: [len(views) * patches, ranks], view after view. The same on every rank.
+
+        Raises:
+            ValueError: the shape is another.
+        """
+        self._needed[list(views)] = self._shaped(views, needed)
+        self._known[list(views)] = True
+
+    def of(self, views: Sequence[int]) -> Floats | None:
+        """A copy of what views needed, [len(views) * patches, ranks], or None where one has not been drawn yet."""
+        if not self._known[list(views)].all():
+            return None
+        return self._needed[list(views)].reshape(-1, self._needed.shape[2]).astype(np.float64)
+
+    def forget(self) -> None:
+        """Forgets all: points were placed anew."""
+        self._known[:] = False
+
+    def knowledge(self) -> tuple[Ints, NDArray[np.float32]]:
+        """The known views [K] and what they needed [K, patches, ranks], for a checkpoint."""
+        views = np.flatnonzero(self._known)
+        return views, self._needed[views]
+
+    def learn_again(self, views: Ints, needed: NDArray[np.float32]) -> None:
+        """Goes on with what `knowledge` returned."""
+        self.record(views.tolist(), needed.reshape(-1, self._needed.shape[2]).astype(np.float64))
+
+    def _shaped(self, views: Sequence[int], needed: Floats) -> Floats:
+        patches, ranks = self._needed.shape[1:]
+        if needed.shape != (len(views) * patches, ranks):
+            raise ValueError(
+                f"needed must be [{len(views)} views * {patches} patches, {ranks} ranks], not {list(needed.shape)}"
+            )
+        return needed.reshape(len(views), patches, ranks)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a step is given.
+
+    Attributes:
+        ranks: [P] int64, the rank that draws each patch, view after view.
+        planned: whether it is the plan; else the rule served.
+    """
+
+    ranks: Ints
+    planned: bool
+
+
+class Planner:
+    """Makes plans in a thread of its own and gives them out without waiting.
+
+    Args:
+        assigner: makes a plan. It must have no clock, for ranks must find the same.
+        access: what is known of views.
+
+    Attributes:
+        served, misses: plans given out, and steps that the rule served instead.
+
+    Raises:
+        ValueError: the assigner has a clock.
+    """
+
+    def __init__(self, assigner: Assigner, access: Access) -> None:
+        if assigner.seconds > 0:
+            raise ValueError("an assigner with a clock ends at other swaps on other ranks: set seconds to 0")
+        self._assigner, self._access = assigner, access
+        self._waiting: deque[tuple[int, Floats]] = deque()
+        self._data: dict[int, Floats | int] = {}
+        self._plans: dict[int, Ints] = {}
+        self._through = self._last = -1
+        self._error: Exception | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self.served = self.misses = 0
+        self._thread = threading.Thread(target=self._work, name="ns_multigpu plans", daemon=True)
+        self._thread.start()
+
+    def submit(self, step: int, views: Sequence[int], patches: int, needed: Floats | None = None) -> None:
+        """Asks for the plan of a coming step, some steps ahead; on every rank at the same step.
+
+        Args:
+            step: its number; steps are submitted in ascending order.
+            views: of its batch. patches: of a view.
+            needed: [P, ranks], what they need; what they needed last unless given. Where neither is known the step is
+                dealt out without knowledge, which counts as a miss.
+
+        Raises:
+            ValueError: the step comes before one already submitted, or the shape is wrong.
+        """
+        needed = self._access.of(views) if needed is None else np.array(needed, dtype=np.float64)
+        count = len(views) * patches
+        if needed is not None and needed.shape != (count, self._assigner.ranks):
+            raise ValueError(f"needed must be [{count}, {self._assigner.ranks}], not {list(needed.shape)}")
+        with self._changed:
+            if step <= self._last:
+                raise ValueError(f"step {step} comes after step {self._last}, which was submitted before")
+            self._last = step
+            self._data[step] = count if needed is None else needed
+            if needed is not None:
+                self._waiting.append((step, needed))
+            self._settle()
+            self._changed.notify_all()
+
+    def ready_through(self) -> int:
+        """The last step such that it and all submitted before have plans, or need none; -1 before the first."""
+        with self._changed:
+            return self._through
+
+    def serve(self, step: int, agreed: int) -> Served:
+        """The step's plan if all ranks have it, else the rule's. Does not wait.
+
+        Args:
+            step: one that was submitted; earlier ones are dropped.
+            agreed: the least of all ranks' `ready_through`, as they told each other in a step before.
+
+        Raises:
+            KeyError: the step was not submitted, or was already served.
+            RuntimeError: the planning thread failed: what it said is the cause.
+        """
+        with self._changed:
+            if self._error is not None:
+                raise RuntimeError(f"planning batches failed: {self._error}") from self._error
+            if step not in self._data:
+                raise KeyError(f"step {step} was not submitted, or was served before")
+            data = self._data[step]
+            plan = self._plans.get(step) if step <= agreed else None
+            for old in [one for one in self._data if one <= step]:
+                del self._data[old]
+                self._plans.pop(old, None)
+            self._waiting = deque(one for one in self._waiting if one[0] > step)
+            self._settle()
+            if plan is not None:
+                self.served += 1
+                return Served(plan, True)
+            self.misses += 1
+        if isinstance(data, int):
+            return Served(np.arange(data, dtype=np.int64) % self._assigner.ranks, False)
+        return Served(by_room(data), False)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _settle(self) -> None:
+        """Moves `ready_through` on; with the lock held."""
+        missing = [step for step, data in self._data.items() if not isinstance(data, int) and step not in self._plans]
+        through = min(missing) - 1 if missing else self._last
+        self._through = max(self._through, through)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                step, needed = self._waiting.popleft()
+            try:
+                plan = self._assigner.assign(needed)
+            except Exception as error:  # said by `serve`, in the step's thread
+                with self._changed:
+                    self._error = error
+                return
+            with self._changed:
+                if step in self._data:
+                    self._plans[step] = plan
+                self._settle()
