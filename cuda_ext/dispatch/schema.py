@@ -105,3 +105,6 @@ SCHEMAS: tuple[str, ...] = (
     "assign_patches(Tensor counts, Tensor totals, Tensor sent, Tensor? start, float alpha, float beta, float gamma, "
     "float delta, int power, int most_swaps, float seconds) -> (Tensor ranks, Tensor told)",
 )
+
+HOST_ONLY = ("assign_patches",)
+"""Operators that have no CUDA twin: what they do is done while the device works."""

@@ -208,6 +208,7 @@ class Step:
                 rows.count, self._counts, met, tile_offsets, self._bands(own, views), world.rank,
                 transport.words - HEAD, s.columns,
             )  # fmt: skip
+            del arrived, lists, drawn, tile_offsets, met, v_color, v_alpha  # their memory is the update's
             back = yield from transport.bring_back(rows, self._place, message, splatted)
         with measure("update"):
             heads, work = back.messages[:, :HEAD], back.messages[:, HEAD:]

@@ -17,7 +17,7 @@ from cuda_ext.build import toolkit as _toolkit
 from cuda_ext.build.cuda import CudaLibrary
 from cuda_ext.build.native import NativeBuildError
 from cuda_ext.dispatch import cuda as _cuda
-from cuda_ext.dispatch.schema import SCHEMAS
+from cuda_ext.dispatch.schema import HOST_ONLY, SCHEMAS
 
 ROOT = Path(__file__).parents[2]
 ADD_ONE = """
@@ -209,7 +209,7 @@ torch.ops.load_library(str(_cuda.library(("90",)).build()))
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 print([name for name in sys.argv[1:] if not has(f"ns_multigpu::{name}", "CUDA")])
 """
-    names = [schema.split("(")[0] for schema in SCHEMAS]
+    names = [name for schema in SCHEMAS if (name := schema.split("(")[0]) not in HOST_ONLY]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", program, *names], env=environment, capture_output=True, text=True, check=False

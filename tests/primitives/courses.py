@@ -264,10 +264,11 @@ def assert_same_course(course: Course, outcomes: Sequence[Outcome], expected: Ou
         # Adam divides small gradients by their own size: a rounding error there moves a parameter by as much as a step.
         error = (found[name] - expected[name]).abs()
         assert (error > 0.2 * RATES[name]).float().mean() < 1e-2, name
-        # Squares, of gradients at parameters that have moved so: larger by an order than the sums' own rounding (5.9e-3
-        # was seen of replicas on four GPUs, of rotations).
+        # Squares, of gradients at parameters that have moved so: larger by an order than the rounding of sums. On GPUs,
+        # where sums have another order each time, 5.9e-3 was seen of replicas on four, of rotations.
+        most = 1e-2 if course.strategy == "batch" and torch.cuda.is_available() else 5e-3
         moments, right = found[f"v of {name}"], expected[f"v of {name}"]
-        assert (moments - right).norm() < (1e-2 if course.strategy == "batch" else 5e-3) * right.norm(), name
+        assert (moments - right).norm() < most * right.norm(), name
     assert torch.equal(found["count"], expected["count"])
     assert (found["grad2d"] - expected["grad2d"]).norm() < 1e-3 * expected["grad2d"].norm()
     torch.testing.assert_close(found["radii"], expected["radii"], rtol=1e-6, atol=1 / max(course.size))
