@@ -26,6 +26,7 @@ _FLAGS = (
     "--disable-dev-shm-usage --remote-debugging-port=0 --window-size=800,600"
 )
 _START = 60.0
+_ANSWER = 180.0  # it draws without a GPU, maybe beside other tests
 """Seconds that Chromium may take to start on a busy machine."""
 
 
@@ -69,7 +70,7 @@ class Browser:
                 message["sessionId"] = session
             self._socket.send(json.dumps(message))
             while True:
-                answer = json.loads(self._socket.recv(timeout=60))
+                answer = json.loads(self._socket.recv(timeout=_ANSWER))
                 if answer.get("id") == number:
                     if "error" in answer:
                         raise RuntimeError(f"{method}: {answer['error']}")

@@ -4,6 +4,7 @@ The ranks are new processes (or those that torchrun started). Rank 0 writes each
 there; this process reads them. If a rank fails the others are ended, and the jobs that are left go to new ranks.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -31,6 +32,8 @@ Maker = Callable[[World, Job], Callable[[Job], Job]]
 """Called on each rank with what all jobs share; returns what does a job."""
 
 _TIMEOUT = timedelta(minutes=5)
+_CAUSE = "first-failure.txt"
+"""What the rank that failed first said."""
 _MOST_FAILURES = 2
 """Of the ranks by jobs of one `way`, after which its others are left out: new ranks take seconds."""
 
@@ -95,7 +98,9 @@ def _spawned(
             try:
                 ended = context.join(timeout=0.3)
             except Exception as error:  # a rank's, with its traceback in the text
-                problem = str(error)
+                # The one that is told of may have failed because another did.
+                cause = Path(folder) / _CAUSE
+                problem = cause.read_text() if cause.exists() else str(error)
             lines = results.read_text().split("\n")[:-1]
             for line in lines[read:]:
                 since, message = time.monotonic(), json.loads(line)
@@ -156,7 +161,12 @@ def _rank(
     def begin(number: int) -> None:
         write({"begun": number})
 
-    _work(world, make, shared, jobs, lambda n, r: write({"number": n, "result": r}), deadline, begin)
+    try:
+        _work(world, make, shared, jobs, lambda n, r: write({"number": n, "result": r}), deadline, begin)
+    except Exception:
+        with contextlib.suppress(FileExistsError), (Path(folder) / _CAUSE).open("x") as file:
+            file.write(traceback.format_exc())
+        raise
     world.close()
 
 

@@ -6,6 +6,7 @@ the same order, and differ by nothing but when the steps of points that no view 
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -37,10 +38,10 @@ def both(world: World, capture: Path, runs: Path, tile: bool) -> tuple[Any, Any,
         behind.append(0 if lazy is None else int((lazy.last < lazy.steps).sum()))
         flush(step)
 
-    training.Step.flush = watched  # type: ignore[method-assign]
-    found = [course(world, tile, capture, runs / "lazy", OPTIONS, STEPS, views, double=False)]
-    training.lazy_serves = lambda *_: False
-    found.append(course(world, tile, capture, runs / "dense", OPTIONS, STEPS, views, double=False))
+    with patch.object(training.Step, "flush", watched):
+        found = [course(world, tile, capture, runs / "lazy", OPTIONS, STEPS, views, double=False)]
+        with patch.object(training, "lazy_serves", lambda *_: False):
+            found.append(course(world, tile, capture, runs / "dense", OPTIONS, STEPS, views, double=False))
     return found[0], found[1], behind
 
 
