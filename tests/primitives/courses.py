@@ -206,6 +206,8 @@ def taken(world: World, course: Course) -> Outcome:
         graphs.take(plan, partial(one.parts, plan, targets))
         replayed += plan in graphs._captured
         status = one.status()
+        to_others = one._counts.sum() - one._counts[world.rank] if one._transport.travels else torch.zeros(())
+        assert status.sent == int(to_others), "of this rank's rows, those that went to others"
         if status.full:
             assert status.done == 0
             redone += 1
