@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ns_multigpu.core.step_settings import StepSettings
+from ns_multigpu.core.step_settings import Status, StepSettings
 from ns_multigpu.core.transports import CollectiveRows, ReplicatedRows
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
@@ -49,6 +49,16 @@ def test_where_rows_stay_their_buffers_go_with_the_step() -> None:
         first = buffers.transport(SETTINGS, GaussianKernels(degree=0))
         buffers.forget()
         assert (buffers.transport(SETTINGS, GaussianKernels(degree=0)) is first) == stays
+
+
+@pytest.mark.parametrize("peer", [False, True])
+def test_what_peers_write_to_each_other_is_counted(peer: bool) -> None:
+    """Rows there, and their gradients back, 64 bytes each. Collectives count for themselves."""
+    buffers = make_buffers("tile")
+    buffers.peer = peer
+    before = buffers._world.traffic.sent
+    buffers.count_traffic(Status(done=2, rows=9, segment=5, intersections=30, full=False, sent=7))
+    assert buffers._world.traffic.sent - before == (7 * 2 * 64 if peer else 0)
 
 
 def test_images_lie_where_graphs_read_them() -> None:
