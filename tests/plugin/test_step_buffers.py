@@ -11,6 +11,7 @@ from ns_multigpu.core.step_settings import Status, StepSettings
 from ns_multigpu.core.transports import CollectiveRows, ReplicatedRows
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.blocks.fused_rescue import bytes_of_step
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.gaussian_kernels import GaussianKernels
@@ -59,6 +60,14 @@ def test_what_peers_write_to_each_other_is_counted(peer: bool) -> None:
     before = buffers._world.traffic.sent
     buffers.count_traffic(Status(done=2, rows=9, segment=5, intersections=30, full=False, sent=7))
     assert buffers._world.traffic.sent - before == (7 * 2 * 64 if peer else 0)
+
+
+def test_room_is_asked_for_rows_that_arrive() -> None:
+    """A segment from each rank, of 60 bytes a row at least; where rows stay there is nothing to arrive."""
+    four, eight = (bytes_of_step((1024, 512, 4096), 3072, ranks, travels=True) for ranks in (4, 8))
+    assert eight - four >= 4 * 512 * 60
+    alone = bytes_of_step((1024, 512, 4096), 3072, 1, travels=False)
+    assert alone == bytes_of_step((1024, 9999, 4096), 3072, 1, travels=False)
 
 
 def test_images_lie_where_graphs_read_them() -> None:
