@@ -106,7 +106,7 @@ def test_a_rank_that_owns_no_points(bounds: tuple[int, ...]) -> None:
     ("strategy", "ranks", "batch", "room"),
     [
         ("batch", 1, 1, (64, 1024, 128)), ("batch", 2, 2, (64, 1024, 128)),
-        ("tile", 2, 2, (16, 1024, 4096)), ("tile", 2, 2, (1024, 16, 64)),
+        ("tile", 2, 2, (16, 1024, 4096)), ("tile", 2, 2, (1024, 16, 64)), ("tile", 2, 2, (1024, 16, 4096)),
     ],
 )  # fmt: skip
 def test_a_capacity_that_is_too_small_costs_a_step_and_changes_nothing(
