@@ -22,7 +22,7 @@ from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig
 from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig
 from ns_multigpu.plugin.train.terminal import TerminalLog
-from ns_multigpu.primitives.gaussian_schema import SCHEMA
+from ns_multigpu.primitives.gaussians.schema import SCHEMA
 
 if len(sys.argv) > 1 and sys.argv[1].startswith("splatfacto-") and "train" in Path(sys.argv[0]).name:
     show_uncaught()  # Ctrl-C, from here on, is no traceback

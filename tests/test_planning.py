@@ -20,9 +20,9 @@ from ns_multigpu.planning.pace import pace
 from ns_multigpu.planning.quantities import gib, parse_count, parse_size
 from ns_multigpu.planning.room import STATISTICS, checkpoint_bytes, most_points, room, step_buffers
 from ns_multigpu.planning.work import ROOM, STRATEGIES, VISIBLE, Course, Share, batch_of, share, usual_tiles
-from ns_multigpu.primitives.gaussian_init import initial_gaussians
-from ns_multigpu.primitives.gaussian_kernels import GaussianKernels
-from ns_multigpu.primitives.gaussian_schema import ORDER
+from ns_multigpu.primitives.gaussians.init import initial_gaussians
+from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from strategies.single import single
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

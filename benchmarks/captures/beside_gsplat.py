@@ -32,8 +32,8 @@ from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.types import Patch, Points, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.plugin.model.cameras import view_from_camera
-from ns_multigpu.primitives.densifier import densification_info
-from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.gaussians.densifier import densification_info
+from ns_multigpu.primitives.gaussians.functions import Gaussians
 
 # A way draws a view over a background: (parameters, view, background) -> the image [H, W, 3], and a function that says
 # after the backward pass what densification counts: of each Gaussian, the gradient's length and whether it was seen.

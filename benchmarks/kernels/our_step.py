@@ -15,8 +15,8 @@ from ns_multigpu.core.step_settings import StepSettings
 from ns_multigpu.core.transports import OwnRows
 from ns_multigpu.core.types import Patch
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.gaussian_schema import ORDER
-from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.gaussians.functions import Gaussians
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from strategies.single import single
 
 

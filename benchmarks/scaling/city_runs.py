@@ -30,9 +30,9 @@ from ns_multigpu.core.tile_lists import TileLists
 from ns_multigpu.core.transports import OwnRows, Transport
 from ns_multigpu.core.types import TILE, Patch, View
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.gaussian_kernels import GaussianKernels
-from ns_multigpu.primitives.gaussian_schema import ORDER
-from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.gaussians.functions import Gaussians
+from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from strategies.single import single
 
 SSIM_LAMBDA = 0.2

@@ -19,7 +19,7 @@ from benchmarks.scaling.city_runs import SSIM_LAMBDA, Course
 from benchmarks.scenes.city_model import DEGREE, CityModel
 from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.gaussian_schema import ORDER
+from ns_multigpu.primitives.gaussians.schema import ORDER
 
 _RATE = 1e-12
 """Leaves the model as it is."""

@@ -30,7 +30,7 @@ from ns_multigpu.data.city import City
 from ns_multigpu.data.render import render_rgb, tone_map
 from ns_multigpu.data.shade import Scene, radiance
 from ns_multigpu.data.trace import Width, trace
-from ns_multigpu.primitives.gaussian_schema import ORDER
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from ns_multigpu.primitives.morton import dealt_codes
 from ns_multigpu.primitives.sharded_order import common_grid
 

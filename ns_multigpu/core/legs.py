@@ -4,7 +4,7 @@
 
 A strategy names one of each kind: rows (splats) that stay or travel, pixels that are whole where they are drawn or not,
 gradients that go to a point's owner or are summed over replicas. These are their differentiable faces; the same legs of
-a step that reads nothing back are chosen by `primitives.gaussian_transports.make_transport`.
+a step that reads nothing back are chosen by `transports.make_transport`.
 """
 
 import weakref

@@ -8,7 +8,7 @@ tests/test_planning.py). What `tile` needs has not been measured yet.
 from dataclasses import dataclass
 
 from ns_multigpu.planning.work import RECORD_BYTES, ROOM, ROW_BYTES, Course, Share, ranks_used, share
-from ns_multigpu.primitives.gaussian_schema import ROW
+from ns_multigpu.primitives.gaussians.schema import ROW
 
 # Bytes a point.
 STATISTICS = 12  # grad2d, count, radii

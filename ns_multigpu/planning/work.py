@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ns_multigpu.core.schema import Parameter, floats
-from ns_multigpu.primitives.gaussian_schema import RECORD_FLOATS, ROW, SCHEMA
+from ns_multigpu.primitives.gaussians.schema import RECORD_FLOATS, ROW, SCHEMA
 
 STRATEGIES = ("single", "batch", "tile")
 """The strategies that can be planned."""

@@ -6,7 +6,7 @@ import torch
 import cuda_ext
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.types import Patch
-from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.gaussians.functions import Gaussians
 from tests.strategies.scene import make_image, make_points, make_views
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ from torch import Tensor
 import cuda_ext
 from cuda_ext.ops.fused import PARAMETERS, RowGradients, SplatRows, splat_update
 from ns_multigpu.core.types import Hits, Points, Splats
-from ns_multigpu.primitives.densifier import ReplicatedDensifier, densification_info
-from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier, densification_info
+from ns_multigpu.primitives.gaussians.functions import Gaussians
 from tests.cuda_ext.fused_steps import RATES, Model, as_records, make_gradients, make_model
 from tests.strategies.scene import make_points, make_views
 

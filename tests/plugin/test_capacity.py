@@ -12,9 +12,9 @@ import ns_multigpu.plugin.train.capacity as capacity
 from ns_multigpu.core.world import World
 from ns_multigpu.planning.work import Course
 from ns_multigpu.plugin.train.capacity import Capacity, cap_of, describe
-from ns_multigpu.primitives.cap import allowed_growth
-from ns_multigpu.primitives.densifier import ReplicatedDensifier
-from ns_multigpu.primitives.regroup import decide
+from ns_multigpu.primitives.gaussians.cap import allowed_growth
+from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.gaussians.regroup import decide
 from tests.plugin.course import write_capture
 from tests.plugin.resuming import start
 from tests.ranks import run_ranks

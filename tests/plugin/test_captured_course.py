@@ -16,7 +16,7 @@ from ns_multigpu.plugin.blocks import step_capacities, training
 from ns_multigpu.plugin.blocks.graphs import StepGraphs
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.training import Training
-from ns_multigpu.primitives.gaussian_schema import ORDER
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.plugin.course import POINTS, write_capture
 from tests.plugin.tile_course import MODEL, Outcome, course
 from tests.ranks import run_ranks

@@ -15,8 +15,8 @@ from ns_multigpu.plugin.checkpoint.training_state import put_optimizers, take_op
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.batch_scaling import RateCourse
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
-from ns_multigpu.primitives.densifier import ReplicatedDensifier
-from ns_multigpu.primitives.gaussian_schema import ORDER
+from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.plugin.course import write_capture
 from tests.plugin.resuming import everything, start
 from tests.plugin.sharding import POINTS, load, rows_of, save_sharded, whole_model, whole_state

@@ -18,7 +18,7 @@ from ns_multigpu.plugin.faults.signals import NonFiniteError
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.train import terminal
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
-from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.gaussians.functions import Gaussians
 from tests.plugin.course import follow, write_capture
 
 STEPS = 60

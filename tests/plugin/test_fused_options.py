@@ -15,10 +15,10 @@ from ns_multigpu.plugin.blocks.fused_noise import StepNoise
 from ns_multigpu.plugin.blocks.fused_options import check_wishes, fuses, next_stop, obstacle
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.primitives.densifier import ReplicatedDensifier
-from ns_multigpu.primitives.gaussian_schema import ORDER
-from ns_multigpu.primitives.gaussians import Gaussians
-from ns_multigpu.primitives.mcmc import McmcDensifier
+from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.gaussians.functions import Gaussians
+from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from strategies import STRATEGIES
 
 

@@ -19,8 +19,8 @@ from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.checkpoint.storage import save_file
-from ns_multigpu.primitives.gaussian_kernels import GaussianKernels
-from ns_multigpu.primitives.gaussian_schema import ORDER
+from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from strategies import STRATEGIES
 from tests.recorded import RecordedPool
 

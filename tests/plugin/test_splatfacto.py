@@ -24,7 +24,7 @@ from torch import Tensor
 from ns_multigpu.core.world import World
 from ns_multigpu.methods import splatfacto_batch
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
-from ns_multigpu.primitives.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from tests.plugin.course import follow, write_capture
 from tests.plugin.stock_splatfacto import STATISTICS, StockCourse, follow_stock
 

@@ -14,7 +14,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.fused_rescue import bytes_of_step
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.primitives.gaussian_kernels import GaussianKernels
+from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from strategies import STRATEGIES
 
 SETTINGS = StepSettings(32, 48, views=4, ssim_lambda=0.2, rows=64, segment=32, intersections=256)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.gaussian_schema import ORDER
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.plugin.course import write_capture
 from tests.plugin.tile_course import MODEL, Outcome, course, furthest
 from tests.ranks import run_ranks

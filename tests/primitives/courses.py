@@ -21,10 +21,10 @@ from ns_multigpu.core.types import Patch, Points, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
-from ns_multigpu.primitives.densifier import ReplicatedDensifier, densification_info
-from ns_multigpu.primitives.gaussian_kernels import GaussianKernels
-from ns_multigpu.primitives.gaussian_schema import ORDER
-from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier, densification_info
+from ns_multigpu.primitives.gaussians.functions import Gaussians
+from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from strategies import STRATEGIES
 from tests.ranks import run_ranks
 from tests.recorded import RecordedPool

@@ -13,7 +13,7 @@ from ns_multigpu.core.step import Step
 from ns_multigpu.core.step_settings import StepSettings
 from ns_multigpu.core.types import Patch
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.gaussian_schema import ORDER
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.primitives.courses import (
     HEIGHT,
     LAMBDA,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ns_multigpu.core.random import seed_from
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.densifier import ReplicatedDensifier, densification_info, due, dues
-from ns_multigpu.primitives.gaussians import Gaussians, screen_radii
+from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier, densification_info, due, dues
+from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
 from tests.ranks import run_ranks
 from tests.strategies.scene import make_points, make_views
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ns_multigpu.primitives.gaussian_init import SH_C0, initial_gaussians
+from ns_multigpu.primitives.gaussians.init import SH_C0, initial_gaussians
 
 
 def make(seeds: tuple[torch.Tensor, torch.Tensor] | None, **changes: int) -> dict[str, torch.Tensor]:

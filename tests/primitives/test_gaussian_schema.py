@@ -7,10 +7,10 @@ from cuda_ext.ops.fused import SplatRows
 from cuda_ext.ops.row_exchange import RECORD_FLOATS as TRAVELS
 from cuda_ext.reference.lazy_adam import PARAMETERS
 from ns_multigpu.core.schema import POSITION, degree_of, floats, harmonics
-from ns_multigpu.primitives.gaussian_init import initial_gaussians
-from ns_multigpu.primitives.gaussian_kernels import GaussianKernels
-from ns_multigpu.primitives.gaussian_schema import ORDER, PLY_ORDER, RECORD_FLOATS, ROW, SCHEMA
-from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.gaussians.functions import Gaussians
+from ns_multigpu.primitives.gaussians.init import initial_gaussians
+from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
+from ns_multigpu.primitives.gaussians.schema import ORDER, PLY_ORDER, RECORD_FLOATS, ROW, SCHEMA
 from tests.strategies.scene import make_points, make_views
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.random import keyed_generator, keyed_normals
-from ns_multigpu.primitives import mcmc
-from ns_multigpu.primitives.mcmc import MOST_COPIES, McmcDensifier, add_noise, pick, relocated
+from ns_multigpu.primitives.gaussians import mcmc
+from ns_multigpu.primitives.gaussians.mcmc import MOST_COPIES, McmcDensifier, add_noise, pick, relocated
 
 
 def equation_9(opacity: float, ratio: int) -> tuple[float, float]:

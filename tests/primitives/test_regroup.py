@@ -8,8 +8,8 @@ from gsplat.strategy import DefaultStrategy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ns_multigpu.primitives.gaussians.regroup import Fates, grow_and_prune
 from ns_multigpu.primitives.morton import dealt_order
-from ns_multigpu.primitives.regroup import Fates, grow_and_prune
 
 COUNT = 400
 RULES: dict[str, Any] = {

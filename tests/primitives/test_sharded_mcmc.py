@@ -9,8 +9,8 @@ from ns_multigpu.core.collectives import all_gather_ints
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.mcmc import McmcDensifier
-from ns_multigpu.primitives.sharded_mcmc import ShardedMcmc
+from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
+from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
 from ns_multigpu.primitives.sharded_order import Reordering
 from tests.primitives.shards import assert_same, bounds_of, lines, shard, take_step, together, whole_model
 from tests.ranks import run_ranks, skip_without_gpus

@@ -10,9 +10,9 @@ from torch import Tensor
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.splitters import find_splitters, imbalance
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.regroup import Regrouping
+from ns_multigpu.primitives.gaussians.regroup import Regrouping
+from ns_multigpu.primitives.gaussians.sharded_rows import move_rows
 from ns_multigpu.primitives.sharded_order import Move, Reordering, order_keys, plan_move
-from ns_multigpu.primitives.sharded_rows import move_rows
 from tests.ranks import run_ranks
 
 LAST = (1 << 62) - 1

@@ -17,8 +17,8 @@ from ns_multigpu.core.step_settings import StepSettings, with_halos
 from ns_multigpu.core.tile_work import TileWork
 from ns_multigpu.core.types import TILE, Patch
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.gaussian_schema import ORDER
-from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.gaussians.functions import Gaussians
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.primitives.courses import (
     HEIGHT,
     LAMBDA,

@@ -10,7 +10,7 @@ import torch
 
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
 from tests.plugin.course import follow, write_capture
 from tests.ranks import run_ranks

@@ -16,8 +16,8 @@ from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Points
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.densifier import densification_info
-from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.gaussians.densifier import densification_info
+from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
 from tests.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_image, make_points, make_views

@@ -25,8 +25,8 @@ from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
-from ns_multigpu.primitives.gaussian_schema import ORDER
-from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.gaussians.functions import Gaussians
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from strategies import STRATEGIES
 from tests.ranks import run_ranks, skip_without_gpus
 from tests.recorded import RecordedPool

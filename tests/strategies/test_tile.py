@@ -12,7 +12,7 @@ from ns_multigpu.core.placement import Sharded, even_bounds
 from ns_multigpu.core.travelling_rows import touches
 from ns_multigpu.core.types import Points
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies.tile import tile
 from tests.ranks import run_ranks
 from tests.strategies.scene import make_points, make_views

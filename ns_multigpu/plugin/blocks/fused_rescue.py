@@ -20,7 +20,7 @@ from ns_multigpu.planning.work import Share
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.faults import memory
 from ns_multigpu.plugin.faults.out_of_memory import Counts, GivenUp, NoRoom, forget_frames
-from ns_multigpu.primitives.gaussian_schema import ORDER, flat
+from ns_multigpu.primitives.gaussians.schema import ORDER, flat
 
 
 @dataclass

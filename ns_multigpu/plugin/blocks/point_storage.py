@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cuda_ext.ops.adam import AdamStep
 from ns_multigpu.core.schema import POSITION
-from ns_multigpu.primitives.gaussian_schema import ORDER
+from ns_multigpu.primitives.gaussians.schema import ORDER
 
 MOST_SPARED = 1 << 20
 """Points of a model at most that gets room to spare: with more, a step takes so long that a capture is nothing beside

@@ -41,7 +41,7 @@ from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.plugin.faults.out_of_memory import Counts, check_room
 from ns_multigpu.plugin.model.cameras import view_from_camera
-from ns_multigpu.primitives.gaussian_schema import ORDER
+from ns_multigpu.primitives.gaussians.schema import ORDER
 
 MOST_STEPS = 64
 """Steps of a block at most: so long a signal, or the viewer, may have to wait."""

@@ -23,8 +23,8 @@ from ns_multigpu.core.schema import HARMONICS, POSITION, Parameter, degree_of
 from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, SavedPoints
 from ns_multigpu.plugin.checkpoint.verify import SHARDS, checkpoints_in, read_checkpoint_file, step_of
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.primitives.gaussian_init import SH_C0
-from ns_multigpu.primitives.gaussian_schema import ORDER, PLY_ORDER, SCHEMA
+from ns_multigpu.primitives.gaussians.init import SH_C0
+from ns_multigpu.primitives.gaussians.schema import ORDER, PLY_ORDER, SCHEMA
 
 CHUNK = 1_000_000
 """Points held at a time: with harmonics of degree 3 some 1 GB, twice what is written of them and more."""

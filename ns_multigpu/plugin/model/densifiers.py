@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 from ns_multigpu.core.densifier import Densifier
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.densifier import ReplicatedDensifier
-from ns_multigpu.primitives.mcmc import McmcDensifier
-from ns_multigpu.primitives.sharded_densifier import ShardedDensifier
-from ns_multigpu.primitives.sharded_mcmc import ShardedMcmc
+from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
+from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
+from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig

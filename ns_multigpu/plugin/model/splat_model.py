@@ -30,9 +30,9 @@ from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.lpips import OptionalLpips
 from ns_multigpu.plugin.model.sharded_points import ShardedPoints, mean_of
-from ns_multigpu.primitives.densifier import densification_info, dues
-from ns_multigpu.primitives.gaussian_init import initial_gaussians
-from ns_multigpu.primitives.gaussians import Gaussians
+from ns_multigpu.primitives.gaussians.densifier import densification_info, dues
+from ns_multigpu.primitives.gaussians.functions import Gaussians
+from ns_multigpu.primitives.gaussians.init import initial_gaussians
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig

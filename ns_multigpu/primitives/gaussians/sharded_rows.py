@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_objects, exchange_rows
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.regroup import Regrouping
+from ns_multigpu.primitives.gaussians.regroup import Regrouping
 from ns_multigpu.primitives.sharded_order import Move
 
 _COLUMNS = 16

@@ -18,9 +18,9 @@ from ns_multigpu.core.collectives import max_in_place, sum_in_place
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.types import Splats, View
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.cap import allowed_growth
-from ns_multigpu.primitives.gaussians import screen_radii
-from ns_multigpu.primitives.regroup import Fates, grow_and_prune
+from ns_multigpu.primitives.gaussians.cap import allowed_growth
+from ns_multigpu.primitives.gaussians.functions import screen_radii
+from ns_multigpu.primitives.gaussians.regroup import Fates, grow_and_prune
 
 
 def dues(period: int, first: int, count: int) -> range:

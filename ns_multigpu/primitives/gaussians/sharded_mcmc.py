@@ -18,9 +18,9 @@ from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.random import keyed_generator, keyed_normals, keyed_normals_at
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.mcmc import NOISE, McmcDensifier, clear_moments, grown, quanta
+from ns_multigpu.primitives.gaussians.mcmc import NOISE, McmcDensifier, clear_moments, grown, quanta
+from ns_multigpu.primitives.gaussians.sharded_rows import move_rows
 from ns_multigpu.primitives.sharded_order import Reordering, clock, order_keys, plan_move
-from ns_multigpu.primitives.sharded_rows import move_rows
 from ns_multigpu.primitives.steady import sigmoid
 
 

@@ -11,8 +11,8 @@ import cuda_ext
 from cuda_ext.ops.projection import three_sigma_radii
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
-from ns_multigpu.primitives.gaussian_kernels import GaussianKernels
-from ns_multigpu.primitives.gaussian_schema import SCHEMA
+from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
+from ns_multigpu.primitives.gaussians.schema import SCHEMA
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.random import keyed_generator, keyed_normals
-from ns_multigpu.primitives.densifier import dues
+from ns_multigpu.primitives.gaussians.densifier import dues
+from ns_multigpu.primitives.gaussians.regroup import Listing, gather_points
 from ns_multigpu.primitives.morton import dealt_order
-from ns_multigpu.primitives.regroup import Listing, gather_points
 from ns_multigpu.primitives.steady import logit, rotate, rotations, sigmoid
 
 MOST_COPIES = 51

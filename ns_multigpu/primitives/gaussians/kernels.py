@@ -13,7 +13,7 @@ from cuda_ext.ops.lazy_adam import LazyAdam, splat_flush
 from cuda_ext.ops.row_exchange import RECORD_FLOATS, ArrivedRows, collect, pack, unpack
 from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Lists, Model, ReplicaRows, Sinks
 from ns_multigpu.core.types import TILE
-from ns_multigpu.primitives.gaussian_schema import ORDER, flat
+from ns_multigpu.primitives.gaussians.schema import ORDER, flat
 
 _COLORS = slice(6, 9)
 """Where a gradient record has those of the colours."""

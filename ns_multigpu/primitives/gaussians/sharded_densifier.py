@@ -15,10 +15,10 @@ from ns_multigpu.core.collectives import all_gather_ints
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.random import keyed_generator
-from ns_multigpu.primitives.densifier import ReplicatedDensifier
-from ns_multigpu.primitives.regroup import decide, edit_children, regroup
+from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.gaussians.regroup import decide, edit_children, regroup
+from ns_multigpu.primitives.gaussians.sharded_rows import move_rows
 from ns_multigpu.primitives.sharded_order import Reordering, clock, order_keys, plan_move
-from ns_multigpu.primitives.sharded_rows import move_rows
 
 
 @dataclass
