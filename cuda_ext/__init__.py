@@ -20,6 +20,7 @@ from cuda_ext.ops.peer_sort import band_lists, intersect_keys, merge_level, publ
 from cuda_ext.ops.projection import Projection, project, sh_colors
 from cuda_ext.ops.rasterization import intersect, intersect_capacity, rasterize
 from cuda_ext.ops.row_exchange import ArrivedRows, collect, pack, route_lines, unpack
+from cuda_ext.ops.row_reach import reach_counts
 from cuda_ext.ops.step_control import step_gate, step_message
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "project",
     "publish_count",
     "rasterize",
+    "reach_counts",
     "reference_forced",
     "route_lines",
     "sh_colors",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.world import World
 from strategies.batch import batch
+from strategies.locality import locality
 from strategies.single import single
 from strategies.tile import tile
 
@@ -15,4 +16,5 @@ STRATEGIES: dict[str, Callable[[World], Strategy]] = {
     "single": single,
     "batch": batch,
     "tile": tile,
+    "locality": locality,
 }

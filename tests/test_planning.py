@@ -99,7 +99,7 @@ def test_buffers_of_a_step_are_those_of_the_model(rows: int, views: int) -> None
     params = initial_gaussians(None, sh_degree=3, count=300, extent=1.0, generator=torch.Generator().manual_seed(1))
     moments = {name: (torch.zeros_like(params[name]), torch.zeros_like(params[name])) for name in ORDER}
     settings = StepSettings(width, height, views, 0.2, rows, 0, 16384)
-    strategy, transport = single(World.single()), OwnRows(World.single(), KERNELS, rows, 0, settings.words(False))
+    strategy, transport = single(World.single()), OwnRows(World.single(), KERNELS, rows, 0, settings.words())
     step = Step(KERNELS, params, moments, {}, settings, strategy, transport)
     step.viewmats.copy_(torch.eye(4))
     step.viewmats[:, 2, 3] = 4.0

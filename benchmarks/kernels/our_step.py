@@ -47,7 +47,7 @@ class OurStep:
         world = World.single(scene.device)
         kernels = Gaussians(sh_degree=DEGREE, absgrad=absgrad or counting).kernels()
         assert kernels is not None
-        rows = OwnRows(world, kernels, settings.rows, settings.segment, settings.words(learns=False))
+        rows = OwnRows(world, kernels, settings.rows, settings.segment, settings.words())
         names = ("grad2d", "count", "radii") if counting else ()
         sums = {name: torch.zeros(scene.points, device=scene.device) for name in names}
         self.fused = Step(kernels, params, moments, sums, settings, single(world), rows, put_off)

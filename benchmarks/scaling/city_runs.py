@@ -294,7 +294,7 @@ class SingleRun(Run):
     def _make(self) -> Step:
         self._graph = None
         settings = self.settings()
-        shape = (settings.rows, settings.segment, settings.words(learns=False))
+        shape = (settings.rows, settings.segment, settings.words())
         return self.made(settings, single(self.world), OwnRows(self.world, self.kernels, *shape))
 
     def _take(self, batch: int, inputs: Tensor) -> None:

@@ -83,7 +83,7 @@ class TileRun(Run):
         self._transport: Transport | None = None  # its memory is the next one's
         settings = self.settings(self.mode.groups)
         legs, peer = (self._strategy.rows, self._strategy.gradients), self.mode.transport == "peer"
-        shape = (settings.rows, settings.segment, settings.words(learns=True))
+        shape = (settings.rows, settings.segment, settings.words(self._strategy.assignment))
         self._transport = make_transport(
             *legs, self.world, self.kernels, *shape, peer=peer, atomics=self.mode.gradients == "atomics"
         )
@@ -107,7 +107,7 @@ class TileRun(Run):
             self.step.take(plan, targets)
         else:
             self._graphs.take(plan, partial(self.step.parts, plan, targets))
-        self._counts.send(views, self.step.tile_counts)
+        self._counts.send(views, self.step.learnt)
 
     def flush(self) -> None:
         super().flush()

@@ -80,6 +80,7 @@ SCHEMAS: tuple[str, ...] = (
     # The addresses in `destinations` and `sources`, too, no dispatcher sees.
     "route_lines(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches, int ranks, int first, "
     "int end, Tensor(a!) place, Tensor(b!) counts) -> ()",
+    "reach_counts(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches) -> Tensor counts",
     "pack(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
     "Tensor radii, Tensor place, Tensor destinations, int capacity, int first=0, int? end=None) -> ()",
     "unpack(Tensor records, Tensor counts, int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, "

@@ -30,7 +30,9 @@ from cuda_ext.ops.adam import SCALARS
 from cuda_ext.ops.band_loss import band_loss_into
 from cuda_ext.ops.lazy_adam import LazyAdam
 from cuda_ext.ops.row_exchange import route_lines
+from cuda_ext.ops.row_reach import reach_counts
 from cuda_ext.ops.step_control import HEAD, step_gate, step_message
+from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Rows
 from ns_multigpu.core.legs import GradientsToOwner, RowsStay, SummedGradients, WholePixels
 from ns_multigpu.core.plan import Plan
@@ -98,8 +100,8 @@ class Step:
             B), and a number that is finite where all gradients of the rows drawn here, or that arrived here, are. It is
             finite, too, where the step is not taken.
         rgb: this rank's renderings of the last step, one a patch, without halo [h, w, 3].
-        tile_counts: [B, rows of tiles] int64, intersections in each row of tiles, over all ranks, where the strategy's
-            assignment learns them.
+        learnt: int64, what the strategy's assignment learns of the step, `Assignment.counts` numbers a rank or, where
+            they are added up over ranks, in all.
     """
 
     def __init__(
@@ -132,8 +134,9 @@ class Step:
         self.backgrounds, self.scalars = backgrounds.view(-1, 3), scalars.view(-1, SCALARS)
         self.report = torch.zeros(batch + 1, device=device)
         self.rgb: list[Tensor] = []
-        self.tile_counts = torch.zeros(batch, settings.tile_rows, dtype=torch.int64, device=device)
         ranks, travels = self._world.size, transport.travels
+        shape = (batch, settings.tile_rows) if self._learns is Learns.WORK else (ranks, transport.words - HEAD)
+        self.learnt = torch.zeros(shape, dtype=torch.int64, device=device)
         self._place = torch.empty(ranks, settings.rows if travels else 0, dtype=torch.int32, device=device)
         self._counts = torch.zeros(ranks, dtype=torch.int64, device=device)
         aside = travels and settings.groups > 1 and device.type == "cuda"
@@ -208,15 +211,23 @@ class Step:
                 rows.count, self._counts, met, tile_offsets, self._bands(own, views), world.rank,
                 transport.words - HEAD, s.columns,
             )  # fmt: skip
+            if self._learns is Learns.NEEDS:
+                everyones = [
+                    n for p in plan.patches() for n in (p.view - splatted.start, *p.rendered(views[p.view]))
+                ]
+                message[HEAD:] = reach_counts(rows.view_ids, rows.count, rows.means2d, rows.radii, everyones)
             del arrived, lists, drawn, tile_offsets, met, v_color, v_alpha  # their memory is the update's
             back = yield from transport.bring_back(rows, self._place, message, splatted)
         with measure("update"):
             heads, work = back.messages[:, :HEAD], back.messages[:, HEAD:]
             *counts, sent = heads.unbind(1)
+            summed = self._learns is Learns.WORK
+            if self._learns is Learns.NEEDS:
+                self.learnt.copy_(work)
             scalars, real = step_gate(
                 counts, self._limits, self._status, self.scalars, self._still, row_counts=back.rows.count,
-                lazy=self._model.lazy, sent=sent[world.rank : world.rank + 1], work=work if self._learns else None,
-                totals=self.tile_counts if self._learns else None,
+                lazy=self._model.lazy, sent=sent[world.rank : world.rank + 1], work=work if summed else None,
+                totals=self.learnt if summed else None,
             )  # fmt: skip
             rows = back.rows._replace(count=real)
             whole = splatted if back.witness_views is None else range(s.views)
@@ -297,7 +308,7 @@ class Step:
         """Where the rows of tiles of this rank's bands stand, without halos, if they count: see `step_message`."""
         bands: list[int] = []
         start = 0
-        for patch in own if self._learns else ():
+        for patch in own if self._learns is Learns.WORK else ():
             _, top, _, bottom = patch.rendered(views[patch.view])
             line = patch.view * self.settings.tile_rows + patch.y0 // TILE
             tile = start + (patch.y0 - top) // TILE * self.settings.columns

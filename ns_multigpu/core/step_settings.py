@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cuda_ext.ops.step_control import HEAD
+from ns_multigpu.core.assignment import Assignment
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch
 
@@ -59,9 +60,9 @@ class StepSettings:
         """Rows of tiles of a view."""
         return -(-self.height // TILE)
 
-    def words(self, learns: bool) -> int:
-        """Length of a rank's message: with the work of each row of tiles, if the assignment learns it."""
-        return HEAD + (self.views * self.tile_rows if learns else 0)
+    def words(self, assignment: Assignment | None = None) -> int:
+        """Length of a rank's message: with what the assignment learns, if there is one that does."""
+        return HEAD + (assignment.counts(self.views, self.width, self.height) if assignment is not None else 0)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 
 from cuda_ext.ops.adam import adam_scalars
 from cuda_ext.ops.lazy_adam import LazyAdam
+from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.step import Step
@@ -144,7 +145,7 @@ def kernels_of(antialiased: bool = False, absgrad: bool = True, **options: Any) 
 def transport_of(name: str, spread: Strategy, kernels: GaussianKernels, settings: StepSettings) -> Transport:
     """The transport of that name for shards; replicas have one of their own."""
     world = spread.world
-    shape = (world, kernels, settings.rows, settings.segment, settings.words(spread.assignment.learns))
+    shape = (world, kernels, settings.rows, settings.segment, settings.words(spread.assignment))
     if not spread.rows.travels:
         return OwnRows(*shape) if world.size == 1 else ReplicatedRows(*shape)
     if name in ("atomics", "transfer"):
@@ -220,8 +221,8 @@ def taken(world: World, course: Course) -> Outcome:
             continue
         assert status.done == 1 and torch.isfinite(one.report).all()
         first = first if step else status.needed
-        if spread.assignment.learns:
-            spread.assignment.learn(views, one.tile_counts.reshape(-1).tolist())
+        if spread.assignment.learns is not Learns.NOTHING:
+            spread.assignment.learn(views, one.learnt.reshape(-1).tolist())
         losses.append(one.report[:-1].mean())
         sent += status.sent
         step += 1
@@ -229,7 +230,7 @@ def taken(world: World, course: Course) -> Outcome:
     result = {k: v.cpu() for k, v in params.items()} | {f"v of {k}": m[1].cpu() for k, m in moments.items()}
     counts = {"redone": redone, "put off": put_off, "first": first, "sent": sent, "replayed": replayed}
     return result | {k: v.cpu() for k, v in statistics.items()} | {
-        "losses": torch.stack(losses).cpu(), "tiles": one.tile_counts.cpu(),
+        "losses": torch.stack(losses).cpu(), "tiles": one.learnt.cpu(),
         **{name: torch.tensor(count) for name, count in counts.items()},
     }  # fmt: skip
 

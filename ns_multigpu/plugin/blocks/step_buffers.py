@@ -1,5 +1,6 @@
 """What steps work with that outlives a step made anew: transport, lists, and room for images that graphs read."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from cuda_ext.ops.row_exchange import RECORD_FLOATS
 from ns_multigpu.core.kernels import Kernels
 from ns_multigpu.core.peer_memory import choose_transport
-from ns_multigpu.core.step_settings import Status, StepSettings
+from ns_multigpu.core.step_settings import HALO, Status, StepSettings
 from ns_multigpu.core.tile_lists import GatheredLists, SortedLists, TileLists
 from ns_multigpu.core.transports import Transport, make_transport
 from ns_multigpu.core.types import Patch, View
@@ -55,7 +56,7 @@ class StepBuffers:
 
     def transport(self, settings: StepSettings, kernels: Kernels) -> Transport:
         """What carries rows, and their gradients."""
-        shape = (settings.rows, settings.segment, settings.words(self._strategy.assignment.learns))
+        shape = (settings.rows, settings.segment, settings.words(self._strategy.assignment))
         old = self._transport
         if old is not None and (old.rows, old.capacity, old.words) == shape and type(old.kernels) is type(kernels):
             old.kernels = kernels  # what they differ in is not what a row is
@@ -85,19 +86,29 @@ class StepBuffers:
 
     def make_pictures(self, settings: StepSettings, kind: torch.dtype) -> None:
         """Makes room for the images of a step of graphs, which read them where they were when they were captured."""
-        most = self._strategy.assignment.most_views(settings.views, self._world.size)
-        shape = (most if self.captures else 0, settings.height, settings.width, 3)
-        if self._pictures.shape != shape or self._pictures.dtype != kind:
-            self._pictures = torch.empty(shape, dtype=kind, device=self._world.device)
+        size = settings.views, settings.width, settings.height, self._world.size
+        room = 3 * self._strategy.assignment.most_pixels(*size, HALO) if self.captures else 0
+        if len(self._pictures) != room or self._pictures.dtype != kind:
+            self._pictures = torch.empty(room, dtype=kind, device=self._world.device)
 
-    def target(self, place: int, image: Tensor, patch: Patch, view: View) -> Tensor:
-        """The image [H, W, 3] under a rendered rectangle, where a step finds it: this rank's patch number `place`."""
-        left, top, right, bottom = patch.rendered(view)
-        there = image[top:bottom, left:right]
-        if not self.captures:
-            return there.contiguous()
-        flat = self._pictures[place].view(-1)[: there.numel()]
-        return flat.view(there.shape).copy_(there)
+    def targets(self, images: Sequence[Tensor], patches: Sequence[Patch], views: Sequence[View]) -> list[Tensor]:
+        """What lies of each image [H, W, 3] under a rendered rectangle, where a step finds it.
+
+        Args:
+            images, patches: of this rank's patches.
+            views: the batch's.
+        """
+        found: list[Tensor] = []
+        start = 0
+        for image, patch in zip(images, patches, strict=True):
+            left, top, right, bottom = patch.rendered(views[patch.view])
+            there = image[top:bottom, left:right]
+            if self.captures:
+                place = self._pictures[start : start + there.numel()]  # of one plan's patches always the same
+                start += there.numel()
+                there = place.view(there.shape).copy_(there)
+            found.append(there.contiguous())
+        return found
 
     def count_traffic(self, status: Status) -> None:
         """Counts what peers wrote to each other; collectives count for themselves."""

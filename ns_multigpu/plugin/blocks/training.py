@@ -24,6 +24,7 @@ from torch import Tensor
 
 from cuda_ext.ops.adam import AdamStep, ScalarRing
 from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves
+from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.late_counts import LateCounts
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.random import keyed_generator
@@ -213,14 +214,11 @@ class Training:
             images = self._images.get(feed.indices, plan)
             if self._signature(feed.step)[1] > 1:
                 images = [self._small(image, feed.step) for image in images]
-            self._targets = [
-                self._buffers.target(k, image, patch, feed.views[patch.view])
-                for k, (patch, image) in enumerate(zip(mine, images, strict=True))
-            ]
+            self._targets = self._buffers.targets(images, mine, feed.views)
         step.rgb = self._graphs.take(plan, lambda: step.parts(plan, self._targets))
         self._drawn = plan
-        if self._pipeline.strategy.assignment.learns:
-            self._learnt.send(feed.views, step.tile_counts)
+        if self._pipeline.strategy.assignment.learns is not Learns.NOTHING:
+            self._learnt.send(feed.views, step.learnt)
 
     def _measure(self, part: str) -> AbstractContextManager[Any]:
         """What a step's part is measured by."""
