@@ -48,10 +48,19 @@ class Assignment(ABC):
         graph, then serves again. The same as `assign` unless an assignment makes plans of many kinds."""
         return self.assign(views, ranks)
 
+    @property
+    def foresees(self) -> bool:
+        """Whether `foresee` is to be called."""
+        return False
+
     def foresee(self, batches: Sequence[Sequence[View]]) -> None:
         """Told of coming batches, in their order, each once: plans can be made ahead. Every rank calls it with the
         same, and `assign_alike` is then asked for them in that order."""
         return
+
+    def figures(self) -> dict[str, float]:
+        """What plans came to since it was asked last, by name, for the log; the same on every rank."""
+        return {}
 
     def most_views(self, batch: int, ranks: int) -> int:
         """Of how many of `batch` views a rank may have patches at most."""

@@ -76,9 +76,17 @@ class Placement(ABC):
         As many ranks as wrote one, with a placement of the same kind, go on with the points that each had."""
         return None if self.in_ranges else type(self).__name__
 
-    def look(self, views: Sequence[View]) -> None:
-        """Told of all training views, before anything is asked. Every rank calls it with the same."""
+    def look(self, views: Callable[[], Sequence[View]]) -> None:
+        """Told before anything is asked.
+
+        Args:
+            views: gives all training views, the same on every rank, for whoever wants them.
+        """
         return
+
+    def remarks(self) -> list[str]:
+        """What was not done as asked since it was asked last, in words for the user; on rank 0."""
+        return []
 
     def knowledge(self) -> dict[str, Tensor]:
         """What answers depend on besides their arguments, for a checkpoint. Nothing, unless it remembers."""

@@ -212,9 +212,7 @@ class Step:
                 transport.words - HEAD, s.columns,
             )  # fmt: skip
             if self._learns is Learns.NEEDS:
-                everyones = [
-                    n for p in plan.patches() for n in (p.view - splatted.start, *p.rendered(views[p.view]))
-                ]
+                everyones = [n for p in plan.patches() for n in (p.view - splatted.start, *p.rendered(views[p.view]))]
                 message[HEAD:] = reach_counts(rows.view_ids, rows.count, rows.means2d, rows.radii, everyones)
             del arrived, lists, drawn, tile_offsets, met, v_color, v_alpha  # their memory is the update's
             back = yield from transport.bring_back(rows, self._place, message, splatted)

@@ -42,7 +42,7 @@ class LocalityOptions:
         if not 1 <= self.patches <= _MOST_PATCHES:
             return f"patches {self.patches}: give 1 to {_MOST_PATCHES} along each side of a view"
         if self.group_size != 0 and not LEAST <= self.group_size <= MOST:
-            return f"group-size {self.group_size}: give {LEAST} to {MOST} points, or 0 to choose by the size of the model"
+            return f"group-size {self.group_size}: give {LEAST} to {MOST} points, or 0 to follow the size of the model"
         if not self.place_again_at > 1:
             return f"place-again-at {self.place_again_at}: give a factor above 1, such as 1.5"
         return None

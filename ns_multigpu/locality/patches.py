@@ -110,6 +110,10 @@ class LocalPatches(Assignment):
         self._count(chosen, self._needed(views))
         return self._made(views, chosen, ranks)
 
+    @property
+    def foresees(self) -> bool:
+        return self._planner is not None
+
     def foresee(self, batches: Sequence[Sequence[View]]) -> None:
         if self._planner is None:
             return
@@ -120,6 +124,21 @@ class LocalPatches(Assignment):
             self._planner.submit(self._foreseen, len(self._cut(views)) if needed is None else needed)
             self._coming.append((tuple(view.index for view in views), self._foreseen))
             self._foreseen += 1
+
+    def figures(self) -> dict[str, float]:
+        """Means over the steps since it was asked last: splats that go to another machine and to another rank, the
+        busiest rank's load over the mean, and the part of plans that were late."""
+        tally, self.tally = self.tally, Tally()
+        if tally.steps == 0:
+            return {}
+        return {
+            "splats_between_machines": tally.between / tally.steps,
+            "splats_sent": tally.total / tally.steps,
+            "busiest_sender": tally.send / tally.steps,
+            "busiest_receiver": tally.receive / tally.steps,
+            "busiest_drawer": tally.draw / tally.steps,
+            "plan_misses": tally.misses / tally.steps,
+        }
 
     def most_pixels(self, batch: int, width: int, height: int, ranks: int, halo: int) -> int:
         rows, columns = cuts(height, self._factor), cuts(width, self._factor)

@@ -68,7 +68,6 @@ class ByViews(Placement):
 
     Args:
         world: the ranks. options: see there. access: told what the patches of each view need from each rank.
-        tell: told in words what was not done as asked, on rank 0.
 
     Attributes:
         homes: as points were placed last; None before.
@@ -77,11 +76,10 @@ class ByViews(Placement):
     replicated = False
     in_ranges = False
 
-    def __init__(
-        self, world: World, options: LocalityOptions, access: Access, tell: Callable[[str], None] = lambda _: None
-    ) -> None:
-        self._world, self._options, self._access, self._tell = world, options, access, tell
-        self._views: Sequence[View] = ()
+    def __init__(self, world: World, options: LocalityOptions, access: Access) -> None:
+        self._world, self._options, self._access = world, options, access
+        self._look: Callable[[], Sequence[View]] = lambda: ()
+        self._remarks: list[str] = []
         self.homes: Homes | None = None
 
     @property
@@ -89,8 +87,12 @@ class ByViews(Placement):
         """Its name, and how the ranks are spread over machines."""
         return f"ByViews {self._world.machines}x{self._world.size // self._world.machines}"
 
-    def look(self, views: Sequence[View]) -> None:
-        self._views = views
+    def look(self, views: Callable[[], Sequence[View]]) -> None:
+        self._look = views
+
+    def remarks(self) -> list[str]:
+        told, self._remarks = self._remarks, []
+        return told
 
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
         """All of the batch's views: which patches a point reaches only its splat tells."""
@@ -189,42 +191,42 @@ class ByViews(Placement):
         """Each group's owner, each view's machine, and the views that patches were counted of with what these need."""
         world, factor = self._world, self._options.patches
         none = np.zeros(0, dtype=np.int64), np.zeros((0, factor * factor, world.size), dtype=np.float32)
-        by_patch = self._by_patch(groups, sample, stride)
+        seen_by = self._look()
+        by_patch = self._by_patch(groups, sample, stride, seen_by)
         if len(groups) < world.size or by_patch is None:
-            why = "no training view shows any" if by_patch is None else f"{len(groups)} groups are too few"
-            if by_patch is not None or self._views:
-                self._tell(f"Points are placed by ranges of the Z-order: {why}.")
+            if seen_by:
+                why = "no training view shows any" if by_patch is None else f"{len(groups)} groups are too few"
+                self._remarks.append(f"Points are placed by ranges of the Z-order: {why}.")
             owners = np.arange(len(groups), dtype=np.int64) * world.size // len(groups)
             return owners, np.zeros(0, dtype=np.int64), none
-        views = len(self._views)
+        views = len(seen_by)
         by_view = SeenGraph(_summed(by_patch.seen, views), by_patch.points)
         found = partition(
             by_view.thinned(MOST_VIEWS), world.machines, world.size // world.machines, self._options.placement,
             self._options.within, self._options.hierarchy, self._options.imbalance,
         )  # fmt: skip
-        for note in found.notes:
-            self._tell(note)
+        self._remarks += found.notes
         per_machine = world.size // world.machines
         machines = by_view.by_rank(found.ranks // per_machine, world.machines).argmax(1).astype(np.int64)
         needed = by_patch.by_rank(found.ranks, world.size).astype(np.float32).reshape(views, -1, world.size)
-        return found.ranks, machines, (np.array([view.index for view in self._views], dtype=np.int64), needed)
+        return found.ranks, machines, (np.array([view.index for view in seen_by], dtype=np.int64), needed)
 
-    def _by_patch(self, groups: Groups, sample: Tensor, stride: int) -> SeenGraph | None:
+    def _by_patch(self, groups: Groups, sample: Tensor, stride: int, views: Sequence[View]) -> SeenGraph | None:
         """The graph of groups and patches, `factor` squared a view; None where no patch shows a point."""
         factor = self._options.patches
-        if not self._views:
+        if not views:
             return None
-        cut = [(k, number, patch) for k, view in enumerate(self._views) for number, patch in patches_of(view, k, factor)]
-        viewmats = torch.stack([self._views[k].viewmat for k, _, _ in cut]).to(sample)
-        Ks = torch.stack([self._views[k].K for k, _, _ in cut]).to(sample)
-        sizes = [n for k, _, _ in cut for n in (self._views[k].width, self._views[k].height)]
-        rects = [n for k, _, patch in cut for n in patch.rendered(self._views[k])]
+        cut = [(k, number, patch) for k, view in enumerate(views) for number, patch in patches_of(view, k, factor)]
+        viewmats = torch.stack([views[k].viewmat for k, _, _ in cut]).to(sample)
+        Ks = torch.stack([views[k].K for k, _, _ in cut]).to(sample)
+        sizes = [n for k, _, _ in cut for n in (views[k].width, views[k].height)]
+        rects = [n for k, _, patch in cut for n in patch.rendered(views[k])]
         dots, solid = torch.full_like(sample, 1e-12), torch.ones_like(sample[:, 0])
         patch_ids, group_ids, counts = count_seen(groups, sample, dots, solid, viewmats, Ks, sizes, rects)
         if len(counts) == 0:
             return None
         places = torch.tensor([k * factor * factor + number for k, number, _ in cut], device=patch_ids.device)
-        total = len(self._views) * factor * factor
+        total = len(views) * factor * factor
         return SeenGraph.of(places[patch_ids], group_ids, counts * stride, total, groups.points * stride)
 
 

@@ -66,8 +66,8 @@ def take_step(
     `kind`: a primitive that is not in the table, and so many points of it."""
     world = spread.world
     drawn, whole = kind or (PRIMITIVES[primitive](), make_points(points, dtype, world.device))
-    batch = make_views(views, dtype, world.device, size)
-    spread.placement.look(batch)
+    batch = seen = make_views(views, dtype, world.device, size)
+    spread.placement.look(lambda: seen)
     held, places = held_at(spread, whole)
     poses = [v.viewmat.clone().requires_grad_() for v in batch]
     batch = [replace(v, viewmat=p) for v, p in zip(batch, poses, strict=True)]

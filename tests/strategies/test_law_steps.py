@@ -70,7 +70,7 @@ def take_one(
     world = spread.world
     device = world.device
     views = make_views(count, torch.float32, device, size)
-    spread.placement.look(views)
+    spread.placement.look(lambda: views)
     held, places = held_at(spread, make_points(POINTS, torch.float32, device))
     params = {name: value.detach().clone() for name, value in held.params.items()}
     begun = {name: value.clone() for name, value in params.items()}

@@ -80,7 +80,8 @@ def check_wishes(pipeline: Any, *, fused: bool) -> None:
         if value not in values:
             why = "these are not fused" if pipeline.model.sharded else f"the strategy is {pipeline.strategy.name}"
             raise InputError(
-                f"--pipeline.{name.replace('_', '-')} {value}: that is for the fused steps of splatfacto-tile, and "
+                f"--pipeline.{name.replace('_', '-')} {value}: that is for the fused steps of splatfacto-tile and "
+                f"splatfacto-locality, and "
                 f"{why}. Leave it out, or see with --fused-steps always what is in the way."
             )
 

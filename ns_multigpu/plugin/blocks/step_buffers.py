@@ -8,6 +8,7 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
 
 from cuda_ext.ops.row_exchange import RECORD_FLOATS
+from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.kernels import Kernels
 from ns_multigpu.core.peer_memory import choose_transport
 from ns_multigpu.core.step_settings import HALO, Status, StepSettings
@@ -42,6 +43,11 @@ class StepBuffers:
         self.peer, self._by_sort = False, options.tile_lists == "sort"
         self._atomics = options.gradients == "atomics"
         self.captures = world.device.type == "cuda" and not self._by_sort
+        if self._by_sort and self._strategy.assignment.learns is not Learns.WORK and self._strategy.rows.travels:
+            raise InputError(
+                f"--pipeline.tile-lists sort: sorted lists want bands of rows of tiles, and {self._strategy.name} cuts "
+                "views into patches. Use --pipeline.tile-lists gather."
+            )
         if options.overlap < 1:
             raise InputError(f"--pipeline.overlap {options.overlap}: splats leave in 1 part at least.")
         if not self._strategy.rows.travels:

@@ -113,6 +113,7 @@ class Training:
         pool = GraphPool(world.device) if self._buffers.captures else None
         self._graphs = StepGraphs(pipeline.timer, computed, pool)
         self._learnt = LateCounts(pipeline.strategy.assignment.learn)
+        self._foreseen = 0  # steps of which the assignment has been told
         self._targets: list[Tensor] = []  # of the last step, as are these
         self._drawn = Plan((), ())
 
@@ -126,12 +127,25 @@ class Training:
             last += 1
         return range(first, last + 1)
 
+    def _foresee(self, steps: range) -> None:
+        """Tells the assignment of this block's batches and of as many more, which are likely the next block's."""
+        data, batch = self._pipeline.datamanager, self._pipeline.batch_size
+        factor = self._signature(steps[0])[1]
+        first = max(self._foreseen, steps[0])
+        coming = data.coming(range(first, steps[-1] + 1 + MOST_STEPS), batch)
+        self._foreseen = first + len(coming)
+        self._pipeline.strategy.assignment.foresee(
+            [[self._camera(index, factor)[0] for index in indices] for indices in coming]
+        )
+
     def run(self, steps: range) -> BlockResult:
         """Takes the steps of a block. Every rank calls it with the same.
 
         Refining, and resetting opacities, is left to the caller: see `refine`.
         """
         self._choose_lazy()
+        if self._pipeline.strategy.assignment.foresees:
+            self._foresee(steps)
         feeds: list[_Feed] = []
         reports = torch.zeros(len(steps), self._pipeline.batch_size + 1, device=self._world.device)
         step: Step | None = None

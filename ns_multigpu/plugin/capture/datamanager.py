@@ -85,6 +85,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
             problems = unreadable(config.dataparser, error)
         raise_together(problems, self.world, FAULTS)
         self.sequence = ViewSequence(len(self.train_dataset), config.train_cameras_sampling_seed)
+        self._preview: ViewSequence | None = None
         self._epoch = len(self.train_dataset)
         if config.train_cameras_sampling_strategy == "fps":
             first = list(self.train_unseen_cameras)
@@ -236,6 +237,14 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
             last = (step + 1) * size
             self.train_share.expect(batch + [self.sequence.at(p) for p in range(last, last + ahead)])
         return batch
+
+    def coming(self, steps: range, size: int) -> list[list[int]]:
+        """The views of coming steps, for whoever plans ahead; none where they are drawn by distance, as they come."""
+        if self.config.train_cameras_sampling_strategy == "fps":
+            return []
+        if self._preview is None:
+            self._preview = ViewSequence(len(self.train_dataset), self.config.train_cameras_sampling_seed)
+        return [self._preview.batch(step, size) for step in steps]
 
     def train_camera(self, index: int) -> Cameras:
         """One training camera, [1], on the host, with its `cam_idx`."""

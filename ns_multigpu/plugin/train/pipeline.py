@@ -15,15 +15,19 @@ from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.types import View
+from ns_multigpu.core.world import World
+from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
 from ns_multigpu.plugin.checkpoint.sharded_state import load_points
 from ns_multigpu.plugin.checkpoint.verify import SHARDS
 from ns_multigpu.plugin.export.ns_export import stream_for_ns_export
-from ns_multigpu.plugin.faults.errors import show_uncaught
+from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.process_world import get_world
+from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.render import viewer
@@ -70,6 +74,11 @@ class DistributedPipelineConfig(VanillaPipelineConfig):
     def checkpoints(self, folder: Path | None) -> None:
         vars(self)["_checkpoints"] = folder
 
+    @property
+    def options(self) -> Any:
+        """What the strategy is made with, besides the ranks: a dataclass with a method `problem`; None for nothing."""
+        return None
+
     def batch(self, ranks: int) -> int:
         """Views a step of so many ranks.
 
@@ -89,6 +98,19 @@ class HeldOut:
     ssim: float
     views: int
     total: int
+
+
+@dataclass
+class LocalityPipelineConfig(DistributedPipelineConfig):
+    """The same, with what only the strategy `locality` has."""
+
+    strategy: str = "locality"
+    locality: LocalityOptions = field(default_factory=LocalityOptions)
+
+    @property
+    def options(self) -> LocalityOptions | None:
+        """Those of the strategy."""
+        return self.locality if self.strategy == "locality" else None
 
 
 class DistributedPipeline(VanillaPipeline):
@@ -120,7 +142,7 @@ class DistributedPipeline(VanillaPipeline):
         checks.check_strategy(config.strategy, STRATEGIES)
         checks.check_views_per_rank(config.views_per_rank)
         self.world = get_world(str(device))
-        self.strategy: Strategy = STRATEGIES[config.strategy](self.world)
+        self.strategy = _strategy(config, self.world)
         sharded = not self.strategy.placement.replicated
         checks.check_views_per_step(config.views_per_step, self.world.size, cuts_views=sharded)
         # A world of one as far as nerfstudio knows: it would wrap the model in DDP, which densification breaks.
@@ -136,8 +158,10 @@ class DistributedPipeline(VanillaPipeline):
                     soft_wrap=True,
                 )
             checks.check_cap(self.model.num_points, config.model.densifier, config.model.max_gs_num)
+            self.strategy.placement.look(self._training_views)
             if sharded:
                 self.model.hold_shard(self.strategy.placement, self.world)
+                self._show_remarks()
         self.renders = RenderService(self.model, self.strategy)
         self.renders.install()
         self.timer = StepTimer(self.world.device)
@@ -145,6 +169,16 @@ class DistributedPipeline(VanillaPipeline):
         self.world.traffic.measured = lambda: self.timer.within("compute", "exchange")
         seed = broadcast_object(torch.initial_seed(), 0, self.world)
         self.model.prepare_densifier(self.world, seed)
+
+    def _training_views(self) -> list[View]:
+        """All training views, on the host, at full resolution, with the poses of the capture."""
+        cameras = self.datamanager.train_dataset.cameras
+        singles = [cameras[index : index + 1] for index in range(len(cameras))]
+        return [view_from_camera(one, one.camera_to_worlds.reshape(-1, 3, 4)[0], k) for k, one in enumerate(singles)]
+
+    def _show_remarks(self) -> None:
+        for remark in self.strategy.placement.remarks():
+            CONSOLE.print(remark, soft_wrap=True)
 
     @property
     def batch_size(self) -> int:
@@ -285,6 +319,20 @@ class DistributedPipeline(VanillaPipeline):
             if get_std:
                 result[f"{name}_std"] = float(column.std())
         return result
+
+
+def _strategy(config: DistributedPipelineConfig, world: World) -> Strategy:
+    """The strategy of a run, with its options if it has any.
+
+    Raises:
+        InputError: an option is out of range.
+    """
+    make, options = STRATEGIES[config.strategy], config.options
+    if options is None:
+        return make(world)
+    if problem := options.problem():
+        raise InputError(f"--pipeline.{config.strategy}.{problem}.")
+    return make(world, options)
 
 
 def _count(seed_points: tuple[Tensor, Tensor] | None) -> int:

@@ -328,8 +328,9 @@ class DistributedTrainer(Trainer):
 
     def _log(self, step: int, measured: Measured) -> None:
         """Sums what the ranks measured and writes it. Every rank calls it at the same steps."""
-        timer, saves = self.pipeline.timer, self.checkpoints.writer.measured()
-        self.progress.log(step, self.batch_size, timer, measured, self.pipeline.model, self.optimizers, saves)
+        pipeline = self.pipeline
+        more = {**self.checkpoints.writer.measured(), **pipeline.strategy.assignment.figures()}
+        self.progress.log(step, self.batch_size, pipeline.timer, measured, pipeline.model, self.optimizers, more)
 
     def _after_train(self) -> None:
         """Saves, says how it went and what can be done next, and keeps the viewer open if there is one.
