@@ -157,7 +157,12 @@ class Groups:
         spare = len(self) * self.size - len(self.order)
         rows = torch.cat([self.order, self.order[-1:].expand(spare)]).view(len(self), self.size)
         at = means.detach()[rows]
-        return at.amin(1), at.amax(1), REACH * scales.detach().amax(1)[rows].amax(1)
+        # What is nowhere is never drawn, and must not take its neighbours with it.
+        there, most = at.isfinite().all(2, keepdim=True), torch.finfo(at.dtype).max
+        lower, upper = torch.where(there, at, most).amin(1), torch.where(there, at, -most).amax(1)
+        nowhere = ~there.any(1)
+        reach = REACH * scales.detach().nan_to_num(nan=0.0, posinf=0.0).amax(1)[rows].amax(1)
+        return lower.masked_fill(nowhere, 0.0), upper.masked_fill(nowhere, 0.0), reach
 
 
 def cull_groups(
