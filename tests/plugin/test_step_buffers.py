@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.step_settings import Status, StepSettings
 from ns_multigpu.core.transports import CollectiveRows, ReplicatedRows
 from ns_multigpu.core.types import Patch, View
@@ -74,18 +75,22 @@ def test_images_lie_where_graphs_read_them() -> None:
     view = View(torch.eye(4), torch.eye(3), SETTINGS.width, SETTINGS.height)
     image = torch.randint(0, 256, (SETTINGS.height, SETTINGS.width, 3), dtype=torch.uint8)
     patches = [Patch(0, 0, 0, 32, 16, 16), Patch(1, 0, 16, 32, 48, 16), Patch.whole(2, view)]
+    places = list(enumerate(patches))
     buffers = make_buffers("tile")
     for captures in (False, True):
         buffers.captures = captures
         buffers.make_pictures(SETTINGS, torch.uint8)
-        found = [buffers.target(place, image, patch, view) for place, patch in enumerate(patches)]
-        again = [buffers.target(place, image + 1, patch, view) for place, patch in enumerate(patches)]
+        found = [buffers.target(place, ImagePart.whole({"image": image}), patch, view) for place, patch in places]
+        parts = [ImagePart.whole({"image": image + 1}).under(patch.rendered(view)) for patch in patches]
+        again = [buffers.target(place, parts[place], patch, view) for place, patch in places]
         for patch, old, new in zip(patches, found, again, strict=True):
             x0, y0, x1, y1 = patch.rendered(view)
             assert new.is_contiguous() and torch.equal(new, image[y0:y1, x0:x1] + 1)
             assert (old.data_ptr() == new.data_ptr()) == captures
     buffers.make_pictures(SETTINGS, torch.uint8)
-    assert buffers.target(0, image, patches[0], view).data_ptr() == again[0].data_ptr(), "a step made anew finds them"
+    assert buffers.target(0, parts[0], patches[0], view).data_ptr() == again[0].data_ptr(), (
+        "a step made anew finds them"
+    )
 
 
 def test_what_graphs_cannot_hold_is_launched() -> None:

@@ -7,6 +7,7 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
 
 from cuda_ext.ops.row_exchange import RECORD_FLOATS
+from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.kernels import Kernels
 from ns_multigpu.core.peer_memory import choose_transport
 from ns_multigpu.core.step_settings import Status, StepSettings
@@ -90,10 +91,9 @@ class StepBuffers:
         if self._pictures.shape != shape or self._pictures.dtype != kind:
             self._pictures = torch.empty(shape, dtype=kind, device=self._world.device)
 
-    def target(self, place: int, image: Tensor, patch: Patch, view: View) -> Tensor:
-        """The image [H, W, 3] under a rendered rectangle, where a step finds it: this rank's patch number `place`."""
-        left, top, right, bottom = patch.rendered(view)
-        there = image[top:bottom, left:right]
+    def target(self, place: int, part: ImagePart, patch: Patch, view: View) -> Tensor:
+        """The image [h, w, 3] under a rendered rectangle, where a step finds it: this rank's patch number `place`."""
+        there = part.under(patch.rendered(view)).data["image"]
         if not self.captures:
             return there.contiguous()
         flat = self._pictures[place].view(-1)[: there.numel()]

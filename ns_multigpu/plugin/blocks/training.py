@@ -24,6 +24,7 @@ from torch import Tensor
 
 from cuda_ext.ops.adam import AdamStep, ScalarRing
 from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves
+from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.late_counts import LateCounts
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.random import keyed_generator
@@ -210,12 +211,12 @@ class Training:
         timer, plan = self._pipeline.timer, with_halos(feed.plan, step.settings.width, step.settings.height)
         mine = plan.owned[self._world.rank]
         with timer.measure("data"):
-            images = self._images.get(feed.indices, plan)
-            if self._signature(feed.step)[1] > 1:
-                images = [self._small(image, feed.step) for image in images]
+            parts = self._images.get(feed.indices, plan, feed.views)
+            if self._signature(feed.step)[1] > 1:  # then these are whole images
+                parts = [ImagePart.whole({"image": self._small(part.data["image"], feed.step)}) for part in parts]
             self._targets = [
-                self._buffers.target(k, image, patch, feed.views[patch.view])
-                for k, (patch, image) in enumerate(zip(mine, images, strict=True))
+                self._buffers.target(k, part, patch, feed.views[patch.view])
+                for k, (patch, part) in enumerate(zip(mine, parts, strict=True))
             ]
         step.rgb = self._graphs.take(plan, lambda: step.parts(plan, self._targets))
         self._drawn = plan

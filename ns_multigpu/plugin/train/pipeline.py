@@ -201,7 +201,7 @@ class DistributedPipeline(VanillaPipeline):
                 [(data.train_camera(i), data.train_camera_on_device(i)) for i in indices], indices
             )
             plan = self.strategy.plan(views, [data.train_share.holder(i) for i in indices])
-            images = data.train_share.deliver(indices, plan, self.world.device)
+            images = data.train_share.deliver(indices, plan, self.world.device, views)
         with timer.measure("compute"):
             primitive = model.primitive(depth=model.config.output_depth_during_training)
             rendering = self.strategy.render(primitive, model.points, views, plan)
