@@ -176,8 +176,9 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         return image_shapes(self.eval_dataset, self.eval_reader, headers, kind, self.world)
 
     def hold_by(self, homes: Sequence[int]) -> None:
-        """Says which rank is to hold each training image; see `homes_of`. Every rank calls it with the same, before
-        there is a `train_share`, which checks them.
+        """Says which rank is to hold each training image: `homes_of` makes homes of the machines that see most of each
+        view, with `train_shapes` and `train_memory`. Every rank calls it with the same, before there is a
+        `train_share`, which checks them.
 
         Raises:
             RuntimeError: there is one.

@@ -255,7 +255,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         """The mean over squares of pixels: nerfstudio's without its convolution, for which a GPU loads cuDNN, and that
         takes up to a second and a half."""
         factor = self._get_downscale_factor()
-        if factor == 1:
+        if factor == 1 or image.numel() == 0:  # of a patch without pixels there is no image
             return image
         return avg_pool2d(image.float().permute(2, 0, 1)[None], factor)[0].permute(1, 2, 0).contiguous()
 
