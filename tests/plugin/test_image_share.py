@@ -168,6 +168,28 @@ def test_only_the_rectangles_that_are_rendered_travel(homes: list[int] | None) -
         assert decoded == (0 if room else len({6, 1, 4, 3} & set(held)))
 
 
+def _owned(world: World) -> int:
+    """Where pixels travel, who draws a patch need not own it. Of the last view no rank owns a pixel."""
+    share = ImageShare(_shapes(4), _image, world, label="test", homes=[0, 1, 0, 1])
+    batch, views = [0, 1, 2, 3], _views([0, 1, 2, 3])
+    whole = [Patch.whole(position, view) for position, view in enumerate(views)]
+    plan = Plan.of([whole, whole], [whole[2:3], [*whole[:2], Patch(3, 1, 1, 1, 1, 5)]])
+    before = world.traffic.sent
+    reading: list[int] = []
+    read = share.store.rows
+    share.store.rows = lambda index, *rest: reading.append(index) or read(index, *rest)  # type: ignore[method-assign]
+    there = share.deliver(batch, plan, world.device, views)
+    assert set(there) == set(plan.owned[world.rank])
+    for patch in (whole[2:3], whole[:2])[world.rank]:
+        assert _same(there[patch].data, _image(patch.view))
+    assert reading == [[0, 2], [1]][world.rank]
+    return world.traffic.sent - before
+
+
+def test_images_go_to_the_owners_of_pixels() -> None:
+    assert run_ranks(_owned, 2) == [_shapes(1)[0].nbytes, 0]
+
+
 def _lower(world: World) -> None:
     """A view drawn at a lower resolution than its image's is delivered whole."""
     share = ImageShare(_shapes(11), _image, world, label="test")
