@@ -84,6 +84,10 @@ class Placement(ABC):
         """
         return
 
+    def machines_of_views(self) -> Sequence[int] | None:
+        """The machine where each training view is at home, so that its image may be held there; None if anywhere."""
+        return None
+
     def remarks(self) -> list[str]:
         """What was not done as asked since it was asked last, in words for the user; on rank 0."""
         return []

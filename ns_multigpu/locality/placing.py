@@ -90,6 +90,9 @@ class ByViews(Placement):
     def look(self, views: Callable[[], Sequence[View]]) -> None:
         self._look = views
 
+    def machines_of_views(self) -> Sequence[int] | None:
+        return self.homes.view_machines.tolist() if self.homes is not None and len(self.homes.view_machines) else None
+
     def remarks(self) -> list[str]:
         told, self._remarks = self._remarks, []
         return told

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ns_multigpu.core.step_settings import Status, StepSettings
+from ns_multigpu.core.image_part import ImagePart
+from ns_multigpu.core.step_settings import Status, StepSettings, with_halos
 from ns_multigpu.core.transports import CollectiveRows, ReplicatedRows
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
@@ -74,18 +75,41 @@ def test_images_lie_where_graphs_read_them() -> None:
     view = View(torch.eye(4), torch.eye(3), SETTINGS.width, SETTINGS.height)
     image = torch.randint(0, 256, (SETTINGS.height, SETTINGS.width, 3), dtype=torch.uint8)
     patches = [Patch(0, 0, 0, 32, 16, 16), Patch(1, 0, 16, 32, 48, 16), Patch.whole(2, view)]
+    views = [view] * 3
     buffers = make_buffers("tile")
     for captures in (False, True):
         buffers.captures = captures
         buffers.make_pictures(SETTINGS, torch.uint8)
-        found = [buffers.target(place, image, patch, view) for place, patch in enumerate(patches)]
-        again = [buffers.target(place, image + 1, patch, view) for place, patch in enumerate(patches)]
+        found = buffers.targets([ImagePart.whole({"image": image})] * 3, patches, views)
+        parts = [ImagePart.whole({"image": image + 1}).under(patch.rendered(view)) for patch in patches]
+        again = buffers.targets(parts, patches, views)
         for patch, old, new in zip(patches, found, again, strict=True):
             x0, y0, x1, y1 = patch.rendered(view)
             assert new.is_contiguous() and torch.equal(new, image[y0:y1, x0:x1] + 1)
             assert (old.data_ptr() == new.data_ptr()) == captures
     buffers.make_pictures(SETTINGS, torch.uint8)
-    assert buffers.target(0, image, patches[0], view).data_ptr() == again[0].data_ptr(), "a step made anew finds them"
+    assert buffers.targets(parts, patches, views)[2].data_ptr() == again[2].data_ptr(), "a step made anew finds them"
+
+
+def test_there_is_room_for_the_patches_of_locality() -> None:
+    """Several patches of a view on one rank, with halos all around."""
+    buffers = make_buffers("locality")
+    buffers.captures, buffers._world = True, replace(World.single(), size=2)
+    buffers._strategy = STRATEGIES["locality"](buffers._world)
+    views = [View(torch.eye(4), torch.eye(3), SETTINGS.width, SETTINGS.height, k) for k in range(SETTINGS.views)]
+    plan = with_halos(buffers._strategy.plan(views), SETTINGS.width, SETTINGS.height)
+    buffers.make_pictures(SETTINGS, torch.uint8)
+    image = torch.randint(0, 256, (SETTINGS.height, SETTINGS.width, 3), dtype=torch.uint8)
+    for mine in plan.owned:
+        found = buffers.targets([ImagePart.whole({"image": image})] * len(mine), mine, views)
+        for patch, target in zip(mine, found, strict=True):
+            x0, y0, x1, y1 = patch.rendered(views[patch.view])
+            assert torch.equal(target, image[y0:y1, x0:x1])
+
+
+def test_lists_by_a_sort_want_bands() -> None:
+    with pytest.raises(InputError, match="locality cuts views into patches"):
+        make_buffers("locality", tile_lists="sort")
 
 
 def test_what_graphs_cannot_hold_is_launched() -> None:
@@ -93,7 +117,7 @@ def test_what_graphs_cannot_hold_is_launched() -> None:
     gpu = replace(World.single(), device=torch.device("cuda", 0))
     config = SimpleNamespace(transport="collective", tile_lists="gather", gradients="atomics", overlap=1)
     for name in STRATEGIES:
-        for lists in ("gather", "sort"):
+        for lists in ("gather",) if name == "locality" else ("gather", "sort"):
             config.tile_lists = lists
             pipeline = SimpleNamespace(config=config, strategy=STRATEGIES[name](gpu))
             assert StepBuffers(pipeline, gpu).captures == (lists == "gather")

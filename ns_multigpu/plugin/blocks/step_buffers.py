@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cuda_ext.ops.row_exchange import RECORD_FLOATS
 from ns_multigpu.core.assignment import Learns
+from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.kernels import Kernels
 from ns_multigpu.core.peer_memory import choose_transport
 from ns_multigpu.core.step_settings import HALO, Status, StepSettings
@@ -97,18 +98,17 @@ class StepBuffers:
         if len(self._pictures) != room or self._pictures.dtype != kind:
             self._pictures = torch.empty(room, dtype=kind, device=self._world.device)
 
-    def targets(self, images: Sequence[Tensor], patches: Sequence[Patch], views: Sequence[View]) -> list[Tensor]:
-        """What lies of each image [H, W, 3] under a rendered rectangle, where a step finds it.
+    def targets(self, parts: Sequence[ImagePart], patches: Sequence[Patch], views: Sequence[View]) -> list[Tensor]:
+        """What lies of each image [h, w, 3] under a rendered rectangle, where a step finds it.
 
         Args:
-            images, patches: of this rank's patches.
+            parts, patches: of this rank's patches.
             views: the batch's.
         """
         found: list[Tensor] = []
         start = 0
-        for image, patch in zip(images, patches, strict=True):
-            left, top, right, bottom = patch.rendered(views[patch.view])
-            there = image[top:bottom, left:right]
+        for part, patch in zip(parts, patches, strict=True):
+            there = part.under(patch.rendered(views[patch.view])).data["image"]
             if self.captures:
                 place = self._pictures[start : start + there.numel()]  # of one plan's patches always the same
                 start += there.numel()

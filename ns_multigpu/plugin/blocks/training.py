@@ -25,6 +25,7 @@ from torch import Tensor
 from cuda_ext.ops.adam import AdamStep, ScalarRing
 from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves
 from ns_multigpu.core.assignment import Learns
+from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.late_counts import LateCounts
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.random import keyed_generator
@@ -225,10 +226,10 @@ class Training:
         timer, plan = self._pipeline.timer, with_halos(feed.plan, step.settings.width, step.settings.height)
         mine = plan.owned[self._world.rank]
         with timer.measure("data"):
-            images = self._images.get(feed.indices, plan)
-            if self._signature(feed.step)[1] > 1:
-                images = [self._small(image, feed.step) for image in images]
-            self._targets = self._buffers.targets(images, mine, feed.views)
+            parts = self._images.get(feed.indices, plan, feed.views)
+            if self._signature(feed.step)[1] > 1:  # then these are whole images
+                parts = [ImagePart.whole({"image": self._small(part.data["image"], feed.step)}) for part in parts]
+            self._targets = self._buffers.targets(parts, mine, feed.views)
         step.rgb = self._graphs.take(plan, lambda: step.parts(plan, self._targets))
         self._drawn = plan
         if self._pipeline.strategy.assignment.learns is not Learns.NOTHING:

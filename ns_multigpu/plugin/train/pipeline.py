@@ -20,6 +20,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.capture.image_homes import homes_of
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
 from ns_multigpu.plugin.checkpoint.sharded_state import load_points
 from ns_multigpu.plugin.checkpoint.verify import SHARDS
@@ -187,6 +188,10 @@ class DistributedPipeline(VanillaPipeline):
 
     def prepare_training(self) -> None:
         """Reads this rank's images. Every rank calls it."""
+        data, at_home = self.datamanager, self.strategy.placement.machines_of_views()
+        if at_home is not None and self.world.machines > 1 and len(at_home) == len(data.train_dataset):
+            per_machine = self.world.size // self.world.machines
+            data.hold_by(homes_of(at_home, data.train_shapes, self.world.machines, per_machine, data.train_memory))
         _ = self.datamanager.train_share
         _ = self.datamanager.train_cameras_on_device
 
@@ -235,7 +240,7 @@ class DistributedPipeline(VanillaPipeline):
                 [(data.train_camera(i), data.train_camera_on_device(i)) for i in indices], indices
             )
             plan = self.strategy.plan(views, [data.train_share.holder(i) for i in indices])
-            images = data.train_share.deliver(indices, plan, self.world.device)
+            images = data.train_share.deliver(indices, plan, self.world.device, views)
         with timer.measure("compute"):
             primitive = model.primitive(depth=model.config.output_depth_during_training)
             rendering = self.strategy.render(primitive, model.points, views, plan)
