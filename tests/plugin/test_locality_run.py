@@ -1,5 +1,6 @@
 """Runs of `splatfacto-locality`: the model of `tile`, on with as many ranks bit for bit, and with others."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch.distributed as dist
 from ns_multigpu.core.collectives import all_gather_objects
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
-from tests.plugin.course import write_capture
+from tests.plugin.course import follow, write_capture
 from tests.plugin.resuming import differing, everything, in_double, part_of
 from tests.plugin.test_placed_run import DENSIFIERS, Model, whole
+from tests.plugin.tile_course import MODEL
 from tests.ranks import run_ranks
 from tests.strategies.test_law import on_machines
 
@@ -71,3 +73,45 @@ def test_locality_trains_the_model_of_ranges(tmp_path: Path, densifier: str) -> 
     assert points["machines"] != points["ranges from the start"]
     assert reports[0]["homes again"] == reports[0]["homes machines"], "groups' owners were saved, and read"
     assert set(reports[0]["homes three machines"][1]) == {0, 1, 2}
+
+
+def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
+    """Fused steps of each strategy; of `locality` on machines of one rank, with plans made ahead."""
+    report: dict[str, Any] = {}
+    for strategy in ("tile", "locality"):
+        options: dict[str, Any] = {"fused_steps": "always", "pipeline.views_per_step": VIEWS}
+        options |= {"logging.steps_per_log": 6, MODEL + "morton_order": True, MODEL + "num_downscales": 1}
+        options |= {MODEL + "resolution_schedule": 20, MODEL + "warmup_length": 2, MODEL + "refine_every": 6}
+        options |= {MODEL + "camera_optimizer.mode": "off", MODEL + "densify_grad_thresh": 1e-4, MODEL + "max_gaussians": 400}
+        if strategy == "locality":
+            options["pipeline.locality.plans"] = "ahead"
+        part = on_machines(world, world.size if strategy == "locality" else 1)
+        trainer = follow(
+            part, capture, out / strategy, options, 3 * STEPS, VIEWS, method=f"splatfacto-{strategy}", double=False
+        )
+        written = trainer.config.get_base_dir() / "metrics.jsonl"
+        data, placement = trainer.pipeline.datamanager, trainer.pipeline.strategy.placement
+        report[strategy] = {
+            "rows": [json.loads(line) for line in written.read_text().splitlines()] if world.is_main else [],
+            "points": trainer.pipeline.model.total_points,
+            "held": list(data.train_share.own),
+            "at home": None if placement.machines_of_views() is None else list(placement.machines_of_views() or ()),
+        }
+    return report
+
+
+def test_fused_steps_with_plans_made_ahead(tmp_path: Path) -> None:
+    write_capture(tmp_path / "capture", wide=False)
+    reports = run_ranks(fused, 2, tmp_path / "capture", tmp_path)
+    tile, locality = (reports[0][strategy]["rows"] for strategy in ("tile", "locality"))
+    for one, other in zip(tile, locality, strict=True):
+        assert one["main_loss"] == pytest.approx(other["main_loss"], rel=0.02), one["step"]
+    assert reports[0]["tile"]["points"] == pytest.approx(reports[0]["locality"]["points"], rel=0.05)
+    last = locality[-1]
+    assert all(0 <= row["plan_misses"] <= 1 for row in locality) and last["plan_misses"] < 1, "some were in time"
+    assert 0 < last["splats_between_machines"] == last["splats_sent"], "each rank is a machine"
+    assert all(row[f"busiest_{who}"] >= 1 for row in locality for who in ("sender", "receiver", "drawer"))
+    assert "plan_misses" not in tile[-1]
+    for rank, report in enumerate(reports):
+        homes = report["locality"]["at home"]
+        assert report["locality"]["held"] == [view for view, home in enumerate(homes) if home == rank]
