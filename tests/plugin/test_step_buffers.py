@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ns_multigpu.core.pairs import pairs_of
 from ns_multigpu.core.step_settings import Status, StepSettings
 from ns_multigpu.core.transports import CollectiveRows, ReplicatedRows
 from ns_multigpu.core.types import Patch, View
@@ -23,7 +24,7 @@ SETTINGS = StepSettings(32, 48, views=4, ssim_lambda=0.2, rows=64, segment=32, i
 def make_buffers(strategy: str, **options: Any) -> StepBuffers:
     """Of the first of two ranks, which never meets the other."""
     world = replace(World.single(), size=2)
-    config = SimpleNamespace(transport="collective", tile_lists="gather", gradients="atomics", overlap=1)
+    config = SimpleNamespace(transport="collective", tile_lists="gather", gradients="atomics", overlap=1, wire="full")
     vars(config).update(options)
     return StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
 
@@ -58,16 +59,23 @@ def test_what_peers_write_to_each_other_is_counted(peer: bool) -> None:
     buffers = make_buffers("tile")
     buffers.peer = peer
     before = buffers._world.traffic.sent
-    buffers.count_traffic(Status(done=2, rows=9, segment=5, intersections=30, full=False, sent=7))
+    buffers.count_traffic(Status(done=2, rows=9, segments=(2, 5), intersections=30, full=False, sent=7))
     assert buffers._world.traffic.sent - before == (7 * 2 * 64 if peer else 0)
 
 
 def test_room_is_asked_for_rows_that_arrive() -> None:
     """A segment from each rank, of 60 bytes a row at least; where rows stay there is nothing to arrive."""
-    small, large = (bytes_of_step((1024, size, 4096), 3072, 4, travels=True) for size in (512, 1024))
+    small, large = (bytes_of_step((1024, pairs_of(size, 4), 4096), 3072, 4, travels=True) for size in (512, 1024))
     assert large - small >= 4 * 512 * 60
-    alone = bytes_of_step((1024, 512, 4096), 3072, 1, travels=False)
-    assert alone == bytes_of_step((1024, 9999, 4096), 3072, 1, travels=False)
+    alone = bytes_of_step((1024, pairs_of(512, 1), 4096), 3072, 1, travels=False)
+    assert alone == bytes_of_step((1024, pairs_of(9999, 1), 4096), 3072, 1, travels=False)
+
+
+def test_room_is_asked_for_the_rank_that_most_rows_arrive_at() -> None:
+    uneven = ((1000, 10, 10), (2000, 0, 30), (3000, 40, 0))
+    crowded = tuple((2000, 0, 0) for _ in range(3))  # as many in all, at rank 0
+    asked = [bytes_of_step((1024, pairs, 4096), 3072, 3, travels=True) for pairs in (uneven, crowded)]
+    assert asked[0] == asked[1] > bytes_of_step((1024, pairs_of(1999, 3), 4096), 3072, 3, travels=True)
 
 
 def test_images_lie_where_graphs_read_them() -> None:
@@ -91,7 +99,7 @@ def test_images_lie_where_graphs_read_them() -> None:
 def test_what_graphs_cannot_hold_is_launched() -> None:
     assert not make_buffers("tile").captures, "on a CPU"
     gpu = replace(World.single(), device=torch.device("cuda", 0))
-    config = SimpleNamespace(transport="collective", tile_lists="gather", gradients="atomics", overlap=1)
+    config = SimpleNamespace(transport="collective", tile_lists="gather", gradients="atomics", overlap=1, wire="full")
     for name in STRATEGIES:
         for lists in ("gather", "sort"):
             config.tile_lists = lists

@@ -104,8 +104,9 @@ def made(
     words = settings.words(spread.assignment.learns)
     peer = world.device.type == "cuda" and world.size > 1
     transport = make_transport(
-        spread.rows, spread.gradients, world, kernels, settings.rows, settings.segment, words, peer=peer, atomics=True
-    )
+        spread.rows, spread.gradients, world, kernels, settings.rows, settings.segment, words, peer=peer, atomics=True,
+        slots=by_sort,
+    )  # fmt: skip
     lists = SortedLists(settings, world, transport.lines, peer=False) if by_sort else None
     counted = statistics if world.is_main or not spread.gradients.summed else {}
     return Step(kernels, params, moments, counted, settings, spread, transport, lists=lists)
