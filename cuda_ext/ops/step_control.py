@@ -65,14 +65,12 @@ def step_message(
         torch.int64, met.device, own_rows=(own_rows, (1,)), segment_counts=(segment_counts, (-1,)), met=(met, (1,))
     )
     check_tensors(torch.int32, met.device, tile_offsets=(tile_offsets, (-1,)))
-    ranks = len(segment_counts)
-    check_tensors(
-        torch.int64, met.device, segment_room=(segment_room, (ranks,)), segment_most=(segment_most, (ranks,))
-    )
     if not 0 <= rank < len(segment_counts):
         raise ValueError(
             f"A message is of one of the {len(segment_counts)} ranks that have a segment, not of rank {rank}."
         )
+    of_ranks = (len(segment_counts),)
+    check_tensors(torch.int64, met.device, segment_room=(segment_room, of_ranks), segment_most=(segment_most, of_ranks))
     numbers = [int(number) for number in bands]
     if len(numbers) % 3 or columns < 1:
         raise ValueError(f"bands holds (line, tile, count) a band, of {columns} columns; got {len(numbers)} integers.")

@@ -110,9 +110,7 @@ def _segment(wire: Tensor, start: int, words: int, capacity: int) -> Tensor:
     return wire[start : start + words * capacity].view(words, capacity)
 
 
-def _full_row(
-    means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor
-) -> list[Tensor]:
+def _full_row(means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor) -> list[Tensor]:
     columns = [*means2d.unbind(1), *conics.unbind(1), opacities, *features.unbind(1), depths]
     return [column.contiguous().view(torch.int32) for column in columns]
 

@@ -211,8 +211,8 @@ class Step:
         with measure("return"):
             tile_offsets, _, met = lists
             message = step_message(
-                rows.count, self._counts, self._room, self._most, met, tile_offsets, self._bands(own, views), world.rank,
-                transport.words - HEAD, s.columns,
+                rows.count, self._counts, self._room, self._most, met, tile_offsets, self._bands(own, views),
+                world.rank, transport.words - HEAD, s.columns,
             )  # fmt: skip
             del arrived, lists, drawn, tile_offsets, met, v_color, v_alpha  # their memory is the update's
             back = yield from transport.bring_back(rows, self._place, message, splatted)

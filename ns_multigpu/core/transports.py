@@ -160,8 +160,8 @@ class ReplicatedRows(OwnRows):
 
 
 class CollectiveRows(Transport):
-    """All-to-all, with sizes of its own for each pair of ranks: between machines, and on CPU. What a rank owns and draws
-    stays where it is.
+    """All-to-all, with sizes of its own for each pair of ranks: between machines, and on CPU. What a rank owns and
+    draws stays where it is.
 
     Only packing can go on beside something else. Where the rows of a part end in a segment the device alone knows, so
     that parts that travel on their own would take segments of their own, each with room for all of its rows.

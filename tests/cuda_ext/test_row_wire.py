@@ -199,8 +199,8 @@ def bring_back(sent: Sent, grads: list[Tensor], half: bool, absgrad: bool) -> li
     for rank, grad in enumerate(grads):
         layout = sent.come[rank]
         before = sent.wires[rank].clone()
-        pack_gradients(grad, sent.counts[:, rank].contiguous(), sent.wires[rank], layout.starts, layout.capacities, rank,
-                       half=half, absgrad=absgrad)  # fmt: skip
+        where = (sent.counts[:, rank].contiguous(), sent.wires[rank], layout.starts, layout.capacities, rank)
+        pack_gradients(grad, *where, half=half, absgrad=absgrad)
         width = words * layout.capacities[rank]
         own = slice(layout.starts[rank], layout.starts[rank] + width)
         assert torch.equal(before[own], sent.wires[rank][own]), "a rank's own gradients stay"
@@ -309,13 +309,12 @@ def test_opcheck() -> None:
     place, counts = rows.route(numbers(bands(2, 2), 2), 2)
     starts, capacities, wire = [0, 400], [20, 24], torch.zeros(800, dtype=torch.int32)
     some = ("test_schema", "test_faketensor")
-    for half in (False, True):
-        given = (*rows.packed(), place, wire, starts, capacities, 0, half, True, 0, 24)
-        torch.library.opcheck(OPS.pack_wire.default, given, test_utils=some)
-        OPS.pack_wire(*given)
-        torch.library.opcheck(OPS.unpack_wire.default, (wire, starts, capacities, counts, 0, half, True, 2))
-        back = (gradients(44, 0), counts, wire, starts, capacities, 0, half, True)
-        torch.library.opcheck(OPS.pack_gradients.default, back, test_utils=some)
-        OPS.pack_gradients(*back)
-        own = (place, rows.count, wire, starts, capacities, torch.zeros(20, 16), 0, half, True)
-        torch.library.opcheck(OPS.collect_wire.default, own)
+    given = (*rows.packed(), place, wire, starts, capacities, 0, True, True, 0, 24)
+    torch.library.opcheck(OPS.pack_wire.default, given, test_utils=some)
+    OPS.pack_wire(*given)
+    came = (wire, starts, capacities, counts, 0, True, True, 2)
+    torch.library.opcheck(OPS.unpack_wire.default, came, test_utils=some)
+    back = (gradients(44, 0), counts, wire, starts, capacities, 0, True, True)
+    torch.library.opcheck(OPS.pack_gradients.default, back, test_utils=some)
+    own = (place, rows.count, wire, starts, capacities, torch.zeros(20, 16), 0, True, True)
+    torch.library.opcheck(OPS.collect_wire.default, own, test_utils=some)

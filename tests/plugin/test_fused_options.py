@@ -296,7 +296,9 @@ def test_what_is_for_fused_steps_of_shards_is_refused_elsewhere(name: str, value
 def test_half_a_wire_is_refused_where_nothing_goes_through_one() -> None:
     run = make_run()
     run.pipeline.model.sharded = True
-    run.pipeline.config = SimpleNamespace(transport="auto", tile_lists="gather", overlap=1, gradients="atomics", wire="half")
+    run.pipeline.config = SimpleNamespace(
+        transport="auto", tile_lists="gather", overlap=1, gradients="atomics", wire="half"
+    )
     check_wishes(run.pipeline, fused=True)
     run.pipeline.config.transport = "peer"
     with pytest.raises(InputError, match=r"^--pipeline\.wire half: .*--pipeline\.transport peer .* Leave out one"):

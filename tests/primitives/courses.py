@@ -49,7 +49,8 @@ class Course:
             too small grow on the way. None for what training begins with.
         lazy: steps of points that are not drawn are put off.
         transport: of shards: own, collective, or in peer memory atomics or transfer. by_sort: see `SortedLists`.
-        half: rows and gradients travel in float16. moment: of Adam's moments. selective: see `GaussianKernels`. groups: in which rows leave.
+        half: rows and gradients travel in float16.
+        moment: of Adam's moments. selective: see `GaussianKernels`. groups: in which rows leave.
         captured: steps are replayed from graphs, on a CPU from what was recorded.
     """
 
@@ -198,10 +199,12 @@ def taken(world: World, course: Course) -> Outcome:
         lists = SortedLists(settings, world, carried.lines, peer=peer) if course.by_sort else None
         return Step(kernels, params, moments, counted, settings, spread, carried, put_off_here, lists)
 
+    world.traffic.since("step")
     pool = (GraphPool(device) if device.type == "cuda" else RecordedPool()) if course.captured else None
     graphs = StepGraphs(StepTimer(device), lambda: None, pool)
     pictures = torch.zeros(course.batch, height, width, 3, dtype=torch.uint8, device=device)
-    one, losses, sent, redone, put_off, first, replayed, most = made(), [], 0, 0, 0, (0, 0, 0), 0, pairs_of(0, world.size)
+    one, losses, sent, redone, put_off, first, replayed = made(), [], 0, 0, 0, (0, 0, 0), 0
+    most, told = pairs_of(0, world.size), 0
     step = 0
     while step < course.steps:
         views = course.views(step, device)
@@ -220,6 +223,9 @@ def taken(world: World, course: Course) -> Outcome:
         assert list(status.segments) == one._counts.tolist(), "a look after each step"
         pairs = tell_pairs(status.segments, world)
         most = tuple(tuple(map(max, *two)) for two in zip(most, pairs, strict=True))
+        told = world.traffic.since("step")
+        if isinstance(one._transport, CollectiveRows):
+            assert course.by_sort or told == (one._transport.step_bytes if world.size > 1 else 0)
         if status.full:
             assert status.done == 0
             redone += 1
@@ -241,7 +247,8 @@ def taken(world: World, course: Course) -> Outcome:
         step += 1
     one.flush()
     result = {k: v.cpu() for k, v in params.items()} | {f"v of {k}": m[1].cpu() for k, m in moments.items()}
-    counts = {"redone": redone, "put off": put_off, "first": first, "sent": sent, "replayed": replayed, "most": most}
+    counts = {"redone": redone, "put off": put_off, "first": first, "sent": sent, "replayed": replayed}
+    counts |= {"most": most, "bytes": told}
     return result | {k: v.cpu() for k, v in statistics.items()} | {
         "losses": torch.stack(losses).cpu(), "tiles": one.tile_counts.cpu(),
         **{name: torch.tensor(count) for name, count in counts.items()},
