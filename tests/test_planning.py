@@ -142,7 +142,7 @@ def test_what_replicas_exchange_is_counted() -> None:
 
 @pytest.mark.parametrize("transport", ["collective", "peer"])
 def test_what_rows_are_exchanged_through_is_counted(transport: str) -> None:
-    """The buffers of a rank that draws few of its own rows; of peer memory, which takes less, a fifth more is counted."""
+    """The buffers of a rank that draws few of its own rows. Peer memory takes a fifth less than is counted."""
     rows, ranks = 4096, 8
     if transport == "peer":
         through = PeerRows(World.single(), KERNELS, rows * ranks, rows * ranks, 100, atomics=False)
@@ -160,7 +160,7 @@ def test_what_rows_are_exchanged_through_is_counted(transport: str) -> None:
 
 def test_what_collectives_carry_of_a_row_is_counted() -> None:
     wire = replace(KERNELS, absgrad=True).wire(half=False, slots=False)
-    assert (WIRE_BYTES, GRADIENT_BYTES) == (4 * wire.row_words, 4 * wire.gradient_words)
+    assert (4 * wire.row_words, 4 * wire.gradient_words) == (WIRE_BYTES, GRADIENT_BYTES)
     one = share("tile", Course(4_000_000, 1920, 1080, views=4, gpus=4))
     rows = ROOM * one.drawn / 4
     pairs = tuple(tuple(0 if a == b else int(rows) for b in range(4)) for a in range(4))

@@ -12,11 +12,11 @@ Gradients are 9 words in the order of the record, and 2 more with absolute ones.
 
 With `half` a row is 9 words and its gradients 5, or 6. Positions and depths stay float32: half a pixel is float16's
 precision at 1024 pixels, and depths decide an order. The rest is float16 (11 bits, rounded: 4.9e-4). So that nothing
-overflows, and nothing is lost that counts, four groups are each multiplied by a power of two that is sent along: a row's
-conic, its colours, its gradients by the conic, and its other gradients. The largest number of a group comes to lie
-between 2^14 and 2^15, and what is 2^-28 of it still has 11 bits. An inf or NaN stays one.
-A conic is sent as its Cholesky factor: however the factor's numbers are rounded, they are of an ellipse. Rounded itself,
-the conic of a splat 50 times as long as wide is not: xx * yy and xy^2 then agree in all bits that are left.
+overflows, and nothing is lost that counts, four groups are each multiplied by a power of two that is sent along: a
+row's conic, its colours, its gradients by the conic, and its other gradients. The largest number of a group comes to
+lie between 2^14 and 2^15, and what is 2^-28 of it still has 11 bits. An inf or NaN stays one.
+A conic is sent as its Cholesky factor: however the factor's numbers are rounded, they are of an ellipse. Rounded
+itself, the conic of a splat 50 times as long as wide is not: xx * yy and xy^2 then agree in all bits that are left.
 
 A rank's own segment never leaves, and is not rounded.
 """

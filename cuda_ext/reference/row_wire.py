@@ -34,7 +34,7 @@ def pack_wire(
     rest = _radii_and_view(radii[some], view_ids[some])
     ids = [torch.arange(first, end, dtype=torch.int32, device=wire.device)] if slots else []
     whole = torch.stack([*_full_row(*geometry), *rest, *ids])
-    short = torch.stack([*_half_row(*geometry, rest), *ids]) if half else whole
+    short = torch.stack([*_half_row(*geometry, rest=rest), *ids]) if half else whole
     for other, lines in enumerate(place[:, some].long()):
         columns = whole if other == rank else short
         chosen = ((lines >= 0) & (lines < capacities[other])).nonzero().squeeze(-1)

@@ -131,8 +131,8 @@ def step_buffers(one: Share, ranks: int, *, capacity: float = ROOM) -> dict[str,
     if one.arrivals:  # rows travel: `CollectiveRows` or `PeerRows`
         arrivals = capacity * one.arrivals
         on_rows = rows * (_ROWS + _KEPT_ROWS + 4 * ranks) + arrivals * (_ARRIVED + _TABLE)
-        # By collectives, which take more than peer memory: of every arrival what comes and the sum of its gradients, and
-        # as much as comes for what leaves; and what is collected, twice.
+        # By collectives, which take more than peer memory: of every arrival what comes and the sum of its gradients; as
+        # much as comes for what leaves; and what is collected, twice.
         exchange = arrivals * (2 * WIRE_BYTES + RECORD_BYTES + 8) + 2 * RECORD_BYTES * rows
     else:  # rows stay: `OwnRows` or `ReplicatedRows`
         on_rows = rows * (_ROWS + _KEPT_ROWS + _TABLE + _RECORDS)

@@ -69,8 +69,8 @@ def test_a_full_capacity_grows_whatever_was_needed_before(which: int) -> None:
     room.begin(three(*begun))
     room.learn(three(*needed), True, 0)
     assert room.now is not None
-    expected = list(three(*begun))
-    assert (most_of(room.now[1]) if which == 1 else room.now[which]) >= 20_000
+    (rows, pairs, intersections), expected = room.now, list(three(*begun))
+    assert (rows, most_of(pairs), intersections)[which] >= 20_000 and pairs == alike(pairs)
     expected[which] = room.now[which]
     assert room.now == tuple(expected)
 

@@ -48,9 +48,10 @@ def check(half: list[Outcome], whole: list[Outcome], ranks: int) -> None:
         assert all(most == 0 for most, _ in table.values()), "what does not travel is not rounded"
         return
     most, mean = table.pop("pixels")
-    assert 0 < most < 4 * UNIT and mean < UNIT / 4
+    # A splat's alpha counts from 1/255 on: where rounding takes it across, a pixel changes by so much at most.
+    assert 0 < most < 1 / 255 + 2 * UNIT and mean < UNIT / 8
     for name, (most, mean) in table.items():
-        assert 0 < mean < 2 * UNIT and most < 64 * UNIT, name
+        assert 0 < mean < 6 * UNIT and most < 128 * UNIT, name
     loss = [torch.stack([o["loss"] for o in outcomes]).sum() for outcomes in (half, whole)]
     torch.testing.assert_close(loss[0], loss[1], rtol=UNIT / 4, atol=0)
 
