@@ -201,9 +201,13 @@ def bring_back(sent: Sent, grads: list[Tensor], half: bool, absgrad: bool) -> li
         before = sent.wires[rank].clone()
         where = (sent.counts[:, rank].contiguous(), sent.wires[rank], layout.starts, layout.capacities, rank)
         pack_gradients(grad, *where, half=half, absgrad=absgrad)
-        width = words * layout.capacities[rank]
+        after, width = sent.wires[rank], words * layout.capacities[rank]
         own = slice(layout.starts[rank], layout.starts[rank] + width)
-        assert torch.equal(before[own], sent.wires[rank][own]), "a rank's own gradients stay"
+        assert torch.equal(before[own], after[own]), "a rank's own gradients stay"
+        for source, capacity in enumerate(layout.capacities):
+            came = int(sent.counts[source, rank])
+            behind = [layout.segment(wire, source, words).view(words, capacity)[:, came:] for wire in (before, after)]
+            assert torch.equal(*behind), "nothing is written where nothing came"
     for owner in range(ranks):
         back = Layout.of([sent.come[rank].capacities[owner] for rank in range(ranks)], words)
         wire = torch.full((back.words,), 7, dtype=torch.int32, device=grads[0].device)

@@ -12,6 +12,7 @@ from ns_multigpu.core.step_settings import Status, StepSettings
 from ns_multigpu.core.transports import CollectiveRows, ReplicatedRows
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.blocks import step_buffers
 from ns_multigpu.plugin.blocks.fused_rescue import bytes_of_step
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.faults.errors import InputError
@@ -36,11 +37,15 @@ def test_a_transport_serves_as_long_as_its_sizes_do(strategy: str, kind: type) -
     first = buffers.transport(SETTINGS, GaussianKernels(degree=0))
     assert type(first) is kind
     other = GaussianKernels(degree=1, opacity_weight=0.1, absgrad=True)
+    before = first.step_bytes if isinstance(first, CollectiveRows) else 0
     assert buffers.transport(replace(SETTINGS, intersections=512), other) is first and first.kernels == other
-    for change in ({"rows": 128}, {"segment": 64}):
+    if isinstance(first, CollectiveRows):  # two ranks, 32 rows; with two absolute gradients each from now on
+        assert first.step_bytes - before == 32 * 2 * 4
+    for change in ({"rows": 128}, {"segment": 64}, {"segment": ((64, 16), (8, 64))}):
         second = buffers.transport(replace(SETTINGS, **change), other)
         assert second is not first
-        assert (second.rows, second.capacity) == (change.get("rows", 64), change.get("segment", 32))
+        pairs = pairs_of(change.get("segment", 32), 2)
+        assert (second.rows, second.pairs) == (change.get("rows", 64), pairs) and second.capacity == pairs[0][0]
         first = second
 
 
@@ -105,6 +110,21 @@ def test_what_graphs_cannot_hold_is_launched() -> None:
             config.tile_lists = lists
             pipeline = SimpleNamespace(config=config, strategy=STRATEGIES[name](gpu))
             assert StepBuffers(pipeline, gpu).captures == (lists == "gather")
+
+
+@pytest.mark.parametrize(("peer", "ranks"), [(True, 2), (False, 2), (True, 1)])
+def test_half_a_wire_is_for_collectives(peer: bool, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one rank nothing goes on a wire, and nobody has to mind."""
+    monkeypatch.setattr(step_buffers, "choose_transport", lambda *_: SimpleNamespace(peer=peer, reason="said so"))
+    world = replace(World.single(), size=ranks)
+    config = SimpleNamespace(transport="auto", tile_lists="gather", gradients="atomics", overlap=1, wire="half")
+    pipeline = SimpleNamespace(config=config, strategy=STRATEGIES["tile"](world))
+    if peer and ranks > 1:
+        with pytest.raises(InputError, match=r"^--pipeline\.wire half: .*or add --pipeline\.transport collective"):
+            StepBuffers(pipeline, world)
+        return
+    made = StepBuffers(pipeline, world).transport(SETTINGS, GaussianKernels(degree=0))
+    assert (made.half if isinstance(made, CollectiveRows) else None) == (True if ranks > 1 else None)
 
 
 def test_wishes_that_cannot_be_had_are_refused() -> None:
