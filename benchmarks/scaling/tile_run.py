@@ -84,10 +84,10 @@ class TileRun(Run):
         settings = self.settings(self.mode.groups)
         legs, peer = (self._strategy.rows, self._strategy.gradients), self.mode.transport == "peer"
         shape = (settings.rows, settings.segment, settings.words(self._strategy.assignment))
-        self._transport = make_transport(
-            *legs, self.world, self.kernels, *shape, peer=peer, atomics=self.mode.gradients == "atomics"
-        )
         sorts = self.mode.lists == "sort"
+        self._transport = make_transport(
+            *legs, self.world, self.kernels, *shape, peer=peer, atomics=self.mode.gradients == "atomics", slots=sorts
+        )
         lists = SortedLists(settings, self.world, self._transport.lines, peer=peer) if sorts else None
         if self._graphs is not None:
             self._graphs.forget()

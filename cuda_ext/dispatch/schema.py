@@ -86,6 +86,17 @@ SCHEMAS: tuple[str, ...] = (
     "unpack(Tensor records, Tensor counts, int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, "
     "Tensor opacities, Tensor features, Tensor depths, Tensor radii, Tensor owners, Tensor slots)",
     "collect(Tensor place, Tensor count, Tensor sources, int capacity) -> Tensor records",
+    # Segments of one buffer, by rank.
+    "pack_wire(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
+    "Tensor radii, Tensor place, Tensor(a!) wire, int[] starts, int[] capacities, int rank, bool half, bool slots, "
+    "int first, int end) -> ()",
+    "unpack_wire(Tensor wire, int[] starts, int[] capacities, Tensor counts, int rank, bool half, bool slots, "
+    "int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, "
+    "Tensor depths, Tensor radii, Tensor owners, Tensor slots)",
+    "pack_gradients(Tensor records, Tensor counts, Tensor(a!) wire, int[] starts, int[] capacities, int rank, "
+    "bool half, bool absgrad) -> ()",
+    "collect_wire(Tensor place, Tensor count, Tensor wire, int[] starts, int[] capacities, Tensor own, int rank, "
+    "bool half, bool absgrad) -> Tensor records",
     # Addresses in these are of buffers of all ranks, by rank; no dispatcher sees what is read and written there.
     "sort_pairs(Tensor(a!) keys, Tensor values, Tensor count, int begin_bit, int end_bit, Tensor(b!) out_keys, "
     "Tensor(c!) out_values) -> ()",
@@ -97,8 +108,8 @@ SCHEMAS: tuple[str, ...] = (
     "(Tensor keys, Tensor values, Tensor count)",
     "band_lists(int[] keys_at, int[] values_at, Tensor counts, int[] bands, Tensor where, int segment, "
     "int capacity) -> (Tensor tile_offsets, Tensor row_ids, Tensor count)",
-    "step_message(Tensor own_rows, Tensor segment_counts, Tensor met, Tensor tile_offsets, int[] bands, int rank, "
-    "int lines, int columns) -> Tensor message",
+    "step_message(Tensor own_rows, Tensor segment_counts, Tensor segment_room, Tensor(a!) segment_most, Tensor met, "
+    "Tensor tile_offsets, int[] bands, int rank, int lines, int columns) -> Tensor message",
     "step_gate(Tensor[] counts, Tensor limits, Tensor(a!) status, Tensor scalars, Tensor still, Tensor row_counts, "
     "Tensor? lazy_steps, int most_steps, Tensor? sent, Tensor? work, Tensor(b!)? totals) -> "
     "(Tensor gated_scalars, Tensor gated_counts)",

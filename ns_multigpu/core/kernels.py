@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.lazy_adam import LazyAdam
+from ns_multigpu.core.row_wire import RowWire
 
 Rows = Any
 """The rows of a rank's own points, in lines of a fixed number, padding included: what `Kernels.project` returns. A
@@ -163,6 +164,14 @@ class Kernels(ABC):
     @abstractmethod
     def collect(self, place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
         """Sums of gradient records [M, record_floats] over the ranks that drew the rows, at these addresses."""
+
+    @abstractmethod
+    def wire(self, *, half: bool, slots: bool) -> RowWire:
+        """How rows and gradients cross the wire by collectives.
+
+        Args:
+            half: what can be is float16. slots: rows bring their line at their owner.
+        """
 
     @abstractmethod
     def replicas(self, ranks: int, capacity: int, device: torch.device) -> "ReplicaRows":

@@ -35,6 +35,7 @@ from cuda_ext.ops.step_control import HEAD, step_gate, step_message
 from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Rows
 from ns_multigpu.core.legs import GradientsToOwner, RowsStay, SummedGradients, WholePixels
+from ns_multigpu.core.pairs import pairs_of
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.step_settings import Status, StepSettings
 from ns_multigpu.core.strategy import Strategy
@@ -144,8 +145,13 @@ class Step:
         self._side = torch.cuda.Stream(device, priority=-1) if aside else None
         # A step that must not count takes Adam's with these: moments keep, and nothing moves.
         self._still = scalars_of_no_step(count, device)
-        self._status = torch.zeros(6, dtype=torch.int64, device=device)
-        limits = [settings.rows, settings.segment, settings.intersections]
+        # How far the steps have got, and the most rows to each rank: one vector, for one look.
+        self._told = torch.zeros(6 + ranks, dtype=torch.int64, device=device)
+        self._status, self._most = self._told[:6], self._told[6:]
+        room = pairs_of(settings.segment, ranks)[self._world.rank] if travels else [0] * ranks
+        self._room = torch.tensor(room, dtype=torch.int64, device=device)
+        # Of segments the message tells what is lacking: each pair has a capacity of its own.
+        limits = [settings.rows, 0, settings.intersections]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
         self._v_l1, self._v_ssim = loss_weights(settings.width, settings.height, batch, settings.ssim_lambda, device)
 
@@ -208,8 +214,8 @@ class Step:
         with measure("return"):
             tile_offsets, _, met = lists
             message = step_message(
-                rows.count, self._counts, met, tile_offsets, self._bands(own, views), world.rank,
-                transport.words - HEAD, s.columns,
+                rows.count, self._counts, self._room, self._most, met, tile_offsets, self._bands(own, views),
+                world.rank, transport.words - HEAD, s.columns,
             )  # fmt: skip
             if self._learns is Learns.NEEDS:
                 everyones = [n for p in plan.patches() for n in (p.view - splatted.start, *p.rendered(views[p.view]))]
@@ -325,9 +331,9 @@ class Step:
 
     def status(self) -> Status:
         """Waits for the device, says how far the steps have got, and starts counting anew."""
-        done, rows, segment, intersections, full, sent = self._status.tolist()
-        self._status.zero_()
-        return Status(done, rows, segment, intersections, full > 0, sent)
+        done, rows, _, intersections, full, sent, *segments = self._told.tolist()
+        self._told.zero_()
+        return Status(done, rows, tuple(segments), intersections, full > 0, sent)
 
 
 def scalars_of_no_step(parameters: int, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ tests/test_planning.py). What `tile` needs has not been measured yet.
 
 from dataclasses import dataclass
 
-from ns_multigpu.planning.work import RECORD_BYTES, ROOM, ROW_BYTES, Course, Share, ranks_used, share
+from ns_multigpu.planning.work import RECORD_BYTES, ROOM, ROW_BYTES, WIRE_BYTES, Course, Share, ranks_used, share
 from ns_multigpu.primitives.gaussians.schema import ROW
 
 # Bytes a point.
@@ -131,8 +131,9 @@ def step_buffers(one: Share, ranks: int, *, capacity: float = ROOM) -> dict[str,
     if one.arrivals:  # rows travel: `CollectiveRows` or `PeerRows`
         arrivals = capacity * one.arrivals
         on_rows = rows * (_ROWS + _KEPT_ROWS + 4 * ranks) + arrivals * (_ARRIVED + _TABLE)
-        # Of every arrival a record and its gradient, with either transport; and what is collected, twice.
-        exchange = arrivals * (2 * RECORD_BYTES + 8) + 2 * RECORD_BYTES * rows
+        # By collectives, which take more than peer memory: of every arrival what comes and the sum of its gradients; as
+        # much as comes for what leaves; and what is collected, twice.
+        exchange = arrivals * (2 * WIRE_BYTES + RECORD_BYTES + 8) + 2 * RECORD_BYTES * rows
     else:  # rows stay: `OwnRows` or `ReplicatedRows`
         on_rows = rows * (_ROWS + _KEPT_ROWS + _TABLE + _RECORDS)
         # What all ranks sent, and the view ids that this one sends: the rest of it goes from where it lies.

@@ -109,7 +109,7 @@ class Share:
         intersections, pixels: that it draws, halos included.
         updated: rows by whose gradients it updates its points.
         traffic: bytes that it receives from other ranks, the way there and the way back.
-        traffic_padded: the same by collectives, which send capacities whole.
+        traffic_padded: the same by collectives, which send less of a row, but capacities whole.
     """
 
     points: int
@@ -169,11 +169,13 @@ def share(strategy: str, course: Course) -> Share:
     return Share(
         ceil(course.points / ranks), course.views, rows, arrivals, drawn, drawn * course.tiles,
         min(course.pixels * part * halo, float(course.pixels * course.views)), rows, crossing * drawn,
-        ROOM * crossing * arrivals,
+        ROOM * (WIRE_BYTES + GRADIENT_BYTES) * (ranks - 1) / ranks * drawn,
     )  # fmt: skip
 
 
 RECORD_BYTES = 4 * RECORD_FLOATS
-"""A row, or its gradients, as `tile` exchanges them (`cuda_ext.ops.row_exchange`)."""
+"""A row, or its gradients, as `tile` exchanges them in peer memory (`cuda_ext.ops.row_exchange`)."""
+WIRE_BYTES, GRADIENT_BYTES = 4 * 12, 4 * 11
+"""A row, and its gradients with absolute ones, as collectives carry them (`cuda_ext.ops.row_wire`)."""
 ROW_BYTES = 4 * (2 + ROW["radii"] + ROW["conics"]) + RECORD_BYTES
 """A row (its ids, radii and conic) and its gradients as `batch` gathers them."""

@@ -82,7 +82,11 @@ def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
         options: dict[str, Any] = {"fused_steps": "always", "pipeline.views_per_step": VIEWS}
         options |= {"logging.steps_per_log": 6, MODEL + "morton_order": True, MODEL + "num_downscales": 1}
         options |= {MODEL + "resolution_schedule": 20, MODEL + "warmup_length": 2, MODEL + "refine_every": 6}
-        options |= {MODEL + "camera_optimizer.mode": "off", MODEL + "densify_grad_thresh": 1e-4, MODEL + "max_gaussians": 400}
+        options |= {
+            MODEL + "camera_optimizer.mode": "off",
+            MODEL + "densify_grad_thresh": 1e-4,
+            MODEL + "max_gaussians": 400,
+        }
         if strategy == "locality":
             options["pipeline.locality.plans"] = "ahead"
         part = on_machines(world, world.size if strategy == "locality" else 1)

@@ -50,12 +50,13 @@ def count_of(strategy: str) -> int:
 
 
 def step_of(
-    world: World, strategy: str, primitive: str, size: tuple[int, int], mode: str, by_sort: bool = False
-) -> Outcome:
+    world: World, strategy: str, primitive: str, size: tuple[int, int], mode: str, by_sort: bool = False,
+    half: bool | None = None,
+) -> Outcome:  # fmt: skip
     """`take_one` with a strategy and a primitive of those names."""
     kind = PRIMITIVES[primitive]()
     assert isinstance(kind, Gaussians)
-    return take_one(STRATEGIES[strategy](world), kind, count_of(strategy), size, mode, by_sort)
+    return take_one(STRATEGIES[strategy](world), kind, count_of(strategy), size, mode, by_sort, half)
 
 
 def step_on(machines: int, world: World, *rest: Any) -> Outcome:
@@ -64,9 +65,10 @@ def step_on(machines: int, world: World, *rest: Any) -> Outcome:
 
 
 def take_one(
-    spread: Strategy, kind: Gaussians, count: int, size: tuple[int, int], mode: str, by_sort: bool = False
-) -> Outcome:
-    """What `one_step` returns, of a step that reads nothing back."""
+    spread: Strategy, kind: Gaussians, count: int, size: tuple[int, int], mode: str, by_sort: bool = False,
+    half: bool | None = None,
+) -> Outcome:  # fmt: skip
+    """What `one_step` returns, of a step that reads nothing back. With `half` given rows travel by collectives."""
     world = spread.world
     device = world.device
     views = make_views(count, torch.float32, device, size)
@@ -76,7 +78,7 @@ def take_one(
     begun = {name: value.clone() for name, value in params.items()}
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
     statistics = {name: torch.zeros(len(held), device=device) for name in ("grad2d", "count", "radii")}
-    step = made(spread, kind, views, params, moments, statistics, by_sort)
+    step = made(spread, kind, views, params, moments, statistics, by_sort, half)
     fill(step, views)
     plan = with_halos(spread.plan_alike(views), *size)
     targets = []
@@ -97,18 +99,20 @@ def take_one(
 
 
 def made(
-    spread: Strategy, kind: Gaussians, views: list[View], params: Any, moments: Any, statistics: Any, by_sort: bool
-) -> Step:
+    spread: Strategy, kind: Gaussians, views: list[View], params: Any, moments: Any, statistics: Any, by_sort: bool,
+    half: bool | None = None,
+) -> Step:  # fmt: skip
     """The step of a strategy and a primitive, with what carries its rows."""
     world = spread.world
     settings = StepSettings(views[0].width, views[0].height, len(views), LAMBDA, **ROOM)
     kernels = replace(kind, depth=False).kernels()
     assert kernels is not None
     words = settings.words(spread.assignment)
-    peer = world.device.type == "cuda" and world.size > 1
+    peer = world.device.type == "cuda" and world.size > 1 and half is None
     transport = make_transport(
-        spread.rows, spread.gradients, world, kernels, settings.rows, settings.segment, words, peer=peer, atomics=True
-    )
+        spread.rows, spread.gradients, world, kernels, settings.rows, settings.segment, words, peer=peer, atomics=True,
+        half=bool(half), slots=by_sort,
+    )  # fmt: skip
     lists = SortedLists(settings, world, transport.lines, peer=False) if by_sort else None
     counted = statistics if world.is_main or not spread.gradients.summed else {}
     return Step(kernels, params, moments, counted, settings, spread, transport, lists=lists)

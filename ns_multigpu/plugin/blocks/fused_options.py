@@ -71,10 +71,18 @@ def check_wishes(pipeline: Any, *, fused: bool) -> None:
     Raises:
         InputError: it is for fused steps of sharded points, and these are others.
     """
-    if fused and pipeline.model.sharded:
-        return
     asked = pipeline.config
-    usual = {"transport": ("auto", "collective"), "tile_lists": ("gather",), "overlap": (1,), "gradients": ("atomics",)}
+    if fused and pipeline.model.sharded:
+        if asked.wire == "half" and asked.transport == "peer":
+            raise InputError(
+                "--pipeline.wire half: that is for collectives, and --pipeline.transport peer asks for peer memory. "
+                "Leave out one of the two."
+            )
+        return
+    usual = {
+        "transport": ("auto", "collective"), "tile_lists": ("gather",), "overlap": (1,), "gradients": ("atomics",),
+        "wire": ("full",),
+    }  # fmt: skip
     for name, values in usual.items():
         value = getattr(asked, name)
         if value not in values:

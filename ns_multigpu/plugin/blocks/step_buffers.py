@@ -11,6 +11,7 @@ from cuda_ext.ops.row_exchange import RECORD_FLOATS
 from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.kernels import Kernels
+from ns_multigpu.core.pairs import pairs_of
 from ns_multigpu.core.peer_memory import choose_transport
 from ns_multigpu.core.step_settings import HALO, Status, StepSettings
 from ns_multigpu.core.tile_lists import GatheredLists, SortedLists, TileLists
@@ -24,7 +25,7 @@ class StepBuffers:
     """The buffers of one rank's steps. Those of other sizes go before new ones are made: they take each other's memory.
 
     Args:
-        pipeline: a `DistributedPipeline`: of its options `transport`, `gradients`, `tile_lists` and `overlap`.
+        pipeline: a `DistributedPipeline`: of its options `transport`, `gradients`, `tile_lists`, `overlap` and `wire`.
         world: the ranks.
 
     Raises:
@@ -33,16 +34,19 @@ class StepBuffers:
     Attributes:
         captures: whether CUDA graphs can hold steps.
         peer: whether rows are written into the memory of other GPUs.
+        one_for_all: whether what rows travel through has one size for all pairs of ranks.
     """
 
     def __init__(self, pipeline: Any, world: World) -> None:
         options, self._strategy, self._world = pipeline.config, pipeline.strategy, world
         self._transport: Transport | None = None
+        self._shape: tuple[Any, ...] = ()
         self._lists: TileLists | None = None
         self._lists_shape: tuple[int, ...] = ()
         self._pictures = torch.zeros(0)
         self.peer, self._by_sort = False, options.tile_lists == "sort"
-        self._atomics = options.gradients == "atomics"
+        self._atomics, self._half = options.gradients == "atomics", options.wire == "half"
+        self.one_for_all = self._by_sort
         self.captures = world.device.type == "cuda" and not self._by_sort
         if self._by_sort and self._strategy.assignment.learns is not Learns.WORK and self._strategy.rows.travels:
             raise InputError(
@@ -58,20 +62,28 @@ class StepBuffers:
         except RuntimeError as error:
             raise InputError(f"--pipeline.transport {options.transport}: {error}") from error
         self.peer = choice.peer
+        self.one_for_all = self.peer or self._by_sort
+        if self._half and self.peer and world.size > 1:
+            raise InputError(
+                "--pipeline.wire half: that is for collectives, and splats travel through peer memory here. Leave it "
+                "out, or add --pipeline.transport collective."
+            )
         if world.is_main and world.size > 1:
             CONSOLE.print(choice.reason)
 
     def transport(self, settings: StepSettings, kernels: Kernels) -> Transport:
         """What carries rows, and their gradients."""
-        shape = (settings.rows, settings.segment, settings.words(self._strategy.assignment))
-        old = self._transport
-        if old is not None and (old.rows, old.capacity, old.words) == shape and type(old.kernels) is type(kernels):
+        rows, words = settings.rows, settings.words(self._strategy.assignment)
+        pairs = pairs_of(settings.segment, self._world.size)
+        old, shape = self._transport, (rows, pairs, words)
+        if old is not None and self._shape == shape and type(old.kernels) is type(kernels):
             old.kernels = kernels  # what they differ in is not what a row is
             return old
         old = self._transport = None  # its memory is the next one's
+        self._shape = shape
         self._transport = make_transport(
-            self._strategy.rows, self._strategy.gradients, self._world, kernels, *shape,
-            peer=self.peer, atomics=self._atomics,
+            self._strategy.rows, self._strategy.gradients, self._world, kernels, rows, pairs, words,
+            peer=self.peer, atomics=self._atomics, half=self._half, slots=self._by_sort,
         )  # fmt: skip
         return self._transport
 

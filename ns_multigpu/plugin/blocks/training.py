@@ -27,6 +27,7 @@ from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves
 from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.late_counts import LateCounts
+from ns_multigpu.core.pairs import pairs_of, tell_pairs
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.step import Step
@@ -97,7 +98,6 @@ class Training:
         self._model = pipeline.model
         self._images = DeviceImages(pipeline.datamanager, world)
         self._cameras: dict[tuple[int, int], tuple[View, Tensor]] = {}
-        self._room = StepCapacities(len(pipeline.datamanager.train_share.shapes))
         self._step: Step | None = None
         self._adam: AdamStep | None = None
         self._lazy: LazyAdam | None = None
@@ -111,6 +111,8 @@ class Training:
         self._ring_width = 0
         self._travels = pipeline.strategy.rows.travels and world.size > 1
         self._buffers = StepBuffers(pipeline, world)
+        views = len(pipeline.datamanager.train_share.shapes)
+        self._room = StepCapacities(views, one_for_all=self._buffers.one_for_all)
         pool = GraphPool(world.device) if self._buffers.captures else None
         self._graphs = StepGraphs(pipeline.timer, computed, pool)
         self._learnt = LateCounts(pipeline.strategy.assignment.learn)
@@ -131,12 +133,15 @@ class Training:
     def _foresee(self, steps: range) -> None:
         """Tells the assignment of this block's batches and of as many more, which are likely the next block's."""
         data, batch = self._pipeline.datamanager, self._pipeline.batch_size
-        factor = self._signature(steps[0])[1]
         first = max(self._foreseen, steps[0])
         coming = data.coming(range(first, steps[-1] + 1 + MOST_STEPS), batch)
         self._foreseen = first + len(coming)
+        factors = [self._signature(step)[1] for step in range(first, self._foreseen)]
         self._pipeline.strategy.assignment.foresee(
-            [[self._camera(index, factor)[0] for index in indices] for indices in coming]
+            [
+                [self._camera(index, factor)[0] for index in indices]
+                for indices, factor in zip(coming, factors, strict=True)
+            ]
         )
 
     def run(self, steps: range) -> BlockResult:
@@ -253,10 +258,10 @@ class Training:
         """The step for the present capacities."""
         assert self._room.now is not None
         model, options, strategy = self._model, self._model.config, self._pipeline.strategy
-        rows, segment, intersections = self._room.now
+        rows, pairs, intersections = self._room.now
         settings = StepSettings(
             width=view.width, height=view.height, views=self._pipeline.batch_size, ssim_lambda=options.ssim_lambda,
-            rows=rows, segment=segment, intersections=intersections, groups=self._pipeline.config.overlap,
+            rows=rows, segment=pairs, intersections=intersections, groups=self._pipeline.config.overlap,
         )  # fmt: skip
         primitive = replace(model.primitive(depth=False), sh_degree=degree, absgrad=options.use_absgrad and counts)
         kernels = primitive.kernels(selective=options.selective_adam, **self._noise.weights())
@@ -364,7 +369,8 @@ class Training:
         self._step = None
         view, _ = self._camera(0, factor)
         if self._room.now is None:
-            self._room.begin(self._first_capacities(view.width * view.height))
+            rows, segment, intersections = self._first_capacities(view.width * view.height)
+            self._room.begin((rows, pairs_of(segment, self._world.size), intersections))
         self._check_room(view)
         as_bytes = factor == 1 and pipeline.config.datamanager.cache_images_type == "uint8"
         kind = torch.uint8 if as_bytes else torch.float32
@@ -383,4 +389,7 @@ class Training:
         """Fits the capacities to what was needed."""
         self._buffers.count_traffic(status)
         self._rows_drawn = status.rows
-        self._room.learn(status.needed, status.full, status.done * self._pipeline.batch_size)
+        # Where rows stay nobody has to be asked.
+        pairs = tell_pairs(status.segments, self._world) if self._travels else pairs_of(0, self._world.size)
+        needed = (status.rows, pairs, status.intersections)
+        self._room.learn(needed, status.full, status.done * self._pipeline.batch_size)

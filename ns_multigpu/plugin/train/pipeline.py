@@ -62,6 +62,9 @@ class DistributedPipelineConfig(VanillaPipelineConfig):
     gradients: Literal["atomics", "transfer"] = "atomics"
     """With peer transport, how gradients reach the Gaussians' owners: "atomics" adds them into the owner's memory over
     the link as they are made; "transfer" adds them up where they are drawn, and the owner reads each sum once."""
+    wire: Literal["full", "half"] = "full"
+    """With collective transport, what splats and their gradients are on the wire: "full" is float32, and changes
+    nothing; "half" is float16 for all but positions and depths, and rounds: each rank's own splats not at all."""
     overlap: int = 1
     """Where points are sharded, in how many parts the splats of a step are projected, each of which travels while the
     next is projected. The results are the same, and on two H200s so was the time."""

@@ -13,6 +13,7 @@ from cuda_ext.ops.lazy_adam import LazyAdam, splat_flush
 from cuda_ext.ops.row_exchange import RECORD_FLOATS, ArrivedRows, collect, pack, unpack
 from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Lists, Model, ReplicaRows, Sinks
 from ns_multigpu.core.types import TILE
+from ns_multigpu.primitives.gaussians.row_wire import GaussianRowWire
 from ns_multigpu.primitives.gaussians.schema import ORDER, flat
 
 _COLORS = slice(6, 9)
@@ -83,6 +84,9 @@ class GaussianKernels(Kernels):
 
     def collect(self, place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
         return collect(place, count, sources, capacity)
+
+    def wire(self, *, half: bool, slots: bool) -> GaussianRowWire:
+        return GaussianRowWire(half, slots, self.absgrad)
 
     def replicas(self, ranks: int, capacity: int, device: torch.device) -> "GaussianReplicaRows":
         return GaussianReplicaRows(ranks * capacity, device)
