@@ -14,7 +14,8 @@ from tests.plugin.course import follow, write_capture
 MODEL = "pipeline.model."
 OPTIONS: dict[str, Any] = {
     "fused_steps": "always", "steps_per_checksum": 0, MODEL + "num_downscales": 0, MODEL + "warmup_length": 4,
-    MODEL + "background_color": "black", MODEL + "refine_every": 5, MODEL + "reset_alpha_every": 3,
+    MODEL + "background_color": "black", MODEL + "refine_every": 5, MODEL + "reset_alpha_every": 6,
+    MODEL + "densify_grad_thresh": 0.0005, MODEL + "cull_alpha_thresh": 0.06, MODEL + "stop_screen_size_at": 0,
     "optimizers.means.optimizer.lr": 0.05, "optimizers.scales.optimizer.lr": 0.1,
 }  # fmt: skip
 
