@@ -78,7 +78,7 @@ def both(world: World, course: Course) -> tuple[Outcome, Outcome, float]:
 KINDS = [
     ("single", 1, 2, {}),
     ("batch", 1, 2, {"lazy": True, "room": TIGHT}),
-    ("batch", 2, 2, {"speed": 50.0}),
+    ("batch", 2, 2, {"speed": 1000.0}),
     ("batch", 2, 2, {"lazy": True, "moment": torch.bfloat16}),
     ("tile", 1, 3, {"lazy": True, "speed": 50.0, "room": ROOM, "groups": 3}),
     ("tile", 2, 1, {"selective": True, "room": ROOM}),
@@ -129,15 +129,34 @@ def test_points_that_others_change_are_seen_after_a_refresh() -> None:
         made._kernels, params, dict.fromkeys(params, (torch.zeros(0), torch.zeros(0))), {}, settings,
         made._strategy, made._transport, group_culling=True,
     )  # fmt: skip
-    before = one._model.boxes
-    assert before is not None
-    before = before.clone()
+    boxes = one._model.boxes
+    assert boxes is not None
+    before = boxes.clone()
     params["means"] += 5.0
     params["scales"] += 1.0
-    assert torch.equal(one._model.boxes, before)
+    assert torch.equal(boxes, before)
     one.refresh()
-    torch.testing.assert_close(one._model.boxes[:, :6], before[:, :6] + 5)
-    torch.testing.assert_close(one._model.boxes[:, 6], before[:, 6] + 1)
+    torch.testing.assert_close(boxes[:, :6], before[:, :6] + 5)
+    torch.testing.assert_close(boxes[:, 6], before[:, 6] + 1)
+
+
+def test_a_flush_moves_points_and_their_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of points that no view had drawn."""
+    looked: list[tuple[bool, bool]] = []
+    flush = Step.flush
+
+    def watched(one: Step) -> None:
+        means, log_scales, boxes = one._model.params[0], one._model.params[2], one._model.boxes
+        assert boxes is not None
+        before = means.clone()
+        flush(one)
+        fresh = operators.new_boxes(means)
+        operators.splat_boxes(means, log_scales, fresh)
+        looked.append((bool((means != before).any()), torch.equal(boxes, fresh)))
+
+    monkeypatch.setattr(Step, "flush", watched)
+    taken(World.single(), Course("single", 2, 6, points=700, scene=make_row, lazy=True, grouped=True))
+    assert looked == [(True, True)]
 
 
 # ---- on GPUs ----
