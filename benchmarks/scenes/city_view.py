@@ -1,4 +1,4 @@
-"""The procedural city's model from the air, as one of the scenes that rasterizers are timed on: little of it is seen.
+"""The procedural city from the air, as one of the scenes that rasterizers are timed on: little of it is seen.
 
 Points are in training's order (`primitives.morton`), so that neighbours in memory are neighbours in space; those of the
 garden are so only as far as its boxes go.
@@ -18,17 +18,14 @@ CITIES = {
     "city-16": (16_000_000, 1920, 1080),
     "city-tiny": (4000, 96, 64),
 }
-"""A view straight down sees two million points, of the smaller ones a quarter."""
-
-_VIEWS, _VIEW = 3, 1
-"""Of so many views along the flight the middle one: those at its ends look over the rim."""
+"""The flight's first view sees about two million points, of the smaller ones a quarter."""
 
 
 def city_view(name: str, device: torch.device) -> Scene:
     """The scene of that name of `CITIES`."""
-    city, world = CityScene(*CITIES[name], views=_VIEWS), World.single(device)
+    city, world = CityScene(*CITIES[name], views=1), World.single(device)
     params = make_model(city, world).params
-    view = city.cameras()[_VIEW]
-    image = city.images(world)[_VIEW]
+    view = city.cameras()[0]
+    image = city.images(world)[0]
     cameras = (view.viewmat[None].to(device), view.K[None].to(device))
     return Scene(name, *(flat(k, params[k]) for k in ORDER), *cameras, image)
