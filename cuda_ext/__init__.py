@@ -11,6 +11,7 @@ from cuda_ext.gsplat import projection as gsplat_projection  # noqa: F401 - they
 from cuda_ext.gsplat import rasterization as gsplat_rasterization  # noqa: F401 - they say what they serve
 from cuda_ext.ops.adam import AdamStep, FusedAdam, adam_step, fused_step
 from cuda_ext.ops.band_loss import BandLoss, band_loss, band_loss_into
+from cuda_ext.ops.boxes import box_views, new_boxes, splat_boxes
 from cuda_ext.ops.compositing import composite
 from cuda_ext.ops.culling import cull
 from cuda_ext.ops.fused import RowGradients, SplatRows, splat_forward, splat_update
@@ -38,6 +39,7 @@ __all__ = [
     "band_lists",
     "band_loss",
     "band_loss_into",
+    "box_views",
     "build_native",
     "collect",
     "compiler_problem",
@@ -50,6 +52,7 @@ __all__ = [
     "l1_ssim",
     "lazy_serves",
     "merge_level",
+    "new_boxes",
     "pack",
     "project",
     "publish_count",
@@ -59,6 +62,7 @@ __all__ = [
     "route_lines",
     "sh_colors",
     "sort_pairs",
+    "splat_boxes",
     "splat_flush",
     "splat_forward",
     "splat_update",

@@ -61,18 +61,21 @@ SCHEMAS: tuple[str, ...] = (
     f"band_loss({_BAND_INPUTS}) -> (Tensor rgb, Tensor l1, Tensor ssim, Tensor v_out, Tensor v_alpha)",
     f"band_loss_into({_BAND_INPUTS}, float offset, float scale, Tensor(a!) rgb, Tensor(b!) loss, Tensor(c!) v_out, "
     "Tensor(d!) v_alpha, Tensor(e!)? last=None) -> ()",
-    f"splat_forward({_SPLAT_INPUTS}) -> {_SPLAT_OUTPUTS}",
+    f"splat_forward({_SPLAT_INPUTS}, *, Tensor? boxes=None) -> {_SPLAT_OUTPUTS}",
     f"splat_forward_lazy({_SPLAT_INPUTS}, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor last, Tensor table, "
-    f"Tensor steps) -> {_SPLAT_OUTPUTS}",
+    f"Tensor steps, *, Tensor? boxes=None) -> {_SPLAT_OUTPUTS}",
     # splat_forward in two: the rows that there are, then what lines first to end of them hold.
-    f"splat_begin({_SPLAT_INPUTS}, {_PUT_OFF}) -> {_SPLAT_OUTPUTS}",
+    f"splat_begin({_SPLAT_INPUTS}, {_PUT_OFF}, *, Tensor? boxes=None) -> {_SPLAT_OUTPUTS}",
     f"splat_lines({_SPLAT_INPUTS}, {_PUT_OFF}, Tensor(a!)[] rows, int first, int end) -> ()",
     "splat_update(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor scalars, "
     "Tensor viewmats, Tensor Ks, int[] sizes, Tensor view_ids, Tensor point_ids, Tensor count, Tensor conics, "
     "Tensor features, Tensor radii, Tensor[] row_gradients, Tensor(d!) grad2d, Tensor(e!) seen, Tensor(f!) radii_max, "
     "int degree, float eps2d, float near, float far, bool antialiased, bool absgrad, bool selective, "
     "float opacity_weight, float scale_weight, Tensor(g!)? last=None, Tensor(h!)? table=None, "
-    "Tensor(i!)? steps=None, Tensor(j!)? witness=None, int[] witness_views=[]) -> ()",
+    "Tensor(i!)? steps=None, Tensor(j!)? witness=None, int[] witness_views=[], Tensor(k!)? boxes=None) -> ()",
+    "splat_boxes(Tensor means, Tensor log_scales, Tensor(a!) boxes) -> ()",
+    "box_views(Tensor boxes, Tensor viewmats, Tensor Ks, int[] sizes, float eps2d, float near, float far, "
+    "Tensor? table, bool compact) -> Tensor shows",
     "splat_flush(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!) last, "
     "Tensor(e!) table, Tensor(f!) steps) -> ()",
     "adam_step(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "

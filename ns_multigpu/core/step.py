@@ -15,6 +15,9 @@ What a rank draws it draws with a halo of one tile, so that the gradient of its 
 
 A lazy step leaves the points that no rank drew for later (`cuda_ext.LazyAdam`): parameters and moments are what they
 ought to be only after `flush`, for which there has to be one every 64 steps at least.
+
+In a large model whole groups of points are culled by a box (`cuda_ext.ops.boxes`). Steps keep the boxes right. Who
+changes points by other means calls `refresh` before the next step.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -37,7 +40,7 @@ from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Rows
 from ns_multigpu.core.legs import GradientsToOwner, RowsStay, SummedGradients, WholePixels
 from ns_multigpu.core.pairs import pairs_of
 from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.step_settings import Status, StepSettings
+from ns_multigpu.core.step_settings import GROUPS_FROM, Status, StepSettings
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.tile_lists import GatheredLists, TileLists
 from ns_multigpu.core.transports import Parts, Transport
@@ -117,6 +120,7 @@ class Step:
         lazy: LazyAdam | None = None,
         lists: TileLists | None = None,
         measure: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
+        group_culling: bool | None = None,
     ) -> None:
         reason = why_no_step(strategy, settings.views)
         if reason is not None:
@@ -124,7 +128,10 @@ class Step:
         self.settings, self._strategy, self._world = settings, strategy, strategy.world
         self._kernels, self._transport, self._measure = kernels, transport, measure
         self._lists = lists or GatheredLists(kernels, settings.intersections)
-        self._model = kernels.model(params, moments, statistics, lazy)
+        model = kernels.model(params, moments, statistics, lazy)
+        grouped = len(model.params[0]) >= GROUPS_FROM if group_culling is None else group_culling
+        self._model = replace(model, boxes=kernels.boxes(model)) if grouped else model
+        self.refresh()
         self._learns = strategy.assignment.learns
         device, batch, count = self._model.params[0].device, settings.views, len(kernels.parameters)
         self._device = device
@@ -323,6 +330,12 @@ class Step:
     def flush(self) -> None:
         """Takes the steps that were put off; until the next step everything is as it ought to be. All ranks do it."""
         self._kernels.flush(self._model)
+        if self._model.lazy is not None:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Points were changed by others than this step. Nothing is read back."""
+        self._kernels.refresh(self._model)
 
     @property
     def taken(self) -> Tensor:

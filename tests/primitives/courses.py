@@ -53,6 +53,7 @@ class Course:
         half: rows and gradients travel in float16.
         moment: of Adam's moments. selective: see `GaussianKernels`. groups: in which rows leave.
         captured: steps are replayed from graphs, on a CPU from what was recorded.
+        grouped: groups of points are culled by their boxes. speed: how many times as large rates are.
     """
 
     strategy: str
@@ -71,6 +72,8 @@ class Course:
     scene: Scene = make_points
     groups: int = 1
     captured: bool = False
+    grouped: bool = False
+    speed: float = 1.0
     size: tuple[int, int] = (WIDTH, HEIGHT)
 
     def views(self, step: int, device: torch.device) -> list[View]:
@@ -198,7 +201,10 @@ def taken(world: World, course: Course) -> Outcome:
         carried = transport_of(course.transport, spread, kernels, settings, **wire)
         peer = course.transport != "collective"
         lists = SortedLists(settings, world, carried.lines, peer=peer) if course.by_sort else None
-        return Step(kernels, params, moments, counted, settings, spread, carried, put_off_here, lists)
+        return Step(
+            kernels, params, moments, counted, settings, spread, carried, put_off_here, lists,
+            group_culling=course.grouped,
+        )  # fmt: skip
 
     world.traffic.since("step")
     pool = (GraphPool(device) if device.type == "cuda" else RecordedPool()) if course.captured else None
@@ -213,6 +219,7 @@ def taken(world: World, course: Course) -> Outcome:
         one.Ks.copy_(torch.stack([v.K for v in views]))
         one.backgrounds.copy_(torch.stack([background(step, p) for p in range(course.batch)]))
         one.scalars.copy_(scalars(step + 1))
+        one.scalars[:, 0] *= course.speed
         plan = with_halos(spread.plan_alike(views), width, height)
         # In the same place each time, for graphs.
         targets = [target_of(patch, views, pictures[patch.view]) for patch in plan.owned[world.rank]]

@@ -159,6 +159,7 @@ class Training:
             while taken.done < len(steps):
                 step = None  # its memory is the next one's, if there is to be another
                 step = self._prepared(steps[0])
+                step.refresh()  # whoever had the points since the block before may have changed them
                 for k in range(taken.done, len(steps)):
                     if k == len(feeds):  # drawn while the device is busy with the step before
                         feeds.append(self._feed(steps[k]))
@@ -273,6 +274,8 @@ class Training:
         return Step(
             kernels, self._points.params, self._points.moments, self._points.statistics if counted else {}, settings,
             strategy, transport, self._lazy, self._buffers.lists(settings, kernels, transport), self._measure,
+            # Noise moves all points after each step: boxes would have to be made anew, which reads as much as it saves.
+            group_culling=False if self._noise.active else None,
         )  # fmt: skip
 
     def _mse(self, step: Step) -> Tensor:
