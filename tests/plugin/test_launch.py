@@ -200,7 +200,7 @@ import torch, torch.distributed as dist
 from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
 from ns_multigpu.plugin.launch.ranks import Ranks, agree
 
-def decide():
+def decide(starts):
     if "refuse" in sys.argv:
         raise InputError("refused by rank 0")
     return "folder"

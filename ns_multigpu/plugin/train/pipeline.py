@@ -16,6 +16,7 @@ from torch import Tensor
 from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.plugin.blocks.timing import StepTimer
+from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise_together
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
 from ns_multigpu.plugin.checkpoint.sharded_state import load_points
@@ -128,6 +129,7 @@ class DistributedPipeline(VanillaPipeline):
         if test_mode == "val":
             # Training: later than the datamanager because it knows, earlier than any image is read.
             self.datamanager.check_capture()
+            raise_together(different_points(self.model.seed_points, self.world), self.world, DIFFERENT)
             checks.check_views(len(self.datamanager.train_dataset), 1 if sharded else self.world.size)
             if _count(self.model.seed_points) == 0 and not config.model.random_init:
                 CONSOLE.print(
