@@ -134,7 +134,7 @@ class TwoMachines:
     def switch_off(self, machine: int) -> None:
         """Kills all that runs on a machine, at once; its address and the link stay."""
         end = time.monotonic() + 30
-        while (pids := self._pids(machine)) and time.monotonic() < end:
+        while (pids := self.pids(machine)) and time.monotonic() < end:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -159,7 +159,8 @@ class TwoMachines:
         if self._hosts != Path():
             self._hosts.unlink(missing_ok=True)
 
-    def _pids(self, machine: int) -> list[int]:
+    def pids(self, machine: int) -> list[int]:
+        """The processes that run on a machine."""
         listed = subprocess.run(
             ["ip", "netns", "pids", self._spaces[machine]], capture_output=True, text=True, check=False
         )

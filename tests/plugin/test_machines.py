@@ -22,6 +22,7 @@ from ns_multigpu.plugin.launch.machines import (
     check_shared_folder,
     different_devices,
     machines_named,
+    restarts_in_vain,
 )
 from tests.plugin.captures import edit, manager, write_capture
 from tests.ranks import run_ranks
@@ -116,6 +117,16 @@ def test_gpus_that_are_unlike_are_named_by_machine() -> None:
     assert [told[2] for told in alike] == ["", "", shown, ""]
     [(unlike, _, _), *_] = run_ranks(_gpus, 4, [h200, h200, h200, a100])
     assert f"machine 0 ({HOST}) has 2 x {h200}; {SECOND} has 1 x {h200}, 1 x {a100}" in unlike
+
+
+def test_restarts_that_cannot_be_are_told_of() -> None:
+    asked = {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine" in restarts_in_vain(asked)
+    for name, value in (
+        ("GROUP_WORLD_SIZE", "1"), ("TORCHELASTIC_MAX_RESTARTS", "0"), ("TORCHELASTIC_USE_AGENT_STORE", "False")
+    ):  # fmt: skip
+        assert restarts_in_vain({**asked, name: value}) == ""
+    assert restarts_in_vain({}) == ""
 
 
 # ---- the capture ----

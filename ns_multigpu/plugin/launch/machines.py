@@ -5,6 +5,7 @@ import secrets
 import shutil
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -112,6 +113,25 @@ def different_devices(kind: str, world: World) -> str:
     return (
         f"The GPUs are not all of a kind: {'; '.join(listed)}. All wait for the slowest, and the one with the least "
         "memory limits the model."
+    )
+
+
+def restarts_in_vain(environment: Mapping[str, str]) -> str:
+    """A warning where torchrun was asked to restart and could not when a machine comes again, else "".
+
+    Its agents keep the address of the store that they met at first, and tell nobody (pytorch/pytorch#135712).
+
+    Args:
+        environment: this process's.
+    """
+    several = int(environment.get("GROUP_WORLD_SIZE", "1")) > 1
+    asked = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    if not (several and asked and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+        return ""
+    return (
+        "If a machine is lost, this run will not go on when it comes back: torchrun's --max-restarts restarts workers "
+        "here, and no machines. For those give --rdzv-backend c10d, and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
+        "every machine."
     )
 
 

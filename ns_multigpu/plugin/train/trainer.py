@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from ns_multigpu.plugin.launch.machines import (
     device_kind,
     different_devices,
     machines_named,
+    restarts_in_vain,
 )
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.launch.ranks import rendezvous_explained
@@ -93,7 +95,8 @@ class DistributedTrainer(Trainer):
     def _introduce_machines(self) -> None:
         """Says on rank 0 which ranks are where, and what is unlike; on other machines, where to look."""
         unlike = different_devices(device_kind(self.world.device), self.world)
-        for line, style in ((machines_named(self.world), ""), (unlike, "yellow")):
+        warned = "\n".join(line for line in (unlike, restarts_in_vain(os.environ)) if line)
+        for line, style in ((machines_named(self.world), ""), (warned, "yellow")):
             if line:
                 CONSOLE.print(Text(line, style), soft_wrap=True)
         if line := at_another_machine(self.world):
