@@ -172,7 +172,7 @@ def main() -> int:
     if reason := why_none():
         parser.error(reason)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the machines are removed
-    console, done = Console(), list[tuple[Task, Counted]]()
+    console, done = Console(width=None if sys.stdout.isatty() else 120), list[tuple[Task, Counted]]()
     with TemporaryDirectory(prefix="two-machines-") as folder:
         for strategy in options.strategies:
             for megabits in options.megabits:
