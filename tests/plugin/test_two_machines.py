@@ -64,12 +64,17 @@ def _elastic(machine: int) -> tuple[str, ...]:
     return *place, "--local-addr", f"node{machine}", "--max-restarts", "3"
 
 
-def _ended(processes: list[subprocess.Popen[str]], logs: list[Path]) -> list[str]:
-    """What each said, once all have ended well."""
+def _waited(processes: list[subprocess.Popen[str]], logs: list[Path]) -> list[str]:
+    """What each said, once all have ended."""
     end = time.monotonic() + 2 * HANG
     while any(process.poll() is None for process in processes) and time.monotonic() < end:
         time.sleep(0.1)
-    said = [log.read_text(errors="replace") for log in logs]
+    return [log.read_text(errors="replace") for log in logs]
+
+
+def _ended(processes: list[subprocess.Popen[str]], logs: list[Path]) -> list[str]:
+    """What each said, once all have ended well."""
+    said = _waited(processes, logs)
     assert [process.poll() for process in processes] == [0] * len(processes), "\n".join(one[-3000:] for one in said)
     return said
 
@@ -156,6 +161,29 @@ def test_a_machine_that_is_lost_and_comes_again_goes_on(machines: TwoMachines, t
     assert "machine 0 (node0) has ranks 0 to 1" in text and "Training finished" in text
     assert [path.parent for path in tmp_path.glob("runs/**/config.yml")] == [run]
     summary = json.loads((run / "training_summary.json").read_text())
-    assert summary["images"] == 480 and summary["ranks"] == 4
+    assert summary["images"] == 480 - 4 * int(resumed.group(1)) and summary["ranks"] == 4
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps[-1] == 119
+
+
+def test_an_output_folder_of_one_machine_is_refused_on_both(machines: TwoMachines, tmp_path: Path) -> None:
+    logs, out = [tmp_path / f"machine-{machine}.log" for machine in range(2)], tmp_path / "out"
+    out.mkdir()
+    words = _train("splatfacto-tile", out, 64)
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(log.open("w")) for log in logs]
+        started = [
+            machines.start(
+                n, _torchrun(n, _static(n), words), _variables(), files[n], hidden=out if n else None, folder=ROOT
+            )
+            for n in range(2)
+        ]
+        said = _waited(started, logs)
+    assert [process.poll() for process in started] == [1, 1]
+    run = out / "unnamed" / "splatfacto-tile" / "now"
+    for machine, text in enumerate(said):
+        assert "The machines do not share the run folder, where all of them write checkpoints" in text
+        assert f"machine 1 (node1) does not see {run} as rank 0 does: it is not there" in text.replace("\n", "")
+        assert "--output-dir DIR" in text
+        assert f"This cannot be started (rank {2 * machine} on machine {machine} (node{machine}))" in text
+    assert list(out.iterdir()) == [], "nothing is left of it"
