@@ -7,6 +7,7 @@ A world of one has no process group and its collectives do nothing: the code abo
 """
 
 import os
+import socket
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,6 +16,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from ns_multigpu.core.machines import PRETEND_MACHINES, Place, layout_of
+from ns_multigpu.core.meeting import store_of_this_life
 from ns_multigpu.core.types import Traffic
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -23,6 +26,10 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 SHARE_GPUS = "NS_MULTIGPU_SHARE_GPUS"
 """Set to 1 in the environment it lets several ranks share a GPU, to try out more ranks than there are GPUs. It is slow:
 they take turns, and collectives go through host memory, for NCCL wants a GPU for each rank."""
+
+# PRETEND_MACHINES, NS_MULTIGPU_MACHINES in the environment: set to 2 it lets one machine pass for two, to try out what
+# a run over machines does. Its ranks are dealt out in their order, half of them to each. GPUs, memory and processors
+# stay the one machine's: nothing gets slower, as it would on a real link.
 
 ProcessGroup = dist.ProcessGroup
 
@@ -39,6 +46,10 @@ class World:
         local_group: the ranks of this machine, same backend; None in a world of one.
         control: all ranks, gloo on host memory, for decisions that must not touch the device; None in a world of one.
         traffic: bytes this rank has sent.
+        hosts: the machines' names, by number; empty if nobody has told.
+        pretended: how many of the machines are one machine in truth (see PRETEND_MACHINES).
+
+    The ranks of a machine follow one another, and every machine has equally many.
     """
 
     rank: int
@@ -50,6 +61,40 @@ class World:
     local_group: ProcessGroup | None = None
     control: ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    hosts: tuple[str, ...] = ()
+    pretended: int = 1
+
+    @property
+    def machine(self) -> int:
+        """The number of this rank's machine."""
+        return self.rank // self.local_size
+
+    @property
+    def machines(self) -> int:
+        """How many machines take part."""
+        return max(1, self.size // self.local_size)
+
+    @property
+    def host_size(self) -> int:
+        """Ranks that share this machine's memory and processors: `local_size`, unless machines are pretended."""
+        return self.local_size * self.pretended
+
+    def machine_of(self, rank: int) -> int:
+        """The number of another rank's machine."""
+        return rank // self.local_size
+
+    def ranks_of(self, machine: int) -> range:
+        """The ranks of a machine."""
+        return range(machine * self.local_size, (machine + 1) * self.local_size)
+
+    def machine_name(self, machine: int) -> str:
+        """What to call a machine where people read it: "machine 1 (node7)"."""
+        host = f" ({self.hosts[machine]})" if machine < len(self.hosts) else ""
+        return f"machine {machine}{host}"
+
+    def rank_name(self, rank: int) -> str:
+        """What to call a rank where people read it: "rank 3", or "rank 3 on machine 1 (node7)" if there are several."""
+        return f"rank {rank}" + (f" on {self.machine_name(self.machine_of(rank))}" if self.machines > 1 else "")
 
     @property
     def is_main(self) -> bool:
@@ -85,6 +130,7 @@ class World:
 
         Raises:
             RuntimeError: this rank's GPU does not exist.
+            ValueError: the machines have unequally many ranks, or others cannot be pretended; see `layout_of`.
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -107,7 +153,7 @@ class World:
             dist.init_process_group(
                 backend,
                 timeout=timeout,
-                store=store_of_this_life(store),
+                store=store_of_this_life(store, rank, size, timeout),
                 rank=rank,
                 world_size=size,
                 device_id=device if backend == "nccl" else None,
@@ -123,29 +169,33 @@ class World:
         """The world of an initialised default process group. Every rank of it must call this.
 
         Machines are told apart by GROUP_RANK, which torchrun sets; without it all ranks count as one machine's.
+
+        Raises:
+            ValueError: on every rank; see `layout_of`.
         """
         rank, size = dist.get_rank(), dist.get_world_size()
         control = _new_group(None, control_timeout or timeout, backend="gloo")
-        machine = torch.tensor([int(os.environ.get("GROUP_RANK", "0"))])
-        machines = [torch.zeros_like(machine) for _ in range(size)]
-        dist.all_gather(machines, machine, group=control)
-        ids = [int(m.item()) for m in machines]
+        places: list[Place] = [own_place()] * size
+        dist.all_gather_object(places, own_place(), group=control)
+        layout = layout_of(places)
+        per_machine = layout.per_machine
         local_group: ProcessGroup | None = None
-        for one in sorted(set(ids)):
+        for first in range(0, size, per_machine):
             # Every rank takes part in the making of every group, its own or not: torch.distributed asks for that.
-            group = _new_group([r for r in range(size) if ids[r] == one], timeout)
-            if one == ids[rank]:
+            group = _new_group(list(range(first, first + per_machine)), timeout)
+            if first <= rank < first + per_machine:
                 local_group = group
-        neighbours = [r for r in range(size) if ids[r] == ids[rank]]
         return World(
             rank=rank,
             size=size,
-            local_rank=neighbours.index(rank),
-            local_size=len(neighbours),
+            local_rank=rank % per_machine,
+            local_size=per_machine,
             device=device,
             group=dist.group.WORLD,
             local_group=local_group,
             control=control,
+            hosts=layout.hosts,
+            pretended=layout.pretended,
         )
 
     def close(self) -> None:
@@ -182,15 +232,21 @@ def backend_of(device_type: str) -> str:
     return "nccl" if device_type == "cuda" and not gpus_are_shared() else "gloo"
 
 
-def store_of_this_life(store: dist.Store) -> dist.Store:
-    """`store` without what an earlier life of this job has left in it.
+def pretended_machines() -> int:
+    """What `PRETEND_MACHINES` is set to; 1 if it is not.
 
-    torchrun's default (static) rendezvous keeps one store through all restarts, addresses of dead workers included.
-    Over several machines each agent counts for itself, and every round of a dynamic rendezvous has a new store.
+    Raises:
+        ValueError: it is no number from 1 on.
     """
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    return dist.PrefixStore(f"ns_multigpu/life/{life}", store) if alone and life != "0" else store
+    value = os.environ.get(PRETEND_MACHINES, "1")
+    if not value.isdigit() or int(value) < 1:
+        raise ValueError(f"{PRETEND_MACHINES}={value}: must be the number of machines that this one is to pass for.")
+    return int(value)
+
+
+def own_place() -> Place:
+    """Where this process runs."""
+    return Place(int(os.environ.get("GROUP_RANK", "0")), socket.gethostname(), pretended_machines())
 
 
 def _new_group(ranks: list[int] | None, timeout: timedelta, backend: str | None = None) -> ProcessGroup:

@@ -120,8 +120,9 @@ def test_ranks_that_read_different_captures_are_named() -> None:
     for same, fewer, renamed, moved in run_ranks(_differ, 2):
         assert same == []
         assert fewer == ["rank 1 has 3 views and rank 0 has 4"]
-        assert renamed == ["rank 1 has image files of other names than rank 0"]
-        assert moved == ["rank 1 has other poses than rank 0"]
+        said = "rank 1 has image files of other names than rank 0, 4 of them: view 0 is photo_01, and photo_00 there"
+        assert renamed == [said]
+        assert moved == ["rank 1 has other poses than rank 0: of 1 view, photo_0 first"]
 
 
 # ---- files ----

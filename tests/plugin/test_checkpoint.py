@@ -183,6 +183,21 @@ def test_what_was_written_last_is_kept_whatever_its_step(models: Path) -> None:
     assert len(list(states_folder(models).iterdir())) == 2
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_clock_that_is_ahead_keeps_no_checkpoint_too_long(models: Path, keep: int) -> None:
+    """Rank 0 was on a machine whose clock is an hour ahead, and is on another since that one was lost."""
+    for step in (1, 2):
+        assert write(models, step) == ""
+        for path in checkpoints_in(models):
+            told = path.stat()
+            os.utime(path, ns=(told.st_atime_ns, told.st_mtime_ns + 3600 * 10**9))
+    for step in (3, 4):
+        assert write(models, step) == ""
+        remove_old(models, keep, ALONE)
+        assert step_of(checkpoints_in(models)[-1]) == step
+    assert [step_of(p) for p in checkpoints_in(models)] == [3, 4][-keep:]
+
+
 def test_manifest_says_what_it_says(models: Path) -> None:
     manifest = read_manifest(files_of(models, 1)[1].parent)
     assert isinstance(manifest, Manifest) and manifest.values == {"images": 1}

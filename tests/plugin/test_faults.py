@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from ns_multigpu.core.machines import PRETEND_MACHINES
 from ns_multigpu.plugin.faults.errors import WorkerFailed
 from ns_multigpu.plugin.launch.launcher import run_workers
 from tests.plugin.guarded_toy import GuardedConfig
@@ -222,6 +224,15 @@ def test_a_stall_is_reported_and_ended(tmp_path: Path) -> None:
     assert "StallError" in text and "Rank 1 is late: in step 12, phase compute" in text
     assert "time.sleep(300)" in text, "the stack of the late one"
     assert "rank 0 in step 12, exchange" in text
+
+
+def test_the_machine_that_the_others_wait_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PRETEND_MACHINES, "2")
+    with pytest.raises(WorkerFailed) as caught:
+        run_workers(GuardedConfig(str(tmp_path), faults=((1, 12, "sleep"),), stall_abort_seconds=2.0), 2)
+    text, host = str(caught.value), socket.gethostname()
+    assert f"Rank 1 on machine 1 ({host}) is late: in step 12, phase compute" in text
+    assert f"Waiting for it: rank 0 on machine 0 ({host}) in step 12, exchange" in text
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ HANG = 240.0
 def environment(**extra: str) -> dict[str, str]:
     """This process's, without what a launcher around the tests may have set."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "OMP_NUM"))}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "TOY"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TOY"):
         ours.pop(name, None)
     return {**ours, "PYTHONPATH": str(ROOT), "NS_MULTIGPU_OPS": "reference", "COLUMNS": "100", **extra}
 
@@ -200,7 +200,7 @@ import torch, torch.distributed as dist
 from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
 from ns_multigpu.plugin.launch.ranks import Ranks, agree
 
-def decide():
+def decide(starts):
     if "refuse" in sys.argv:
         raise InputError("refused by rank 0")
     return "folder"
@@ -245,6 +245,29 @@ def test_ranks_agree_before_there_is_a_group(tmp_path: Path, launcher: str, refu
     else:
         assert [process.returncode for process in running] == [0] * len(running), said
         assert "rank 0 of 2 in folder" in said and "rank 1 of 2 in folder" in said
+
+
+def test_machines_of_unequally_many_workers_are_refused_everywhere(tmp_path: Path) -> None:
+    """As `torchrun --nproc-per-node 2` on one machine and 1 on the other would start them."""
+    script = tmp_path / "agreeing.py"
+    script.write_text(AGREEING)
+    place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_WORLD_SIZE": "2"}
+    ranks = [("0", "0"), ("0", "1"), ("1", "0")]
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=environment(**place, RANK=str(rank), GROUP_RANK=group, LOCAL_RANK=local),
+        )
+        for rank, (group, local) in enumerate(ranks)
+    ]  # fmt: skip
+    said = [" ".join(process.communicate(timeout=HANG)[0].split()) for process in running]
+    host = socket.gethostname()
+    assert [process.returncode for process in running] == [1, 1, 1]
+    for text in said:
+        assert f"machine 0 ({host}) has 2, machine 1 ({host}) has 1" in text and "Traceback" not in text
+    assert "Give torchrun the same --nproc-per-node" in said[0] and "Give torchrun the same" in said[2]
+    assert f"This cannot be started (rank 2 on machine 1 ({host}))" in said[2]
+    assert said[1].startswith(f"rank 1 on machine 0 ({host}): Every machine must have equally many ranks")
 
 
 def free_port() -> int:

@@ -1,7 +1,11 @@
 """What a run remembers, taken and put back; and the name of a job's run folder."""
 
 import copy
+import os
 import random
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from nerfstudio.engine.schedulers import (
     MultiStepSchedulerConfig,
 )
 
+from ns_multigpu.core.machines import Place
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint.training_state import (
     Clock,
@@ -28,6 +33,7 @@ from ns_multigpu.plugin.checkpoint.training_state import (
 )
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch import run_folder
+from ns_multigpu.plugin.launch.ranks import Start, agent
 from ns_multigpu.plugin.model.batch_scaling import RateCourse, ScalingRule, scale_optimizer, scaled_scheduler
 
 
@@ -162,21 +168,36 @@ def test_clock_leaves_no_image_out(steps: int, old: int, new: int, expected: int
 
 
 def test_a_restarted_job_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "_restarts", 0)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    assert run_folder.noted_name(tmp_path) is None
-    run_folder.note_name(tmp_path, "2026-01-01_000000")
-    assert run_folder.noted_name(tmp_path) == "2026-01-01_000000"
+    here, there, later = (Start(Place(0, "node"), agent) for agent in ("node 12 345", "other 12 345", "later 67 8"))
+    assert run_folder.recall(tmp_path, [here, there]) is None and run_folder.restarts() == 0
+    run_folder.note_name(tmp_path, "2026-01-01_000000", [here, here, there])
+    for ranks in ([here, there], [later, there], [here]):  # torchrun counts a machine that came again as no restart
+        assert run_folder.recall(tmp_path, ranks) == "2026-01-01_000000" and run_folder.restarts() == 1
+    assert run_folder.recall(tmp_path, [later]) is None and run_folder.restarts() == 0, "all is new: another job"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-8")
-    assert run_folder.noted_name(tmp_path) is None, "another job's"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun without --rdzv-id: its process tells jobs apart
-    run_folder.note_name(tmp_path, "x")
-    assert run_folder.noted_name(tmp_path) == "x"
-    monkeypatch.setattr(run_folder.os, "getppid", lambda: 1)
-    assert run_folder.noted_name(tmp_path) is None
+    assert run_folder.recall(tmp_path, [here, there]) is None, "another job's"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert run_folder.recall(tmp_path, [here, there]) is None, "not torchrun's"
+    run_folder.note_name(tmp_path, "x", [later])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert run_folder.recall(tmp_path, [later]) is None
     for note in (tmp_path / ".jobs").iterdir():
         note.write_text("[")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    assert run_folder.noted_name(tmp_path) is None
-    assert run_folder.restarts() == 0
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert run_folder.restarts() == 2
+    assert run_folder.recall(tmp_path, [here]) is None
+    assert run_folder.recall(tmp_path, [here, replace(there, restarts=2)]) is None and run_folder.restarts() == 2
+    monkeypatch.setattr(run_folder, "_restarts", 0)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert run_folder.restarts() == 3
+
+
+def test_an_agent_is_one_process() -> None:
+    mine = agent()
+    assert mine == agent() and str(os.getppid()) in mine.split()
+    told = subprocess.run(
+        [sys.executable, "-c", "from ns_multigpu.plugin.launch.ranks import agent; print(agent())"],
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    assert told.split()[1] == str(os.getpid()) and told != mine

@@ -1,15 +1,20 @@
 """Who is late, told by the ranks' notes; the watchdog's own thread, with ranks that are threads."""
 
+import re
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from ns_multigpu.core.collectives import barrier
+from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.signals import StallError
 from ns_multigpu.plugin.faults.watchdog import Heartbeat, Note, Watchdog, describe, late_ranks
 from tests.plugin.saving import until
+from tests.ranks import run_ranks
 
 HERE = Note(0, beats=50, step=7, phase="exchange", age=130.0)
 
@@ -39,6 +44,21 @@ def test_nobody_is_late_where_all_stand() -> None:
     notes = [HERE, replace(HERE, rank=1, age=127.0)]
     assert late_ranks(notes) == []
     assert "All ranks are in step 7, phase exchange, for 127 s" in describe(notes, [])
+
+
+def test_a_rank_is_named_with_its_machine() -> None:
+    world = replace(World.single(), rank=0, size=4, local_size=2, hosts=("node0", "Node7"))
+    notes = [replace(HERE, rank=rank) for rank in range(4)]
+    notes[3] = replace(HERE, rank=3, beats=49, phase="data", stack="  in load")
+    text = describe(notes, late_ranks(notes), world.rank_name)
+    assert "Rank 3 on machine 1 (Node7) is late: in step 7, phase data" in text
+    assert "Rank 3 on machine 1 (Node7) is here:\n  in load" in text
+    assert "Waiting for it: rank 0 on machine 0 (node0) in step 7" in text and "rank 2 on machine 1 (Node7) in" in text
+    silent = [replace(note, silent=note.rank == 2) for note in notes]
+    assert "Rank 2 on machine 1 (Node7) is late and does not answer" in describe(
+        silent, late_ranks(silent), world.rank_name
+    )
+    assert "All ranks are" in describe(notes[:3], [], world.rank_name)
 
 
 def test_patience_follows_the_pace_and_long_phases_have_none() -> None:
@@ -123,6 +143,28 @@ def test_long_phases_have_ten_times_as_long(phase: str, age: float, warns: bool,
     assert [len(rank.said) for rank in ranks] == [int(warns), 0]
     assert [len(rank.aborted) for rank in ranks] == [int(ends)] * 2
     assert all(f"Rank 1 is late: in step 1, phase {phase}" in said for said in ranks[0].said)
+
+
+def _stall(world: World, file: Path, skew: float) -> tuple[list[str], list[str]]:
+    """Rank 1 stands still, and its machine's clocks are off by `skew` seconds."""
+    if world.rank == 1:
+        today, since = time.time, time.monotonic
+        time.time, time.monotonic = (lambda: today() + skew), (lambda: since() + skew)
+    rank = Rank(world.rank, dist.FileStore(str(file), 2), "data", 60.0)
+    rank.start()
+    until(lambda: bool(rank.aborted), 30)
+    barrier(world)
+    rank.done.set()
+    rank.join(10)
+    return rank.said, [str(error) for error in rank.aborted]
+
+
+@pytest.mark.parametrize("skew", [-86_400.0, 86_400.0])
+def test_clocks_of_machines_need_not_agree(tmp_path: Path, skew: float) -> None:
+    """Clocks a day off, of the day and since the start: each rank says for how long it stands, by its own."""
+    for said, aborted in run_ranks(_stall, 2, tmp_path / "store", skew):
+        assert all(re.search(r"Rank 1 is late: in step 1, phase data, for [0-9] s\.", one) for one in said + aborted)
+        assert len(aborted) == 1 and re.match("Training has stood still for [0-9] s", aborted[0])
 
 
 class Stopped(dist.HashStore):

@@ -3,12 +3,11 @@
 The functions look and return lines; `raise_together` makes every rank stop with all ranks' lines.
 """
 
-import hashlib
 import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,18 @@ import torch
 from nerfstudio.cameras.cameras import CAMERA_MODEL_TO_TYPE, Cameras, CameraType
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_objects
+from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 
 RENDERED = (CameraType.PERSPECTIVE, CameraType.FISHEYE, CameraType.FISHEYE624)
 """Camera models whose distortion is taken out of the image, so that Splatfacto's pinhole projection fits it."""
+
+DIFFERENT = "The ranks have read different captures. Copy one to all machines, or put it where all of them can read it:"
+"""Headline of what differs."""
+
+_ROUNDING = 1e-4
+"""How far numbers may differ that machines have computed from the same files, relative to their size."""
 
 RIGID = 1e-2
 """How far an entry of R^T R may be from the identity's. Poses written with three digits stay well below."""
@@ -35,12 +40,22 @@ def raise_together(problems: Sequence[str], world: World, headline: str) -> None
         headline: what they have in common and what to do; "{count}" in it becomes their number.
 
     Raises:
-        InputError: there are problems.
+        InputError: there are problems; of those that not all machines have seen it says which have.
     """
-    lines = [line for part in all_gather_objects(list(problems), world) for line in part]
-    if lines:
-        unique = sorted(set(lines), key=_natural)
-        raise InputError("\n  ".join([headline.replace("{count}", str(len(unique))), *unique]))
+    seen: defaultdict[str, set[int]] = defaultdict(set)
+    for rank, part in enumerate(all_gather_objects(list(problems), world)):
+        for line in part:
+            seen[line].add(world.machine_of(rank))
+    if seen:
+        lines = [
+            line + ("" if len(seen[line]) == world.machines else f" (seen on {_machines(seen[line], world)})")
+            for line in sorted(seen, key=_natural)
+        ]
+        raise InputError("\n  ".join([headline.replace("{count}", str(len(lines))), *lines]))
+
+
+def _machines(numbers: Collection[int], world: World) -> str:
+    return ", ".join(map(world.machine_name, sorted(numbers)))
 
 
 def camera_problems(cameras: Cameras, names: Sequence[str]) -> list[str]:
@@ -160,24 +175,71 @@ def _is_table(value: Any) -> bool:
     )
 
 
-def different_captures(cameras: Cameras, names: Sequence[str], world: World) -> list[str]:
-    """Whether the ranks have read the same capture. Every rank calls it.
+def different_captures(
+    cameras: Cameras, names: Sequence[str], world: World, sizes: Sequence[int] | None = None
+) -> list[str]:
+    """Whether all ranks have read rank 0's capture. Every rank calls it, and gets a line for each that has not.
 
-    Poses may differ by rounding, for machines of different processors; file names may not.
+    Poses may differ by rounding, for machines of different processors; all else may not.
+
+    Args:
+        cameras: as the dataset has them. names: of their images.
+        sizes: bytes of the images' files, if there are files.
     """
     poses = cameras.camera_to_worlds.detach().double().cpu()
-    digest = hashlib.sha1("\n".join(names).encode()).hexdigest()
-    summary = (len(names), digest, float(poses.abs().sum()))
-    everyone = all_gather_objects(summary, world)
+    numbers = torch.cat([cameras.width, cameras.height, cameras.fx, cameras.fy, cameras.cx, cameras.cy], -1).cpu()
+    mine = (list(names), numbers, None if sizes is None else list(sizes), poses)
+    first = broadcast_object(mine if world.is_main else None, 0, world)
+    return [
+        f"{world.machine_name(world.machine_of(rank)) if world.machines > 1 else f'rank {rank}'} has {what}"
+        for rank, what in enumerate(all_gather_objects(_difference(mine, first), world))
+        if what
+    ]
+
+
+_Read = tuple[list[str], Tensor, list[int] | None, Tensor]
+"""What a rank has read: names of images, their cameras' numbers, bytes of their files, poses."""
+
+
+def _difference(mine: _Read, first: _Read) -> str:
+    """The first in which a rank's capture differs from rank 0's, else ""."""
+    (names, numbers, sizes, poses), (names_0, numbers_0, sizes_0, poses_0) = mine, first
+    if len(names) != len(names_0):
+        return f"{len(names)} views and rank 0 has {len(names_0)}"
+    if unlike := [index for index, name in enumerate(names) if name != names_0[index]]:
+        index, count = unlike[0], len(unlike)
+        return f"image files of other names than rank 0, {count} of them: view {index} is {names[index]}, and " + (
+            f"{names_0[index]} there"
+        )
+    if len(numbers) != len(numbers_0) or len(numbers) != len(names):
+        return ""  # not as many cameras as images, which is told elsewhere
+    scale = poses_0[poses_0.isfinite()].abs().amax().item() if bool(poses_0.isfinite().any()) else 1.0
+    other_poses = ~torch.isclose(poses, poses_0, rtol=0, atol=_ROUNDING * scale, equal_nan=True).flatten(1).all(1)
+    other_numbers = ~torch.isclose(numbers, numbers_0, rtol=_ROUNDING, atol=0, equal_nan=True).all(1)
+    other_files = torch.tensor([one != other for one, other in zip(sizes or names, sizes_0 or names_0, strict=True)])
+    for what, wrong in (("sizes or intrinsics", other_numbers), ("poses", other_poses), ("files", other_files)):
+        if bool(wrong.any()):
+            index = int(wrong.nonzero()[0])
+            count = int(wrong.sum())
+            return f"other {what} than rank 0: of {count} view{'' if count == 1 else 's'}, {names[index]} first"
+    return ""
+
+
+def different_points(points: tuple[Tensor, Tensor] | None, world: World) -> list[str]:
+    """Whether all ranks have read rank 0's seed points. Every rank calls it, and gets a line for each that has not.
+
+    Args:
+        points: positions [n, 3] and colours [n, 3]; None for none.
+    """
+    sums = (0, 0.0, 0.0) if points is None else (len(points[0]), *(float(x.double().abs().sum()) for x in points))
+    everyone = all_gather_objects(sums, world)
     lines: list[str] = []
-    for rank, other in enumerate(everyone):
-        first = everyone[0]
-        if other[0] != first[0]:
-            lines.append(f"rank {rank} has {other[0]} views and rank 0 has {first[0]}")
-        elif other[1] != first[1]:
-            lines.append(f"rank {rank} has image files of other names than rank 0")
-        elif math.isfinite(other[2] + first[2]) and not math.isclose(other[2], first[2], rel_tol=1e-4):
-            lines.append(f"rank {rank} has other poses than rank 0")
+    for rank, told in enumerate(everyone):
+        who = world.machine_name(world.machine_of(rank)) if world.machines > 1 else f"rank {rank}"
+        if told[0] != everyone[0][0]:
+            lines.append(f"{who} has {told[0]} seed points and rank 0 has {everyone[0][0]}")
+        elif not all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in zip(told[1:], everyone[0][1:], strict=True)):
+            lines.append(f"{who} has other seed points than rank 0")
     return lines
 
 

@@ -32,6 +32,7 @@ from ns_multigpu.plugin.capture.reading import (
     capture_problems,
     file_headers,
     image_shapes,
+    refuse_different,
     unreadable,
 )
 from ns_multigpu.plugin.faults.host_memory import available_memory
@@ -139,7 +140,8 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         Raises:
             InputError: on every rank, naming everything that is wrong.
         """
-        lines = capture_problems([self.train_dataset, self.eval_dataset], self.world)
+        refuse_different([self.train_dataset, self.eval_dataset], self.world)
+        lines = capture_problems([self.train_dataset, self.eval_dataset])
         headers = [*(self.train_headers or []), *(self.eval_headers or [])]
         raise_together(lines + [line for header in headers for line in header.problems], self.world, FAULTS)
         _ = self.train_shapes, self.eval_shapes
@@ -212,7 +214,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         if self.config.image_memory_gb is not None:
             return int(self.config.image_memory_gb * 1e9)
         free = available_memory()
-        mine = -1 if free is None else int(free * _FREE_FOR_IMAGES) // self.world.local_size
+        mine = -1 if free is None else int(free * _FREE_FOR_IMAGES) // self.world.host_size
         least = min(row[0] for row in all_gather_ints([mine], self.world))
         return None if least < 0 else least
 

@@ -72,7 +72,7 @@ class ImageShare:
                 budget=budget,
                 place=place,
                 pinned=pinned,
-                threads=max(1, min(_MOST_THREADS, cores() // world.local_size)),
+                threads=max(1, min(_MOST_THREADS, cores() // world.host_size)),
                 device=world.device,
             )
         except ValueError as error:

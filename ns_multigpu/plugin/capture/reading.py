@@ -11,7 +11,13 @@ from nerfstudio.data.datasets.base_dataset import InputDataset
 
 from ns_multigpu.core.collectives import broadcast_object
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.capture.checks import camera_problems, different_captures, list_problems, raise_together
+from ns_multigpu.plugin.capture.checks import (
+    DIFFERENT,
+    camera_problems,
+    different_captures,
+    list_problems,
+    raise_together,
+)
 from ns_multigpu.plugin.capture.image_files import Header, file_problem, read_headers
 from ns_multigpu.plugin.capture.image_reading import ImageReader, ImageType
 from ns_multigpu.plugin.capture.image_store import ImageShape, shape_of
@@ -25,12 +31,35 @@ def reads_files(dataset: InputDataset) -> bool:
     return type(dataset).get_numpy_image is InputDataset.get_numpy_image
 
 
-def capture_problems(datasets: Sequence[InputDataset], world: World) -> list[str]:
-    """What is wrong with cameras and lists of files, a line each. Every rank calls it.
+def refuse_different(datasets: Sequence[InputDataset], world: World) -> None:
+    """Raises unless all ranks have read the same capture. Every rank calls it.
 
     Args:
         datasets: the splits, before lens distortion is taken out.
-        world: the ranks, who must have read the same capture.
+
+    Raises:
+        InputError: on every rank: one has read another; it says what differs.
+    """
+    lines: list[str] = []
+    for dataset in datasets:
+        sizes = [_bytes(path) for path in dataset.image_filenames] if reads_files(dataset) else None
+        # Folders may have other names on other machines.
+        lines += different_captures(dataset.cameras, [path.name for path in dataset.image_filenames], world, sizes)
+    raise_together(lines, world, DIFFERENT)
+
+
+def _bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # told of when the files are looked at, by whoever is to read them
+        return -1
+
+
+def capture_problems(datasets: Sequence[InputDataset]) -> list[str]:
+    """What is wrong with cameras and lists of files, a line each.
+
+    Args:
+        datasets: the splits, before lens distortion is taken out.
     """
     lines: list[str] = []
     for dataset in datasets:
@@ -39,8 +68,6 @@ def capture_problems(datasets: Sequence[InputDataset], world: World) -> list[str
         if reads_files(dataset) and len(names) == len(dataset.cameras):
             masks = dataset._dataparser_outputs.mask_filenames  # pyright: ignore[reportPrivateUsage]
             lines += list_problems(dataset.image_filenames, dataset.cameras, masks)
-        # Folders may have other names on other machines.
-        lines += different_captures(dataset.cameras, [path.name for path in dataset.image_filenames], world)
     return lines
 
 

@@ -55,7 +55,7 @@ def host_copy(content: Content, world: World) -> Content | None:
     rows = sum(value.own.nbytes for value in content.tensors.values() if isinstance(value, Rows))
     model = sum(value.nbytes for value in pipeline.values() if isinstance(value, Tensor))
     # As everywhere (see World), the ranks of a machine follow each other.
-    mine = _Load(shared, rows + model, world.rank - world.local_rank, available_memory() or 0)
+    mine = _Load(shared, rows + model, world.rank - world.rank % world.host_size, available_memory() or 0)
     loads = all_gather_objects(mine, world)
     writers = share_out([load.shared for load in loads], [load.own for load in loads])
     if not _fits(loads, writers):

@@ -104,6 +104,7 @@ def save(
             sync_folder(folder)
             folder.rename(states / name)
             sync_folder(states)
+            _date_last(states / name / file.name, models)
             os.replace(states / name / file.name, models / file.name)
             sync_folder(models)
 
@@ -122,6 +123,17 @@ def save(
         if not (models / file.name).exists():
             shutil.rmtree(states / name, ignore_errors=True)
     return problem
+
+
+def _date_last(file: Path, models: Path) -> None:
+    """Sees to it that a checkpoint's time is behind that of all others: `remove_old` goes by it.
+
+    The others may have been written by another machine, whose clock need not agree with this one's.
+    """
+    others = [path.stat().st_mtime_ns for path in checkpoints_in(models)]
+    told = file.stat()
+    if others and told.st_mtime_ns <= max(others):
+        os.utime(file, ns=(told.st_atime_ns, max(others) + 10**6))
 
 
 def remove_old(models: Path, keep: int, world: World) -> None:

@@ -6,6 +6,7 @@ into a message instead of a traceback.
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -63,16 +64,18 @@ def show(error: PlainError | WorkerFailed) -> None:
     """Writes `error` to stderr without a traceback of this process.
 
     When a launcher such as torchrun has started several ranks, all of them may end with the same error: the first of
-    each machine shows it in full, the others in one line.
+    each machine shows it in full, the others in one line. Where there are several machines, each says which it is.
     """
-    console = Console(stderr=True)
+    console, rank = Console(stderr=True), f"rank {os.environ.get('RANK', '?')}"
+    several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+    here = f"machine {os.environ.get('GROUP_RANK', '?')} ({socket.gethostname()})" if several else ""
     if isinstance(error, WorkerFailed):
         console.print(Text(error.report.rstrip()))
         _framed(console, "Training stopped", str(error))
     elif os.environ.get("LOCAL_RANK", "0") == "0":
-        _framed(console, error.title, str(error))
+        _framed(console, f"{error.title} ({rank} on {here})" if several else error.title, str(error))
     else:
-        console.print(Text(f"rank {os.environ.get('RANK', '?')}: {str(error).splitlines()[0]}"))
+        console.print(Text(f"{rank}{f' on {here}' if several else ''}: {str(error).splitlines()[0]}"))
 
 
 def _framed(console: Console, title: str, text: str) -> None:

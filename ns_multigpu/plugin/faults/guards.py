@@ -61,7 +61,8 @@ class Guards:
         """Watches over what is enclosed: the steps, and what follows them."""
         store = heartbeat_store(self._world)
         warn, abort = self._config.stall_seconds, self._config.stall_abort_seconds
-        watchdog = Watchdog(self.heart, self._world.rank, self._world.size, store, warn, abort)
+        world = self._world
+        watchdog = Watchdog(self.heart, world.rank, world.size, store, warn, abort, name=world.rank_name)
         with self.explained(circumstances), self.signals, watchdog:
             yield
 

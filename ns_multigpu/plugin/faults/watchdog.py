@@ -114,33 +114,48 @@ def late_ranks(notes: Sequence[Note]) -> list[Note]:
     return []
 
 
-def describe(notes: Sequence[Note], late: Sequence[Note]) -> str:
-    """The report on a stall, for people."""
+def plain_name(rank: int) -> str:
+    """What a rank is called where all are on one machine."""
+    return f"rank {rank}"
+
+
+def describe(notes: Sequence[Note], late: Sequence[Note], name: Callable[[int], str] = plain_name) -> str:
+    """The report on a stall, for people.
+
+    Args:
+        notes: of all ranks. late: of those that are.
+        name: what to call a rank.
+    """
     lines: list[str] = []
+
+    def begin(note: Note) -> str:
+        called = name(note.rank)
+        return called[:1].upper() + called[1:]
+
     for note in late:
         where = f"in step {note.step}, phase {note.phase}" if note.step >= 0 else "before its first step"
         if note.silent:
             lines.append(
-                f"Rank {note.rank} is late and does not answer: last heard of {where}. Its process is stopped, "
+                f"{begin(note)} is late and does not answer: last heard of {where}. Its process is stopped, "
                 "gone, or stuck outside Python."
             )
         elif note.device_step is not None and all(other.beats == note.beats for other in notes):
-            lines.append(f"Rank {note.rank} is late: its GPU has not finished step {note.device_step + 1}.")
+            lines.append(f"{begin(note)} is late: its GPU has not finished step {note.device_step + 1}.")
         else:
-            lines.append(f"Rank {note.rank} is late: {where}, for {note.age:.0f} s.")
+            lines.append(f"{begin(note)} is late: {where}, for {note.age:.0f} s.")
         if note.stack:
-            lines.append(f"Rank {note.rank} is here:\n{note.stack.rstrip()}")
+            lines.append(f"{begin(note)} is here:\n{note.stack.rstrip()}")
     if not late:
         lines.append(
             f"All ranks are in step {notes[0].step}, phase {notes[0].phase}, for {min(n.age for n in notes):.0f} s: a "
             "device, or the connection between them, does not finish what it was given."
         )
-        stack = next((note.stack for note in notes if note.stack), "")
-        if stack:
-            lines.append(f"Rank 0 is here:\n{stack.rstrip()}")
+        told = next((note for note in notes if note.stack), None)
+        if told is not None:
+            lines.append(f"{begin(told)} is here:\n{told.stack.rstrip()}")
     waiting = [note for note in notes if note not in late]
     if late and waiting:
-        places = "; ".join(f"rank {n.rank} in step {n.step}, {n.phase}" for n in waiting)
+        places = "; ".join(f"{name(n.rank)} in step {n.step}, {n.phase}" for n in waiting)
         lines.append(f"Waiting for it: {places}.")
     return "\n".join(lines)
 
@@ -156,6 +171,7 @@ class Watchdog:
         warn_after, abort_after: seconds of standing still after which it says who is late, and after which it ends the
             process with a `StallError`; 0 for never. Evaluations and checkpoints may take ten times as long.
         say: shows a report. abort: ends the process. Changed by tests.
+        name: what to call a rank, and with it its machine.
     """
 
     def __init__(
@@ -169,11 +185,12 @@ class Watchdog:
         say: Callable[[str], None] | None = None,
         abort: Callable[[StallError], None] = end_process,
         period: float = 1.0,
+        name: Callable[[int], str] = plain_name,
     ) -> None:
         self._heart, self._rank, self._size, self._store = heartbeat, rank, size, store
         self._warn_after, self._abort_after = warn_after, abort_after
         self._say = say or _to_stderr
-        self._abort, self._period = abort, period
+        self._abort, self._period, self._name = abort, period, name
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._main = threading.get_ident()
@@ -216,9 +233,10 @@ class Watchdog:
     def _report(self, own: Note, notes: Sequence[Note] | None) -> tuple[str, bool]:
         """What there is to say, and whether this rank is the one to say it."""
         if notes is None:
-            where = f"Rank {own.rank} waits in step {own.step}, phase {own.phase}"
+            called = self._name(own.rank)
+            where = f"{called[:1].upper()}{called[1:]} waits in step {own.step}, phase {own.phase}"
             return f"{where}; the process that keeps the ranks' notes (a launcher, or rank 0) does not answer.", True
-        return describe(notes, late_ranks(notes)), own.rank == next(n.rank for n in notes if not n.silent)
+        return describe(notes, late_ranks(notes), self._name), own.rank == next(n.rank for n in notes if not n.silent)
 
     def _overdue(self, own: Note, notes: Sequence[Note] | None, limit: float) -> bool:
         """Whether every rank that the others wait for has been in its phase for longer than `limit`, or is silent."""

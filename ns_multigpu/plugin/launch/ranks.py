@@ -3,15 +3,19 @@
 import contextlib
 import json
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
-from ns_multigpu.core.world import store_of_this_life
+from ns_multigpu.core.machines import Layout, Place, layout_of
+from ns_multigpu.core.meeting import store_of_this_life
+from ns_multigpu.core.world import own_place
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.agreement import refuse_differences
 
@@ -53,9 +57,63 @@ class Ranks:
         )
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a rank says of its start, when all meet.
+
+    Attributes:
+        place: where it runs.
+        agent: the process that started it, named so that no other process of any machine is; "" if nothing is known.
+        restarts: how often that one has restarted it, as it counts.
+    """
+
+    place: Place
+    agent: str = ""
+    restarts: int = 0
+
+    @staticmethod
+    def of_this_process() -> "Start":
+        """This process's.
+
+        Raises:
+            InputError: its environment says what cannot be.
+        """
+        try:
+            place = own_place()
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        return Start(place, agent(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
+def agent() -> str:
+    """The process that started this one: its machine, number and start; "" where that cannot be known."""
+    parent = os.getppid()
+    try:
+        # The 20th word behind the name, which may hold anything but this bracket last.
+        began = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    except (OSError, IndexError):
+        began = ""
+    return f"{socket.gethostname()} {parent} {began}"
+
+
+def check_layout(places: Sequence[Place]) -> Layout:
+    """How the ranks lie on machines.
+
+    Args:
+        places: by rank.
+
+    Raises:
+        InputError: not as they must; see `layout_of`.
+    """
+    try:
+        return layout_of(places)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
 def agree(
     ranks: Ranks,
-    decide: Callable[[], str],
+    decide: Callable[[Sequence[Start]], str],
     patience: timedelta = _PATIENCE,
     manifest: Mapping[str, str] | None = None,
 ) -> str:
@@ -66,18 +124,21 @@ def agree(
 
     Args:
         ranks: this process's place.
-        decide: called on rank 0.
+        decide: called on rank 0, with what each rank says of its start, once the ranks are known to lie on machines as
+            they must.
         patience: how long to wait for the other ranks.
         manifest: what this rank was started with (see `agreement`); all must be equal.
 
     Raises:
         InputError: `decide` raised it, the ranks were not started alike, or they cannot meet.
     """
+    start = Start.of_this_process()
     with rendezvous_explained():
         store = _meet(patience)
-    _stores.append(store)
-    ours = dist.PrefixStore("ns_multigpu/start", store_of_this_life(store))
-    ours.set(f"manifest/{ranks.rank}", json.dumps(dict(manifest or {})))
+        _stores.append(store)
+        life = store_of_this_life(store, ranks.rank, ranks.size, patience)
+    ours = dist.PrefixStore("ns_multigpu/start", life)
+    ours.set(f"start/{ranks.rank}", json.dumps([dict(manifest or {}), asdict(start)]))
     if ranks.rank != 0:
         answer = json.loads(ours.get("answer"))
         ours.add("heard", 1)
@@ -86,9 +147,11 @@ def agree(
         return str(answer["value"])
     try:
         with rendezvous_explained():
-            manifests = [json.loads(ours.get(f"manifest/{rank}")) for rank in range(ranks.size)]
-        refuse_differences(manifests)
-        value = decide()
+            told = [json.loads(ours.get(f"start/{rank}")) for rank in range(ranks.size)]
+        starts = [Start(**{**one, "place": Place(**one["place"])}) for _, one in told]
+        check_layout([one.place for one in starts])
+        refuse_differences([one for one, _ in told])
+        value = decide(starts)
     except InputError as error:
         ours.set("answer", json.dumps({"error": str(error)}))
         # This process is about to end, and may take the store with it: let the others hear first.

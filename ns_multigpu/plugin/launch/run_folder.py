@@ -1,23 +1,25 @@
 """A run's folder: where it is, its name, kept for when the job's launcher restarts it, and its end where nothing came.
 
 torchrun starts the same command again after a failure, and each start would name a folder after its own time. So the
-first start notes the name under the identity of the job, and a restart looks it up there. The note lies beside the run
-folders: rank 0 may come back on another machine, which shares nothing with the first but the output folder.
+first start notes the name, under each process of torchrun (its agents, one a machine) that takes part, and a restart
+looks it up there. The note lies beside the run folders: rank 0 may come back on another machine, which shares nothing
+with the first but the output folder. And an agent that came later knows nothing of earlier lives: one that was there
+then is what tells a restart from another job.
 """
 
 import hashlib
 import json
 import os
 import shutil
-import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.ranks import Start
 
 _EVAL_SETUP = ("nerfstudio", "utils", "eval_utils.py")
 _NOT_TRAINED = ("config.yml", "dataparser_transforms.json", "viewer_log_filename.txt", "events.out.tfevents*")
@@ -30,43 +32,67 @@ class Run(Protocol):
     def abandon(self) -> None: ...
 
 
+_restarts = 0
+"""What the other ranks know of."""
+
+
 def restarts() -> int:
-    """How often the launcher has restarted this job; 0 in its first life, and without a launcher that restarts."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """How often this job has been restarted, as far as this process knows; rank 0 knows what all know (`recall`). 0 in
+    its first life, and without a launcher that restarts."""
+    return max(_restarts, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
-def job_identity() -> str:
-    """What is the same in all lives of a job, and in no other job: torchrun's --rdzv-id, or its process."""
-    identity = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if identity == "none":  # what torchrun says when no id was given
-        identity = f"{socket.gethostname()} {os.getppid()}"
-    return identity
+def recall(folder: Path, starts: Sequence[Start]) -> str | None:
+    """Learns from all ranks whether this job has lived before: each machine's agent counts the restarts that it made.
+
+    Args:
+        folder: where run folders lie.
+        starts: what the ranks say.
+
+    Returns:
+        the name that an earlier life gave to its run folder in `folder`; None if nothing is known of one.
+    """
+    global _restarts
+    name = _noted_name(folder, starts) if "TORCHELASTIC_RUN_ID" in os.environ else None
+    _restarts = max([int(name is not None), *(start.restarts for start in starts)])
+    return name
 
 
-def note_name(folder: Path, name: str) -> None:
-    """Keeps the name of this job's run folder, which lies in `folder`.
+def note_name(folder: Path, name: str, starts: Sequence[Start]) -> None:
+    """Keeps the name of this job's run folder, which lies in `folder`, for its later lives.
+
+    Args:
+        starts: what the ranks say.
 
     Raises:
         OSError: it cannot be written.
     """
-    path = _note(folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(json.dumps({"job": job_identity(), "name": name}), encoding="utf8")
-    part.replace(path)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    for agent in sorted({start.agent for start in starts}):
+        path = _note(folder, agent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        part.write_text(json.dumps({"job": _job(), "agent": agent, "name": name}), encoding="utf8")
+        part.replace(path)
 
 
-def noted_name(folder: Path) -> str | None:
-    """The name that this job's first life gave to its run folder in `folder`; None if nothing is known of it."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        note = json.loads(_note(folder).read_text(encoding="utf8"))
-        if note["job"] == job_identity():
-            return str(note["name"])
+def _noted_name(folder: Path, starts: Sequence[Start]) -> str | None:
+    for agent in sorted({start.agent for start in starts}):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            note = json.loads(_note(folder, agent).read_text(encoding="utf8"))
+            if (note["job"], note["agent"]) == (_job(), agent):
+                return str(note["name"])
     return None
 
 
-def _note(folder: Path) -> Path:
-    digest = hashlib.blake2b(job_identity().encode(), digest_size=8).hexdigest()
+def _job() -> str:
+    """torchrun's --rdzv-id; "none" if it was given none."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "none")
+
+
+def _note(folder: Path, agent: str) -> Path:
+    digest = hashlib.blake2b(f"{_job()} {agent}".encode(), digest_size=8).hexdigest()
     return folder / ".jobs" / f"{digest}.json"
 
 

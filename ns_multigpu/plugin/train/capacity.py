@@ -67,7 +67,7 @@ def usable_memory(world: World, model: int) -> int | None:
     if free is not None:
         return free + model
     available = available_memory()
-    return None if available is None else available // world.local_size + model
+    return None if available is None else available // world.host_size + model
 
 
 def _model_bytes(model: Any, optimizers: Any) -> int:

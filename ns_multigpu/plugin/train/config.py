@@ -9,8 +9,9 @@ uses the number asked for: the processes are torchrun's, or a `WorkerLauncher` s
 
 import copy
 import dataclasses
-import os
+import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -32,12 +33,12 @@ from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.agreement import manifest_of
 from ns_multigpu.plugin.launch.commands import named_config, resume_command, with_options
 from ns_multigpu.plugin.launch.launcher import WorkerLauncher, cores, use_own_share_of_cores
-from ns_multigpu.plugin.launch.ranks import Ranks, agree
+from ns_multigpu.plugin.launch.ranks import Ranks, Start, agree, check_layout
 from ns_multigpu.plugin.launch.run_folder import (
     abandoned_unless_begun,
     config_being_loaded,
     note_name,
-    noted_name,
+    recall,
     remove_unused,
     restarts,
 )
@@ -164,10 +165,12 @@ class DistributedTrainerConfig(TrainerConfig):
             machine.num_machines, machine.machine_rank, machine.num_devices, machine.dist_url, ranks, sys.argv[1:]
         )
         if ranks is None:
-            self._begin()
+            check_layout([Start.of_this_process().place] * machine.num_devices)
+            self._begin([])
         else:
             machine.num_devices, machine.num_machines = ranks.local_size, ranks.machines
-            self.timestamp = agree(ranks, self._begin, manifest=manifest_of(self))
+            # Also the experiment's name: it may come from the capture's folder, which each machine may call otherwise.
+            self.experiment_name, self.timestamp = json.loads(agree(ranks, self._begin, manifest=manifest_of(self)))
         with abandoned_unless_begun(self):
             prepare_operators(machine.device_type)
 
@@ -180,11 +183,22 @@ class DistributedTrainerConfig(TrainerConfig):
         if before == [getattr(self, name) for name in places] and (named.parent / self.relative_model_dir).is_dir():
             vars(self)[_FOLDER] = named.parent
 
-    def _begin(self) -> str:
-        """Looks at what there is to train on, and names and makes the run's folder; on one rank of the job."""
+    def _begin(self, starts: Sequence[Start]) -> str:
+        """Looks at what there is to train on, and names and makes the run's folder; on one rank of the job.
+
+        Args:
+            starts: what all ranks say of their start; none where no launcher has started them.
+
+        Returns:
+            the names that the folder is made of: the experiment's, and the time's.
+        """
+        noted = recall(self.output_dir, starts) if starts else None
         if restarts() == 0:
             self._look_at_capture()
-        return self._name_run_folder()
+        if noted is not None and self.timestamp == "{timestamp}":
+            self.timestamp = noted
+        self._name_run_folder(starts)
+        return json.dumps([self.experiment_name, self.timestamp])
 
     def _look_at_capture(self) -> None:
         """Says what is to be known of the capture.
@@ -200,9 +214,7 @@ class DistributedTrainerConfig(TrainerConfig):
             lines = found.problems[:_MOST_LINES] + ([f"and {count - _MOST_LINES} more"] if count > _MOST_LINES else [])
             raise InputError("\n  ".join([FAULTS.replace("{count}", str(count)), *lines]))
 
-    def _name_run_folder(self) -> str:
-        if restarts() > 0 and self.timestamp == "{timestamp}":
-            self.timestamp = noted_name(self.output_dir) or self.timestamp
+    def _name_run_folder(self, starts: Sequence[Start]) -> None:
         super().set_timestamp()
         self._refuse_to_replace()
         folder = self.get_base_dir()
@@ -210,9 +222,8 @@ class DistributedTrainerConfig(TrainerConfig):
         if self.save_fallback_dir is not None:
             checks.check_fallback_folder(self.save_fallback_dir)
         checks.check_run_folder(folder)  # last: it makes it
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            note_name(self.output_dir, self.timestamp)
-        return self.timestamp
+        if starts:
+            note_name(self.output_dir, self.timestamp, starts)
 
     def _refuse_to_replace(self) -> None:
         """Whether the run's folder is free for what it begins with.

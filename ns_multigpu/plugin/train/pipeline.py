@@ -19,6 +19,7 @@ from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.plugin.blocks.timing import StepTimer
+from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise_together
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.image_homes import homes_of
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
@@ -154,6 +155,7 @@ class DistributedPipeline(VanillaPipeline):
         if test_mode == "val":
             # Training: later than the datamanager because it knows, earlier than any image is read.
             self.datamanager.check_capture()
+            raise_together(different_points(self.model.seed_points, self.world), self.world, DIFFERENT)
             checks.check_views(len(self.datamanager.train_dataset), 1 if sharded else self.world.size)
             if _count(self.model.seed_points) == 0 and not config.model.random_init:
                 CONSOLE.print(

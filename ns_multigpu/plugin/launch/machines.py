@@ -1,0 +1,156 @@
+"""What machines that train together must have in common, seen to before anything is loaded."""
+
+import os
+import secrets
+import shutil
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.faults.errors import InputError
+
+_PATIENCE = 10.0
+"""Seconds in which a file must show on the other machines: network file systems may take some of them."""
+
+
+def check_shared_folder(folder: Path, world: World, patience: float = _PATIENCE) -> None:
+    """Whether all machines see one run folder and can write there, for all write checkpoints. Every rank calls it.
+
+    Rank 0 writes a file. Each other machine's first rank looks for it and writes one of its own, for which rank 0
+    looks. Nobody looks before a file is there: a network file system may remember for long that there was none.
+
+    Args:
+        folder: the run's, as this machine names it.
+        patience: seconds that a file may take to show.
+
+    Raises:
+        InputError: on every rank: a machine does not. It names the machine, the folder and the remedy.
+    """
+    if world.machines == 1:
+        return
+    probe = folder / broadcast_object(f".machines-{secrets.token_hex(4)}", 0, world)
+    files, here = [probe / f"machine-{machine}" for machine in range(world.machines)], world.machine_name(world.machine)
+
+    def ask() -> str:
+        return _written(files[0], here) if world.is_main else ""
+
+    def answer() -> str:
+        if world.local_rank or world.is_main:
+            return ""
+        if not _shows(files[0], patience):
+            return f"{here} does not see {folder} as rank 0 does" + ("" if folder.exists() else ": it is not there")
+        return _written(files[world.machine], here)
+
+    def hear() -> str:
+        unseen = [machine for machine in range(1, world.machines) if not _shows(files[machine], patience)]
+        return "; ".join(f"rank 0 does not see in {folder} what {world.machine_name(n)} writes there" for n in unseen)
+
+    found: list[str] = []
+    for ask_or_look in (ask, answer, hear if world.is_main else str):
+        found = found or [line for line in all_gather_objects("" if found else ask_or_look(), world) if line]
+    if world.is_main:
+        shutil.rmtree(probe, ignore_errors=True)
+    if found:
+        raise InputError(
+            "The machines do not share the run folder, where all of them write checkpoints:\n  "
+            + "\n  ".join(found)
+            + "\nPut it on a file system that every machine mounts in the same place (NFS, Lustre and the like), and "
+            "name a folder there with --output-dir DIR."
+        )
+
+
+def _written(path: Path, here: str) -> str:
+    """Writes a file; what keeps it from being written, else ""."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        return f"{here} cannot write to {path.parent.parent}: {error.strerror or error}"
+    return ""
+
+
+def _shows(path: Path, patience: float) -> bool:
+    """Whether a file shows within some seconds."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            if path.name in os.listdir(path.parent):  # a folder that is opened is asked for anew, a name may not be
+                return True
+        except OSError:
+            pass
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.1)
+
+
+def device_kind(device: torch.device) -> str:
+    """What a rank computes with: the GPU's name and memory in GB; "" on a processor."""
+    if device.type != "cuda":
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} ({properties.total_memory / 1e9:.0f} GB)"
+
+
+def different_devices(kind: str, world: World) -> str:
+    """A warning where the ranks' GPUs are not all of a kind, else "". Every rank calls it.
+
+    Args:
+        kind: this rank's.
+    """
+    kinds = all_gather_objects(kind, world)
+    if len(set(kinds)) == 1:
+        return ""
+    listed: list[str] = []
+    for machine in range(world.machines):
+        counted = Counter(kinds[rank] for rank in world.ranks_of(machine))
+        what = ", ".join(f"{count} x {name}" for name, count in counted.items())
+        listed.append(f"{world.machine_name(machine)} has {what}")
+    return (
+        f"The GPUs are not all of a kind: {'; '.join(listed)}. All wait for the slowest, and the one with the least "
+        "memory limits the model."
+    )
+
+
+def restarts_in_vain(environment: Mapping[str, str]) -> str:
+    """A warning where torchrun was asked to restart and could not when a machine comes again, else "".
+
+    Its agents keep the address of the store that they met at first, and tell nobody (pytorch/pytorch#135712).
+
+    Args:
+        environment: this process's.
+    """
+    several = int(environment.get("GROUP_WORLD_SIZE", "1")) > 1
+    asked = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    if not (several and asked and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+        return ""
+    return (
+        "If a machine is lost, this run will not go on when it comes back: torchrun's --max-restarts restarts workers "
+        "here, and no machines. For those give --rdzv-backend c10d, and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
+        "every machine."
+    )
+
+
+def machines_named(world: World) -> str:
+    """Which ranks are on which machine, for people; "" where there is one machine."""
+    if world.machines == 1:
+        return ""
+    listed = [f"{world.machine_name(n)} has ranks {_span(world.ranks_of(n))}" for n in range(world.machines)]
+    return f"{world.machines} machines{' (pretended)' if world.pretended > 1 else ''}: {'; '.join(listed)}."
+
+
+def at_another_machine(world: World) -> str:
+    """What a machine's first rank says; "" for its others, and where rank 0 is, who says all else."""
+    if world.machine == 0 or world.local_rank:
+        return ""
+    here, ranks = world.machine_name(world.machine), _span(world.ranks_of(world.machine))
+    return f"This is {here}, with ranks {ranks} of {world.size}. Progress is shown by {world.rank_name(0)}."
+
+
+def _span(ranks: range) -> str:
+    """ "2 to 3" for ranks 2 and 3."""
+    return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
