@@ -101,11 +101,6 @@ class World:
         """Whether this is the one rank of the job that writes files and speaks to the user."""
         return self.rank == 0
 
-    @property
-    def machines(self) -> int:
-        """How many there are; each has as many ranks, and those of one follow one another."""
-        return max(1, self.size // max(self.local_size, 1))
-
     @staticmethod
     def single(device: torch.device | str = "cpu") -> "World":
         """A world of one on `device`; "cuda" without a number is the current GPU."""
