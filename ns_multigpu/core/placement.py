@@ -96,6 +96,16 @@ class Placement(ABC):
         """Goes on with what `knowledge` returned, of a placement of the same kind on as many ranks."""
         return
 
+    @property
+    def placings(self) -> int:
+        """How often it has looked at the model to place its points; the same on every rank. 0 where it never does."""
+        return 0
+
+    @property
+    def homes_of_views(self) -> Sequence[int]:
+        """The machine that each training view is at home on; empty where views have none."""
+        return ()
+
     @abstractmethod
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
         """Positions of the views for which this rank splats the points that it holds, ascending."""

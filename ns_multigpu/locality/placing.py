@@ -80,6 +80,7 @@ class ByViews(Placement):
         self._world, self._options, self._access = world, options, access
         self._look: Callable[[], Sequence[View]] = lambda: ()
         self._remarks: list[str] = []
+        self._placings = 0
         self.homes: Homes | None = None
 
     @property
@@ -93,6 +94,14 @@ class ByViews(Placement):
     def remarks(self) -> list[str]:
         told, self._remarks = self._remarks, []
         return told
+
+    @property
+    def placings(self) -> int:
+        return self._placings
+
+    @property
+    def homes_of_views(self) -> Sequence[int]:
+        return () if self.homes is None else self.homes.view_machines.tolist()
 
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
         """All of the batch's views: which patches a point reaches only its splat tells."""
@@ -173,6 +182,7 @@ class ByViews(Placement):
             raise made
         assert made is not None
         self.homes, needs = made
+        self._placings += 1
         self._access.learn_again(*needs)
 
     def _placed(self, sample: Tensor, points: int) -> tuple[Homes, tuple[NDArray[np.int64], NDArray[np.float32]]]:
