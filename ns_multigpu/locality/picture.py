@@ -128,7 +128,7 @@ def _dots(seen: Partition, shown: Window, size: tuple[int, int]) -> Image.Image:
     order = np.random.default_rng(0).permutation(len(where))
     where, colors = where[order], colors[order]
     field = (size[0] - _LEGEND) * (size[1] - _HEAD)
-    side = int(np.clip(np.sqrt(0.4 * field / max(len(where), 1)), 2, 7))
+    side = round(np.clip(np.sqrt(0.5 * field / max(len(where), 1)), 2, 7).item())
     for dy in range(side):
         for dx in range(side):
             x, y = where[:, 0] + dx - side // 2, where[:, 1] + dy - side // 2
