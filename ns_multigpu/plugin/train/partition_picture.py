@@ -34,8 +34,9 @@ class PartitionPicture:
     def due(self) -> bool:
         """Whether the partition is another than that of the last picture; the same on every rank."""
         holding = self._model.holding
-        spread = self._world.size > 1 and self._model.sharded and holding is not None
-        return spread and holding.placement.placings != self._drawn
+        if self._world.size == 1 or not self._model.sharded or holding is None:
+            return False
+        return holding.placement.placings != self._drawn
 
     @torch.no_grad()
     def draw(self) -> None:
