@@ -58,6 +58,7 @@ def test_views_without_a_home_have_no_machines_colour() -> None:
     assert color_at(two(homes=()), (-10.0, 4.5)) == pytest.approx((250 / 255,) * 3)
 
 
+@pytest.mark.filterwarnings("error")  # of numbers that are none, too
 @pytest.mark.parametrize("machines", [1, 2, 3])
 def test_nearly_nothing(machines: int) -> None:
     """One point, none, no views, no finite number: a picture all the same, with a legend."""

@@ -43,5 +43,8 @@ class LateOutputs(MutableMapping[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
+    def __repr__(self) -> str:
+        return ", ".join(self._names)
+
     def __len__(self) -> int:
         return len(self._names)
