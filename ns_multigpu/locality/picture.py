@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +58,7 @@ class Partition:
         if ranks == 0 or self.machines < 1 or ranks % self.machines != 0:
             raise ValueError(f"{ranks} ranks on {self.machines} machines: each must have as many")
 
-    @property
+    @cached_property
     def axes(self) -> tuple[int, int]:
         """The two axes along which the points extend most, ascending: seen along the third."""
         low, high = _bounds(_finite(self.positions))
@@ -94,11 +95,11 @@ class Window:
 def window(seen: Partition, size: tuple[int, int] = SIZE) -> Window:
     """The part of the world that a picture of this size shows, and where: nearly all points, and cameras near them."""
     axes = list(seen.axes)
-    low, high = _bounds(_finite(seen.positions)[:, axes])
-    cameras = _finite(seen.cameras)[:, axes]
+    points, cameras = _finite(seen.positions)[:, axes], _finite(seen.cameras)[:, axes]
+    low, high = _bounds(points)
     if len(cameras):
         near, far = _bounds(cameras)
-        if len(_finite(seen.positions)) == 0:
+        if len(points) == 0:
             low, high = near, far
         spare = _REACH * max(float((high - low).max()), 1e-9)
         low, high = np.minimum(low, np.maximum(near, low - spare)), np.maximum(high, np.minimum(far, high + spare))
@@ -200,7 +201,7 @@ def _bounds(where: Floats) -> tuple[Floats, Floats]:
     if len(where) == 0:
         return np.zeros(where.shape[1]), np.zeros(where.shape[1])
     far = int(_LEFT_OUT * len(where))
-    ordered = np.sort(where, axis=0)
+    ordered = np.partition(where, (far, len(where) - 1 - far), axis=0)
     return ordered[far], ordered[len(where) - 1 - far]
 
 
