@@ -114,5 +114,17 @@ def _nowhere_to_write(world: World, capture: Path, runs: Path) -> None:
     assert all("cannot be written" in text and "Training goes on" in text for text in said)
 
 
+def _of_other_views(world: World, capture: Path, folder: Path) -> None:
+    pipeline = make_pipeline(world, capture, bounds=(0, 40, 90))
+    type(pipeline.strategy.placement).homes_of_views = (0, 1, 0)  # type: ignore[assignment, method-assign]
+    poses = torch.eye(4)[None, :3].repeat(4, 1, 1)
+    partition_picture.PartitionPicture(pipeline.model, poses, world, folder).draw()
+
+
+def test_homes_of_other_views_than_the_captures_are_not_shown(capture: Path, tmp_path: Path) -> None:
+    run_ranks(_of_other_views, 2, capture, tmp_path)
+    assert (250, 250, 250) in _colors(tmp_path / FILE)
+
+
 def test_a_disk_that_takes_nothing_does_not_end_a_run(capture: Path, tmp_path: Path) -> None:
     run_ranks(_nowhere_to_write, 2, capture, tmp_path)

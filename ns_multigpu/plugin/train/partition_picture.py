@@ -50,12 +50,15 @@ class PartitionPicture:
         sample, counts = all_gather_rows(mine, world)
         if not world.is_main:
             return
+        homes = np.array(model.holding.placement.homes_of_views, dtype=np.int64)
+        if len(homes) != len(self._cameras):  # a placement that was saved, of a capture that had other views
+            homes = homes[:0]
         picture = Partition(
             positions=sample.cpu().double().numpy(),
             owners=np.repeat(np.arange(world.size), counts),
             points=model.shard_counts,
             cameras=self._cameras[:, :3, 3].cpu().double().numpy(),
-            homes=np.array(model.holding.placement.homes_of_views, dtype=np.int64),
+            homes=homes,
             machines=world.machines,
         )
         file = self._folder / FILE
