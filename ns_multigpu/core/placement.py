@@ -84,10 +84,6 @@ class Placement(ABC):
         """
         return
 
-    def machines_of_views(self) -> Sequence[int] | None:
-        """The machine where each training view is at home, so that its image may be held there; None if anywhere."""
-        return None
-
     def remarks(self) -> list[str]:
         """What was not done as asked since it was asked last, in words for the user; on rank 0."""
         return []
@@ -99,6 +95,16 @@ class Placement(ABC):
     def learn_again(self, knowledge: Mapping[str, Tensor]) -> None:
         """Goes on with what `knowledge` returned, of a placement of the same kind on as many ranks."""
         return
+
+    @property
+    def placings(self) -> int:
+        """How often it has looked at the model to place its points; the same on every rank. 0 where it never does."""
+        return 0
+
+    @property
+    def homes_of_views(self) -> Sequence[int]:
+        """The machine that each training view is at home on, and its image held on; empty where views have none."""
+        return ()
 
     @abstractmethod
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:

@@ -80,6 +80,7 @@ class ByViews(Placement):
         self._world, self._options, self._access = world, options, access
         self._look: Callable[[], Sequence[View]] = lambda: ()
         self._remarks: list[str] = []
+        self._placings = 0
         self.homes: Homes | None = None
 
     @property
@@ -90,12 +91,17 @@ class ByViews(Placement):
     def look(self, views: Callable[[], Sequence[View]]) -> None:
         self._look = views
 
-    def machines_of_views(self) -> Sequence[int] | None:
-        return self.homes.view_machines.tolist() if self.homes is not None and len(self.homes.view_machines) else None
-
     def remarks(self) -> list[str]:
         told, self._remarks = self._remarks, []
         return told
+
+    @property
+    def placings(self) -> int:
+        return self._placings
+
+    @property
+    def homes_of_views(self) -> Sequence[int]:
+        return () if self.homes is None else self.homes.view_machines.tolist()
 
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
         """All of the batch's views: which patches a point reaches only its splat tells."""
@@ -176,6 +182,7 @@ class ByViews(Placement):
             raise made
         assert made is not None
         self.homes, needs = made
+        self._placings += 1
         self._access.learn_again(*needs)
 
     def _placed(self, sample: Tensor, points: int) -> tuple[Homes, tuple[NDArray[np.int64], NDArray[np.float32]]]:

@@ -99,7 +99,7 @@ def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
             "rows": [json.loads(line) for line in written.read_text().splitlines()] if world.is_main else [],
             "points": trainer.pipeline.model.total_points,
             "held": list(data.train_share.own),
-            "at home": None if placement.machines_of_views() is None else list(placement.machines_of_views() or ()),
+            "at home": list(placement.homes_of_views),
         }
     return report
 

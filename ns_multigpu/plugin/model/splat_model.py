@@ -4,7 +4,8 @@ A subclass of nerfstudio's model because its viewer and exporter ask for one; it
 other ranks only that a rendering may hold some of a batch's patches.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -50,7 +51,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     """The parameters of its points, which are in `gauss_params`."""
     config: "SplatModelConfig"
     training_options: Any
-    elsewhere: Callable[[Cameras, OrientedBox | None], dict[str, Any]] | None = None
+    elsewhere: Callable[[Cameras, OrientedBox | None], MutableMapping[str, Any]] | None = None
     """Renders instead of this process, which has not got all the points (see `RenderService`)."""
 
     def populate_modules(self) -> None:
@@ -129,6 +130,20 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             absgrad=counted and self.training and config.use_absgrad and self.counts(self.step),
             depth=depth,
         )
+
+    def in_one_color(
+        self, primitive: Primitive, points: Points, color: tuple[float, float, float]
+    ) -> tuple[Primitive, Points]:
+        """The same points in one colour from wherever they are seen, and the primitive that renders them.
+
+        Args:
+            color: red, green and blue, each above 0 and below 1.
+        """
+        assert isinstance(primitive, Gaussians)
+        plain = points.params["features_dc"]
+        logits = torch.tensor(color, dtype=plain.dtype, device=plain.device).logit()
+        params = {**points.params, "features_dc": logits.expand_as(plain)}
+        return replace(primitive, sh_degree=None), Points(params)
 
     # ---- training ----
 
@@ -278,7 +293,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     # ---- evaluation and viewing: the whole view ----
 
-    def get_outputs(self, camera: Cameras) -> dict[str, Any]:
+    def get_outputs(self, camera: Cameras) -> MutableMapping[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Renders one camera: here, or `elsewhere`. See `SplatfactoModel.get_outputs`.
 
         Returns:

@@ -193,8 +193,8 @@ class DistributedPipeline(VanillaPipeline):
 
     def prepare_training(self) -> None:
         """Reads this rank's images. Every rank calls it."""
-        data, at_home = self.datamanager, self.strategy.placement.machines_of_views()
-        if at_home is not None and self.world.machines > 1 and len(at_home) == len(data.train_dataset):
+        data, at_home = self.datamanager, self.strategy.placement.homes_of_views
+        if self.world.machines > 1 and len(at_home) == len(data.train_dataset):
             per_machine = self.world.size // self.world.machines
             data.hold_by(homes_of(at_home, data.train_shapes, self.world.machines, per_machine, data.train_memory))
         _ = self.datamanager.train_share
