@@ -237,7 +237,9 @@ def _planes(
             side = 2 * axis + end
             normal[:, side, axis] = sign * focal[:, axis]
             normal[:, side, 2] = sign * (centre[:, axis] - rect[:, end, axis]) - pixels
-            slack[:, side] = focal[:, axis] * stretch * (1 + 1e-5)
+            # The square of 3 sigma is measured by the longer focal length, whatever the axis.
+            longer = torch.maximum(focal[:, axis], focal.amax(1) * (3 / REACH))
+            slack[:, side] = longer * stretch * (1 + 1e-5)
     normal[:, 4, 2], offset[:, 4] = -1.0, near
     normal[:, 5, 2], offset[:, 5] = 1.0, -far
     offset = offset + torch.einsum("vsk,vk->vs", normal, pose[:, :3, 3])
