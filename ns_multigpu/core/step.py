@@ -129,7 +129,8 @@ class Step:
         self._kernels, self._transport, self._measure = kernels, transport, measure
         self._lists = lists or GatheredLists(kernels, settings.intersections)
         model = kernels.model(params, moments, statistics, lazy)
-        grouped = len(model.params[0]) >= GROUPS_FROM if group_culling is None else group_culling
+        tests = len(model.params[0]) * strategy.assignment.most_views(settings.views, strategy.world.size)
+        grouped = tests >= GROUPS_FROM if group_culling is None else group_culling
         self._model = replace(model, boxes=kernels.boxes(model)) if grouped else model
         self.refresh()
         self._learns = strategy.assignment.learns
@@ -191,6 +192,7 @@ class Step:
         Returns:
             what `rgb` is to be.
         """
+        self.rgb = []  # the memory of the last step's renderings is this one's
         s, world, kernels, transport, measure = (
             self.settings, self._world, self._kernels, self._transport, self._measure
         )  # fmt: skip

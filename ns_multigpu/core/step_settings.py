@@ -12,9 +12,10 @@ from ns_multigpu.core.types import SSIM_HALO, TILE, Patch
 HALO = TILE
 """What a patch is drawn with beyond its own pixels: enough for the loss, and the tiles stay those of the image."""
 assert HALO >= 2 * SSIM_HALO
-GROUPS_FROM = 1 << 20
-"""Points of a rank from which on groups are culled by their boxes. Culling reads 28 bytes of a point: an H200 takes
-7 microseconds for a million. One kernel more takes about as long, so fewer points gain nothing."""
+GROUPS_FROM = 24 << 20
+"""Points of a rank times the views that it splats them for, from which on groups are culled by their boxes. On an H200
+that saves 3 to 7 % of projecting one view, and 7 to 31 % of projecting 16 or 64; keeping boxes right takes 0.02 ms of
+the update of 8 million points (benchmarks/results/group-culling.md). With less to test it gains nothing."""
 
 
 @dataclass(frozen=True)

@@ -109,14 +109,14 @@ def test_a_course_of_what_was_recorded(strategy: str, ranks: int) -> None:
 
 
 def test_large_models_are_culled_by_groups_unless_told() -> None:
-    world, settings = World.single(torch.device("cpu")), StepSettings(WIDTH, HEIGHT, 1, LAMBDA, 64, 1, 64)
-    for count in (40, GROUPS_FROM):
+    world, settings = World.single(torch.device("cpu")), StepSettings(WIDTH, HEIGHT, 8, LAMBDA, 64, 1, 64)
+    for count in (GROUPS_FROM // 8 - 32, GROUPS_FROM // 8):  # of eight views
         widths = {"means": (3,), "quats": (4,), "scales": (3,), "opacities": (1,), "features_dc": (3,)}
         params = {name: torch.zeros(1, *width).expand(count, *width) for name, width in widths.items()}
         params["features_rest"] = torch.zeros(1, 0, 3).expand(count, 0, 3)
         boxes = step_of(world, "single", params, settings, moments={k: (v, v) for k, v in params.items()})._model.boxes
-        assert (boxes is None) == (count == 40)
-        assert boxes is None or boxes.shape == (GROUPS_FROM // 32, 8)
+        assert (boxes is None) == (count < GROUPS_FROM // 8)
+        assert boxes is None or boxes.shape == (GROUPS_FROM // 8 // 32, 8)
 
 
 def test_points_that_others_change_are_seen_after_a_refresh() -> None:

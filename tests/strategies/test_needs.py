@@ -1,0 +1,73 @@
+"""What `locality` learns of each batch: how many splats of each rank reach each patch, in every mode the same."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ns_multigpu.core.collectives import all_gather_ints
+from ns_multigpu.core.step_settings import with_halos
+from ns_multigpu.core.travelling_rows import touches
+from ns_multigpu.core.types import Patch, View
+from ns_multigpu.core.world import World
+from strategies import STRATEGIES
+from tests.ranks import run_ranks
+from tests.strategies.scene import make_image, make_points, make_views
+from tests.strategies.test_law import PRIMITIVES, held_at, on_machines
+from tests.strategies.test_law_steps import POINTS, PORTRAIT, fill, made
+
+VIEWS = 5
+KIND = "gaussians, antialiased, absgrad"
+
+
+def learnt(machines: int, world: World, mode: str) -> dict[str, Any]:
+    """What each view's patches need from each rank, as it was learnt and as it is counted, and the plan's figures."""
+    spread = STRATEGIES["locality"](on_machines(world, machines))
+    kind: Any = PRIMITIVES[KIND]()
+    views = make_views(VIEWS, torch.float32, world.device, PORTRAIT)
+    spread.placement.look(lambda: views)
+    held, _ = held_at(spread, make_points(POINTS, torch.float32, world.device))
+    plan = with_halos(spread.plan(views), *PORTRAIT)
+    hits = kind.cull(held, views, list(range(VIEWS)))
+    own = kind.splat(held, hits, views)
+    counted = all_gather_ints([int(touches(own, views, [patch]).sum()) for patch in plan.patches()], world)
+    spread.assignment._access.forget()  # type: ignore[attr-defined]
+    if mode == "autograd":
+        spread.render(kind, held, views, plan)
+    else:
+        params = {name: value.detach().clone() for name, value in held.params.items()}
+        moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
+        statistics = {name: torch.zeros(len(held)) for name in ("grad2d", "count", "radii")}
+        step = made(spread, kind, views, params, moments, statistics, False)
+        fill(step, views)
+        step.take(plan, [target_of(patch, views) for patch in plan.owned[world.rank]])
+        assert step.status().done == 1
+        spread.assignment.learn(views, step.learnt.reshape(-1).tolist())
+    access = spread.assignment._access  # type: ignore[attr-defined]
+    return {"counted": np.array(counted).T, "learnt": [access.of(view.index) for view in views], "plan": plan}
+
+
+def target_of(patch: Patch, views: list[View]) -> torch.Tensor:
+    left, top, right, bottom = patch.rendered(views[patch.view])
+    return make_image(views[patch.view])[top:bottom, left:right].contiguous()
+
+
+@pytest.mark.parametrize(("ranks", "machines"), [(2, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize("mode", ["autograd", "step"])
+def test_what_patches_needed_is_learnt(mode: str, ranks: int, machines: int) -> None:
+    found = run_ranks(partial(learnt, machines), ranks, mode)
+    counted, plan = found[0]["counted"], found[0]["plan"]
+    assert counted.sum() > POINTS and all((one["counted"] == counted).all() for one in found)
+    assert all((counted[:, rank] > 0).any() for rank in range(ranks))
+    for one in found:  # all ranks know the same
+        for view in range(VIEWS):
+            known = one["learnt"][view]
+            cells = [patch for patch in plan.patches() if patch.view == view]
+            assert known is not None and known.shape == (16, ranks)
+            columns = len({patch.x0 for patch in cells})
+            numbers = [k // columns * 4 + k % columns for k in range(len(cells))]
+            wanted = np.zeros((16, ranks))
+            wanted[numbers] = counted[[k for k, patch in enumerate(plan.patches()) if patch.view == view]]
+            assert np.array_equal(known, wanted), (view, known, wanted)
