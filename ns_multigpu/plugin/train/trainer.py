@@ -90,6 +90,7 @@ class DistributedTrainer(Trainer):
             super().__init__(config, local_rank=local_rank, world_size=world_size)
         # Nerfstudio opens viewers and writers where this is 0: on one rank of the job, not on one of each machine.
         self.local_rank = self.world.rank
+        self.device = str(self.world.device)  # nerfstudio takes GPU number local_rank: where ranks share, there is none
         self.guards = Guards(self.config, self.world, self._view_name, self._last_checkpoint)
         self.attempt = Attempt(self)
 
