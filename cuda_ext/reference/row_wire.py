@@ -166,8 +166,8 @@ def _scales_of(word: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _root(x: Tensor) -> Tensor:
-    # By way of float64: on Intel's processors torch's root of float32 is not always the nearest, as the kernels' is. The
-    # difference of two almost equal numbers shows it.
+    # By way of float64: on Intel's processors torch's root of float32 is not always the nearest, as the kernels' is.
+    # The difference of two almost equal numbers shows it.
     return torch.where(x > 0, x, 0.0).double().sqrt().float()
 
 
