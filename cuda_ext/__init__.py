@@ -11,6 +11,7 @@ from cuda_ext.gsplat import projection as gsplat_projection  # noqa: F401 - they
 from cuda_ext.gsplat import rasterization as gsplat_rasterization  # noqa: F401 - they say what they serve
 from cuda_ext.ops.adam import AdamStep, FusedAdam, adam_step, fused_step
 from cuda_ext.ops.band_loss import BandLoss, band_loss, band_loss_into
+from cuda_ext.ops.boxes import box_views, new_boxes, splat_boxes
 from cuda_ext.ops.compositing import composite
 from cuda_ext.ops.culling import cull
 from cuda_ext.ops.fused import RowGradients, SplatRows, splat_forward, splat_update
@@ -20,6 +21,7 @@ from cuda_ext.ops.peer_sort import band_lists, intersect_keys, merge_level, publ
 from cuda_ext.ops.projection import Projection, project, sh_colors
 from cuda_ext.ops.rasterization import intersect, intersect_capacity, rasterize
 from cuda_ext.ops.row_exchange import ArrivedRows, collect, pack, route_lines, unpack
+from cuda_ext.ops.row_reach import reach_counts
 from cuda_ext.ops.step_control import step_gate, step_message
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "band_lists",
     "band_loss",
     "band_loss_into",
+    "box_views",
     "build_native",
     "collect",
     "compiler_problem",
@@ -49,14 +52,17 @@ __all__ = [
     "l1_ssim",
     "lazy_serves",
     "merge_level",
+    "new_boxes",
     "pack",
     "project",
     "publish_count",
     "rasterize",
+    "reach_counts",
     "reference_forced",
     "route_lines",
     "sh_colors",
     "sort_pairs",
+    "splat_boxes",
     "splat_flush",
     "splat_forward",
     "splat_update",

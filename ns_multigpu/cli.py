@@ -139,7 +139,8 @@ def render(
         load_config: config.yml in the run's folder.
         camera_path_filename: JSON file of the path, from the viewer.
         output_path: The video to write; a name without a suffix is a folder for images.
-        rendered_output_names: What to show, side by side: rgb, depth, accumulation.
+        rendered_output_names: What to show, side by side: rgb, depth, accumulation, and with several devices that
+            share a model's Gaussians rank, each in the colour of its owner.
         downscale_factor: Renders at the path's size divided by this.
         image_format: Of images in a folder.
         step: Of the checkpoint; by default the newest.

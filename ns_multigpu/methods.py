@@ -20,7 +20,7 @@ from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.faults.errors import show_uncaught
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig
-from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig
+from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig, LocalityPipelineConfig
 from ns_multigpu.plugin.train.terminal import TerminalLog
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
 
@@ -42,7 +42,11 @@ def _group(rate: float, final: float | None = None, warmup: int = 0) -> dict[str
 
 
 def splatfacto(
-    strategy: str, *, views_per_step: int | None = None, schema: Sequence[Parameter] = SCHEMA
+    strategy: str,
+    *,
+    views_per_step: int | None = None,
+    schema: Sequence[Parameter] = SCHEMA,
+    pipeline: type[DistributedPipelineConfig] = DistributedPipelineConfig,
 ) -> DistributedTrainerConfig:
     """Splatfacto's recipe (nerfstudio 1.1.5) under a strategy of ours, for points with these parameters."""
     return DistributedTrainerConfig(
@@ -53,7 +57,7 @@ def splatfacto(
         steps_per_eval_all_images=1000,
         max_num_iterations=IMAGES,
         mixed_precision=False,
-        pipeline=DistributedPipelineConfig(
+        pipeline=pipeline(
             strategy=strategy,
             views_per_step=views_per_step,
             datamanager=DistributedDataManagerConfig(dataparser=NerfstudioDataParserConfig(load_3D_points=True)),
@@ -79,4 +83,9 @@ splatfacto_batch = MethodSpecification(
 splatfacto_tile = MethodSpecification(
     config=splatfacto("tile", views_per_step=1),
     description="Splatfacto on several GPUs, tile strategy: sharded model, every GPU renders a part of each view",
+)
+
+splatfacto_locality = MethodSpecification(
+    config=splatfacto("locality", pipeline=LocalityPipelineConfig),
+    description="Splatfacto on several machines, locality strategy: points and patches live on the GPUs that see them",
 )

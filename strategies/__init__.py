@@ -1,18 +1,19 @@
 """The strategies, by name. To add one: write its file, add its line.
 
-Each is a function from a world to a `Strategy` for it.
+Each is a function from a world, and from options where the strategy has any, to a `Strategy` for it.
 """
 
 from collections.abc import Callable
 
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.world import World
 from strategies.batch import batch
+from strategies.locality import locality
 from strategies.single import single
 from strategies.tile import tile
 
-STRATEGIES: dict[str, Callable[[World], Strategy]] = {
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "single": single,
     "batch": batch,
     "tile": tile,
+    "locality": locality,
 }

@@ -19,7 +19,17 @@ from ns_multigpu.plugin.blocks.graphs import GraphPool
 _READ_BACK = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal")
 _WRAPPERS = [
     f"cuda_ext.ops.{name}"
-    for name in ("lazy_adam", "row_exchange", "adam", "band_loss", "peer_sort", "fused", "step_control")
+    for name in (
+        "lazy_adam",
+        "row_exchange",
+        "row_reach",
+        "row_wire",
+        "adam",
+        "band_loss",
+        "peer_sort",
+        "fused",
+        "step_control",
+    )
 ]
 
 

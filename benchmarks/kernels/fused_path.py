@@ -76,9 +76,9 @@ class FusedPath:
         self.target = scene.floats().view(-1, 3) if target is None else target
         self._v_alpha = torch.zeros(len(self.target), device=device)
 
-    def splat(self) -> SplatRows:
+    def splat(self, boxes: Tensor | None = None) -> SplatRows:
         s = self.scene
-        return splat_forward(*s.raw(), s.viewmats, s.Ks, s.size, DEGREE, self.capacities.rows)
+        return splat_forward(*s.raw(), s.viewmats, s.Ks, s.size, DEGREE, self.capacities.rows, boxes=boxes)
 
     def lists(self, rows: SplatRows) -> Lists:
         geometry = (rows.means2d, rows.conics, rows.opacities, rows.radii, rows.depths, rows.view_ids)
@@ -155,10 +155,10 @@ class FusedUpdate:
         line = adam_scalars(0.0, (0.9, 0.999) if remember else (0.0, 0.0), 1e-15, 1)
         self._scalars = torch.tensor([line] * len(self.exp_avgs), device=scene.device)
 
-    def __call__(self, rows: SplatRows, records: Tensor) -> None:
+    def __call__(self, rows: SplatRows, records: Tensor, boxes: Tensor | None = None) -> None:
         s = self._scene
         moments = (self.exp_avgs, self._exp_avg_sqs, self._scalars)
-        splat_update(s.raw(), *moments, s.viewmats, s.Ks, s.size, rows, records, DEGREE)
+        splat_update(s.raw(), *moments, s.viewmats, s.Ks, s.size, rows, records, DEGREE, boxes=boxes)
 
 
 @contextmanager

@@ -44,18 +44,18 @@ class LazyParts:
         self._lazy.table.copy_(self._table)
         self._lazy.steps.fill_(_MISSED)
 
-    def forward(self) -> SplatRows:
+    def forward(self, boxes: Tensor | None = None) -> SplatRows:
         s, lazy = self._scene, self._lazy
         return splat_forward(
             *s.raw(), viewmats=s.viewmats, Ks=s.Ks, sizes=s.size, degree=DEGREE, capacity=self._rows,
-            exp_avgs=self._moments[0], exp_avg_sqs=self._moments[1], lazy=lazy,
+            exp_avgs=self._moments[0], exp_avg_sqs=self._moments[1], lazy=lazy, boxes=boxes,
         )  # fmt: skip
 
-    def update(self, rows: SplatRows, records: Tensor) -> None:
+    def update(self, rows: SplatRows, records: Tensor, boxes: Tensor | None = None) -> None:
         s = self._scene
         self._put_back()
         moments = (self._moments[0], self._moments[1], self._scalars)
-        splat_update(s.raw(), *moments, s.viewmats, s.Ks, s.size, rows, records, DEGREE, lazy=self._lazy)
+        splat_update(s.raw(), *moments, s.viewmats, s.Ks, s.size, rows, records, DEGREE, lazy=self._lazy, boxes=boxes)
 
     def flush(self) -> None:
         self._put_back()

@@ -27,11 +27,13 @@ class OurStep:
         absgrad: sum up absolute gradients as well. counting: and add to densification's statistics.
         graph: replay a CUDA graph from the second step on.
         lazy: put off the steps of points that are not drawn.
+        groups: cull groups of points by their boxes; None: as training would.
     """
 
     def __init__(
-        self, scene: Scene, room: Capacities, absgrad: bool, graph: bool, lazy: bool, counting: bool = False
-    ) -> None:
+        self, scene: Scene, room: Capacities, absgrad: bool, graph: bool, lazy: bool, counting: bool = False,
+        groups: bool | None = None,
+    ) -> None:  # fmt: skip
         self._scene = scene
         params: dict[str, Tensor] = {
             name: torch.nn.Parameter(p.clone()) for name, p in zip(ORDER, scene.raw(), strict=True)
@@ -47,10 +49,12 @@ class OurStep:
         world = World.single(scene.device)
         kernels = Gaussians(sh_degree=DEGREE, absgrad=absgrad or counting).kernels()
         assert kernels is not None
-        rows = OwnRows(world, kernels, settings.rows, settings.segment, settings.words(learns=False))
+        rows = OwnRows(world, kernels, settings.rows, settings.segment, settings.words())
         names = ("grad2d", "count", "radii") if counting else ()
         sums = {name: torch.zeros(scene.points, device=scene.device) for name in names}
-        self.fused = Step(kernels, params, moments, sums, settings, single(world), rows, put_off)
+        self.fused = Step(
+            kernels, params, moments, sums, settings, single(world), rows, put_off, group_culling=groups
+        )  # fmt: skip
         self._plan = Plan.of([[Patch(0, 0, 0, scene.width, scene.height)]])
         self._target = torch.empty_like(scene.target)
         cameras = [scene.viewmats.reshape(-1).cpu(), scene.Ks.reshape(-1).cpu()]

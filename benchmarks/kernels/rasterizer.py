@@ -25,11 +25,11 @@ from torch import Tensor
 
 from benchmarks.kernels.floors import Counts, floors
 from benchmarks.kernels.fused_path import Capacities, FusedPath, FusedUpdate, backward_kernel, needed
-from benchmarks.kernels.sections import Line, Sections, finish, parse, parser, ratio, show
+from benchmarks.kernels.sections import Line, Scenes, Sections, finish, parse, parser, ratio, show
 from benchmarks.kernels.ways import Render, gsplat_counts, gsplat_render, joined, operators_render
 from benchmarks.lib.agreement import Drawn, compare
 from benchmarks.lib.stopwatch import Stopwatch, captured, peak_bytes
-from benchmarks.scenes.garden import Garden, Scene
+from benchmarks.scenes.garden import Scene
 from cuda_ext.ops.fused import PARAMETERS
 
 
@@ -195,11 +195,11 @@ def main() -> int:
     device = torch.device(options.device)
     console = Console(width=None if sys.stdout.isatty() else 200)
     sections, watch = Sections(console, device), Stopwatch(device, options.iterations)
-    garden = Garden(options.garden, device)
+    scenes = Scenes(options, device)
     reports: list[dict[str, Any]] = []
     for name in options.scenes:
         with sections.section(f"{name}: scene"):
-            reports.append(measure(garden.scene(name), sections, watch))
+            reports.append(measure(scenes.scene(name), sections, watch))
     if device.type == "cuda":
         summarize(console, reports)
     return finish("rasterizer", options, sections, reports)

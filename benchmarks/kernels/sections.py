@@ -15,7 +15,8 @@ from rich.table import Table
 
 from benchmarks.lib.environment import describe
 from benchmarks.lib.stopwatch import free
-from benchmarks.scenes.garden import DEFAULT, GRIDS, TINY
+from benchmarks.scenes.city_view import CITIES, city_view
+from benchmarks.scenes.garden import DEFAULT, GRIDS, TINY, Garden, Scene
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Sections:
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options of every GPU benchmark."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--scenes", nargs="+", choices=[*GRIDS, TINY], help="default: all gardens; on a CPU the tiny one")
+    kinds = [*GRIDS, *CITIES, TINY]
+    made.add_argument("--scenes", nargs="+", choices=kinds, help="default: all gardens; on a CPU the tiny one")
     made.add_argument("--garden", type=Path, default=DEFAULT, metavar="PATH", help="garden.npz (default: %(default)s)")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--iterations", type=int, default=30, help="timed runs of each piece, of which the median counts")
@@ -73,6 +75,17 @@ def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
         torch.cuda.init()  # fails here, and says why
         options.device = f"cuda:{torch.cuda.current_device()}"
     return options
+
+
+class Scenes:
+    """Makes scenes by their names, gardens and cities."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self._garden, self._device = Garden(options.garden, device), device
+
+    def scene(self, name: str) -> Scene:
+        """The scene of that name."""
+        return city_view(name, self._device) if name in CITIES else self._garden.scene(name)
 
 
 def show(console: Console, title: str, lines: Sequence[Line]) -> None:

@@ -1,6 +1,7 @@
 """Times a whole training step, render, L1 + SSIM, backward and Adam, against today's parts on one GPU.
 
-    python -m benchmarks.train_step [--scenes garden-11 ...] [--garden PATH] [--counts] [--quick] [--json FILE]
+    python -m benchmarks.train_step [--scenes garden-11 city-8 ...] [--garden PATH] [--counts] [--quick] [--json FILE]
+                                    [--group-culling auto|on|off|both]
 
 Today's step is what nerfstudio's splatfacto runs: activations, gsplat 1.4.0's `rasterization`, a background, L1 and
 pytorch_msssim's SSIM, six `torch.optim.Adam` (with its defaults, and with fused=True). Ours is `Step` as training
@@ -12,12 +13,16 @@ with --counts each way is timed once more, "counting", with absolute gradients a
 candidates than there are rows: in training there are some more. Peak memory is beyond the parameters and Adam's
 moments, the image included.
 
+Groups of points are culled by their boxes as training would, or always, or never. With --group-culling both each of our
+ways is timed without ("no groups") and with, and so are the parts that know groups.
+
 The first step of each is compared with today's: the image, the loss and Adam's first moments.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -30,13 +35,15 @@ from benchmarks.kernels.floors import floors
 from benchmarks.kernels.fused_path import Capacities, FusedPath, FusedUpdate, needed
 from benchmarks.kernels.lazy_parts import BLOCK, LazyParts, lazy_floors
 from benchmarks.kernels.our_step import OurStep
-from benchmarks.kernels.sections import Line, Sections, finish, parse, parser, ratio, show
+from benchmarks.kernels.sections import Line, Scenes, Sections, finish, parse, parser, ratio, show
 from benchmarks.lib.agreement import Drawn, compare
 from benchmarks.lib.stopwatch import Stopwatch, peak_bytes
-from benchmarks.scenes.garden import Garden, Scene
-from cuda_ext import AdamStep, FusedAdam, band_loss, composite
+from benchmarks.scenes.garden import Scene
+from cuda_ext import AdamStep, FusedAdam, band_loss, box_views, composite, new_boxes, splat_boxes
 from cuda_ext.ops.fused import PARAMETERS
 
+GROUPS = {"auto": {"": None}, "on": {"": True}, "off": {"": False}, "both": {", no groups": False, "": True}}
+"""By --group-culling what is added to the name of a way, and whether groups are culled; None: as training would."""
 COUNTING = ", counting"
 """In the name of a way that sums up absolute gradients and adds to densification's statistics."""
 MOST_LOSS_DIFFERENCE = 1e-2
@@ -78,20 +85,21 @@ def time_autograd(name: str, kind: Kind, results: Results, watch: Stopwatch, abs
 
 
 def time_ours(
-    name: str, results: Results, watch: Stopwatch, room: Capacities, floor: float | None, absgrad: bool, counting: bool
-) -> None:
+    name: str, results: Results, watch: Stopwatch, room: Capacities, floor: float | None, absgrad: bool,
+    counting: bool, groups: bool | None,
+) -> None:  # fmt: skip
     """Times our step: eagerly, or as a "graph", or "lazy"."""
     scene, graph, lazy = results.scene, "graph" in name, "lazy" in name
 
     def fresh() -> OurStep:
-        made = OurStep(scene, room, absgrad, graph, lazy, counting)
+        made = OurStep(scene, room, absgrad, graph, lazy, counting, groups)
         for _ in range(3):
             made()
         made.fused.flush()
         return made
 
     peak = results.beyond_model(fresh)
-    step = OurStep(scene, room, absgrad, graph, lazy, counting)
+    step = OurStep(scene, room, absgrad, graph, lazy, counting, groups)
     step()
     step.fused.flush()
     if graph:  # what is compared shall be the graph's
@@ -195,6 +203,32 @@ def time_lazy_parts(results: Results, watch: Stopwatch, room: Capacities, floor:
         results.lines.append(Line(f"  lazy: {what}", watch.kernels(work), floor.get(f"lazy {key}")))
 
 
+def time_groups(results: Results, watch: Stopwatch, room: Capacities) -> dict[str, int]:
+    """Times the pieces that know groups, as they are with boxes; how many groups there are, and show."""
+    scene = results.scene
+    path = FusedPath(scene, room)
+    rows, lists, _ = path.both()
+    path.check_room(rows, lists)
+    parts, update = LazyParts(path), FusedUpdate(scene)
+    boxes = new_boxes(scene.means)
+    splat_boxes(scene.means, scene.log_scales, boxes)
+    cameras = (scene.viewmats, scene.Ks, scene.size)
+    works: tuple[tuple[str, Callable[[], Any]], ...] = (
+        ("splat_boxes", lambda: splat_boxes(scene.means, scene.log_scales, boxes)),
+        ("box_views", lambda: box_views(boxes, *cameras)),
+        ("splat_forward, groups", lambda: path.splat(boxes)),
+        ("splat_update, groups", lambda: update(rows, path.records, boxes)),
+        ("lazy: splat_forward, groups", lambda: parts.forward(boxes)),
+        ("lazy: splat_update, groups", lambda: parts.update(rows, path.records, boxes)),
+    )
+    for what, work in works:
+        results.lines.append(Line(f"  {what}", watch.kernels(work)))
+    same = zip(path.splat(boxes), rows, strict=True)
+    if not all(torch.equal(a, b) for a, b in same):
+        raise RuntimeError("rows differ where groups are culled")
+    return {"groups": len(boxes), "shown": int(box_views(boxes, *cameras).sum())}
+
+
 def check_losses(losses: dict[str, float], reference: str) -> None:
     """Raises RuntimeError where a first step's loss is not the reference's."""
     wanted = losses[reference]
@@ -203,8 +237,10 @@ def check_losses(losses: dict[str, float], reference: str) -> None:
         raise RuntimeError(f"the loss of {reference} is {wanted}, but others' are {wrong}")
 
 
-def measure(scene: Scene, sections: Sections, watch: Stopwatch, absgrad: bool, counts_too: bool) -> dict[str, Any]:
-    """All of one scene."""
+def measure(
+    scene: Scene, sections: Sections, watch: Stopwatch, absgrad: bool, counts_too: bool, culling: str = "auto"
+) -> dict[str, Any]:
+    """All of one scene; `culling` is one of `GROUPS`."""
     results, name = Results(scene), scene.name
     report: dict[str, Any] = {"name": name, "points": scene.points, "width": scene.width, "height": scene.height}
     cuda = scene.device.type == "cuda"
@@ -224,16 +260,20 @@ def measure(scene: Scene, sections: Sections, watch: Stopwatch, absgrad: bool, c
         if cuda:
             floor |= {f"lazy {name}": ms for name, ms in lazy_floors(counts, floor).items()}
     if room is not None:
-        for way in ("ours", "ours, graph", "ours, graph, lazy") if cuda else ("ours", "ours, lazy"):
-            for counting in (False, True)[: 1 + counts_too]:
-                named = way + COUNTING * counting
-                with sections.section(f"{name}: {named}"):
-                    least = floor.get("lazy step" if "lazy" in way else "step")
-                    time_ours(named, results, watch, room, least, absgrad, counting)
+        ways = ("ours", "ours, graph", "ours, graph, lazy") if cuda else ("ours", "ours, lazy")
+        for way, (more, groups), counting in product(ways, GROUPS[culling].items(), (False, True)[: 1 + counts_too]):
+            named = way + more + COUNTING * counting
+            with sections.section(f"{name}: {named}"):
+                least = floor.get("lazy step" if "lazy" in way else "step")
+                time_ours(named, results, watch, room, least, absgrad, counting, groups)
         with sections.section(f"{name}: updates"):
             time_updates(results, watch, room, floor)
         with sections.section(f"{name}: parts of a lazy step"):
             time_lazy_parts(results, watch, room, floor)
+        if culling == "both":
+            with sections.section(f"{name}: groups"):
+                report["groups"] = time_groups(results, watch, room)
+                sections.console.print(f"{name}: {report['groups']}")
     with sections.section(f"{name}: losses"):
         time_losses(results, watch, floor.get("loss"))
     show(sections.console, scene.describe(), results.lines)
@@ -279,15 +319,18 @@ def main() -> int:
     made = parser(__doc__)
     made.add_argument("--absgrad", action="store_true", help="sum up absolute gradients too, as splatfacto does")
     made.add_argument("--counts", action="store_true", help="time each way with statistics and --absgrad, too")
+    made.add_argument("--group-culling", choices=list(GROUPS), default="auto", help="see above (default: %(default)s)")
     options = parse(made)
     device = torch.device(options.device)
     console = Console(width=None if sys.stdout.isatty() else 200)
     sections, watch = Sections(console, device), Stopwatch(device, options.iterations)
-    garden = Garden(options.garden, device)
+    scenes = Scenes(options, device)
     reports: list[dict[str, Any]] = []
     for name in options.scenes:
         with sections.section(f"{name}: scene"):
-            reports.append(measure(garden.scene(name), sections, watch, options.absgrad, options.counts))
+            reports.append(
+                measure(scenes.scene(name), sections, watch, options.absgrad, options.counts, options.group_culling)
+            )
     if device.type == "cuda":
         summarize(console, reports)
     return finish("train_step", options, sections, reports)

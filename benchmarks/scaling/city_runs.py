@@ -22,9 +22,10 @@ from cuda_ext import LazyAdam
 from cuda_ext.ops.adam import adam_scalars
 from cuda_ext.ops.lazy_adam import MOST_STEPS
 from ns_multigpu.core.collectives import barrier
+from ns_multigpu.core.pairs import most_of, tell_pairs
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.step import Step
-from ns_multigpu.core.step_settings import StepSettings, padded
+from ns_multigpu.core.step_settings import Status, StepSettings, padded
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.tile_lists import TileLists
 from ns_multigpu.core.transports import OwnRows, Transport
@@ -151,11 +152,16 @@ class Run(ABC):
                 self.step = self._make()
             self.advance(b)
             status = self.step.status()
+            needed = self.told(status)
             if not status.full:
-                self.needed = tuple(max(pair) for pair in zip(self.needed, status.needed, strict=True))
+                self.needed = tuple(max(pair) for pair in zip(self.needed, needed, strict=True))
                 return
-            self.make_room(status.needed)
+            self.make_room(needed)
         raise RuntimeError(f"after {_MOST_TRIES} tries there is still no room: {status}, capacities {self.capacities}")
+
+    def told(self, status: Status) -> tuple[int, int, int]:
+        """What the capacities would have had to be, the largest of any pair of ranks; all ranks ask."""
+        return status.rows, most_of(tell_pairs(status.segments, self.world)), status.intersections
 
     def make_room(self, needed: Sequence[int]) -> None:
         """Makes the step anew, with room for so much."""
@@ -294,7 +300,7 @@ class SingleRun(Run):
     def _make(self) -> Step:
         self._graph = None
         settings = self.settings()
-        shape = (settings.rows, settings.segment, settings.words(learns=False))
+        shape = (settings.rows, settings.segment, settings.words())
         return self.made(settings, single(self.world), OwnRows(self.world, self.kernels, *shape))
 
     def _take(self, batch: int, inputs: Tensor) -> None:

@@ -128,7 +128,7 @@ def _train(share: ImageShare, sequence: ViewSequence, world: World, task: Task) 
         share.expect([sequence.at(p) for p in range(step * size, (step + 1) * size + share.lookahead)])
         views = [View(torch.eye(4), torch.eye(3), task.width, task.height) for _ in batch]
         plan = DealtViews().assign(views, size, [share.holder(i) for i in batch])
-        share.deliver(batch, plan, world.device)
+        share.deliver(batch, plan, world.device, views)
         time.sleep(task.step_ms / 1e3)
     barrier(world)
     return (time.perf_counter() - began) / max(task.steps, 1)

@@ -99,7 +99,7 @@ def _train(world: World, job: Job) -> Job:
             redone += 1
             if redone > 8:
                 raise RuntimeError(f"there is still no room: {status}, capacities {run.capacities}")
-            run.make_room(status.needed)
+            run.make_room(run.told(status))
     finite = all(bool(torch.isfinite(p.sum())) for p in model.params.values())
     if min(row[0] for row in over_ranks([float(finite)], world)) < 1:
         raise RuntimeError("a parameter is not finite")

@@ -83,11 +83,11 @@ class TileRun(Run):
         self._transport: Transport | None = None  # its memory is the next one's
         settings = self.settings(self.mode.groups)
         legs, peer = (self._strategy.rows, self._strategy.gradients), self.mode.transport == "peer"
-        shape = (settings.rows, settings.segment, settings.words(learns=True))
-        self._transport = make_transport(
-            *legs, self.world, self.kernels, *shape, peer=peer, atomics=self.mode.gradients == "atomics"
-        )
+        shape = (settings.rows, settings.segment, settings.words(self._strategy.assignment))
         sorts = self.mode.lists == "sort"
+        self._transport = make_transport(
+            *legs, self.world, self.kernels, *shape, peer=peer, atomics=self.mode.gradients == "atomics", slots=sorts
+        )
         lists = SortedLists(settings, self.world, self._transport.lines, peer=peer) if sorts else None
         if self._graphs is not None:
             self._graphs.forget()
@@ -107,7 +107,7 @@ class TileRun(Run):
             self.step.take(plan, targets)
         else:
             self._graphs.take(plan, partial(self.step.parts, plan, targets))
-        self._counts.send(views, self.step.tile_counts)
+        self._counts.send(views, self.step.learnt)
 
     def flush(self) -> None:
         super().flush()

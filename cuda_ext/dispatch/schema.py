@@ -61,18 +61,21 @@ SCHEMAS: tuple[str, ...] = (
     f"band_loss({_BAND_INPUTS}) -> (Tensor rgb, Tensor l1, Tensor ssim, Tensor v_out, Tensor v_alpha)",
     f"band_loss_into({_BAND_INPUTS}, float offset, float scale, Tensor(a!) rgb, Tensor(b!) loss, Tensor(c!) v_out, "
     "Tensor(d!) v_alpha, Tensor(e!)? last=None) -> ()",
-    f"splat_forward({_SPLAT_INPUTS}) -> {_SPLAT_OUTPUTS}",
+    f"splat_forward({_SPLAT_INPUTS}, *, Tensor? boxes=None) -> {_SPLAT_OUTPUTS}",
     f"splat_forward_lazy({_SPLAT_INPUTS}, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor last, Tensor table, "
-    f"Tensor steps) -> {_SPLAT_OUTPUTS}",
+    f"Tensor steps, *, Tensor? boxes=None) -> {_SPLAT_OUTPUTS}",
     # splat_forward in two: the rows that there are, then what lines first to end of them hold.
-    f"splat_begin({_SPLAT_INPUTS}, {_PUT_OFF}) -> {_SPLAT_OUTPUTS}",
+    f"splat_begin({_SPLAT_INPUTS}, {_PUT_OFF}, *, Tensor? boxes=None) -> {_SPLAT_OUTPUTS}",
     f"splat_lines({_SPLAT_INPUTS}, {_PUT_OFF}, Tensor(a!)[] rows, int first, int end) -> ()",
     "splat_update(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor scalars, "
     "Tensor viewmats, Tensor Ks, int[] sizes, Tensor view_ids, Tensor point_ids, Tensor count, Tensor conics, "
     "Tensor features, Tensor radii, Tensor[] row_gradients, Tensor(d!) grad2d, Tensor(e!) seen, Tensor(f!) radii_max, "
     "int degree, float eps2d, float near, float far, bool antialiased, bool absgrad, bool selective, "
     "float opacity_weight, float scale_weight, Tensor(g!)? last=None, Tensor(h!)? table=None, "
-    "Tensor(i!)? steps=None, Tensor(j!)? witness=None, int[] witness_views=[]) -> ()",
+    "Tensor(i!)? steps=None, Tensor(j!)? witness=None, int[] witness_views=[], Tensor(k!)? boxes=None) -> ()",
+    "splat_boxes(Tensor means, Tensor log_scales, Tensor(a!) boxes) -> ()",
+    "box_views(Tensor boxes, Tensor viewmats, Tensor Ks, int[] sizes, float eps2d, float near, float far, "
+    "Tensor? table, bool compact) -> Tensor shows",
     "splat_flush(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!) last, "
     "Tensor(e!) table, Tensor(f!) steps) -> ()",
     "adam_step(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
@@ -80,11 +83,23 @@ SCHEMAS: tuple[str, ...] = (
     # The addresses in `destinations` and `sources`, too, no dispatcher sees.
     "route_lines(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches, int ranks, int first, "
     "int end, Tensor(a!) place, Tensor(b!) counts) -> ()",
+    "reach_counts(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches) -> Tensor counts",
     "pack(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
     "Tensor radii, Tensor place, Tensor destinations, int capacity, int first=0, int? end=None) -> ()",
     "unpack(Tensor records, Tensor counts, int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, "
     "Tensor opacities, Tensor features, Tensor depths, Tensor radii, Tensor owners, Tensor slots)",
     "collect(Tensor place, Tensor count, Tensor sources, int capacity) -> Tensor records",
+    # Segments of one buffer, by rank.
+    "pack_wire(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
+    "Tensor radii, Tensor place, Tensor(a!) wire, int[] starts, int[] capacities, int rank, bool half, bool slots, "
+    "int first, int end) -> ()",
+    "unpack_wire(Tensor wire, int[] starts, int[] capacities, Tensor counts, int rank, bool half, bool slots, "
+    "int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, "
+    "Tensor depths, Tensor radii, Tensor owners, Tensor slots)",
+    "pack_gradients(Tensor records, Tensor counts, Tensor(a!) wire, int[] starts, int[] capacities, int rank, "
+    "bool half, bool absgrad) -> ()",
+    "collect_wire(Tensor place, Tensor count, Tensor wire, int[] starts, int[] capacities, Tensor own, int rank, "
+    "bool half, bool absgrad) -> Tensor records",
     # Addresses in these are of buffers of all ranks, by rank; no dispatcher sees what is read and written there.
     "sort_pairs(Tensor(a!) keys, Tensor values, Tensor count, int begin_bit, int end_bit, Tensor(b!) out_keys, "
     "Tensor(c!) out_values) -> ()",
@@ -96,8 +111,8 @@ SCHEMAS: tuple[str, ...] = (
     "(Tensor keys, Tensor values, Tensor count)",
     "band_lists(int[] keys_at, int[] values_at, Tensor counts, int[] bands, Tensor where, int segment, "
     "int capacity) -> (Tensor tile_offsets, Tensor row_ids, Tensor count)",
-    "step_message(Tensor own_rows, Tensor segment_counts, Tensor met, Tensor tile_offsets, int[] bands, int rank, "
-    "int lines, int columns) -> Tensor message",
+    "step_message(Tensor own_rows, Tensor segment_counts, Tensor segment_room, Tensor(a!) segment_most, Tensor met, "
+    "Tensor tile_offsets, int[] bands, int rank, int lines, int columns) -> Tensor message",
     "step_gate(Tensor[] counts, Tensor limits, Tensor(a!) status, Tensor scalars, Tensor still, Tensor row_counts, "
     "Tensor? lazy_steps, int most_steps, Tensor? sent, Tensor? work, Tensor(b!)? totals) -> "
     "(Tensor gated_scalars, Tensor gated_counts)",

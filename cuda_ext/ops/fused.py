@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.ops.adam import SCALARS, kernels_serve
+from cuda_ext.ops.boxes import check_boxes
 from cuda_ext.ops.checks import check_depth_range, check_floats, check_ints, check_rows
 from cuda_ext.ops.fused_composed import (
     splat_begin_composed,
@@ -85,6 +86,7 @@ def splat_forward(
     lazy: LazyAdam | None = None,
     stops: Sequence[int] = (),
     reached: Callable[[SplatRows, int, int], None] | None = None,
+    boxes: Tensor | None = None,
 ) -> SplatRows:
     """Culls against whole views, projects and evaluates colours: `cull`, `project` and `sh_colors` at once.
 
@@ -109,6 +111,9 @@ def splat_forward(
         stops, reached: lines, ascending, at which to call `reached` with the rows, the stop before (or 0) and this one:
             lines from the one to the other have what they are to have, `view_ids`, `point_ids` and `count` are whole,
             and later lines hold nothing yet. So they can be put to use while others are projected.
+        boxes: of the points' groups, as `splat_boxes` made them and `splat_update` widened them since: points are
+            looked at only for views in which their group's box may show. Rows are the same, if with `lazy` moments are
+            such as Adam makes (see there).
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, device or shape, or out of range.
@@ -139,18 +144,20 @@ def splat_forward(
         lazy.check(means)
         moments = ([t.detach() for t in tensors] for tensors in (exp_avgs, exp_avg_sqs))
         missed = (*moments, lazy.last, lazy.table, lazy.steps)
+    if boxes is not None:
+        check_boxes(means, boxes)
     inputs = (*parameters, *cameras, degree, eps2d, near, far, antialiased, depth, capacity)
     ours = kernels_serve(means)
     if reached is None or not stops:
         op: Any = ops.splat_forward if lazy is None else ops.splat_forward_lazy
         if not ours:
             op = splat_forward_composed
-        return SplatRows(*op(*inputs, *(missed if lazy is not None else ())))
+        return SplatRows(*op(*inputs, *(missed if lazy is not None else ()), boxes=boxes))
     if list(stops) != sorted(stops) or stops[0] < 0 or stops[-1] > capacity:
         raise ValueError(f"stops must ascend from 0 to at most {capacity}, the capacity, not {list(stops)}.")
     begin: Any = ops.splat_begin if ours else splat_begin_composed
     lines: Any = ops.splat_lines if ours else splat_lines_composed
-    rows = SplatRows(*begin(*inputs, *missed))
+    rows = SplatRows(*begin(*inputs, *missed, boxes=boxes))
     first = 0
     for stop in stops:
         lines(*inputs, *missed, list(rows), first, stop)
@@ -186,6 +193,7 @@ def splat_update(
     lazy: LazyAdam | None = None,
     witness: Tensor | None = None,
     witness_views: range | None = None,
+    boxes: Tensor | None = None,
 ) -> None:
     """Brings the gradients of rows back to the parameters and takes Adam's step there, all in place.
 
@@ -225,6 +233,7 @@ def splat_update(
         witness: [1], an output: 0 if the gradients of all rows that are drawn are finite, else NaN. Costs next to
             nothing, since the gradients are read here anyhow; a separate check would read them all again.
         witness_views: the views whose rows `witness` covers, a range; all unless given.
+        boxes: of the points' groups, see `splat_boxes`: widened where points leave them.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype, device or shape; `lazy` with `selective` or weights.
@@ -253,6 +262,8 @@ def splat_update(
         missed = (lazy.last, lazy.table, lazy.steps)
     if witness is not None:
         check_floats(means, witness=(witness, (1,)))
+    if boxes is not None:
+        check_boxes(means, boxes)
     shown = [] if witness_views is None else [witness_views.start, witness_views.stop]
     given = [gradients] if isinstance(gradients, Tensor) else list(gradients)
     statistics = [means.new_empty(0) if t is None else t for t in (grad2d, seen, radii_max)]
@@ -261,14 +272,14 @@ def splat_update(
         *([t.detach() for t in tensors] for tensors in (params, exp_avgs, exp_avg_sqs)), scalars, viewmats.detach(), Ks,
         sizes, rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, given, *statistics,
         degree, eps2d, near, far, antialiased, absgrad, selective, opacity_weight, scale_weight, *missed,
-        witness, shown,
+        witness, shown, boxes,
     )  # fmt: skip
 
 
 @torch.library.register_fake("ns_multigpu::splat_forward", lib=LIBRARY)
 @torch.library.register_fake("ns_multigpu::splat_forward_lazy", lib=LIBRARY)
 @torch.library.register_fake("ns_multigpu::splat_begin", lib=LIBRARY)
-def _splat_forward_fake(means: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _splat_forward_fake(means: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, ...]:
     depth, capacity = rest[13:15]
     floats = [means.new_empty(s) for s in ((capacity, 2), (capacity, 3), (capacity,), (capacity, 3 + depth))]
     ids = [means.new_empty(capacity, dtype=torch.int32) for _ in range(2)]

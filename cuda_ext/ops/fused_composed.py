@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.adam import adam_step_torch
+from cuda_ext.ops.boxes import box_views
 from cuda_ext.ops.culling import cull
 from cuda_ext.ops.projection import project, sh_colors, three_sigma_radii
-from cuda_ext.reference.compact import as_floats, step_salts
+from cuda_ext.reference.boxes import POINTS, widen_boxes
+from cuda_ext.reference.compact import as_floats, is_compact, step_salts
 from cuda_ext.reference.lazy_adam import MOST_STEPS, caught_up, extend, stands_still, write_caught_up
 
 
@@ -43,14 +45,14 @@ def splat_forward_composed(
     means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, sh_dc: Tensor, sh_rest: Tensor, viewmats: Tensor,
     Ks: Tensor, sizes: list[int], degree: int, eps2d: float, near: float, far: float, antialiased: bool, depth: bool,
     capacity: int, exp_avgs: Sequence[Tensor] = (), exp_avg_sqs: Sequence[Tensor] = (), last: Tensor | None = None,
-    table: Tensor | None = None, steps: Tensor | None = None,
+    table: Tensor | None = None, steps: Tensor | None = None, *, boxes: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See `cuda_ext.ops.fused.splat_forward`."""
     inputs = (
         means, quats, log_scales, logits, sh_dc, sh_rest, viewmats, Ks, sizes, degree, eps2d, near, far, antialiased,
         depth, capacity, exp_avgs, exp_avg_sqs, last, table, steps,
     )  # fmt: skip
-    rows = splat_begin_composed(*inputs)
+    rows = splat_begin_composed(*inputs, boxes=boxes)
     splat_lines_composed(*inputs, rows, 0, capacity)
     return rows
 
@@ -60,14 +62,26 @@ def splat_begin_composed(
     means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, sh_dc: Tensor, sh_rest: Tensor, viewmats: Tensor,
     Ks: Tensor, sizes: list[int], degree: int, eps2d: float, near: float, far: float, antialiased: bool, depth: bool,
     capacity: int, exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], last: Tensor | None,
-    table: Tensor | None, steps: Tensor | None,
+    table: Tensor | None, steps: Tensor | None, *, boxes: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The rows of `splat_forward`: which there are, and room for what `splat_lines` finds out about them."""
-    raw = (means, quats, log_scales, logits, sh_dc, sh_rest)
+    cameras = (viewmats, Ks, sizes)
+    raw: Sequence[Tensor] = (means, quats, log_scales, logits, sh_dc, sh_rest)
+    shows = some = None
+    if boxes is not None:
+        shows = box_views(boxes, *cameras, eps2d, near, far, table, is_compact(exp_avgs))
+        # Of the points whose group shows in any view alone.
+        some = shows.any(0).repeat_interleave(POINTS)[: len(means)].nonzero().squeeze(-1)
+        raw, exp_avgs, exp_avg_sqs = ([t[some] for t in tensors] for tensors in (raw, exp_avgs, exp_avg_sqs))
+        last = last if last is None else last[some]
     means, _, log_scales, logits, _, _ = _present(raw, exp_avgs, exp_avg_sqs, last, table)
     rects = [n for w, h in zip(sizes[::2], sizes[1::2], strict=True) for n in (0, 0, w, h)]
     scales, opacities = log_scales.exp(), _opacities(logits)
-    hits = cull(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far)
+    hits = cull(means, scales, opacities, *cameras, rects, eps2d, near, far)
+    if shows is not None and some is not None:
+        view_ids, point_ids = hits[0], some[hits[1].long()]
+        kept = shows[view_ids.long(), point_ids // POINTS]
+        hits = view_ids[kept], point_ids[kept].to(torch.int32)
     count = torch.tensor([len(hits[0])], dtype=torch.int64, device=means.device)
     padding = (max(len(viewmats) - 1, 0), -1)
     ids = [torch.full((capacity,), value, dtype=torch.int32, device=means.device) for value in padding]
@@ -119,6 +133,7 @@ def splat_update_composed(
     degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool, selective: bool,
     opacity_weight: float, scale_weight: float, last: Tensor | None = None, table: Tensor | None = None,
     steps: Tensor | None = None, witness: Tensor | None = None, witness_views: Sequence[int] = (),
+    boxes: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.fused.splat_update`."""
     if witness is not None:
@@ -134,6 +149,8 @@ def splat_update_composed(
             row_gradients, grad2d, seen, radii_max, degree, eps2d, near, far, antialiased, absgrad, selective,
             opacity_weight, scale_weight, last, table, steps,
         )  # fmt: skip
+    if boxes is not None:
+        widen_boxes(params[0], params[2], boxes)
 
 
 def _update(

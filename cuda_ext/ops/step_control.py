@@ -18,7 +18,8 @@ from cuda_ext.ops.checks import check_tensors
 from cuda_ext.ops.lazy_adam import MOST_STEPS, LazyAdam
 
 HEAD = 4
-"""Numbers of a message before the rows of tiles: own rows, records of a segment, intersections, rows sent."""
+"""Numbers of a message before the rows of tiles: own rows, rows that the fullest segment lacks room for,
+intersections, rows sent."""
 _MOST_LIMITS = 4
 
 
@@ -26,6 +27,8 @@ _MOST_LIMITS = 4
 def step_message(
     own_rows: Tensor,
     segment_counts: Tensor,
+    segment_room: Tensor,
+    segment_most: Tensor,
     met: Tensor,
     tile_offsets: Tensor,
     bands: Sequence[int],
@@ -38,6 +41,8 @@ def step_message(
     Args:
         own_rows: [1] int64, the rows of this rank's points.
         segment_counts: [ranks] int64, `route_lines`'s: the rows to each rank.
+        segment_room: [ranks] int64, the rows to each that there is room for.
+        segment_most: [ranks] int64, raised to `segment_counts` where these are more.
         met: [1] int64, the intersections that there should be room for.
         tile_offsets: [T + 1] int32 of this rank's patches, as `intersect_capacity` returns them.
         bands: 3 integers for each stretch of whole rows of tiles that this rank owns (line, tile, count): the first of
@@ -48,9 +53,9 @@ def step_message(
         columns: tiles of such a row.
 
     Returns:
-        [HEAD + lines] int64: own rows, the most rows to one rank (this one included), the intersections, the rows that
-        go to other ranks, and the intersections of each row of tiles of this rank's bands; zero for those of other
-        ranks.
+        [HEAD + lines] int64: own rows; the most by which the rows to one rank (this one included) exceed the room for
+        them, negative if to none; the intersections, the rows that go to other ranks, and the intersections of each
+        row of tiles of this rank's bands; zero for those of other ranks.
 
     Raises:
         TypeError, ValueError: types or shapes are wrong, or a band leaves the lines or the tiles.
@@ -64,6 +69,8 @@ def step_message(
         raise ValueError(
             f"A message is of one of the {len(segment_counts)} ranks that have a segment, not of rank {rank}."
         )
+    of_ranks = (len(segment_counts),)
+    check_tensors(torch.int64, met.device, segment_room=(segment_room, of_ranks), segment_most=(segment_most, of_ranks))
     numbers = [int(number) for number in bands]
     if len(numbers) % 3 or columns < 1:
         raise ValueError(f"bands holds (line, tile, count) a band, of {columns} columns; got {len(numbers)} integers.")
@@ -74,7 +81,7 @@ def step_message(
                 f"{len(tile_offsets) - 1} tiles."
             )
     op: Any = torch.ops.ns_multigpu.step_message if kernels_serve(met) else _message_composed
-    return op(own_rows, segment_counts, met, tile_offsets, numbers, rank, lines, columns)
+    return op(own_rows, segment_counts, segment_room, segment_most, met, tile_offsets, numbers, rank, lines, columns)
 
 
 @torch.no_grad()
@@ -142,8 +149,8 @@ def step_gate(
 
 @torch.no_grad()
 def _message_composed(
-    own_rows: Tensor, segment_counts: Tensor, met: Tensor, tile_offsets: Tensor, bands: Sequence[int], rank: int,
-    lines: int, columns: int,
+    own_rows: Tensor, segment_counts: Tensor, segment_room: Tensor, segment_most: Tensor, met: Tensor,
+    tile_offsets: Tensor, bands: Sequence[int], rank: int, lines: int, columns: int,
 ) -> Tensor:  # fmt: skip
     work = torch.zeros(lines, dtype=torch.int64, device=met.device)
     for k in range(0, len(bands), 3):
@@ -151,7 +158,9 @@ def _message_composed(
         ends = tile_offsets[tile : tile + count * columns + 1 : columns].long()
         work[line : line + count] = ends.diff()
     sent = segment_counts.sum() - segment_counts[rank]
-    head = [own_rows, segment_counts.amax(dim=0, keepdim=True), met, sent.view(1)]
+    torch.maximum(segment_most, segment_counts, out=segment_most)
+    lacking = (segment_counts - segment_room).amax(dim=0, keepdim=True)
+    head = [own_rows, lacking, met, sent.view(1)]
     return torch.cat([*head, work])
 
 
@@ -176,7 +185,7 @@ def _gate_composed(
 
 @torch.library.register_fake("ns_multigpu::step_message", lib=LIBRARY)
 def _step_message_fake(own_rows: Tensor, *rest: Any) -> Tensor:
-    return own_rows.new_empty(HEAD + rest[5])
+    return own_rows.new_empty(HEAD + rest[7])
 
 
 @torch.library.register_fake("ns_multigpu::step_gate", lib=LIBRARY)

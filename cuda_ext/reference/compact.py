@@ -13,6 +13,9 @@ from torch import Tensor
 COMPACT = torch.bfloat16
 """The type of compact moments; parameters are float32 then."""
 
+WANDER = 1.25
+"""Points whose moments are compact may move so many times as far as a `LazyAdam`'s table says."""
+
 _SCALARS = [0, 4, 5]
 """The rate and both bias corrections in a line of scalars."""
 _LINE = [0, 2, 3]

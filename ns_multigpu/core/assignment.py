@@ -3,23 +3,35 @@
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
+from enum import Enum
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.tile_work import TileWork
-from ns_multigpu.core.types import SSIM_HALO, Patch, View
+from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
+
+
+class Learns(Enum):
+    """What an assignment is told of each batch, some steps after it was drawn, on all ranks at the same step.
+
+    NOTHING: nothing.
+    WORK: the intersections of splats and tiles, over all ranks, of each row of tiles of each view: one view after the
+        other. Patches must then be bands: as wide as their view, of whole rows of tiles.
+    NEEDS: how many splats each patch needs from each rank: rank after rank, of each its patches as `Plan.patches` has
+        them.
+    """
+
+    NOTHING = "nothing"
+    WORK = "work"
+    NEEDS = "needs"
 
 
 class Assignment(ABC):
-    """Cuts a batch of views into patches and gives each to a rank. Every rank computes the same plan.
+    """Cuts a batch of views into patches and gives each to a rank. Every rank computes the same plan."""
 
-    One that learns is told the work of each view's rows of tiles, some steps after they were drawn, on all ranks at the
-    same step: see `learn`.
-    """
-
-    learns: ClassVar[bool] = False
-    """Whether `learn` is to be called. Patches must then be bands: as wide as their view, of whole rows of tiles."""
+    learns: ClassVar[Learns] = Learns.NOTHING
+    """What `learn` is to be called with."""
 
     @abstractmethod
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
@@ -36,13 +48,34 @@ class Assignment(ABC):
         graph, then serves again. The same as `assign` unless an assignment makes plans of many kinds."""
         return self.assign(views, ranks)
 
+    @property
+    def foresees(self) -> bool:
+        """Whether `foresee` is to be called."""
+        return False
+
+    def foresee(self, batches: Sequence[Sequence[View]]) -> None:
+        """Told of coming batches, in their order, each once: plans can be made ahead. Every rank calls it with the
+        same, and `assign_alike` is then asked for them in that order."""
+        return
+
+    def figures(self) -> dict[str, float]:
+        """What plans came to since it was asked last, by name, for the log; the same on every rank."""
+        return {}
+
     def most_views(self, batch: int, ranks: int) -> int:
         """Of how many of `batch` views a rank may have patches at most."""
         return batch
 
+    def most_pixels(self, batch: int, width: int, height: int, ranks: int, halo: int) -> int:
+        """Pixels of all patches that a rank may have of `batch` views of one size, with halos around them, at most."""
+        return self.most_views(batch, ranks) * width * height
+
+    def counts(self, batch: int, width: int, height: int) -> int:
+        """How many numbers each rank tells of a batch of views of one size: see `Learns`."""
+        return batch * -(-height // TILE) if self.learns is Learns.WORK else 0
+
     def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
-        """Learns the intersections of splats and tiles, over all ranks, of each row of tiles of `views`: the rows'
-        numbers, one view after the other."""
+        """Learns what `learns` says of `views`."""
         return
 
     def knowledge(self) -> list[list[int]]:
@@ -99,7 +132,7 @@ class TileRanges(Assignment):
         work: the work of each row, as far as it is known; the same on every rank.
     """
 
-    learns = True
+    learns = Learns.WORK
 
     def __init__(self, work: TileWork) -> None:
         self.work = work

@@ -209,6 +209,29 @@ def all_to_all_into(out: Tensor, x: Tensor, world: World) -> None:
     dist.all_to_all_single(out, x, group=world.group)
 
 
+def all_to_all_parts(out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], world: World) -> None:
+    """All-to-all of parts that have a size of their own for each pair, without autograd or waiting.
+
+    Args:
+        out: [sum(receive)] written; contiguous, what came from rank 0 first. x: [sum(send)], that for rank 0 first.
+        receive, send: numbers from, and for, each rank; what rank a sends to b is what b receives from a. A rank keeps
+            what is its own: both are 0 for itself.
+
+    Raises:
+        ValueError: the sizes do not fit the tensors or the world, or a rank would send to itself.
+    """
+    own = len(send) == len(receive) == world.size and send[world.rank] == receive[world.rank] == 0
+    if not own or x.shape != (sum(send),) or out.shape != (sum(receive),):
+        raise ValueError(
+            f"all_to_all_parts: {list(x.shape)} in parts {list(send)}, {list(out.shape)} in parts {list(receive)}, on "
+            f"rank {world.rank} of {world.size}, which keeps its own."
+        )
+    if world.group is None:
+        return
+    world.traffic.add(x.nbytes)
+    dist.all_to_all_single(out, x, list(receive), list(send), group=world.group)
+
+
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], world: World) -> Tensor:
     """Rows [sum(send), ...] -> [sum(receive), ...]; trailing sizes of zero are fine."""
     out = x.new_empty((sum(receive), *x.shape[1:]))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.lazy_adam import LazyAdam
+from ns_multigpu.core.row_wire import RowWire
 
 Rows = Any
 """The rows of a rank's own points, in lines of a fixed number, padding included: what `Kernels.project` returns. A
@@ -43,6 +44,7 @@ class Model:
         params: as operators take them. exp_avgs, exp_avg_sqs: their moments.
         statistics: densification's `grad2d`, `count`, `radii`, [N] each, added to; empty to count nothing.
         lazy: put off the steps of points that are not drawn, and keep them there; None not to.
+        boxes: of groups of points, by which whole groups are culled; None to look at each point. See `Kernels.boxes`.
     """
 
     params: Sequence[Tensor]
@@ -50,6 +52,7 @@ class Model:
     exp_avg_sqs: Sequence[Tensor]
     statistics: Mapping[str, Tensor]
     lazy: LazyAdam | None
+    boxes: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,17 @@ class Kernels(ABC):
             ValueError: `lazy` cannot be had with these kernels' options.
         """
 
+    def boxes(self, model: Model) -> Tensor | None:
+        """Room for boxes around groups of the model's points, not yet filled; None of kernels that know no groups.
+
+        `refresh` fills them; `update` keeps them such that they hold what it writes.
+        """
+        return None
+
+    def refresh(self, model: Model) -> None:
+        """Makes the model's boxes, if it has any, those of the points as they are."""
+        assert model.boxes is None, "kernels that make boxes know how to fill them"
+
     @abstractmethod
     def project(
         self, model: Model, cameras: Cameras, capacity: int, stops: Sequence[int],
@@ -163,6 +177,14 @@ class Kernels(ABC):
     @abstractmethod
     def collect(self, place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
         """Sums of gradient records [M, record_floats] over the ranks that drew the rows, at these addresses."""
+
+    @abstractmethod
+    def wire(self, *, half: bool, slots: bool) -> RowWire:
+        """How rows and gradients cross the wire by collectives.
+
+        Args:
+            half: what can be is float16. slots: rows bring their line at their owner.
+        """
 
     @abstractmethod
     def replicas(self, ranks: int, capacity: int, device: torch.device) -> "ReplicaRows":
@@ -195,4 +217,4 @@ class Kernels(ABC):
 
     @abstractmethod
     def flush(self, model: Model) -> None:
-        """Takes the steps that were put off."""
+        """Takes the steps that were put off. Boxes are to be made anew then."""

@@ -24,7 +24,7 @@ class _Counts:
 
 
 class LateCounts:
-    """What `Step.tile_counts` says of each step, learnt a fixed number of steps later: on all ranks the same then.
+    """What `Step.learnt` says of each step, learnt a fixed number of steps later: on all ranks the same then.
 
     Args:
         learn: what learns, given views and counts: `Assignment.learn`.
@@ -39,7 +39,7 @@ class LateCounts:
 
         Args:
             views: of the step.
-            counts: [B, rows of tiles] int64, which may be overwritten afterwards.
+            counts: int64 of any shape, which may be overwritten afterwards.
         """
         if not counts.is_cuda:
             self._waiting.append(_Counts(views, counts.clone(), None))

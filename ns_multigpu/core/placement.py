@@ -9,7 +9,7 @@ its points in ascending places.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, final
@@ -20,7 +20,7 @@ from torch import Tensor
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.splitters import find_splitters, imbalance
-from ns_multigpu.core.types import Points
+from ns_multigpu.core.types import Points, View
 from ns_multigpu.core.world import World
 
 Shares = Sequence[range] | Sequence[Tensor]
@@ -71,10 +71,40 @@ class Placement(ABC):
     in_ranges: ClassVar[bool]
 
     @property
-    @final
     def kind(self) -> str | None:
-        """What a checkpoint calls it, whose rows lie rank by rank; None where that is the order of the whole model."""
+        """What a checkpoint calls it, whose rows lie rank by rank; None where that is the order of the whole model.
+        As many ranks as wrote one, with a placement of the same kind, go on with the points that each had."""
         return None if self.in_ranges else type(self).__name__
+
+    def look(self, views: Callable[[], Sequence[View]]) -> None:
+        """Told before anything is asked.
+
+        Args:
+            views: gives all training views, the same on every rank, for whoever wants them.
+        """
+        return
+
+    def remarks(self) -> list[str]:
+        """What was not done as asked since it was asked last, in words for the user; on rank 0."""
+        return []
+
+    def knowledge(self) -> dict[str, Tensor]:
+        """What answers depend on besides their arguments, for a checkpoint. Nothing, unless it remembers."""
+        return {}
+
+    def learn_again(self, knowledge: Mapping[str, Tensor]) -> None:
+        """Goes on with what `knowledge` returned, of a placement of the same kind on as many ranks."""
+        return
+
+    @property
+    def placings(self) -> int:
+        """How often it has looked at the model to place its points; the same on every rank. 0 where it never does."""
+        return 0
+
+    @property
+    def homes_of_views(self) -> Sequence[int]:
+        """The machine that each training view is at home on, and its image held on; empty where views have none."""
+        return ()
 
     @abstractmethod
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
@@ -84,8 +114,7 @@ class Placement(ABC):
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
         """Who owns what of a whole model, at the start and where a run goes on with another number of ranks.
 
-        Each rank asks for itself, about the same model: nothing may be asked of other ranks. `shares_of` makes an
-        answer of owners.
+        Every rank asks, together with the others, about the same model. `shares_of` makes an answer of owners.
 
         Args:
             count: points of the whole model.

@@ -25,6 +25,11 @@ class Plan:
         patches = tuple(tuple(of_rank) for of_rank in drawn)
         return Plan(patches, patches if owned is None else tuple(tuple(of_rank) for of_rank in owned))
 
+    def patches(self) -> list[Patch]:
+        """All that is drawn, in an order that does not depend on who draws it: by view, then row, then column."""
+        drawn = (patch for patches in self.drawn for patch in patches)
+        return sorted(drawn, key=lambda patch: (patch.view, patch.y0, patch.x0))
+
     def views(self) -> list[int]:
         """Positions of the views that any rank draws, ascending."""
         return sorted({patch.view for patches in self.drawn for patch in patches})

@@ -15,6 +15,9 @@ What a rank draws it draws with a halo of one tile, so that the gradient of its 
 
 A lazy step leaves the points that no rank drew for later (`cuda_ext.LazyAdam`): parameters and moments are what they
 ought to be only after `flush`, for which there has to be one every 64 steps at least.
+
+In a large model whole groups of points are culled by a box (`cuda_ext.ops.boxes`). Steps keep the boxes right. Who
+changes points by other means calls `refresh` before the next step.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -30,11 +33,14 @@ from cuda_ext.ops.adam import SCALARS
 from cuda_ext.ops.band_loss import band_loss_into
 from cuda_ext.ops.lazy_adam import LazyAdam
 from cuda_ext.ops.row_exchange import route_lines
+from cuda_ext.ops.row_reach import reach_counts
 from cuda_ext.ops.step_control import HEAD, step_gate, step_message
+from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Rows
 from ns_multigpu.core.legs import GradientsToOwner, RowsStay, SummedGradients, WholePixels
+from ns_multigpu.core.pairs import pairs_of
 from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.step_settings import Status, StepSettings
+from ns_multigpu.core.step_settings import GROUPS_FROM, Status, StepSettings
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.tile_lists import GatheredLists, TileLists
 from ns_multigpu.core.transports import Parts, Transport
@@ -98,8 +104,8 @@ class Step:
             B), and a number that is finite where all gradients of the rows drawn here, or that arrived here, are. It is
             finite, too, where the step is not taken.
         rgb: this rank's renderings of the last step, one a patch, without halo [h, w, 3].
-        tile_counts: [B, rows of tiles] int64, intersections in each row of tiles, over all ranks, where the strategy's
-            assignment learns them.
+        learnt: int64, what the strategy's assignment learns of the step, `Assignment.counts` numbers a rank or, where
+            they are added up over ranks, in all.
     """
 
     def __init__(
@@ -114,6 +120,7 @@ class Step:
         lazy: LazyAdam | None = None,
         lists: TileLists | None = None,
         measure: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
+        group_culling: bool | None = None,
     ) -> None:
         reason = why_no_step(strategy, settings.views)
         if reason is not None:
@@ -121,7 +128,10 @@ class Step:
         self.settings, self._strategy, self._world = settings, strategy, strategy.world
         self._kernels, self._transport, self._measure = kernels, transport, measure
         self._lists = lists or GatheredLists(kernels, settings.intersections)
-        self._model = kernels.model(params, moments, statistics, lazy)
+        model = kernels.model(params, moments, statistics, lazy)
+        grouped = len(model.params[0]) >= GROUPS_FROM if group_culling is None else group_culling
+        self._model = replace(model, boxes=kernels.boxes(model)) if grouped else model
+        self.refresh()
         self._learns = strategy.assignment.learns
         device, batch, count = self._model.params[0].device, settings.views, len(kernels.parameters)
         self._device = device
@@ -132,8 +142,9 @@ class Step:
         self.backgrounds, self.scalars = backgrounds.view(-1, 3), scalars.view(-1, SCALARS)
         self.report = torch.zeros(batch + 1, device=device)
         self.rgb: list[Tensor] = []
-        self.tile_counts = torch.zeros(batch, settings.tile_rows, dtype=torch.int64, device=device)
         ranks, travels = self._world.size, transport.travels
+        shape = (batch, settings.tile_rows) if self._learns is Learns.WORK else (ranks, transport.words - HEAD)
+        self.learnt = torch.zeros(shape, dtype=torch.int64, device=device)
         self._place = torch.empty(ranks, settings.rows if travels else 0, dtype=torch.int32, device=device)
         self._counts = torch.zeros(ranks, dtype=torch.int64, device=device)
         aside = travels and settings.groups > 1 and device.type == "cuda"
@@ -141,8 +152,13 @@ class Step:
         self._side = torch.cuda.Stream(device, priority=-1) if aside else None
         # A step that must not count takes Adam's with these: moments keep, and nothing moves.
         self._still = scalars_of_no_step(count, device)
-        self._status = torch.zeros(6, dtype=torch.int64, device=device)
-        limits = [settings.rows, settings.segment, settings.intersections]
+        # How far the steps have got, and the most rows to each rank: one vector, for one look.
+        self._told = torch.zeros(6 + ranks, dtype=torch.int64, device=device)
+        self._status, self._most = self._told[:6], self._told[6:]
+        room = pairs_of(settings.segment, ranks)[self._world.rank] if travels else [0] * ranks
+        self._room = torch.tensor(room, dtype=torch.int64, device=device)
+        # Of segments the message tells what is lacking: each pair has a capacity of its own.
+        limits = [settings.rows, 0, settings.intersections]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
         self._v_l1, self._v_ssim = loss_weights(settings.width, settings.height, batch, settings.ssim_lambda, device)
 
@@ -205,18 +221,24 @@ class Step:
         with measure("return"):
             tile_offsets, _, met = lists
             message = step_message(
-                rows.count, self._counts, met, tile_offsets, self._bands(own, views), world.rank,
-                transport.words - HEAD, s.columns,
+                rows.count, self._counts, self._room, self._most, met, tile_offsets, self._bands(own, views),
+                world.rank, transport.words - HEAD, s.columns,
             )  # fmt: skip
+            if self._learns is Learns.NEEDS:
+                everyones = [n for p in plan.patches() for n in (p.view - splatted.start, *p.rendered(views[p.view]))]
+                message[HEAD:] = reach_counts(rows.view_ids, rows.count, rows.means2d, rows.radii, everyones)
             del arrived, lists, drawn, tile_offsets, met, v_color, v_alpha  # their memory is the update's
             back = yield from transport.bring_back(rows, self._place, message, splatted)
         with measure("update"):
             heads, work = back.messages[:, :HEAD], back.messages[:, HEAD:]
             *counts, sent = heads.unbind(1)
+            summed = self._learns is Learns.WORK
+            if self._learns is Learns.NEEDS:
+                self.learnt.copy_(work)
             scalars, real = step_gate(
                 counts, self._limits, self._status, self.scalars, self._still, row_counts=back.rows.count,
-                lazy=self._model.lazy, sent=sent[world.rank : world.rank + 1], work=work if self._learns else None,
-                totals=self.tile_counts if self._learns else None,
+                lazy=self._model.lazy, sent=sent[world.rank : world.rank + 1], work=work if summed else None,
+                totals=self.learnt if summed else None,
             )  # fmt: skip
             rows = back.rows._replace(count=real)
             whole = splatted if back.witness_views is None else range(s.views)
@@ -297,7 +319,7 @@ class Step:
         """Where the rows of tiles of this rank's bands stand, without halos, if they count: see `step_message`."""
         bands: list[int] = []
         start = 0
-        for patch in own if self._learns else ():
+        for patch in own if self._learns is Learns.WORK else ():
             _, top, _, bottom = patch.rendered(views[patch.view])
             line = patch.view * self.settings.tile_rows + patch.y0 // TILE
             tile = start + (patch.y0 - top) // TILE * self.settings.columns
@@ -308,6 +330,12 @@ class Step:
     def flush(self) -> None:
         """Takes the steps that were put off; until the next step everything is as it ought to be. All ranks do it."""
         self._kernels.flush(self._model)
+        if self._model.lazy is not None:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Points were changed by others than this step. Nothing is read back."""
+        self._kernels.refresh(self._model)
 
     @property
     def taken(self) -> Tensor:
@@ -316,9 +344,9 @@ class Step:
 
     def status(self) -> Status:
         """Waits for the device, says how far the steps have got, and starts counting anew."""
-        done, rows, segment, intersections, full, sent = self._status.tolist()
-        self._status.zero_()
-        return Status(done, rows, segment, intersections, full > 0, sent)
+        done, rows, _, intersections, full, sent, *segments = self._told.tolist()
+        self._told.zero_()
+        return Status(done, rows, tuple(segments), intersections, full > 0, sent)
 
 
 def scalars_of_no_step(parameters: int, device: torch.device) -> Tensor:

@@ -4,12 +4,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cuda_ext.ops.step_control import HEAD
+from ns_multigpu.core.assignment import Assignment
+from ns_multigpu.core.pairs import Pairs
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch
 
 HALO = TILE
 """What a patch is drawn with beyond its own pixels: enough for the loss, and the tiles stay those of the image."""
 assert HALO >= 2 * SSIM_HALO
+GROUPS_FROM = 1 << 20
+"""Points of a rank from which on groups are culled by their boxes. Culling reads 28 bytes of a point: an H200 takes
+7 microseconds for a million. One kernel more takes about as long, so fewer points gain nothing."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class StepSettings:
         views: of the batch.
         ssim_lambda: see `photometric_loss`.
         rows: capacity of a rank's own rows.
-        segment: capacity of the rows that one rank sends to one other, where rows travel.
+        segment: capacity of the rows that one rank sends to one other, where rows travel: of each pair, or one for all.
         intersections: capacity of what a rank draws.
         groups: parts of a rank's own rows, of equally many lines. Where rows travel each leaves while the next is
             projected, or with 1 all of them when all are there; the result is the same.
@@ -35,7 +40,7 @@ class StepSettings:
     views: int
     ssim_lambda: float
     rows: int
-    segment: int
+    segment: int | Pairs
     intersections: int
     groups: int = 1
 
@@ -59,9 +64,9 @@ class StepSettings:
         """Rows of tiles of a view."""
         return -(-self.height // TILE)
 
-    def words(self, learns: bool) -> int:
-        """Length of a rank's message: with the work of each row of tiles, if the assignment learns it."""
-        return HEAD + (self.views * self.tile_rows if learns else 0)
+    def words(self, assignment: Assignment | None = None) -> int:
+        """Length of a rank's message: with what the assignment learns, if there is one that does."""
+        return HEAD + (assignment.counts(self.views, self.width, self.height) if assignment is not None else 0)
 
 
 @dataclass(frozen=True)
@@ -70,22 +75,19 @@ class Status:
 
     Attributes:
         done: steps that were taken.
-        rows, segment, intersections: the most that any rank had in any of them, taken or not.
+        rows, intersections: the most that any rank had in any of them, taken or not.
+        segments: by rank, the most rows that this one had for each (also itself) in any of them. `tell_pairs` tells all
+            ranks of all pairs.
         full: whether a capacity was exceeded, or a lazy step waits for a flush; later steps have waited.
         sent: rows that this rank sent to other ranks.
     """
 
     done: int
     rows: int
-    segment: int
+    segments: tuple[int, ...]
     intersections: int
     full: bool
     sent: int
-
-    @property
-    def needed(self) -> tuple[int, int, int]:
-        """What the capacities would have had to be."""
-        return self.rows, self.segment, self.intersections
 
 
 @lru_cache(maxsize=64)

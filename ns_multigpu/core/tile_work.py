@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.types import Splats, View
 
 EMPTY_TILE = 64
@@ -69,7 +70,11 @@ class TileWork:
             work.append([max(1, p * total // area) for p in pixels] if area else pixels)
         return work
 
-    def count(self, splats: Splats, views: Sequence[View]) -> Tensor:
+    def told(self, views: Sequence[View], plan: Plan, table: Sequence[Sequence[int]]) -> None:
+        """Learns the sums over ranks of what each has counted."""
+        self.learn(views, [sum(column) for column in zip(*table, strict=True)])
+
+    def count(self, splats: Splats, views: Sequence[View], plan: Plan | None = None) -> Tensor:
         """The intersections of this rank's splats, one number a row of tiles, one view after the other: [sum] int64.
 
         By the splats' boxes, whose corners their ellipses do not reach: a bound, and all that is known of them before

@@ -1,7 +1,7 @@
 """How rows of splats get from the ranks that own their points to those that draw them, and their gradients back.
 
-Rows travel as records in segments of one capacity, one for each pair of ranks, so that nobody has to tell anybody how
-many there are before they leave; the counts travel beside them and stay on the device.
+Rows travel in segments, one for each pair of ranks, whose capacities are known beforehand, so that nobody has to tell
+anybody how many there are before they leave; the counts travel beside them and stay on the device.
 
 A transport carries the legs of a step that reads nothing back (see `legs` for the legs' other face). Which one serves
 follows from a strategy's legs and from what the machine has: `make_transport`.
@@ -10,15 +10,18 @@ follows from a strategy's legs and from what the machine has: `make_transport`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_into, all_gather_together, all_to_all_into
+from ns_multigpu.core.collectives import all_gather_into, all_gather_together, all_to_all_into, all_to_all_parts
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
 from ns_multigpu.core.legs import GradientLeg, RowLeg
+from ns_multigpu.core.pairs import Pairs, most_of, pairs_of, step_bytes
 from ns_multigpu.core.peer_memory import PeerBuffer
+from ns_multigpu.core.row_wire import RowWire, WireSegments
 from ns_multigpu.core.world import World
 
 _ALIGN = 256
@@ -65,25 +68,27 @@ class Transport(ABC):
     Args:
         world: the ranks. kernels: they lay records out.
         rows: lines of this rank's own rows.
-        capacity: records of a segment.
+        capacity: rows of the segment of each pair of ranks, or one number for all of them.
         words: int64 numbers of a rank's message at the end of a step.
 
     Attributes:
         travels: whether rows do.
-        lines: of what arrives from each source.
+        pairs: capacities by pair. capacity: the largest of them.
+        lines: of what arrives from each source; of the one that sends most, where they differ.
     """
 
     travels: ClassVar[bool] = True
 
-    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int, words: int) -> None:
-        self.world, self.kernels, self.rows, self.capacity, self.words = world, kernels, rows, capacity, words
-        self.lines = capacity
-        self._segments: Tensor  # [ranks] int64, where this rank's records for each rank go
+    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
+        self.world, self.kernels, self.rows, self.words = world, kernels, rows, words
+        self.pairs = pairs_of(capacity, world.size)
+        self.capacity = most_of(self.pairs)
+        self.lines = self.capacity
 
+    @abstractmethod
     def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
         """Sends lines first to end of the rows off to where `place` [ranks, rows] says. It may be called on a stream of
         its own, which the one that `arrive` is called on has to wait for."""
-        self.kernels.pack(rows, place, self._segments, self.capacity, first, end)
 
     @abstractmethod
     def arrive(self, rows: Rows, counts: Tensor, views: int) -> Parts[Arrived]:
@@ -114,13 +119,16 @@ class OwnRows(Transport):
 
     travels = False
 
-    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int, words: int) -> None:
+    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
         super().__init__(world, kernels, rows, capacity, words)
         self.lines = rows
         self._table = torch.zeros(rows, kernels.record_floats, device=world.device)
         self._at = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=world.device)
         self._slots = torch.arange(rows, dtype=torch.int32, device=world.device)
         self._here = torch.zeros(rows, dtype=torch.int32, device=world.device)
+
+    def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
+        return
 
     def arrive(self, rows: Rows, counts: Tensor, views: int) -> Parts[Arrived]:
         yield from ()
@@ -139,7 +147,7 @@ class ReplicatedRows(OwnRows):
     """Rows are drawn where they are, and told, with their gradients, to all other ranks, which hold the same points:
     each then takes the same step."""
 
-    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int, words: int) -> None:
+    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
         super().__init__(world, kernels, rows, capacity, words)
         self._replicas = kernels.replicas(world.size, rows, world.device)
         self._messages = torch.zeros(world.size, words, dtype=torch.int64, device=world.device)
@@ -152,49 +160,106 @@ class ReplicatedRows(OwnRows):
 
 
 class CollectiveRows(Transport):
-    """All-to-all of whole segments: between machines, and on CPU.
+    """All-to-all, with sizes of its own for each pair of ranks: between machines, and on CPU. What a rank owns and
+    draws stays where it is.
 
     Only packing can go on beside something else. Where the rows of a part end in a segment the device alone knows, so
     that parts that travel on their own would take segments of their own, each with room for all of its rows.
+
+    Args:
+        half: what can be travels in float16 (`RowWire`).
+        slots: rows bring their line at their owner, for `SortedLists`. All pairs then have the room of the largest:
+            lists that are sorted over all ranks count lines so.
     """
 
-    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int, words: int) -> None:
+    def __init__(
+        self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int, *, half: bool = False,
+        slots: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(world, kernels, rows, capacity, words)
-        shape = (world.size, capacity, kernels.record_floats)
-        self._out, self._in = (torch.zeros(shape, device=world.device) for _ in range(2))
-        self._segments, self._returned = _addresses(self._out), _addresses(self._in)
-        self._arrived = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-        self._everyone = torch.zeros(world.size, words, dtype=torch.int64, device=world.device)
-        lines = world.size * capacity
-        self._lines = torch.arange(lines, dtype=torch.int32, device=world.device)
-        self._here = torch.zeros(lines, dtype=torch.int32, device=world.device)
-        self._sum = torch.tensor([self._out.data_ptr()], dtype=torch.int64, device=world.device)
+        if slots:
+            self.pairs = pairs_of(self.capacity, world.size)
+        self.half, self.slots = half, slots
+        device, here, ranks = world.device, world.rank, range(world.size)
+        leaving = [self.pairs[here][rank] for rank in ranks]
+        coming = [self.pairs[rank][here] for rank in ranks]
+        self.lines = max(coming)
+        # What leaves, what comes, what stays. Gradients come where rows left from, and leave from where they came.
+        wire = kernels.wire(half=half, slots=slots)
+        self._leaving, self._coming = _but(leaving, here), _but(coming, here)
+        self._out = wire.row_words * sum(self._leaving)
+        self._end = self._out + wire.row_words * sum(self._coming)
+        self._wire = torch.zeros(self._end + wire.own_words * leaving[here], dtype=torch.int32, device=device)
+        self._leave_at = self._segments(self._leaving, 0, wire.row_words)
+        self._come_at = self._segments(self._coming, self._out, wire.row_words)
+        self._sums = torch.zeros(sum(coming), kernels.record_floats, device=device)
+        own = sum(coming[:here])
+        self._own = self._sums[own : own + coming[here]]
+        self._arrived = torch.zeros(world.size, dtype=torch.int64, device=device)
+        self._everyone = torch.zeros(world.size, words, dtype=torch.int64, device=device)
+        self._lines = torch.arange(sum(coming), dtype=torch.int32, device=device)
+        self._here = torch.zeros(sum(coming), dtype=torch.int32, device=device)
+        self._at = torch.tensor([self._sums.data_ptr()], dtype=torch.int64, device=device)
+
+    @property
+    def step_bytes(self) -> int:
+        """What this rank sends to others in a step."""
+        wire = self._format
+        return step_bytes(self.pairs, self.world.rank, 4 * wire.row_words, 4 * wire.gradient_words, self.words)
+
+    @property
+    def _format(self) -> RowWire:
+        return self.kernels.wire(half=self.half, slots=self.slots)
+
+    def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
+        self._format.pack(rows, place, self._wire, self._leave_at, first, end)
 
     def arrive(self, rows: Rows, counts: Tensor, views: int) -> Parts[Arrived]:
+        wire = self._format
+
         def send() -> None:
-            all_to_all_into(self._in, self._out, self.world)
+            self._exchange(self._wire[self._out : self._end], self._coming, self._wire[: self._out], self._leaving,
+                           wire.row_words)  # fmt: skip
             all_to_all_into(self._arrived, counts, self.world)
 
         yield Collective(send)
-        return self.kernels.unpack(self._in, self._arrived, views)
+        return wire.unpack(self._wire, self._come_at, self._arrived, views)
 
     def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
-        # What was sent is not needed any more: the gradients of what arrived leave from there.
-        self._out.zero_()
-        return Sinks(self._sum, self._here, self._lines, system_scope=False)
+        self._sums.zero_()
+        return Sinks(self._at, self._here, self._lines, system_scope=False)
 
     def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+        wire = self._format
+        words = wire.gradient_words
+        back = self._segments(self._coming, self._out, words)
+        wire.pack_gradients(self._sums, self._arrived, self._wire, back)
+
         def send() -> None:
-            all_to_all_into(self._in, self._out, self.world)
+            out, end = words * sum(self._leaving), self._out + words * sum(self._coming)
+            self._exchange(self._wire[:out], self._leaving, self._wire[self._out : end], self._coming, words)
             all_gather_into(self._everyone, message, self.world)
 
         yield Collective(send)
-        records = self.kernels.collect(place, rows.count, self._returned, self.capacity)
+        records = wire.collect(place, rows.count, self._wire, self._segments(self._leaving, 0, words), self._own)
         return Returned(rows, records, self._everyone)
+
+    def _exchange(self, into: Tensor, coming: list[int], out: Tensor, leaving: list[int], words: int) -> None:
+        parts = ([words * rows for rows in coming], [words * rows for rows in leaving])
+        all_to_all_parts(into, out, *parts, self.world)
+
+    def _segments(self, rows: list[int], first: int, words: int) -> WireSegments:
+        """Segments of others one behind the other, from word `first` on; this rank's own is where it stays."""
+        starts = list(accumulate((words * n for n in rows), initial=first))[:-1]
+        rank = self.world.rank
+        starts[rank] = self._end
+        return WireSegments(tuple(starts), (*rows[:rank], self.pairs[rank][rank], *rows[rank + 1 :]), rank)
 
 
 class PeerRows(Transport):
     """Rows are written into the other GPUs' memory; gradients are added there, or read from there.
+
+    All segments have the room of the largest pair: what is not written does not travel either.
 
     A step has two barriers, which the devices pass without their hosts: one after the rows, one after the gradients. A
     rank writes rows only after the second barrier of the step before, when nobody reads the last ones any more, and
@@ -205,10 +270,12 @@ class PeerRows(Transport):
             and its owner reads it from there, once for each rank that drew the row.
     """
 
-    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int, words: int, *, atomics: bool) -> None:
+    def __init__(
+        self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int, *, atomics: bool
+    ) -> None:
         super().__init__(world, kernels, rows, capacity, words)
         self._atomics = atomics
-        floats = kernels.record_floats
+        floats, capacity = kernels.record_floats, self.capacity
         segment = capacity * 4 * floats
         table = rows * 4 * floats if atomics else world.size * segment
         parts = (world.size * segment, table, 8 * world.size, 8 * world.size * words)
@@ -236,7 +303,7 @@ class PeerRows(Transport):
         self._their_messages = [view(r, self._messages_at + 8 * rank * words, (words,), torch.int64) for r in everyone]
 
     def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
-        super().leave(rows, place, first, end)
+        self.kernels.pack(rows, place, self._segments, self.capacity, first, end)
         if self._atomics:
             self._table[first:end].zero_()
 
@@ -266,24 +333,23 @@ class PeerRows(Transport):
 
 
 def make_transport(
-    rows_leg: RowLeg, gradient_leg: GradientLeg, world: World, kernels: Kernels, rows: int, capacity: int, words: int,
-    *, peer: bool, atomics: bool,
+    rows_leg: RowLeg, gradient_leg: GradientLeg, world: World, kernels: Kernels, rows: int, capacity: int | Pairs,
+    words: int, *, peer: bool, atomics: bool, half: bool = False, slots: bool = False,
 ) -> Transport:  # fmt: skip
     """The transport that carries these legs.
 
     Args:
         rows, capacity, words: see `Transport`.
-        peer: whether the ranks reach each other's memory. atomics: see `PeerRows`.
+        peer: whether the ranks reach each other's memory. atomics: see `PeerRows`. half, slots: see `CollectiveRows`.
     """
     shape = (world, kernels, rows, capacity, words)
     if world.size == 1:
         return OwnRows(*shape)
     if rows_leg.travels:
-        return PeerRows(*shape, atomics=atomics) if peer else CollectiveRows(*shape)
+        return PeerRows(*shape, atomics=atomics) if peer else CollectiveRows(*shape, half=half, slots=slots)
     return ReplicatedRows(*shape) if gradient_leg.summed else OwnRows(*shape)
 
 
-def _addresses(segments: Tensor) -> Tensor:
-    """[ranks, ...] contiguous -> [ranks] int64, where each begins."""
-    first, pitch = segments.data_ptr(), segments[0].numel() * segments.element_size()
-    return torch.tensor([first + k * pitch for k in range(len(segments))], dtype=torch.int64, device=segments.device)
+def _but(numbers: list[int], rank: int) -> list[int]:
+    """The numbers with zero for this rank."""
+    return [*numbers[:rank], 0, *numbers[rank + 1 :]]

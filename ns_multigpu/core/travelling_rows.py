@@ -4,7 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -12,9 +12,20 @@ from torch import Tensor
 from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
 from ns_multigpu.core.legs import RowLeg
 from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.tile_work import TileWork
 from ns_multigpu.core.types import Hits, Patch, Points, Splats, View
 from ns_multigpu.core.world import World
+
+
+class RowCounts(Protocol):
+    """What an assignment learns of rows on their way: each rank counts its own, and all are told."""
+
+    def count(self, splats: Splats, views: Sequence[View], plan: Plan) -> Tensor:
+        """[n] int64, of this rank's splats; n is the same on all ranks. Nothing is read back."""
+        ...
+
+    def told(self, views: Sequence[View], plan: Plan, table: Sequence[Sequence[int]]) -> None:
+        """What each rank has counted, [ranks][n], of a batch that was rendered with gradients."""
+        ...
 
 
 class RowsTravel(RowLeg):
@@ -26,17 +37,17 @@ class RowsTravel(RowLeg):
 
     A splat's row goes once to each rank that has a patch, halo included, with a pixel centre within the row's `radii`.
     Rows carry `means2d` [M, 2] and `radii` [M, 2] in pixels, as `Gaussians.splat` has them, and whatever else they
-    have. One small all-gather of integers a step tells who sends how much, and how much work each row of tiles is; for
-    it the counts are read back once.
+    have. One small all-gather of integers a step tells who sends how much, and what the assignment learns; for it
+    the counts are read back once.
 
     Args:
-        work: is told each view's work when it is rendered with gradients; None to count none.
+        counts: what is counted on the way; None for nothing.
     """
 
     travels = True
 
-    def __init__(self, work: TileWork | None = None) -> None:
-        self._work = work
+    def __init__(self, counts: RowCounts | None = None) -> None:
+        self._counts = counts
 
     def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
         route = self._route(own, len(points), views, plan, world, learn=torch.is_grad_enabled())
@@ -64,13 +75,13 @@ class RowsTravel(RowLeg):
             running.append(touch.cumsum(0))
             counts.append(torch.zeros(len(views), dtype=torch.int64, device=place.device))
             counts[-1].index_add_(0, place, touch.long())
-        work = [self._work.count(own, views)] if self._work is not None else []
-        told = cast(list[int], torch.cat([*counts, *work]).tolist())
+        more = [self._counts.count(own, views, plan)] if self._counts is not None else []
+        told = cast(list[int], torch.cat([*counts, *more]).tolist())
         with world.traffic.measured():
             table = all_gather_ints([points, *told], world)
         cells = world.size * len(views)
-        if learn and self._work is not None:
-            self._work.learn(views, [sum(column) for column in zip(*(row[1 + cells :] for row in table), strict=True)])
+        if learn and self._counts is not None:
+            self._counts.told(views, plan, [row[1 + cells :] for row in table])
         sent = [[row[1 + to * len(views) : 1 + (to + 1) * len(views)] for to in range(world.size)] for row in table]
         # The k-th row that touches is where the running count comes to k: no second wait for the device to count.
         chosen = [

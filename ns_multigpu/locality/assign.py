@@ -163,6 +163,11 @@ def random_assignment(patches: int, ranks: int, generator: np.random.Generator) 
     return generator.permutation(np.arange(patches, dtype=np.int64) % ranks)
 
 
+def in_runs(patches: int, ranks: int) -> Ints:
+    """The rule where nothing is known: neighbours to one rank, and ranks differ by one patch at most. [patches]."""
+    return np.arange(patches, dtype=np.int64) * ranks // max(patches, ranks)
+
+
 def by_room(needed: Floats) -> Ints:
     """The rule that needs no search: patch after patch to the rank that has most of its points and still has room.
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.curve import MOST_BITS, interleaved
+
 SMALLEST, LARGEST = 1024, 4096
 """Points of a group, by the paper."""
 LEAST, MOST = 32, 16384
@@ -22,7 +24,6 @@ BLOCK = 64
 """Groups whose common box is looked at first."""
 
 _GROUPS = 65536
-_BITS = 16
 _PAIRS = 1 << 22
 
 
@@ -33,19 +34,14 @@ def group_size(points: int) -> int:
 
 
 def z_codes(means: Tensor, low: Tensor, side: float) -> Tensor:
-    """Places [N] int64 along the Z-order of positions [N, 3]: 16 bits an axis over a cube, x lowest.
+    """Places [N] int64 along the Z-order of positions [N, 3]: 20 bits an axis over a cube, x lowest.
 
     Args:
         means: the positions; what is not finite counts as the origin, what lies outside as on the cube's border.
         low: [3], the cube's lower corner. side: of the cube, > 0. Ranks that hold parts of a model share both.
     """
-    places = _finite(means)
-    cells = ((places - low.double()) / side * (1 << _BITS)).long().clamp_(0, (1 << _BITS) - 1)
-    code = torch.zeros_like(cells[:, 0])
-    for bit in range(_BITS):
-        for axis in range(3):
-            code |= (cells[:, axis] >> bit & 1) << (3 * bit + axis)
-    return code
+    cells = ((_finite(means) - low.double()) / side * (1 << MOST_BITS)).clamp_(0, (1 << MOST_BITS) - 1).long()
+    return interleaved(*cells.unbind(-1))
 
 
 def z_order(means: Tensor) -> Tensor:
@@ -56,6 +52,19 @@ def z_order(means: Tensor) -> Tensor:
     low = places.amin(0)
     side = max(float((places.amax(0) - low).amax()), 1e-30)
     return torch.sort(z_codes(means, low, side), stable=True).indices
+
+
+def cube_around(means: Tensor, left_out: float = 0.005) -> tuple[Tensor, float]:
+    """The lower corner [3] float64 and the side of a cube around positions [N, 3], N > 0, but for a few far ones.
+
+    Args:
+        left_out: the part of the positions that may lie outside on either side of an axis.
+    """
+    places = _finite(means)
+    far = int(left_out * len(places))
+    low = places.kthvalue(far + 1, dim=0).values
+    high = places.kthvalue(len(places) - far, dim=0).values
+    return low, max(float((high - low).amax()), 1e-30)
 
 
 def _finite(means: Tensor) -> Tensor:
@@ -111,6 +120,12 @@ class Groups:
         order = z_order(means) if order is None else order
         return Groups(size, order, none, none, none).refitted(means, scales, margin)
 
+    @staticmethod
+    def along(means: Tensor, order: Tensor, size: int) -> "Groups":
+        """Groups of any size >= 1 of points [N, 3] without extent, along an order [N] int64; boxes fit tightly."""
+        none = means.new_zeros(0)
+        return Groups(size, order, none, none, none).refitted(means, torch.zeros_like(means), margin=0.0)
+
     def __len__(self) -> int:
         return -(-len(self.order) // self.size)
 
@@ -142,7 +157,12 @@ class Groups:
         spare = len(self) * self.size - len(self.order)
         rows = torch.cat([self.order, self.order[-1:].expand(spare)]).view(len(self), self.size)
         at = means.detach()[rows]
-        return at.amin(1), at.amax(1), REACH * scales.detach().amax(1)[rows].amax(1)
+        # What is nowhere is never drawn, and must not take its neighbours with it.
+        there, most = at.isfinite().all(2, keepdim=True), torch.finfo(at.dtype).max
+        lower, upper = torch.where(there, at, most).amin(1), torch.where(there, at, -most).amax(1)
+        nowhere = ~there.any(1)
+        reach = REACH * scales.detach().nan_to_num(nan=0.0, posinf=0.0).amax(1)[rows].amax(1)
+        return lower.masked_fill(nowhere, 0.0), upper.masked_fill(nowhere, 0.0), reach
 
 
 def cull_groups(
@@ -217,7 +237,9 @@ def _planes(
             side = 2 * axis + end
             normal[:, side, axis] = sign * focal[:, axis]
             normal[:, side, 2] = sign * (centre[:, axis] - rect[:, end, axis]) - pixels
-            slack[:, side] = focal[:, axis] * stretch * (1 + 1e-5)
+            # The square of 3 sigma is measured by the longer focal length, whatever the axis.
+            longer = torch.maximum(focal[:, axis], focal.amax(1) * (3 / REACH))
+            slack[:, side] = longer * stretch * (1 + 1e-5)
     normal[:, 4, 2], offset[:, 4] = -1.0, near
     normal[:, 5, 2], offset[:, 5] = 1.0, -far
     offset = offset + torch.einsum("vsk,vk->vs", normal, pose[:, :3, 3])

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ns_multigpu.locality.assign import Assigner, by_room
+from ns_multigpu.locality.assign import Assigner, by_room, in_runs
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -30,14 +30,14 @@ class Access:
     """What each view's patches needed from each rank when they were drawn last.
 
     Args:
-        views: of the capture. patches: of a view. ranks: in all.
+        patches: of a view. ranks: in all.
     """
 
-    def __init__(self, views: int, patches: int, ranks: int) -> None:
-        if min(views, patches, ranks) < 1:
-            raise ValueError(f"{views} views, {patches} patches, {ranks} ranks: at least one of each is needed")
-        self._needed = np.zeros((views, patches, ranks), dtype=np.float32)
-        self._known = np.zeros(views, dtype=np.bool_)
+    def __init__(self, patches: int, ranks: int) -> None:
+        if min(patches, ranks) < 1:
+            raise ValueError(f"{patches} patches, {ranks} ranks: at least one of each is needed")
+        self.patches, self.ranks = patches, ranks
+        self._needed: dict[int, NDArray[np.float32]] = {}
 
     def record(self, views: Sequence[int], needed: Floats) -> None:
         """Remembers what views needed: [len(views) * patches, ranks], view after view. The same on every rank.
@@ -45,35 +45,33 @@ class Access:
         Raises:
             ValueError: the shape is another.
         """
-        self._needed[list(views)] = self._shaped(views, needed)
-        self._known[list(views)] = True
+        if needed.shape != (len(views) * self.patches, self.ranks):
+            raise ValueError(
+                f"needed must be [{len(views)} views * {self.patches} patches, {self.ranks} ranks], not "
+                f"{list(needed.shape)}"
+            )
+        rows = needed.astype(np.float32).reshape(len(views), self.patches, self.ranks)
+        self._needed.update(zip(views, rows, strict=True))
 
-    def of(self, views: Sequence[int]) -> Floats | None:
-        """A copy of what views needed, [len(views) * patches, ranks], or None where one has not been drawn yet."""
-        if not self._known[list(views)].all():
-            return None
-        return self._needed[list(views)].reshape(-1, self._needed.shape[2]).astype(np.float64)
+    def of(self, view: int) -> Floats | None:
+        """A copy of what a view needed, [patches, ranks], or None where nothing is known of it."""
+        known = self._needed.get(view)
+        return None if known is None else known.astype(np.float64)
 
     def forget(self) -> None:
         """Forgets all: points were placed anew."""
-        self._known[:] = False
+        self._needed = {}
 
     def knowledge(self) -> tuple[Ints, NDArray[np.float32]]:
         """The known views [K] and what they needed [K, patches, ranks], for a checkpoint."""
-        views = np.flatnonzero(self._known)
-        return views, self._needed[views]
+        views = sorted(self._needed)
+        none = np.zeros((0, self.patches, self.ranks), dtype=np.float32)
+        return np.array(views, dtype=np.int64), np.stack([self._needed[view] for view in views]) if views else none
 
     def learn_again(self, views: Ints, needed: NDArray[np.float32]) -> None:
         """Goes on with what `knowledge` returned."""
-        self.record(views.tolist(), needed.reshape(-1, self._needed.shape[2]).astype(np.float64))
-
-    def _shaped(self, views: Sequence[int], needed: Floats) -> Floats:
-        patches, ranks = self._needed.shape[1:]
-        if needed.shape != (len(views) * patches, ranks):
-            raise ValueError(
-                f"needed must be [{len(views)} views * {patches} patches, {ranks} ranks], not {list(needed.shape)}"
-            )
-        return needed.reshape(len(views), patches, ranks)
+        self.forget()
+        self.record(views.tolist(), needed.reshape(-1, self.ranks).astype(np.float64))
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,6 @@ class Planner:
 
     Args:
         assigner: makes a plan. It must have no clock, for ranks must find the same.
-        access: what is known of views.
 
     Attributes:
         served, misses: plans given out, and steps that the rule served instead.
@@ -103,10 +100,10 @@ class Planner:
         ValueError: the assigner has a clock.
     """
 
-    def __init__(self, assigner: Assigner, access: Access) -> None:
+    def __init__(self, assigner: Assigner) -> None:
         if assigner.seconds > 0:
             raise ValueError("an assigner with a clock ends at other swaps on other ranks: set seconds to 0")
-        self._assigner, self._access = assigner, access
+        self._assigner = assigner
         self._waiting: deque[tuple[int, Floats]] = deque()
         self._data: dict[int, Floats | int] = {}
         self._plans: dict[int, Ints] = {}
@@ -118,29 +115,27 @@ class Planner:
         self._thread = threading.Thread(target=self._work, name="ns_multigpu plans", daemon=True)
         self._thread.start()
 
-    def submit(self, step: int, views: Sequence[int], patches: int, needed: Floats | None = None) -> None:
+    def submit(self, step: int, needed: Floats | int) -> None:
         """Asks for the plan of a coming step, some steps ahead; on every rank at the same step.
 
         Args:
             step: its number; steps are submitted in ascending order.
-            views: of its batch. patches: of a view.
-            needed: [P, ranks], what they need; what they needed last unless given. Where neither is known the step is
-                dealt out without knowledge, which counts as a miss.
+            needed: [P, ranks], what its patches need; copied. Or how many patches there are, where nothing is known:
+                the step is dealt out without knowledge, which counts as a miss.
 
         Raises:
             ValueError: the step comes before one already submitted, or the shape is wrong.
         """
-        needed = self._access.of(views) if needed is None else np.array(needed, dtype=np.float64)
-        count = len(views) * patches
-        if needed is not None and needed.shape != (count, self._assigner.ranks):
-            raise ValueError(f"needed must be [{count}, {self._assigner.ranks}], not {list(needed.shape)}")
+        data = needed if isinstance(needed, int) else np.array(needed, dtype=np.float64)
+        if not isinstance(data, int) and (data.ndim != 2 or data.shape[1] != self._assigner.ranks):
+            raise ValueError(f"needed must be [patches, {self._assigner.ranks}], not {list(data.shape)}")
         with self._changed:
             if step <= self._last:
                 raise ValueError(f"step {step} comes after step {self._last}, which was submitted before")
             self._last = step
-            self._data[step] = count if needed is None else needed
-            if needed is not None:
-                self._waiting.append((step, needed))
+            self._data[step] = data
+            if not isinstance(data, int):
+                self._waiting.append((step, data))
             self._settle()
             self._changed.notify_all()
 
@@ -177,7 +172,7 @@ class Planner:
                 return Served(plan, True)
             self.misses += 1
         if isinstance(data, int):
-            return Served(np.arange(data, dtype=np.int64) % self._assigner.ranks, False)
+            return Served(in_runs(data, self._assigner.ranks), False)
         return Served(by_room(data), False)
 
     def close(self) -> None:

@@ -4,14 +4,18 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from ns_multigpu.planning import rates
-from ns_multigpu.planning.pace import Pace, pace
+from ns_multigpu.planning.pace import Pace, Traffic, pace, traffic
 from ns_multigpu.planning.quantities import gib, parse_count, parse_size
 from ns_multigpu.planning.room import Room, most_points, room
-from ns_multigpu.planning.work import ROOM, SCENE, STRATEGIES, VISIBLE, Course, batch_of, share
+from ns_multigpu.planning.simulated import GPUS as SIMULATED_GPUS
+from ns_multigpu.planning.simulated import SCENES, SOURCE, Simulated, simulated
+from ns_multigpu.planning.work import PATCHES, ROOM, SCENE, STRATEGIES, VISIBLE, Course, batch_of, share
 
 _KEPT = 0.1
 """The part of a GPU's memory that training images may take (`plugin.capture.device_images`)."""
 _MOST_INTERSECTIONS = 2**31 - 1
+MOST_RANKS = 32
+"""To which rows travel (`cuda_ext.ops.row_exchange`)."""
 
 
 def plan(
@@ -22,7 +26,7 @@ def plan(
     sh_degree: int = 3,
     gpu: Literal["auto", "h200"] = "auto",
     gpu_memory: float | None = None,
-    strategy: Literal["all", "single", "batch", "tile"] = "all",
+    strategy: Literal["all", "single", "batch", "tile", "locality"] = "all",
     images: int = 0,
     visible_fraction: float | None = None,
     intersections_per_splat: float | None = None,
@@ -30,50 +34,62 @@ def plan(
     densify: bool = True,
     fused: bool = True,
     optimizer_state: Literal["full", "compact"] = "full",
+    machines: int = 1,
+    between_gbit: float = 25.0,
+    scene: Literal["auto", "aerial", "street", "street-far-plane", "street-visible"] = "auto",
 ) -> None:
     """Print the memory that each GPU needs and the time that a step takes, for each strategy.
 
     Args:
         points: Gaussians of the whole model: 8000000, 400M, 1.5B.
         image: Size of the training images: 3840x2160.
-        gpus: GPUs to spread the work over.
+        gpus: GPUs to spread the work over, of all machines together.
         views_per_step: Views a step, over all GPUs; batch rounds it up to whole views on every GPU.
         sh_degree: Degree of the harmonics, 0 to 3.
         gpu: Whose memory: that of this machine's GPU (an H200's where there is none), or an H200's.
         gpu_memory: Memory of a GPU in GiB, instead of what gpu says.
-        strategy: Which strategy to plan.
+        strategy: Which strategy to plan. "all" leaves out locality where there is one machine.
         images: Training images; they are kept on the GPUs where they take at most a tenth of their memory.
         visible_fraction: The part of the Gaussians that a view shows; by default the measured scene's.
         intersections_per_splat: Tiles of 16x16 pixels that a visible Gaussian meets; by default the measured scene's.
-        transport: How tile exchanges rows: through peer memory (NVLink), or by collectives.
+        transport: How tile exchanges rows on one machine: through peer memory (NVLink), or by collectives.
         densify: The model grows and is pruned while it trains, which takes memory of its own.
         fused: Steps are fused (see docs/kernels.md). If not there is no time, for none was measured; memory is an upper
             bound.
         optimizer_state: Adam's moments as float32, or as bfloat16 (--pipeline.model.optimizer-state). Compact steps
             have not been timed: the time is that of full ones.
+        machines: Machines that the GPUs are in, equally many in each.
+        between_gbit: Gbit/s that a machine takes in from the others, while it sends as much.
+        scene: Simulated scene that says what locality saves; by default that whose views show the most similar part.
     """
     if intersections_per_splat is not None and not intersections_per_splat > 0:
         raise ValueError(f"intersections-per-splat is {intersections_per_splat}: give more than 0")
     if gpu_memory is not None and not gpu_memory > 0:
         raise ValueError(f"gpu-memory is {gpu_memory} GiB: give more than 0")
+    if not between_gbit > 0:
+        raise ValueError(f"between-gbit is {between_gbit}: give more than 0")
     if images < 0:
         raise ValueError(f"images is {images}: give how many there are")
     width, height = parse_size(image)
     course = Course(
         parse_count(points), width, height, views_per_step, gpus, sh_degree,
         VISIBLE if visible_fraction is None else visible_fraction, intersections_per_splat or 0.0, fused,
-        compact=optimizer_state == "compact",
+        compact=optimizer_state == "compact", machines=machines, scene=scene,
     )  # fmt: skip
     memory, whose = _memory(gpu, gpu_memory)
     kept = 3.0 * images * course.pixels
     kept = kept if kept <= _KEPT * memory else 0.0
-    chosen = STRATEGIES if strategy == "all" else (strategy,)
+    worth = [name for name in STRATEGIES if name != "locality" or machines > 1]
+    chosen = worth if strategy == "all" else [strategy]
     print(_heading(course, memory, whose, assumed=visible_fraction is None or intersections_per_splat is None))
     rooms = {name: room(name, course, memory, kept) for name in chosen}
     most = {name: most_points(name, course, memory, densify=densify, images=kept) for name in chosen}
     print(_memory_table(rooms, most, densify=densify))
+    if machines > 1:
+        print(_traffic_table({name: traffic(name, course) for name in chosen}, course))
     if fused:
-        print(_time_table({name: pace(name, course, transport=transport) for name in chosen}, transport))
+        paces = {name: pace(name, course, transport=transport, gbit=between_gbit) for name in chosen}
+        print(_time_table(paces, transport if machines == 1 else "collective", between_gbit if machines > 1 else None))
     for note in _notes(course, chosen, images, kept):
         print(note)
 
@@ -94,12 +110,16 @@ def _memory(gpu: str, given: float | None) -> tuple[float, str]:
 def _heading(course: Course, memory: float, whose: str, *, assumed: bool) -> str:
     text = (
         f"{course.points:,} Gaussians (harmonics of degree {course.sh_degree}), {course.views} view(s) a step of "
-        f"{course.width}x{course.height}, {course.gpus} GPU(s) of {gib(memory)} GiB ({whose})\n"
+        f"{course.width}x{course.height}, {course.gpus} GPU(s){_of_machines(course)} of {gib(memory)} GiB ({whose})\n"
         f"A view shows {course.visible:.1%} of the Gaussians, and each meets {course.tiles:.1f} tiles"
     )
     if assumed:
         text += f";\n  not given, so taken from {SCENE}.\n  Your scene's: --visible-fraction, --intersections-per-splat"
     return text + "."
+
+
+def _of_machines(course: Course) -> str:
+    return "" if course.machines == 1 else f" on {course.machines} machines"
 
 
 def _memory_table(rooms: dict[str, Room], most: dict[str, int], *, densify: bool) -> str:
@@ -111,6 +131,7 @@ def _memory_table(rooms: dict[str, Room], most: dict[str, int], *, densify: bool
         line("  parameters", lambda r: r.parameters),
         line("  Adam's moments", lambda r: r.moments),
         line("  statistics", lambda r: r.statistics),
+        *([line("  placement", lambda r: r.placement)] if any(r.placement for r in rooms.values()) else []),
         *([line("  gradients", lambda r: r.gradients)] if any(r.gradients for r in rooms.values()) else []),
         line("  training images", lambda r: r.images),
         line("  step: rows", lambda r: r.rows),
@@ -127,11 +148,32 @@ def _memory_table(rooms: dict[str, Room], most: dict[str, int], *, densify: bool
     return "\n" + _aligned(lines)
 
 
-def _time_table(paces: dict[str, Pace], transport: str) -> str:
+def _traffic_table(crossing: dict[str, Traffic], course: Course) -> str:
+    """What crosses machines, strategy beside strategy, and how level `locality` leaves the ranks."""
+    lines = [
+        ["Traffic a step, MiB, there and back", *crossing],
+        ["  into a machine, from the others", *(f"{found.between / 2**20:,.1f}" for found in crossing.values())],
+        ["  into a GPU, from its machine", *(f"{found.inside / 2**20:,.1f}" for found in crossing.values())],
+    ]
+    if "locality" in crossing:
+        level = simulated(course.scene, course.machines)
+        rows: list[tuple[str, Callable[[Simulated], float]]] = [
+            ("sends", lambda x: x.sends), ("receives", lambda x: x.receives), ("draws", lambda x: x.draws),
+            ("holds", lambda x: x.holds),
+        ]  # fmt: skip
+        lines.append(["Busiest GPU / mean", *("" for _ in crossing)])
+        for name, of in rows:
+            cells = [f"{of(level) if strategy == 'locality' else 1:.2f}" for strategy in crossing]
+            lines.append([f"  {name}", *cells])
+    return "\n" + _aligned(lines)
+
+
+def _time_table(paces: dict[str, Pace], transport: str, gbit: float | None) -> str:
     lines = [[f"Time a step, ms (rates of {rates.GPU})", *paces]]
+    between = {} if gbit is None else {"between": f"between machines, {gbit:g} Gbit/s"}
     titles = {
         "project": "cull + project", "sort": "sort", "raster": "raster", "loss": "loss", "backward": "backward",
-        "exchange": "exchange", "update": "update", "step": "step",
+        "exchange": "exchange", **between, "update": "update", "step": "step",
     }  # fmt: skip
     lines += [[f"  {title}", *(f"{getattr(p, part):,.2f}" for p in paces.values())] for part, title in titles.items()]
     lines.append(["  views a step", *(str(p.views) for p in paces.values())])
@@ -147,6 +189,17 @@ def _notes(course: Course, chosen: Sequence[str], images: int, kept: float) -> l
         notes.append("single uses one GPU.")
     if "batch" in chosen and batch_of("batch", course) != course.views:
         notes.append(f"batch gives every GPU a view: {batch_of('batch', course)} a step.")
+    if course.machines > 1:
+        notes.append(
+            "Between machines a link carries what it is said to, without a wait; GPUs of a machine share it. Nothing "
+            "was measured over a network."
+        )
+        if "tile" in chosen:
+            notes.append(f"tile draws its bands wherever: {1 - 1 / course.machines:.0%} of the rows cross.")
+    if "locality" in chosen and course.machines > 1:
+        notes += _on_locality(course)
+    if course.gpus > MOST_RANKS and {"tile", "locality"} & set(chosen):
+        notes.append(f"tile and locality: rows travel between {MOST_RANKS} GPUs at most, as it is now.")
     if course.compact:
         notes.append("Compact moments: the time is that of full ones, whose update moves half as many bytes again.")
     if images and not kept:
@@ -155,6 +208,30 @@ def _notes(course: Course, chosen: Sequence[str], images: int, kept: float) -> l
         if ROOM * share(name, course).intersections > _MOST_INTERSECTIONS:
             notes.append(f"{name}: more intersections on a GPU than it can count (2^31); spread the step further.")
     return ["", *(f"- {note}" for note in notes)] if notes else []
+
+
+def _on_locality(course: Course) -> list[str]:
+    """What the figures of `locality` are taken from, and where that is far from what is planned."""
+    scene, level = SCENES[course.scene], simulated(course.scene, course.machines)
+    known = list(scene.lines)
+    notes = [
+        f"locality saves {level.between:.1%} of what would cross if points and patches were anywhere, as simulated in "
+        f"{SOURCE} ({scene.title}: a view shows {scene.visible:.1%}; {SIMULATED_GPUS} GPUs a machine, {PATCHES**2} "
+        f"patches a view). The table has the busiest GPU, {max(level.sends, level.receives):.2f} times the mean. Other "
+        "scenes: --scene."
+    ]
+    if course.machines > known[-1]:
+        notes.append(f"locality: {known[-1]} machines are the most that were simulated; more save less.")
+    elif course.machines not in known:
+        notes.append(f"locality: {course.machines} machines were not simulated; the figures lie between neighbours'.")
+    if course.views < level.views:
+        notes.append(
+            f"locality: simulated with {level.views:.0f} views a step, not with {course.views}. Fewer views save less: "
+            "every GPU draws equally many patches, wherever these have their points."
+        )
+    if not 1 / 3 < course.visible / scene.visible < 3:
+        notes.append(f"locality: a view here shows {course.visible:.1%} of the points, and there {scene.visible:.1%}.")
+    return notes
 
 
 def _aligned(lines: list[list[str]]) -> str:

@@ -1,9 +1,12 @@
-"""Time of a step, by part, from the measured rates."""
+"""Time of a step, by part, from the measured rates; and what crosses between GPUs and between machines."""
 
 from dataclasses import asdict, dataclass
 
 from ns_multigpu.planning import rates
 from ns_multigpu.planning.work import Course, batch_of, ranks_used, share
+
+BYTES_OF_GBIT = 125_000
+"""Bytes a millisecond of 1 Gbit/s."""
 
 
 @dataclass(frozen=True)
@@ -12,7 +15,8 @@ class Pace:
 
     Attributes:
         project: culling, projection, colours. sort: intersection with tiles, sorts. raster, loss, backward: see
-            `rates`. exchange: what crosses the wire. update: gradients to parameters, Adam.
+            `rates`. exchange: what crosses between the GPUs of a machine. between: what crosses between machines.
+            update: gradients to parameters, Adam.
         views: of the step.
     """
 
@@ -22,6 +26,7 @@ class Pace:
     loss: float
     backward: float
     exchange: float
+    between: float
     update: float
     views: int
 
@@ -36,17 +41,51 @@ class Pace:
         return 1e3 * self.views / self.step
 
 
-def pace(strategy: str, course: Course, *, lazy: bool | None = None, transport: str = "peer") -> Pace:
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one step over several machines, the way there and the way back, capacities included.
+
+    Attributes:
+        inside: into a GPU from others of its machine. between: into a machine from the others; both of the busiest.
+    """
+
+    inside: float
+    between: float
+
+
+def traffic(strategy: str, course: Course) -> Traffic:
+    """What crosses in a step of `strategy`, all by collectives, as between machines.
+
+    A machine takes in what `batch` gathers once and passes it on to all of its GPUs. Rows of `tile` and `locality` go
+    to each GPU that needs them.
+    """
+    if ranks_used(strategy, course) == 1:
+        return Traffic(0.0, 0.0)
+    one = share(strategy, course)
+    between = one.traffic_padded * one.between
+    if strategy == "batch":
+        return Traffic(one.traffic_padded, between)
+    return Traffic(one.traffic_padded - between, between * course.per_machine)
+
+
+def pace(
+    strategy: str, course: Course, *, lazy: bool | None = None, transport: str = "peer", gbit: float = 25.0
+) -> Pace:
     """The time of a step of `strategy`.
 
     Args:
         lazy: steps of points that are not drawn are put off within a block; None: where fused training does.
-        transport: of `tile`: "peer" or "collective".
+        transport: of `tile` and `locality` on one machine: "peer" or "collective".
+        gbit: Gbit/s that a machine takes in from others, while it sends as much.
     """
     one, ranks = share(strategy, course), ranks_used(strategy, course)
-    crossing = 0.0
-    if ranks > 1:
-        if strategy == "tile":  # there, and back
+    crossing = between = 0.0
+    if ranks > 1 and course.machines > 1:
+        size = traffic(strategy, course)
+        crossing = rates.COLLECTIVE.ms(size.inside) if course.per_machine > 1 else 0.0
+        between = size.between / (gbit * BYTES_OF_GBIT)
+    elif ranks > 1:
+        if strategy in ("tile", "locality"):  # there, and back
             peers = transport == "peer"
             link, size = (rates.PEER, one.traffic) if peers else (rates.COLLECTIVE, one.traffic_padded)
             crossing = link.ms(size) + link.fixed
@@ -65,6 +104,7 @@ def pace(strategy: str, course: Course, *, lazy: bool | None = None, transport: 
         loss=rates.LOSS.ms(pixels=one.pixels),
         backward=rates.BACKWARD.ms(intersections=one.intersections, pixels=one.pixels),
         exchange=crossing,
+        between=between,
         update=update,
         views=batch_of(strategy, course),
     )

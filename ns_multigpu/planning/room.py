@@ -7,7 +7,7 @@ tests/test_planning.py). What `tile` needs has not been measured yet.
 
 from dataclasses import dataclass
 
-from ns_multigpu.planning.work import RECORD_BYTES, ROOM, ROW_BYTES, Course, Share, ranks_used, share
+from ns_multigpu.planning.work import RECORD_BYTES, ROOM, ROW_BYTES, WIRE_BYTES, Course, Share, ranks_used, share
 from ns_multigpu.primitives.gaussians.schema import ROW
 
 # Bytes a point.
@@ -29,6 +29,11 @@ _INTERSECTION = 20
 # and its maps 36.
 _PIXEL = 95
 _PER_TILE = 40  # of 256 pixels: TileInfo, offsets, slots
+# What the placement of `locality` takes: the place of a point (`Holding`); while points are placed, of each of a sample
+# its position, in double precision too, its cells, its code and its rank in their order (`ByViews`), on one GPU.
+_PLACE = 8
+_SAMPLE = 12 + 24 + 48 + 8 + 16 + 24
+MOST_SAMPLED = 4_000_000
 
 RESERVE = 2 << 30
 """Bytes of CUDA itself, kernels, NCCL's channels. Assumed."""
@@ -44,6 +49,7 @@ class Room:
         parameters, moments, statistics: of the model. gradients: of all parameters, where steps are not fused.
         rows, intersections, pixels, exchange: buffers of a step.
         images: training images that are kept on the GPU.
+        placement: what tells where points are, with `locality`.
         refining: what densification needs beside the model, in place of a step's buffers: old tensors of which new
             ones are made (`regroup.grow_and_prune`).
         reserve: for CUDA, and what its allocator cannot use.
@@ -59,6 +65,7 @@ class Room:
     pixels: float
     exchange: float
     images: float
+    placement: float
     refining: float
     reserve: float
     memory: float
@@ -66,7 +73,7 @@ class Room:
     @property
     def model(self) -> float:
         """What there is throughout."""
-        return self.parameters + self.moments + self.statistics + self.gradients + self.images
+        return self.parameters + self.moments + self.statistics + self.gradients + self.images + self.placement
 
     @property
     def step(self) -> float:
@@ -103,6 +110,10 @@ def room(strategy: str, course: Course, memory: float, images: float = 0.0) -> R
     # and indices, masks and positions of all points. A sharded model keeps what ranks exchange rows through.
     largest = (4.0 + course.moment_bytes) * course.largest
     refining = (largest + _INDICES) * one.points + (pieces["exchange"] if one.arrivals else 0.0)
+    placement = 0.0
+    if strategy == "locality" and ranks > 1:
+        placement = float(_PLACE * one.points)
+        refining = max(refining, float(_SAMPLE * min(course.points, MOST_SAMPLED)))  # before anything is replaced
     return Room(
         parameters=parameters,
         moments=2 * course.moment_bytes * numbers,
@@ -110,6 +121,7 @@ def room(strategy: str, course: Course, memory: float, images: float = 0.0) -> R
         gradients=0.0 if course.fused else parameters,
         **pieces,
         images=images,
+        placement=placement,
         refining=refining,
         reserve=RESERVE + SLACK * memory,
         memory=memory,
@@ -131,8 +143,9 @@ def step_buffers(one: Share, ranks: int, *, capacity: float = ROOM) -> dict[str,
     if one.arrivals:  # rows travel: `CollectiveRows` or `PeerRows`
         arrivals = capacity * one.arrivals
         on_rows = rows * (_ROWS + _KEPT_ROWS + 4 * ranks) + arrivals * (_ARRIVED + _TABLE)
-        # Of every arrival a record and its gradient, with either transport; and what is collected, twice.
-        exchange = arrivals * (2 * RECORD_BYTES + 8) + 2 * RECORD_BYTES * rows
+        # By collectives, which take more than peer memory: of every arrival what comes and the sum of its gradients; as
+        # much as comes for what leaves; and what is collected, twice.
+        exchange = arrivals * (2 * WIRE_BYTES + RECORD_BYTES + 8) + 2 * RECORD_BYTES * rows
     else:  # rows stay: `OwnRows` or `ReplicatedRows`
         on_rows = rows * (_ROWS + _KEPT_ROWS + _TABLE + _RECORDS)
         # What all ranks sent, and the view ids that this one sends: the rest of it goes from where it lies.

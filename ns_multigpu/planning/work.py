@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ns_multigpu.core.schema import Parameter, floats
+from ns_multigpu.planning.simulated import GPUS, SCENES, nearest_scene, simulated
 from ns_multigpu.primitives.gaussians.schema import RECORD_FLOATS, ROW, SCHEMA
 
-STRATEGIES = ("single", "batch", "tile")
+STRATEGIES = ("single", "batch", "tile", "locality")
 """The strategies that can be planned."""
 
 SCENE = "garden repeated on a grid, 7.93 M Gaussians (benchmarks/results/rasterizer-h200.json)"
@@ -26,6 +27,8 @@ ROOM = 1.25
 """Capacities have this much more room than was needed (`step_settings.padded`)."""
 UNEVEN = 2.0
 """How much more than an equal share the largest of the segments holds that ranks send each other. Assumed."""
+PATCHES, HALO = 4, 5
+"""Of `locality`: patches along each side of a view, and the pixels around each that its loss needs."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Course:
         tiles: tiles that a visible splat meets.
         fused: whether steps are fused (see docs/kernels.md); else gradients of all parameters are in memory.
         compact: whether Adam's moments are bfloat16 instead of float32 (see docs/planning.md).
+        machines: that the GPUs are in, equally many in each.
+        scene: of the simulation that `locality` is planned by; auto: that whose views show the most similar part.
         schema: the parameters of a point.
     """
 
@@ -55,11 +60,17 @@ class Course:
     tiles: float = 0.0
     fused: bool = True
     compact: bool = False
+    machines: int = 1
+    scene: str = "auto"
     schema: tuple[Parameter, ...] = SCHEMA
 
     def __post_init__(self) -> None:
         if self.views < 1 or self.gpus < 1:
             raise ValueError(f"{self.views} views a step on {self.gpus} GPUs: give at least 1 of each")
+        if self.machines < 1 or self.gpus % self.machines != 0:
+            raise ValueError(
+                f"{self.gpus} GPUs on {self.machines} machines: gpus counts those of all machines, and each has as many"
+            )
         if not 0 <= self.sh_degree <= 3:
             raise ValueError(f"sh-degree is {self.sh_degree}: give 0 to 3")
         if not 0 < self.visible <= 1:
@@ -68,6 +79,10 @@ class Course:
             raise ValueError(f"intersections-per-splat is {self.tiles}: give more than 0")
         if self.compact and not self.fused:
             raise ValueError("optimizer-state is compact, which is for fused steps: leave it out, or --no-fused")
+        if self.scene == "auto":
+            object.__setattr__(self, "scene", nearest_scene(self.visible))
+        if self.scene not in SCENES:
+            raise ValueError(f"scene is {self.scene!r}: choose from auto, {', '.join(SCENES)}")
         if self.tiles == 0:
             object.__setattr__(self, "tiles", usual_tiles(self.width * self.height))
 
@@ -75,6 +90,11 @@ class Course:
     def pixels(self) -> int:
         """Of an image."""
         return self.width * self.height
+
+    @property
+    def per_machine(self) -> int:
+        """GPUs of a machine."""
+        return self.gpus // self.machines
 
     @property
     def floats(self) -> int:
@@ -109,7 +129,8 @@ class Share:
         intersections, pixels: that it draws, halos included.
         updated: rows by whose gradients it updates its points.
         traffic: bytes that it receives from other ranks, the way there and the way back.
-        traffic_padded: the same by collectives, which send capacities whole.
+        traffic_padded: the same by collectives, which send less of a row, but capacities whole.
+        between: the part of the traffic that comes from other machines.
     """
 
     points: int
@@ -122,6 +143,7 @@ class Share:
     updated: float
     traffic: float
     traffic_padded: float
+    between: float = 0.0
 
 
 def usual_tiles(pixels: int) -> float:
@@ -149,14 +171,17 @@ def share(strategy: str, course: Course) -> Share:
     """
     ranks = ranks_used(strategy, course)
     seen = course.points * course.visible
+    elsewhere = (ranks - course.per_machine) / (ranks - 1) if ranks > 1 else 0.0  # of the other ranks
     if strategy in ("single", "batch"):
         views = batch_of(strategy, course) // ranks
         rows = seen * views
         crossing = rows * ROW_BYTES * (ranks - 1)
         return Share(
             course.points, views, rows, 0.0, rows, rows * course.tiles, float(course.pixels * views), rows * ranks,
-            crossing, ROOM * crossing,
+            crossing, ROOM * crossing, elsewhere,
         )  # fmt: skip
+    if strategy == "locality":
+        return _locality(course)
     if strategy != "tile":
         raise ValueError(f"there is no plan for the strategy {strategy!r}: choose from {', '.join(STRATEGIES)}")
     part = course.views / ranks
@@ -169,11 +194,38 @@ def share(strategy: str, course: Course) -> Share:
     return Share(
         ceil(course.points / ranks), course.views, rows, arrivals, drawn, drawn * course.tiles,
         min(course.pixels * part * halo, float(course.pixels * course.views)), rows, crossing * drawn,
-        ROOM * crossing * arrivals,
+        ROOM * (WIRE_BYTES + GRADIENT_BYTES) * (ranks - 1) / ranks * drawn, elsewhere,
+    )  # fmt: skip
+
+
+def _locality(course: Course) -> Share:
+    """`tile`'s, but that patches go where their points are: how much that saves, and how level it is, was simulated."""
+    ranks, per_machine = course.gpus, course.per_machine
+    level = simulated(course.scene, course.machines)
+    seen, part = course.points * course.visible, course.views / ranks
+    patches = PATCHES**2 * course.views if ranks > 1 else course.views
+    each = ceil(ceil(patches / course.machines) / per_machine)
+    width, height = (course.width, course.height) if ranks == 1 else (course.width / PATCHES, course.height / PATCHES)
+    halo = 2 * HALO if ranks > 1 else 0
+    around = (width + halo) * (height + halo) / (width * height)
+    drawn = min(seen * part * around * level.draws, seen * course.views)
+    # Parts of a rank's rows that go to another machine, and to another GPU of its own: these depend on how many it has.
+    leave = (course.machines - 1) / course.machines * (1 - level.between)
+    there = GPUS * course.machines
+    stay = ((there - 1) / there * (1 - level.in_all) - leave) * (1 - 1 / per_machine) / (1 - 1 / GPUS)
+    busiest = seen * part * (leave + stay) * max(level.sends, level.receives)
+    elsewhere = leave / (leave + stay) if ranks > 1 else 0.0
+    return Share(
+        ceil(course.points / ranks * level.holds), course.views, seen * part * level.sends,
+        min(UNEVEN * drawn, seen * course.views) if ranks > 1 else drawn, drawn, drawn * course.tiles,
+        each * (width + halo) * (height + halo), seen * part * level.sends, 2 * RECORD_BYTES * busiest,
+        ROOM * (WIRE_BYTES + GRADIENT_BYTES) * busiest, elsewhere,
     )  # fmt: skip
 
 
 RECORD_BYTES = 4 * RECORD_FLOATS
-"""A row, or its gradients, as `tile` exchanges them (`cuda_ext.ops.row_exchange`)."""
+"""A row, or its gradients, as `tile` exchanges them in peer memory (`cuda_ext.ops.row_exchange`)."""
+WIRE_BYTES, GRADIENT_BYTES = 4 * 12, 4 * 11
+"""A row, and its gradients with absolute ones, as collectives carry them (`cuda_ext.ops.row_wire`)."""
 ROW_BYTES = 4 * (2 + ROW["radii"] + ROW["conics"]) + RECORD_BYTES
 """A row (its ids, radii and conic) and its gradients as `batch` gathers them."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.curve import interleaved
+
 MORTON_BITS = 18
 """Bits an axis."""
 HAND_BITS = 6
@@ -96,8 +98,7 @@ def _codes(means: Tensor, grid: Grid) -> Tensor:
     code = torch.zeros_like(hand)
     for bit in range(HAND_BITS):
         code |= (hand >> bit & 1) << (HAND_BITS - 1 - bit)
-    x, y, z = (_spread(place) for place in places.unbind(-1))
-    return code << 3 * MORTON_BITS | x | y << 1 | z << 2
+    return code << 3 * MORTON_BITS | interleaved(*places.unbind(-1))
 
 
 def dealt_order(means: Tensor) -> Tensor:
@@ -107,16 +108,3 @@ def dealt_order(means: Tensor) -> Tensor:
 
 def _positions(means: Tensor) -> Tensor:
     return means.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _spread(x: Tensor) -> Tensor:
-    """The 20 lowest bits of int64s, two zeros between each and the next."""
-    for shift, mask in (
-        (32, 0x001F00000000FFFF),
-        (16, 0x001F0000FF0000FF),
-        (8, 0x100F00F00F00F00F),
-        (4, 0x10C30C30C30C30C3),
-        (2, 0x1249249249249249),
-    ):
-        x = (x | (x << shift)) & mask
-    return x

@@ -3,11 +3,12 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.kernels import train_step
+from benchmarks.kernels import our_step, train_step
 from benchmarks.kernels.autograd_step import AutogradStep, Kind
 from benchmarks.kernels.fused_path import needed
 from benchmarks.kernels.our_step import OurStep
@@ -22,6 +23,27 @@ def test_ways_are_timed_with_statistics_and_without(tmp_path: Path, monkeypatch:
     (scene,) = json.loads(path.read_text())["scenes"]
     for way in ("operators", "ours", "ours, lazy"):
         assert scene["lines"][f"step, {way}"]["ms"] > 0 and scene["lines"][f"step, {way}, counting"]["ms"] > 0
+
+
+def test_ways_are_timed_with_groups_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "step.json"
+    words = ["--device", "cpu", "--quick", "--iterations", "1", "--scenes", "city-tiny", "--group-culling", "both"]
+    monkeypatch.setattr(sys, "argv", ["train_step", *words, "--json", str(path)])
+    culled: list[bool | None] = []
+    step = our_step.Step
+
+    def noted(*arguments: Any, group_culling: bool | None, **more: Any) -> Any:
+        culled.append(group_culling)
+        return step(*arguments, group_culling=group_culling, **more)
+
+    monkeypatch.setattr(our_step, "Step", noted)
+    assert train_step.main() == 0
+    (scene,) = json.loads(path.read_text())["scenes"]
+    for line in ("step, ours", "step, ours, no groups", "step, ours, lazy", "step, ours, lazy, no groups"):
+        assert scene["lines"][line]["ms"] > 0
+    assert set(culled) == {False, True} and scene["lines"]["  splat_forward, groups"]["ms"] > 0
+    assert 0 < scene["groups"]["shown"] < scene["groups"]["groups"] == 4000 // 32
+    assert scene["losses"]["ours"] == scene["losses"]["ours, no groups"]
 
 
 def test_ours_counts_what_the_operators_count() -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.adam import adam_scalars
+from cuda_ext.ops.boxes import box_views, new_boxes, splat_boxes
 from cuda_ext.ops.fused import RowGradients, SplatRows
 from cuda_ext.ops.lazy_adam import LazyAdam, splat_flush
 from tests.cuda_ext.fused_steps import Model, make_model
@@ -32,13 +33,25 @@ def fresh_model(points: int, views: int = 2, dtype: torch.dtype = torch.float64,
 class Course:
     """Steps of one model whose cameras turn to and fro, so that points go in and out of view.
 
+    Args:
+        boxed: cull groups of points by their boxes.
+        speed: how many times as large rates are.
+        selective: see `splat_update`.
+
     Attributes:
         rows: of the last step.
         longest_gap: the most steps that a point which is drawn had missed.
+        hidden: of all pairs of a view and a group, how many were culled, and of how many.
     """
 
-    def __init__(self, model: Model, lazy: bool, degree: int = 3, **settings: Any) -> None:
+    def __init__(
+        self, model: Model, lazy: bool, degree: int = 3, *, boxed: bool = False, speed: float = 1.0,
+        selective: bool = False, **settings: Any,
+    ) -> None:  # fmt: skip
         means = model.params[0]
+        self.speed, self.selective, self.hidden = speed, selective, [0, 0]
+        self.boxes = new_boxes(means) if boxed else None
+        self._make_boxes(model)
         self.model, self.degree, self.settings = model, degree, settings
         self.lazy = LazyAdam.make(len(means), means.device, means.dtype) if lazy else None
         self.statistics = {k: torch.zeros_like(means[:, 0]) for k in ("grad2d", "seen", "radii_max")}
@@ -53,25 +66,41 @@ class Course:
     def forward(self, step: int) -> SplatRows:
         self._turn(step)
         missed: dict[str, Any] = {}
+        if self.boxes is not None:
+            model = self.model
+            table = self.lazy and self.lazy.table
+            compact = model.exp_avgs[0].dtype == torch.bfloat16
+            shows = box_views(self.boxes, model.viewmats, model.Ks, model.sizes, table=table, compact=compact)
+            self.hidden[0] += int((~shows).sum())
+            self.hidden[1] += shows.numel()
         if self.lazy is not None:
             missed = {"exp_avgs": self.model.exp_avgs, "exp_avg_sqs": self.model.exp_avg_sqs, "lazy": self.lazy}
-        return self.model.forward(CAPACITY, self.degree, **self.settings, **missed)
+        return self.model.forward(CAPACITY, self.degree, **self.settings, **missed, boxes=self.boxes)
 
     def step(self, step: int) -> None:
         model = self.model
         self.rows = self.forward(step)
         model.scalars = step_scalars(step, model.params[0].dtype).to(model.params[0].device)
+        model.scalars[:, 0] *= self.speed
         drawn = self.rows.point_ids[self.rows.radii[:, 0] > 0].unique().long()
         self._drawn[0] += len(drawn)
         self._drawn[1] += len(model.params[0])
         if self.lazy is not None and len(drawn):
             self.longest_gap = max(self.longest_gap, int((self.lazy.steps - self.lazy.last[drawn].int()).max()))
         gradients = row_gradients(self.rows, step)
-        model.update(self.rows, gradients, self.degree, lazy=self.lazy, **self.settings, **self.statistics)
+        model.update(
+            self.rows, gradients, self.degree, lazy=self.lazy, selective=self.selective, boxes=self.boxes,
+            **self.settings, **self.statistics,
+        )  # fmt: skip
 
     def flush(self) -> None:
         assert self.lazy is not None
         splat_flush(self.model.params, self.model.exp_avgs, self.model.exp_avg_sqs, self.lazy)
+        self._make_boxes(self.model)
+
+    def _make_boxes(self, model: Model) -> None:
+        if self.boxes is not None:
+            splat_boxes(model.params[0], model.params[2], self.boxes)
 
     def _turn(self, step: int) -> None:
         angle = torch.tensor(0.9 * (step % 14 - 6.5) / 6.5, dtype=torch.float64)
@@ -96,8 +125,9 @@ def in_graphs(plain: Course, graphed: Course, warm: Course) -> None:
 
     def take(one: Course) -> None:
         model = one.model
-        rows = model.forward(CAPACITY, exp_avgs=model.exp_avgs, exp_avg_sqs=model.exp_avg_sqs, lazy=one.lazy)
-        model.update(rows, gradients, lazy=one.lazy)
+        missed = {"exp_avgs": model.exp_avgs, "exp_avg_sqs": model.exp_avg_sqs, "lazy": one.lazy}
+        rows = model.forward(CAPACITY, **missed, boxes=one.boxes)
+        model.update(rows, gradients, lazy=one.lazy, boxes=one.boxes)
 
     take(warm)
     warm.flush()

@@ -19,8 +19,10 @@ def test_message(ranks: int, bands: int, lines: int) -> None:
         told = make_told(ranks, bands, lines, columns=1 + 60 * seed, seed=seed)
         if lines == 5000 and bands == 600:
             assert len(told.bands) == 3 * 600, "more than one launch takes"
-        found = step_message(*told.on("cuda"))
-        assert found.is_cuda and torch.equal(found.cpu(), step_message(*told.on("cpu")))
+        there, here = told.on("cuda"), told.on("cpu")
+        found = step_message(*there)
+        assert found.is_cuda and torch.equal(found.cpu(), step_message(*here))
+        assert torch.equal(there[3].cpu(), here[3])
 
 
 def check(there: Gated, here: Gated) -> None:
@@ -61,7 +63,7 @@ def test_in_a_graph() -> None:
             there.messages.copy_(before.messages)
             gated.status.zero_()
             there.status.zero_()
-        inputs[2].add_(5)
+        inputs[4].add_(5)
         told.met.add_(5)
         graph.replay()
         expected = gated.run()
@@ -85,7 +87,7 @@ def test_wrong_arguments_are_named() -> None:
         op(*given, rest[0], gated.messages.T.contiguous().T[:, 4:], rest[2])
     told = make_told(2, 1, 2).on("cuda")
     with pytest.raises(ValueError, match="leaves"):
-        torch.ops.ns_multigpu.step_message(*told[:4], [0, 0, 41], *told[5:])
+        torch.ops.ns_multigpu.step_message(*told[:6], [0, 0, 41], *told[7:])
 
 
 @pytest.mark.parametrize("lazy", [False, True])

@@ -23,6 +23,8 @@ class Told:
 
     own_rows: Tensor
     segment_counts: Tensor
+    segment_room: Tensor
+    segment_most: Tensor
     met: Tensor
     tile_offsets: Tensor
     bands: list[int]
@@ -32,8 +34,15 @@ class Told:
 
     def on(self, device: str) -> tuple[Any, ...]:
         """The operator's arguments."""
-        tensors = (self.own_rows, self.segment_counts, self.met, self.tile_offsets)
-        return (*(t.to(device) for t in tensors), self.bands, self.rank, self.lines, self.columns)
+        tensors = (
+            self.own_rows,
+            self.segment_counts,
+            self.segment_room,
+            self.segment_most,
+            self.met,
+            self.tile_offsets,
+        )
+        return (*(t.to(device, copy=True) for t in tensors), self.bands, self.rank, self.lines, self.columns)
 
 
 def make_told(ranks: int, bands: int, lines: int = 40, columns: int = 5, seed: int = 0) -> Told:
@@ -50,8 +59,8 @@ def make_told(ranks: int, bands: int, lines: int = 40, columns: int = 5, seed: i
         line, tile = line + count, tile + (count + 2) * columns
     per_tile = torch.randint(0, 1000, (tile,), generator=g)
     tile_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), per_tile.cumsum(0)]).int()
-    own, counts, met = (torch.randint(0, 2**40, (n,), generator=g) for n in (1, ranks, 1))
-    return Told(own, counts, met, tile_offsets, stretches, seed % ranks, lines, columns)
+    own, counts, room, most, met = (torch.randint(0, 2**40, (n,), generator=g) for n in (1, ranks, ranks, ranks, 1))
+    return Told(own, counts, room, most, met, tile_offsets, stretches, seed % ranks, lines, columns)
 
 
 def message_by_hand(told: Told) -> list[int]:
@@ -63,7 +72,8 @@ def message_by_hand(told: Told) -> list[int]:
             first = tile + i * told.columns
             work[line + i] = sum(offsets[t + 1] - offsets[t] for t in range(first, first + told.columns))
     sent = sum(n for k, n in enumerate(to_ranks) if k != told.rank)
-    return [int(told.own_rows), max(to_ranks), int(told.met), sent, *work]
+    lacking = max(n - room for n, room in zip(to_ranks, told.segment_room.tolist(), strict=True))
+    return [int(told.own_rows), lacking, int(told.met), sent, *work]
 
 
 CASES = [(1, 1), (1, 4), (2, 2), (3, 0), (5, 7), (8, 3), (8, 12)]  # ranks, bands
@@ -73,8 +83,23 @@ CASES = [(1, 1), (1, 4), (2, 2), (3, 0), (5, 7), (8, 3), (8, 12)]  # ranks, band
 @pytest.mark.parametrize(("ranks", "bands"), CASES)
 def test_message(ranks: int, bands: int, seed: int) -> None:
     told = make_told(ranks, bands, seed=seed)
-    found = step_message(*told.on("cpu"))
+    given = told.on("cpu")
+    found = step_message(*given)
     assert found.dtype == torch.int64 and found.tolist() == message_by_hand(told)
+    before = zip(told.segment_counts.tolist(), told.segment_most.tolist(), strict=True)
+    assert given[3].tolist() == [max(pair) for pair in before], "the most of each, kept"
+    for changed, kept in zip(given[:3], (told.own_rows, told.segment_counts, told.segment_room), strict=True):
+        assert torch.equal(changed, kept)
+
+
+def test_one_segment_that_lacks_room_is_enough() -> None:
+    """Whatever room there is in the others, and however small it is."""
+    told = replace(make_told(3, 0), segment_counts=torch.tensor([900, 3, 70]), segment_room=torch.tensor([1000, 2, 90]))
+    assert step_message(*told.on("cpu"))[1] == 1
+    told.segment_room[1] = 3
+    assert step_message(*told.on("cpu"))[1] == 0
+    told.segment_room[1] = 50
+    assert step_message(*told.on("cpu"))[1] == -20
 
 
 @dataclass
@@ -118,6 +143,7 @@ def make_gated(ranks: int, segments: int, why: str, kinds: int = 3, lines: int =
     """`why` the step is not to be taken: "", "over <k>", "before" or "lazy"."""
     g = torch.Generator().manual_seed(seed)
     messages = torch.randint(0, 2**35, (ranks, HEAD + lines), generator=g)
+    messages[:, 1] -= messages[:, 1].max()  # what is lacking: nothing, or less
     limits = messages[:, :kinds].amax(0)  # reached, not exceeded
     if why.startswith("over"):
         limits[int(why[-1])] -= 1
@@ -208,9 +234,10 @@ def test_wrong_arguments_are_named() -> None:
     lines, tiles = told.lines, len(told.tile_offsets) - 1
     for place, value, error, text in (
         (0, told.own_rows.int(), TypeError, "own_rows"), (1, told.segment_counts[:0], ValueError, "0 ranks"),
-        (2, told.met[0], ValueError, "met"), (3, told.tile_offsets.long(), TypeError, "tile_offsets"),
-        (4, [1, 2], ValueError, "line, tile, count"), (4, [lines, 0, 1], ValueError, "leaves"),
-        (4, [0, tiles, 1], ValueError, "leaves"), (4, [-1, 0, 1], ValueError, "leaves"), (5, 2, ValueError, "not of"),
+        (2, told.segment_room[1:], ValueError, "segment_room"), (3, told.segment_most.int(), TypeError, "segment_most"),
+        (4, told.met[0], ValueError, "met"), (5, told.tile_offsets.long(), TypeError, "tile_offsets"),
+        (6, [1, 2], ValueError, "line, tile, count"), (6, [lines, 0, 1], ValueError, "leaves"),
+        (6, [0, tiles, 1], ValueError, "leaves"), (6, [-1, 0, 1], ValueError, "leaves"), (7, 2, ValueError, "not of"),
     ):  # fmt: skip
         changed: list[Any] = [value if k == place else given for k, given in enumerate(inputs)]
         with pytest.raises(error, match=text):

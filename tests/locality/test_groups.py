@@ -47,7 +47,8 @@ def test_a_box_of_a_group_is_never_rejected_where_a_point_of_it_is_kept() -> Non
         assert kept.float().mean() < 0.5, "most groups are rejected"
 
 
-def test_not_even_where_a_group_is_one_place() -> None:
+@pytest.mark.parametrize(("across", "down"), [(22.0, 22.0), (14.0, 31.0), (31.0, 14.0)])
+def test_not_even_where_a_group_is_one_place(across: float, down: float) -> None:
     """Boxes without extent, wide cameras, large splats: nothing to spare at the sides and the near plane."""
     places, scales, _ = town(3000, seed=3)
     means = (places - torch.tensor([50.0, 50.0, 6.0])).repeat_interleave(LEAST, 0) * torch.tensor([0.4, 0.4, 1.0])
@@ -56,7 +57,7 @@ def test_not_even_where_a_group_is_one_place() -> None:
     groups = Groups.of(means, scales, LEAST, margin=0.0, order=order)
     poses, Ks = cameras(40, seed=5)
     poses[:, :3, 3] *= 0.05
-    Ks[:, 0, 0] = Ks[:, 1, 1] = 22.0
+    Ks[:, 0, 0], Ks[:, 1, 1] = across, down
     sizes, rects = [WIDTH, HEIGHT] * 40, [0, 0, 24, HEIGHT, 60, 40, WIDTH, HEIGHT] * 20
     view_ids, point_ids = cull(means, scales, torch.ones(len(means)), poses, Ks, sizes, rects, near=0.2)
     kept = torch.zeros(40, len(groups), dtype=torch.bool)
@@ -64,7 +65,23 @@ def test_not_even_where_a_group_is_one_place() -> None:
     needed = torch.zeros_like(kept)
     needed[view_ids.long(), point_ids.long() // LEAST] = True
     assert (kept | ~needed).all()
-    assert kept.sum() < 2.2 * needed.sum(), "and not too much for nothing"
+    most = 2.2 if across == down else 3.2  # the longer one counts for both axes
+    assert kept.sum() < most * needed.sum(), "and not too much for nothing"
+
+
+def test_a_point_that_is_nowhere_takes_no_neighbours_with_it() -> None:
+    means, scales, opacities = town(6000)
+    poses, Ks = cameras(20)
+    sizes, rects = [WIDTH, HEIGHT] * 20, [0, 0, WIDTH, HEIGHT] * 20
+    view_ids, point_ids = cull(means, scales, opacities, poses, Ks, sizes, rects)
+    order = Groups.of(means, scales, LEAST).order
+    means[order[100]], means[order[200], 1], scales[order[300]] = torch.nan, torch.inf, torch.nan
+    means[order[640 : 640 + LEAST]] = torch.nan  # all of a group
+    groups = Groups.of(means, scales, LEAST, order=order)
+    kept = torch.zeros(20, len(groups), dtype=torch.bool)
+    kept[cull_groups(groups, poses, Ks, sizes, rects)] = True
+    there = means.isfinite().all(1)[point_ids.long()] & (point_ids != order[300])
+    assert kept[view_ids.long(), groups.of_points()[point_ids.long()]][there].all() and there.sum() > 1000
 
 
 def test_culled_pairs_come_by_view_then_group() -> None:

@@ -29,10 +29,11 @@ def _images(data: DistributedDataManager, steps: int, size: int) -> list[tuple[i
     seen = []
     for step in range(steps):
         batch = data.train_batch(step, size)
-        views = [View(torch.eye(4), torch.eye(3), 9, 9) for _ in batch]
+        shapes = [data.train_shapes[index] for index in batch]
+        views = [View(torch.eye(4), torch.eye(3), shape.width, shape.height) for shape in shapes]
         plan = DealtViews().assign(views, world.size, [data.train_share.holder(i) for i in batch])
-        arrived = data.train_share.deliver(batch, plan, world.device)
-        seen += [(batch[position], image) for position, image in sorted(arrived.items())]
+        arrived = data.train_share.deliver(batch, plan, world.device, views)
+        seen += [(batch[patch.view], dict(arrived[patch].data)) for patch in plan.owned[world.rank]]
     return seen
 
 
@@ -157,3 +158,23 @@ def test_available_memory(tmp_path: Path) -> None:
     (group / "memory.max").write_text("1500000\n")
     (group / "memory.stat").write_text("anon 5\ninactive_file 200000\n")
     assert available_memory(proc, group) == 700_000
+
+
+def _held(world: World, folder: Path) -> None:
+    data = manager(folder, world)
+    data.hold_by([2, 1, 0, 0, 0, 0, 0, 0, 1])
+    own = [[2, 3, 4, 5, 6, 7], [1, 8], [0]][world.rank]
+    assert data.train_share.own == own and data.train_share.store.decoded == len(own)
+    assert data.train_share.holder(0) == 2
+    assert data.eval_share.own == [world.rank], "held-out views are dealt out as ever"
+    with pytest.raises(RuntimeError, match="hold_by: the training images are held already"):
+        data.hold_by([0] * 9)
+    assert manager(folder, world).train_share.own == [world.rank, world.rank + 3, world.rank + 6]
+    data = manager(folder, world)
+    data.hold_by([0] * 8)
+    with pytest.raises(ValueError, match="one rank for each of 9 views, not 8"):
+        _ = data.train_share
+
+
+def test_images_are_held_where_it_is_said(tmp_path: Path) -> None:
+    run_ranks(_held, 3, write_capture(tmp_path / "capture"))

@@ -9,7 +9,7 @@ from torch import Tensor
 from ns_multigpu.core.assignment import DealtViews
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.capture import device_images
+from ns_multigpu.plugin.capture import device_images, image_share
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.plugin.capture.image_share import ImageShare
 from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape
@@ -44,9 +44,9 @@ def _brought(world: World, budget: int | None) -> int:
         views = _views(len(batch))
         each = len(batch) // world.size
         mine = batch[world.rank * each : (world.rank + 1) * each]
-        found = images.get(batch, DealtViews().assign(views, world.size))
+        found = images.get(batch, DealtViews().assign(views, world.size), views)
         assert len(found) == each
-        assert all(torch.equal(image, _image(index)) for image, index in zip(found, mine, strict=True))
+        assert all(torch.equal(part.data["image"], _image(index)) for part, index in zip(found, mine, strict=True))
     return world.traffic.sent - before
 
 
@@ -55,6 +55,29 @@ def test_images_come_from_the_ranks_that_hold_them(size: int, budget: int | None
     sent = run_ranks(_brought, size, budget)
     # Rank 0 holds the even views. Of the batches' second halves it is 2; 0; none; 8, 0, 2 that rank 1 gets from it.
     assert sum(sent) == 0 if size == 1 else sent[0] >= 5 * SHAPE.nbytes
+
+
+def _at_home(world: World) -> int:
+    """Every rank owns patches of what it holds: nothing may be exchanged, nor copied."""
+    share = ImageShare([SHAPE] * COUNT, _decode, world, label="test", homes=[0, 0, 0, 1, 1, 1, 0, 0, 1])
+    images = DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
+
+    def nothing_moves(*_: object) -> Tensor:
+        raise AssertionError("ranks meet though no image moves")
+
+    image_share.exchange_rows = nothing_moves  # type: ignore[assignment]
+    block = share.store._block.untyped_storage().data_ptr()
+    for batch in ([0, 3], [1, 4, 2, 5], [8, 6]):
+        views = _views(len(batch))
+        plan = DealtViews().assign(views, world.size, [share.holder(index) for index in batch])
+        for patch, part in zip(plan.owned[world.rank], images.get(batch, plan, views), strict=True):
+            assert torch.equal(part.data["image"], _image(batch[patch.view]))
+            assert part.data["image"].untyped_storage().data_ptr() == block
+    return world.traffic.sent
+
+
+def test_nobody_waits_where_every_image_is_where_it_is_needed() -> None:
+    assert run_ranks(_at_home, 2) == [0, 0]
 
 
 @pytest.mark.gpu
@@ -66,5 +89,5 @@ def test_on_a_gpu_they_stay_where_they_fit(share: float, monkeypatch: pytest.Mon
     assert len(images._kept) == (COUNT if share > 0 else 0)
     for batch in BATCHES:
         views = _views(len(batch))
-        found = images.get(batch, DealtViews().assign(views, 1))
+        found = [part.data["image"] for part in images.get(batch, DealtViews().assign(views, 1), views)]
         assert all(image.is_cuda and torch.equal(image.cpu(), _image(i)) for image, i in zip(found, batch, strict=True))

@@ -2,15 +2,19 @@
 
 import threading
 import time
+from collections.abc import Mapping
 
 import pytest
 import torch
+from torch import Tensor
 
 from ns_multigpu.core.assignment import DealtViews
+from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.view_sequence import ViewSequence
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.capture.image_moves import rectangles_of
 from ns_multigpu.plugin.capture.image_share import ImageError, ImageShare
 from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape, ImageStore, shape_of
 from ns_multigpu.plugin.faults.errors import InputError
@@ -33,7 +37,13 @@ def _shapes(count: int) -> list[ImageShape]:
     return [shape_of(_image(index)) for index in range(count)]
 
 
-def _same(a: ImageData, b: ImageData) -> bool:
+def _views(batch: list[int], factor: int = 1) -> list[View]:
+    """Of a batch, at their images' resolution or a lower one."""
+    shapes = [_shapes(max(batch) + 1)[index] for index in batch]
+    return [View(torch.eye(4), torch.eye(3), shape.width // factor, shape.height // factor) for shape in shapes]
+
+
+def _same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 
@@ -47,13 +57,13 @@ def _deliver(world: World, budget: int | None) -> dict[str, object]:
     sent = []
     for step, batch in enumerate(BATCHES):
         share.expect([index for later in BATCHES[step:] for index in later])
-        views = [View(torch.eye(4), torch.eye(3), 9, 9) for _ in batch]
+        views = _views(batch)
         plan = DealtViews().assign(views, world.size, [share.holder(i) for i in batch])
         before = world.traffic.sent
-        images = share.deliver(batch, plan, world.device)
+        images = share.deliver(batch, plan, world.device, views)
         sent.append(world.traffic.sent - before)
-        assert sorted(images) == sorted({p.view for p in plan.drawn[world.rank]})
-        assert all(_same(images[position], _image(batch[position])) for position in images)
+        assert set(images) == set(plan.drawn[world.rank])
+        assert all(_same(part.data, _image(batch[patch.view])) for patch, part in images.items())
     for index in (0, 5, 6):
         assert _same(share.fetch(index, world.device), _image(index))
     for index in share.own:
@@ -78,18 +88,137 @@ def _deliver_from_two(world: World) -> int:
     """Every reader gets images of both other ranks, whose order in the batch is not that of the ranks."""
     share = ImageShare(_shapes(11), _image, world, label="test")
     batch = [5, 4, 3, 8, 7, 0]  # held by ranks 2, 1, 0, 2, 1, 0
-    views = [View(torch.eye(4), torch.eye(3), 9, 9) for _ in batch]
+    views = _views(batch)
     everything = [Patch.whole(position, view) for position, view in enumerate(views)]
     for drawn in ([everything] * world.size, [everything[::-1], everything[1:4], everything[2:]]):
         plan = Plan.of(drawn)
-        images = share.deliver(batch, plan, world.device)
-        assert sorted(images) == sorted(patch.view for patch in plan.drawn[world.rank])
-        assert all(_same(images[position], _image(batch[position])) for position in images)
+        images = share.deliver(batch, plan, world.device, views)
+        assert set(images) == set(plan.drawn[world.rank])
+        assert all(_same(part.data, _image(batch[patch.view])) for patch, part in images.items())
     return len(images)
 
 
 def test_images_of_two_sources_are_not_mixed_up() -> None:
     assert run_ranks(_deliver_from_two, 3) == [6, 3, 4]
+
+
+def _cut(world: World, budget: int | None, homes: list[int] | None) -> tuple[int, int]:
+    """Bands of most views of a batch for each rank, and rectangles for the third. Returns bytes sent, and decodings."""
+    share = ImageShare(
+        [SHAPE_OF_LARGE[index % 4] for index in range(8)], _large, world, homes=homes, label="test", budget=budget
+    )
+    batch = [6, 1, 4, 3, 1]
+    views = [View(torch.eye(4), torch.eye(3), 40, 24) for _ in batch]
+    upper = [Patch(position, 0, 0, 40, 8, 3) for position in range(5)]
+    lower = [Patch(position, 0, 8, 40, 24, 3) for position in range(4)]
+    corners = [Patch(4, 0, 8, 7, 24, 2), Patch(4, 30, 8, 40, 20, 2), Patch(4, 7, 24, 7, 24, 2)]
+    plan = Plan.of([upper[2:], upper[:2] + lower[2:], lower[:2] + corners])
+    before, decoded = world.traffic.sent, share.store.decoded
+    share.expect(batch)
+    there = share.deliver(batch, plan, world.device, views)
+    sent, decoded = world.traffic.sent - before, share.store.decoded - decoded
+    assert set(there) == set(plan.owned[world.rank])
+    for patch, part in there.items():
+        x0, y0, x1, y1 = rectangle = patch.rendered(views[patch.view])
+        found, image = part.under(rectangle).data, _large(batch[patch.view])
+        wanted = {name: value[y0:y1, x0:x1] for name, value in image.items()}
+        assert _same(found, wanted) or x0 == x1
+        if share.holder(batch[patch.view]) != world.rank:
+            assert part.rectangle == rectangle, "no more than the rectangle has come"
+    expected = sum(
+        share.shapes[batch[patch.view]].cut(patch.rendered(views[patch.view])).nbytes
+        for reader, patches in enumerate(plan.owned)
+        for patch in patches
+        if share.holder(batch[patch.view]) == world.rank != reader and patch.x0 < patch.x1
+    )
+    assert sent == expected
+    return sent, decoded
+
+
+SHAPE_OF_LARGE = [
+    ImageShape(24, 40, channels, kind, masked)
+    for channels, kind, masked in (
+        (3, torch.uint8, False), (4, torch.uint8, True), (3, torch.float32, True), (4, torch.float32, False),
+    )
+]  # fmt: skip
+
+
+def _large(index: int) -> ImageData:
+    """One of each kind of image."""
+    g, shape = torch.Generator().manual_seed(index), SHAPE_OF_LARGE[index % 4]
+    size = (shape.height, shape.width, shape.channels)
+    image = torch.rand(size, generator=g)
+    data = {"image": image if shape.dtype == torch.float32 else (256 * image).to(torch.uint8)}
+    if shape.masked:
+        data["mask"] = torch.rand(*size[:2], 1, generator=g) > 0.5
+    return data
+
+
+@pytest.mark.parametrize("homes", [None, [2] * 8, [0, 1, 2, 0, 1, 2, 2, 1]], ids=["dealt", "one holder", "given"])
+def test_only_the_rectangles_that_are_rendered_travel(homes: list[int] | None) -> None:
+    """The same on demand, with room for two images: each is then decoded once, though several ranks want some of it."""
+    kept = run_ranks(_cut, 3, None, homes)
+    late = run_ranks(_cut, 3, 2 * 24 * 40 * 16, homes)
+    assert [sent for sent, _ in kept] == [sent for sent, _ in late] and sum(sent for sent, _ in kept) > 0
+    holders = [view % 3 for view in range(8)] if homes is None else homes
+    assert all(decoded == 0 for _, decoded in kept)
+    for rank, (_, decoded) in enumerate(late):
+        held = [view for view in range(8) if holders[view] == rank]
+        room = sum(-(-SHAPE_OF_LARGE[view % 4].nbytes // 64) * 64 for view in held) <= 2 * 24 * 40 * 16
+        assert decoded == (0 if room else len({6, 1, 4, 3} & set(held)))
+
+
+def _owned(world: World) -> int:
+    """Where pixels travel, who draws a patch need not own it. Of the last view no rank owns a pixel."""
+    share = ImageShare(_shapes(4), _image, world, label="test", homes=[0, 1, 0, 1])
+    batch, views = [0, 1, 2, 3], _views([0, 1, 2, 3])
+    whole = [Patch.whole(position, view) for position, view in enumerate(views)]
+    plan = Plan.of([whole, whole], [whole[2:3], [*whole[:2], Patch(3, 1, 1, 1, 1, 5)]])
+    before = world.traffic.sent
+    reading: list[int] = []
+    read = share.store.rows
+    share.store.rows = lambda index, *rest: reading.append(index) or read(index, *rest)  # type: ignore[method-assign]
+    there = share.deliver(batch, plan, world.device, views)
+    assert set(there) == set(plan.owned[world.rank])
+    for patch in (whole[2:3], whole[:2])[world.rank]:
+        assert _same(there[patch].data, _image(patch.view))
+    assert reading == [[0, 2], [1]][world.rank]
+    return world.traffic.sent - before
+
+
+def test_images_go_to_the_owners_of_pixels() -> None:
+    assert run_ranks(_owned, 2) == [_shapes(1)[0].nbytes, 0]
+
+
+def _lower(world: World) -> None:
+    """A view drawn at a lower resolution than its image's is delivered whole."""
+    share = ImageShare(_shapes(11), _image, world, label="test")
+    batch = [5, 4, 8]
+    views = _views(batch, factor=2)
+    plan = Plan.of([[Patch(p, 0, 0, view.width, 1) for p, view in enumerate(views)]] * world.size)
+    for patch, part in share.deliver(batch, plan, world.device, views).items():
+        assert _same(part.data, _image(batch[patch.view]))
+        assert part.rectangle == ImagePart.whole(_image(batch[patch.view])).rectangle
+
+
+def test_of_a_smaller_view_the_whole_image_comes() -> None:
+    run_ranks(_lower, 2)
+
+
+def test_rectangles_or_the_whole_image_whichever_is_less() -> None:
+    shape = ImageShape(20, 10, 3, torch.uint8, False)
+    view = View(torch.eye(4), torch.eye(3), 10, 20)
+    bands = [Patch(0, 0, 0, 10, 6, 1), Patch(0, 0, 12, 10, 20, 1)]
+    assert rectangles_of(bands, view, shape) == [(0, 0, 10, 7), (0, 11, 10, 20)]
+    assert rectangles_of([*bands, bands[0]], view, shape) == [(0, 0, 10, 7), (0, 11, 10, 20)]
+    # With wider halos they have 9 and 11 rows, as many as the image.
+    wider = [Patch(0, 0, 0, 10, 6, 3), Patch(0, 0, 12, 10, 20, 3)]
+    assert rectangles_of(wider, view, shape) == [(0, 0, 10, 20)]
+    assert rectangles_of([Patch.whole(0, view)], view, shape) == [(0, 0, 10, 20)]
+    assert rectangles_of([Patch(0, 4, 4, 4, 4, 5)], view, shape) == []
+    half = View(torch.eye(4), torch.eye(3), 5, 10)
+    assert rectangles_of([Patch(0, 0, 0, 5, 1)], half, shape) == [(0, 0, 10, 20)]
+    assert rectangles_of([Patch(0, 4, 4, 4, 4)], half, shape) == []
 
 
 def _broken(world: World, how: str) -> str:
@@ -150,6 +279,23 @@ def test_a_copy_on_the_host_outlives_its_place_in_memory() -> None:
     assert [int(image[0]) for image in held] == list(range(9)) and store.capacity == 2
 
 
+@pytest.mark.parametrize("budget", [None, 2 * 15_360], ids=["kept", "on demand"])
+def test_rows_of_an_image_are_all_that_is_copied(budget: int | None) -> None:
+    store = ImageStore({view: SHAPE_OF_LARGE[view % 4] for view in range(8)}, _large, budget=budget)
+    for view in (0, 5, 2, 7):
+        image = _large(view)
+        for top, bottom in ((3, 9), (0, 24), (0, 1), (20, 24)):
+            rows = store.rows(view, torch.device("cpu"), top, bottom)
+            assert _same(rows, {name: value[top:bottom] for name, value in image.items()})
+            held = rows["image"].untyped_storage()
+            if budget is None:
+                assert held.data_ptr() == store._block.untyped_storage().data_ptr()
+            elif (top, bottom) != (0, 24):
+                assert held.nbytes() == rows["image"].nbytes
+    with pytest.raises(KeyError):
+        store.rows(8, torch.device("cpu"), 0, 1)
+
+
 def test_what_is_expected_is_decoded_meanwhile() -> None:
     done = threading.Event()
 
@@ -204,5 +350,14 @@ def test_on_a_gpu_streamed_and_page_locked_images_arrive_whole() -> None:
             share.expect(list(range(index, 64)))
             held.append(share.image(index, device)["image"])
         assert all(bool((image == index).all()) for index, image in enumerate(held))
+        view = View(torch.eye(4), torch.eye(3), 512, 512)
+        plan = Plan.of([[Patch(position, 0, 128, 500, 500 - 64 * position, 16) for position in range(4)]])
+        for first in range(0, 64, 4):
+            batch = list(range(first, first + 4))
+            share.expect(list(range(first, 64)))
+            for patch, part in share.deliver(batch, plan, device, [view] * 4).items():
+                held.append(part.under(patch.rendered(view)).data["image"])
+                assert part.data["image"].shape[0] < 512, "the other rows are not copied"
+        assert all(bool((image == index).all()) for index, image in enumerate(held[64:]))
     kept = ImageShare([shape] * 8, decode, World.single(device), label="test", place=device)
     assert kept.image(5, device)["image"].device.type == "cuda" and int(kept.image(5, device)["image"].max()) == 5

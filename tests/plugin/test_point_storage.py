@@ -89,7 +89,7 @@ def a_step(points: PointStorage) -> Step:
     )
     world = World.single(points.params["means"].device)
     kernels = GaussianKernels(degree=1, absgrad=True)
-    rows = OwnRows(world, kernels, settings.rows, settings.segment, settings.words(learns=False))
+    rows = OwnRows(world, kernels, settings.rows, settings.segment, settings.words())
     single = STRATEGIES["single"](world)
     step = Step(kernels, points.params, points.moments, points.statistics, settings, single, rows)
     step.viewmats[0], step.Ks[0] = VIEW.viewmat, VIEW.K

@@ -1,5 +1,6 @@
 """An image that all ranks render together is the one that a process with all points renders."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from nerfstudio.data.scene_box import OrientedBox
 
 from ns_multigpu.core.world import World
+from ns_multigpu.locality.palette import rank_colors
 from tests.plugin.rendering import POINTS, camera, make_pipeline, write_capture
 from tests.ranks import run_ranks, skip_without_gpus
 
@@ -98,6 +100,47 @@ def _check(capture: Path, size: int, device: str) -> None:
         assert all(result["elsewhere"]), "an image is there where it is wanted and nowhere else"
         assert result["same state"]
         _same(result["everywhere"], whole)
+
+
+def _owners(world: World, capture: Path) -> Any:
+    """On rank 0 what it gets when it leads, and how many renderings that took: before it looks at `rank`, and after."""
+    pipeline = make_pipeline(world, capture, bounds=BOUNDS[world.size], background_color="white")
+    pipeline.eval()
+    rendered: list[bool] = []
+    render = pipeline.renders._render
+    pipeline.renders._render = lambda request, roots: rendered.append(request.owners) or render(request, roots)
+
+    def work() -> Any:
+        outputs = pipeline.model.get_outputs_for_camera(camera(*SIZES[0]))
+        names, before = list(outputs), list(rendered)
+        there = "rank" in outputs and list(rendered) == before
+        seen, again = outputs["rank"], outputs["rank"]
+        crop = pipeline.model.get_outputs_for_camera(camera(*SIZES[0]), CROPS["nothing"])["rank"]
+        return names, before, there and seen is again, dict(outputs), crop
+
+    found = pipeline.renders.run_leading(work)
+    return rendered, found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_who_owns_what_is_seen_is_rendered_when_it_is_looked_at(capture: Path, size: int) -> None:
+    results = run_ranks(_owners, size, capture)
+    assert [rendered for rendered, _ in results] == [[False, True, False, True]] * size, "two images, each looked at"
+    names, before, there, outputs, crop = results[0][1]
+    assert names == ["rgb", "depth", "accumulation", "rank", "background"]
+    assert before == [False] and there, "nothing is rendered for a name, and one look is enough"
+    expected = make_pipeline(World.single(), capture, "single", background_color="white")
+    expected.eval()
+    torch.testing.assert_close(outputs["rgb"], expected.model.get_outputs_for_camera(camera(*SIZES[0]))["rgb"])
+    # Spherical harmonics that are the owner's colour from everywhere: what no code of the output knows of.
+    owners = torch.cat([torch.full((b - a,), k) for k, (a, b) in enumerate(pairwise(BOUNDS[size]))])
+    colors = torch.tensor(rank_colors(1, size))[owners]
+    expected.model.gauss_params["features_dc"] = torch.nn.Parameter((colors - 0.5) / 0.28209479177387814)
+    expected.model.gauss_params["features_rest"].data.zero_()
+    seen = expected.model.get_outputs_for_camera(camera(*SIZES[0]))["rgb"]
+    torch.testing.assert_close(outputs["rank"], seen, rtol=1e-4, atol=1e-5)
+    assert float((seen - outputs["rgb"]).abs().max()) > 0.1 and float(seen.std()) > 0.05
+    assert bool((crop == 1).all()), "of no points the background"
 
 
 def test_an_image_without_pixels_is_refused(capture: Path) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from ns_multigpu.core.step_settings import Status, StepSettings
+from ns_multigpu.core.image_part import ImagePart
+from ns_multigpu.core.pairs import pairs_of
+from ns_multigpu.core.step_settings import Status, StepSettings, with_halos
 from ns_multigpu.core.transports import CollectiveRows, ReplicatedRows
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.blocks import step_buffers
 from ns_multigpu.plugin.blocks.fused_rescue import bytes_of_step
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.faults.errors import InputError
@@ -23,7 +26,7 @@ SETTINGS = StepSettings(32, 48, views=4, ssim_lambda=0.2, rows=64, segment=32, i
 def make_buffers(strategy: str, **options: Any) -> StepBuffers:
     """Of the first of two ranks, which never meets the other."""
     world = replace(World.single(), size=2)
-    config = SimpleNamespace(transport="collective", tile_lists="gather", gradients="atomics", overlap=1)
+    config = SimpleNamespace(transport="collective", tile_lists="gather", gradients="atomics", overlap=1, wire="full")
     vars(config).update(options)
     return StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
 
@@ -35,11 +38,15 @@ def test_a_transport_serves_as_long_as_its_sizes_do(strategy: str, kind: type) -
     first = buffers.transport(SETTINGS, GaussianKernels(degree=0))
     assert type(first) is kind
     other = GaussianKernels(degree=1, opacity_weight=0.1, absgrad=True)
+    before = first.step_bytes if isinstance(first, CollectiveRows) else 0
     assert buffers.transport(replace(SETTINGS, intersections=512), other) is first and first.kernels == other
-    for change in ({"rows": 128}, {"segment": 64}):
+    if isinstance(first, CollectiveRows):  # two ranks, 32 rows; with two absolute gradients each from now on
+        assert first.step_bytes - before == 32 * 2 * 4
+    for change in ({"rows": 128}, {"segment": 64}, {"segment": ((64, 16), (8, 64))}):
         second = buffers.transport(replace(SETTINGS, **change), other)
         assert second is not first
-        assert (second.rows, second.capacity) == (change.get("rows", 64), change.get("segment", 32))
+        pairs = pairs_of(change.get("segment", 32), 2)
+        assert (second.rows, second.pairs) == (change.get("rows", 64), pairs) and second.capacity == pairs[0][0]
         first = second
 
 
@@ -58,45 +65,90 @@ def test_what_peers_write_to_each_other_is_counted(peer: bool) -> None:
     buffers = make_buffers("tile")
     buffers.peer = peer
     before = buffers._world.traffic.sent
-    buffers.count_traffic(Status(done=2, rows=9, segment=5, intersections=30, full=False, sent=7))
+    buffers.count_traffic(Status(done=2, rows=9, segments=(2, 5), intersections=30, full=False, sent=7))
     assert buffers._world.traffic.sent - before == (7 * 2 * 64 if peer else 0)
 
 
 def test_room_is_asked_for_rows_that_arrive() -> None:
     """A segment from each rank, of 60 bytes a row at least; where rows stay there is nothing to arrive."""
-    small, large = (bytes_of_step((1024, size, 4096), 3072, 4, travels=True) for size in (512, 1024))
+    small, large = (bytes_of_step((1024, pairs_of(size, 4), 4096), 3072, 4, travels=True) for size in (512, 1024))
     assert large - small >= 4 * 512 * 60
-    alone = bytes_of_step((1024, 512, 4096), 3072, 1, travels=False)
-    assert alone == bytes_of_step((1024, 9999, 4096), 3072, 1, travels=False)
+    alone = bytes_of_step((1024, pairs_of(512, 1), 4096), 3072, 1, travels=False)
+    assert alone == bytes_of_step((1024, pairs_of(9999, 1), 4096), 3072, 1, travels=False)
+
+
+def test_room_is_asked_for_the_rank_that_most_rows_arrive_at() -> None:
+    uneven = ((1000, 10, 10), (2000, 0, 30), (3000, 40, 0))
+    crowded = tuple((2000, 0, 0) for _ in range(3))  # as many in all, at rank 0
+    asked = [bytes_of_step((1024, pairs, 4096), 3072, 3, travels=True) for pairs in (uneven, crowded)]
+    assert asked[0] == asked[1] > bytes_of_step((1024, pairs_of(1999, 3), 4096), 3072, 3, travels=True)
 
 
 def test_images_lie_where_graphs_read_them() -> None:
     view = View(torch.eye(4), torch.eye(3), SETTINGS.width, SETTINGS.height)
     image = torch.randint(0, 256, (SETTINGS.height, SETTINGS.width, 3), dtype=torch.uint8)
     patches = [Patch(0, 0, 0, 32, 16, 16), Patch(1, 0, 16, 32, 48, 16), Patch.whole(2, view)]
+    views = [view] * 3
     buffers = make_buffers("tile")
     for captures in (False, True):
         buffers.captures = captures
         buffers.make_pictures(SETTINGS, torch.uint8)
-        found = [buffers.target(place, image, patch, view) for place, patch in enumerate(patches)]
-        again = [buffers.target(place, image + 1, patch, view) for place, patch in enumerate(patches)]
+        found = buffers.targets([ImagePart.whole({"image": image})] * 3, patches, views)
+        parts = [ImagePart.whole({"image": image + 1}).under(patch.rendered(view)) for patch in patches]
+        again = buffers.targets(parts, patches, views)
         for patch, old, new in zip(patches, found, again, strict=True):
             x0, y0, x1, y1 = patch.rendered(view)
             assert new.is_contiguous() and torch.equal(new, image[y0:y1, x0:x1] + 1)
             assert (old.data_ptr() == new.data_ptr()) == captures
     buffers.make_pictures(SETTINGS, torch.uint8)
-    assert buffers.target(0, image, patches[0], view).data_ptr() == again[0].data_ptr(), "a step made anew finds them"
+    assert buffers.targets(parts, patches, views)[2].data_ptr() == again[2].data_ptr(), "a step made anew finds them"
+
+
+def test_there_is_room_for_the_patches_of_locality() -> None:
+    """Several patches of a view on one rank, with halos all around."""
+    buffers = make_buffers("locality")
+    buffers.captures, buffers._world = True, replace(World.single(), size=2)
+    buffers._strategy = STRATEGIES["locality"](buffers._world)
+    views = [View(torch.eye(4), torch.eye(3), SETTINGS.width, SETTINGS.height, k) for k in range(SETTINGS.views)]
+    plan = with_halos(buffers._strategy.plan(views), SETTINGS.width, SETTINGS.height)
+    buffers.make_pictures(SETTINGS, torch.uint8)
+    image = torch.randint(0, 256, (SETTINGS.height, SETTINGS.width, 3), dtype=torch.uint8)
+    for mine in plan.owned:
+        found = buffers.targets([ImagePart.whole({"image": image})] * len(mine), mine, views)
+        for patch, target in zip(mine, found, strict=True):
+            x0, y0, x1, y1 = patch.rendered(views[patch.view])
+            assert torch.equal(target, image[y0:y1, x0:x1])
+
+
+def test_lists_by_a_sort_want_bands() -> None:
+    with pytest.raises(InputError, match="locality cuts views into patches"):
+        make_buffers("locality", tile_lists="sort")
 
 
 def test_what_graphs_cannot_hold_is_launched() -> None:
     assert not make_buffers("tile").captures, "on a CPU"
     gpu = replace(World.single(), device=torch.device("cuda", 0))
-    config = SimpleNamespace(transport="collective", tile_lists="gather", gradients="atomics", overlap=1)
+    config = SimpleNamespace(transport="collective", tile_lists="gather", gradients="atomics", overlap=1, wire="full")
     for name in STRATEGIES:
-        for lists in ("gather", "sort"):
+        for lists in ("gather",) if name == "locality" else ("gather", "sort"):
             config.tile_lists = lists
             pipeline = SimpleNamespace(config=config, strategy=STRATEGIES[name](gpu))
             assert StepBuffers(pipeline, gpu).captures == (lists == "gather")
+
+
+@pytest.mark.parametrize(("peer", "ranks"), [(True, 2), (False, 2), (True, 1)])
+def test_half_a_wire_is_for_collectives(peer: bool, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one rank nothing goes on a wire, and nobody has to mind."""
+    monkeypatch.setattr(step_buffers, "choose_transport", lambda *_: SimpleNamespace(peer=peer, reason="said so"))
+    world = replace(World.single(), size=ranks)
+    config = SimpleNamespace(transport="auto", tile_lists="gather", gradients="atomics", overlap=1, wire="half")
+    pipeline = SimpleNamespace(config=config, strategy=STRATEGIES["tile"](world))
+    if peer and ranks > 1:
+        with pytest.raises(InputError, match=r"^--pipeline\.wire half: .*or add --pipeline\.transport collective"):
+            StepBuffers(pipeline, world)
+        return
+    made = StepBuffers(pipeline, world).transport(SETTINGS, GaussianKernels(degree=0))
+    assert (made.half if isinstance(made, CollectiveRows) else None) == (True if ranks > 1 else None)
 
 
 def test_wishes_that_cannot_be_had_are_refused() -> None:

@@ -1,24 +1,32 @@
 """`StepCapacities`: room for what views of one capture need, which differ widely, without taking steps twice."""
 
+from itertools import product
+
 import pytest
 
+from ns_multigpu.core.pairs import alike, most_of, pairs_of
 from ns_multigpu.core.step_settings import padded
-from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
+from ns_multigpu.plugin.blocks.step_capacities import Capacities, StepCapacities
 
 BLOCK = 50
+
+
+def three(rows: int, segment: int, intersections: int) -> Capacities:
+    """Where all pairs of two ranks are alike."""
+    return rows, pairs_of(segment, 2), intersections
 
 
 def taken_again(needs: list[int], views: int) -> tuple[int, StepCapacities]:
     """Blocks of `BLOCK` steps, each of one image: how many of them met a view that there was no room for."""
     room, failures = StepCapacities(views), 0
-    room.begin((padded(1000), padded(500), padded(2000)))
+    room.begin(three(padded(1000), padded(500), padded(2000)))
     for start in range(0, len(needs), BLOCK):
         block = needs[start : start + BLOCK]
         while True:
             assert room.now is not None
             fitting = next((k for k, need in enumerate(block) if need > room.now[0]), len(block))
             seen = block[: fitting + 1]
-            room.learn((max(seen), max(seen) // 2, 2 * max(seen)), fitting < len(block), fitting)
+            room.learn(three(max(seen), max(seen) // 2, 2 * max(seen)), fitting < len(block), fitting)
             if fitting == len(block):
                 break
             failures += 1
@@ -45,9 +53,11 @@ def test_room_that_no_view_needs_is_given_up_once_all_have_been_seen(views: int)
 
 def test_a_first_guess_far_too_large_goes_at_once() -> None:
     room = StepCapacities(1000)
-    room.begin((padded(4_000_000), padded(4_000_000), padded(8_000_000)))
-    room.learn((30_000, 15_000, 60_000), False, BLOCK)
-    assert room.now is not None and max(room.now) < 100_000
+    room.begin(three(padded(4_000_000), padded(4_000_000), padded(8_000_000)))
+    room.learn(three(30_000, 15_000, 60_000), False, BLOCK)
+    assert room.now is not None
+    rows, pairs, intersections = room.now
+    assert max(rows, most_of(pairs), intersections) < 100_000
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -56,14 +66,46 @@ def test_a_full_capacity_grows_whatever_was_needed_before(which: int) -> None:
     room = StepCapacities(10)
     begun, needed = [4096, 5120, 6144], [1000, 1500, 3000]
     needed[which] = 10_000
-    room.begin((begun[0], begun[1], begun[2]))
-    room.learn((needed[0], needed[1], needed[2]), True, 0)
-    assert room.now is not None and room.now[which] >= 20_000
-    assert [room.now[k] for k in range(3) if k != which] == [begun[k] for k in range(3) if k != which]
+    room.begin(three(*begun))
+    room.learn(three(*needed), True, 0)
+    assert room.now is not None
+    (rows, pairs, intersections), expected = room.now, list(three(*begun))
+    assert (rows, most_of(pairs), intersections)[which] >= 20_000 and pairs == alike(pairs)
+    expected[which] = room.now[which]
+    assert room.now == tuple(expected)
+
+
+def test_each_pair_has_what_it_needs_itself() -> None:
+    """A matrix of very unequal pairs: one that is exceeded grows alone; one that is far too large shrinks alone."""
+    room = StepCapacities(10)
+    begun = tuple(tuple(200_000 if a == b else 2048 * (1 + a + b) for b in range(3)) for a in range(3))
+    room.begin((4096, begun, 4096))
+    needed = [[150_000 if a == b else 1000 for b in range(3)] for a in range(3)]
+    needed[2][0] = 50_000
+    room.learn((3000, tuple(map(tuple, needed)), 3000), True, 0)
+    assert room.now is not None
+    for a, b in product(range(3), repeat=2):
+        now = room.now[1][a][b]
+        assert now >= 100_000 if (a, b) == (2, 0) else now == begun[a][b]
+    needed[2][0], needed[1][1] = 60_000, 10_000
+    for _ in range(50):  # until all views have been seen, and no block that needed more is remembered
+        room.learn((3000, tuple(map(tuple, needed)), 3000), False, BLOCK)
+    assert room.now[0] == room.now[2] == 4096
+    for a, b in product(range(3), repeat=2):
+        now = room.now[1][a][b]
+        assert now < 20_000 if (a, b) == (1, 1) else now >= min(needed[a][b], begun[a][b])
+    assert room.now[1][0][0] == begun[0][0] and room.now[1][2][0] >= 60_000
+
+
+def test_where_segments_have_one_size_all_pairs_have_the_room_of_the_largest() -> None:
+    room = StepCapacities(10, one_for_all=True)
+    room.begin((4096, pairs_of(2048, 2), 4096))
+    room.learn((3000, ((500, 9000), (20, 1)), 3000), True, 0)
+    assert room.now is not None and room.now[1] == alike(room.now[1]) and most_of(room.now[1]) >= 18_000
 
 
 def test_steps_that_wait_for_a_flush_change_nothing() -> None:
     room = StepCapacities(10)
-    room.begin((10_240, 2048, 40_960))
-    room.learn((5000, 1500, 3000), True, 0)
-    assert room.now == (10_240, 2048, 40_960)
+    room.begin(three(10_240, 2048, 40_960))
+    room.learn(three(5000, 1500, 3000), True, 0)
+    assert room.now == three(10_240, 2048, 40_960)

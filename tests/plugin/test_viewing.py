@@ -46,9 +46,12 @@ class Viewer:
         self.render_tab_state = SimpleNamespace(preview_render=False)
         self.images: list[torch.Tensor] = []
         self.thread = RenderStateMachine(self, 1.0, None)  # type: ignore[arg-type]
-        self.thread._send_output_to_viewer = lambda outputs, **_: self.images.append(outputs["rgb"])  # type: ignore
+        self.thread._send_output_to_viewer = self._send  # type: ignore[method-assign]
         self.thread.start()
         threading.Thread(target=self._move, daemon=True).start()
+
+    def _send(self, outputs: Any, **_: Any) -> None:
+        self.images.append(outputs[self.control_panel.output_render])
 
     def _move(self) -> None:
         while self.thread.is_alive():
@@ -144,6 +147,33 @@ def test_a_visit(capture: Path, tmp_path: Path, size: int) -> None:
     assert paused >= in_steps + 5 and completed >= paused + 5
     assert all(result["ended"] and result["same"] for result in results)
     assert results[0]["paused"] < 20
+
+
+def _owners_seen(world: World, capture: Path, folder: Path) -> Any:
+    """How often all ranks rendered while a page showed rgb, and then rank; how many images it got; the last one."""
+    trainer = _trainer(world, capture, folder)
+    viewer, renders, asked = trainer.viewer_state, trainer.pipeline.renders, list[bool]()
+    render = renders._render
+    renders._render = lambda request, roots: asked.append(request.owners) or render(request, roots)
+    with contextlib.closing(renders):
+        _steps(trainer, 0, 15)
+        before = list(asked)
+        if viewer is not None:
+            viewer.control_panel.output_render = "rank"
+        _steps(trainer, 15, 40)
+    if viewer is not None:
+        viewer.thread.join(5)
+    return before, asked[len(before) :], [] if viewer is None else viewer.images
+
+
+def test_a_page_that_shows_owners_takes_a_rendering_more_and_others_none(capture: Path, tmp_path: Path) -> None:
+    results = run_ranks(_owners_seen, 2, capture, tmp_path)
+    before, after, images = results[0]
+    assert [result[:2] for result in results] == [(before, after)] * 2, "all ranks rendered the same"
+    assert len(before) >= 3 and not any(before), "nobody asked for owners"
+    assert after.count(True) >= 2 and abs(after.count(True) - after.count(False)) <= 1
+    assert len(images) >= len(before) + after.count(True) - 1
+    assert not torch.allclose(images[0], images[-1], atol=0.05), "the last one shows owners"
 
 
 def _broken_off(world: World, capture: Path, folder: Path, how: str) -> tuple[bool, int, str]:

@@ -10,7 +10,9 @@ import torch
 
 from cuda_ext.ops.adam import adam_scalars
 from cuda_ext.ops.lazy_adam import LazyAdam
+from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.loss import photometric_loss
+from ns_multigpu.core.pairs import Pairs, most_of, pairs_of, tell_pairs
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.step import Step
 from ns_multigpu.core.step_settings import StepSettings, first_capacities, padded, with_halos
@@ -44,12 +46,14 @@ class Course:
     Attributes:
         strategy: `batch`, where ranks are replicas, or `tile`, where each has a shard: `bounds`, or equal numbers.
         batch: views of a step.
-        room: capacities of rows, a segment and intersections to begin with: those that are too small grow on the way.
-            None for what training begins with.
+        room: capacities of rows, segments (each pair's, or one for all) and intersections to begin with: those that are
+            too small grow on the way. None for what training begins with.
         lazy: steps of points that are not drawn are put off.
         transport: of shards: own, collective, or in peer memory atomics or transfer. by_sort: see `SortedLists`.
+        half: rows and gradients travel in float16.
         moment: of Adam's moments. selective: see `GaussianKernels`. groups: in which rows leave.
         captured: steps are replayed from graphs, on a CPU from what was recorded.
+        grouped: groups of points are culled by their boxes. speed: how many times as large rates are.
     """
 
     strategy: str
@@ -57,16 +61,19 @@ class Course:
     steps: int
     antialiased: bool = False
     bounds: tuple[int, ...] | None = None
-    room: tuple[int, int, int] | None = None
+    room: tuple[int, int | Pairs, int] | None = None
     lazy: bool = False
     transport: str = "collective"
     by_sort: bool = False
+    half: bool = False
     points: int = 300
     moment: torch.dtype = torch.float32
     selective: bool = False
     scene: Scene = make_points
     groups: int = 1
     captured: bool = False
+    grouped: bool = False
+    speed: float = 1.0
     size: tuple[int, int] = (WIDTH, HEIGHT)
 
     def views(self, step: int, device: torch.device) -> list[View]:
@@ -141,15 +148,21 @@ def kernels_of(antialiased: bool = False, absgrad: bool = True, **options: Any) 
     return made
 
 
-def transport_of(name: str, spread: Strategy, kernels: GaussianKernels, settings: StepSettings) -> Transport:
-    """The transport of that name for shards; replicas have one of their own."""
+def transport_of(
+    name: str, spread: Strategy, kernels: GaussianKernels, settings: StepSettings, **wire: bool
+) -> Transport:
+    """The transport of that name for shards; replicas have one of their own.
+
+    Args:
+        wire: see `CollectiveRows`.
+    """
     world = spread.world
-    shape = (world, kernels, settings.rows, settings.segment, settings.words(spread.assignment.learns))
+    shape = (world, kernels, settings.rows, settings.segment, settings.words(spread.assignment))
     if not spread.rows.travels:
         return OwnRows(*shape) if world.size == 1 else ReplicatedRows(*shape)
     if name in ("atomics", "transfer"):
         return PeerRows(*shape, atomics=name == "atomics")
-    return {"own": OwnRows, "collective": CollectiveRows}[name](*shape)
+    return OwnRows(*shape) if name == "own" else CollectiveRows(*shape, **wire)
 
 
 def step_of(
@@ -184,15 +197,21 @@ def taken(world: World, course: Course) -> Outcome:
     kernels = kernels_of(course.antialiased, selective=course.selective)
 
     def made() -> Step:
-        carried = transport_of(course.transport, spread, kernels, settings)
+        wire = {"half": course.half, "slots": course.by_sort}
+        carried = transport_of(course.transport, spread, kernels, settings, **wire)
         peer = course.transport != "collective"
         lists = SortedLists(settings, world, carried.lines, peer=peer) if course.by_sort else None
-        return Step(kernels, params, moments, counted, settings, spread, carried, put_off_here, lists)
+        return Step(
+            kernels, params, moments, counted, settings, spread, carried, put_off_here, lists,
+            group_culling=course.grouped,
+        )  # fmt: skip
 
+    world.traffic.since("step")
     pool = (GraphPool(device) if device.type == "cuda" else RecordedPool()) if course.captured else None
     graphs = StepGraphs(StepTimer(device), lambda: None, pool)
     pictures = torch.zeros(course.batch, height, width, 3, dtype=torch.uint8, device=device)
     one, losses, sent, redone, put_off, first, replayed = made(), [], 0, 0, 0, (0, 0, 0), 0
+    most, told = pairs_of(0, world.size), 0
     step = 0
     while step < course.steps:
         views = course.views(step, device)
@@ -200,6 +219,7 @@ def taken(world: World, course: Course) -> Outcome:
         one.Ks.copy_(torch.stack([v.K for v in views]))
         one.backgrounds.copy_(torch.stack([background(step, p) for p in range(course.batch)]))
         one.scalars.copy_(scalars(step + 1))
+        one.scalars[:, 0] *= course.speed
         plan = with_halos(spread.plan_alike(views), width, height)
         # In the same place each time, for graphs.
         targets = [target_of(patch, views, pictures[patch.view]) for patch in plan.owned[world.rank]]
@@ -208,30 +228,47 @@ def taken(world: World, course: Course) -> Outcome:
         status = one.status()
         to_others = one._counts.sum() - one._counts[world.rank] if one._transport.travels else torch.zeros(())
         assert status.sent == int(to_others), "of this rank's rows, those that went to others"
+        assert list(status.segments) == one._counts.tolist(), "a look after each step"
+        pairs = tell_pairs(status.segments, world)
+        most = tuple(tuple(map(max, *two)) for two in zip(most, pairs, strict=True))
+        told = world.traffic.since("step")
+        if isinstance(one._transport, CollectiveRows):
+            assert course.by_sort or told == (one._transport.step_bytes if world.size > 1 else 0)
         if status.full:
             assert status.done == 0
             redone += 1
             put_off = max(put_off, step)
-            old = (settings.rows, settings.segment, settings.intersections)
-            rows, segment, intersections = (max(padded(n), o) for n, o in zip(status.needed, old, strict=True))
-            settings = replace(settings, rows=rows, segment=segment, intersections=intersections)
+            rows, intersections = max(padded(status.rows), settings.rows), settings.intersections
+            settings = replace(
+                settings, rows=rows, segment=grown(pairs_of(settings.segment, world.size), pairs),
+                intersections=max(padded(status.intersections), intersections),
+            )  # fmt: skip
             one = made()
             graphs.forget()
             continue
         assert status.done == 1 and torch.isfinite(one.report).all()
-        first = first if step else status.needed
-        if spread.assignment.learns:
-            spread.assignment.learn(views, one.tile_counts.reshape(-1).tolist())
+        first = first if step else (status.rows, most_of(pairs), status.intersections)
+        if spread.assignment.learns is not Learns.NOTHING:
+            spread.assignment.learn(views, one.learnt.reshape(-1).tolist())
         losses.append(one.report[:-1].mean())
         sent += status.sent
         step += 1
     one.flush()
     result = {k: v.cpu() for k, v in params.items()} | {f"v of {k}": m[1].cpu() for k, m in moments.items()}
     counts = {"redone": redone, "put off": put_off, "first": first, "sent": sent, "replayed": replayed}
+    counts |= {"most": most, "bytes": told}
     return result | {k: v.cpu() for k, v in statistics.items()} | {
-        "losses": torch.stack(losses).cpu(), "tiles": one.tile_counts.cpu(),
+        "losses": torch.stack(losses).cpu(), "tiles": one.learnt.cpu(),
         **{name: torch.tensor(count) for name, count in counts.items()},
     }  # fmt: skip
+
+
+def grown(capacities: Pairs, needed: Pairs) -> Pairs:
+    """Capacities with room for what was needed; as they are where there is room."""
+    return tuple(
+        tuple(c if n <= c else padded(n) for c, n in zip(*two, strict=True))
+        for two in zip(capacities, needed, strict=True)
+    )
 
 
 def target_of(patch: Patch, views: Sequence[View], picture: torch.Tensor) -> torch.Tensor:

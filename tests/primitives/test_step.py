@@ -199,7 +199,8 @@ def test_what_leaves_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (made[:, 6:9][clamped] != 0).any() and (sent[:, 6:9][clamped] == 0).all()
     assert torch.equal(sent[:, 6:9][~clamped], made[:, 6:9][~clamped])
     assert torch.equal(sent[:, :6], made[:, :6]) and torch.equal(sent[:, 9:12], made[:, 9:12])
-    assert message.tolist() == [*alone.status().needed, 0] and message[0] == count
+    looked = alone.status()
+    assert message.tolist() == [looked.rows, 0, looked.intersections, 0] and message[0] == looked.rows == count
     assert (view_ids[:count] == 1).all()
     for told, own in ((point_ids, rows.point_ids), (radii, rows.radii), (conics, rows.conics)):
         assert torch.equal(told[:count], own[:count])

@@ -5,12 +5,13 @@ Adding a strategy or a primitive to its table below adds its test.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from ns_multigpu.core.collectives import all_gather_ints, all_gather_rows, sum_all
+from ns_multigpu.core.collectives import all_gather_rows, sum_all
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.strategy import Strategy
@@ -31,6 +32,9 @@ PRIMITIVES: dict[str, Callable[[], Primitive]] = {
 # Forward and gradients: rounding of a changed order of summation, far inside KERNELS.md's tolerances for the operators.
 TOLERANCES = {torch.float64: {"rtol": 1e-9, "atol": 1e-11}, torch.float32: {"rtol": 1e-4, "atol": 2e-6}}
 
+MACHINES = [(2, 2), (3, 3), (4, 2), (4, 4)]
+"""Ranks, and the machines that they are on; one machine is what all other cases have."""
+
 Pieces = list[tuple[Patch, torch.Tensor]]
 Outcome = dict[str, Any]
 
@@ -43,6 +47,17 @@ def one_step(
     return take_step(STRATEGIES[strategy](world), primitive, views, points, dtype, size)
 
 
+def one_step_on(machines: int, world: World, *rest: Any) -> Outcome:
+    """`one_step` with the ranks spread over so many machines."""
+    return one_step(on_machines(world, machines), *rest)
+
+
+def on_machines(world: World, machines: int) -> World:
+    """The world as if its ranks were on so many machines."""
+    each = world.size // machines
+    return replace(world, local_rank=world.rank % each, local_size=each)
+
+
 def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
     kind: tuple[Primitive, Points] | None = None,
@@ -51,8 +66,9 @@ def take_step(
     `kind`: a primitive that is not in the table, and so many points of it."""
     world = spread.world
     drawn, whole = kind or (PRIMITIVES[primitive](), make_points(points, dtype, world.device))
-    held: Points = spread.placement.hold(whole, world)
-    batch = make_views(views, dtype, world.device, size)
+    batch = seen = make_views(views, dtype, world.device, size)
+    spread.placement.look(lambda: seen)
+    held, places = held_at(spread, whole)
     poses = [v.viewmat.clone().requires_grad_() for v in batch]
     batch = [replace(v, viewmat=p) for v, p in zip(batch, poses, strict=True)]
     plan = spread.plan(batch, holders=[(3 * i) % world.size for i in range(views)])
@@ -75,15 +91,14 @@ def take_step(
     loss.backward()
     spread.gradients.end_backward()
     gradients = {name: _gradient(value) for name, value in held.params.items()}
-    first = 0
     if not spread.placement.replicated:
-        first = sum(row[0] for row in all_gather_ints([len(held)], world)[: world.rank])
-        gradients = {name: all_gather_rows(grad, world)[0] for name, grad in gradients.items()}
+        order = all_gather_rows(places, world)[0].argsort()
+        gradients = {name: all_gather_rows(grad, world)[0][order] for name, grad in gradients.items()}
     statistics = torch.zeros(2, points, device=world.device)
     if rendering.splats.probe is not None:  # else nothing is counted
         info = densification_info(rendering.splats, batch)
-        statistics[0].index_add_(0, first + info["ids"], info["gradients"].float() * info["visible"])
-        statistics[1].index_add_(0, first + info["ids"], info["visible"])
+        statistics[0].index_add_(0, places[info["ids"]], info["gradients"].float() * info["visible"])
+        statistics[1].index_add_(0, places[info["ids"]], info["visible"])
     return {
         "loss": sum_all(loss.detach().reshape(1), world).cpu(),
         "images": images,
@@ -92,6 +107,15 @@ def take_step(
         "gradients": {name: grad.cpu() for name, grad in gradients.items()},
         "poses": {str(i): _gradient(pose).cpu() for i, pose in enumerate(poses)},
     }
+
+
+def held_at(spread: Strategy, whole: Points) -> tuple[Points, torch.Tensor]:
+    """This rank's points of a whole model, and their places [N] int64 there."""
+    numbers = torch.arange(len(whole), device=spread.world.device)
+    numbered = Points({**whole.params, "number": numbers[:, None].double()})
+    held = dict(spread.placement.hold(numbered, spread.world).params)
+    places = held.pop("number")[:, 0].long()
+    return Points(held), places
 
 
 def _gradient(leaf: torch.Tensor) -> torch.Tensor:
@@ -145,6 +169,14 @@ def test_equals_single(strategy: str, size: int, primitive: str) -> None:
     unused = {"features_rest"} if "plain" in primitive else set()
     assert all(float(g.abs().sum()) > 0 for name, g in expected["gradients"].items() if name not in unused)
     check(run_ranks(one_step, size, strategy, primitive, 5, 150, dtype), expected, dtype)
+
+
+@pytest.mark.parametrize(("ranks", "machines"), MACHINES)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
+def test_equals_single_over_machines(strategy: str, ranks: int, machines: int) -> None:
+    expected = one_step(World.single(), "single", "gaussians", 5, 150, torch.float64)
+    step = partial(one_step_on, machines)
+    check(run_ranks(step, ranks, strategy, "gaussians", 5, 150, torch.float64), expected, torch.float64)
 
 
 @pytest.mark.parametrize(("views", "points"), [(2, 40), (1, 0), (3, 1)])

@@ -7,6 +7,7 @@ Adam's first moment is the gradient if it begins at zero and beta1 is 0; so the 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from strategies import STRATEGIES
 from tests.ranks import run_ranks, skip_without_gpus
 from tests.recorded import RecordedPool
 from tests.strategies.scene import make_image, make_points, make_views
-from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, stitch
+from tests.strategies.test_law import MACHINES, PRIMITIVES, Outcome, check, held_at, on_machines, one_step, stitch
 
 KERNELS = [name for name, make in PRIMITIVES.items() if getattr(make(), "sh_degree", None)]
 """The primitives that have kernels: plain colours take ordinary steps."""
@@ -39,7 +40,7 @@ MODES = ("step", "captured")
 POINTS, LAMBDA, BACKGROUND = 150, 0.2, 0.3
 DEALT, CUT = 12, 11
 """Views of a step: as many for each of 1 to 4 ranks where they are dealt out; else so many that some have to be cut."""
-ROOM = {"rows": 2048, "segment": 2048, "intersections": 16384}
+ROOM = {"rows": 2048, "segment": 2048, "intersections": 65536}
 LANDSCAPE, PORTRAIT = (61, 45), (45, 61)
 
 
@@ -49,27 +50,35 @@ def count_of(strategy: str) -> int:
 
 
 def step_of(
-    world: World, strategy: str, primitive: str, size: tuple[int, int], mode: str, by_sort: bool = False
-) -> Outcome:
+    world: World, strategy: str, primitive: str, size: tuple[int, int], mode: str, by_sort: bool = False,
+    half: bool | None = None,
+) -> Outcome:  # fmt: skip
     """`take_one` with a strategy and a primitive of those names."""
     kind = PRIMITIVES[primitive]()
     assert isinstance(kind, Gaussians)
-    return take_one(STRATEGIES[strategy](world), kind, count_of(strategy), size, mode, by_sort)
+    return take_one(STRATEGIES[strategy](world), kind, count_of(strategy), size, mode, by_sort, half)
+
+
+def step_on(machines: int, world: World, *rest: Any) -> Outcome:
+    """`step_of` with the ranks spread over so many machines."""
+    return step_of(on_machines(world, machines), *rest)
 
 
 def take_one(
-    spread: Strategy, kind: Gaussians, count: int, size: tuple[int, int], mode: str, by_sort: bool = False
-) -> Outcome:
-    """What `one_step` returns, of a step that reads nothing back."""
+    spread: Strategy, kind: Gaussians, count: int, size: tuple[int, int], mode: str, by_sort: bool = False,
+    half: bool | None = None,
+) -> Outcome:  # fmt: skip
+    """What `one_step` returns, of a step that reads nothing back. With `half` given rows travel by collectives."""
     world = spread.world
     device = world.device
     views = make_views(count, torch.float32, device, size)
-    held = spread.placement.hold(make_points(POINTS, torch.float32, device), world)
+    spread.placement.look(lambda: views)
+    held, places = held_at(spread, make_points(POINTS, torch.float32, device))
     params = {name: value.detach().clone() for name, value in held.params.items()}
     begun = {name: value.clone() for name, value in params.items()}
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
     statistics = {name: torch.zeros(len(held), device=device) for name in ("grad2d", "count", "radii")}
-    step = made(spread, kind, views, params, moments, statistics, by_sort)
+    step = made(spread, kind, views, params, moments, statistics, by_sort, half)
     fill(step, views)
     plan = with_halos(spread.plan_alike(views), *size)
     targets = []
@@ -83,29 +92,27 @@ def take_one(
     assert step.status().done == 1
     gradients = {name: first.cpu() for name, (first, _) in moments.items()}
     counted = torch.zeros(3, POINTS)
-    if spread.placement.replicated:
-        counted = torch.stack(list(statistics.values())).cpu()
-    else:
-        lengths = [POINTS * rank // world.size for rank in range(world.size + 1)]
-        counted[:, lengths[world.rank] : lengths[world.rank + 1]] = torch.stack(list(statistics.values())).cpu()
+    counted[:, places.cpu()] = torch.stack(list(statistics.values())).cpu()
     images = [(replace(p, halo=0), rgb.cpu()) for p, rgb in zip(plan.owned[world.rank], step.rgb, strict=True)]
     loss = step.report[:-1].sum().cpu() / len(views)
-    return {"loss": loss, "images": images, "gradients": gradients, "statistics": counted}
+    return {"loss": loss, "images": images, "gradients": gradients, "statistics": counted, "places": places.cpu()}
 
 
 def made(
-    spread: Strategy, kind: Gaussians, views: list[View], params: Any, moments: Any, statistics: Any, by_sort: bool
-) -> Step:
+    spread: Strategy, kind: Gaussians, views: list[View], params: Any, moments: Any, statistics: Any, by_sort: bool,
+    half: bool | None = None,
+) -> Step:  # fmt: skip
     """The step of a strategy and a primitive, with what carries its rows."""
     world = spread.world
     settings = StepSettings(views[0].width, views[0].height, len(views), LAMBDA, **ROOM)
     kernels = replace(kind, depth=False).kernels()
     assert kernels is not None
-    words = settings.words(spread.assignment.learns)
-    peer = world.device.type == "cuda" and world.size > 1
+    words = settings.words(spread.assignment)
+    peer = world.device.type == "cuda" and world.size > 1 and half is None
     transport = make_transport(
-        spread.rows, spread.gradients, world, kernels, settings.rows, settings.segment, words, peer=peer, atomics=True
-    )
+        spread.rows, spread.gradients, world, kernels, settings.rows, settings.segment, words, peer=peer, atomics=True,
+        half=bool(half), slots=by_sort,
+    )  # fmt: skip
     lists = SortedLists(settings, world, transport.lines, peer=False) if by_sort else None
     counted = statistics if world.is_main or not spread.gradients.summed else {}
     return Step(kernels, params, moments, counted, settings, spread, transport, lists=lists)
@@ -154,7 +161,8 @@ def check_outcomes(
     loss = torch.stack([outcome["loss"] for outcome in outcomes]).sum(0).reshape(1)
     together = outcomes[0]["gradients"]
     if not replicated:
-        together = {name: torch.cat([outcome["gradients"][name] for outcome in outcomes]) for name in together}
+        order = torch.cat([outcome["places"] for outcome in outcomes]).argsort()
+        together = {name: torch.cat([outcome["gradients"][name] for outcome in outcomes])[order] for name in together}
     else:
         for outcome in outcomes:
             assert all(torch.equal(outcome["gradients"][name], together[name]) for name in together), "replicas differ"
@@ -176,6 +184,14 @@ def test_a_step_equals_single(strategy: str, mode: str, ranks: int, primitive: s
     if reason is not None:
         pytest.skip(f"{strategy}: {reason}")
     check_step(run_ranks(step_of, ranks, strategy, primitive, size, mode), strategy, primitive, size)
+
+
+@pytest.mark.parametrize(("ranks", "machines"), MACHINES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
+def test_a_step_over_machines_equals_single(strategy: str, mode: str, ranks: int, machines: int) -> None:
+    outcomes = run_ranks(partial(step_on, machines), ranks, strategy, KERNELS[0], PORTRAIT, mode)
+    check_step(outcomes, strategy, KERNELS[0], PORTRAIT)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

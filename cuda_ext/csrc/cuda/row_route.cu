@@ -4,10 +4,8 @@
 // view, 20 bytes a row, and leaves a mask of ranks, a bit each, where the places to rank 0 will stand; the second turns
 // masks into places, 4 bytes a row and rank. In each, a warp takes its rows 32 at a time, and lane r counts those that
 // go to rank r: no atomics, so the places are the same on every run.
-#include <cuda_runtime.h>
-
-#include "common/ellipse.h"
 #include "cuda/row_exchange.h"
+#include "cuda/row_patches.h"
 
 namespace nsmg {
 namespace {
@@ -15,55 +13,14 @@ namespace {
 constexpr unsigned kAll = 0xffffffffu;
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kSteps = kRouteRows / kThreads;  // rows of a lane
-constexpr int kUpload = 128;                   // patches a launch: within the 4 KB of kernel parameters
 constexpr int kScanThreads = 1024;
-
-struct PatchBatch {
-  RankPatch patches[kUpload];
-};
-
-__global__ void upload_kernel(const __grid_constant__ PatchBatch batch, int count, RankPatch* table) {
-  if (int(threadIdx.x) < count) table[threadIdx.x] = batch.patches[threadIdx.x];
-}
-
-// Whether the box around the row's mean holds a pixel centre of the patch: the rule of `intersect`.
-__device__ __forceinline__ bool box_reaches(float2 mean, int2 radius, const RankPatch& patch) {
-  const float reach_x = float(radius.x), reach_y = float(radius.y);
-  int first, last;
-  covered_steps(Span<float>{mean.x - reach_x, mean.x + reach_x}, float(patch.x0), patch.x1 - patch.x0, first, last);
-  if (first >= last) return false;
-  covered_steps(Span<float>{mean.y - reach_y, mean.y + reach_y}, float(patch.y0), patch.y1 - patch.y0, first, last);
-  return first < last;
-}
 
 // A bit for each rank with a patch that the row reaches.
 __device__ __forceinline__ uint32_t ranks_reached(const RouteRows& rows, const RankPatch* patches, int patch_count,
                                                   int64_t row) {
-  const int2 radius = reinterpret_cast<const int2*>(rows.radii)[row];
-  if (radius.x <= 0 || radius.y <= 0) return 0;
-  const int view = rows.view_ids[row];
-  int first = 0, last = patch_count;
-  while (first < last) {  // the first patch of a view not before the row's
-    const int middle = (first + last) / 2;
-    if (__ldg(&patches[middle].view) < view)
-      first = middle + 1;
-    else
-      last = middle;
-  }
-  const float2 mean = reinterpret_cast<const float2*>(rows.means2d)[row];
   uint32_t mask = 0;
-  for (int k = first; k < patch_count; ++k) {
-    const int32_t* p = &patches[k].view;
-    if (__ldg(p) != view) break;
-    const RankPatch patch{view, __ldg(p + 1), __ldg(p + 2), __ldg(p + 3), __ldg(p + 4), __ldg(p + 5)};
-    if (box_reaches(mean, radius, patch)) mask |= 1u << patch.rank;
-  }
+  patches_reached(rows, patches, patch_count, row, [&](int rank) { mask |= 1u << rank; });
   return mask;
-}
-
-__device__ __forceinline__ int64_t real_rows(const RouteRows& rows) {
-  const int64_t real = *rows.real;
-  return real < rows.end ? real : rows.end;
 }
 
 // Adds to lane r how many of the warp's masks have bit r.
@@ -177,12 +134,7 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t route_launch(const RouteRows& rows, const RankPatch* host_patches, int patch_count, RankPatch* patches,
                          int ranks, int32_t* block_counts, int32_t* place, int64_t* counts, cudaStream_t stream) {
   const int blocks = route_blocks(rows.end - rows.first);
-  for (int first = 0; first < patch_count; first += kUpload) {
-    PatchBatch batch = {};
-    const int number = patch_count - first < kUpload ? patch_count - first : kUpload;
-    for (int k = 0; k < number; ++k) batch.patches[k] = host_patches[first + k];
-    upload_kernel<<<1, kUpload, 0, stream>>>(batch, number, patches + first);
-  }
+  upload_patches(host_patches, patch_count, patches, stream);
   if (blocks > 0) {
     auto* masks = reinterpret_cast<uint32_t*>(place);
     touch_kernel<<<blocks, kThreads, 0, stream>>>(rows, patches, patch_count, ranks, blocks, masks, block_counts);

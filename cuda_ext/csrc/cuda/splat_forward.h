@@ -50,6 +50,8 @@ struct CullBuffers {
   int64_t* offsets;  // [views * blocks + 1]
   void* scan;
   size_t scan_bytes;
+  const float* boxes;  // of the points' groups, or null: see splat_boxes.h
+  uint8_t* shows;      // [views, groups], where there are boxes
 };
 
 inline int cull_blocks(int points) { return (points + kCullPoints - 1) / kCullPoints; }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cuda/splat_bind.h"
+#include "cuda/splat_boxes.h"
 #include "cuda/splat_forward.h"
 
 namespace nsmg {
@@ -28,6 +29,7 @@ struct PutOff {
 // The inputs, checked, as the kernels take them; `held` are what they point to.
 struct Inputs {
   std::vector<at::Tensor> held;
+  Optional boxes;
   RawPoints raw;
   MissedSteps missed;
   Views views;
@@ -38,7 +40,7 @@ Inputs checked_inputs(const at::Tensor& means_, const at::Tensor& quats_, const 
                       const at::Tensor& logits_, const at::Tensor& sh_dc_, const at::Tensor& sh_rest_,
                       const at::Tensor& viewmats_, const at::Tensor& Ks_, at::IntArrayRef sizes, int64_t degree,
                       double eps2d, double near_plane, double far_plane, bool antialiased, bool depth,
-                      const PutOff& put_off) {
+                      const PutOff& put_off, const Optional& boxes = {}) {
   const int64_t points = means_.size(0), views = viewmats_.size(0);
   const at::Tensor means = cuda_floats(means_, "means", {-1, 3}, means_);
   const at::Tensor quats = cuda_floats(quats_, "quats", {points, 4}, means_);
@@ -66,6 +68,10 @@ Inputs checked_inputs(const at::Tensor& means_, const at::Tensor& quats_, const 
     std::copy_n(checked.moments1, kUpdateTensors, inputs.missed.moments1);
     std::copy_n(checked.moments2, kUpdateTensors, inputs.missed.moments2);
     inputs.missed.compact = checked.compact;
+  }
+  if (boxes.has_value()) {
+    inputs.boxes = cuda_floats(*boxes, "boxes", {box_groups(inputs.raw.count), kBoxFloats}, means);
+    check_aligned(*inputs.boxes, "boxes");
   }
   inputs.views = make_views(viewmats, Ks, sizes, near_plane, far_plane);
   inputs.settings = {static_cast<int>(degree), static_cast<float>(eps2d), antialiased, depth};
@@ -99,9 +105,13 @@ Rows culled(const Inputs& inputs, int64_t capacity) {
   const at::Tensor bits = at::empty({items * (kCullPoints / 32)}, ints), counts = at::empty({items + 1}, ints);
   const at::Tensor offsets = at::empty({items + 1}, longs);
   const at::Tensor scan = at::empty({static_cast<int64_t>(scan_bytes)}, floats.dtype(at::kByte));
+  const int64_t shown = inputs.boxes ? int64_t{box_groups(inputs.raw.count)} * inputs.views.count : 0;
+  const at::Tensor shows = at::empty({shown}, floats.dtype(at::kByte));
   const CullBuffers buffers = {reinterpret_cast<uint32_t*>(bits.mutable_data_ptr<int32_t>()),
                                counts.mutable_data_ptr<int32_t>(), offsets.mutable_data_ptr<int64_t>(),
-                               scan.mutable_data_ptr(), scan_bytes};
+                               scan.mutable_data_ptr(), scan_bytes,
+                               inputs.boxes ? inputs.boxes->const_data_ptr<float>() : nullptr,
+                               shows.mutable_data_ptr<uint8_t>()};
   NSMG_CUDA_CHECK(splat_cull_launch(inputs.raw, inputs.missed, inputs.views, inputs.settings.eps2d, buffers,
                                     addresses(rows), stream));
   return rows;
@@ -122,9 +132,11 @@ Rows whole(const Inputs& inputs, int64_t capacity) {
 Rows splat_forward(const at::Tensor& means, const at::Tensor& quats, const at::Tensor& log_scales,
                    const at::Tensor& logits, const at::Tensor& sh_dc, const at::Tensor& sh_rest,
                    const at::Tensor& viewmats, const at::Tensor& Ks, at::IntArrayRef sizes, int64_t degree,
-                   double eps2d, double near_plane, double far_plane, bool antialiased, bool depth, int64_t capacity) {
-  const Inputs inputs = checked_inputs(means, quats, log_scales, logits, sh_dc, sh_rest, viewmats, Ks, sizes, degree,
-                                       eps2d, near_plane, far_plane, antialiased, depth, PutOff{{}, {}, {}, {}, {}});
+                   double eps2d, double near_plane, double far_plane, bool antialiased, bool depth, int64_t capacity,
+                   const Optional& boxes) {
+  const Inputs inputs =
+      checked_inputs(means, quats, log_scales, logits, sh_dc, sh_rest, viewmats, Ks, sizes, degree, eps2d, near_plane,
+                     far_plane, antialiased, depth, PutOff{{}, {}, {}, {}, {}}, boxes);
   return whole(inputs, capacity);
 }
 
@@ -133,10 +145,10 @@ Rows splat_forward_lazy(const at::Tensor& means, const at::Tensor& quats, const 
                         const at::Tensor& viewmats, const at::Tensor& Ks, at::IntArrayRef sizes, int64_t degree,
                         double eps2d, double near_plane, double far_plane, bool antialiased, bool depth,
                         int64_t capacity, at::TensorList exp_avgs, at::TensorList exp_avg_sqs, const at::Tensor& last,
-                        const at::Tensor& table, const at::Tensor& steps) {
+                        const at::Tensor& table, const at::Tensor& steps, const Optional& boxes) {
   const Inputs inputs = checked_inputs(means, quats, log_scales, logits, sh_dc, sh_rest, viewmats, Ks, sizes, degree,
                                        eps2d, near_plane, far_plane, antialiased, depth,
-                                       PutOff{exp_avgs, exp_avg_sqs, last, table, steps});
+                                       PutOff{exp_avgs, exp_avg_sqs, last, table, steps}, boxes);
   return whole(inputs, capacity);
 }
 
@@ -145,10 +157,10 @@ Rows splat_begin(const at::Tensor& means, const at::Tensor& quats, const at::Ten
                  const at::Tensor& viewmats, const at::Tensor& Ks, at::IntArrayRef sizes, int64_t degree, double eps2d,
                  double near_plane, double far_plane, bool antialiased, bool depth, int64_t capacity,
                  at::TensorList exp_avgs, at::TensorList exp_avg_sqs, const Optional& last, const Optional& table,
-                 const Optional& steps) {
+                 const Optional& steps, const Optional& boxes) {
   const Inputs inputs = checked_inputs(means, quats, log_scales, logits, sh_dc, sh_rest, viewmats, Ks, sizes, degree,
                                        eps2d, near_plane, far_plane, antialiased, depth,
-                                       PutOff{exp_avgs, exp_avg_sqs, last, table, steps});
+                                       PutOff{exp_avgs, exp_avg_sqs, last, table, steps}, boxes);
   const c10::cuda::CUDAGuard guard(means.device());
   return culled(inputs, capacity);
 }

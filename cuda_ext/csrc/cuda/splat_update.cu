@@ -8,11 +8,14 @@
 
 #include "cuda/splat_update.h"
 
+#include "cuda/splat_boxes_device.h"
 #include "cuda/splat_update_lane.h"
 #include "cuda/splat_update_span.h"
 
 namespace nsmg {
 namespace {
+
+static_assert(kGroup == kBoxPoints, "a warp writes one box");
 
 // starts[view * (groups + 1) + group]: the first row at or after the group's first point; the last of a view is its end.
 // Where there is a witness, nothing has been seen yet.
@@ -107,6 +110,10 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
   step(Batch<1>{}, kLogScales, 3, moved ? shared + kScaleAt : nullptr);
   step(Batch<1>{}, kLogits, 1, moved ? shared + kLogitAt : nullptr);
   step(Batch<1>{}, kShDc, 3, moved ? shared + kDcAt : nullptr);
+  if (launch.boxes != nullptr) {
+    const bool stepped = Selective ? ((drawn_points >> lane) & 1) != 0 : inside;
+    widen_box(launch.boxes, group, stepped, launch.values[kMeans], launch.values[kLogScales], id, lane);
+  }
   if (launch.rest_floats > 0) step(Batch<4>{}, kShRest, launch.rest_floats, Degree > 0 && shown ? rest : nullptr);
 }
 

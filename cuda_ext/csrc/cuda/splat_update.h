@@ -61,6 +61,7 @@ struct UpdateLaunch {
   UpdateWitness witness;
   UpdateSettings settings;
   int32_t* starts;  // [views, groups + 1]: where a view's rows of a group begin
+  float* boxes;     // of the points' groups, widened to what is written; or null
   LazyState lazy;   // null pointers: every point takes every step
   Views views;
 };

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda/splat_bind.h"
+#include "cuda/splat_boxes.h"
 #include "cuda/splat_update.h"
 
 namespace nsmg {
@@ -27,7 +28,7 @@ void splat_update(at::TensorList params, at::TensorList exp_avgs, at::TensorList
                   const at::Tensor& seen, const at::Tensor& radii_max, int64_t degree, double eps2d, double near_plane,
                   double far_plane, bool antialiased, bool absgrad, bool selective, double opacity_weight,
                   double scale_weight, const Optional& last, const Optional& table, const Optional& steps,
-                  const Optional& witness, at::IntArrayRef witness_views) {
+                  const Optional& witness, at::IntArrayRef witness_views, const Optional& boxes) {
   UpdateLaunch launch = {};
   put_parameters({params, exp_avgs, exp_avg_sqs}, launch);
   launch.lazy = lazy_state(last, table, steps, params[kMeans]);
@@ -99,6 +100,7 @@ void splat_update(at::TensorList params, at::TensorList exp_avgs, at::TensorList
     launch.witness = {in_place(*witness, "witness", {1}, means), all ? 0 : cuda_count(witness_views[0], "views"),
                       all ? launch.views.count : cuda_count(witness_views[1], "views")};
   }
+  if (boxes.has_value()) launch.boxes = in_place(*boxes, "boxes", {box_groups(launch.points), kBoxFloats}, means);
   launch.settings = {static_cast<int>(degree),  static_cast<float>(eps2d),          antialiased,
                      absgrad,                   selective,                          static_cast<float>(opacity_weight),
                      static_cast<float>(scale_weight)};

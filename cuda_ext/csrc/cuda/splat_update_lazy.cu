@@ -4,12 +4,15 @@
 // a row, and its harmonics' 540 bytes twice (the second time from the L2 cache); where moments are bfloat16, 946 and
 // 360. They are rounded once, at the end. A group without rows costs a look at `starts`.
 
+#include "cuda/splat_boxes_device.h"
 #include "cuda/splat_lazy_device.h"
 #include "cuda/splat_update_lane.h"
 #include "cuda/splat_update_span.h"
 
 namespace nsmg {
 namespace {
+
+static_assert(kGroup == kBoxPoints, "a warp writes one box");
 
 // A warp's shared memory: as in the other update, and then a LazyFactor of each of its points.
 __host__ __device__ constexpr int lazy_warp_floats(int rest_floats) { return warp_floats(rest_floats) + 4 * kGroup; }
@@ -186,6 +189,9 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) lazy_update_kernel(const __
   step(Batch<1>{}, kLogScales, 3, shared + kScaleAt);
   step(Batch<1>{}, kLogits, 1, shared + kLogitAt);
   step(Batch<1>{}, kShDc, 3, shared + kDcAt);
+  if (launch.boxes != nullptr) {
+    widen_box(launch.boxes, group, drawn, launch.values[kMeans], launch.values[kLogScales], id, lane);
+  }
   if (launch.rest_floats > 0) step(Batch<4>{}, kShRest, launch.rest_floats, Degree > 0 ? rest : nullptr);
   if (drawn) launch.lazy.last[id] = static_cast<uint8_t>(steps + (all_stand_still(launch.scalars) ? 0 : 1));
 }

@@ -37,6 +37,18 @@ __device__ __forceinline__ int64_t sent_away(const MessageCounts& counts) {
   return sum;
 }
 
+// By how much the fullest segment exceeds its room; keeps the most that each has held.
+__device__ __forceinline__ int64_t lacking(const MessageCounts& counts) {
+  int64_t worst = counts.segments[0] - counts.room[0];
+#pragma unroll 8
+  for (int i = 0; i < counts.ranks; ++i) {
+    const int64_t value = counts.segments[i], over = value - counts.room[i], before = counts.most[i];
+    worst = over > worst ? over : worst;
+    if (value > before) counts.most[i] = value;
+  }
+  return worst;
+}
+
 // The first of the launches (`begins`) has one block more, its first, for the message's head, and sets lines that no band
 // of the batch has to zero.
 __global__ void __launch_bounds__(kThreads)
@@ -44,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
                    int columns, int lines, bool begins, int64_t* message) {
   if (begins && blockIdx.x == 0) {
     if (threadIdx.x == 0) message[0] = counts.own_rows[0];
-    if (threadIdx.x == 32) message[1] = largest({counts.segments, 1}, counts.ranks);
+    if (threadIdx.x == 32) message[1] = lacking(counts);
     if (threadIdx.x == 64) message[2] = counts.met[0];
     if (threadIdx.x == 96) message[3] = sent_away(counts);
     return;

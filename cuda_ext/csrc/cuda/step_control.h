@@ -19,6 +19,8 @@ struct MessageBand {
 struct MessageCounts {
   const int64_t* own_rows;  // [1]
   const int64_t* segments;  // [ranks]
+  const int64_t* room;      // [ranks], of each segment
+  int64_t* most;            // [ranks], raised
   const int64_t* met;       // [1]
   int rank, ranks;
 };

@@ -34,11 +34,20 @@ std::vector<MessageBand> message_bands(at::IntArrayRef numbers, int64_t lines, i
   return bands;
 }
 
-at::Tensor step_message(const at::Tensor& own_rows_, const at::Tensor& segment_counts_, const at::Tensor& met_,
+// The numbers of a tensor that is written in place.
+int64_t* written(const at::Tensor& tensor, const char* name, at::IntArrayRef shape, const at::Tensor& like) {
+  const at::Tensor same = cuda_checked(tensor, name, shape, at::kLong, like);
+  TORCH_CHECK_VALUE(same.is_same(tensor), name, " must be contiguous: it is written in place.");
+  return tensor.mutable_data_ptr<int64_t>();
+}
+
+at::Tensor step_message(const at::Tensor& own_rows_, const at::Tensor& segment_counts_,
+                        const at::Tensor& segment_room_, const at::Tensor& segment_most, const at::Tensor& met_,
                         const at::Tensor& tile_offsets_, at::IntArrayRef numbers, int64_t rank, int64_t lines_,
                         int64_t columns) {
   const at::Tensor own_rows = cuda_checked(own_rows_, "own_rows", {1}, at::kLong, met_),
                    segments = cuda_checked(segment_counts_, "segment_counts", {-1}, at::kLong, met_),
+                   room = cuda_checked(segment_room_, "segment_room", {segments.numel()}, at::kLong, met_),
                    met = cuda_checked(met_, "met", {1}, at::kLong, met_),
                    tile_offsets = cuda_ints(tile_offsets_, "tile_offsets", {-1}, met_);
   TORCH_CHECK_VALUE(rank >= 0 && rank < segments.numel(), "a message is of one of the ", segments.numel(),
@@ -47,6 +56,8 @@ at::Tensor step_message(const at::Tensor& own_rows_, const at::Tensor& segment_c
   const std::vector<MessageBand> bands = message_bands(numbers, lines, columns, tile_offsets.numel() - 1);
   const MessageCounts counts{own_rows.const_data_ptr<int64_t>(),
                              segments.const_data_ptr<int64_t>(),
+                             room.const_data_ptr<int64_t>(),
+                             written(segment_most, "segment_most", {segments.numel()}, met_),
                              met.const_data_ptr<int64_t>(),
                              static_cast<int>(rank),
                              cuda_count(segments.numel(), "ranks")};
@@ -65,13 +76,6 @@ Column column_of(const at::Tensor& tensor, const char* name, int64_t count, cons
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kLong && tensor.device() == like.device(), name, " is ",
                    tensor.scalar_type(), " on ", tensor.device(), "; it must be Long on ", like.device(), ".");
   return {tensor.const_data_ptr<int64_t>(), tensor.stride(0)};
-}
-
-// The numbers of a tensor that is written in place.
-int64_t* written(const at::Tensor& tensor, const char* name, at::IntArrayRef shape, const at::Tensor& like) {
-  const at::Tensor same = cuda_checked(tensor, name, shape, at::kLong, like);
-  TORCH_CHECK_VALUE(same.is_same(tensor), name, " must be contiguous: it is written in place.");
-  return tensor.mutable_data_ptr<int64_t>();
 }
 
 std::tuple<at::Tensor, at::Tensor> step_gate(at::TensorList counts, const at::Tensor& limits_, const at::Tensor& status,

@@ -71,16 +71,25 @@ def check_wishes(pipeline: Any, *, fused: bool) -> None:
     Raises:
         InputError: it is for fused steps of sharded points, and these are others.
     """
-    if fused and pipeline.model.sharded:
-        return
     asked = pipeline.config
-    usual = {"transport": ("auto", "collective"), "tile_lists": ("gather",), "overlap": (1,), "gradients": ("atomics",)}
+    if fused and pipeline.model.sharded:
+        if asked.wire == "half" and asked.transport == "peer":
+            raise InputError(
+                "--pipeline.wire half: that is for collectives, and --pipeline.transport peer asks for peer memory. "
+                "Leave out one of the two."
+            )
+        return
+    usual = {
+        "transport": ("auto", "collective"), "tile_lists": ("gather",), "overlap": (1,), "gradients": ("atomics",),
+        "wire": ("full",),
+    }  # fmt: skip
     for name, values in usual.items():
         value = getattr(asked, name)
         if value not in values:
             why = "these are not fused" if pipeline.model.sharded else f"the strategy is {pipeline.strategy.name}"
             raise InputError(
-                f"--pipeline.{name.replace('_', '-')} {value}: that is for the fused steps of splatfacto-tile, and "
+                f"--pipeline.{name.replace('_', '-')} {value}: that is for the fused steps of splatfacto-tile and "
+                f"splatfacto-locality, and "
                 f"{why}. Leave it out, or see with --fused-steps always what is in the way."
             )
 

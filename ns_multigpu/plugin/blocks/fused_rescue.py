@@ -18,6 +18,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.planning.room import step_buffers
 from ns_multigpu.planning.work import Share
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
+from ns_multigpu.plugin.blocks.step_capacities import Capacities
 from ns_multigpu.plugin.faults import memory
 from ns_multigpu.plugin.faults.out_of_memory import Counts, GivenUp, NoRoom, forget_frames
 from ns_multigpu.primitives.gaussians.schema import ORDER, flat
@@ -69,16 +70,15 @@ def go_back(points: PointStorage, optimizers: Any, lazy: Any, counts: Counts, do
             scheduler.step()
 
 
-def bytes_of_step(capacities: tuple[int, int, int], pixels: int, ranks: int, *, travels: bool) -> float:
-    """What the buffers of a step take, by the planning model.
+def bytes_of_step(capacities: Capacities, pixels: int, ranks: int, *, travels: bool) -> float:
+    """What the buffers of a step take, by the planning model; on the rank that the most rows arrive at.
 
     Args:
-        capacities: rows, a segment, and intersections.
         pixels: that this rank draws.
         travels: whether rows do. What they travel through is left out: it stays from step to step.
     """
-    rows, segment, intersections = capacities
-    arrivals = segment * ranks if travels else 0
+    rows, pairs, intersections = capacities
+    arrivals = max(sum(from_all) for from_all in zip(*pairs, strict=True)) if travels else 0
     one = Share(0, 1, rows, arrivals, arrivals or rows, intersections, pixels, 0.0, 0.0, 0.0)
     parts = step_buffers(one, ranks, capacity=1.0)
     return sum(size for name, size in parts.items() if name != "exchange" or not arrivals)

@@ -1,5 +1,6 @@
 """What steps work with that outlives a step made anew: transport, lists, and room for images that graphs read."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,9 +8,12 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
 
 from cuda_ext.ops.row_exchange import RECORD_FLOATS
+from ns_multigpu.core.assignment import Learns
+from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.kernels import Kernels
+from ns_multigpu.core.pairs import pairs_of
 from ns_multigpu.core.peer_memory import choose_transport
-from ns_multigpu.core.step_settings import Status, StepSettings
+from ns_multigpu.core.step_settings import HALO, Status, StepSettings
 from ns_multigpu.core.tile_lists import GatheredLists, SortedLists, TileLists
 from ns_multigpu.core.transports import Transport, make_transport
 from ns_multigpu.core.types import Patch, View
@@ -21,7 +25,7 @@ class StepBuffers:
     """The buffers of one rank's steps. Those of other sizes go before new ones are made: they take each other's memory.
 
     Args:
-        pipeline: a `DistributedPipeline`: of its options `transport`, `gradients`, `tile_lists` and `overlap`.
+        pipeline: a `DistributedPipeline`: of its options `transport`, `gradients`, `tile_lists`, `overlap` and `wire`.
         world: the ranks.
 
     Raises:
@@ -30,17 +34,25 @@ class StepBuffers:
     Attributes:
         captures: whether CUDA graphs can hold steps.
         peer: whether rows are written into the memory of other GPUs.
+        one_for_all: whether what rows travel through has one size for all pairs of ranks.
     """
 
     def __init__(self, pipeline: Any, world: World) -> None:
         options, self._strategy, self._world = pipeline.config, pipeline.strategy, world
         self._transport: Transport | None = None
+        self._shape: tuple[Any, ...] = ()
         self._lists: TileLists | None = None
         self._lists_shape: tuple[int, ...] = ()
         self._pictures = torch.zeros(0)
         self.peer, self._by_sort = False, options.tile_lists == "sort"
-        self._atomics = options.gradients == "atomics"
+        self._atomics, self._half = options.gradients == "atomics", options.wire == "half"
+        self.one_for_all = self._by_sort
         self.captures = world.device.type == "cuda" and not self._by_sort
+        if self._by_sort and self._strategy.assignment.learns is not Learns.WORK and self._strategy.rows.travels:
+            raise InputError(
+                f"--pipeline.tile-lists sort: sorted lists want bands of rows of tiles, and {self._strategy.name} cuts "
+                "views into patches. Use --pipeline.tile-lists gather."
+            )
         if options.overlap < 1:
             raise InputError(f"--pipeline.overlap {options.overlap}: splats leave in 1 part at least.")
         if not self._strategy.rows.travels:
@@ -50,20 +62,28 @@ class StepBuffers:
         except RuntimeError as error:
             raise InputError(f"--pipeline.transport {options.transport}: {error}") from error
         self.peer = choice.peer
+        self.one_for_all = self.peer or self._by_sort
+        if self._half and self.peer and world.size > 1:
+            raise InputError(
+                "--pipeline.wire half: that is for collectives, and splats travel through peer memory here. Leave it "
+                "out, or add --pipeline.transport collective."
+            )
         if world.is_main and world.size > 1:
             CONSOLE.print(choice.reason)
 
     def transport(self, settings: StepSettings, kernels: Kernels) -> Transport:
         """What carries rows, and their gradients."""
-        shape = (settings.rows, settings.segment, settings.words(self._strategy.assignment.learns))
-        old = self._transport
-        if old is not None and (old.rows, old.capacity, old.words) == shape and type(old.kernels) is type(kernels):
+        rows, words = settings.rows, settings.words(self._strategy.assignment)
+        pairs = pairs_of(settings.segment, self._world.size)
+        old, shape = self._transport, (rows, pairs, words)
+        if old is not None and self._shape == shape and type(old.kernels) is type(kernels):
             old.kernels = kernels  # what they differ in is not what a row is
             return old
         old = self._transport = None  # its memory is the next one's
+        self._shape = shape
         self._transport = make_transport(
-            self._strategy.rows, self._strategy.gradients, self._world, kernels, *shape,
-            peer=self.peer, atomics=self._atomics,
+            self._strategy.rows, self._strategy.gradients, self._world, kernels, rows, pairs, words,
+            peer=self.peer, atomics=self._atomics, half=self._half, slots=self._by_sort,
         )  # fmt: skip
         return self._transport
 
@@ -85,19 +105,28 @@ class StepBuffers:
 
     def make_pictures(self, settings: StepSettings, kind: torch.dtype) -> None:
         """Makes room for the images of a step of graphs, which read them where they were when they were captured."""
-        most = self._strategy.assignment.most_views(settings.views, self._world.size)
-        shape = (most if self.captures else 0, settings.height, settings.width, 3)
-        if self._pictures.shape != shape or self._pictures.dtype != kind:
-            self._pictures = torch.empty(shape, dtype=kind, device=self._world.device)
+        size = settings.views, settings.width, settings.height, self._world.size
+        room = 3 * self._strategy.assignment.most_pixels(*size, HALO) if self.captures else 0
+        if len(self._pictures) != room or self._pictures.dtype != kind:
+            self._pictures = torch.empty(room, dtype=kind, device=self._world.device)
 
-    def target(self, place: int, image: Tensor, patch: Patch, view: View) -> Tensor:
-        """The image [H, W, 3] under a rendered rectangle, where a step finds it: this rank's patch number `place`."""
-        left, top, right, bottom = patch.rendered(view)
-        there = image[top:bottom, left:right]
-        if not self.captures:
-            return there.contiguous()
-        flat = self._pictures[place].view(-1)[: there.numel()]
-        return flat.view(there.shape).copy_(there)
+    def targets(self, parts: Sequence[ImagePart], patches: Sequence[Patch], views: Sequence[View]) -> list[Tensor]:
+        """What lies of each image [h, w, 3] under a rendered rectangle, where a step finds it.
+
+        Args:
+            parts, patches: of this rank's patches.
+            views: the batch's.
+        """
+        found: list[Tensor] = []
+        start = 0
+        for part, patch in zip(parts, patches, strict=True):
+            there = part.under(patch.rendered(views[patch.view])).data["image"]
+            if self.captures:
+                place = self._pictures[start : start + there.numel()]  # of one plan's patches always the same
+                start += there.numel()
+                there = place.view(there.shape).copy_(there)
+            found.append(there.contiguous())
+        return found
 
     def count_traffic(self, status: Status) -> None:
         """Counts what peers wrote to each other; collectives count for themselves."""

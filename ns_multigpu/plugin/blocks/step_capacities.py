@@ -2,15 +2,19 @@
 
 A step that has not enough is not taken, nor are those behind it in its block: all are taken again. So room is given
 up only when every view has been drawn without needing it: views of one capture differ by a factor of ten.
+
+Each pair of ranks has room of its own, so that what one pair needs is not sent by all others.
 """
 
 from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
+from ns_multigpu.core.pairs import Pairs, alike
 from ns_multigpu.core.step_settings import padded
 
-Capacities: TypeAlias = tuple[int, int, int]
+Capacities: TypeAlias = tuple[int, Pairs, int]
+"""Of rows, of the rows of each pair of ranks, and of intersections."""
 _SPARE = 3 * 8192
 """Rows or intersections of too much room that are not worth new buffers."""
 _IMAGES = 500
@@ -22,9 +26,11 @@ class StepCapacities:
 
     Args:
         views: training views of the capture.
+        one_for_all: all pairs have the room of the largest, where their segments have one size anyway.
     """
 
-    def __init__(self, views: int) -> None:
+    def __init__(self, views: int, *, one_for_all: bool = False) -> None:
+        self._one_for_all = one_for_all
         self._window = max(_IMAGES, views)
         self._recent: deque[tuple[int, Capacities]] = deque()  # images of a block, and what it needed
         self._now: Capacities | None = None
@@ -42,11 +48,13 @@ class StepCapacities:
         """Fits the capacities to what steps have needed.
 
         Args:
-            needed: the most of any of the steps, by capacity.
+            needed: the most of any of the steps, by capacity; the same on all ranks, as are the other arguments.
             full: whether it was more than there was room for.
             images: that the steps which were taken have seen.
         """
         assert self._now is not None
+        if self._one_for_all:
+            needed = (needed[0], alike(needed[1]), needed[2])
         self._recent.append((images, needed))
         while sum(seen for seen, _ in self._recent) - self._recent[0][0] >= self._window:
             self._recent.popleft()
@@ -56,14 +64,18 @@ class StepCapacities:
             return
         # Before all views have been seen, only what is far too much: the first guess of a run.
         halves = 3 if sum(seen for seen, _ in self._recent) >= self._window else 6
-        rows, segments, intersections = zip(*(most for _, most in self._recent), strict=True)
+        rows, pairs, intersections = zip(*(most for _, most in self._recent), strict=True)
+        most = tuple(tuple(map(max, *of_source, of_source[0])) for of_source in zip(*pairs, strict=True))
         self._now = self._each(
-            lambda w, c: w + w // 8 if c > halves * w // 2 + _SPARE else c,
-            (max(rows), max(segments), max(intersections)),
+            lambda w, c: w + w // 8 if c > halves * w // 2 + _SPARE else c, (max(rows), most, max(intersections))
         )
 
     def _each(self, chosen: Callable[[int, int], int], needed: Capacities) -> Capacities:
         """A choice for each capacity, from what there should be room for and what there is."""
         assert self._now is not None
-        rows, segment, intersections = (chosen(padded(n), c) for n, c in zip(needed, self._now, strict=True))
-        return rows, segment, intersections
+        rows, pairs, intersections = self._now
+        each = tuple(
+            tuple(chosen(padded(n), c) for n, c in zip(wanted, there, strict=True))
+            for wanted, there in zip(needed[1], pairs, strict=True)
+        )
+        return chosen(padded(needed[0]), rows), each, chosen(padded(needed[2]), intersections)

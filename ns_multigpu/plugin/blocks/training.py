@@ -24,7 +24,10 @@ from torch import Tensor
 
 from cuda_ext.ops.adam import AdamStep, ScalarRing
 from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves
+from ns_multigpu.core.assignment import Learns
+from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.late_counts import LateCounts
+from ns_multigpu.core.pairs import pairs_of, tell_pairs
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.step import Step
@@ -95,7 +98,6 @@ class Training:
         self._model = pipeline.model
         self._images = DeviceImages(pipeline.datamanager, world)
         self._cameras: dict[tuple[int, int], tuple[View, Tensor]] = {}
-        self._room = StepCapacities(len(pipeline.datamanager.train_share.shapes))
         self._step: Step | None = None
         self._adam: AdamStep | None = None
         self._lazy: LazyAdam | None = None
@@ -109,9 +111,12 @@ class Training:
         self._ring_width = 0
         self._travels = pipeline.strategy.rows.travels and world.size > 1
         self._buffers = StepBuffers(pipeline, world)
+        views = len(pipeline.datamanager.train_share.shapes)
+        self._room = StepCapacities(views, one_for_all=self._buffers.one_for_all)
         pool = GraphPool(world.device) if self._buffers.captures else None
         self._graphs = StepGraphs(pipeline.timer, computed, pool)
         self._learnt = LateCounts(pipeline.strategy.assignment.learn)
+        self._foreseen = 0  # steps of which the assignment has been told
         self._targets: list[Tensor] = []  # of the last step, as are these
         self._drawn = Plan((), ())
 
@@ -125,12 +130,28 @@ class Training:
             last += 1
         return range(first, last + 1)
 
+    def _foresee(self, steps: range) -> None:
+        """Tells the assignment of this block's batches and of as many more, which are likely the next block's."""
+        data, batch = self._pipeline.datamanager, self._pipeline.batch_size
+        first = max(self._foreseen, steps[0])
+        coming = data.coming(range(first, steps[-1] + 1 + MOST_STEPS), batch)
+        self._foreseen = first + len(coming)
+        factors = [self._signature(step)[1] for step in range(first, self._foreseen)]
+        self._pipeline.strategy.assignment.foresee(
+            [
+                [self._camera(index, factor)[0] for index in indices]
+                for indices, factor in zip(coming, factors, strict=True)
+            ]
+        )
+
     def run(self, steps: range) -> BlockResult:
         """Takes the steps of a block. Every rank calls it with the same.
 
         Refining, and resetting opacities, is left to the caller: see `refine`.
         """
         self._choose_lazy()
+        if self._pipeline.strategy.assignment.foresees:
+            self._foresee(steps)
         feeds: list[_Feed] = []
         reports = torch.zeros(len(steps), self._pipeline.batch_size + 1, device=self._world.device)
         step: Step | None = None
@@ -138,6 +159,7 @@ class Training:
             while taken.done < len(steps):
                 step = None  # its memory is the next one's, if there is to be another
                 step = self._prepared(steps[0])
+                step.refresh()  # whoever had the points since the block before may have changed them
                 for k in range(taken.done, len(steps)):
                     if k == len(feeds):  # drawn while the device is busy with the step before
                         feeds.append(self._feed(steps[k]))
@@ -210,17 +232,14 @@ class Training:
         timer, plan = self._pipeline.timer, with_halos(feed.plan, step.settings.width, step.settings.height)
         mine = plan.owned[self._world.rank]
         with timer.measure("data"):
-            images = self._images.get(feed.indices, plan)
-            if self._signature(feed.step)[1] > 1:
-                images = [self._small(image, feed.step) for image in images]
-            self._targets = [
-                self._buffers.target(k, image, patch, feed.views[patch.view])
-                for k, (patch, image) in enumerate(zip(mine, images, strict=True))
-            ]
+            parts = self._images.get(feed.indices, plan, feed.views)
+            if self._signature(feed.step)[1] > 1:  # then these are whole images
+                parts = [ImagePart.whole({"image": self._small(part.data["image"], feed.step)}) for part in parts]
+            self._targets = self._buffers.targets(parts, mine, feed.views)
         step.rgb = self._graphs.take(plan, lambda: step.parts(plan, self._targets))
         self._drawn = plan
-        if self._pipeline.strategy.assignment.learns:
-            self._learnt.send(feed.views, step.tile_counts)
+        if self._pipeline.strategy.assignment.learns is not Learns.NOTHING:
+            self._learnt.send(feed.views, step.learnt)
 
     def _measure(self, part: str) -> AbstractContextManager[Any]:
         """What a step's part is measured by."""
@@ -240,10 +259,10 @@ class Training:
         """The step for the present capacities."""
         assert self._room.now is not None
         model, options, strategy = self._model, self._model.config, self._pipeline.strategy
-        rows, segment, intersections = self._room.now
+        rows, pairs, intersections = self._room.now
         settings = StepSettings(
             width=view.width, height=view.height, views=self._pipeline.batch_size, ssim_lambda=options.ssim_lambda,
-            rows=rows, segment=segment, intersections=intersections, groups=self._pipeline.config.overlap,
+            rows=rows, segment=pairs, intersections=intersections, groups=self._pipeline.config.overlap,
         )  # fmt: skip
         primitive = replace(model.primitive(depth=False), sh_degree=degree, absgrad=options.use_absgrad and counts)
         kernels = primitive.kernels(selective=options.selective_adam, **self._noise.weights())
@@ -255,6 +274,8 @@ class Training:
         return Step(
             kernels, self._points.params, self._points.moments, self._points.statistics if counted else {}, settings,
             strategy, transport, self._lazy, self._buffers.lists(settings, kernels, transport), self._measure,
+            # Noise moves all points after each step: boxes would have to be made anew, which reads as much as it saves.
+            group_culling=False if self._noise.active else None,
         )  # fmt: skip
 
     def _mse(self, step: Step) -> Tensor:
@@ -351,7 +372,8 @@ class Training:
         self._step = None
         view, _ = self._camera(0, factor)
         if self._room.now is None:
-            self._room.begin(self._first_capacities(view.width * view.height))
+            rows, segment, intersections = self._first_capacities(view.width * view.height)
+            self._room.begin((rows, pairs_of(segment, self._world.size), intersections))
         self._check_room(view)
         as_bytes = factor == 1 and pipeline.config.datamanager.cache_images_type == "uint8"
         kind = torch.uint8 if as_bytes else torch.float32
@@ -370,4 +392,7 @@ class Training:
         """Fits the capacities to what was needed."""
         self._buffers.count_traffic(status)
         self._rows_drawn = status.rows
-        self._room.learn(status.needed, status.full, status.done * self._pipeline.batch_size)
+        # Where rows stay nobody has to be asked.
+        pairs = tell_pairs(status.segments, self._world) if self._travels else pairs_of(0, self._world.size)
+        needed = (status.rows, pairs, status.intersections)
+        self._room.learn(needed, status.full, status.done * self._pipeline.batch_size)

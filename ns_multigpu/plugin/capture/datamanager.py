@@ -61,8 +61,8 @@ class DistributedDataManagerConfig(FullImageDatamanagerConfig):
 class DistributedDataManager(FullImageDatamanager[InputDataset]):
     """Serves the same list of views to every rank, and each image to the rank that renders it.
 
-    Image i is held by rank i % world size. A dataparser may name the dataset to use in an attribute `dataset_type` (one
-    that renders its images, say).
+    Image i is held by rank i % world size, unless `hold_by` says otherwise of the training images. A dataparser may
+    name the dataset to use in an attribute `dataset_type` (one that renders its images, say).
 
     Raises:
         InputError: on every rank, that the capture cannot be read on one of them.
@@ -73,6 +73,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
     def __init__(self, config: DistributedDataManagerConfig, device: torch.device | str = "cpu", **kwargs: Any) -> None:
         checks.check_image_memory(config.image_memory_gb)
         self.world = get_world(str(device))
+        self._homes: list[int] | None = None
         self._trains = kwargs.get("test_mode", "val") == "val"
         if self._trains:
             raise_together(self._wrong_before_reading(config) if self.world.is_main else [], self.world, FAULTS)
@@ -86,6 +87,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
             problems = unreadable(config.dataparser, error)
         raise_together(problems, self.world, FAULTS)
         self.sequence = ViewSequence(len(self.train_dataset), config.train_cameras_sampling_seed)
+        self._preview: ViewSequence | None = None
         self._epoch = len(self.train_dataset)
         if config.train_cameras_sampling_strategy == "fps":
             first = list(self.train_unseen_cameras)
@@ -176,15 +178,30 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         headers, kind = self.eval_headers, self.config.cache_images_type
         return image_shapes(self.eval_dataset, self.eval_reader, headers, kind, self.world)
 
+    def hold_by(self, homes: Sequence[int]) -> None:
+        """Says which rank is to hold each training image: `homes_of` makes homes of the machines that see most of each
+        view, with `train_shapes` and `train_memory`. Every rank calls it with the same, before there is a
+        `train_share`, which checks them.
+
+        Raises:
+            RuntimeError: there is one.
+        """
+        if "train_share" in vars(self):
+            raise RuntimeError(
+                "hold_by: the training images are held already. Say who holds them before prepare_training, which "
+                "reads them."
+            )
+        self._homes = list(homes)
+
     @cached_property
     def train_share(self) -> ImageShare:
         """This rank's training images. Made by all ranks together."""
-        return self._share(self.train_reader, self.train_shapes, "training")
+        return self._share(self.train_reader, self.train_shapes, "training", self.train_memory, self._homes)
 
     @cached_property
     def eval_share(self) -> ImageShare:
         """This rank's held-out images. Made by all ranks together."""
-        return self._share(self.eval_reader, self.eval_shapes, "held-out")
+        return self._share(self.eval_reader, self.eval_shapes, "held-out", self.eval_memory)
 
     @cached_property
     def train_cameras_on_device(self) -> Cameras:
@@ -201,26 +218,47 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         least = min(row[0] for row in all_gather_ints([mine], self.world))
         return None if least < 0 else least
 
+    @cached_property
+    def train_memory(self) -> int | None:
+        """Bytes a rank may fill with training images, the same on every rank; None for no limit. Made by all ranks
+        together. Held-out images live in the same memory: they have their part first, two of them at least."""
+        budget, held_out = self._split_memory, self.eval_memory
+        return max(0, budget - held_out) if self._trains and budget is not None and held_out is not None else budget
+
+    @cached_property
+    def eval_memory(self) -> int | None:
+        """As `train_memory`, with held-out images."""
+        budget = self._split_memory
+        if budget is None or not self._trains:
+            return budget
+        train, held_out = (sum(s.nbytes for s in part) for part in (self.train_shapes, self.eval_shapes))
+        least = 2 * max((aligned(shape.nbytes) for shape in self.eval_shapes), default=0)
+        return max(least, int(budget * (held_out / (train + held_out))))
+
+    @cached_property
+    def _split_memory(self) -> int | None:
+        """What both splits have together."""
+        return None if self.config.cache_images == "gpu" and self.config.image_memory_gb is None else self.image_memory
+
     def _reader(self, dataset: InputDataset) -> ImageReader:
         reader = ImageReader(dataset, self.config.cache_images_type, self.world)
         dataset.cameras = reader.cameras
         return reader
 
-    def _share(self, reader: ImageReader, shapes: Sequence[ImageShape], label: str) -> ImageShare:
-        budget = self.image_memory
-        if budget is not None and self._trains:
-            # Both splits live in the same memory: each has its part, the held-out ones never less than two images.
-            train, held_out = (sum(s.nbytes for s in part) for part in (self.train_shapes, self.eval_shapes))
-            least = 2 * max((aligned(shape.nbytes) for shape in self.eval_shapes), default=0)
-            for_held_out = max(least, int(budget * (held_out / (train + held_out))))
-            budget = for_held_out if shapes is self.eval_shapes else max(0, budget - for_held_out)
+    def _share(
+        self,
+        reader: ImageReader,
+        shapes: Sequence[ImageShape],
+        label: str,
+        budget: int | None,
+        homes: Sequence[int] | None = None,
+    ) -> ImageShare:
         on_gpu = self.config.cache_images == "gpu"
-        if on_gpu and self.config.image_memory_gb is None:
-            budget = None
         return ImageShare(
             shapes,
             reader.read,
             self.world,
+            homes=homes,
             label=label,
             budget=budget,
             place=self.device if on_gpu else "cpu",
@@ -238,6 +276,14 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
             last = (step + 1) * size
             self.train_share.expect(batch + [self.sequence.at(p) for p in range(last, last + ahead)])
         return batch
+
+    def coming(self, steps: range, size: int) -> list[list[int]]:
+        """The views of coming steps, for whoever plans ahead; none where they are drawn by distance, as they come."""
+        if self.config.train_cameras_sampling_strategy == "fps":
+            return []
+        if self._preview is None:
+            self._preview = ViewSequence(len(self.train_dataset), self.config.train_cameras_sampling_seed)
+        return [self._preview.batch(step, size) for step in steps]
 
     def train_camera(self, index: int) -> Cameras:
         """One training camera, [1], on the host, with its `cam_idx`."""

@@ -1,10 +1,14 @@
 """All training images on every rank's GPU, where they fit: a step then waits for no copy and no other rank."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints
+from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 
@@ -35,15 +39,17 @@ class DeviceImages:
             for index in range(len(data.train_share.shapes)):
                 self._kept[index] = data.train_share.fetch(index, world.device)["image"]
 
-    def get(self, indices: list[int], plan: Plan) -> list[Tensor]:
-        """This rank's images [H, W, 3], in the order of its patches.
+    def get(self, indices: list[int], plan: Plan, views: Sequence[View]) -> list[ImagePart]:
+        """What this rank's patches show of their images [H, W, 3], in the order of the patches; see
+        `ImageShare.deliver`. Where no rank needs an image that another one holds, nobody waits for the others.
 
         Args:
             indices: the batch's views by their number in the capture.
             plan: whose pixels are whose.
+            views: the batch's.
         """
-        mine = [patch.view for patch in plan.owned[self._world.rank]]
+        mine = plan.owned[self._world.rank]
         if self._kept:
-            return [self._kept[indices[position]] for position in mine]
-        there = self._data.train_share.deliver(indices, plan, self._world.device)
-        return [there[position]["image"] for position in mine]
+            return [ImagePart.whole({"image": self._kept[indices[patch.view]]}) for patch in mine]
+        there = self._data.train_share.deliver(indices, plan, self._world.device, views)
+        return [there[patch] for patch in mine]

@@ -10,10 +10,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from ns_multigpu.core.image_part import Rectangle
 
 ImageData = dict[str, Tensor]
 """`image` [H, W, 3 or 4] and perhaps `mask` [H, W, 1] bool."""
@@ -37,6 +39,11 @@ class ImageShape:
         """Bytes in memory and on the wire: the image, then its mask."""
         pixels = self.height * self.width
         return pixels * self.channels * self.dtype.itemsize + (pixels if self.masked else 0)
+
+    def cut(self, rectangle: Rectangle) -> "ImageShape":
+        """The shape of a rectangle of it."""
+        x0, y0, x1, y1 = rectangle
+        return replace(self, height=y1 - y0, width=x1 - x0)
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
@@ -170,6 +177,19 @@ class ImageStore:
             KeyError: the view is not of this store.
             Exception: what decoding raised.
         """
+        held = self._held(index)
+        return self._on(device, index, [held])[0]
+
+    def rows(self, index: int, device: torch.device, top: int, bottom: int) -> ImageData:
+        """Rows [top, bottom) of an image on `device`; nothing else is copied. As `read`."""
+        shape = self._shapes[index]
+        if (top, bottom) == (0, shape.height):
+            return from_bytes(self.read(index, device), shape)
+        held = from_bytes(self._held(index), shape)
+        return dict(zip(held, self._on(device, index, [part[top:bottom] for part in held.values()]), strict=True))
+
+    def _held(self, index: int) -> Tensor:
+        """The bytes of an image where the store has them, decoded now if need be."""
         shape = self._shapes[index]
         if index not in self._starts:
             start = self._room(set())
@@ -182,15 +202,18 @@ class ImageStore:
         self._finish(index)
         start = self._starts.pop(index)
         self._starts[index] = start
-        held = self._block[start : start + shape.nbytes]
+        return self._block[start : start + shape.nbytes]
+
+    def _on(self, device: torch.device, index: int, held: Sequence[Tensor]) -> list[Tensor]:
+        """What is held of an image, on `device`; if the store may need its place again, a copy."""
         if device.type == self.place.type:
-            return held if self.complete else held.clone()
-        copy = held.to(device, non_blocking=True)
+            return [part if self.complete else part.clone() for part in held]
+        copies = [part.to(device, non_blocking=True) for part in held]
         if self._locked and not self.complete:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
-            self._leaving[start] = event
-        return copy
+            self._leaving[self._starts[index]] = event
+        return copies
 
     def _room(self, protected: set[int]) -> int | None:
         """The start of a free slot, made free if need be; None if all are protected or being filled."""
@@ -253,6 +276,16 @@ def from_bytes(raw: Tensor, shape: ImageShape) -> ImageData:
     if shape.masked:
         result["mask"] = raw[size:].view(torch.bool).reshape(shape.height, shape.width, 1)
     return result
+
+
+def into_bytes(data: Mapping[str, Tensor], raw: Tensor) -> None:
+    """Writes an image, or a rectangle of one, into `raw` [nbytes] uint8, as `from_bytes` reads it."""
+    start = 0
+    for name in ("image", "mask"):
+        if name in data:
+            part = data[name].view(torch.uint8)
+            raw[start : start + part.numel()].view(part.shape).copy_(part)
+            start += part.numel()
 
 
 def aligned(size: int) -> int:

@@ -37,7 +37,7 @@ class OwnRows:
 
 
 def own_rows(pipeline: Mapping[str, Any], models: Path | None, placement: Placement | None, world: World) -> OwnRows:
-    """The rows that this rank goes on with. Each rank asks for itself: nothing is asked of others.
+    """The rows that this rank goes on with. Every rank asks together.
 
     Args:
         pipeline: of a .ckpt, with a marker of shards or with all points.

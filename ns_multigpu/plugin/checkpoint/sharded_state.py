@@ -31,6 +31,8 @@ from ns_multigpu.plugin.faults.errors import InputError
 
 POINTS = "_model.gauss_params."
 """How the keys of points begin in a pipeline's state."""
+KNOWLEDGE = "knowledge/"
+"""What a placement remembers is saved under this."""
 PLACES = "placement/places"
 """The places of points in the order of the whole model, where they are not saved in that order."""
 

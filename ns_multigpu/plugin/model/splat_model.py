@@ -4,7 +4,8 @@ A subclass of nerfstudio's model because its viewer and exporter ask for one; it
 other ranks only that a rendering may hold some of a batch's patches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.functional import avg_pool2d
 from torchmetrics.image import PeakSignalNoiseRatio
 
 from ns_multigpu.core.densifier import Densifier
+from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.random import keyed_generator
@@ -49,7 +51,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     """The parameters of its points, which are in `gauss_params`."""
     config: "SplatModelConfig"
     training_options: Any
-    elsewhere: Callable[[Cameras, OrientedBox | None], dict[str, Any]] | None = None
+    elsewhere: Callable[[Cameras, OrientedBox | None], MutableMapping[str, Any]] | None = None
     """Renders instead of this process, which has not got all the points (see `RenderService`)."""
 
     def populate_modules(self) -> None:
@@ -129,6 +131,20 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             depth=depth,
         )
 
+    def in_one_color(
+        self, primitive: Primitive, points: Points, color: tuple[float, float, float]
+    ) -> tuple[Primitive, Points]:
+        """The same points in one colour from wherever they are seen, and the primitive that renders them.
+
+        Args:
+            color: red, green and blue, each above 0 and below 1.
+        """
+        assert isinstance(primitive, Gaussians)
+        plain = points.params["features_dc"]
+        logits = torch.tensor(color, dtype=plain.dtype, device=plain.device).logit()
+        params = {**points.params, "features_dc": logits.expand_as(plain)}
+        return replace(primitive, sh_degree=None), Points(params)
+
     # ---- training ----
 
     def training_views(self, cameras: Sequence[tuple[Cameras, Cameras]], indices: Sequence[int]) -> list[View]:
@@ -148,7 +164,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         self,
         rendering: Rendering,
         views: Sequence[View],
-        images: dict[int, dict[str, Tensor]],
+        images: Mapping[Patch, ImagePart],
         *,
         world: World,
         metrics: bool,
@@ -158,7 +174,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         Args:
             rendering: this rank's patches.
             views: the whole batch.
-            images: "image" [H, W, 3|4] and perhaps "mask" [H, W, 1] of each view of which this rank has a patch.
+            images: "image" [h, w, 3|4] and perhaps "mask" [h, w, 1] under each of this rank's patches, or of more; of
+                the whole view as long as it is drawn at a lower resolution than its image's.
             world: the ranks: terms on parameters are shared out over them.
             metrics: whether to compute metrics too.
 
@@ -175,7 +192,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             view = views[pixels.patch.view]
             background = self._training_background(pixels.patch.view)
             rgb = self._composite(pixels, view, background)
-            target, mask = self._target(images[pixels.patch.view], pixels.patch, view, background)
+            target, mask = self._target(images[pixels.patch], pixels.patch, view, background)
             if target.dtype.is_floating_point:
                 target = target.to(rgb.dtype)
             if mask is not None:
@@ -234,25 +251,26 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         out = slice_grid(bil_grids=self.bil_grids, rgb=rgb[None], xy=torch.stack([x, y], dim=-1)[None], grid_idx=index)
         return out["rgb"].reshape(rgb.shape)
 
-    def _target(
-        self, data: dict[str, Tensor], patch: Patch, view: View, background: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def _target(self, part: ImagePart, patch: Patch, view: View, background: Tensor) -> tuple[Tensor, Tensor | None]:
         """The image under a patch, halo included, and its mask; uint8 as long as nothing has to be computed on it."""
-        x0, y0, x1, y1 = patch.rendered(view)
+        rectangle, small = patch.rendered(view), self._get_downscale_factor() > 1
+        data = part.data if small else part.under(rectangle).data
         image, mask = data["image"], data.get("mask")
-        if image.shape[2] == 3 and mask is None and self._get_downscale_factor() == 1:
-            return image[y0:y1, x0:x1], None
-        target = self.composite_with_background(self.get_gt_img(image), background)[y0:y1, x0:x1]
-        if mask is None:
-            return target, None
-        covered = self._downscale_if_required(mask).to(self.device)[y0:y1, x0:x1]
-        return target * covered, covered
+        if image.shape[2] == 3 and mask is None and not small:
+            return image, None
+        target = self.composite_with_background(self.get_gt_img(image), background)
+        covered = None if mask is None else self._downscale_if_required(mask).to(self.device)
+        if small:
+            x0, y0, x1, y1 = rectangle
+            target = target[y0:y1, x0:x1]
+            covered = None if covered is None else covered[y0:y1, x0:x1]
+        return (target, None) if covered is None else (target * covered, covered)
 
     def _downscale_if_required(self, image: Tensor) -> Tensor:
         """The mean over squares of pixels: nerfstudio's without its convolution, for which a GPU loads cuDNN, and that
         takes up to a second and a half."""
         factor = self._get_downscale_factor()
-        if factor == 1:
+        if factor == 1 or image.numel() == 0:  # of a patch without pixels there is no image
             return image
         return avg_pool2d(image.float().permute(2, 0, 1)[None], factor)[0].permute(1, 2, 0).contiguous()
 
@@ -275,7 +293,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     # ---- evaluation and viewing: the whole view ----
 
-    def get_outputs(self, camera: Cameras) -> dict[str, Any]:
+    def get_outputs(self, camera: Cameras) -> MutableMapping[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Renders one camera: here, or `elsewhere`. See `SplatfactoModel.get_outputs`.
 
         Returns:

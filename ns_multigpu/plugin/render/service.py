@@ -5,7 +5,7 @@ waits until all ranks stand between two steps (see `Guards.may_go_on`) and their
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,11 +19,15 @@ from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
+from ns_multigpu.locality.palette import rank_colors
 from ns_multigpu.plugin.model.cameras import view_from_camera
+from ns_multigpu.plugin.render.late_outputs import LateOutputs
 from ns_multigpu.plugin.render.lent_lock import LentLock
 
 T = TypeVar("T")
 Outputs = dict[str, Any]
+RANK = "rank"
+"""The output that shows who owns what is seen: every point in its owner's colour, blended as usual."""
 _CHANNELS = 5
 """Of a pixel: colour, opacity, depth."""
 _NO_TRAINING_VIEW = -1
@@ -37,10 +41,12 @@ class RenderRequest:
     Attributes:
         view: the camera, its tensors on the host.
         crop: renders the points in this box alone, on the host too; None for all.
+        owners: renders every point in the colour of the rank that owns it, instead of its own.
     """
 
     view: View
     crop: OrientedBox | None = None
+    owners: bool = False
 
     @staticmethod
     def of(camera: Cameras, crop: OrientedBox | None, device: torch.device) -> "RenderRequest":
@@ -122,6 +128,9 @@ class RenderService:
         drawn = strategy.plan([view]).drawn
         plan = Plan.of([replace(patch, halo=0) for patch in patches] for patches in drawn)
         primitive = model.primitive(depth=True, counted=False)
+        if request.owners:
+            colors = rank_colors(world.machines, world.size // world.machines)
+            primitive, points = model.in_one_color(primitive, points, colors[world.rank])
         pixels = self._gather(strategy.render(primitive, points, [view], plan), view, plan, roots)
         if pixels is None:
             return None
@@ -156,22 +165,31 @@ class RenderService:
 
     # ---- on request of rank 0 ----
 
-    def outputs(self, camera: Cameras, crop: OrientedBox | None) -> Outputs:
+    def outputs(self, camera: Cameras, crop: OrientedBox | None) -> MutableMapping[str, Any]:
         """An image for whoever asks the model for one.
 
         A viewer's thread waits until all ranks come to render it. Within `run_leading` rank 0 makes the others help at
         once. Otherwise, in main threads, every rank must ask for the same, and gets it.
 
+        The first two have an output `rank` as well. It takes a rendering of its own, by all ranks, and so it is only
+        made when somebody looks at it; in the third case one rank might look alone, and wait for ever.
+
         Raises:
             SystemExit: in a viewer's thread, that training has ended.
         """
-        if threading.get_ident() != self._main:
-            return self.lock.ask(RenderRequest.of(camera, crop, self._world.device))
-        if self._leads:
-            return self._lead(RenderRequest.of(camera, crop, self._world.device))
+        if threading.get_ident() != self._main or self._leads:
+            request = RenderRequest.of(camera, crop, self._world.device)
+            return LateOutputs(self._ask(request), RANK, lambda: self._ask(replace(request, owners=True))["rgb"])
         outputs = self.render(camera, crop, range(self._world.size))
         assert outputs is not None
         return outputs
+
+    def _ask(self, request: RenderRequest) -> Outputs:
+        if threading.get_ident() != self._main:
+            return self.lock.ask(request)
+        if not self._leads:
+            raise RuntimeError("an output that takes all ranks was looked at when they did not help any more")
+        return self._lead(request)
 
     def serve(self) -> None:
         """Renders what a viewer's thread on rank 0 wants. Every rank calls it, at the same place between two steps."""

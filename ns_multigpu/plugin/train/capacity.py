@@ -47,7 +47,7 @@ def measure(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Cap
     width, height = int(cameras.width.max()), int(cameras.height.max())
     course = Course(
         max(model.total_points, 1), width, height, pipeline.batch_size, world.size, model.config.sh_degree, fused=fused,
-        compact=model.config.optimizer_state == "compact", schema=model.schema,
+        compact=model.config.optimizer_state == "compact", machines=world.machines, schema=model.schema,
     )  # fmt: skip
     budget = usable_memory(world, _model_bytes(model, optimizers))
     least = min(row[0] for row in all_gather_ints([-1 if budget is None else budget], world))

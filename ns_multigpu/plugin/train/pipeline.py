@@ -15,16 +15,21 @@ from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.types import View
+from ns_multigpu.core.world import World
+from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise_together
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.capture.image_homes import homes_of
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
 from ns_multigpu.plugin.checkpoint.sharded_state import load_points
 from ns_multigpu.plugin.checkpoint.verify import SHARDS
 from ns_multigpu.plugin.export.ns_export import stream_for_ns_export
-from ns_multigpu.plugin.faults.errors import show_uncaught
+from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.process_world import get_world
+from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.render import viewer
@@ -58,6 +63,9 @@ class DistributedPipelineConfig(VanillaPipelineConfig):
     gradients: Literal["atomics", "transfer"] = "atomics"
     """With peer transport, how gradients reach the Gaussians' owners: "atomics" adds them into the owner's memory over
     the link as they are made; "transfer" adds them up where they are drawn, and the owner reads each sum once."""
+    wire: Literal["full", "half"] = "full"
+    """With collective transport, what splats and their gradients are on the wire: "full" is float32, and changes
+    nothing; "half" is float16 for all but positions and depths, and rounds: each rank's own splats not at all."""
     overlap: int = 1
     """Where points are sharded, in how many parts the splats of a step are projected, each of which travels while the
     next is projected. The results are the same, and on two H200s so was the time."""
@@ -70,6 +78,11 @@ class DistributedPipelineConfig(VanillaPipelineConfig):
     @checkpoints.setter
     def checkpoints(self, folder: Path | None) -> None:
         vars(self)["_checkpoints"] = folder
+
+    @property
+    def options(self) -> Any:
+        """What the strategy is made with, besides the ranks: a dataclass with a method `problem`; None for nothing."""
+        return None
 
     def batch(self, ranks: int) -> int:
         """Views a step of so many ranks.
@@ -90,6 +103,19 @@ class HeldOut:
     ssim: float
     views: int
     total: int
+
+
+@dataclass
+class LocalityPipelineConfig(DistributedPipelineConfig):
+    """The same, with what only the strategy `locality` has."""
+
+    strategy: str = "locality"
+    locality: LocalityOptions = field(default_factory=LocalityOptions)
+
+    @property
+    def options(self) -> LocalityOptions | None:
+        """Those of the strategy."""
+        return self.locality if self.strategy == "locality" else None
 
 
 class DistributedPipeline(VanillaPipeline):
@@ -121,7 +147,7 @@ class DistributedPipeline(VanillaPipeline):
         checks.check_strategy(config.strategy, STRATEGIES)
         checks.check_views_per_rank(config.views_per_rank)
         self.world = get_world(str(device))
-        self.strategy: Strategy = STRATEGIES[config.strategy](self.world)
+        self.strategy = _strategy(config, self.world)
         sharded = not self.strategy.placement.replicated
         checks.check_views_per_step(config.views_per_step, self.world.size, cuts_views=sharded)
         # A world of one as far as nerfstudio knows: it would wrap the model in DDP, which densification breaks.
@@ -138,8 +164,10 @@ class DistributedPipeline(VanillaPipeline):
                     soft_wrap=True,
                 )
             checks.check_cap(self.model.num_points, config.model.densifier, config.model.max_gs_num)
+            self.strategy.placement.look(self._training_views)
             if sharded:
                 self.model.hold_shard(self.strategy.placement, self.world)
+                self._show_remarks()
         self.renders = RenderService(self.model, self.strategy)
         self.renders.install()
         self.timer = StepTimer(self.world.device)
@@ -148,6 +176,16 @@ class DistributedPipeline(VanillaPipeline):
         seed = broadcast_object(torch.initial_seed(), 0, self.world)
         self.model.prepare_densifier(self.world, seed)
 
+    def _training_views(self) -> list[View]:
+        """All training views, on the host, at full resolution, with the poses of the capture."""
+        cameras = self.datamanager.train_dataset.cameras
+        singles = [cameras[index : index + 1] for index in range(len(cameras))]
+        return [view_from_camera(one, one.camera_to_worlds.reshape(-1, 3, 4)[0], k) for k, one in enumerate(singles)]
+
+    def _show_remarks(self) -> None:
+        for remark in self.strategy.placement.remarks():
+            CONSOLE.print(remark, soft_wrap=True)
+
     @property
     def batch_size(self) -> int:
         """Views a step, over all ranks."""
@@ -155,6 +193,10 @@ class DistributedPipeline(VanillaPipeline):
 
     def prepare_training(self) -> None:
         """Reads this rank's images. Every rank calls it."""
+        data, at_home = self.datamanager, self.strategy.placement.homes_of_views
+        if self.world.machines > 1 and len(at_home) == len(data.train_dataset):
+            per_machine = self.world.size // self.world.machines
+            data.hold_by(homes_of(at_home, data.train_shapes, self.world.machines, per_machine, data.train_memory))
         _ = self.datamanager.train_share
         _ = self.datamanager.train_cameras_on_device
 
@@ -203,7 +245,7 @@ class DistributedPipeline(VanillaPipeline):
                 [(data.train_camera(i), data.train_camera_on_device(i)) for i in indices], indices
             )
             plan = self.strategy.plan(views, [data.train_share.holder(i) for i in indices])
-            images = data.train_share.deliver(indices, plan, self.world.device)
+            images = data.train_share.deliver(indices, plan, self.world.device, views)
         with timer.measure("compute"):
             primitive = model.primitive(depth=model.config.output_depth_during_training)
             rendering = self.strategy.render(primitive, model.points, views, plan)
@@ -287,6 +329,20 @@ class DistributedPipeline(VanillaPipeline):
             if get_std:
                 result[f"{name}_std"] = float(column.std())
         return result
+
+
+def _strategy(config: DistributedPipelineConfig, world: World) -> Strategy:
+    """The strategy of a run, with its options if it has any.
+
+    Raises:
+        InputError: an option is out of range.
+    """
+    make, options = STRATEGIES[config.strategy], config.options
+    if options is None:
+        return make(world)
+    if problem := options.problem():
+        raise InputError(f"--pipeline.{config.strategy}.{problem}.")
+    return make(world, options)
 
 
 def _count(seed_points: tuple[Tensor, Tensor] | None) -> int:

@@ -74,7 +74,7 @@ class ProgressLog:
         measured: Measured,
         model: Any,
         optimizers: Any,
-        saves: Mapping[str, float],
+        further: Mapping[str, float],
     ) -> None:
         """Sums what the ranks measured in a step and writes it. Every rank calls it at the same steps.
 
@@ -83,7 +83,7 @@ class ProgressLog:
             measured: in the step.
             model: a `SplatModel`.
             optimizers: a `BatchOptimizers`.
-            saves: what saves took on this rank since the last log; see `CheckpointWriter.measured`.
+            further: what else belongs into the row: what saves took, what plans came to.
         """
         loss, losses, metrics = measured
         shares, seconds = {"loss": loss, **losses, **metrics}, timer.take()
@@ -91,7 +91,7 @@ class ProgressLog:
         # All that one rank tells the others goes in one collective, over the host: each would be waited for.
         table = all_gather_floats([*values, *(seconds.get(part, 0.0) for part in _PARTS)], self._world)
         summed = summed_up(list(shares), [row[: len(values)] for row in table])
-        more = {**changes_of(model.densifier), **reordering_of(model.densifier), **saves}
+        more = {**changes_of(model.densifier), **reordering_of(model.densifier), **further}
         row = self.row(step, batch, [row[len(values) :] for row in table], summed, model.total_points, more)
         if "psnr" in summed and (warning := self.psnr.look(summed["psnr"], step)) and self._world.is_main:
             CONSOLE.print(Text(warning, "bold yellow"), soft_wrap=True)

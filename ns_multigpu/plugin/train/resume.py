@@ -17,6 +17,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import training_state as state
 from ns_multigpu.plugin.checkpoint.background import CheckpointWriter, Content
 from ns_multigpu.plugin.checkpoint.sharded_state import (
+    KNOWLEDGE,
     POINTS,
     OwnMoments,
     put_statistics,
@@ -24,7 +25,7 @@ from ns_multigpu.plugin.checkpoint.sharded_state import (
     split_state,
     without_points,
 )
-from ns_multigpu.plugin.checkpoint.verify import step_of
+from ns_multigpu.plugin.checkpoint.verify import SHARDS, step_of
 from ns_multigpu.plugin.checkpoint.whole import Opened, chosen, open_checkpoint, remove_old, save, together
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.agreement import options_of
@@ -145,7 +146,8 @@ class RunCheckpoints:
             "scaler": self._scaler.state_dict(),
             "densifier": {"kind": model.densifier.kind, "values": settings},
         }
-        return {**moments, **statistics, **state.take_generators(world)}, values
+        known = {KNOWLEDGE + name: value for name, value in self._pipeline.strategy.placement.knowledge().items()}
+        return {**moments, **statistics, **known, **state.take_generators(world)}, values
 
     # ---- going on ----
 
@@ -209,6 +211,10 @@ class RunCheckpoints:
         if values["views"] == _views(pipeline.datamanager):
             pipeline.strategy.assignment.learn_again(values.get("assignment", []))
         read, names = opened.tensors.read, opened.tensors.names
+        holding, written = model.holding, loaded.get(SHARDS, {}).get("placement")
+        if holding is not None and values["ranks"] == self._world.size and written == holding.placement.kind:
+            known = read([name for name in names if name.startswith(KNOWLEDGE)])
+            holding.placement.learn_again({name[len(KNOWLEDGE) :]: value for name, value in known.items()})
         if values["densifier"]["kind"] == model.densifier.kind:
             model.densifier_state.update(values["densifier"]["values"])
             left = put_statistics(

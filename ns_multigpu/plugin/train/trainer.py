@@ -35,6 +35,7 @@ from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.plugin.render import viewing
 from ns_multigpu.plugin.train.capacity import announce
 from ns_multigpu.plugin.train.last_save import save_last
+from ns_multigpu.plugin.train.partition_picture import PartitionPicture
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline, DistributedPipelineConfig, HeldOut
 from ns_multigpu.plugin.train.progress import ProgressLog
 from ns_multigpu.plugin.train.resume import RunCheckpoints
@@ -123,6 +124,10 @@ class DistributedTrainer(Trainer):
             outputs = self.pipeline.datamanager.train_dataparser_outputs
             outputs.save_dataparser_transform(self.base_dir / "dataparser_transforms.json")
         self._init_viewer_state()
+        poses = self.pipeline.datamanager.train_dataset.cameras.camera_to_worlds
+        self.partition_picture = PartitionPicture(self.pipeline.model, poses, self.world, self.base_dir)
+        if self.partition_picture.due:
+            self.partition_picture.draw()
         self.progress = ProgressLog(self.world, self.base_dir)
         if self.config.eval_at_start:
             self.progress.start_metrics = self.pipeline.get_average_eval_image_metrics(step=self._start_step)
@@ -189,6 +194,9 @@ class DistributedTrainer(Trainer):
         """What follows a step, and what follows a block after its last: looks, logs, evaluation, checkpoints."""
         self._look_for_nan(now=last or step_check(step, self.config.steps_per_save))
         self._update_viewer_state(step)
+        if self.partition_picture.due:
+            with self.progress.paused():
+                self.partition_picture.draw()
         if measured is not None:
             self._log(step, measured)
         if step_check(step, self.config.steps_per_checksum):
@@ -322,8 +330,9 @@ class DistributedTrainer(Trainer):
 
     def _log(self, step: int, measured: Measured) -> None:
         """Sums what the ranks measured and writes it. Every rank calls it at the same steps."""
-        timer, saves = self.pipeline.timer, self.checkpoints.writer.measured()
-        self.progress.log(step, self.batch_size, timer, measured, self.pipeline.model, self.optimizers, saves)
+        pipeline = self.pipeline
+        more = {**self.checkpoints.writer.measured(), **pipeline.strategy.assignment.figures()}
+        self.progress.log(step, self.batch_size, pipeline.timer, measured, pipeline.model, self.optimizers, more)
 
     def _after_train(self) -> None:
         """Saves, says how it went and what can be done next, and keeps the viewer open if there is one.

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 import cuda_ext
+from cuda_ext.ops.boxes import new_boxes, splat_boxes
 from cuda_ext.ops.fused import SplatRows, splat_forward, splat_update
 from cuda_ext.ops.lazy_adam import LazyAdam, splat_flush
 from cuda_ext.ops.row_exchange import RECORD_FLOATS, ArrivedRows, collect, pack, unpack
 from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Lists, Model, ReplicaRows, Sinks
 from ns_multigpu.core.types import TILE
+from ns_multigpu.primitives.gaussians.row_wire import GaussianRowWire
 from ns_multigpu.primitives.gaussians.schema import ORDER, flat
 
+_MEANS, _LOG_SCALES = ORDER.index("means"), ORDER.index("scales")
 _COLORS = slice(6, 9)
 """Where a gradient record has those of the colours."""
 
@@ -59,6 +62,13 @@ class GaussianKernels(Kernels):
         first, second = ([flat(name, moments[name][i]) for name in ORDER] for i in (0, 1))
         return Model(of_params, first, second, dict(statistics), lazy)
 
+    def boxes(self, model: Model) -> Tensor:
+        return new_boxes(model.params[_MEANS])
+
+    def refresh(self, model: Model) -> None:
+        if model.boxes is not None:
+            splat_boxes(model.params[_MEANS], model.params[_LOG_SCALES], model.boxes)
+
     def project(
         self, model: Model, cameras: Cameras, capacity: int, stops: Sequence[int],
         reached: Callable[[SplatRows, int, int], None] | None,
@@ -67,6 +77,7 @@ class GaussianKernels(Kernels):
             *model.params, viewmats=cameras.viewmats, Ks=cameras.Ks, sizes=cameras.sizes, degree=self.degree,
             capacity=capacity, eps2d=self.eps2d, near=self.near, far=self.far, antialiased=self.antialiased,
             exp_avgs=model.exp_avgs, exp_avg_sqs=model.exp_avg_sqs, lazy=model.lazy, stops=stops, reached=reached,
+            boxes=model.boxes,
         )  # fmt: skip
 
     def stay(self, rows: SplatRows, owners: Tensor, slots: Tensor) -> ArrivedRows:
@@ -83,6 +94,9 @@ class GaussianKernels(Kernels):
 
     def collect(self, place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
         return collect(place, count, sources, capacity)
+
+    def wire(self, *, half: bool, slots: bool) -> GaussianRowWire:
+        return GaussianRowWire(half, slots, self.absgrad)
 
     def replicas(self, ranks: int, capacity: int, device: torch.device) -> "GaussianReplicaRows":
         return GaussianReplicaRows(ranks * capacity, device)
@@ -119,7 +133,7 @@ class GaussianKernels(Kernels):
             far=self.far, antialiased=self.antialiased, absgrad=self.absgrad, grad2d=statistics.get("grad2d"),
             seen=statistics.get("count"), radii_max=statistics.get("radii"), selective=self.selective,
             opacity_weight=self.opacity_weight, scale_weight=self.scale_weight, lazy=model.lazy, witness=witness,
-            witness_views=witness_views,
+            witness_views=witness_views, boxes=model.boxes,
         )  # fmt: skip
 
     def flush(self, model: Model) -> None:

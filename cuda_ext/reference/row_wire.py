@@ -1,0 +1,209 @@
+"""`pack_wire`, `unpack_wire`, `pack_gradients` and `collect_wire` in torch's operators. See `cuda_ext.ops.row_wire`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ONE = 127 << 23
+"""1.0, bit for bit."""
+_NUMBER = 0x7FFFFFFF
+"""All bits of a float but its sign."""
+_MOST_SCALE = 126
+
+
+def row_words(*, half: bool, slots: bool) -> int:
+    """Words of a row."""
+    return (9 if half else 12) + slots
+
+
+def gradient_words(*, half: bool, absgrad: bool) -> int:
+    """Words of a row's gradients."""
+    return (5 if half else 9) + (1 if half else 2) * absgrad
+
+
+@torch.no_grad()
+def pack_wire(
+    view_ids: Tensor, means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor,
+    radii: Tensor, place: Tensor, wire: Tensor, starts: Sequence[int], capacities: Sequence[int], rank: int,
+    half: bool, slots: bool, first: int, end: int,
+) -> None:  # fmt: skip
+    """See `cuda_ext.ops.row_wire.pack_wire`."""
+    some = slice(first, end)
+    geometry = [t[some] for t in (means2d, conics, opacities, features, depths)]
+    rest = _radii_and_view(radii[some], view_ids[some])
+    ids = [torch.arange(first, end, dtype=torch.int32, device=wire.device)] if slots else []
+    whole = torch.stack([*_full_row(*geometry), *rest, *ids])
+    short = torch.stack([*_half_row(*geometry, rest=rest), *ids]) if half else whole
+    for other, lines in enumerate(place[:, some].long()):
+        columns = whole if other == rank else short
+        chosen = ((lines >= 0) & (lines < capacities[other])).nonzero().squeeze(-1)
+        segment = _segment(wire, starts[other], len(columns), capacities[other])
+        segment[:, lines[chosen]] = columns[:, chosen]
+
+
+@torch.no_grad()
+def unpack_wire(
+    wire: Tensor, starts: Sequence[int], capacities: Sequence[int], counts: Tensor, rank: int, half: bool,
+    slots: bool, views: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """See `cuda_ext.ops.row_wire.unpack_wire`."""
+    pieces: list[tuple[Tensor, ...]] = []
+    for source, (start, capacity) in enumerate(zip(starts, capacities, strict=True)):
+        short = half and source != rank
+        columns = _segment(wire, start, row_words(half=short, slots=slots), capacity)
+        real = torch.arange(capacity, device=wire.device) < counts[source]
+        ids = columns[-1] if slots else torch.zeros_like(columns[0])
+        floats, codes = _read_half_row(columns) if short else (columns[:10].view(torch.float32), columns[10:12])
+        across, view = _radius_of(codes), _view_of(codes)
+        floats = torch.where(real, floats, 0.0)
+        pieces.append(
+            (
+                torch.where(real, view, views - 1), floats[:2].T, floats[2:5].T, floats[5], floats[6:9].T, floats[9],
+                torch.where(real, across, 0).T, torch.full_like(columns[0], source), torch.where(real, ids, 0),
+            )
+        )  # fmt: skip
+    return tuple(torch.cat(column) for column in zip(*pieces, strict=True))
+
+
+@torch.no_grad()
+def pack_gradients(
+    records: Tensor, counts: Tensor, wire: Tensor, starts: Sequence[int], capacities: Sequence[int], rank: int,
+    half: bool, absgrad: bool,
+) -> None:  # fmt: skip
+    """See `cuda_ext.ops.row_wire.pack_gradients`."""
+    for source, lines in enumerate(records.split(list(capacities))):
+        if source == rank:
+            continue
+        values = [*lines[:, :9].unbind(1), *(lines[:, 10:12].unbind(1) if absgrad else ())]
+        columns = torch.stack(_half_gradient(values) if half else [value.view(torch.int32) for value in values])
+        there = _segment(wire, starts[source], len(columns), capacities[source])
+        real = torch.arange(capacities[source], device=wire.device) < counts[source]
+        there.copy_(torch.where(real, columns, there))
+
+
+@torch.no_grad()
+def collect_wire(
+    place: Tensor, count: Tensor, wire: Tensor, starts: Sequence[int], capacities: Sequence[int], own: Tensor,
+    rank: int, half: bool, absgrad: bool,
+) -> Tensor:  # fmt: skip
+    """See `cuda_ext.ops.row_wire.collect_wire`."""
+    width = 11 if absgrad else 9
+    sums = torch.zeros((place.shape[1], width), device=place.device)
+    real = torch.arange(place.shape[1], device=place.device) < count
+    words = gradient_words(half=half, absgrad=absgrad)
+    for source, lines in enumerate(place.long()):
+        rows = (real & (lines >= 0) & (lines < capacities[source])).nonzero().squeeze(-1)
+        if source == rank:
+            values = torch.cat([own[:, :9], own[:, 10:12]], dim=1)[:, :width]
+        else:
+            columns = _segment(wire, starts[source], words, capacities[source])
+            values = (_read_half_gradient(columns) if half else columns.view(torch.float32)).T
+        sums[rows] += values[lines[rows]]
+    records = sums.new_zeros((len(sums), 16))
+    records[:, :9] = sums[:, :9]
+    records[:, 10:12] = sums[:, 9:] if absgrad else 0.0
+    return records
+
+
+def _segment(wire: Tensor, start: int, words: int, capacity: int) -> Tensor:
+    return wire[start : start + words * capacity].view(words, capacity)
+
+
+def _full_row(means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor) -> list[Tensor]:
+    columns = [*means2d.unbind(1), *conics.unbind(1), opacities, *features.unbind(1), depths]
+    return [column.contiguous().view(torch.int32) for column in columns]
+
+
+def _radii_and_view(radii: Tensor, view_ids: Tensor) -> list[Tensor]:
+    """A radius is a whole number from 1 on that a float holds, so that its exponent takes 5 bits: 28 in all. What is
+    left of two words are 8 bits for the view."""
+    codes = radii.float().view(torch.int32) - _ONE
+    low, high = view_ids & 15, (view_ids >> 4) & 15
+    return [(code & 0xFFFFFFF) | (bits << 28) for code, bits in zip(codes.unbind(1), (low, high), strict=True)]
+
+
+def _radius_of(codes: Tensor) -> Tensor:
+    return ((codes & 0xFFFFFFF) + _ONE).view(torch.float32).int()
+
+
+def _view_of(codes: Tensor) -> Tensor:
+    low, high = ((code >> 28) & 15 for code in codes)
+    return low | (high << 4)
+
+
+def _scale_of(values: Sequence[Tensor]) -> Tensor:
+    """The power of two by which the largest of some numbers comes to lie in 2^14 to 2^15."""
+    bits = torch.stack([value.contiguous().view(torch.int32) & _NUMBER for value in values]).amax(0)
+    return (14 + 127 - (bits >> 23)).clamp(max=_MOST_SCALE)
+
+
+def _power(exponent: Tensor) -> Tensor:
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def _halves(low: Tensor, high: Tensor) -> Tensor:
+    """Two float16 in a word."""
+    first, second = (x.half().view(torch.int16).int() for x in (low, high))
+    return (first & 0xFFFF) | (second << 16)
+
+
+def _low(word: Tensor) -> Tensor:
+    return (word << 16 >> 16).short().view(torch.float16).float()
+
+
+def _high(word: Tensor) -> Tensor:
+    return (word >> 16).short().view(torch.float16).float()
+
+
+def _scales(value: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """A float16 and two exponents in a word."""
+    return (_halves(value, torch.zeros_like(value))) | ((one & 0xFF) << 16) | ((other & 0xFF) << 24)
+
+
+def _scales_of(word: Tensor) -> tuple[Tensor, Tensor]:
+    return word << 8 >> 24, word >> 24
+
+
+def _root(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x, 0.0).sqrt()
+
+
+def _half_row(
+    means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor, rest: list[Tensor]
+) -> list[Tensor]:
+    xx, xy, yy = conics.unbind(1)
+    a = _root(xx)
+    b = torch.where(a > 0, xy / a, 0.0)
+    c = _root(yy - b * b)
+    of_conic, of_color = _scale_of([a, b, c]), _scale_of(features.unbind(1))
+    a, b, c = (x * _power(of_conic) for x in (a, b, c))
+    red, green, blue = (x * _power(of_color) for x in features.unbind(1))
+    whole = [x.contiguous().view(torch.int32) for x in (*means2d.unbind(1), depths)]
+    return [
+        *whole, *rest, _halves(a, b), _halves(c, opacities), _halves(red, green), _scales(blue, of_conic, of_color)
+    ]  # fmt: skip
+
+
+def _read_half_row(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """The ten floats of rows [10, M], and their two words of radii and view."""
+    x, y, depth = columns[:3].view(torch.float32)
+    of_conic, of_color = (_power(-scale) for scale in _scales_of(columns[8]))
+    a, b, c = (x * of_conic for x in (_low(columns[5]), _high(columns[5]), _low(columns[6])))
+    red, green, blue = (x * of_color for x in (_low(columns[7]), _high(columns[7]), _low(columns[8])))
+    conic = (a * a, a * b, b * b + c * c)
+    return torch.stack([x, y, *conic, _high(columns[6]), red, green, blue, depth]), columns[3:5]
+
+
+def _half_gradient(values: list[Tensor]) -> list[Tensor]:
+    of_conic, of_rest = _scale_of(values[2:5]), _scale_of([*values[:2], *values[5:]])
+    v = [x * _power(of_conic if 2 <= k < 5 else of_rest) for k, x in enumerate(values)]
+    pairs = [_halves(v[k], v[k + 1]) for k in (0, 2, 4, 6)]
+    return [*pairs, _scales(v[8], of_conic, of_rest), *([_halves(v[9], v[10])] if len(v) > 9 else [])]
+
+
+def _read_half_gradient(columns: Tensor) -> Tensor:
+    of_conic, of_rest = (_power(-scale) for scale in _scales_of(columns[4]))
+    halves = [half(column) for column in columns[:4] for half in (_low, _high)]
+    halves += [_low(columns[4]), *(half(column) for column in columns[5:] for half in (_low, _high))]
+    return torch.stack([x * (of_conic if 2 <= k < 5 else of_rest) for k, x in enumerate(halves)])

@@ -1,0 +1,24 @@
+"""Places along the Z-order (Morton) curve."""
+
+from torch import Tensor
+
+MOST_BITS = 20
+"""Bits an axis: three times as many fit into an int64 with room for two more."""
+
+
+def interleaved(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """The bits of three int64s in turn, x lowest, of their `MOST_BITS` lowest bits each."""
+    return _spread(x) | _spread(y) << 1 | _spread(z) << 2
+
+
+def _spread(x: Tensor) -> Tensor:
+    """Two zeros between each bit and the next."""
+    for shift, mask in (
+        (32, 0x001F00000000FFFF),
+        (16, 0x001F0000FF0000FF),
+        (8, 0x100F00F00F00F00F),
+        (4, 0x10C30C30C30C30C3),
+        (2, 0x1249249249249249),
+    ):
+        x = (x | (x << shift)) & mask
+    return x

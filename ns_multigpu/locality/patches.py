@@ -1,0 +1,229 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""The assignment of `locality`: each view of a batch is cut into patches, each goes where its points are (4.2.2)."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ns_multigpu.core.assignment import Assignment, Learns
+from ns_multigpu.core.collectives import all_gather_ints
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.travelling_rows import touches
+from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, Splats, View
+from ns_multigpu.core.world import World
+from ns_multigpu.locality.assign import Assigner, Volume, in_runs, random_assignment
+from ns_multigpu.locality.options import LocalityOptions
+from ns_multigpu.locality.rules import Access, Planner
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+def cuts(pixels: int, parts: int) -> list[int]:
+    """Where a side of so many pixels is cut: [parts + 1] ascending, at whole tiles; fewer parts than tiles allow."""
+    tiles = -(-pixels // TILE)
+    parts = min(parts, tiles)
+    return [min(pixels, tiles * k // parts * TILE) for k in range(parts + 1)]
+
+
+def patches_of(view: View, position: int, factor: int) -> list[tuple[int, Patch]]:
+    """A view's patches, row after row, each with its number among `factor` x `factor`."""
+    rows, columns = cuts(view.height, factor), cuts(view.width, factor)
+    if len(rows) == len(columns) == 2:
+        return [(0, Patch.whole(position, view))]
+    return [
+        (row * factor + column, Patch(position, x0, y0, x1, y1, SSIM_HALO))
+        for row, (y0, y1) in enumerate(pairwise(rows))
+        for column, (x0, x1) in enumerate(pairwise(columns))
+    ]
+
+
+@dataclass
+class Tally:
+    """What plans came to, since it was taken last.
+
+    Attributes:
+        steps: batches planned. misses: of these, those whose plan was late. between, total: points that went to another
+            machine, and to another rank, in all. send, receive, draw: sums over steps of the busiest rank's load over
+            the mean.
+    """
+
+    steps: int = 0
+    misses: int = 0
+    between: float = 0.0
+    total: float = 0.0
+    send: float = 0.0
+    receive: float = 0.0
+    draw: float = 0.0
+
+    def add(self, volume: Volume) -> None:
+        """Counts one batch."""
+        self.between += volume.between
+        self.total += volume.total
+        loads = (volume.sent, volume.received, volume.drawn)
+        self.send, self.receive, self.draw = (
+            before + float(load.max() / max(load.mean(), 1e-9)) if load.any() else before + 1.0
+            for before, load in zip((self.send, self.receive, self.draw), loads, strict=True)
+        )
+
+
+class LocalPatches(Assignment):
+    """Patches to ranks, by what each needs from each rank.
+
+    What a view's patches need is what they needed when they were drawn last (`Access`); before that, what the placement
+    has counted. Patches of views that nobody knows go out in runs.
+
+    Args:
+        world: the ranks. options: see there. access: shared with the placement.
+    """
+
+    learns = Learns.NEEDS
+
+    def __init__(self, world: World, options: LocalityOptions, access: Access) -> None:
+        self._world, self._options, self._access = world, options, access
+        self._factor = options.patches if world.size > 1 else 1  # alone a rank draws views whole
+        self._assigner = Assigner(
+            world.machines, world.size // world.machines, hierarchical=options.hierarchy,
+            search=options.assignment == "search" and options.balance,
+        )  # fmt: skip
+        ahead = options.plans == "ahead" or (options.plans == "auto" and world.device.type == "cuda")
+        self._planner = Planner(self._assigner) if ahead and options.assignment != "random" and world.size > 1 else None
+        self._coming: deque[tuple[tuple[int, ...], int]] = deque()  # views of foreseen batches, and their numbers
+        self._foreseen, self._agreed = 0, -1
+        self.tally = Tally()
+
+    def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
+        return self._made(views, self._at_once(views, ranks), ranks)
+
+    def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
+        """The plan that was made ahead, if this batch was foreseen; the rule's where it is late."""
+        chosen = self._foreseen_plan(tuple(view.index for view in views))
+        if chosen is None:
+            chosen = self._at_once(views, ranks)
+        self._count(chosen, self._needed(views))
+        return self._made(views, chosen, ranks)
+
+    @property
+    def foresees(self) -> bool:
+        return self._planner is not None
+
+    def foresee(self, batches: Sequence[Sequence[View]]) -> None:
+        if self._planner is None:
+            return
+        ready = all_gather_ints([self._planner.ready_through()], self._world)
+        self._agreed = min(row[0] for row in ready)
+        for views in batches:
+            needed = self._needed(views)
+            self._planner.submit(self._foreseen, len(self._cut(views)) if needed is None else needed)
+            self._coming.append((tuple(view.index for view in views), self._foreseen))
+            self._foreseen += 1
+
+    def figures(self) -> dict[str, float]:
+        """Means over the steps since it was asked last: splats that go to another machine and to another rank, the
+        busiest rank's load over the mean, and the part of plans that were late."""
+        tally, self.tally = self.tally, Tally()
+        if tally.steps == 0:
+            return {}
+        return {
+            "splats_between_machines": tally.between / tally.steps,
+            "splats_sent": tally.total / tally.steps,
+            "busiest_sender": tally.send / tally.steps,
+            "busiest_receiver": tally.receive / tally.steps,
+            "busiest_drawer": tally.draw / tally.steps,
+            "plan_misses": tally.misses / tally.steps,
+        }
+
+    def most_pixels(self, batch: int, width: int, height: int, ranks: int, halo: int) -> int:
+        rows, columns = cuts(height, self._factor), cuts(width, self._factor)
+        most = [max(b - a for a, b in pairwise(side)) for side in (rows, columns)]
+        if len(rows) == len(columns) == 2:
+            halo = 0
+        patches = batch * (len(rows) - 1) * (len(columns) - 1)
+        machines = self._world.machines if ranks == self._world.size else 1
+        of_machine = -(-patches // machines)
+        each = -(-of_machine // (ranks // machines)) if self._options.hierarchy else -(-patches // ranks)
+        return each * (most[0] + 2 * halo) * (most[1] + 2 * halo)
+
+    def counts(self, batch: int, width: int, height: int) -> int:
+        return batch * (len(cuts(width, self._factor)) - 1) * (len(cuts(height, self._factor)) - 1)
+
+    def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
+        table = np.array(counts, dtype=np.float64).reshape(self._world.size, -1)
+        self._record(views, table.T)
+
+    # ---- of rows on their way through autograd: `RowCounts` ----
+
+    def count(self, splats: Splats, views: Sequence[View], plan: Plan) -> Tensor:
+        """[patches] int64, this rank's splats that reach each patch of the plan."""
+        counts = [touches(splats, views, [patch]).sum(0, keepdim=True) for patch in plan.patches()]
+        return torch.cat([splats.hits.view_ids.new_zeros(0, dtype=torch.int64), *counts])
+
+    def told(self, views: Sequence[View], plan: Plan, table: Sequence[Sequence[int]]) -> None:
+        """Learns what each rank has counted."""
+        needed = np.array(table, dtype=np.float64).reshape(self._world.size, -1).T
+        drawers = {patch: rank for rank, patches in enumerate(plan.drawn) for patch in patches}
+        self._count(np.array([drawers[patch] for patch in plan.patches()], dtype=np.int64), needed)
+        self._record(views, needed)
+
+    # ---- the plan ----
+
+    def _cut(self, views: Sequence[View]) -> list[tuple[int, Patch]]:
+        return [one for k, view in enumerate(views) for one in patches_of(view, k, self._factor)]
+
+    def _needed(self, views: Sequence[View]) -> Floats | None:
+        """[patches, ranks] what the batch's patches need; None where nothing is known of any."""
+        cut = self._cut(views)
+        known = [self._access.of(view.index) for view in views]
+        if all(one is None for one in known):
+            return None
+        rows = np.zeros((len(cut), self._world.size))
+        for row, (number, patch) in enumerate(cut):
+            of_view = known[patch.view]
+            if of_view is not None:
+                rows[row] = of_view[number]
+        return rows
+
+    def _at_once(self, views: Sequence[View], ranks: int) -> Ints:
+        needed = self._needed(views)
+        if self._options.assignment == "random":
+            generator = np.random.default_rng([0, *(view.index & 0x7FFFFFFF for view in views)])
+            return random_assignment(len(self._cut(views)), ranks, generator)
+        if needed is None:
+            return in_runs(len(self._cut(views)), ranks)
+        return self._assigner.assign(needed)
+
+    def _made(self, views: Sequence[View], chosen: Ints, ranks: int) -> Plan:
+        drawn: list[list[Patch]] = [[] for _ in range(ranks)]
+        for (_, patch), rank in zip(self._cut(views), chosen.tolist(), strict=True):
+            drawn[rank].append(patch)
+        return Plan.of(drawn)
+
+    def _foreseen_plan(self, key: tuple[int, ...]) -> Ints | None:
+        """What was planned ahead for a batch of these views; None if it was not foreseen."""
+        while self._planner is not None and any(views == key for views, _ in self._coming):
+            first, number = self._coming.popleft()
+            if first == key:
+                served = self._planner.serve(number, self._agreed)
+                self.tally.misses += not served.planned
+                return served.ranks
+        return None
+
+    def _count(self, chosen: Ints, needed: Floats | None) -> None:
+        self.tally.steps += 1
+        if needed is not None:
+            self.tally.add(Volume.of(needed, chosen, self._assigner.per_machine))
+
+    def _record(self, views: Sequence[View], needed: Floats) -> None:
+        """Remembers what was needed: [patches, ranks] of a batch's patches in the plan's order, which is that of
+        `_cut`."""
+        rows = np.zeros((len(views), self._options.patches**2, self._world.size))
+        for row, (number, patch) in enumerate(self._cut(views)):
+            rows[patch.view, number] = needed[row]
+        self._access.record([view.index for view in views], rows.reshape(-1, self._world.size))

@@ -1,0 +1,260 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""The placement of `locality`: points live where the views go that see them (section 4.2.1)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import sparse
+from torch import Tensor
+
+from ns_multigpu.core.collectives import all_gather_ints, all_gather_rows, broadcast_object
+from ns_multigpu.core.placement import NewPoints, Placement, Settled, Shares, shares_of
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.splitters import imbalance
+from ns_multigpu.core.types import View
+from ns_multigpu.core.world import World
+from ns_multigpu.locality.graph import SeenGraph, count_seen
+from ns_multigpu.locality.groups import LEAST, Groups, cube_around, group_size, z_codes
+from ns_multigpu.locality.options import LocalityOptions
+from ns_multigpu.locality.partition import partition
+from ns_multigpu.locality.patches import patches_of
+from ns_multigpu.locality.rules import Access
+
+MOST_SAMPLED = 4_000_000
+"""Points that are looked at to place a model: of a larger one every k-th. A group still has 32 of them."""
+MOST_VIEWS = 2000
+"""Views that METIS is given: of more, so many drawn at random."""
+_GROUPS_PER_RANK = 32
+"""Groups that each rank has at least, where points suffice: else they could not be level."""
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where space is at home: groups are ranges of the Z-order.
+
+    Attributes:
+        low: [3] float64, side: the cube of the curve, world units.
+        starts: [C] int64 ascending, the code where each group begins; the first begins before all.
+        owners: [C] int64, the rank that owns each group.
+        points: of the model that this was made for.
+        view_machines: [V] int64, the machine whose groups each training view sees most of; empty without views.
+    """
+
+    low: Tensor
+    side: float
+    starts: Tensor
+    owners: Tensor
+    points: int
+    view_machines: NDArray[np.int64]
+
+    def of(self, positions: Tensor) -> Tensor:
+        """The owners [N] int64 of points at these positions [N, 3]."""
+        codes = z_codes(positions, self.low.to(positions.device), self.side)
+        starts, owners = self.starts.to(positions.device), self.owners.to(positions.device)
+        return owners[(torch.searchsorted(starts, codes, right=True) - 1).clamp_(min=0)]
+
+
+class ByViews(Placement):
+    """Groups of points on the machines whose views see them, and level on each machine's GPUs.
+
+    Rank 0 looks at a sample of the points, and tells the others: METIS promises nothing for machines of different
+    kinds. Between placings a point's group, and so its owner, follows from where it lies. Points are placed anew at the
+    start, when the model has grown by a factor, when work is no longer level, and where a run goes on with other ranks.
+
+    Args:
+        world: the ranks. options: see there. access: told what the patches of each view need from each rank.
+
+    Attributes:
+        homes: as points were placed last; None before.
+    """
+
+    replicated = False
+    in_ranges = False
+
+    def __init__(self, world: World, options: LocalityOptions, access: Access) -> None:
+        self._world, self._options, self._access = world, options, access
+        self._look: Callable[[], Sequence[View]] = lambda: ()
+        self._remarks: list[str] = []
+        self._placings = 0
+        self.homes: Homes | None = None
+
+    @property
+    def kind(self) -> str:
+        """Its name, and how the ranks are spread over machines."""
+        return f"ByViews {self._world.machines}x{self._world.size // self._world.machines}"
+
+    def look(self, views: Callable[[], Sequence[View]]) -> None:
+        self._look = views
+
+    def remarks(self) -> list[str]:
+        told, self._remarks = self._remarks, []
+        return told
+
+    @property
+    def placings(self) -> int:
+        return self._placings
+
+    @property
+    def homes_of_views(self) -> Sequence[int]:
+        return () if self.homes is None else self.homes.view_machines.tolist()
+
+    def views_to_splat(self, plan: Plan, world: World) -> list[int]:
+        """All of the batch's views: which patches a point reaches only its splat tells."""
+        return plan.views()
+
+    def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
+        """See `Placement.shares`.
+
+        Raises:
+            ValueError: other ranks are asked about than those of the world.
+        """
+        if ranks != self._world.size:
+            raise ValueError(f"points are placed on the {self._world.size} ranks of this run, not on {ranks}")
+        if ranks == 1 or count == 0:
+            return [range(count)] + [range(count, count)] * (ranks - 1)
+        where = positions().detach()
+        self._place(where[:: _stride(count)], count)
+        assert self.homes is not None
+        return shares_of(self.homes.of(where), ranks)
+
+    def settle(self, new: NewPoints, world: World) -> Settled:
+        """By the group that each point lies in; placed anew where the model has grown, or a rank has too much work."""
+        total = sum(row[0] for row in all_gather_ints([len(new.keys)], world))
+        if world.size == 1 or total == 0:
+            return Settled(torch.zeros_like(new.keys))
+        where = new.positions().detach()
+        grown = self.homes is None or total > self._options.place_again_at * max(self.homes.points, 1)
+        if self.homes is not None and not grown:
+            owners = self.homes.of(where)
+            if imbalance(self._works(owners, new.work)) <= max(new.threshold, self._options.imbalance):
+                return Settled(owners)
+            if imbalance(self._works(owners, torch.ones_like(new.work))) <= max(new.threshold, self._options.imbalance):
+                return Settled(owners)  # by points it is level, and nothing else is known of coming views
+        sample, _ = all_gather_rows(where[:: _stride(total)].contiguous(), world)
+        self._place(sample, total)
+        assert self.homes is not None
+        return Settled(self.homes.of(where), anew=True)
+
+    def knowledge(self) -> dict[str, Tensor]:
+        homes = self.homes
+        if homes is None:
+            return {}
+        views, needed = self._access.knowledge()
+        return {
+            "low": homes.low, "side": torch.tensor([homes.side], dtype=torch.float64), "starts": homes.starts,
+            "owners": homes.owners, "points": torch.tensor([homes.points]),
+            "view_machines": torch.from_numpy(homes.view_machines), "needs_views": torch.from_numpy(views),
+            "needs": torch.from_numpy(needed),
+        }  # fmt: skip
+
+    def learn_again(self, knowledge: Mapping[str, Tensor]) -> None:
+        if "owners" not in knowledge:
+            return
+        known = {name: value.cpu() for name, value in knowledge.items()}
+        self.homes = Homes(
+            known["low"], float(known["side"]), known["starts"], known["owners"], int(known["points"]),
+            known["view_machines"].numpy(),
+        )  # fmt: skip
+        if known["needs"].shape[1:] == (self._access.patches, self._access.ranks):  # patches are an option
+            self._access.learn_again(known["needs_views"].numpy(), known["needs"].numpy())
+
+    # ---- placing ----
+
+    def _works(self, owners: Tensor, work: Tensor) -> list[int]:
+        mine = work.new_zeros(self._world.size).index_add_(0, owners, work).tolist()
+        return [sum(column) for column in zip(*all_gather_ints(mine, self._world), strict=True)]
+
+    def _place(self, sample: Tensor, points: int) -> None:
+        """Places a model of so many points, of which every rank has the same sample [S, 3]."""
+        made: tuple[Homes, tuple[NDArray[np.int64], NDArray[np.float32]]] | Exception | None = None
+        if self._world.is_main:
+            try:
+                made = self._placed(sample, points)
+            except Exception as error:  # the others wait for what is said here
+                made = error
+        made = broadcast_object(made, 0, self._world)
+        if isinstance(made, Exception):
+            raise made
+        assert made is not None
+        self.homes, needs = made
+        self._placings += 1
+        self._access.learn_again(*needs)
+
+    def _placed(self, sample: Tensor, points: int) -> tuple[Homes, tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        world, stride = self._world, max(1, round(points / len(sample)))
+        low, side = cube_around(sample)
+        codes, order = torch.sort(z_codes(sample, low, side), stable=True)
+        groups = Groups.along(sample, order, _sampled_group_size(self._options.group_size, points, world.size, stride))
+        owners, machines, needs = self._owners(groups, sample, stride)
+        starts = codes[:: groups.size].clone()
+        starts[0] = 0
+        return Homes(low.cpu(), side, starts.cpu(), torch.from_numpy(owners), points, machines), needs
+
+    def _owners(
+        self, groups: Groups, sample: Tensor, stride: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """Each group's owner, each view's machine, and the views that patches were counted of with what these need."""
+        world, factor = self._world, self._options.patches
+        none = np.zeros(0, dtype=np.int64), np.zeros((0, factor * factor, world.size), dtype=np.float32)
+        seen_by = self._look()
+        by_patch = self._by_patch(groups, sample, stride, seen_by)
+        if len(groups) < world.size or by_patch is None:
+            if seen_by:
+                why = "no training view shows any" if by_patch is None else f"{len(groups)} groups are too few"
+                self._remarks.append(f"Points are placed by ranges of the Z-order: {why}.")
+            owners = np.arange(len(groups), dtype=np.int64) * world.size // len(groups)
+            return owners, np.zeros(0, dtype=np.int64), none
+        views = len(seen_by)
+        by_view = SeenGraph(_summed(by_patch.seen, views), by_patch.points)
+        found = partition(
+            by_view.thinned(MOST_VIEWS), world.machines, world.size // world.machines, self._options.placement,
+            self._options.within, self._options.hierarchy, self._options.imbalance,
+        )  # fmt: skip
+        self._remarks += found.notes
+        per_machine = world.size // world.machines
+        machines = by_view.by_rank(found.ranks // per_machine, world.machines).argmax(1).astype(np.int64)
+        needed = by_patch.by_rank(found.ranks, world.size).astype(np.float32).reshape(views, -1, world.size)
+        return found.ranks, machines, (np.array([view.index for view in seen_by], dtype=np.int64), needed)
+
+    def _by_patch(self, groups: Groups, sample: Tensor, stride: int, views: Sequence[View]) -> SeenGraph | None:
+        """The graph of groups and patches, `factor` squared a view; None where no patch shows a point."""
+        factor = self._options.patches
+        if not views:
+            return None
+        cut = [(k, number, patch) for k, view in enumerate(views) for number, patch in patches_of(view, k, factor)]
+        viewmats = torch.stack([views[k].viewmat for k, _, _ in cut]).to(sample)
+        Ks = torch.stack([views[k].K for k, _, _ in cut]).to(sample)
+        sizes = [n for k, _, _ in cut for n in (views[k].width, views[k].height)]
+        rects = [n for k, _, patch in cut for n in patch.rendered(views[k])]
+        dots, solid = torch.full_like(sample, 1e-12), torch.ones_like(sample[:, 0])
+        patch_ids, group_ids, counts = count_seen(groups, sample, dots, solid, viewmats, Ks, sizes, rects)
+        if len(counts) == 0:
+            return None
+        places = torch.tensor([k * factor * factor + number for k, number, _ in cut], device=patch_ids.device)
+        total = len(views) * factor * factor
+        return SeenGraph.of(places[patch_ids], group_ids, counts * stride, total, groups.points * stride)
+
+
+def _stride(points: int) -> int:
+    return -(-points // MOST_SAMPLED)
+
+
+def _sampled_group_size(wanted: int, points: int, ranks: int, stride: int) -> int:
+    """Points of the sample in a group: as many as were asked for, or by the size of the model."""
+    if wanted:
+        return max(1, wanted // stride)
+    size = min(group_size(points), max(LEAST, points // (_GROUPS_PER_RANK * ranks)))
+    return max(1, min(size // stride, points // stride // (2 * ranks)))  # of tiny models
+
+
+def _summed(by_patch: Any, views: int) -> Any:
+    """[V * patches, C] csr -> [V, C] csr: a view's patches added up. A point in two patches' halos counts twice."""
+    each = by_patch.shape[0] // views
+    rows = np.repeat(np.arange(views), each)
+    chosen = sparse.csr_matrix((np.ones(len(rows), dtype=np.int64), (rows, np.arange(len(rows)))))
+    return (chosen @ by_patch).tocsr()

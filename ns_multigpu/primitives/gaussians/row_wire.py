@@ -1,0 +1,53 @@
+"""Rows of 3D Gaussians on the wire."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cuda_ext.ops.fused import SplatRows
+from cuda_ext.ops.row_exchange import ArrivedRows
+from cuda_ext.ops.row_wire import collect_wire, gradient_words, pack_gradients, pack_wire, row_words, unpack_wire
+from ns_multigpu.core.row_wire import RowWire, WireSegments
+
+
+@dataclass(frozen=True)
+class GaussianRowWire(RowWire):
+    """See `cuda_ext.ops.row_wire`.
+
+    Attributes:
+        half, slots: see `Kernels.wire`. absgrad: gradients have absolute ones.
+    """
+
+    half: bool
+    slots: bool
+    absgrad: bool
+
+    @property
+    def own_words(self) -> int:
+        return row_words(half=False, slots=self.slots)
+
+    @property
+    def row_words(self) -> int:
+        return row_words(half=self.half, slots=self.slots)
+
+    @property
+    def gradient_words(self) -> int:
+        return gradient_words(half=self.half, absgrad=self.absgrad)
+
+    def pack(self, rows: SplatRows, place: Tensor, wire: Tensor, to: WireSegments, first: int, end: int) -> None:
+        pack_wire(
+            rows.view_ids, rows.means2d, rows.conics, rows.opacities, rows.features, rows.depths, rows.radii, place,
+            wire, to.starts, to.capacities, to.rank, half=self.half, slots=self.slots, first=first, end=end,
+        )  # fmt: skip
+
+    def unpack(self, wire: Tensor, come: WireSegments, counts: Tensor, views: int) -> ArrivedRows:
+        where = (wire, come.starts, come.capacities, counts, come.rank, views)
+        return unpack_wire(*where, half=self.half, slots=self.slots)
+
+    def pack_gradients(self, records: Tensor, counts: Tensor, wire: Tensor, to: WireSegments) -> None:
+        where = (records, counts, wire, to.starts, to.capacities, to.rank)
+        pack_gradients(*where, half=self.half, absgrad=self.absgrad)
+
+    def collect(self, place: Tensor, count: Tensor, wire: Tensor, come: WireSegments, own: Tensor) -> Tensor:
+        where = (place, count, wire, come.starts, come.capacities, own, come.rank)
+        return collect_wire(*where, half=self.half, absgrad=self.absgrad)

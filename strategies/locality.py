@@ -1,0 +1,28 @@
+"""`locality`: points live where the views go that see them, and patches are drawn where their points live.
+
+The scheme of Gaian (Zhao et al., section 4.2), for several machines: what crosses between them is what counts.
+"""
+
+from ns_multigpu.core.legs import GradientsToOwner, WholePixels
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.travelling_rows import RowsTravel
+from ns_multigpu.core.world import World
+from ns_multigpu.locality.options import LocalityOptions
+from ns_multigpu.locality.patches import LocalPatches
+from ns_multigpu.locality.placing import ByViews
+from ns_multigpu.locality.rules import Access
+
+
+def locality(world: World, options: LocalityOptions | None = None) -> Strategy:
+    """The strategy `locality` for `world`.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    options = options or LocalityOptions()
+    if problem := options.problem():
+        raise ValueError(f"locality: {problem}.")
+    access = Access(options.patches**2, world.size)
+    patches = LocalPatches(world, options, access)
+    legs = RowsTravel(patches), WholePixels(), GradientsToOwner(world)
+    return Strategy("locality", ByViews(world, options, access), patches, *legs, world)

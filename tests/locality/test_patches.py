@@ -1,0 +1,161 @@
+"""The assignment of patches: they cover views, ranks have equally many, each goes where its points are, plans are made
+ahead and the rule serves where one is late."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.types import TILE, View
+from ns_multigpu.core.world import World
+from ns_multigpu.locality.assign import Assigner
+from ns_multigpu.locality.options import LocalityOptions
+from ns_multigpu.locality.patches import LocalPatches, cuts, patches_of
+from ns_multigpu.locality.rules import Access, Planner
+
+SIZES = [(200, 120), (64, 64), (15, 17), (33, 1000), (1, 1), (16, 16)]
+
+
+def view_of(size: tuple[int, int], index: int = 0) -> View:
+    return View(torch.eye(4), torch.eye(3), *size, index)
+
+
+def world_of(ranks: int, machines: int) -> World:
+    """The first rank of so many, as far as an assignment asks."""
+    return replace(World.single(), size=ranks, local_size=ranks // machines)
+
+
+def assignment(ranks: int, machines: int, **options: object) -> tuple[LocalPatches, Access]:
+    chosen = LocalityOptions(**{"plans": "at-once", **options})  # type: ignore[arg-type]
+    access = Access(chosen.patches**2, ranks)
+    return LocalPatches(world_of(ranks, machines), chosen, access), access
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("factor", [1, 2, 3, 8])
+def test_patches_cover_a_view_once_and_are_cut_at_tiles(size: tuple[int, int], factor: int) -> None:
+    view = view_of(size)
+    covered = torch.zeros(size[1], size[0], dtype=torch.int32)
+    numbers: list[int] = []
+    for number, patch in patches_of(view, 3, factor):
+        covered[patch.y0 : patch.y1, patch.x0 : patch.x1] += 1
+        numbers.append(number)
+        assert patch.view == 3 and patch.x0 % TILE == patch.y0 % TILE == 0 and patch.x1 > patch.x0
+    assert bool((covered == 1).all())
+    assert sorted(set(numbers)) == numbers and numbers[-1] < factor**2
+    sides = [-(-side // TILE) for side in size]
+    assert len(numbers) == min(factor, sides[0]) * min(factor, sides[1])
+    if len(numbers) == 1:
+        assert patches_of(view, 3, factor)[0][1].halo == 0, "a whole view needs none"
+
+
+def test_cuts_are_even() -> None:
+    assert cuts(200, 4) == [0, 48, 96, 144, 200] and cuts(100, 1) == [0, 100] and cuts(20, 8) == [0, 16, 20]
+
+
+@pytest.mark.parametrize(("ranks", "machines"), [(2, 1), (4, 2), (3, 3), (6, 2)])
+@pytest.mark.parametrize("how", ["search", "solver", "random"])
+@pytest.mark.parametrize("known", [True, False])
+def test_ranks_have_equally_many_and_no_more_pixels_than_said(ranks: int, machines: int, how: str, known: bool) -> None:
+    made, access = assignment(ranks, machines, assignment=how)
+    views = [view_of((200, 120), index) for index in range(3)]
+    if known:
+        access.record(range(3), np.random.default_rng(1).integers(0, 99, (3 * 16, ranks)).astype(np.float64))
+    plan = made.assign(views, ranks)
+    held = [len(patches) for patches in plan.drawn]
+    assert sum(held) == 48 and max(held) - min(held) <= 1
+    halo, room = TILE, made.most_pixels(3, 200, 120, ranks, TILE)
+    for patches in plan.drawn:
+        grown = [replace(patch, halo=halo).rendered(views[patch.view]) for patch in patches]
+        assert sum((x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in grown) <= room
+    assert made.counts(3, 200, 120) == 48 and made.assign(views, ranks) == plan, "the same on every rank"
+
+
+def everything_at(rank: int, ranks: int, patches: int) -> np.ndarray:
+    needed = np.ones((patches, ranks))
+    needed[:, rank] = 1000
+    return needed
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_patches_go_where_their_points_are(machines: int) -> None:
+    made, access = assignment(2, machines)
+    views = [view_of((64, 64), 5), view_of((64, 64), 9)]
+    access.record([5], everything_at(1, 2, 16))
+    access.record([9], everything_at(0, 2, 16))
+    plan = made.assign(views, 2)
+    assert {patch.view for patch in plan.drawn[1]} == {0} and {patch.view for patch in plan.drawn[0]} == {1}
+    # What was needed in the last step is what counts in the next.
+    table = np.concatenate([everything_at(0, 2, 16), everything_at(1, 2, 16)])
+    made.learn(views, table.T.astype(int).reshape(-1).tolist())
+    plan = made.assign(views, 2)
+    assert {patch.view for patch in plan.drawn[0]} == {0} and {patch.view for patch in plan.drawn[1]} == {1}
+
+
+def test_alone_a_rank_draws_views_whole() -> None:
+    made, _ = assignment(1, 1)
+    plan = made.assign([view_of((200, 120))], 1)
+    assert len(plan.drawn[0]) == 1 and plan.drawn[0][0].halo == 0 and made.counts(1, 200, 120) == 1
+
+
+def test_what_autograd_tells_is_what_steps_tell() -> None:
+    by_step, known = assignment(2, 2)
+    through_autograd, also = assignment(2, 2)
+    views = [view_of((40, 64), 7)]
+    plan = by_step.assign(views, 2)
+    table = np.random.default_rng(2).integers(0, 50, (2, len(plan.patches())))
+    by_step.learn(views, table.reshape(-1).tolist())
+    through_autograd.told(views, plan, table.tolist())
+    first, second = known.of(7), also.of(7)
+    assert first is not None and second is not None and np.array_equal(first, second)
+    rows = first.reshape(4, 4, 2)
+    assert np.array_equal(rows[:, :3].reshape(-1, 2), table.T) and not rows[:, 3].any(), "three columns of tiles"
+    figures = through_autograd.figures()
+    drawers = {patch: rank for rank, patches in enumerate(plan.drawn) for patch in patches}
+    sent = sum(table[1 - drawers[patch]][k] for k, patch in enumerate(plan.patches()))
+    assert figures["splats_sent"] == figures["splats_between_machines"] == sent
+    assert through_autograd.figures() == {}, "means since it was asked last"
+
+
+class Slow(Assigner):
+    """Waits before each plan."""
+
+    gate: threading.Event
+
+    def assign(self, needed: np.ndarray) -> np.ndarray:
+        assert self.gate.wait(30)
+        return super().assign(needed)
+
+
+def test_a_foreseen_plan_is_served_and_a_late_one_is_a_miss() -> None:
+    made, access = assignment(2, 2, plans="ahead")
+    access.record(range(4), np.random.default_rng(3).integers(0, 99, (64, 2)).astype(np.float64))
+    batches = [[view_of((64, 64), 2 * k), view_of((64, 64), 2 * k + 1)] for k in range(2)]
+    wanted = [made.assign(batch, 2) for batch in batches]
+    slow = Slow(2, 1)
+    object.__setattr__(slow, "gate", threading.Event())
+    made._planner = Planner(slow)
+    made.foresee(batches[:1])
+    late = made.assign_alike(batches[0], 2)
+    assert isinstance(late, Plan) and made.figures()["plan_misses"] == 1
+    slow.gate.set()
+    made.foresee(batches[1:])
+    while made._planner.ready_through() < 1:
+        pass
+    made.foresee([])  # all tell each other what is ready
+    assert made.assign_alike(batches[1], 2) == wanted[1] and made.figures()["plan_misses"] == 0
+    # Nobody foresaw this one.
+    assert made.assign_alike(batches[0], 2) == wanted[0] and made.figures()["plan_misses"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"patches": 0}, "patches 0"), ({"patches": 9}, "1 to 8"), ({"group_size": 7}, "group-size 7"),
+     ({"place_again_at": 1.0}, "above 1")],
+)  # fmt: skip
+def test_options_out_of_range_are_named(options: dict[str, float], words: str) -> None:
+    assert words in (LocalityOptions(**options).problem() or "")  # type: ignore[arg-type]
+    assert LocalityOptions().problem() is None

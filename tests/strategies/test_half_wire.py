@@ -1,0 +1,64 @@
+"""What float16 on the wire costs: pixels, loss and gradients beside those of float32, of one step of a scene.
+
+`pytest -s` prints the table of docs/tile.md.
+"""
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks, skip_without_gpus
+from tests.strategies.test_law import Outcome, stitch
+from tests.strategies.test_law_steps import KERNELS, LANDSCAPE, step_of
+
+UNIT = 2.0**-11
+"""Half a unit in the last place of float16, relative."""
+
+
+def differences(found: list[Outcome], wanted: list[Outcome]) -> dict[str, tuple[float, float]]:
+    """The largest and the mean error: of pixels (which are 0 to 1), and of each parameter's gradients beside the
+    gradient of its point."""
+    images, right = (stitch([piece for o in outcomes for piece in o["images"]]) for outcomes in (found, wanted))
+    pixels = torch.cat([(images[k] - right[k]).abs().flatten() for k in right])
+    table = {"pixels": (float(pixels.max()), float(pixels.mean()))}
+    for name in wanted[0]["gradients"]:
+        value, expected = (
+            torch.cat([o["gradients"][name] for o in outcomes]).flatten(1) for outcomes in (found, wanted)
+        )
+        size = expected.norm(dim=1)
+        error = (value - expected).norm(dim=1)[size > 1e-3 * size.max()] / size[size > 1e-3 * size.max()]
+        table[name] = (float(error.max()), float(error.mean()))
+    return table
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("mode", ["step", "captured"])
+def test_half_a_wire_is_nearly_a_whole_one(mode: str, ranks: int) -> None:
+    whole, half = (run_ranks(step_of, ranks, "tile", KERNELS[0], LANDSCAPE, mode, False, h) for h in (False, True))
+    check(half, whole, ranks)
+
+
+def check(half: list[Outcome], whole: list[Outcome], ranks: int) -> None:
+    table = differences(half, whole)
+    print(
+        f"{ranks} ranks",
+        *(f"{name}: max {most:.1e}, mean {mean:.1e}" for name, (most, mean) in table.items()),
+        sep="; ",
+    )
+    if ranks == 1:
+        assert all(most == 0 for most, _ in table.values()), "what does not travel is not rounded"
+        return
+    most, mean = table.pop("pixels")
+    # A splat's alpha counts from 1/255 on: where rounding takes it across, a pixel changes by so much at most.
+    assert 0 < most < 1 / 255 + 2 * UNIT and mean < UNIT / 8
+    for name, (most, mean) in table.items():
+        assert 0 < mean < 6 * UNIT and most < 128 * UNIT, name
+    loss = [torch.stack([o["loss"] for o in outcomes]).sum() for outcomes in (half, whole)]
+    torch.testing.assert_close(loss[0], loss[1], rtol=UNIT / 4, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_half_a_wire_is_nearly_a_whole_one_on_gpus(ranks: int) -> None:
+    skip_without_gpus(ranks)
+    runs = [run_ranks(step_of, ranks, "tile", KERNELS[0], LANDSCAPE, "step", False, h, device="cuda") for h in (0, 1)]
+    check(runs[1], runs[0], ranks)
