@@ -65,9 +65,8 @@ class DistributedTrainer(Trainer):
         checks.check_precision(config.mixed_precision, config.use_grad_scaler)
         self.world = enter_world(config)
         assert isinstance(config.pipeline, DistributedPipelineConfig)
-        batch = config.pipeline.batch(self.world.size)
         # Nerfstudio shows progress and remaining time against this.
-        config = config.for_steps(config.steps_for(batch))
+        config = config.for_steps(config.steps_for(config.pipeline.batch(self.world.size)))
         with warnings.catch_warnings(), quiet(CONSOLE):  # of a name that torch has changed, and of mixed precision
             warnings.simplefilter("ignore", FutureWarning)
             super().__init__(config, local_rank=local_rank, world_size=world_size)
@@ -187,8 +186,7 @@ class DistributedTrainer(Trainer):
 
     def _show_speed(self, step: int, seconds: float) -> None:
         if step > 1:
-            speed = self.rays / max(0.001, seconds)
-            writer.put_time(EventName.TRAIN_RAYS_PER_SEC, speed, step, avg_over_steps=True)
+            writer.put_time(EventName.TRAIN_RAYS_PER_SEC, self.rays / max(0.001, seconds), step, avg_over_steps=True)
 
     def _after_steps(self, step: int, last: bool, measured: Measured | None) -> None:
         """What follows a step, and what follows a block after its last: looks, logs, evaluation, checkpoints."""
@@ -322,8 +320,7 @@ class DistributedTrainer(Trainer):
         return f"view {view} ({names[view].name})"
 
     def _last_checkpoint(self) -> str:
-        kept = checkpoints_in(self.checkpoint_dir)
-        return str(kept[-1]) if kept else ""
+        return str(next(reversed(checkpoints_in(self.checkpoint_dir)), ""))
 
     def _circumstances(self) -> memory.Circumstances:
         return self.guards.circumstances(self)
