@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from torch import Tensor
 from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.replicas import assert_identical, broadcast_in_place
 from ns_multigpu.core.schema import names
-from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
 from ns_multigpu.plugin.blocks.fused_options import next_stop
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
@@ -30,18 +28,8 @@ from ns_multigpu.plugin.faults.guards import Guards
 from ns_multigpu.plugin.faults.out_of_memory import Attempt, saving
 from ns_multigpu.plugin.faults.signals import STOP
 from ns_multigpu.plugin.launch import checks
-from ns_multigpu.plugin.launch.agreement import check_same_start
 from ns_multigpu.plugin.launch.commands import commands_afterwards, resume_command
-from ns_multigpu.plugin.launch.machines import (
-    at_another_machine,
-    check_shared_folder,
-    device_kind,
-    different_devices,
-    machines_named,
-    restarts_in_vain,
-)
-from ns_multigpu.plugin.launch.process_world import set_world
-from ns_multigpu.plugin.launch.ranks import rendezvous_explained
+from ns_multigpu.plugin.launch.entering import enter_world
 from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.plugin.render import viewing
@@ -75,16 +63,10 @@ class DistributedTrainer(Trainer):
     def __init__(self, config: "DistributedTrainerConfig", local_rank: int = 0, world_size: int = 1) -> None:
         checks.check_no_accumulation(config.gradient_accumulation_steps)
         checks.check_precision(config.mixed_precision, config.use_grad_scaler)
-        with rendezvous_explained():
-            self.world = World.from_env(config.machine.device_type)
-        check_same_start(config, self.world)
-        set_world(self.world)
-        check_shared_folder(config.get_base_dir(), self.world)
-        self._introduce_machines()
+        self.world = enter_world(config)
         assert isinstance(config.pipeline, DistributedPipelineConfig)
-        batch = config.pipeline.batch(self.world.size)
         # Nerfstudio shows progress and remaining time against this.
-        config = config.for_steps(config.steps_for(batch))
+        config = config.for_steps(config.steps_for(config.pipeline.batch(self.world.size)))
         with warnings.catch_warnings(), quiet(CONSOLE):  # of a name that torch has changed, and of mixed precision
             warnings.simplefilter("ignore", FutureWarning)
             super().__init__(config, local_rank=local_rank, world_size=world_size)
@@ -93,16 +75,6 @@ class DistributedTrainer(Trainer):
         self.device = str(self.world.device)  # nerfstudio takes GPU number local_rank: where ranks share, there is none
         self.guards = Guards(self.config, self.world, self._view_name, self._last_checkpoint)
         self.attempt = Attempt(self)
-
-    def _introduce_machines(self) -> None:
-        """Says on rank 0 which ranks are where, and what is unlike; on other machines, where to look."""
-        unlike = different_devices(device_kind(self.world.device), self.world)
-        warned = "\n".join(line for line in (unlike, restarts_in_vain(os.environ)) if line)
-        for line, style in ((machines_named(self.world), ""), (warned, "yellow")):
-            if line:
-                CONSOLE.print(Text(line, style), soft_wrap=True)
-        if line := at_another_machine(self.world):
-            print(line, flush=True)  # nerfstudio's console is rank 0's
 
     def setup(self, test_mode: Any = "val") -> None:
         """Builds everything; when it returns, every rank is ready to take the first step."""
@@ -215,8 +187,7 @@ class DistributedTrainer(Trainer):
 
     def _show_speed(self, step: int, seconds: float) -> None:
         if step > 1:
-            speed = self.rays / max(0.001, seconds)
-            writer.put_time(EventName.TRAIN_RAYS_PER_SEC, speed, step, avg_over_steps=True)
+            writer.put_time(EventName.TRAIN_RAYS_PER_SEC, self.rays / max(0.001, seconds), step, avg_over_steps=True)
 
     def _after_steps(self, step: int, last: bool, measured: Measured | None) -> None:
         """What follows a step, and what follows a block after its last: looks, logs, evaluation, checkpoints."""
@@ -350,8 +321,7 @@ class DistributedTrainer(Trainer):
         return f"view {view} ({names[view].name})"
 
     def _last_checkpoint(self) -> str:
-        kept = checkpoints_in(self.checkpoint_dir)
-        return str(kept[-1]) if kept else ""
+        return str(next(reversed(checkpoints_in(self.checkpoint_dir)), ""))
 
     def _circumstances(self) -> memory.Circumstances:
         return self.guards.circumstances(self)
