@@ -70,9 +70,8 @@ class DistributedTrainer(Trainer):
         with warnings.catch_warnings(), quiet(CONSOLE):  # of a name that torch has changed, and of mixed precision
             warnings.simplefilter("ignore", FutureWarning)
             super().__init__(config, local_rank=local_rank, world_size=world_size)
-        # Nerfstudio opens viewers and writers where this is 0: on one rank of the job, not on one of each machine.
-        self.local_rank = self.world.rank
-        self.device = str(self.world.device)  # nerfstudio takes GPU number local_rank: where ranks share, there is none
+        # Nerfstudio opens viewers and writers where the rank is 0, once on each machine; and ranks may share a GPU.
+        self.local_rank, self.device = self.world.rank, str(self.world.device)
         self.guards = Guards(self.config, self.world, self._view_name, self._last_checkpoint)
         self.attempt = Attempt(self)
 
