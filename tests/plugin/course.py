@@ -95,7 +95,7 @@ def follow(
     Args:
         world: this process's.
         capture: folder of the capture.
-        runs: folder to write run folders to, another one for each rank.
+        runs: folder to write run folders to, another one for each rank, or one for all where there are machines.
         options: "a.b.c" -> value, beginning at the trainer's config.
         steps: steps of `views_per_rank` views a rank.
         method: the method to train with.
@@ -105,7 +105,7 @@ def follow(
     config: Any = copy.deepcopy(all_methods[method])
     config.machine.device_type = "cpu"
     config.vis = ""
-    config.output_dir = runs / f"rank-{world.rank}"
+    config.output_dir = runs / (f"rank-{world.rank}" if world.machines == 1 else "all")  # machines share it
     config.timestamp, config.experiment_name, config.max_num_images = "now", "course", None
     config.max_num_iterations, config.steps_per_checksum = steps, 1
     config.steps_per_eval_image = config.steps_per_eval_all_images = config.steps_per_save = 10**6
@@ -124,7 +124,7 @@ def follow(
             setattr(place, last, value)
         else:
             raise AttributeError(f"no option {name}")
-    config.get_base_dir().mkdir(parents=True)
+    config.get_base_dir().mkdir(parents=True, exist_ok=world.machines > 1)
     torch.manual_seed(3)
     World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
     trainer = DistributedTrainer(config)

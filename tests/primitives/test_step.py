@@ -210,7 +210,8 @@ def test_what_leaves_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lists_by_a_sort_over_all_ranks_are_the_same(ranks: int, batch: int) -> None:
     course = Course("tile", batch, 3, room=ROOM)
     for a, b in zip(take(replace(course, by_sort=True), ranks), take(course, ranks), strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in a)
+        # Sorted lists want each row's line at its owner: a word more of each travels.
+        assert [name for name in a if not torch.equal(a[name], b[name])] == (["bytes"] if ranks > 1 else [])
 
 
 def in_groups(world: World, course: Course) -> list[Outcome]:
