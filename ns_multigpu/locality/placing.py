@@ -39,7 +39,7 @@ class Homes:
 
     Attributes:
         low: [3] float64, side: the cube of the curve, world units.
-        starts: [C] int64 ascending, the code where each group begins; the first begins before all.
+        starts: [C] int64 ascending, the code where each group begins; what lies before the first belongs to it.
         owners: [C] int64, the rank that owns each group.
         points: of the model that this was made for.
         view_machines: [V] int64, the machine whose groups each training view sees most of; empty without views.
@@ -192,7 +192,6 @@ class ByViews(Placement):
         groups = Groups.along(sample, order, _sampled_group_size(self._options.group_size, points, world.size, stride))
         owners, machines, needs = self._owners(groups, sample, stride)
         starts = codes[:: groups.size].clone()
-        starts[0] = 0
         return Homes(low.cpu(), side, starts.cpu(), torch.from_numpy(owners), points, machines), needs
 
     def _owners(

@@ -32,7 +32,17 @@ from strategies import STRATEGIES
 from tests.ranks import run_ranks, skip_without_gpus
 from tests.recorded import RecordedPool
 from tests.strategies.scene import make_image, make_points, make_views
-from tests.strategies.test_law import MACHINES, PRIMITIVES, Outcome, check, held_at, on_machines, one_step, stitch
+from tests.strategies.test_law import (
+    KNOW_MACHINES,
+    MACHINES,
+    PRIMITIVES,
+    Outcome,
+    check,
+    held_at,
+    on_machines,
+    one_step,
+    stitch,
+)
 
 KERNELS = [name for name, make in PRIMITIVES.items() if getattr(make(), "sh_degree", None)]
 """The primitives that have kernels: plain colours take ordinary steps."""
@@ -188,7 +198,7 @@ def test_a_step_equals_single(strategy: str, mode: str, ranks: int, primitive: s
 
 @pytest.mark.parametrize(("ranks", "machines"), MACHINES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
+@pytest.mark.parametrize("strategy", KNOW_MACHINES)
 def test_a_step_over_machines_equals_single(strategy: str, mode: str, ranks: int, machines: int) -> None:
     outcomes = run_ranks(partial(step_on, machines), ranks, strategy, KERNELS[0], PORTRAIT, mode)
     check_step(outcomes, strategy, KERNELS[0], PORTRAIT)
