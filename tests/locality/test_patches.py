@@ -159,3 +159,18 @@ def test_a_foreseen_plan_is_served_and_a_late_one_is_a_miss() -> None:
 def test_options_out_of_range_are_named(options: dict[str, float], words: str) -> None:
     assert words in (LocalityOptions(**options).problem() or "")  # type: ignore[arg-type]
     assert LocalityOptions().problem() is None
+
+
+def test_a_plan_that_another_rank_lacks_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, access = assignment(2, 2, plans="ahead")
+    access.record(range(2), np.random.default_rng(3).integers(0, 99, (32, 2)).astype(np.float64))
+    batch = [view_of((64, 64), 0), view_of((64, 64), 1)]
+    others = -1  # what the other rank is ready through
+    monkeypatch.setattr("ns_multigpu.locality.patches.all_gather_ints", lambda mine, _: [mine, [others]])
+    made.foresee([batch])
+    assert made._planner is not None
+    while made._planner.ready_through() < 0:
+        pass
+    made.foresee([])
+    made.assign_alike(batch, 2)
+    assert made.figures()["plan_misses"] == 1

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ns_multigpu.core.collectives import all_gather_objects
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
+from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.plugin.course import follow, write_capture
 from tests.plugin.resuming import differing, everything, in_double, part_of
 from tests.plugin.test_placed_run import DENSIFIERS, Model, whole
@@ -90,16 +91,22 @@ def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
         if strategy == "locality":
             options["pipeline.locality.plans"] = "ahead"
         part = on_machines(world, world.size if strategy == "locality" else 1)
+        at_home: list[int] = []  # at the start: images stay where their views were at home then
+
+        def ready(trainer: DistributedTrainer, at_home: list[int] = at_home) -> None:
+            at_home += trainer.pipeline.strategy.placement.homes_of_views
+
         trainer = follow(
-            part, capture, out / strategy, options, 3 * STEPS, VIEWS, method=f"splatfacto-{strategy}", double=False
-        )
+            part, capture, out / strategy, options, 3 * STEPS, VIEWS, method=f"splatfacto-{strategy}", double=False,
+            ready=ready,
+        )  # fmt: skip
         written = trainer.config.get_base_dir() / "metrics.jsonl"
-        data, placement = trainer.pipeline.datamanager, trainer.pipeline.strategy.placement
+        data = trainer.pipeline.datamanager
         report[strategy] = {
             "rows": [json.loads(line) for line in written.read_text().splitlines()] if world.is_main else [],
             "points": trainer.pipeline.model.total_points,
             "held": list(data.train_share.own),
-            "at home": list(placement.homes_of_views),
+            "at home": at_home,
         }
     return report
 
