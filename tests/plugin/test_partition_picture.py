@@ -36,9 +36,9 @@ def _run(world: World, capture: Path, runs: Path, method: str, steps: int) -> di
                 if step == 1:  # as a refinement would
                     where = trainer.pipeline.model.gauss_params["means"].detach()[:40]
                     placement._place(where.new_ones(40, 3).cumsum(0), 40)
-                    # A picture of before is gone: another one has to come.
-                    drawn.append((trainer.base_dir / FILE).exists())
-                    (trainer.base_dir / FILE).unlink(missing_ok=True)
+                    if world.is_main:  # a picture of before is gone: another one has to come
+                        drawn.append((trainer.base_dir / FILE).exists())
+                        (trainer.base_dir / FILE).unlink(missing_ok=True)
 
             trainer._update_viewer_state = place_again
 
