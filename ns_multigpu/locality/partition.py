@@ -16,11 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from ns_multigpu.locality.assign import by_room
 from ns_multigpu.locality.graph import SeenGraph
 from ns_multigpu.locality.metis import missing, part_graph
-
-_MOST_ROUNDS = 10
 
 Ints = NDArray[np.int64]
 Way = Literal["metis", "dealt", "random", "ranges"]
@@ -136,57 +133,6 @@ def _by_metis(graph: SeenGraph, parts: int, imbalance: float, seed: int, notes: 
         notes.append(found.note)
     of = found.of[:groups].copy()
     _level(graph, of, found.of[groups:], parts, imbalance)
-    return _improved(graph, of, parts, imbalance)
-
-
-def _improved(graph: SeenGraph, of: Ints, parts: int, imbalance: float) -> Ints:
-    """The groups' parts after moves in turns, of views to the part that has most of what they show (equally many to
-    each), and of groups to the part whose views show most of them, for as long as less is shown from other parts.
-
-    METIS moves one vertex at a time, and ends where a town's views are on one side and some of its groups on the other.
-    """
-    by_group = SeenGraph(graph.seen.T.tocsr(), graph.view_work())
-    most = imbalance * graph.points.sum() / parts + graph.points.max()
-    best, least = of, np.inf
-    for _ in range(_MOST_ROUNDS):
-        shown = graph.by_rank(of, parts)
-        homes = by_room(shown)
-        cost = float(shown.sum() - shown[np.arange(len(homes)), homes].sum())
-        if cost >= least:
-            break
-        best, least = of, cost
-        of = _moved_home(of, by_group.by_rank(homes, parts), graph.points, most)
-    return best
-
-
-def _moved_home(of: Ints, shown: NDArray[np.float64], points: Ints, most: float) -> Ints:
-    """Groups, those that gain most first, in the part whose views show most of them, where there is room.
-
-    Args:
-        of: [C] their parts. shown: [C, parts] points of theirs that each part's views show. points: [C].
-        most: points that a part may have.
-    """
-    of = of.copy()
-    held = np.bincount(of, weights=points, minlength=shown.shape[1])
-    counts = np.bincount(of, minlength=shown.shape[1])
-    wanted = shown.argmax(1)
-    gains = shown[np.arange(len(of)), wanted] - shown[np.arange(len(of)), of]
-    waiting = np.flatnonzero(gains > 0)
-    waiting = waiting[np.argsort(-gains[waiting], kind="stable")]
-    moved = True
-    while moved:  # what goes makes room for what waits
-        moved, left = False, []
-        for group in waiting.tolist():
-            part, to = of[group], wanted[group]
-            if held[to] + points[group] > most or counts[part] == 1:
-                left.append(group)
-                continue
-            of[group], moved = to, True
-            held[part] -= points[group]
-            held[to] += points[group]
-            counts[part] -= 1
-            counts[to] += 1
-        waiting = np.array(left, dtype=np.int64)
     return of
 
 
