@@ -5,6 +5,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -33,16 +34,21 @@ def cuts(pixels: int, parts: int) -> list[int]:
     return [min(pixels, tiles * k // parts * TILE) for k in range(parts + 1)]
 
 
-def patches_of(view: View, position: int, factor: int) -> list[tuple[int, Patch]]:
+def patches_of(view: View, position: int, factor: int) -> tuple[tuple[int, Patch], ...]:
     """A view's patches, row after row, each with its number among `factor` x `factor`."""
-    rows, columns = cuts(view.height, factor), cuts(view.width, factor)
-    if len(rows) == len(columns) == 2:
-        return [(0, Patch.whole(position, view))]
-    return [
-        (row * factor + column, Patch(position, x0, y0, x1, y1, SSIM_HALO))
+    return _patches(view.width, view.height, position, factor)
+
+
+@lru_cache(maxsize=4096)
+def _patches(width: int, height: int, position: int, factor: int) -> tuple[tuple[int, Patch], ...]:
+    """Of a view of this size: the same step after step."""
+    rows, columns = cuts(height, factor), cuts(width, factor)
+    halo = 0 if len(rows) == len(columns) == 2 else SSIM_HALO
+    return tuple(
+        (row * factor + column, Patch(position, x0, y0, x1, y1, halo))
         for row, (y0, y1) in enumerate(pairwise(rows))
         for column, (x0, x1) in enumerate(pairwise(columns))
-    ]
+    )
 
 
 @dataclass

@@ -29,6 +29,8 @@ MOST_SAMPLED = 4_000_000
 """Points that are looked at to place a model: of a larger one every k-th. A group still has 32 of them."""
 MOST_VIEWS = 2000
 """Views that METIS is given: of more, so many drawn at random."""
+_WORSE = 1.1
+"""Points are placed anew when they have become so much less level than they were when they were placed."""
 _GROUPS_PER_RANK = 32
 """Groups that each rank has at least, where points suffice: else they could not be level."""
 
@@ -41,7 +43,7 @@ class Homes:
         low: [3] float64, side: the cube of the curve, world units.
         starts: [C] int64 ascending, the code where each group begins; what lies before the first belongs to it.
         owners: [C] int64, the rank that owns each group.
-        points: of the model that this was made for.
+        points: of the model that this was made for. level: of these, the most that a rank had over the mean.
         view_machines: [V] int64, the machine whose groups each training view sees most of; empty without views.
     """
 
@@ -50,6 +52,7 @@ class Homes:
     starts: Tensor
     owners: Tensor
     points: int
+    level: float
     view_machines: NDArray[np.int64]
 
     def of(self, positions: Tensor) -> Tensor:
@@ -123,7 +126,8 @@ class ByViews(Placement):
         return shares_of(self.homes.of(where), ranks)
 
     def settle(self, new: NewPoints, world: World) -> Settled:
-        """By the group that each point lies in; placed anew where the model has grown, or a rank has too much work."""
+        """By the group that each point lies in; placed anew where the model has grown, or a rank has too many points.
+        How much work a point is does not count: a placement knows nothing of it, and balances points and views."""
         total = sum(row[0] for row in all_gather_ints([len(new.keys)], world))
         if world.size == 1 or total == 0:
             return Settled(torch.zeros_like(new.keys))
@@ -131,10 +135,10 @@ class ByViews(Placement):
         grown = self.homes is None or total > self._options.place_again_at * max(self.homes.points, 1)
         if self.homes is not None and not grown:
             owners = self.homes.of(where)
-            if imbalance(self._works(owners, new.work)) <= max(new.threshold, self._options.imbalance):
+            # Groups may be too few to be level: then it is no use to try again.
+            allowed = max(new.threshold, self._options.imbalance, _WORSE * self.homes.level)
+            if imbalance(self._held(owners)) <= allowed:
                 return Settled(owners)
-            if imbalance(self._works(owners, torch.ones_like(new.work))) <= max(new.threshold, self._options.imbalance):
-                return Settled(owners)  # by points it is level, and nothing else is known of coming views
         sample, _ = all_gather_rows(where[:: _stride(total)].contiguous(), world)
         self._place(sample, total)
         assert self.homes is not None
@@ -148,6 +152,7 @@ class ByViews(Placement):
         return {
             "low": homes.low, "side": torch.tensor([homes.side], dtype=torch.float64), "starts": homes.starts,
             "owners": homes.owners, "points": torch.tensor([homes.points]),
+            "level": torch.tensor([homes.level], dtype=torch.float64),
             "view_machines": torch.from_numpy(homes.view_machines), "needs_views": torch.from_numpy(views),
             "needs": torch.from_numpy(needed),
         }  # fmt: skip
@@ -158,15 +163,16 @@ class ByViews(Placement):
         known = {name: value.cpu() for name, value in knowledge.items()}
         self.homes = Homes(
             known["low"], float(known["side"]), known["starts"], known["owners"], int(known["points"]),
-            known["view_machines"].numpy(),
+            float(known["level"]), known["view_machines"].numpy(),
         )  # fmt: skip
         if known["needs"].shape[1:] == (self._access.patches, self._access.ranks):  # patches are an option
             self._access.learn_again(known["needs_views"].numpy(), known["needs"].numpy())
 
     # ---- placing ----
 
-    def _works(self, owners: Tensor, work: Tensor) -> list[int]:
-        mine = work.new_zeros(self._world.size).index_add_(0, owners, work).tolist()
+    def _held(self, owners: Tensor) -> list[int]:
+        """Points that each rank would hold, of all ranks'."""
+        mine = torch.bincount(owners, minlength=self._world.size).tolist()
         return [sum(column) for column in zip(*all_gather_ints(mine, self._world), strict=True)]
 
     def _place(self, sample: Tensor, points: int) -> None:
@@ -191,8 +197,9 @@ class ByViews(Placement):
         codes, order = torch.sort(z_codes(sample, low, side), stable=True)
         groups = Groups.along(sample, order, _sampled_group_size(self._options.group_size, points, world.size, stride))
         owners, machines, needs = self._owners(groups, sample, stride)
-        starts = codes[:: groups.size].clone()
-        return Homes(low.cpu(), side, starts.cpu(), torch.from_numpy(owners), points, machines), needs
+        level = imbalance(np.bincount(owners, weights=groups.points.cpu().numpy(), minlength=world.size).tolist())
+        starts = codes[:: groups.size].contiguous().cpu()
+        return Homes(low.cpu(), side, starts, torch.from_numpy(owners), points, level, machines), needs
 
     def _owners(
         self, groups: Groups, sample: Tensor, stride: int

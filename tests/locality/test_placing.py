@@ -126,6 +126,19 @@ def test_points_are_placed_anew_when_a_rank_has_too_many() -> None:
     assert counts.max() < 1.3 * counts.float().mean()
 
 
+def test_what_cannot_be_level_is_not_tried_again_and_again() -> None:
+    """Four groups on three ranks: one has twice as many points as the others."""
+    world, where = alone(3, 3), towns()
+    made, _ = placement(world, views(), group_size=1024)
+    owners = owners_of(made, where, 3)
+    assert sorted(torch.bincount(owners).tolist()) == [1024, 1024, 2048]
+    homes = made.homes
+    assert not settle(world, made, where).anew and made.homes is homes
+    again, _ = placement(world, views(), group_size=1024)
+    again.learn_again(made.knowledge())
+    assert not settle(world, again, where).anew, "nor after a resume"
+
+
 def test_what_it_remembers_is_all_that_it_needs() -> None:
     where = towns()
     made, access = placement(alone(4, 2), views())

@@ -1,7 +1,9 @@
 """A run of `locality` shows its partition and what its plans come to: partition.png, metrics.jsonl and TensorBoard."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +11,15 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from ns_multigpu.core.holding import Holding
+from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
+from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.locality.palette import machine_color, rank_colors
+from ns_multigpu.locality.placing import ByViews
+from ns_multigpu.locality.rules import Access
 from ns_multigpu.plugin.train import partition_picture
-from ns_multigpu.plugin.train.partition_picture import FILE
+from ns_multigpu.plugin.train.partition_picture import FILE, PartitionPicture
 from tests.plugin.course import follow, write_capture
 from tests.plugin.rendering import make_pipeline
 from tests.ranks import run_ranks
@@ -128,3 +135,19 @@ def test_homes_of_other_views_than_the_captures_are_not_shown(capture: Path, tmp
 
 def test_a_disk_that_takes_nothing_does_not_end_a_run(capture: Path, tmp_path: Path) -> None:
     run_ranks(_nowhere_to_write, 2, capture, tmp_path)
+
+
+def test_what_was_not_placed_as_asked_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = torch.rand(8, 3)
+    placement = ByViews(replace(World.single(), size=2), LocalityOptions(), Access(16, 2))
+    placement.look(lambda: [View(torch.eye(4), torch.eye(3), 64, 64)])  # shows none of them
+    placement.shares(8, lambda: where - 100, 2)
+    model: Any = SimpleNamespace(
+        holding=Holding(placement), shard_counts=[8], total_points=8, gauss_params={"means": where}
+    )
+    picture = PartitionPicture(model, torch.eye(4)[None, :3], World.single(), tmp_path)
+    picture.draw()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Points are placed by ranges of the Z-order: no training view shows any." in said
+    picture.draw()
+    assert "Z-order" not in capsys.readouterr().out

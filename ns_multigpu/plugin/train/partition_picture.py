@@ -40,8 +40,8 @@ class PartitionPicture:
 
     @torch.no_grad()
     def draw(self) -> None:
-        """Draws it, on rank 0, from a sample of everybody's points. Every rank calls it. A disk that takes nothing does
-        not end a run for a picture's sake."""
+        """Draws it, on rank 0, from a sample of everybody's points, and says what was not placed as asked. Every rank
+        calls it. A disk that takes nothing does not end a run for a picture's sake."""
         model, world = self._model, self._world
         assert model.holding is not None and model.shard_counts is not None
         self._drawn = model.holding.placement.placings
@@ -50,6 +50,8 @@ class PartitionPicture:
         sample, counts = all_gather_rows(mine, world)
         if not world.is_main:
             return
+        for remark in model.holding.placement.remarks():
+            CONSOLE.print(remark, soft_wrap=True)
         homes = np.array(model.holding.placement.homes_of_views, dtype=np.int64)
         if len(homes) != len(self._cameras):  # a placement that was saved, of a capture that had other views
             homes = homes[:0]

@@ -167,7 +167,6 @@ class DistributedPipeline(VanillaPipeline):
             self.strategy.placement.look(self._training_views)
             if sharded:
                 self.model.hold_shard(self.strategy.placement, self.world)
-                self._show_remarks()
         self.renders = RenderService(self.model, self.strategy)
         self.renders.install()
         self.timer = StepTimer(self.world.device)
@@ -181,10 +180,6 @@ class DistributedPipeline(VanillaPipeline):
         cameras = self.datamanager.train_dataset.cameras
         singles = [cameras[index : index + 1] for index in range(len(cameras))]
         return [view_from_camera(one, one.camera_to_worlds.reshape(-1, 3, 4)[0], k) for k, one in enumerate(singles)]
-
-    def _show_remarks(self) -> None:
-        for remark in self.strategy.placement.remarks():
-            CONSOLE.print(remark, soft_wrap=True)
 
     @property
     def batch_size(self) -> int:
