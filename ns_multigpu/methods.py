@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ns_multigpu.plugin.launch.run_parts import run_parts  # first: what was imported before is a part of its own
+
+# isort: split
+
 from nerfstudio.configs.base_config import LocalWriterConfig, LoggingConfig, ViewerConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 from nerfstudio.engine.optimizers import AdamOptimizerConfig
@@ -26,6 +30,8 @@ from ns_multigpu.primitives.gaussians.schema import SCHEMA
 
 if len(sys.argv) > 1 and sys.argv[1].startswith("splatfacto-") and "train" in Path(sys.argv[0]).name:
     show_uncaught()  # Ctrl-C, from here on, is no traceback
+
+run_parts().done("imports of ns_multigpu")
 
 IMAGES = 30000
 """How many images a run sees, and its schedules span."""

@@ -14,6 +14,7 @@ from ns_multigpu.plugin.blocks.fused_options import check_wishes, fuses
 from ns_multigpu.plugin.blocks.timing import Pace
 from ns_multigpu.plugin.blocks.training import BlockResult, Training
 from ns_multigpu.plugin.faults.guards import Guards
+from ns_multigpu.plugin.launch.run_parts import run_parts
 
 Measured: TypeAlias = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 """Of one step, on one rank: its share of the loss, of the loss's terms, and of the metrics, each []."""
@@ -35,7 +36,7 @@ class FusedBlocks:
     def __init__(self, pipeline: Any, optimizers: Any, world: World, guards: Guards) -> None:
         self._pipeline, self._world, self._guards = pipeline, world, guards
         self.training = Training(pipeline, optimizers, world, guards.computed)
-        self._pace, self._seconds = Pace(), 0.0
+        self._pace, self._seconds, self._begun = Pace(), 0.0, False
 
     @classmethod
     def if_asked_for(
@@ -67,6 +68,9 @@ class FusedBlocks:
         pipeline.model.step = last * pipeline.batch_size
         self.training.refine(steps)
         self._seconds = self._pace.after(len(steps), time.perf_counter() - began)
+        if not self._begun:
+            self._begun = True
+            run_parts().done(f"first {len(steps)} steps")
         self._guards.numbers.note(steps, result.views, ("the rows",), result.reports)
         return self._measured(result) if metrics else None
 

@@ -38,6 +38,7 @@ from ns_multigpu.plugin.capture.reading import (
 from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.process_world import get_world
+from ns_multigpu.plugin.launch.run_parts import run_parts
 
 _FREE_FOR_IMAGES = 0.5
 """The part of a machine's free memory that its ranks may fill with images unless the user says otherwise."""
@@ -86,6 +87,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
                 raise
             problems = unreadable(config.dataparser, error)
         raise_together(problems, self.world, FAULTS)
+        run_parts().done("capture read")
         self.sequence = ViewSequence(len(self.train_dataset), config.train_cameras_sampling_seed)
         self._preview: ViewSequence | None = None
         self._epoch = len(self.train_dataset)
@@ -145,6 +147,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         headers = [*(self.train_headers or []), *(self.eval_headers or [])]
         raise_together(lines + [line for header in headers for line in header.problems], self.world, FAULTS)
         _ = self.train_shapes, self.eval_shapes
+        run_parts().done("capture checked")
 
     @cached_property
     def train_headers(self) -> list[Header] | None:

@@ -18,6 +18,7 @@ from ns_multigpu.plugin.launch.machines import (
 )
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.launch.ranks import rendezvous_explained
+from ns_multigpu.plugin.launch.run_parts import run_parts
 
 
 def enter_world(config: Any) -> World:
@@ -43,4 +44,5 @@ def enter_world(config: Any) -> World:
             CONSOLE.print(Text(line, style), soft_wrap=True)
     if line := at_another_machine(world):
         print(line, flush=True)  # nerfstudio's console is rank 0's
+    run_parts().done("device and rendezvous")
     return world

@@ -27,6 +27,7 @@ from ns_multigpu.plugin.faults.errors import InputError, PlainError, WorkerFaile
 from ns_multigpu.plugin.faults.signals import StopSignals, signal_name
 from ns_multigpu.plugin.launch.commands import OWN_LAUNCHER
 from ns_multigpu.plugin.launch.ranks import Ranks
+from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.launch.worker import Config, first_failure, send, some_failed, worker_main
 
 _PATIENCE = 4.0
@@ -170,7 +171,7 @@ class _Job:
                 _survivors_killed(self._folder),
             ):
                 try:
-                    elastic_launch(launch, worker_main)(self.config, folder, number)
+                    elastic_launch(launch, worker_main)(self.config, folder, number, run_parts())
                 except ChildFailedError as error:
                     return first_failure(Path(folder), error)
                 finally:

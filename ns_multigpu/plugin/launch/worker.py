@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ns_multigpu.plugin.faults.errors import LAST_WORDS, PLAIN, PlainError, WorkerFailed, end_soon
 from ns_multigpu.plugin.faults.signals import Interrupted, NonFiniteError, RanOutOfMemory, set_last_words
 from ns_multigpu.plugin.launch.ranks import Ranks
+from ns_multigpu.plugin.launch.run_parts import RunParts, go_on_with, run_parts
 
 _HOPELESS = (PlainError, NonFiniteError, RanOutOfMemory, SystemExit)
 """What another attempt would meet again."""
@@ -67,7 +68,7 @@ class Failure:
     report: str
 
 
-def worker_main(config: Config, folder: str, attempt: int = 0) -> None:
+def worker_main(config: Config, folder: str, attempt: int = 0, parts: RunParts | None = None) -> None:
     """What one worker does: sets up and runs the trainer that `config` makes.
 
     Every worker starts from the same seed: what differs between ranks is drawn from generators keyed by step and view,
@@ -77,6 +78,7 @@ def worker_main(config: Config, folder: str, attempt: int = 0) -> None:
         config: the run's configuration.
         folder: of the files above.
         attempt: how often the workers have been started before.
+        parts: what the run has spent its time on so far.
     """
     # Until there is something to save, Ctrl-C ends a worker at once; the trainer listens for it later.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -86,6 +88,9 @@ def worker_main(config: Config, folder: str, attempt: int = 0) -> None:
     ranks = Ranks.from_env()
     if ranks is None:
         raise RuntimeError("worker_main runs in the processes that run_workers starts, and this is none")
+    if parts is not None:
+        go_on_with(parts)
+    run_parts().done("start of the workers")
     place = Path(folder)
     (place / f"pid-{ranks.rank}").write_text(str(os.getpid()))
     set_last_words(lambda error: _leave_record(error, ranks.rank, place))

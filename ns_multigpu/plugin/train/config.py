@@ -42,6 +42,7 @@ from ns_multigpu.plugin.launch.run_folder import (
     remove_unused,
     restarts,
 )
+from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model.batch_scaling import RateCourse, ScalingChoice, scaling_rule
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from strategies import STRATEGIES
@@ -147,6 +148,7 @@ class DistributedTrainerConfig(TrainerConfig):
             InputError: it is not possible.
         """
         show_uncaught()
+        run_parts().done("command line")
         stop_before_training()
         ranks, machine = Ranks.from_env(), self.machine
         if (named := named_config()) is not None:
@@ -171,8 +173,10 @@ class DistributedTrainerConfig(TrainerConfig):
             machine.num_devices, machine.num_machines = ranks.local_size, ranks.machines
             # Also the experiment's name: it may come from the capture's folder, which each machine may call otherwise.
             self.experiment_name, self.timestamp = json.loads(agree(ranks, self._begin, manifest=manifest_of(self)))
+        run_parts().done("first look at the capture")
         with abandoned_unless_begun(self):
             prepare_operators(machine.device_type)
+        run_parts().done("operators")
 
     def _follow(self, named: Path) -> None:
         """Reads the rest of the command line, which nerfstudio forgets for the file `named`; and stays in that file's

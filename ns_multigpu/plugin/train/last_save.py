@@ -18,6 +18,7 @@ from ns_multigpu.planning.work import Course
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
 from ns_multigpu.plugin.faults.errors import SaveFailed
 from ns_multigpu.plugin.launch.commands import resume_command
+from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.train.resume import RunCheckpoints
 
 _PAUSE = 3.0
@@ -48,6 +49,7 @@ def save_last(trainer: Any, step: int, *, seconds: float, give_up: Callable[[], 
         trainer.guards.heart.beat("checkpoint")
         problem = in_short(checkpoints.write(step))
         if not problem:
+            run_parts().done("last save")
             return folder
         if elsewhere is not None:
             other = in_short(checkpoints.write(step, elsewhere / config.relative_model_dir))

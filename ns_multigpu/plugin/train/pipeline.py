@@ -29,6 +29,7 @@ from ns_multigpu.plugin.export.ns_export import stream_for_ns_export
 from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.process_world import get_world
+from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.splat_model import SplatModel
@@ -154,6 +155,7 @@ class DistributedPipeline(VanillaPipeline):
         super().__init__(config, device, test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
         if test_mode == "val":
             # Training: later than the datamanager because it knows, earlier than any image is read.
+            run_parts().done("model")
             self.datamanager.check_capture()
             raise_together(different_points(self.model.seed_points, self.world), self.world, DIFFERENT)
             checks.check_views(len(self.datamanager.train_dataset), 1 if sharded else self.world.size)
@@ -174,6 +176,7 @@ class DistributedPipeline(VanillaPipeline):
         self.world.traffic.measured = lambda: self.timer.within("compute", "exchange")
         seed = broadcast_object(torch.initial_seed(), 0, self.world)
         self.model.prepare_densifier(self.world, seed)
+        run_parts().done("placement and densifier")
 
     def _training_views(self) -> list[View]:
         """All training views, on the host, at full resolution, with the poses of the capture."""
@@ -188,12 +191,14 @@ class DistributedPipeline(VanillaPipeline):
 
     def prepare_training(self) -> None:
         """Reads this rank's images. Every rank calls it."""
+        run_parts().done("optimizers, viewer, checkpoint, logs")
         data, at_home = self.datamanager, self.strategy.placement.homes_of_views
         if self.world.machines > 1 and len(at_home) == len(data.train_dataset):
             per_machine = self.world.size // self.world.machines
             data.hold_by(homes_of(at_home, data.train_shapes, self.world.machines, per_machine, data.train_memory))
         _ = self.datamanager.train_share
         _ = self.datamanager.train_cameras_on_device
+        run_parts().done("images")
 
     def own_rows(self, loaded_state: dict[str, Any]) -> OwnRows:
         """The rows of a .ckpt's points that this rank goes on with, as its placement says; all where it holds all.

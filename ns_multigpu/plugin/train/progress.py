@@ -17,6 +17,7 @@ from ns_multigpu.core.collectives import all_gather_floats
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.fused_blocks import Measured
 from ns_multigpu.plugin.blocks.timing import StepTimer
+from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.train.terminal import PsnrWatch
 
 _PARTS = ("data", "compute", "exchange")
@@ -63,6 +64,7 @@ class ProgressLog:
 
     def restart_clock(self, first_step: int = 0) -> None:
         """Training starts now, with `first_step`."""
+        run_parts().done("before the first step")
         self._last_step = first_step - 1
         self._began = self._last_time = time.perf_counter()
 
@@ -155,6 +157,7 @@ class ProgressLog:
     def trained(self) -> None:
         """Training is over: what follows is not part of its time."""
         self.seconds = max(time.perf_counter() - self._began - self._not_training, 1e-9)
+        run_parts().done("training")
 
     def finish(self, steps: int, batch: int, points: int, more: Mapping[str, Any] | None = None) -> None:
         """Writes the run's sum, on rank 0: seconds are those of training alone, bytes are those that a rank sends.
@@ -162,6 +165,7 @@ class ProgressLog:
         Args:
             more: what else belongs to it.
         """
+        run_parts().done("last look at held-out views")
         seconds = self.seconds
         sent = self._world.traffic.sent - self._bytes_before - self._bytes_evaluating
         summary: dict[str, Any] = {
@@ -177,11 +181,13 @@ class ProgressLog:
             "psnr_start": self.start_metrics.get("psnr"),
             "ssim_start": self.start_metrics.get("ssim"),
             **(more or {}),
+            "startup_ms": run_parts().told(),
         }
         file = self._folder / "training_summary.json"
         # A restart that finds nothing left to do has nothing to add to what the run before it said.
         if self._world.is_main and (steps > 0 or not file.exists()):
             self._write(file.name, "w", json.dumps(summary, indent=2) + "\n")
+            run_parts().add_exit(file, "goodbye and exit")
 
 
 def changes_of(densifier: Any) -> dict[str, float]:

@@ -1,0 +1,108 @@
+"""What a run spends its time on besides training, part by part, from the moment that its process began.
+
+The parts of the main thread follow one another without a gap: each begins where the last one ended. What a thread does
+meanwhile is told beside them. Only the standard library is imported here, for the first part is imports.
+"""
+
+import atexit
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class RunParts:
+    """A run's parts so far. A worker goes on with those of the process that started it.
+
+    Attributes:
+        began: when the run's first process began, and last: when the last part ended; seconds since the machine's boot.
+        parts: milliseconds of the main thread, by name, in the order in which they came.
+        beside: milliseconds of other threads, by name.
+    """
+
+    began: float
+    last: float
+    parts: dict[str, float] = field(default_factory=dict)
+    beside: dict[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def of_this_process() -> "RunParts":
+        """Those of a process in which this module has just been imported: Python, torch and nerfstudio came before."""
+        began = _began()
+        parts = RunParts(began, began)
+        parts.done("imports of torch and nerfstudio")
+        return parts
+
+    def done(self, part: str) -> None:
+        """`part` ends now; it began where the one before it ended. A part that comes again is added up."""
+        now = _now()
+        self.parts[part] = self.parts.get(part, 0.0) + 1e3 * (now - self.last)
+        self.last = now
+
+    @contextmanager
+    def meanwhile(self, part: str) -> Iterator[None]:
+        """What a thread does beside the main one is `part`."""
+        start = _now()
+        try:
+            yield
+        finally:
+            self.beside[part] = self.beside.get(part, 0.0) + 1e3 * (_now() - start)
+
+    def told(self) -> dict[str, float]:
+        """Milliseconds by part, as the run's sum has them; those of threads last, and named as such."""
+        rows = {**self.parts, **{f"{name} (meanwhile)": spent for name, spent in self.beside.items()}}
+        return {name: round(spent, 1) for name, spent in rows.items()}
+
+    def add_exit(self, file: Path, part: str) -> None:
+        """Has the interpreter's end write what it took into `file`, a JSON object whose `startup_ms` are these.
+
+        What comes after that (the driver lets go of the GPU) only who waits for the process can see.
+        """
+        self._at_exit = file, part
+
+    def write_exit(self) -> None:
+        """Writes what the way from the last part to here took; nothing if nobody has asked for it."""
+        asked: tuple[Path, str] | None = vars(self).pop("_at_exit", None)
+        if asked is None:
+            return
+        file, part = asked
+        self.done(part)
+        with suppress(OSError, ValueError):  # the run is over: nobody can do anything about it any more
+            summary = json.loads(file.read_text("utf8"))
+            summary["startup_ms"] = self.told()
+            beside = file.with_name(f"{file.name}.new")
+            beside.write_text(json.dumps(summary, indent=2) + "\n", "utf8")
+            beside.replace(file)
+
+
+def run_parts() -> RunParts:
+    """This process's."""
+    return _state[0]
+
+
+def go_on_with(parts: RunParts) -> None:
+    """This process goes on where the one that started it was."""
+    _state[0] = parts
+
+
+def _now() -> float:
+    clock = getattr(time, "CLOCK_BOOTTIME", None)  # the same for all processes of a machine
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
+
+
+def _began() -> float:
+    """When this process began, as `_now` counts; now, where the system does not tell."""
+    try:
+        # The 20th word behind the name, which may hold anything but this bracket last: clock ticks since boot.
+        ticks = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]
+        return int(ticks) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return _now()
+
+
+_state = [RunParts.of_this_process()]
+_at_exit: Callable[[], None] = atexit.register(lambda: run_parts().write_exit())  # as early as possible: it runs last
