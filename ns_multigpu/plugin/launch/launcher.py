@@ -29,6 +29,7 @@ from ns_multigpu.plugin.launch.commands import OWN_LAUNCHER
 from ns_multigpu.plugin.launch.ranks import Ranks
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.launch.worker import Config, first_failure, send, some_failed, worker_main
+from ns_multigpu.plugin.launch.worker_server import serving
 
 _PATIENCE = 4.0
 """Seconds that the workers which outlive another one have to end by themselves, before they are killed: they may wait
@@ -158,7 +159,7 @@ class _Job:
                 rdzv_endpoint=f"{_LOOPBACK}:0",
                 local_addr=_LOOPBACK,
                 max_restarts=0,
-                start_method="spawn",
+                start_method="forkserver" if serving() else "spawn",
                 logs_specs=DefaultLogsSpecs(log_dir=folder),
                 signals_to_handle="SIGQUIT",  # the others are ours
             )
@@ -171,7 +172,7 @@ class _Job:
                 _survivors_killed(self._folder),
             ):
                 try:
-                    elastic_launch(launch, worker_main)(self.config, folder, number, run_parts())
+                    elastic_launch(launch, worker_main)(self.config, folder, number, run_parts(), environment)
                 except ChildFailedError as error:
                     return first_failure(Path(folder), error)
                 finally:

@@ -5,14 +5,13 @@ done its work; `interrupted`, the signal's number, if one has ended the run; `fa
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import random
 import signal
-import sys
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ from ns_multigpu.plugin.faults.errors import LAST_WORDS, PLAIN, PlainError, Work
 from ns_multigpu.plugin.faults.signals import Interrupted, NonFiniteError, RanOutOfMemory, set_last_words
 from ns_multigpu.plugin.launch.ranks import Ranks
 from ns_multigpu.plugin.launch.run_parts import RunParts, go_on_with, run_parts
+from ns_multigpu.plugin.launch.worker_server import die_with, serving
 
 _HOPELESS = (PlainError, NonFiniteError, RanOutOfMemory, SystemExit)
 """What another attempt would meet again."""
@@ -68,7 +68,13 @@ class Failure:
     report: str
 
 
-def worker_main(config: Config, folder: str, attempt: int = 0, parts: RunParts | None = None) -> None:
+def worker_main(
+    config: Config,
+    folder: str,
+    attempt: int = 0,
+    parts: RunParts | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> None:
     """What one worker does: sets up and runs the trainer that `config` makes.
 
     Every worker starts from the same seed: what differs between ranks is drawn from generators keyed by step and view,
@@ -79,15 +85,17 @@ def worker_main(config: Config, folder: str, attempt: int = 0, parts: RunParts |
         folder: of the files above.
         attempt: how often the workers have been started before.
         parts: what the run has spent its time on so far.
+        variables: of the environment that was meant for it: a server that forks workers has its own.
     """
     # Until there is something to save, Ctrl-C ends a worker at once; the trainer listens for it later.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _die_with_parent()
+    die_with(os.getppid())
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
     ranks = Ranks.from_env()
     if ranks is None:
         raise RuntimeError("worker_main runs in the processes that run_workers starts, and this is none")
+    os.environ.update(variables or {})
     if parts is not None:
         go_on_with(parts)
     run_parts().done("start of the workers")
@@ -122,18 +130,10 @@ def _finish(rank: int, folder: Path) -> None:
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+    run_parts().write_exit()
     (folder / f"done-{rank}").touch()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _die_with_parent() -> None:
-    """Has the kernel kill this process should its parent die: no handler of Python's runs in a collective."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _leave_record(error: BaseException, rank: int, folder: Path) -> None:
@@ -186,8 +186,14 @@ def some_failed(folder: Path) -> bool:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a child process has not ended. One that has stays as it is, for whoever collects it."""
+    """Whether a worker has not ended. One that has stays as it is, for whoever collects it."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
-        return False  # collected: the number may be another process's by now
+        if not serving():
+            return False  # collected: the number may be another process's by now
+    try:
+        os.kill(pid, 0)  # a child of the server, which collects it at once
+    except ProcessLookupError:
+        return False
+    return True

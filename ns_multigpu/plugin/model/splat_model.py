@@ -18,7 +18,6 @@ from nerfstudio.utils.colors import get_color
 from pytorch_msssim import SSIM
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
-from torchmetrics.image import PeakSignalNoiseRatio
 
 from ns_multigpu.core.densifier import Densifier
 from ns_multigpu.core.image_part import ImagePart
@@ -30,7 +29,7 @@ from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.model.densifiers import make_densifier
-from ns_multigpu.plugin.model.lpips import OptionalLpips
+from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
 from ns_multigpu.plugin.model.sharded_points import ShardedPoints, mean_of
 from ns_multigpu.primitives.gaussians.densifier import densification_info, dues
 from ns_multigpu.primitives.gaussians.functions import Gaussians
@@ -59,7 +58,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         config, params = self.config, self.initial_points()
         self.gauss_params = torch.nn.ParameterDict({k: torch.nn.Parameter(params[k]) for k in names(self.schema)})
         self.camera_optimizer = config.camera_optimizer.setup(num_cameras=self.num_train_data, device="cpu")
-        self.psnr = PeakSignalNoiseRatio(data_range=1.0)
+        self.psnr = psnr
         self.ssim = SSIM(data_range=1.0, size_average=True, channel=3)
         self._lpips = OptionalLpips()
         self.step = 0

@@ -27,6 +27,8 @@ from nerfstudio.viewer.render_state_machine import RenderAction, RenderStateMach
 from rich.markup import escape
 from viser.infra import _infra  # pyright: ignore[reportAttributeAccessIssue]
 
+from ns_multigpu.plugin.render.viewer_start import hasten
+
 _BETWEEN_FAILURES = 0.5
 """Seconds that a page which could not be drawn waits for before the next attempt."""
 
@@ -41,6 +43,7 @@ def mend() -> None:
     if _mended:
         return
     _mended = True
+    hasten()
     handler: Any = _infra.WebsockMessageHandler
     handler.atomic, handler.queue_message = _atomic, _queue_message
     _infra.ThreadPoolExecutor = DaemonThreads

@@ -1,5 +1,6 @@
 """What a run tells of itself while it goes on, and its sum at the end."""
 
+import gc
 import json
 import math
 import time
@@ -18,6 +19,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.fused_blocks import Measured
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.launch.run_parts import run_parts
+from ns_multigpu.plugin.train.late_images import write_images_late
 from ns_multigpu.plugin.train.terminal import PsnrWatch
 
 _PARTS = ("data", "compute", "exchange")
@@ -49,6 +51,7 @@ class ProgressLog:
         self.psnr = PsnrWatch()
         self.seconds = 0.0
         self._disk_told = False
+        self._images = write_images_late()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -64,6 +67,7 @@ class ProgressLog:
 
     def restart_clock(self, first_step: int = 0) -> None:
         """Training starts now, with `first_step`."""
+        gc.freeze()  # what has been imported and set up stays: the collector need not go through it again and again
         run_parts().done("before the first step")
         self._last_step = first_step - 1
         self._began = self._last_time = time.perf_counter()
@@ -166,6 +170,9 @@ class ProgressLog:
             more: what else belongs to it.
         """
         run_parts().done("last look at held-out views")
+        for images in self._images:
+            images.finish()
+        run_parts().done("last images for TensorBoard")
         seconds = self.seconds
         sent = self._world.traffic.sent - self._bytes_before - self._bytes_evaluating
         summary: dict[str, Any] = {

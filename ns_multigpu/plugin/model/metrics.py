@@ -1,4 +1,7 @@
-"""LPIPS that is built when first needed, and left out where its weights cannot be had."""
+"""Image metrics that cost a start nothing: torchmetrics loads whatever else is installed, which takes seconds.
+
+PSNR is a line of arithmetic. LPIPS is built when first needed, and left out where its weights cannot be had.
+"""
 
 import contextlib
 import io
@@ -7,6 +10,11 @@ from typing import Any
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
+
+
+def psnr(target: Tensor, predicted: Tensor) -> Tensor:
+    """[] peak signal-to-noise ratio in dB of images in [0, 1], any shape: -10 log10 of the mean squared error."""
+    return -10 * (target - predicted).square().mean().log10()
 
 
 class OptionalLpips:
