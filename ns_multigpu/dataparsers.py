@@ -1,12 +1,19 @@
 """The dataparsers that nerfstudio finds through the entry points.
 
 Apart from `methods`, because nerfstudio asks for these while its own datamanagers are still being imported: nothing
-that needs a datamanager may be imported here.
+that needs a datamanager may be imported here. It is the first of our modules that `ns-train` comes to, long before it
+knows what it is to do, so a run of several workers begins here: see `worker_server`.
 """
+
+import sys
 
 from nerfstudio.plugins.registry_dataparser import DataParserSpecification
 
 from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
+from ns_multigpu.plugin.launch import worker_server
+
+if worker_server.wanted(sys.argv):
+    worker_server.start(["ns_multigpu.plugin.train.config"])  # it imports all that a worker needs
 
 city = DataParserSpecification(
     config=CityDataParserConfig(),

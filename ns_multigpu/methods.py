@@ -22,7 +22,6 @@ from nerfstudio.plugins.types import MethodSpecification
 from ns_multigpu.core.schema import Parameter
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.faults.errors import show_uncaught
-from ns_multigpu.plugin.launch import worker_server
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig
 from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig, LocalityPipelineConfig
@@ -31,9 +30,6 @@ from ns_multigpu.primitives.gaussians.schema import SCHEMA
 
 if len(sys.argv) > 1 and sys.argv[1].startswith("splatfacto-") and "train" in Path(sys.argv[0]).name:
     show_uncaught()  # Ctrl-C, from here on, is no traceback
-
-if worker_server.wanted(sys.argv):
-    worker_server.serve()  # now, when all has been imported and nothing has been done
 
 run_parts().done("imports of ns_multigpu")
 

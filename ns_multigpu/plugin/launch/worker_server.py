@@ -1,25 +1,26 @@
 # pyright: reportAttributeAccessIssue=false
-"""Workers that need not import anything: they are forked from a process that has done so.
+"""Workers that have nothing left to import: they are forked from a server that has done it.
 
-A worker that is spawned imports torch and nerfstudio anew, which takes as long again as the start of `ns-train` did.
-Python's fork server forks workers from a process that imports what they need; it would take that long itself. So
-here the server is this process's own fork, made in the moment when all has been imported and nothing else has been
-done: no thread runs, no GPU has been touched, nothing has been computed. From then on Python's own code serves.
+A worker that is spawned imports torch and nerfstudio for itself, and only begins to when `ns-train` has come to the
+point of starting it. Python's fork server imports once for all workers, and is started here as soon as any of our code
+runs: it imports while `ns-train` still does. It must not touch a GPU, for CUDA does not outlive a fork: torch asks
+whether there is one as it is imported, and is told to ask the driver's management library (NVML), which does no harm.
 """
 
-import contextlib
 import ctypes
 import os
 import signal
-import socket
 import sys
-import threading
-from collections.abc import Sequence
-from multiprocessing import connection, forkserver, resource_tracker
+from collections.abc import Iterable, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
+
+import torch
 
 _DEVICES = "--machine.num-devices"
 _FILE = "--load-config"
+_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+_state = {"ours": False}
 
 
 def wanted(argv: Sequence[str]) -> bool:
@@ -42,54 +43,41 @@ def wanted(argv: Sequence[str]) -> bool:
     return False
 
 
-def serve() -> bool:
-    """Makes this process's fork server, if that can be done now; says whether there is one."""
-    if sys.platform != "linux" or threading.active_count() > 1 or _cuda_begun() or serving():
-        return serving()
-    server = forkserver._forkserver
-    resource_tracker.ensure_running()
-    with socket.socket(socket.AF_UNIX) as listener:
-        address = connection.arbitrary_address("AF_UNIX")
-        listener.bind(address)
-        os.chmod(address, 0o600)
-        listener.listen()
-        alive_read, alive_write = os.pipe()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            os.close(alive_write)
-            _be_server(listener.detach(), alive_read, parent)
-        os.close(alive_read)
-    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_write, pid
-    return True
+def start(modules: Iterable[str]) -> None:
+    """Starts this process's fork server, if it can serve; returns at once.
+
+    Args:
+        modules: what it is to import.
+    """
+    if sys.platform != "linux" or serving() or not _asked_without_harm():
+        return
+    # The first of them has it end with this process: workers, its clients, would keep it alive.
+    forkserver.set_forkserver_preload(["ns_multigpu.plugin.launch.served", *modules])
+    before = os.environ.get(_BY_NVML)
+    os.environ[_BY_NVML] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[_BY_NVML]
+        else:
+            os.environ[_BY_NVML] = before
+    _state["ours"] = True
 
 
 def serving() -> bool:
-    """Whether this process has a fork server of its own making or Python's."""
-    return forkserver._forkserver._forkserver_pid is not None
+    """Whether workers of this process come from its server."""
+    return _state["ours"]
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel kill this process should its parent, `parent`, die: no handler of Python's runs in a collective,
-    and a server's clients keep it alive."""
+    """Has the kernel kill this process should its parent, `parent`, die: no handler of Python's runs in a collective."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _be_server(listener: int, alive: int, parent: int) -> None:
-    """Serves until the parent ends; never returns."""
-    code = 1
-    try:
-        die_with(parent)
-        with contextlib.suppress(SystemExit):
-            forkserver.main(listener, alive, [])
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def _cuda_begun() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_initialized()
+def _asked_without_harm() -> bool:
+    """Whether torch can count GPUs without a look at them. Without any driver there is nothing to look at."""
+    return torch.cuda._device_count_nvml() >= 0 or not torch.cuda.is_available()

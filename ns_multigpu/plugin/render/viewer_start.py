@@ -28,7 +28,7 @@ def hasten() -> None:
     viewer.camera_handles = property(lambda self: self._pictures, _keep_pictures)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _archive() -> dict[str, str]:
     """The archive's icons by file name. Text of all of them: 2 MB."""
     with tarfile.open(_icons.ICONS_DIR / "tabler-icons.tar") as tar:
