@@ -91,3 +91,35 @@ def test_on_a_gpu_they_stay_where_they_fit(share: float, monkeypatch: pytest.Mon
         views = _views(len(batch))
         found = [part.data["image"] for part in images.get(batch, DealtViews().assign(views, 1), views)]
         assert all(image.is_cuda and torch.equal(image.cpu(), _image(i)) for image, i in zip(found, batch, strict=True))
+
+
+def _made_smaller(world: World, fits: bool) -> tuple[int, int]:
+    """How often images were made smaller, and bytes that were exchanged after the first round."""
+    device_images._SHARE = 0.1 if fits else -1.0
+    if fits:  # a CPU counts as having no memory for them
+        device_images.all_gather_ints = lambda values, world: [[1 << 30]] * world.size  # type: ignore[assignment]
+    images, count = _images(world), 0
+
+    def shrink(image: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return image.float()[::2, ::2]
+
+    for factor in (4, 4, 2, 2):
+        for batch in BATCHES:
+            views = _views(len(batch))
+            plan = DealtViews().assign(views, world.size)
+            found = images.get_smaller(batch, plan, views, factor, shrink)
+            mine = [batch[patch.view] for patch in plan.owned[world.rank]]
+            expected = [_image(index).float()[::2, ::2] for index in mine]
+            assert all(torch.equal(a.data["image"], b) for a, b in zip(found, expected, strict=True))
+    images.get(BATCHES[0], DealtViews().assign(_views(4), world.size), _views(4))
+    assert not images._smaller, "what is not needed any more makes room"
+    return count, world.traffic.sent
+
+
+def test_images_that_are_on_the_gpu_are_made_smaller_once() -> None:
+    [(count, _)] = run_ranks(_made_smaller, 1, True)
+    assert count == 2 * COUNT
+    [(count, _)] = run_ranks(_made_smaller, 1, False)
+    assert count == 4 * sum(map(len, BATCHES))

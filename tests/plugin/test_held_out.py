@@ -70,3 +70,14 @@ def test_views_are_evenly_spread() -> None:
     assert spread(5, 3) == [0, 1, 3] and spread(3, 16) == [0, 1, 2] and spread(0, 4) == []
     chosen = spread(1000, 16)
     assert len(set(chosen)) == 16 and {b - a for a, b in pairwise(chosen)} == {62, 63}
+
+
+def test_psnr_is_torchmetrics() -> None:
+    import torch
+    from torchmetrics.image import PeakSignalNoiseRatio
+
+    from ns_multigpu.plugin.model.metrics import psnr
+
+    first, second = torch.rand(1, 3, 20, 30), torch.rand(1, 3, 20, 30)
+    torch.testing.assert_close(psnr(first, second), PeakSignalNoiseRatio(data_range=1.0)(second, first))
+    assert psnr(first, first) == torch.inf

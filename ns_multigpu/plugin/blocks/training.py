@@ -25,7 +25,6 @@ from torch import Tensor
 from cuda_ext.ops.adam import AdamStep, ScalarRing
 from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves
 from ns_multigpu.core.assignment import Learns
-from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.late_counts import LateCounts
 from ns_multigpu.core.pairs import pairs_of, tell_pairs
 from ns_multigpu.core.plan import Plan
@@ -232,9 +231,11 @@ class Training:
         timer, plan = self._pipeline.timer, with_halos(feed.plan, step.settings.width, step.settings.height)
         mine = plan.owned[self._world.rank]
         with timer.measure("data"):
-            parts = self._images.get(feed.indices, plan, feed.views)
-            if self._signature(feed.step)[1] > 1:  # then these are whole images
-                parts = [ImagePart.whole({"image": self._small(part.data["image"], feed.step)}) for part in parts]
+            batch, factor = (feed.indices, plan, feed.views), self._signature(feed.step)[1]
+            if factor > 1:
+                parts = self._images.get_smaller(*batch, factor, lambda image: self._small(image, feed.step))
+            else:
+                parts = self._images.get(*batch)
             self._targets = self._buffers.targets(parts, mine, feed.views)
         step.rgb = self._graphs.take(plan, lambda: step.parts(plan, self._targets))
         self._drawn = plan

@@ -1,6 +1,6 @@
 """All training images on every rank's GPU, where they fit: a step then waits for no copy and no other rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class DeviceImages:
     def __init__(self, data: DistributedDataManager, world: World) -> None:
         self._data, self._world = data, world
         self._kept: dict[int, Tensor] = {}
+        self._smaller: dict[int, Tensor] = {}
+        self._factor = 1
         total = sum(shape.nbytes for shape in data.train_share.shapes)
         memory = 0
         if world.device.type == "cuda":
@@ -49,7 +51,38 @@ class DeviceImages:
             views: the batch's.
         """
         mine = plan.owned[self._world.rank]
+        self._smaller = {}
         if self._kept:
             return [ImagePart.whole({"image": self._kept[indices[patch.view]]}) for patch in mine]
         there = self._data.train_share.deliver(indices, plan, self._world.device, views)
         return [there[patch] for patch in mine]
+
+    def get_smaller(
+        self,
+        indices: list[int],
+        plan: Plan,
+        views: Sequence[View],
+        factor: int,
+        shrink: Callable[[Tensor], Tensor],
+    ) -> list[ImagePart]:
+        """The same at a lower resolution, whole images [H / factor, W / factor, 3] each. Every rank calls it with the
+        same.
+
+        Where all images are on the GPU each is made smaller once, and kept until another `factor`, or full resolution,
+        is asked for: as bytes become floats, half the resolution takes as much memory as the images do.
+
+        Args:
+            factor: 2 or more.
+            shrink: makes an image so much smaller; it depends on the image alone.
+        """
+        if not self._kept:
+            return [ImagePart.whole({"image": shrink(part.data["image"])}) for part in self.get(indices, plan, views)]
+        if factor != self._factor:
+            self._smaller, self._factor = {}, factor
+        found: list[ImagePart] = []
+        for patch in plan.owned[self._world.rank]:
+            index = indices[patch.view]
+            if index not in self._smaller:
+                self._smaller[index] = shrink(self._kept[index])
+            found.append(ImagePart.whole({"image": self._smaller[index]}))
+        return found

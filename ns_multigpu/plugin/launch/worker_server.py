@@ -71,7 +71,7 @@ def serving() -> bool:
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel kill this process should its parent, `parent`, die: no handler of Python's runs in a collective."""
+    """Has the kernel kill this process should `parent`, its parent, die: in a collective no handler of Python runs."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
+from torchvision.models import AlexNet_Weights
 
 
 def psnr(target: Tensor, predicted: Tensor) -> Tensor:
@@ -39,10 +40,11 @@ class OptionalLpips:
         return self._network.to(target.device)(target, predicted.clamp(0.0, 1.0))
 
     def _build(self) -> None:
-        from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
-
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # torch tells of a download before it is one
+                AlexNet_Weights.DEFAULT.get_state_dict(progress=False)  # first: if they cannot be had nothing is loaded
+                from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
+
                 self._network = LearnedPerceptualImagePatchSimilarity(normalize=True)
         except (OSError, RuntimeError, ModuleNotFoundError) as error:
             self.missing = True

@@ -1,7 +1,7 @@
 """What nerfstudio's viewer does at a run's start that training need not wait for.
 
-viser 0.2.7 goes through an archive of 4,290 icons for each of the 16 that nerfstudio shows: 1.3 s. nerfstudio 1.1.5 then
-reads every training image once more, for the small pictures in the scene: 20 ms each, 6 s for 300 views. Here the
+viser 0.2.7 goes through an archive of 4,290 icons for each of the 16 that nerfstudio shows: 1.3 s. nerfstudio 1.1.5
+then reads every training image once more, for the small pictures in the scene: 20 ms each, 6 s for 300 views. Here the
 archive is gone through once, and the pictures appear one by one while the run goes on.
 """
 

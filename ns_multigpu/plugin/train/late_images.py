@@ -43,7 +43,7 @@ class LateImages:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Waits until what was handed over is written, and ends the thread."""
+        """Waits until the newest images are written, and ends the thread."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()

@@ -1,0 +1,64 @@
+"""TensorBoard's images are written by a thread; where they come too fast the newest wins."""
+
+import threading
+import time
+from pathlib import Path
+
+import nerfstudio.configs.base_config  # noqa: F401 - first: the writer's module and this one import each other
+import pytest
+import torch
+from nerfstudio.utils import writer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+from ns_multigpu.plugin.train.late_images import LateImages, write_images_late
+
+
+class Slow:
+    """A writer that begins an image when it is told to."""
+
+    def __init__(self) -> None:
+        self.may = threading.Semaphore(0)
+        self.written: list[tuple[str, int, float]] = []
+        self.scalars: list[str] = []
+
+    def write_image(self, name: str, image: Tensor, step: int) -> None:
+        assert self.may.acquire(timeout=20)
+        self.written.append((name, step, float(image.mean())))
+
+    def write_scalar(self, name: str, scalar: float, step: int) -> None:
+        self.scalars.append(name)
+
+
+def test_nobody_waits_for_an_image_and_the_newest_is_written() -> None:
+    slow = Slow()
+    late = LateImages(slow)
+    began = time.monotonic()
+    late.write_image("img", torch.full((2, 2, 3), 1.0), 100)
+    while late._waiting:
+        time.sleep(0.001)  # until the thread has begun with it
+    for step in (200, 300, 400):
+        late.write_image("img", torch.full((2, 2, 3), step / 100), step)
+        late.write_image("depth", torch.full((2, 2, 3), 0.5), step)
+    late.write_scalar("loss", 1.0, 400)
+    assert time.monotonic() - began < 15 and slow.written == [] and slow.scalars == ["loss"]
+    for _ in range(9):
+        slow.may.release()
+    late.finish()
+    assert slow.written == [("img", 100, 1.0), ("img", 400, 4.0), ("depth", 400, 0.5)]
+
+
+def test_tensorboard_gets_its_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = writer.TensorboardWriter(tmp_path)
+    others = object()
+    monkeypatch.setattr(writer, "EVENT_WRITERS", [others, board])
+    late = write_images_late()
+    assert [others, late[0]] == writer.EVENT_WRITERS
+    writer.EVENT_WRITERS[1].write_image("view", torch.rand(4, 6, 3), 7)
+    writer.EVENT_WRITERS[1].write_scalar("loss", 0.5, 7)
+    late[0].finish()
+    board.tb_writer.flush()
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert [event.step for event in read.Images("view")] == [7]
+    assert [event.value for event in read.Scalars("loss")] == [0.5]

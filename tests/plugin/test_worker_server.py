@@ -1,0 +1,81 @@
+"""Workers of `ns-train` are forked from a server that has imported what they need."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ns_multigpu.plugin.launch.worker_server import wanted
+from tests.plugin.test_launch import HANG, ROOT, alive, environment, wait_until
+from tests.plugin.toy import reports
+
+NS_TRAIN = "/somewhere/bin/ns-train"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["splatfacto-tile", "--machine.num-devices", "2", "colmap"], True),
+        (["splatfacto-batch", "--machine.num_devices=4"], True),
+        (["splatfacto-batch", "--load-config", "config.yml"], True),
+        (["splatfacto-batch", "--machine.num-devices", "1"], False),
+        (["splatfacto-batch", "--max-num-images", "2"], False),
+        (["splatfacto", "--machine.num-devices", "2"], False),
+        (["--help"], False),
+        ([], False),
+    ],
+)
+def test_which_command_lines_want_it(words: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert wanted([NS_TRAIN, *words]) == expected
+    assert not wanted(["/somewhere/bin/ns-eval", *words])
+    monkeypatch.setenv("RANK", "0")
+    assert not wanted([NS_TRAIN, *words]), "a launcher has started this process"
+
+
+PROGRAM = """
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+from ns_multigpu.plugin.launch import worker_server
+from ns_multigpu.plugin.launch.launcher import run_workers
+from tests.plugin.toy import ToyConfig
+
+if __name__ == "__main__":
+    worker_server.start(["tests.plugin.toy"])
+    assert worker_server.serving() and "PYTORCH_NVML_BASED_CUDA_CHECK" not in __import__("os").environ
+    Path(sys.argv[1], "server").write_text(str(forkserver._forkserver._forkserver_pid))
+    run_workers(ToyConfig(sys.argv[1]), 2)
+"""
+
+
+def run(folder: Path, conduct: str) -> "subprocess.Popen[str]":
+    (folder / "main.py").write_text(PROGRAM)
+    words = [sys.executable, str(folder / "main.py"), str(folder)]
+    return subprocess.Popen(words, cwd=ROOT, env=environment(TOY=conduct), stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_stays_behind(tmp_path: Path, how: signal.Signals) -> None:
+    """Also of a process that is killed: its workers are the server's children, and keep the server's pipe open."""
+    process = run(tmp_path, "wait")
+    assert wait_until(lambda: len(reports(tmp_path)) == 2 or process.poll() is not None, HANG)
+    server, workers = int((tmp_path / "server").read_text()), [one["pid"] for one in reports(tmp_path)]
+    assert len(workers) == 2
+    assert {_parent(pid) for pid in workers} == {server}, "they are forked"
+    process.send_signal(how)
+    _, said = process.communicate(timeout=HANG)
+    assert process.returncode == (-how if how == signal.SIGKILL else 128 + how), said
+    assert all(wait_until(lambda pid=pid: not alive(pid), 30) for pid in (server, *workers))
+
+
+def test_a_worker_that_is_killed_ends_all_and_is_named(tmp_path: Path) -> None:
+    _, said = (process := run(tmp_path, "kill")).communicate(timeout=HANG)
+    assert process.returncode == 1 and "Worker 1 was killed by SIGKILL" in said
+    assert all(wait_until(lambda pid=one["pid"]: not alive(pid), 30) for one in reports(tmp_path))
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
