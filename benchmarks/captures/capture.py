@@ -12,6 +12,8 @@ A run is one of
   same way to the end; with `-falling`: they fall over the run, to 0.03 of what they would be; or with `-gsplat`:
   gsplat's kernels in the place of our operators, and ordinary steps (fused ones are ours).
 
+`wall s` is from Enter to prompt; where it goes by the run's own account is in a table of its own.
+
 A seed is the run's and that of the order of the views: runs of one seed see the same views in the same order,
 splatfacto's too. What follows `--` is the dataparser, as `ns-train` takes it. Runs of one GPU start at once on the
 GPUs that --slots lists; speeds are taken from runs that had their GPU to themselves. Those that share one are evaluated
@@ -26,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -157,6 +159,24 @@ def evaluate(result: dict[str, Any], options: argparse.Namespace, folder: Path, 
     return result
 
 
+def parts_table(runs: Sequence[str], results: Sequence[dict[str, Any]]) -> Table | None:
+    """What the runs spent their time on by their own account, seconds by part, means over those that were alone."""
+    columns = {
+        run: [r["startup_ms"] for r in results if r["run"] == run and r["alone"] and "startup_ms" in r] for run in runs
+    }
+    columns = {run: rows for run, rows in columns.items() if rows}
+    if not columns:
+        return None
+    table = Table(title="seconds by part")
+    table.add_column("part")
+    for run in columns:
+        table.add_column(run, justify="right")
+    for part in dict.fromkeys(part for rows in columns.values() for row in rows for part in row):
+        means = [statistics.mean(row.get(part, 0.0) for row in rows) / 1e3 for rows in columns.values()]
+        table.add_row(part, *(f"{mean:.2f}" for mean in means))
+    return table
+
+
 def main() -> None:
     options = arguments()
     jobs = [(run, seed) for seed in options.seeds for run in options.runs]
@@ -211,7 +231,8 @@ def main() -> None:
         results = keep(list(pool.map(on_a_gpu, [partial(evaluate, result, options, folder) for result in results])))
 
     table = Table(title=f"{options.images} images, {' '.join(options.dataparser)}")
-    for head in ("run", "seeds", "PSNR", "spread", "SSIM", "images/s", "training s", "Gaussians", "MB sent/step"):
+    heads = ("run", "seeds", "PSNR", "spread", "SSIM", "images/s", "training s", "wall s", "Gaussians", "MB sent/step")
+    for head in heads:
         table.add_column(head, justify="left" if head == "run" else "right")
     for run in options.runs:
         rows = [r for r in results if r["run"] == run]
@@ -219,7 +240,7 @@ def main() -> None:
             continue
         mean = {k: statistics.mean(r[k] for r in rows) for k in ("psnr", "ssim")}
         timed = [r for r in rows if r["alone"]] or rows
-        mean |= {k: statistics.mean(r[k] for r in timed) for k in ("images_per_s", "train_seconds")}
+        mean |= {k: statistics.mean(r[k] for r in timed) for k in ("images_per_s", "train_seconds", "wall_s")}
         spread = max(r["psnr"] for r in rows) - min(r["psnr"] for r in rows)
         table.add_row(
             run,
@@ -229,10 +250,13 @@ def main() -> None:
             f"{mean['ssim']:.4f}",
             f"{mean['images_per_s']:.1f}",
             f"{mean['train_seconds']:.0f}",
+            f"{mean['wall_s']:.1f}",
             f"{statistics.mean(r['gaussians'] for r in rows):,.0f}",
             f"{statistics.mean(r['bytes_per_step'] for r in rows) / 1e6:.1f}",
         )
-    Console(width=130).print(table)
+    Console(width=140).print(table)
+    if parts := parts_table(options.runs, results):
+        Console(width=140).print(parts)
     if len(results) < len(jobs):
         raise SystemExit(f"{len(jobs) - len(results)} of {len(jobs)} runs failed.")
 

@@ -63,6 +63,11 @@ LAZY_BELOW = 0.35
 BLOCK = 50
 """Steps of a block, in the run that `FLUSH` is of."""
 
+HOST = 0.8
+"""Milliseconds that the host needs for a step on one GPU, at least: small steps take no less (whole-runs.md)."""
+HOST_OF_MANY = 1.5
+"""The same on several GPUs: fox-h200.md, two GPUs, where steps are small."""
+
 
 @dataclass(frozen=True)
 class Link:

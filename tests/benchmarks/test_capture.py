@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.captures import capture
-from benchmarks.captures.capture import command, environment, main
+from benchmarks.captures.capture import command, environment, main, parts_table
 
 OPTIONS = Namespace(images=70, device="cpu", also_at=0, options="", dataparser=["colmap", "--data", "fox"])
 
@@ -65,7 +65,7 @@ def test_runs_that_share_a_gpu_are_evaluated_at_once(
         before = json.loads(file.read_text())["results"] if file.exists() else []
         told.append(["psnr" in r and not r["alone"] for r in before])
         done.append(f"train {seed}")
-        speeds = {"images_per_s": 1.0, "train_seconds": 1.0, "gaussians": 1, "bytes_per_step": 0.0}
+        speeds = {"images_per_s": 1.0, "train_seconds": 1.0, "wall_s": 2.0, "gaussians": 1, "bytes_per_step": 0.0}
         return {"run": run, "seed": seed, "ssim": 1.0} | speeds
 
     def evaluate(result: dict[str, Any], options: Any, folder: Path, gpu: int | None) -> dict[str, Any]:
@@ -84,3 +84,22 @@ def test_runs_that_share_a_gpu_are_evaluated_at_once(
     assert done == (one_by_one if shared else ["train 1", "train 2", "evaluate 1", "evaluate 2"])
     assert told == [[], [shared]]
     assert all(r["psnr"] == 1.0 for r in json.loads(file.read_text())["results"])
+
+
+def test_where_the_time_went_is_a_table_of_its_own() -> None:
+    results: list[dict[str, Any]] = [
+        {"run": "batch-1", "alone": True, "startup_ms": {"imports": 1000.0, "training": 4000.0}},
+        {"run": "batch-1", "alone": True, "startup_ms": {"imports": 3000.0, "training": 4000.0}},
+        {"run": "batch-1", "alone": False, "startup_ms": {"imports": 9e6}},
+        {"run": "batch-2", "alone": True, "startup_ms": {"imports": 500.0, "start of the workers": 250.0}},
+        {"run": "splatfacto", "alone": True},
+    ]
+    table = parts_table(["batch-1", "batch-2", "splatfacto"], results)
+    assert table is not None
+    cells = [list(column.cells) for column in table.columns]
+    assert cells == [
+        ["imports", "training", "start of the workers"],
+        ["2.00", "4.00", "0.00"],
+        ["0.50", "0.00", "0.25"],
+    ]
+    assert parts_table(["splatfacto"], results) is None

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ns_multigpu.core.collectives import all_gather_ints
 from ns_multigpu.core.world import World
+from ns_multigpu.planning.outlook import SOME_SIZE, described, outlook
 from ns_multigpu.planning.quantities import gib
 from ns_multigpu.planning.room import most_points
 from ns_multigpu.planning.work import STRATEGIES, Course
@@ -107,7 +108,19 @@ def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Ca
     if world.is_main:
         text, worrying = describe(found, pipeline.strategy.name, cap, options.densifier)
         CONSOLE.print(Text(text, "bold yellow" if worrying else ""))
+        for line in expectations(found, pipeline.strategy.name, cap, options.densifier):
+            CONSOLE.print(Text(line), soft_wrap=True)
     return found
+
+
+def expectations(found: Capacity, strategy: str, cap: int | None, densifier: str) -> list[str]:
+    """What this run's GPUs let one expect of each strategy; nothing where there is no choice, or no GPU."""
+    if not found.on_gpu or found.course.gpus == 1 or strategy not in STRATEGIES:
+        return []
+    grown = cap if densifier == "mcmc" and cap is not None else SOME_SIZE
+    memory = float(found.memory) if found.memory >= 0 else None
+    sizes = dict.fromkeys((found.now, max(grown, found.now)))
+    return described([outlook(strategy, found.course, points, memory) for points in sizes], strategy, found.course.gpus)
 
 
 def describe(found: Capacity, strategy: str, cap: int | None, densifier: str) -> tuple[str, bool]:

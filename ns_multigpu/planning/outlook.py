@@ -1,0 +1,73 @@
+"""What a run may expect of each strategy on its GPUs, and whether another one would be much faster."""
+
+from dataclasses import dataclass, replace
+
+from ns_multigpu.planning import rates
+from ns_multigpu.planning.pace import pace
+from ns_multigpu.planning.room import most_points
+from ns_multigpu.planning.work import Course, batch_of
+
+WORTH_SAYING = 1.2
+"""Another strategy is named where it would be so many times as fast."""
+SOME_SIZE = 1_000_000
+"""Gaussians that a model may end with, where nothing says how many."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Images a second by strategy, for a model of some size. "single" is one GPU, whatever the strategy.
+
+    Attributes:
+        points: of the model.
+        speeds: by strategy; those that memory has no room for are left out.
+    """
+
+    points: int
+    speeds: dict[str, float]
+
+    def better(self, than: str) -> str | None:
+        """The fastest strategy, if it is much faster than `than`."""
+        best = max(self.speeds, key=lambda name: self.speeds[name], default=than)
+        slow = self.speeds.get(than)
+        return best if slow is not None and self.speeds[best] >= WORTH_SAYING * slow else None
+
+
+def outlook(mine: str, course: Course, points: int, memory: float | None) -> Outlook:
+    """What to expect of `mine`, with its batch, and of the other strategies, with theirs by default.
+
+    A step takes the time of its kernels and of what it exchanges, or that of the host if that is longer.
+
+    Args:
+        course: the run's. points: of the model. memory: bytes of a GPU that a model and its steps may take, if known.
+    """
+    speeds: dict[str, float] = {}
+    for name, views in (("single", 1), ("batch", course.gpus), ("tile", 1), ("locality", course.gpus)):
+        if name == "locality" and course.machines == 1 and mine != name:
+            continue  # it is made for several machines
+        gpus, machines = (1, 1) if name == "single" else (course.gpus, course.machines)
+        views = course.views if name == mine else views
+        one = replace(course.with_points(max(points, 1)), gpus=gpus, machines=machines, views=views)
+        if memory is not None and most_points(name, one, memory, densify=True) < points:
+            continue
+        host = rates.HOST if gpus == 1 else rates.HOST_OF_MANY
+        speeds[name] = 1e3 * batch_of(name, one) / max(pace(name, one).step, host)
+    return Outlook(points, speeds)
+
+
+def described(found: list[Outlook], mine: str, gpus: int) -> list[str]:
+    """The lines that a run begins with.
+
+    Args:
+        found: for models of several sizes, the largest last. mine: the run's strategy. gpus: how many it has.
+    """
+    lines = [f"Planned, images a second on {gpus} GPUs, by the rates of an H200 (ns-multigpu plan says how):"]
+    for one in found:
+        names = {name: "one GPU" if name == "single" else name for name in one.speeds}
+        told = ", ".join(f"{names[name]} {speed:,.0f}" for name, speed in one.speeds.items())
+        lines.append(f"  {one.points:,} Gaussians: {told}")
+    last = found[-1]
+    if (best := last.better(mine)) is not None:
+        times = last.speeds[best] / last.speeds[mine]
+        how = "one GPU (--machine.num-devices 1)" if best == "single" else f"splatfacto-{best}"
+        lines.append(f"With {last.points:,} Gaussians {how} would be {times:.1f} times as fast as this.")
+    return lines
