@@ -97,9 +97,6 @@ def test_where_the_time_went_is_a_table_of_its_own() -> None:
     table = parts_table(["batch-1", "batch-2", "splatfacto"], results)
     assert table is not None
     cells = [list(column.cells) for column in table.columns]
-    assert cells == [
-        ["imports", "training", "start of the workers"],
-        ["2.00", "4.00", "0.00"],
-        ["0.50", "0.00", "0.25"],
-    ]
+    assert cells[0] == ["imports", "training", "start of the workers"]
+    assert cells[1:] == [["2.00", "4.00", "0.00"], ["0.50", "0.00", "0.25"]]
     assert parts_table(["splatfacto"], results) is None
