@@ -42,12 +42,13 @@ class RowsTravel(RowLeg):
 
     Args:
         counts: what is counted on the way; None for nothing.
+        relays: over several machines rows cross to each once (`Relays`); else to each rank that needs them.
     """
 
     travels = True
 
-    def __init__(self, counts: RowCounts | None = None) -> None:
-        self._counts = counts
+    def __init__(self, counts: RowCounts | None = None, *, relays: bool = True) -> None:
+        self._counts, self.relays = counts, relays
 
     def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
         route = self._route(own, len(points), views, plan, world, learn=torch.is_grad_enabled())

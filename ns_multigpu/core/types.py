@@ -168,16 +168,19 @@ class Traffic:
     """Bytes that this rank has sent to other ranks. Payload only: what a ring algorithm sends, no headers.
 
     Attributes:
+        sent: in all. between: of these, to ranks of other machines.
         measured: encloses each exchange of splats, or of their gradients, for whoever wants to know how long it takes.
     """
 
     sent: int = 0
+    between: int = 0
     marks: dict[str, int] = field(default_factory=dict[str, int])
     measured: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def add(self, count: int) -> None:
-        """Counts `count` bytes as sent."""
+    def add(self, count: int, between: int = 0) -> None:
+        """Counts `count` bytes as sent, `between` of them to other machines."""
         self.sent += count
+        self.between += between
 
     def since(self, mark: str) -> int:
         """Bytes sent since the last call with the same `mark`."""
