@@ -255,7 +255,9 @@ class RelayedRows(Transport):
             rows: by machine. first: word of the part. other: that rank; what a rank passes itself has its own place.
             words: of a row. head: before the rows; a number for each machine, unless given.
         """
-        start = self._stays if other == self.world.local_rank else first + (self.world.machines if head is None else head)
+        start = (
+            self._stays if other == self.world.local_rank else first + (self.world.machines if head is None else head)
+        )
         return list(accumulate((words * n for n in rows), initial=start))[:-1], rows
 
     def _by_owner(self, parts: Sequence[tuple[list[int], list[int]]]) -> WireSegments:

@@ -62,7 +62,8 @@ class Transport(ABC):
         travels: whether rows do.
         pairs: capacities by pair. capacity: the largest of them.
         lines: of what arrives from each source; of the one that sends most, where they differ.
-        directions: how many ways its rows can take. ways: by rank, which of them they take to there; ranks may share one.
+        directions: how many ways its rows can take. ways: by rank, which of them they take to there; ranks may share
+            one.
         room: of each number that a step counts how much there is room for: first the rows that take each way.
         stays: which of these numbers are rows that do not leave this rank.
     """
