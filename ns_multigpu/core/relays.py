@@ -98,7 +98,7 @@ class Relays:
         Args:
             pairs: rows that go on the wire: capacities.
             rows, gradients: bytes of a row, and of its gradients: inside a machine, and between two.
-            words: int64 numbers of a rank's message, which goes to all.
+            words: int64 numbers of a rank's message. They go around a ring: the last rank of a machine sends to another.
         """
         own, local = divmod(rank, self.per_machine)
         inside = between = 0
@@ -112,5 +112,5 @@ class Relays:
                 peer = own * self.per_machine + other
                 there, back = sum(self.passed(pairs, rank, peer)), sum(self.passed(pairs, peer, rank))
                 inside += rows[0] * there + gradients[0] * back + 4 * self.machines
-        others = self.ranks - self.per_machine
-        return inside + 8 * words * (self.per_machine - 1), between + 8 * words * others
+        messages = 8 * words * (self.ranks - 1)
+        return (inside, between + messages) if local == self.per_machine - 1 else (inside + messages, between)

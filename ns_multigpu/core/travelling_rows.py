@@ -45,7 +45,8 @@ class RowsTravel(RowLeg):
     Args:
         counts: what is counted on the way; None for nothing.
         relays: over several machines rows cross to each once (`Relays`); else to each rank that needs them.
-        half: what leaves a rank, or with `relays` its machine, is rounded to float16 on the wire (`HalfRows`).
+        half: what leaves a rank, or with `relays` its machine, is rounded to float16 on the wire (`HalfRows`), where
+            there are gradients.
     """
 
     travels = True
@@ -62,7 +63,7 @@ class RowsTravel(RowLeg):
             _Travel.apply(
                 route,
                 world,
-                list(floats) if self.half else None,
+                list(floats) if self.half and torch.is_grad_enabled() else None,
                 own.probe if own.probe_rendered else None,
                 *floats.values(),
             ),

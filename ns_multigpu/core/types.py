@@ -3,8 +3,8 @@
 All are frozen: a stage returns a new record instead of changing the one it was given.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,6 +187,21 @@ class Traffic:
         before = self.marks.get(mark, 0)
         self.marks[mark] = self.sent
         return self.sent - before
+
+    def between_since(self, mark: str) -> int:
+        """Bytes sent to other machines since the last call with the same `mark`."""
+        name = f"between {mark}"
+        before = self.marks.get(name, 0)
+        self.marks[name] = self.between
+        return self.between - before
+
+    @contextmanager
+    def apart(self, mark: str) -> Iterator[None]:
+        """What is sent in the enclosed code does not count for `mark`."""
+        sent, between = self.sent, self.between
+        yield
+        for name, extra in ((mark, self.sent - sent), (f"between {mark}", self.between - between)):
+            self.marks[name] = self.marks.get(name, 0) + extra
 
 
 def stack_viewmats(views: Sequence[View]) -> Tensor:

@@ -33,7 +33,7 @@ PRIMITIVES: dict[str, Callable[[], Primitive]] = {
 # Forward and gradients: rounding of a changed order of summation, far inside KERNELS.md's tolerances for the operators.
 TOLERANCES = {torch.float64: {"rtol": 1e-9, "atol": 1e-11}, torch.float32: {"rtol": 1e-4, "atol": 2e-6}}
 
-MACHINES = [(2, 2), (3, 3), (4, 2), (4, 4)]
+MACHINES = [(2, 2), (4, 2), (4, 4), (6, 3)]
 """Ranks, and the machines that they are on; one machine is what all other cases have."""
 KNOW_MACHINES = ["locality"]
 """Strategies that ask which ranks are of one machine."""

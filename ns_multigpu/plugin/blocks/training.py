@@ -373,7 +373,7 @@ class Training:
         view, _ = self._camera(0, factor)
         if self._room.now is None:
             rows, segment, intersections = self._first_capacities(view.width * view.height)
-            self._room.begin((rows, pairs_of(segment, self._world.size), intersections))
+            self._room.begin((rows, self._buffers.pairs(segment), intersections))
         self._check_room(view)
         as_bytes = factor == 1 and pipeline.config.datamanager.cache_images_type == "uint8"
         kind = torch.uint8 if as_bytes else torch.float32
@@ -385,7 +385,8 @@ class Training:
         """Whether there is room on all ranks for the buffers of a step, before any rank begins it."""
         assert self._room.now is not None
         pixels = view.width * view.height * self._pipeline.batch_size // self._world.size
-        needed = bytes_of_step(self._room.now, pixels, self._world.size, travels=self._travels)
+        ranks, relays = self._world.size, self._buffers.relays
+        needed = bytes_of_step(self._room.now, pixels, ranks, travels=self._travels, relays=relays)
         check_room(needed, "a step's buffers", self._world)
 
     def _learn(self, status: Status) -> None:
