@@ -98,7 +98,7 @@ class Relays:
         Args:
             pairs: rows that go on the wire: capacities.
             rows, gradients: bytes of a row, and of its gradients: inside a machine, and between two.
-            words: int64 numbers of a rank's message. They go around a ring: the last rank of a machine sends to another.
+            words: int64 numbers of a rank's message. All go around a ring: the last rank of a machine sends to another.
         """
         own, local = divmod(rank, self.per_machine)
         inside = between = 0
