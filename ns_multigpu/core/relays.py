@@ -90,6 +90,22 @@ class Relays:
         givers = [self.passed(pairs, first + local, rank) for local in range(self.per_machine)]
         return [givers[local][machine] for machine in range(self.machines) for local in range(self.per_machine)]
 
+    def numbers_of(self, table: Pairs) -> Pairs:
+        """What all ranks count, given for each its rows for each rank, and then for all ranks of each machine.
+
+        Args:
+            table: [ranks][ranks + machines].
+        """
+        return tuple(self._numbers_of(table, rank) for rank in range(self.ranks))
+
+    def _numbers_of(self, table: Pairs, rank: int) -> tuple[int, ...]:
+        own, local = divmod(rank, self.per_machine)
+        here = slice(own * self.per_machine, (own + 1) * self.per_machine)
+        across = [0 if k == own else table[rank][self.ranks + k] for k in range(self.machines)]
+        none = (0,) * self.per_machine
+        handed = [none if k == own else table[k * self.per_machine + local][here] for k in range(self.machines)]
+        return (*table[rank][here], *across, *(n for numbers in handed for n in numbers))
+
     def step_bytes(
         self, pairs: Pairs, rank: int, rows: Sequence[int], gradients: Sequence[int], words: int
     ) -> tuple[int, int]:

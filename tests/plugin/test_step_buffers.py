@@ -169,9 +169,16 @@ def test_between_machines_a_wire_may_be_half_beside_peer_memory(half: bool, monk
     wire = "half" if half else "full"
     config = SimpleNamespace(transport="auto", tile_lists="gather", gradients="atomics", overlap=1, wire=wire)
     buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES["locality"](world)), world)
-    assert wanted == [True] and buffers.relays == Relays(2, 2)
+    relays = Relays(2, 2)
+    assert wanted == [True] and buffers.relays == relays
     assert not buffers.peer and not buffers.one_for_all, "each pair has its own room"
     assert buffers.pairs(7) == pairs_of(7, 4, 8)
+    # On rank 2: 2 of its own, and from rank 3; 70 from machine 0, of which its counterpart there is rank 0.
+    arrive = {2: {relays.inside(0): 2, relays.handed(0, 0): 70}, 3: {relays.inside(0): 5, relays.handed(0, 0): 9}}
+    table = tuple(tuple(arrive.get(rank, {}).get(k, 0) for k in range(8)) for rank in range(4))
+    with_relays = bytes_of_step((1024, table, 4096), 3072, 4, travels=True, relays=relays)
+    direct = tuple(tuple((2, 5, 70, 9)[rank] if to == 2 else 0 for to in range(4)) for rank in range(4))
+    assert with_relays == bytes_of_step((1024, direct, 4096), 3072, 4, travels=True)
     made: Any = buffers.transport(SETTINGS, GaussianKernels(degree=0))
     assert made.peer and made.half == half
     before = world.traffic.sent
