@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cuda_ext.ops import row_exchange
+from cuda_ext.ops import row_exchange, row_wire
 from ns_multigpu.cli import main
 from ns_multigpu.core.types import SSIM_HALO, View
 from ns_multigpu.core.world import World
@@ -66,7 +66,7 @@ def test_machines_that_were_not_simulated_lie_between() -> None:
 def test_constants_are_those_of_the_code() -> None:
     assert (LocalityOptions().patches, SSIM_HALO) == (PATCHES, HALO)
     assert MOST_SAMPLED == placing.MOST_SAMPLED
-    assert command.MOST_RANKS == row_exchange.MOST_RANKS
+    assert (command.MOST_RANKS, command.MOST_OWNERS) == (row_exchange.MOST_RANKS, row_wire.MOST_SEGMENTS)
 
 
 def test_what_tile_sends_between_machines() -> None:
@@ -188,9 +188,15 @@ def test_the_command_compares_strategies_over_machines(capsys: pytest.CaptureFix
 def test_the_command_says_what_was_not_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, "--gpus", "36", "--machines", "3", "--strategy", "locality", "--scene", "aerial")
     assert "simulated with 16 views a step, not with 1. Fewer views save less" in text
-    assert "3 machines were not simulated" in text and "32 GPUs at most" in text
+    assert "3 machines were not simulated" in text and "rows travel" not in text, "12 + 3 are few enough"
     assert "a view here shows 21.9% of the points, and there 0.9%" in text
     assert "32 machines are the most" in planned(capsys, "--gpus", "64", "--machines", "64")
+    for gpus, machines, words in (
+        (33, 1, "these travel between 32 GPUs at most"), (64, 64, "these travel between 32 GPUs at most"),
+        (136, 8, "rows travel between 128 GPUs at most"), (93, 3, "may be 32 together at most"),
+    ):  # fmt: skip
+        assert words in planned(capsys, "--gpus", str(gpus), "--machines", str(machines))
+    assert "travel between" not in planned(capsys, "--gpus", "128", "--machines", "16")
 
 
 def test_one_machine_is_planned_as_before(capsys: pytest.CaptureFixture[str]) -> None:

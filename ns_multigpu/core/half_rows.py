@@ -90,7 +90,7 @@ class HalfGradients(Code):
 
 def _as_bytes(column: Tensor) -> Tensor:
     """[M, n] of any type -> [M, bytes] uint8."""
-    return column.contiguous().view(torch.uint8).view(len(column), -1)
+    return column.contiguous().view(torch.uint8)
 
 
 def _halves(column: Tensor) -> list[Tensor]:

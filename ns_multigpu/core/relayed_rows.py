@@ -19,7 +19,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.row_exchange import route_lines
+from cuda_ext.ops.row_exchange import MOST_RANKS, route_lines
+from cuda_ext.ops.row_wire import MOST_SEGMENTS
 from ns_multigpu.core.collectives import all_gather_into, all_to_all_parts
 from ns_multigpu.core.inside import ByCollectives, ByPeerMemory
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
@@ -38,6 +39,9 @@ class RelayedRows(Transport):
     Args:
         half: between machines what can be travels in float16 (`RowWire`).
         peer: the ranks of a machine reach each other's memory.
+
+    Raises:
+        ValueError: there are more ranks than the kernels know.
     """
 
     def __init__(
@@ -46,6 +50,11 @@ class RelayedRows(Transport):
     ) -> None:  # fmt: skip
         relays = Relays.of(world)
         assert relays is not None, "asked before: see `make_transport`"
+        if relays.directions > MOST_RANKS or relays.ranks > MOST_SEGMENTS:
+            raise ValueError(
+                f"{world.machines} machines of {world.local_size} ranks: rows travel where machines and the ranks of "
+                f"one are {MOST_RANKS} together at most, and ranks {MOST_SEGMENTS} in all."
+            )
         super().__init__(world, kernels, rows, capacity, words, numbers=relays.numbers)
         self.relays, self.half, self.peer = relays, half, peer
         self.directions, self.ways = relays.directions, relays.ways(world.rank)

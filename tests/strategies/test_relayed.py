@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ns_multigpu.core.collectives import all_gather_objects
+from ns_multigpu.core.relayed_rows import RelayedRows
 from ns_multigpu.core.relays import Relays
 from ns_multigpu.core.step_settings import with_halos
 from ns_multigpu.core.travelling_rows import touches
@@ -15,6 +16,7 @@ from ns_multigpu.locality.options import LocalityOptions
 from strategies.locality import locality
 from tests.ranks import run_ranks
 from tests.strategies.scene import make_points, make_views
+from tests.strategies.test_half_wire import autograd_step
 from tests.strategies.test_half_wire import check as check_half
 from tests.strategies.test_law import PRIMITIVES, held_at, on_machines
 from tests.strategies.test_law_steps import KERNELS, LANDSCAPE, POINTS, fill, made, take_one
@@ -86,9 +88,14 @@ def both_ways(machines: int, world: World, half: bool) -> Any:
     return take_one(locality(on_machines(world, machines)), kind, 11, LANDSCAPE, "step", False, half)
 
 
-def test_halves_between_machines_are_nearly_whole() -> None:
+def autograd(machines: int, world: World, half: bool) -> Any:
+    return autograd_step(on_machines(world, machines), "locality", half)
+
+
+@pytest.mark.parametrize("mode", [both_ways, autograd])
+def test_halves_between_machines_are_nearly_whole(mode: Any) -> None:
     """Between machines alone: within one nothing is rounded. Sums of gradients there are rounded once."""
-    whole, half = (run_ranks(partial(both_ways, 2), 4, h) for h in (False, True))
+    whole, half = (run_ranks(partial(mode, 2), 4, h) for h in (False, True))
     check_half(half, whole, 4)
 
 
@@ -108,6 +115,16 @@ def test_relays_know_where_each_number_stands() -> None:
     assert inside == 48 * (206 + 201 + 210) + 44 * (305 + 300 + 309) + 4 * 3 + 80 * 5
     assert between == 36 * (202 + 204) + 20 * (3 + 403) + 2 * 4
     assert relays.step_bytes(pairs, 3, (48, 36), (44, 20), 10)[1] == 36 * (302 + 304) + 20 * (103 + 503) + 8 + 80 * 5
+
+
+@pytest.mark.parametrize(("ranks", "machines"), [(93, 3), (136, 8)])
+def test_more_ranks_than_kernels_know_are_refused(ranks: int, machines: int) -> None:
+    world = World(0, ranks, 0, ranks // machines, torch.device("cpu"))
+    kernels: Any = None
+    with pytest.raises(
+        ValueError, match=f"{machines} machines of {ranks // machines} ranks: .*32 together.*128 in all"
+    ):
+        RelayedRows(world, kernels, 1, 1, 1)
 
 
 @pytest.mark.parametrize(("ranks", "machines"), [(1, 1), (4, 1), (3, 3)])
