@@ -61,7 +61,7 @@ class HalfRows(Code):
             some = coded[:, start : start + size]
             start += size
             if name in WHOLE:
-                columns.append(some.contiguous().view(torch.float32))
+                columns.append(_of_bytes(some, torch.float32))
             else:
                 column = _read_halves(some, width)
                 columns.append(_conic(column) if name == CONICS else column)
@@ -93,6 +93,12 @@ def _as_bytes(column: Tensor) -> Tensor:
     return column.contiguous().view(torch.uint8)
 
 
+def _of_bytes(coded: Tensor, kind: torch.dtype) -> Tensor:
+    """The way back of `_as_bytes`."""
+    # A copy always: what has one row, or none, counts as contiguous wherever it begins.
+    return coded.flatten().clone().view(kind).view(len(coded), coded.shape[1] // kind.itemsize)
+
+
 def _halves(column: Tensor) -> list[Tensor]:
     """[M, n] float32 -> float16 as bytes, and the exponent of their power of two as one."""
     most = column.abs().amax(dim=1, keepdim=True)
@@ -103,8 +109,8 @@ def _halves(column: Tensor) -> list[Tensor]:
 
 
 def _read_halves(coded: Tensor, width: int) -> Tensor:
-    halves = coded[:, : 2 * width].contiguous().view(torch.float16).float()
-    return torch.ldexp(halves, -coded[:, 2 * width :].contiguous().view(torch.int8).int())
+    halves = _of_bytes(coded[:, : 2 * width], torch.float16).float()
+    return torch.ldexp(halves, -_of_bytes(coded[:, 2 * width :], torch.int8).int())
 
 
 def _factor(conics: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 All are frozen: a stage returns a new record instead of changing the one it was given.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -196,7 +196,7 @@ class Traffic:
         return self.between - before
 
     @contextmanager
-    def apart(self, mark: str) -> Iterator[None]:
+    def apart(self, mark: str) -> Generator[None]:
         """What is sent in the enclosed code does not count for `mark`."""
         sent, between = self.sent, self.between
         yield
