@@ -52,7 +52,7 @@ def plan(
         images: Training images; they are kept on the GPUs where they take at most a tenth of their memory.
         visible_fraction: The part of the Gaussians that a view shows; by default the measured scene's.
         intersections_per_splat: Tiles of 16x16 pixels that a visible Gaussian meets; by default the measured scene's.
-        transport: How tile exchanges rows on one machine: through peer memory (NVLink), or by collectives.
+        transport: How tile and locality exchange rows in a machine: through peer memory (NVLink), or by collectives.
         densify: The model grows and is pruned while it trains, which takes memory of its own.
         fused: Steps are fused (see docs/kernels.md). If not there is no time, for none was measured; memory is an upper
             bound.
@@ -89,7 +89,7 @@ def plan(
         print(_traffic_table({name: traffic(name, course) for name in chosen}, course))
     if fused:
         paces = {name: pace(name, course, transport=transport, gbit=between_gbit) for name in chosen}
-        print(_time_table(paces, transport if machines == 1 else "collective", between_gbit if machines > 1 else None))
+        print(_time_table(paces, transport, between_gbit if machines > 1 else None))
     for note in _notes(course, chosen, images, kept):
         print(note)
 
