@@ -1,11 +1,15 @@
 """What crosses between machines, with and without ranks that hand rows on: the bytes, beside the rows that need to."""
 
+import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from ns_multigpu.core import inside
 from ns_multigpu.core.collectives import all_gather_objects
 from ns_multigpu.core.relayed_rows import RelayedRows
 from ns_multigpu.core.relays import Relays
@@ -15,11 +19,12 @@ from ns_multigpu.core.world import World
 from ns_multigpu.locality.options import LocalityOptions
 from strategies.locality import locality
 from tests.ranks import run_ranks
+from tests.strategies import test_law_steps
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_half_wire import autograd_step
 from tests.strategies.test_half_wire import check as check_half
 from tests.strategies.test_law import PRIMITIVES, held_at, on_machines
-from tests.strategies.test_law_steps import KERNELS, LANDSCAPE, POINTS, fill, made, take_one
+from tests.strategies.test_law_steps import KERNELS, LANDSCAPE, POINTS, check_step, count_of, fill, made, take_one
 from tests.strategies.test_needs import target_of
 
 VIEWS, KIND = 5, "gaussians, antialiased, absgrad"
@@ -97,6 +102,47 @@ def test_halves_between_machines_are_nearly_whole(mode: Any) -> None:
     """Between machines alone: within one nothing is rounded. Sums of gradients there are rounded once."""
     whole, half = (run_ranks(partial(mode, 2), 4, h) for h in (False, True))
     check_half(half, whole, 4)
+
+
+class SharedFile:
+    """What `PeerBuffer` is to the ranks of a machine, on a CPU: a file that all of them map."""
+
+    folder = Path()
+    made = 0
+
+    def __init__(self, size: int, world: World, *, machine: bool) -> None:
+        assert machine and len({*all_gather_objects(size, world)}) == 1
+        self._world, self._size = world, size
+        self._name = f"{SharedFile.made}-{world.machine}"
+        SharedFile.made += 1
+
+    def view(self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        path = str(self.folder / f"{self._name}-{rank}")
+        whole = torch.from_file(path, shared=True, size=self._size, dtype=torch.uint8)
+        count = math.prod(shape) * dtype.itemsize
+        assert offset + count <= self._size
+        return whole[offset : offset + count].view(dtype).view(*shape)
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._world.local_group)
+
+
+def by_shared_memory(folder: Path, machines: int, world: World, count: int) -> Any:
+    """A step whose rows go through memory that ranks of a machine share; what it says of its bytes is right."""
+    SharedFile.folder = folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inside, "PeerBuffer", SharedFile)
+        usual = test_law_steps.make_transport
+        patch.setattr(test_law_steps, "make_transport", lambda *all, **some: usual(*all, **{**some, "peer": True}))
+        kind: Any = PRIMITIVES[KERNELS[0]]()
+        outcome = take_one(locality(on_machines(world, machines)), kind, count, LANDSCAPE, "step")
+    assert SharedFile.made == 1, "there was memory to share"
+    return outcome
+
+
+def test_a_step_through_memory_that_ranks_of_a_machine_share(tmp_path: Path) -> None:
+    found = run_ranks(partial(by_shared_memory, tmp_path, 2), 4, count_of("locality"))
+    check_step(found, "locality", KERNELS[0], LANDSCAPE)
 
 
 def test_relays_know_where_each_number_stands() -> None:
