@@ -30,7 +30,7 @@ class Inside(ABC):
     """One rank's side.
 
     Attributes:
-        memory: [words] int32, zero at first.
+        memory: [words] int32, with anything in it at first: another rank may be ahead, and have written there already.
     """
 
     memory: Tensor
@@ -54,7 +54,7 @@ class ByCollectives(Inside):
 
     def __init__(self, world: World, words: int) -> None:
         self._world = machine_world(world)
-        self.memory = torch.zeros(words, dtype=torch.int32, device=world.device)
+        self.memory = torch.empty(words, dtype=torch.int32, device=world.device)
 
     def exchange(self, sizes: Sequence[Sequence[int]], out_at: Sequence[int], in_at: Sequence[int]) -> Parts[None]:
         me = self._world.rank
@@ -78,7 +78,6 @@ class ByPeerMemory(Inside):
         self._world = world
         self._buffer = PeerBuffer(4 * max(words, 1), world, machine=True)
         self.memory = self._part(world.local_rank, 0, words)
-        self.memory.zero_()
 
     def exchange(self, sizes: Sequence[Sequence[int]], out_at: Sequence[int], in_at: Sequence[int]) -> Parts[None]:
         yield from ()

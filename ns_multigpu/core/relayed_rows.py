@@ -85,7 +85,7 @@ class RelayedRows(Transport):
         ]
         size = self._out_at[own] + sum(self._parts[own])
         if peer:
-            self._inside = ByPeerMemory(world, _most_words(relays, self.pairs, full))
+            self._inside = ByPeerMemory(world, most_words(relays, self.pairs, full))
         else:
             self._inside = ByCollectives(world, size)
         self._stays = self._out_at[own] - full * sum(self._passed[own][own])
@@ -279,7 +279,7 @@ class RelayedRows(Transport):
         return torch.tensor(values, dtype=torch.int64, device=self.world.device)
 
 
-def _most_words(relays: Relays, pairs: Pairs, words: int) -> int:
+def most_words(relays: Relays, pairs: Pairs, words: int) -> int:
     """Words of the largest memory of any rank: what comes, stays and leaves."""
     each = relays.per_machine
     most = 0

@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from ns_multigpu.core import inside
 from ns_multigpu.core.collectives import all_gather_objects
-from ns_multigpu.core.relayed_rows import RelayedRows
+from ns_multigpu.core.relayed_rows import RelayedRows, most_words
 from ns_multigpu.core.relays import Relays
 from ns_multigpu.core.step_settings import with_halos
 from ns_multigpu.core.travelling_rows import touches
 from ns_multigpu.core.world import World
 from ns_multigpu.locality.options import LocalityOptions
+from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from strategies.locality import locality
 from tests.ranks import run_ranks
 from tests.strategies import test_law_steps
@@ -161,6 +162,27 @@ def test_relays_know_where_each_number_stands() -> None:
     assert inside == 48 * (206 + 201 + 210) + 44 * (305 + 300 + 309) + 4 * 3 + 80 * 5
     assert between == 36 * (202 + 204) + 20 * (3 + 403) + 2 * 4
     assert relays.step_bytes(pairs, 3, (48, 36), (44, 20), 10)[1] == 36 * (302 + 304) + 20 * (103 + 503) + 8 + 80 * 5
+
+
+def test_all_ranks_of_a_machine_know_where_things_are_in_each_others_memory() -> None:
+    """However uneven pairs are: what one has room for there, the other leaves room for."""
+    relays, g = Relays(3, 2), torch.Generator().manual_seed(2)
+    table = tuple(tuple(row) for row in torch.randint(0, 90, (6, relays.numbers), generator=g).tolist())
+    worlds = [World(rank, 6, rank % 2, 2, torch.device("cpu")) for rank in range(6)]
+    made = [RelayedRows(world, GaussianKernels(degree=0), 10, table, 4) for world in worlds]
+    sizes = [len(one._inside.memory) for one in made]
+    assert max(sizes) == most_words(relays, table, made[0]._within.row_words) > min(sizes)
+    for one, other in (made[:2], made[2:4], made[4:]):
+        assert one._parts == other._parts and one._out_at == other._out_at and one._passed == other._passed
+        for me, there in ((one, other), (other, one)):
+            number = me.world.local_rank
+            assert len(me._inside.memory) == me._out_at[number] + sum(me._parts[number])
+            # Rows that come stand behind their counts, in the order in which they were put to leave.
+            starts = [me._from[there.world.local_rank][0][k] for k in range(3)]
+            left = [there._to[number][0][k] for k in range(3)]
+            assert [s - starts[0] for s in starts] == [s - left[0] for s in left]
+            assert starts[0] == 3 and left[0] == there._out_at[there.world.local_rank] + 3
+            assert me._from[there.world.local_rank][1] == there._to[number][1]
 
 
 @pytest.mark.parametrize(("ranks", "machines"), [(93, 3), (136, 8)])
