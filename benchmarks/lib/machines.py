@@ -147,6 +147,11 @@ class TwoMachines:
         path = f"/sys/class/net/{self.interface}/statistics/tx_bytes"
         return int(_do("ip", "netns", "exec", self._spaces[machine], "cat", path))
 
+    def packets(self, machine: int) -> int:
+        """Packets that these bytes were in."""
+        path = f"/sys/class/net/{self.interface}/statistics/tx_packets"
+        return int(_do("ip", "netns", "exec", self._spaces[machine], "cat", path))
+
     def close(self) -> None:
         """Ends all that was started, and removes the machines."""
         for machine, space in enumerate(self._spaces):

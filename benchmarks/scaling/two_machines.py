@@ -4,10 +4,14 @@
 
 The machines are network namespaces of this host with a link of a given rate between them (see benchmarks.lib.machines):
 that takes Linux and root. Each run is `ns-train splatfacto-STRATEGY` under torchrun on both, on the procedural city and
-on the processor. Beside the bytes that the interfaces have sent stands what the run says of its traffic: payload, to
-ranks of the same machine too. Both are counted from the first row of metrics.jsonl to the last, over the same steps:
-neither the start nor the end of a run is in them. The machines share this host's cores: times tell what the link
-adds, and not what machines of their own would take.
+on the processor. Beside the bytes that the interfaces have sent stands what the run foretells of them: the payload of
+its exchanges between machines, from the numbers of rows and sizes of a row (`bytes_between_machines`). Both are counted
+from the first row of metrics.jsonl to the last, over the same steps: neither the start nor the end of a run is in them.
+
+An interface counts headers, too: 66 bytes a packet (Ethernet 14, IPv4 20, TCP 20, its timestamps 12). It hands large
+packets over in one piece and counts their header once, so headers are 66 times its number of packets, of which many
+are acknowledgements without payload. What is left beside the foretold bytes is what ranks agree on in each step.
+The machines share this host's cores: times tell what the link adds, and not what machines of their own would take.
 """
 
 import argparse
@@ -32,6 +36,8 @@ from benchmarks.lib.machines import TwoMachines, why_none
 MOST_SECONDS = 1800
 """After which a run counts as hung."""
 _PORT = "29500"
+HEADERS = 66
+"""Bytes of a packet that are not payload."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,14 @@ class Task:
     capture: int
     every: int
     fused: str
+    wire: str = "full"
+    relays: bool = True
+
+    @property
+    def title(self) -> str:
+        """What tells it from others."""
+        rest = [name for name, there in ((self.wire, self.wire != "full"), ("no relays", not self.relays)) if there]
+        return ", ".join([self.strategy, *(["fused"] if self.fused == "always" else []), *rest])
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,8 @@ class Counted:
         steps: how many it took.
         step_ms: time of each.
         sent: bytes that each machine has put on the link in a step, headers included.
+        payload: those of both without headers.
+        foretold: bytes of its exchanges that the run says cross between machines in a step, both ways together.
         told: bytes that a worker says it has sent in a step, mean over the ranks' rows (rank 0's).
         whole: bytes that both machines have sent from the start of the run to its end.
         gaussians: at the end.
@@ -67,6 +83,8 @@ class Counted:
     steps: int
     step_ms: float
     sent: tuple[float, float]
+    payload: float
+    foretold: float
     told: float
     whole: int
     gaussians: int
@@ -87,6 +105,8 @@ def command(task: Task, machine: int, output: Path) -> list[str]:
         *("--logging.steps-per-log", str(task.every), "--steps-per-save", "1000000", "--fused-steps", task.fused),
         *("--steps-per-eval-image", "0", "--steps-per-eval-all-images", "1000000", "--steps-per-checksum", "0"),
         *("--pipeline.model.num-downscales", "0"),
+        *(("--pipeline.wire", task.wire) if task.wire != "full" else ()),
+        *(("--pipeline.locality.relays", "False") if not task.relays else ()),
         *("city", "--blocks", str(task.blocks), "--views", str(task.capture)),
         *("--width", str(task.width), "--height", str(task.height)),
     ]
@@ -98,12 +118,12 @@ def measure(task: Task, folder: Path) -> Counted:
     Raises:
         RuntimeError: there can be no machines, or the run failed or hangs; it says what it printed.
     """
-    output = folder / f"{task.strategy}-{task.megabits:g}"
+    output = folder / f"{task.title.replace(', ', '-').replace(' ', '-')}-{task.megabits:g}"
     output.mkdir()
     logs = [output / f"machine-{machine}.log" for machine in range(2)]
     threads = max(1, len(os.sched_getaffinity(0)) // (2 * task.workers))
     names = {"GLOO_SOCKET_IFNAME": TwoMachines.interface, "OMP_NUM_THREADS": str(threads), "COLUMNS": "200"}
-    seen: list[tuple[float, int, int]] = []  # time, and bytes sent by each machine, when a row of metrics came
+    seen: list[tuple[float, int, int, int]] = []  # time, bytes sent by each machine, and packets, at a row of metrics
     with TwoMachines(task.megabits) as machines, contextlib.ExitStack() as stack:
         files = [stack.enter_context(log.open("w")) for log in logs]
         runs = [machines.start(n, command(task, n, output), names, files[n]) for n in range(2)]
@@ -113,7 +133,9 @@ def measure(task: Task, folder: Path) -> Counted:
                 break
             if len(found := _rows(output)) > len(rows):
                 rows = found
-                seen.extend([(time.monotonic(), machines.sent(0), machines.sent(1))] * (len(rows) - len(seen)))
+                packets = machines.packets(0) + machines.packets(1)
+                now_ = (time.monotonic(), machines.sent(0), machines.sent(1), packets)
+                seen.extend([now_] * (len(rows) - len(seen)))
             time.sleep(0.01)
         whole = machines.sent(0) + machines.sent(1)
         if any(run.poll() != 0 for run in runs):
@@ -122,13 +144,18 @@ def measure(task: Task, folder: Path) -> Counted:
     rows = _rows(output)[: len(seen)]
     if len(seen) < 2:
         raise RuntimeError(f"{len(seen)} rows of metrics: give more --steps, or a smaller --every")
-    (then, *before), (now, *after) = seen[0], seen[-1]
+    (then, *before, packets_then), (now, *after, packets_now) = seen[0], seen[-1]
     steps = int(rows[-1]["step"] - rows[0]["step"])
     sent = tuple((last - first) / steps for first, last in zip(before, after, strict=True))
     lengths = [one["step"] - other["step"] for other, one in itertools.pairwise(rows)]
-    told = sum(row["bytes_per_step"] * length for row, length in zip(rows[1:], lengths, strict=True)) / steps
+    told, foretold = (
+        sum(row[name] * length for row, length in zip(rows[1:], lengths, strict=True)) / steps
+        for name in ("bytes_per_step", "bytes_between_machines")
+    )
+    payload = sum(sent) - HEADERS * (packets_now - packets_then) / steps
     return Counted(
-        steps, 1e3 * (now - then) / steps, (sent[0], sent[1]), told, whole, int(rows[-1]["gaussians"])
+        steps, 1e3 * (now - then) / steps, (sent[0], sent[1]), payload, foretold, told, whole,
+        int(rows[-1]["gaussians"]),
     )  # fmt: skip
 
 
@@ -142,12 +169,15 @@ def _rows(output: Path) -> list[dict[str, float]]:
 
 def table(done: Sequence[tuple[Task, Counted]]) -> Table:
     """What was counted, a row a run."""
-    shown = Table("strategy", "link", "step", "node0 sends", "node1 sends", "link busy", "a worker says", "Gaussians")
+    columns = ("strategy", "link", "step", "node0 sends", "node1 sends", "payload", "foretold", "off", "link busy")
+    shown = Table(*columns, "Gaussians")
     for task, one in done:
         sent = (f"{count / 1e6:.2f} MB" for count in one.sent)
         shown.add_row(
-            task.strategy, f"{task.megabits:g} Mbit/s", f"{one.step_ms:,.0f} ms", *sent,
-            f"{100 * one.busy(task.megabits):.0f} %", f"{one.told / 1e6:.2f} MB", f"{one.gaussians:,}",
+            task.title, f"{task.megabits:g} Mbit/s", f"{one.step_ms:,.0f} ms", *sent,
+            f"{one.payload / 1e6:.3f} MB", f"{one.foretold / 1e6:.3f} MB",
+            f"{100 * (one.payload / one.foretold - 1):+.1f} %", f"{100 * one.busy(task.megabits):.0f} %",
+            f"{one.gaussians:,}",
         )  # fmt: skip
     return shown
 
@@ -167,6 +197,8 @@ def main() -> int:
     parser.add_argument("--height", type=int, default=192)
     parser.add_argument("--every", type=int, default=10, help="steps between rows of metrics")
     parser.add_argument("--fused-steps", choices=("never", "always"), default="never", help="as ns-train's")
+    parser.add_argument("--wire", choices=("full", "half"), nargs="+", default=["full"], help="of tile and locality")
+    parser.add_argument("--relays", choices=("yes", "no"), nargs="+", default=["yes"], help="of locality")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     if reason := why_none():
@@ -174,14 +206,16 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the machines are removed
     console, done = Console(width=None if sys.stdout.isatty() else 120), list[tuple[Task, Counted]]()
     with TemporaryDirectory(prefix="two-machines-") as folder:
-        for strategy in options.strategies:
-            for megabits in options.megabits:
-                task = Task(
-                    strategy, megabits, options.workers, options.steps, options.views, options.width, options.height,
-                    options.blocks, options.capture, options.every, options.fused_steps,
-                )  # fmt: skip
-                done.append((task, measure(task, Path(folder))))
-                console.print(table(done[-1:]))
+        kinds = itertools.product(options.strategies, options.megabits, options.wire, options.relays)
+        for strategy, megabits, wire, relays in kinds:
+            if (strategy == "batch" and wire == "half") or (strategy != "locality" and relays == "no"):
+                continue
+            task = Task(
+                strategy, megabits, options.workers, options.steps, options.views, options.width, options.height,
+                options.blocks, options.capture, options.every, options.fused_steps, wire, relays == "yes",
+            )  # fmt: skip
+            done.append((task, measure(task, Path(folder))))
+            console.print(table(done[-1:]))
     console.print(table(done))
     if options.json:
         runs = [{**asdict(task), **asdict(counted)} for task, counted in done]

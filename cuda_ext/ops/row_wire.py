@@ -30,15 +30,20 @@ from torch import Tensor
 from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.checks import check_floats, check_tensors
-from cuda_ext.ops.row_exchange import MOST_RANKS, ArrivedRows
+from cuda_ext.ops.row_exchange import ArrivedRows
 from cuda_ext.reference import row_wire as composed
 from cuda_ext.reference.row_exchange import RECORD_FLOATS
 from cuda_ext.reference.row_wire import gradient_words, row_words
 
 MOST_VIEWS = 256
 """Views that a row can be of."""
+MOST_SEGMENTS = 128
+"""Ranks that rows can come from."""
 
-__all__ = ["MOST_VIEWS", "collect_wire", "gradient_words", "pack_gradients", "pack_wire", "row_words", "unpack_wire"]
+__all__ = [
+    "MOST_SEGMENTS", "MOST_VIEWS", "collect_wire", "gradient_words", "pack_gradients", "pack_wire", "row_words",
+    "unpack_wire",
+]  # fmt: skip
 
 
 @torch.no_grad()
@@ -217,8 +222,8 @@ def collect_wire(
 def _check_segments(
     wire: Tensor, starts: Sequence[int], capacities: Sequence[int], rank: int, ranks: int, words: Sequence[int]
 ) -> None:
-    if not 1 <= ranks <= MOST_RANKS:
-        raise ValueError(f"rows go to 1 to {MOST_RANKS} ranks, not to {ranks}.")
+    if not 1 <= ranks <= MOST_SEGMENTS:
+        raise ValueError(f"the wire takes rows of 1 to {MOST_SEGMENTS} ranks, not of {ranks}.")
     if not len(starts) == len(capacities) == ranks or not 0 <= rank < ranks:
         raise ValueError(
             f"{len(starts)} starts and {len(capacities)} capacities of segments, rank {rank}: there are {ranks} ranks."

@@ -140,14 +140,14 @@ def sum_in_place(x: Tensor, world: World, *, async_op: bool = False) -> Any:
     """Sums `x` over all ranks into itself, without autograd; with `async_op` returns the work to wait for, or None."""
     if world.group is None or x.numel() == 0:
         return None
-    world.traffic.add(2 * (world.size - 1) * x.nbytes // world.size)
+    _count_ring(2 * (world.size - 1) * x.nbytes // world.size, world)
     return cast(Any, dist.all_reduce(x, group=world.group, async_op=async_op))
 
 
 def max_in_place(x: Tensor, world: World) -> None:
     """The elementwise maximum of `x` over all ranks, into itself, without autograd."""
     if world.group is not None and x.numel():
-        world.traffic.add(2 * (world.size - 1) * x.nbytes // world.size)
+        _count_ring(2 * (world.size - 1) * x.nbytes // world.size, world)
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=world.group)
 
 
@@ -156,7 +156,7 @@ def all_gather_into(out: Tensor, x: Tensor, world: World) -> None:
     if world.group is None:
         out[0] = x
         return
-    world.traffic.add((world.size - 1) * x.nbytes)
+    _count_ring((world.size - 1) * x.nbytes, world)
     dist.all_gather_into_tensor(out.view(-1, *x.shape[1:]), x, group=world.group)
 
 
@@ -185,7 +185,7 @@ def all_gather_together(outs: Sequence[Tensor], xs: Sequence[Tensor], world: Wor
             out.view(x.shape).copy_(x)
         return
     filled = [(out.view(-1), x.view(-1)) for out, x in zip(outs, xs, strict=True) if x.numel()]
-    world.traffic.add((world.size - 1) * sum(x.nbytes for _, x in filled))
+    _count_ring((world.size - 1) * sum(x.nbytes for _, x in filled), world)
     if filled and dist.get_backend(world.group) == "nccl":
         # What torch's own `_coalescing_manager` calls, but that one is private, and forgets the options (torch 2.11),
         # without which NCCL runs on a stream of its own, with two events to wait for.
@@ -205,7 +205,7 @@ def all_to_all_into(out: Tensor, x: Tensor, world: World) -> None:
     if world.group is None:
         out.copy_(x)
         return
-    world.traffic.add(x.nbytes // world.size * (world.size - 1))
+    _count_parts([1] * world.size, x.nbytes // world.size, world)
     dist.all_to_all_single(out, x, group=world.group)
 
 
@@ -228,15 +228,28 @@ def all_to_all_parts(out: Tensor, x: Tensor, receive: Sequence[int], send: Seque
         )
     if world.group is None:
         return
-    world.traffic.add(x.nbytes)
+    _count_parts(send, x.element_size(), world)
     dist.all_to_all_single(out, x, list(receive), list(send), group=world.group)
+
+
+def _count_ring(count: int, world: World) -> None:
+    """Counts what this rank sends to its neighbour on a ring of all ranks."""
+    elsewhere = world.machine_of((world.rank + 1) % world.size) != world.machine
+    world.traffic.add(count, count if elsewhere else 0)
+
+
+def _count_parts(send: Sequence[int], size: int, world: World) -> None:
+    """Counts parts of so many bytes each that this rank sends to the ranks; not what it keeps."""
+    here = world.ranks_of(world.machine)
+    inside = sum(send[here.start : here.stop])
+    world.traffic.add(size * (sum(send) - send[world.rank]), size * (sum(send) - inside))
 
 
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], world: World) -> Tensor:
     """Rows [sum(send), ...] -> [sum(receive), ...]; trailing sizes of zero are fine."""
     out = x.new_empty((sum(receive), *x.shape[1:]))
     row_bytes = x.nbytes // x.shape[0] if x.shape[0] else 0
-    world.traffic.add(row_bytes * (sum(send) - send[world.rank]))
+    _count_parts(send, row_bytes, world)
     dist.all_to_all_single(out, x.contiguous(), receive, send, group=world.group)
     return out
 
@@ -263,7 +276,7 @@ class _Broadcast(torch.autograd.Function):
         out = x.detach().clone(memory_format=torch.contiguous_format)
         if out.numel():
             if world.rank == source:
-                world.traffic.add(out.nbytes * (world.size - 1))
+                _count_parts([1] * world.size, out.nbytes, world)
             dist.broadcast(out, source, group=world.group)
         return out
 

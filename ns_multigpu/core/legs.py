@@ -29,6 +29,8 @@ class RowLeg(ABC):
     """Whether a rank that failed while it rendered, or on the way back, can let the others go on."""
     travels: ClassVar[bool]
     """Whether rows leave the rank that owns their points."""
+    relays: bool = False
+    """Whether a row crosses once to each other machine, where a rank hands it on (see `Relays`)."""
 
     @abstractmethod
     def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:

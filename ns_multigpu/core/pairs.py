@@ -14,20 +14,22 @@ Pairs: TypeAlias = tuple[tuple[int, ...], ...]
 """Numbers of rows [source][destination]. Those of the diagonal stay on their rank."""
 
 
-def pairs_of(capacity: int | Pairs, ranks: int) -> Pairs:
+def pairs_of(capacity: int | Pairs, ranks: int, numbers: int = 0) -> Pairs:
     """The capacity of each pair.
 
     Args:
         capacity: one for all pairs, or [source][destination].
+        numbers: of each source, where it has not one for each rank (`Relays.numbers`).
 
     Raises:
         ValueError: it is not of so many ranks, or a number is negative.
     """
-    table = ((capacity,) * ranks,) * ranks if isinstance(capacity, int) else capacity
-    if len(table) != ranks or any(len(row) != ranks for row in table):
+    numbers = numbers or ranks
+    table = ((capacity,) * numbers,) * ranks if isinstance(capacity, int) else capacity
+    if len(table) != ranks or any(len(row) != numbers for row in table):
         raise ValueError(
             f"capacities of pairs: {[len(row) for row in table]} numbers by source, for {ranks} ranks; give "
-            f"{ranks} x {ranks}, or one number for all."
+            f"{ranks} x {numbers}, or one number for all."
         )
     if any(number < 0 for row in table for number in row):
         raise ValueError(f"capacities of pairs must not be negative; got {[list(row) for row in table]}.")
@@ -41,7 +43,7 @@ def most_of(pairs: Pairs) -> int:
 
 def alike(pairs: Pairs) -> Pairs:
     """The same shape, with the largest number everywhere."""
-    return pairs_of(most_of(pairs), len(pairs))
+    return pairs_of(most_of(pairs), len(pairs), len(pairs[0]))
 
 
 def tell_pairs(counts: Sequence[int], world: World) -> Pairs:

@@ -32,7 +32,8 @@ class PeerBuffer:
 
     Args:
         size: bytes of a rank's buffer, at least 1, the same on every rank.
-        world: the ranks.
+        world: the ranks, all of which make theirs together.
+        machine: only the ranks of this rank's machine reach its buffer, and are meant by their numbers there.
 
     Raises:
         ValueError: `size` is below 1, or not the same on all ranks.
@@ -44,11 +45,14 @@ class PeerBuffer:
         addresses: where each rank's buffer lies in this process's address space, multiples of 16.
     """
 
-    def __init__(self, size: int, world: World) -> None:
+    def __init__(self, size: int, world: World, *, machine: bool = False) -> None:
         sizes = cast(list[int], all_gather_objects(size, world))
         if min(sizes) < 1 or min(sizes) != max(sizes):
             raise ValueError(f"PeerBuffer: the ranks ask for {sizes} bytes; need the same number, at least 1.")
         self._handle: Any = None
+        group, rank, ranks = world.group, world.rank, world.size
+        if machine:
+            group, rank, ranks = world.local_group, world.local_rank, world.local_size
         if world.group is None:
             self.local = torch.empty(size, dtype=torch.uint8, device=world.device)
             self._buffers = [self.local]
@@ -56,10 +60,10 @@ class PeerBuffer:
             if world.device.type != "cuda":
                 raise RuntimeError(f"PeerBuffer: there is no peer memory on {world.device}; it takes GPUs.")
             self.local = _all_or_none("allocate", lambda: _allocate(size, world), world)
-            self._handle = _all_or_none("map", lambda: _rendezvous(self.local, world), world)
+            self._handle = _all_or_none("map", lambda: _rendezvous(self.local, group), world)
             self._buffers = [
-                self.local if rank == world.rank else cast(Tensor, self._handle.get_buffer(rank, (size,), torch.uint8))
-                for rank in range(world.size)
+                self.local if other == rank else cast(Tensor, self._handle.get_buffer(other, (size,), torch.uint8))
+                for other in range(ranks)
             ]
         self.addresses: list[int] = [buffer.data_ptr() for buffer in self._buffers]
 
@@ -105,20 +109,21 @@ class Transport:
     """How rows travel between ranks.
 
     Attributes:
-        name: `peer`: into each other's memory; `collective`: by all-to-all.
+        name: `peer`: into each other's memory; `mixed`: inside each machine so, between machines by all-to-all;
+            `collective`: by all-to-all.
         reason: why, for the user: a whole sentence.
     """
 
-    name: Literal["peer", "collective"]
+    name: Literal["peer", "mixed", "collective"]
     reason: str
 
     @property
     def peer(self) -> bool:
-        """Whether there is peer memory."""
-        return self.name == "peer"
+        """Whether the ranks of a machine reach each other's memory."""
+        return self.name != "collective"
 
 
-def choose_transport(world: World, wanted: str = "auto") -> Transport:
+def choose_transport(world: World, wanted: str = "auto", *, relayed: bool = False) -> Transport:
     """Whether the ranks can use each other's memory. Collective; the answer is the same on every rank.
 
     Peer memory takes GPUs of one machine, each with access to all others. A small buffer is tried out: written to and
@@ -127,6 +132,7 @@ def choose_transport(world: World, wanted: str = "auto") -> Transport:
     Args:
         world: the ranks.
         wanted: `peer`, `collective`, or `auto`: peer where there is any. The same on every rank.
+        relayed: over several machines rows are handed on inside each (`Relays`), for which peer memory serves.
 
     Raises:
         ValueError: `wanted` is something else.
@@ -138,7 +144,10 @@ def choose_transport(world: World, wanted: str = "auto") -> Transport:
         return Transport("collective", "Collectives were asked for.")
     if world.group is None:
         return Transport("peer", "There is one rank, which uses its own memory.")
-    problem = _first_problem(_access_problem(world), world) or _trial_problem(world)
+    mixed = relayed and 1 < world.local_size < world.size
+    problem = _first_problem(_access_problem(world, machine=mixed), world) or _trial_problem(world, machine=mixed)
+    if problem is None and mixed:
+        return Transport("mixed", "Ranks reach each other's memory inside each machine; between machines they do not.")
     if problem is None:
         return Transport("peer", f"All {world.size} ranks reach each other's memory.")
     if wanted == "peer":
@@ -149,18 +158,22 @@ def choose_transport(world: World, wanted: str = "auto") -> Transport:
     return Transport("collective", f"There is no peer memory. {problem}")
 
 
-def _access_problem(world: World) -> str | None:
-    """What keeps this rank's GPU from the others' memory, as a sentence; None if nothing is known. Collective."""
+def _access_problem(world: World, *, machine: bool) -> str | None:
+    """What keeps this rank's GPU from the others' memory, as a sentence; None if nothing is known. Collective.
+
+    Args:
+        machine: the others are those of its machine.
+    """
     device = world.device
     identity = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
     identities = cast(list[str | None], all_gather_objects(identity, world))
     if device.type != "cuda":
         return f"It computes on {device.type}; peer memory takes GPUs."
-    if world.local_size != world.size:
+    if world.local_size != world.size and not machine:
         return f"{world.local_size} of {world.size} ranks are on its machine; peer memory takes all of them on one."
     seen = {str(torch.cuda.get_device_properties(k).uuid): k for k in range(torch.cuda.device_count())}
     for rank, other in enumerate(identities):
-        if rank == world.rank or other is None:
+        if rank == world.rank or other is None or (machine and world.machine_of(rank) != world.machine):
             continue
         if other == identity and gpus_are_shared():
             continue
@@ -173,26 +186,30 @@ def _access_problem(world: World) -> str | None:
     return None
 
 
-def _trial_problem(world: World) -> str | None:
+def _trial_problem(world: World, *, machine: bool) -> str | None:
     """What goes wrong with a small buffer, as a sentence; None if nothing does. Collective.
+
+    Args:
+        machine: it is shared by the ranks of a machine.
 
     Raises:
         RuntimeError: the barrier failed.
     """
+    ranks, me = (world.local_size, world.local_rank) if machine else (world.size, world.rank)
     try:
-        buffer = PeerBuffer(8 * world.size * world.size, world)
+        buffer = PeerBuffer(8 * ranks * ranks, world, machine=machine)
     except RuntimeError as error:  # raised by every rank
         return str(error)
-    tables = [buffer.view(rank, 0, (world.size, world.size), torch.int64) for rank in range(world.size)]
-    expected = torch.arange(world.size**2).view(world.size, world.size) + 1
-    tables[world.rank].zero_()
+    tables = [buffer.view(rank, 0, (ranks, ranks), torch.int64) for rank in range(ranks)]
+    expected = torch.arange(ranks**2).view(ranks, ranks) + 1
+    tables[me].zero_()
     torch.cuda.synchronize(world.device)
     barrier(world)
     # By kernels, as rows will travel; row r of every table is rank r's to write. First with the host's barrier between,
     # which cannot hang a GPU.
-    row = expected[world.rank].to(world.device)
+    row = expected[me].to(world.device)
     for table in tables:
-        table[world.rank].add_(row)
+        table[me].add_(row)
     torch.cuda.synchronize(world.device)
     barrier(world)
     right = all(torch.equal((table + 0).cpu(), expected) for table in tables)
@@ -201,7 +218,7 @@ def _trial_problem(world: World) -> str | None:
     problem = None
     try:
         for table in tables:
-            table[world.rank].neg_()
+            table[me].neg_()
         buffer.barrier(timeout_ms=TRIAL_TIMEOUT_MS)
         copies = [table + 0 for table in tables]
         torch.cuda.synchronize(world.device)
@@ -252,8 +269,8 @@ def _allocate(size: int, world: World) -> Tensor:
         return allocate()
 
 
-def _rendezvous(local: Tensor, world: World) -> Any:
+def _rendezvous(local: Tensor, group: Any) -> Any:
     from torch.distributed import _symmetric_memory  # takes a moment
 
-    assert world.group is not None
-    return _symmetric_memory.rendezvous(local, world.group)
+    assert group is not None
+    return _symmetric_memory.rendezvous(local, group)

@@ -38,7 +38,6 @@ from cuda_ext.ops.step_control import HEAD, step_gate, step_message
 from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Rows
 from ns_multigpu.core.legs import GradientsToOwner, RowsStay, SummedGradients, WholePixels
-from ns_multigpu.core.pairs import pairs_of
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.step_settings import GROUPS_FROM, Status, StepSettings
 from ns_multigpu.core.strategy import Strategy
@@ -146,18 +145,18 @@ class Step:
         ranks, travels = self._world.size, transport.travels
         shape = (batch, settings.tile_rows) if self._learns is Learns.WORK else (ranks, transport.words - HEAD)
         self.learnt = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._place = torch.empty(ranks, settings.rows if travels else 0, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(ranks, dtype=torch.int64, device=device)
+        numbers, shape = len(transport.room), (transport.directions, settings.rows if travels else 0)
+        self._place = torch.empty(shape, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(numbers, dtype=torch.int64, device=device)
         aside = travels and settings.groups > 1 and device.type == "cuda"
         # Its blocks go first: behind those of a projection they would begin when that is done.
         self._side = torch.cuda.Stream(device, priority=-1) if aside else None
         # A step that must not count takes Adam's with these: moments keep, and nothing moves.
         self._still = scalars_of_no_step(count, device)
-        # How far the steps have got, and the most rows to each rank: one vector, for one look.
-        self._told = torch.zeros(6 + ranks, dtype=torch.int64, device=device)
+        # How far the steps have got, and the most of each number of rows: one vector, for one look.
+        self._told = torch.zeros(6 + numbers, dtype=torch.int64, device=device)
         self._status, self._most = self._told[:6], self._told[6:]
-        room = pairs_of(settings.segment, ranks)[self._world.rank] if travels else [0] * ranks
-        self._room = torch.tensor(room, dtype=torch.int64, device=device)
+        self._room = torch.tensor(transport.room, dtype=torch.int64, device=device)
         # Of segments the message tells what is lacking: each pair has a capacity of its own.
         limits = [settings.rows, 0, settings.intersections]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
@@ -200,7 +199,8 @@ class Step:
         splatted = self._splatted(plan)
         own = plan.drawn[world.rank]
         patches = [n for p in own for n in (p.view - splatted.start, *p.rendered(views[p.view]))]
-        leave = partial(self._leave, plan, views) if transport.travels else None
+        drawn_by = _rectangles(plan, views, range(world.size))
+        leave = partial(self._leave, _rectangles(plan, views, transport.ways)) if transport.travels else None
         with measure("project"):
             stops = s.stops if leave else ()
             rows = kernels.project(self._model, self._cameras(splatted), s.rows, stops, leave)
@@ -211,7 +211,7 @@ class Step:
                 leave(rows, max(s.stops, default=0), s.rows)
             if self._side is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._side)
-            arrived = yield from transport.arrive(rows, self._counts, len(splatted))
+            arrived = yield from transport.arrive(rows, self._counts, len(splatted), drawn_by)
         with measure("sort"):
             lists = self._lists.finish(arrived, patches, plan, views)
         with measure("raster"):
@@ -224,7 +224,7 @@ class Step:
             tile_offsets, _, met = lists
             message = step_message(
                 rows.count, self._counts, self._room, self._most, met, tile_offsets, self._bands(own, views),
-                world.rank, transport.words - HEAD, s.columns,
+                transport.stays, transport.words - HEAD, s.columns,
             )  # fmt: skip
             if self._learns is Learns.NEEDS:
                 everyones = [n for p in plan.patches() for n in (p.view - splatted.start, *p.rendered(views[p.view]))]
@@ -254,18 +254,11 @@ class Step:
         assert _follow_each_other(positions), "as `why_no_step` found of any batch of so many views"
         return range(positions[0], positions[-1] + 1)
 
-    def _leave(self, plan: Plan, views: Sequence[View], rows: Rows, first: int, end: int) -> None:
+    def _leave(self, drawn: Sequence[int], rows: Rows, first: int, end: int) -> None:
         """Sends lines first to end off to the patches that they reach, behind what the device has been given so far."""
-        drawn = [
-            n
-            for rank, patches in enumerate(plan.drawn)
-            for patch in patches
-            for n in (rank, patch.view, *patch.rendered(views[patch.view]))
-        ]
+        counts = self._counts[: len(self._place)]
         with self._beside():
-            route_lines(
-                rows.view_ids, rows.count, rows.means2d, rows.radii, drawn, first, end, self._place, self._counts
-            )
+            route_lines(rows.view_ids, rows.count, rows.means2d, rows.radii, drawn, first, end, self._place, counts)
             self._transport.leave(rows, self._place, first, end)
 
     @contextmanager
@@ -349,6 +342,16 @@ class Step:
         done, rows, _, intersections, full, sent, *segments = self._told.tolist()
         self._told.zero_()
         return Status(done, rows, tuple(segments), intersections, full > 0, sent)
+
+
+def _rectangles(plan: Plan, views: Sequence[View], numbers: Sequence[int]) -> list[int]:
+    """6 integers for each patch: the number of the rank that draws it, view, x0, y0, x1, y1."""
+    return [
+        n
+        for rank, patches in enumerate(plan.drawn)
+        for patch in patches
+        for n in (numbers[rank], patch.view, *patch.rendered(views[patch.view]))
+    ]
 
 
 def scalars_of_no_step(parameters: int, device: torch.device) -> Tensor:

@@ -7,11 +7,8 @@ A transport carries the legs of a step that reads nothing back (see `legs` for t
 follows from a strategy's legs and from what the machine has: `make_transport`.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,99 +16,15 @@ from torch import Tensor
 from ns_multigpu.core.collectives import all_gather_into, all_gather_together, all_to_all_into, all_to_all_parts
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
 from ns_multigpu.core.legs import GradientLeg, RowLeg
-from ns_multigpu.core.pairs import Pairs, most_of, pairs_of, step_bytes
+from ns_multigpu.core.pairs import Pairs, pairs_of, step_bytes
 from ns_multigpu.core.peer_memory import PeerBuffer
+from ns_multigpu.core.relayed_rows import RelayedRows
+from ns_multigpu.core.relays import Relays
 from ns_multigpu.core.row_wire import RowWire, WireSegments
+from ns_multigpu.core.transport import Collective, Parts, Returned, Transport
 from ns_multigpu.core.world import World
 
 _ALIGN = 256
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Collective:
-    """Something that a step needs launched by itself: no CUDA graph holds it.
-
-    Attributes:
-        launch: does it, on the current stream, without waiting for the device.
-    """
-
-    launch: Callable[[], None]
-
-
-Parts = Generator[Collective, None, T]
-"""Work that is given to the device as it is gone through. It yields what has to be launched in between; what lies
-between two of these can be captured in a CUDA graph. T is what it returns."""
-
-
-@dataclass(frozen=True)
-class Returned:
-    """What an owner's update works with.
-
-    Attributes:
-        rows: of its points: its own, or where replicas have told each other all ranks', a segment each.
-        records: the rows' gradients.
-        messages: [ranks, words] int64, everybody's.
-        witness_views: the views of the batch that this rank drew, where there are rows of other ranks; else None.
-    """
-
-    rows: Rows
-    records: Tensor
-    messages: Tensor
-    witness_views: range | None = None
-
-
-class Transport(ABC):
-    """One rank's side; every rank makes one and calls its methods in the order below, once a step; only `leave` once
-    for each part of its rows, and only where rows travel.
-
-    Args:
-        world: the ranks. kernels: they lay records out.
-        rows: lines of this rank's own rows.
-        capacity: rows of the segment of each pair of ranks, or one number for all of them.
-        words: int64 numbers of a rank's message at the end of a step.
-
-    Attributes:
-        travels: whether rows do.
-        pairs: capacities by pair. capacity: the largest of them.
-        lines: of what arrives from each source; of the one that sends most, where they differ.
-    """
-
-    travels: ClassVar[bool] = True
-
-    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
-        self.world, self.kernels, self.rows, self.words = world, kernels, rows, words
-        self.pairs = pairs_of(capacity, world.size)
-        self.capacity = most_of(self.pairs)
-        self.lines = self.capacity
-
-    @abstractmethod
-    def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
-        """Sends lines first to end of the rows off to where `place` [ranks, rows] says. It may be called on a stream of
-        its own, which the one that `arrive` is called on has to wait for."""
-
-    @abstractmethod
-    def arrive(self, rows: Rows, counts: Tensor, views: int) -> Parts[Arrived]:
-        """What arrived here when all have sent all of their rows.
-
-        Args:
-            rows: this rank's. counts: [ranks] int64, how many of them went to each.
-            views: that the rows are of.
-        """
-
-    @abstractmethod
-    def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
-        """Where the gradients of what arrived are to be added; all zero now."""
-
-    @abstractmethod
-    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
-        """Brings gradients to the rows' owners.
-
-        Args:
-            rows, place: as given to `leave`.
-            message: [words] int64 for everybody.
-            views: positions in the batch of the views that the rows are of.
-        """
 
 
 class OwnRows(Transport):
@@ -130,7 +43,7 @@ class OwnRows(Transport):
     def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
         return
 
-    def arrive(self, rows: Rows, counts: Tensor, views: int) -> Parts[Arrived]:
+    def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         yield from ()
         return self.kernels.stay(rows, self._here, self._slots)
 
@@ -214,7 +127,7 @@ class CollectiveRows(Transport):
     def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
         self._format.pack(rows, place, self._wire, self._leave_at, first, end)
 
-    def arrive(self, rows: Rows, counts: Tensor, views: int) -> Parts[Arrived]:
+    def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         wire = self._format
 
         def send() -> None:
@@ -307,7 +220,7 @@ class PeerRows(Transport):
         if self._atomics:
             self._table[first:end].zero_()
 
-    def arrive(self, rows: Rows, counts: Tensor, views: int) -> Parts[Arrived]:
+    def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         yield from ()
         torch._foreach_copy_(self._their_counts, list(counts.split(1)))  # pyright: ignore  # one launch for all ranks
         self._buffer.barrier()
@@ -340,11 +253,14 @@ def make_transport(
 
     Args:
         rows, capacity, words: see `Transport`.
-        peer: whether the ranks reach each other's memory. atomics: see `PeerRows`. half, slots: see `CollectiveRows`.
+        peer: whether the ranks of a machine reach each other's memory. atomics: see `PeerRows`. half, slots: see
+            `CollectiveRows`.
     """
     shape = (world, kernels, rows, capacity, words)
     if world.size == 1:
         return OwnRows(*shape)
+    if rows_leg.travels and rows_leg.relays and Relays.of(world) is not None and not slots:
+        return RelayedRows(*shape, half=half, peer=peer)
     if rows_leg.travels:
         return PeerRows(*shape, atomics=atomics) if peer else CollectiveRows(*shape, half=half, slots=slots)
     return ReplicatedRows(*shape) if gradient_leg.summed else OwnRows(*shape)

@@ -3,15 +3,17 @@
 """Splats travel from the ranks that own their points to the ranks whose patches they touch; gradients travel back."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
+from ns_multigpu.core.collectives import all_gather_ints
+from ns_multigpu.core.half_rows import HalfGradients, HalfRows
 from ns_multigpu.core.legs import RowLeg
 from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.relays import Relays
+from ns_multigpu.core.row_routes import DirectRoute, RelayedRoute, Route, chosen_rows, cross
 from ns_multigpu.core.types import Hits, Patch, Points, Splats, View
 from ns_multigpu.core.world import World
 
@@ -42,12 +44,15 @@ class RowsTravel(RowLeg):
 
     Args:
         counts: what is counted on the way; None for nothing.
+        relays: over several machines rows cross to each once (`Relays`); else to each rank that needs them.
+        half: what leaves a rank, or with `relays` its machine, is rounded to float16 on the wire (`HalfRows`), where
+            there are gradients.
     """
 
     travels = True
 
-    def __init__(self, counts: RowCounts | None = None) -> None:
-        self._counts = counts
+    def __init__(self, counts: RowCounts | None = None, *, relays: bool = True, half: bool = False) -> None:
+        self._counts, self.relays, self.half = counts, relays, half
 
     def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
         route = self._route(own, len(points), views, plan, world, learn=torch.is_grad_enabled())
@@ -55,7 +60,13 @@ class RowsTravel(RowLeg):
         integers = {name: row for name, row in own.rows.items() if not row.is_floating_point()}
         probe, *arrived = cast(
             tuple[Tensor, ...],
-            _Travel.apply(route, world, own.probe if own.probe_rendered else None, *floats.values()),
+            _Travel.apply(
+                route,
+                world,
+                list(floats) if self.half and torch.is_grad_enabled() else None,
+                own.probe if own.probe_rendered else None,
+                *floats.values(),
+            ),
         )
         ids, *others = route.carry([own.hits.point_ids + route.first_id, *integers.values()], world)
         rows = {**dict(zip(floats, arrived, strict=True)), **dict(zip(integers, others, strict=True))}
@@ -64,31 +75,48 @@ class RowsTravel(RowLeg):
         return Splats(Hits(view_ids, ids), {name: rows[name] for name in own.rows}, probe, own.probe_rendered)
 
     @torch.no_grad()
-    def _route(
-        self, own: Splats, points: int, views: Sequence[View], plan: Plan, world: World, learn: bool
-    ) -> "_Route":
+    def _route(self, own: Splats, points: int, views: Sequence[View], plan: Plan, world: World, learn: bool) -> Route:
+        relays = Relays.of(world) if self.relays else None
         place = own.hits.view_ids.long()
-        running: list[Tensor] = []
-        counts: list[Tensor] = []
-        for patches in plan.drawn:
-            touch = touches(own, views, patches)
-            running.append(touch.cumsum(0))
-            counts.append(torch.zeros(len(views), dtype=torch.int64, device=place.device))
-            counts[-1].index_add_(0, place, touch.long())
+        touch = [touches(own, views, patches) for patches in plan.drawn]
+        ways = [*touch, *(_by_machine(touch, world) if relays else [])]
+        counts = [torch.zeros(len(views), dtype=torch.int64, device=place.device) for _ in ways]
+        for count, taken in zip(counts, ways, strict=True):
+            count.index_add_(0, place, taken.long())
         more = [self._counts.count(own, views, plan)] if self._counts is not None else []
         told = cast(list[int], torch.cat([*counts, *more]).tolist())
         with world.traffic.measured():
             table = all_gather_ints([points, *told], world)
-        cells = world.size * len(views)
+        cells = len(ways) * len(views)
         if learn and self._counts is not None:
             self._counts.told(views, plan, [row[1 + cells :] for row in table])
-        sent = [[row[1 + to * len(views) : 1 + (to + 1) * len(views)] for to in range(world.size)] for row in table]
-        # The k-th row that touches is where the running count comes to k: no second wait for the device to count.
-        chosen = [
-            torch.searchsorted(count, torch.arange(1, sum(amounts) + 1, device=count.device))
-            for count, amounts in zip(running, sent[world.rank], strict=True)
+        sent = [[row[1 + way * len(views) : 1 + (way + 1) * len(views)] for way in range(len(ways))] for row in table]
+        arriving, first = [row[world.rank] for row in sent], sum(row[0] for row in table[: world.rank])
+        rows = [chosen_rows(taken, sum(of)) for taken, of in zip(ways, sent[world.rank], strict=True)]
+        if relays is None:
+            return DirectRoute(arriving, first, rows)
+        return self._relayed(arriving, first, rows, touch, sent, world)
+
+    def _relayed(
+        self, arriving: list[list[int]], first: int, rows: list[Tensor], touch: list[Tensor],
+        sent: list[list[list[int]]], world: World,
+    ) -> RelayedRoute:  # fmt: skip
+        """The route over relays, which are told which ranks of their machine need what they are sent."""
+        here, machines = world.ranks_of(world.machine), range(world.machines)
+        across = rows[world.size :]
+        needed = [
+            torch.stack([touch[rank][chosen] for rank in world.ranks_of(k)], dim=1) for k, chosen in enumerate(across)
         ]
-        return _Route(chosen, [row[world.rank] for row in sent], sum(row[0] for row in table[: world.rank]))
+        counterparts = [k * world.local_size + world.local_rank for k in machines]
+        meeting = [sum(sent[rank][world.size + world.machine]) for rank in counterparts]
+        with world.traffic.measured():
+            told = cross([_bits(one) for one in needed], meeting, world, None)
+        handed = [
+            [chosen_rows(_bit(bits, local), sum(sent[rank][taker])) for local, taker in enumerate(here)]
+            for rank, bits in zip(counterparts, told, strict=True)
+        ]
+        handed[world.machine] = [across[world.machine]] * world.local_size
+        return RelayedRoute(arriving, first, rows[here.start : here.stop], across, handed, meeting)
 
 
 def touches(splats: Splats, views: Sequence[View], patches: Sequence[Patch]) -> Tensor:
@@ -105,82 +133,46 @@ def touches(splats: Splats, views: Sequence[View], patches: Sequence[Patch]) -> 
     return touch & (radii > 0).all(-1)
 
 
-@dataclass(frozen=True)
-class _Route:
-    """Which rows go where.
-
-    Attributes:
-        chosen: [rank] the rows of this rank that go to each, ascending.
-        arriving: [rank][view] how many rows come from each, of each view.
-        first_id: the global id of this rank's first point.
-    """
-
-    chosen: Sequence[Tensor]
-    arriving: Sequence[Sequence[int]]
-    first_id: int
-
-    @property
-    def send(self) -> list[int]:
-        """Rows for each rank."""
-        return [len(rows) for rows in self.chosen]
-
-    @property
-    def receive(self) -> list[int]:
-        """Rows from each rank."""
-        return [sum(counts) for counts in self.arriving]
-
-    def carry(self, columns: Sequence[Tensor], world: World) -> list[Tensor]:
-        """[M, ...] tensors of one type -> [K, ...] what arrives of them, in the order of (view, owner, row there)."""
-        packed = torch.cat([_flat(column) for column in columns], dim=1)
-        chosen = packed[torch.cat(list(self.chosen))]
-        with world.traffic.measured():
-            arrived = exchange_rows(chosen, self.send, self.receive, world)
-        pieces = arrived.split([count for counts in self.arriving for count in counts])
-        views = len(self.arriving[0])
-        # Sources own ascending ranges, and send each view's rows ascending: no keys need to be compared.
-        ordered = torch.cat([arrived[:0], *(piece for view in range(views) for piece in pieces[view::views])])
-        return _like(ordered, columns)
-
-    def return_sums(self, grads: Sequence[Tensor], rows: int, world: World) -> list[Tensor]:
-        """[K, ...] gradients of what arrived -> [rows, ...] their sums where it came from."""
-        packed = torch.cat([_flat(grad) for grad in grads], dim=1)
-        views, sources = len(self.arriving[0]), len(self.arriving)
-        pieces = packed.split([self.arriving[source][view] for view in range(views) for source in range(sources)])
-        by_source = torch.cat([packed[:0], *(piece for source in range(sources) for piece in pieces[source::sources])])
-        with world.traffic.measured():
-            back = exchange_rows(by_source, self.receive, self.send, world)
-        total = back.new_zeros(rows, back.shape[1])
-        # A rank after the other, each row at most once: the same bits on every run, also on a GPU.
-        for chosen, piece in zip(self.chosen, back.split(self.send), strict=True):
-            total.index_add_(0, chosen, piece)
-        return _like(total, grads)
-
-
 class _Travel(torch.autograd.Function):
     """Carries a probe and differentiable rows there, and their gradients back: one exchange each way."""
 
     @staticmethod
-    def forward(ctx: Any, route: _Route, world: World, probe: Tensor | None, *rows: Tensor) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, route: Route, world: World, names: Sequence[str] | None, probe: Tensor | None, *rows: Tensor
+    ) -> tuple[Any, ...]:
+        """`names`: of the rows, if they are to be halves on the wire."""
         ctx.route, ctx.world, ctx.count, ctx.probed = route, world, rows[0].shape[0], probe is not None
-        arrived = route.carry(rows, world)
+        ctx.half = names is not None
+        widths = [row.shape[1:].numel() for row in rows]
+        arrived = route.carry(rows, world, None if names is None else HalfRows(names, widths))
         # A probe is zero everywhere: only its gradient has to travel.
         return (None if probe is None else arrived[0].new_zeros(arrived[0].shape[0], probe.shape[1])), *arrived
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        back = ctx.route.return_sums(grads if ctx.probed else grads[1:], ctx.count, ctx.world)
-        return None, None, *(back if ctx.probed else [None, *back])
+        some = grads if ctx.probed else grads[1:]
+        code = HalfGradients([grad.shape[1:].numel() for grad in some]) if ctx.half else None
+        back = ctx.route.return_sums(some, ctx.count, ctx.world, code)
+        return None, None, None, *(back if ctx.probed else [None, *back])
 
 
-def _flat(column: Tensor) -> Tensor:
-    """[M, ...] -> [M, columns]."""
-    return column.unsqueeze(1) if column.dim() == 1 else column.flatten(1)
-
-
-def _like(packed: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
-    """[K, all columns] -> what `_flat` made [M, ...] columns into, taken apart: [K, ...] each, contiguous."""
-    pieces = packed.split([_flat(column).shape[1] for column in columns], dim=1)
+def _by_machine(touch: Sequence[Tensor], world: World) -> list[Tensor]:
+    """[machine] which rows any rank of another machine needs; of this one none."""
+    none = torch.zeros_like(touch[0])
     return [
-        piece.reshape(len(packed), *column.shape[1:]).contiguous()
-        for piece, column in zip(pieces, columns, strict=True)
+        none if k == world.machine else torch.stack([touch[rank] for rank in world.ranks_of(k)]).any(0)
+        for k in range(world.machines)
     ]
+
+
+def _bits(flags: Tensor) -> Tensor:
+    """[M, n] bool -> [M, bytes] uint8, eight in a byte."""
+    packed = -(-flags.shape[1] // 8)
+    padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -flags.shape[1] % 8)).view(len(flags), packed, 8)
+    weights = torch.tensor([1 << k for k in range(8)], dtype=torch.uint8, device=flags.device)
+    return (padded * weights).sum(2, dtype=torch.uint8)
+
+
+def _bit(bits: Tensor, k: int) -> Tensor:
+    """[M] bool, the k-th of what `_bits` has packed."""
+    return (bits[:, k // 8] >> (k % 8)) & 1 > 0

@@ -3,8 +3,8 @@
 All are frozen: a stage returns a new record instead of changing the one it was given.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,22 +168,40 @@ class Traffic:
     """Bytes that this rank has sent to other ranks. Payload only: what a ring algorithm sends, no headers.
 
     Attributes:
+        sent: in all. between: of these, to ranks of other machines.
         measured: encloses each exchange of splats, or of their gradients, for whoever wants to know how long it takes.
     """
 
     sent: int = 0
+    between: int = 0
     marks: dict[str, int] = field(default_factory=dict[str, int])
     measured: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def add(self, count: int) -> None:
-        """Counts `count` bytes as sent."""
+    def add(self, count: int, between: int = 0) -> None:
+        """Counts `count` bytes as sent, `between` of them to other machines."""
         self.sent += count
+        self.between += between
 
     def since(self, mark: str) -> int:
         """Bytes sent since the last call with the same `mark`."""
         before = self.marks.get(mark, 0)
         self.marks[mark] = self.sent
         return self.sent - before
+
+    def between_since(self, mark: str) -> int:
+        """Bytes sent to other machines since the last call with the same `mark`."""
+        name = f"between {mark}"
+        before = self.marks.get(name, 0)
+        self.marks[name] = self.between
+        return self.between - before
+
+    @contextmanager
+    def apart(self, mark: str) -> Generator[None]:
+        """What is sent in the enclosed code does not count for `mark`."""
+        sent, between = self.sent, self.between
+        yield
+        for name, extra in ((mark, self.sent - sent), (f"between {mark}", self.between - between)):
+            self.marks[name] = self.marks.get(name, 0) + extra
 
 
 def stack_viewmats(views: Sequence[View]) -> Tensor:

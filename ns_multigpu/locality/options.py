@@ -21,6 +21,9 @@ class LocalityOptions:
     """How groups go to machines: by METIS on the graph of groups and views, at random, by ranges of space, or dealt."""
     within: Way = "dealt"
     """How a machine's groups go to its GPUs; "dealt" keeps every GPU's share of each single view level."""
+    relays: bool = True
+    """A splat that several GPUs of another machine need crosses to it once, and is handed on there. False: once to each
+    of them."""
     hierarchy: bool = True
     """Machines first, then the GPUs of each. False: all GPUs at once, as if every link were alike."""
     assignment: Literal["search", "solver", "random"] = "search"

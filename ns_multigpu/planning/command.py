@@ -14,8 +14,8 @@ from ns_multigpu.planning.work import PATCHES, ROOM, SCENE, STRATEGIES, VISIBLE,
 _KEPT = 0.1
 """The part of a GPU's memory that training images may take (`plugin.capture.device_images`)."""
 _MOST_INTERSECTIONS = 2**31 - 1
-MOST_RANKS = 32
-"""To which rows travel (`cuda_ext.ops.row_exchange`)."""
+MOST_RANKS, MOST_OWNERS = 32, 128
+"""To which a rank sends rows (`cuda_ext.ops.row_exchange`), and from which it draws some (`cuda_ext.ops.row_wire`)."""
 
 
 def plan(
@@ -52,7 +52,7 @@ def plan(
         images: Training images; they are kept on the GPUs where they take at most a tenth of their memory.
         visible_fraction: The part of the Gaussians that a view shows; by default the measured scene's.
         intersections_per_splat: Tiles of 16x16 pixels that a visible Gaussian meets; by default the measured scene's.
-        transport: How tile exchanges rows on one machine: through peer memory (NVLink), or by collectives.
+        transport: How tile and locality exchange rows in a machine: through peer memory (NVLink), or by collectives.
         densify: The model grows and is pruned while it trains, which takes memory of its own.
         fused: Steps are fused (see docs/kernels.md). If not there is no time, for none was measured; memory is an upper
             bound.
@@ -89,7 +89,7 @@ def plan(
         print(_traffic_table({name: traffic(name, course) for name in chosen}, course))
     if fused:
         paces = {name: pace(name, course, transport=transport, gbit=between_gbit) for name in chosen}
-        print(_time_table(paces, transport if machines == 1 else "collective", between_gbit if machines > 1 else None))
+        print(_time_table(paces, transport, between_gbit if machines > 1 else None))
     for note in _notes(course, chosen, images, kept):
         print(note)
 
@@ -198,8 +198,8 @@ def _notes(course: Course, chosen: Sequence[str], images: int, kept: float) -> l
             notes.append(f"tile draws its bands wherever: {1 - 1 / course.machines:.0%} of the rows cross.")
     if "locality" in chosen and course.machines > 1:
         notes += _on_locality(course)
-    if course.gpus > MOST_RANKS and {"tile", "locality"} & set(chosen):
-        notes.append(f"tile and locality: rows travel between {MOST_RANKS} GPUs at most, as it is now.")
+    if {"tile", "locality"} & set(chosen) and (problem := _too_many(course)):
+        notes.append(f"tile and locality: {problem}, as it is now.")
     if course.compact:
         notes.append("Compact moments: the time is that of full ones, whose update moves half as many bytes again.")
     if images and not kept:
@@ -208,6 +208,19 @@ def _notes(course: Course, chosen: Sequence[str], images: int, kept: float) -> l
         if ROOM * share(name, course).intersections > _MOST_INTERSECTIONS:
             notes.append(f"{name}: more intersections on a GPU than it can count (2^31); spread the step further.")
     return ["", *(f"- {note}" for note in notes)] if notes else []
+
+
+def _too_many(course: Course) -> str | None:
+    """Why rows do not travel between so many GPUs; None if they do."""
+    if course.gpus <= MOST_RANKS:
+        return None
+    if course.machines == 1 or course.per_machine == 1:
+        return f"without ranks that hand rows on, these travel between {MOST_RANKS} GPUs at most"
+    if course.gpus > MOST_OWNERS:
+        return f"rows travel between {MOST_OWNERS} GPUs at most"
+    if course.per_machine + course.machines > MOST_RANKS:
+        return f"machines, and the GPUs of one, may be {MOST_RANKS} together at most"
+    return None
 
 
 def _on_locality(course: Course) -> list[str]:

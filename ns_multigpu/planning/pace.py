@@ -7,6 +7,10 @@ from ns_multigpu.planning.work import Course, batch_of, ranks_used, share
 
 BYTES_OF_GBIT = 125_000
 """Bytes a millisecond of 1 Gbit/s."""
+RELAYED = {"tile": 0.0, "locality": 0.058}
+"""The part of what would cross between machines that is saved where a row crosses once, and is handed on there. Of
+`locality` measured with two ranks a machine (benchmarks/results/two-machines.md); more share more. Of `tile`, whose
+bands rarely share a row on one machine and not on another, taken to be none."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,10 @@ class Traffic:
 
 
 def traffic(strategy: str, course: Course) -> Traffic:
-    """What crosses in a step of `strategy`, all by collectives, as between machines.
+    """What crosses in a step of `strategy` over several machines.
 
-    A machine takes in what `batch` gathers once and passes it on to all of its GPUs. Rows of `tile` and `locality` go
-    to each GPU that needs them.
+    A machine takes in what `batch` gathers once and passes it on to all of its GPUs. A row of `tile` and `locality`
+    goes to one GPU of a machine that needs it, which hands it on: to itself, or to one of the others.
     """
     if ranks_used(strategy, course) == 1:
         return Traffic(0.0, 0.0)
@@ -65,7 +69,11 @@ def traffic(strategy: str, course: Course) -> Traffic:
     between = one.traffic_padded * one.between
     if strategy == "batch":
         return Traffic(one.traffic_padded, between)
-    return Traffic(one.traffic_padded - between, between * course.per_machine)
+    inside = one.traffic_padded - between
+    if course.machines == 1 or course.per_machine == 1:
+        return Traffic(inside, between * course.per_machine)
+    handed = between * (course.per_machine - 1) / course.per_machine
+    return Traffic(inside + handed, between * course.per_machine * (1 - RELAYED[strategy]))
 
 
 def pace(
@@ -75,14 +83,16 @@ def pace(
 
     Args:
         lazy: steps of points that are not drawn are put off within a block; None: where fused training does.
-        transport: of `tile` and `locality` on one machine: "peer" or "collective".
+        transport: of `tile` and `locality` inside a machine: "peer" or "collective".
         gbit: Gbit/s that a machine takes in from others, while it sends as much.
     """
     one, ranks = share(strategy, course), ranks_used(strategy, course)
     crossing = between = 0.0
     if ranks > 1 and course.machines > 1:
         size = traffic(strategy, course)
-        crossing = rates.COLLECTIVE.ms(size.inside) if course.per_machine > 1 else 0.0
+        peers = transport == "peer" and strategy in RELAYED
+        if course.per_machine > 1:  # through peer memory there and back, with a wait each
+            crossing = rates.PEER.ms(size.inside) + rates.PEER.fixed if peers else rates.COLLECTIVE.ms(size.inside)
         between = size.between / (gbit * BYTES_OF_GBIT)
     elif ranks > 1:
         if strategy in ("tile", "locality"):  # there, and back

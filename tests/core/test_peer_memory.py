@@ -1,16 +1,34 @@
 """Memory that all ranks reach, and the choice of how rows travel."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from cuda_ext import collect, pack, unpack
+from ns_multigpu.core import peer_memory
 from ns_multigpu.core.collectives import all_gather_objects
 from ns_multigpu.core.peer_memory import PeerBuffer, Transport, choose_transport
 from ns_multigpu.core.world import World
 from tests.cuda_ext.routing import route
 from tests.ranks import run_ranks, skip_without_gpus
+
+
+def test_inside_machines_alone_where_rows_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs of one machine are looked at; others are none of their business."""
+    asked: list[tuple[str, bool]] = []
+    for name in ("_access_problem", "_trial_problem"):
+        monkeypatch.setattr(peer_memory, name, lambda _, *, machine, name=name: asked.append((name, machine)))
+    world = replace(World.single(), size=4, local_size=2, group=cast(Any, "some"))
+    chosen = choose_transport(world, relayed=True)
+    assert chosen.name == "mixed" and chosen.peer and "inside each machine" in chosen.reason
+    assert asked == [("_access_problem", True), ("_trial_problem", True)]
+    for one, relayed in ((world, False), (replace(world, local_size=4), True), (replace(world, local_size=1), True)):
+        asked.clear()
+        assert choose_transport(one, relayed=relayed).name == "peer", "as the ranks have said"
+        assert asked == [("_access_problem", False), ("_trial_problem", False)]
+    assert choose_transport(world, "collective", relayed=True).name == "collective"
 
 
 def test_one_rank_has_its_own_memory() -> None:

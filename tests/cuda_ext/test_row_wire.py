@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cuda_ext.ops.row_exchange import ArrivedRows
 from cuda_ext.ops.row_wire import (
+    MOST_SEGMENTS,
     MOST_VIEWS,
     collect_wire,
     gradient_words,
@@ -277,6 +278,43 @@ def test_nothing_to_send() -> None:
     assert [found.shape[0] for found in bring_back(sent, grads, False, True)] == [0, 8, 0]
     nowhere = send([make_rows(30, 0)] * 2, numbers(bands(2, 2), 2), [[0, 0], [0, 0]], True, True)
     assert [len(arrived.view_ids) for arrived in nowhere.arrived] == [0, 0]
+
+
+def come_from_many(device: str) -> None:
+    """Rows of as many ranks as there may be arrive, and the gradients of each go where its owner's are wanted."""
+    rows, ranks, each = make_rows(3 * MOST_SEGMENTS, 0), MOST_SEGMENTS, 3
+    rows = replace(rows, radii=rows.radii.clamp(min=1)).to(device)  # others never leave
+    wire = torch.zeros(12 * each * ranks, dtype=torch.int32, device=device)
+    starts, capacities = [12 * each * rank for rank in range(ranks)], [each] * ranks
+    for rank in range(ranks):  # of each the rank's own three lines
+        place = torch.full((1, len(rows)), -1, dtype=torch.int32, device=device)
+        place[0, each * rank : each * (rank + 1)] = torch.arange(each, dtype=torch.int32, device=device)
+        pack_wire(*rows.packed(), place, wire, starts[rank : rank + 1], [each], 0, half=False, slots=False)
+    counts = torch.full((ranks,), each, device=device)
+    counts[7] = 2
+    got = unpack_wire(wire, starts, capacities, counts, 5, 2, half=False, slots=False)
+    there = torch.arange(3 * ranks, device=device) != 3 * 7 + 2
+    assert torch.equal(got.means2d[there], rows.means2d[there]) and not got.radii[~there].any()
+    assert got.owners.tolist() == [rank for rank in range(ranks) for _ in range(each)]
+    records = torch.rand(3 * ranks, 16, device=device)
+    wire.zero_()
+    pack_gradients(records, counts, wire, starts, capacities, 5, half=False, absgrad=False)
+    back = wire.view(ranks, 12, each)[:, :9].transpose(1, 2).reshape(-1, 9).view(torch.float32)
+    there[15:18] = False  # its own do not leave
+    assert torch.equal(back[there], records[there, :9]) and not back[~there].any()
+
+
+def test_rows_come_from_as_many_ranks_as_may_be() -> None:
+    come_from_many("cpu")
+    many = [0] * (MOST_SEGMENTS + 1)
+    with pytest.raises(ValueError, match=f"rows of 1 to {MOST_SEGMENTS} ranks, not of {MOST_SEGMENTS + 1}"):
+        counts = torch.zeros(len(many), dtype=torch.int64)
+        unpack_wire(torch.zeros(1, dtype=torch.int32), many, many, counts, 0, 2, half=False, slots=False)
+
+
+@pytest.mark.gpu
+def test_rows_come_from_as_many_ranks_as_may_be_on_a_gpu() -> None:
+    come_from_many("cuda")
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from ns_multigpu.core.pairs import pairs_of
 from ns_multigpu.core.step_settings import Status
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.blocks import step_capacities, training
+from ns_multigpu.plugin.blocks import first_room, step_capacities, training
+from ns_multigpu.plugin.blocks.first_room import FirstRoom
 from ns_multigpu.plugin.blocks.graphs import StepGraphs
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.training import Training
@@ -77,8 +79,10 @@ def _go(world: World, capture: Path, runs: Path, tile: bool, captured: bool) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepBuffers, "__init__", captures)
         patch.setattr(training, "GraphPool", lambda _: RecordedPool())
-        patch.setattr(Training, "_first_capacities", lambda self, pixels: ROOM)
-        patch.setattr(step_capacities, "padded", lambda count: max(count, 16))
+        patch.setattr(FirstRoom, "_guess", lambda self, pixels: ROOM)
+        patch.setattr(first_room, "rows_needed", lambda *_: pairs_of(ROOM[1], world.size))
+        for module in (step_capacities, first_room):
+            patch.setattr(module, "padded", lambda count: max(count, 16))
         patch.setattr(Training, "_learn", learnt)
         patch.setattr(training.Step, "flush", flushed)
         patch.setattr(StepGraphs, "take", planned)

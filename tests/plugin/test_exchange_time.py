@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from ns_multigpu.core import halo, travelling_rows
+from ns_multigpu.core import halo, row_routes, travelling_rows
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.plugin.course import follow, write_capture
 from tests.ranks import run_ranks
 
 STEPS, SLOW, DOWNSCALES = 4, 0.05, "pipeline.model.num_downscales"
-PLACES = [(travelling_rows, "all_gather_ints"), (travelling_rows, "exchange_rows"), (halo, "exchange_rows")]
+PLACES = [(travelling_rows, "all_gather_ints"), (row_routes, "exchange_rows"), (halo, "exchange_rows")]
 
 
 def _train(world: World, capture: Path, runs: Path) -> dict[str, Any]:

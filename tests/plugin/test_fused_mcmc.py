@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.blocks.first_room import FirstRoom
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.plugin.course import POINTS, write_capture
@@ -73,7 +74,7 @@ def test_each_part_matters(option: str, folder: Path, ordinary: Outcome) -> None
 def test_noise_comes_once_where_a_step_is_taken_again(
     tile: bool, folder: Path, ordinary: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Training, "_first_capacities", lambda self, pixels: (16, 16, 64))
+    monkeypatch.setattr(FirstRoom, "_guess", lambda self, pixels: (16, 16, 64))
     again: list[bool] = []
     learn = Training._learn
 

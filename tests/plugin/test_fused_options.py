@@ -275,7 +275,7 @@ def test_a_run_that_logs_nothing_has_blocks_to_its_end() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("transport", "peer"), ("tile_lists", "sort"), ("overlap", 2), ("gradients", "transfer"), ("wire", "half")],
+    [("transport", "peer"), ("tile_lists", "sort"), ("overlap", 2), ("gradients", "transfer")],
 )
 def test_what_is_for_fused_steps_of_shards_is_refused_elsewhere(name: str, value: object) -> None:
     run = make_run()
@@ -291,6 +291,19 @@ def test_what_is_for_fused_steps_of_shards_is_refused_elsewhere(name: str, value
             check_wishes(run.pipeline, fused=fused)
     run.pipeline.model.sharded = True
     check_wishes(run.pipeline, fused=True)
+
+
+def test_half_a_wire_is_for_shards_fused_or_not() -> None:
+    run = make_run()
+    run.pipeline.config = SimpleNamespace(
+        tile_lists="gather", transport="collective", overlap=1, gradients="atomics", wire="half"
+    )
+    for fused in (True, False):
+        run.pipeline.model.sharded = True
+        check_wishes(run.pipeline, fused=fused)
+        run.pipeline.model.sharded = False
+        with pytest.raises(InputError, match=r"^--pipeline\.wire half: .* the strategy is batch"):
+            check_wishes(run.pipeline, fused=fused)
 
 
 def test_half_a_wire_is_refused_where_nothing_goes_through_one() -> None:

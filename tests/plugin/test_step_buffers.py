@@ -9,6 +9,8 @@ import torch
 
 from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.pairs import pairs_of
+from ns_multigpu.core.peer_memory import Transport
+from ns_multigpu.core.relays import Relays
 from ns_multigpu.core.step_settings import Status, StepSettings, with_halos
 from ns_multigpu.core.transports import CollectiveRows, ReplicatedRows
 from ns_multigpu.core.types import Patch, View
@@ -139,7 +141,8 @@ def test_what_graphs_cannot_hold_is_launched() -> None:
 @pytest.mark.parametrize(("peer", "ranks"), [(True, 2), (False, 2), (True, 1)])
 def test_half_a_wire_is_for_collectives(peer: bool, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is one rank nothing goes on a wire, and nobody has to mind."""
-    monkeypatch.setattr(step_buffers, "choose_transport", lambda *_: SimpleNamespace(peer=peer, reason="said so"))
+    choice = Transport("peer" if peer else "collective", "said so")
+    monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, **__: choice)
     world = replace(World.single(), size=ranks)
     config = SimpleNamespace(transport="auto", tile_lists="gather", gradients="atomics", overlap=1, wire="half")
     pipeline = SimpleNamespace(config=config, strategy=STRATEGIES["tile"](world))
@@ -149,6 +152,38 @@ def test_half_a_wire_is_for_collectives(peer: bool, ranks: int, monkeypatch: pyt
         return
     made = StepBuffers(pipeline, world).transport(SETTINGS, GaussianKernels(degree=0))
     assert (made.half if isinstance(made, CollectiveRows) else None) == (True if ranks > 1 else None)
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_between_machines_a_wire_may_be_half_beside_peer_memory(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are handed on, and all that ranks count has room; what peers pass each other is counted as it leaves."""
+    wanted: list[bool] = []
+
+    def choose(*_: Any, relayed: bool) -> Transport:
+        wanted.append(relayed)
+        return Transport("mixed", "said so")
+
+    monkeypatch.setattr(step_buffers, "choose_transport", choose)
+    monkeypatch.setattr(step_buffers, "make_transport", lambda *_, **options: SimpleNamespace(**options, travels=True))
+    world = replace(World.single(), size=4, local_size=2, rank=1, local_rank=1)
+    wire = "half" if half else "full"
+    config = SimpleNamespace(transport="auto", tile_lists="gather", gradients="atomics", overlap=1, wire=wire)
+    buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES["locality"](world)), world)
+    relays = Relays(2, 2)
+    assert wanted == [True] and buffers.relays == relays
+    assert not buffers.peer and not buffers.one_for_all, "each pair has its own room"
+    assert buffers.pairs(7) == pairs_of(7, 4, 8)
+    # On rank 2: 2 of its own, and from rank 3; 70 from machine 0, of which its counterpart there is rank 0.
+    arrive = {2: {relays.inside(0): 2, relays.handed(0, 0): 70}, 3: {relays.inside(0): 5, relays.handed(0, 0): 9}}
+    table = tuple(tuple(arrive.get(rank, {}).get(k, 0) for k in range(8)) for rank in range(4))
+    with_relays = bytes_of_step((1024, table, 4096), 3072, 4, travels=True, relays=relays)
+    direct = tuple(tuple((2, 5, 70, 9)[rank] if to == 2 else 0 for to in range(4)) for rank in range(4))
+    assert with_relays == bytes_of_step((1024, direct, 4096), 3072, 4, travels=True)
+    made: Any = buffers.transport(SETTINGS, GaussianKernels(degree=0))
+    assert made.peer and made.half == half
+    before = world.traffic.sent
+    buffers.count_traffic(Status(1, 0, (), 0, False, 7))
+    assert world.traffic.sent == before
 
 
 def test_wishes_that_cannot_be_had_are_refused() -> None:

@@ -14,6 +14,8 @@ from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.pairs import Pairs, most_of, pairs_of, tell_pairs
 from ns_multigpu.core.placement import Sharded
+from ns_multigpu.core.relayed_rows import RelayedRows
+from ns_multigpu.core.relays import Relays
 from ns_multigpu.core.step import Step
 from ns_multigpu.core.step_settings import StepSettings, first_capacities, padded, with_halos
 from ns_multigpu.core.strategy import Strategy
@@ -31,6 +33,7 @@ from strategies import STRATEGIES
 from tests.ranks import run_ranks
 from tests.recorded import RecordedPool
 from tests.strategies.scene import make_image, make_points, make_views
+from tests.strategies.test_law import on_machines
 
 RATES = {"means": 1e-3, "quats": 1e-3, "scales": 5e-3, "opacities": 5e-2, "features_dc": 2.5e-3, "features_rest": 1e-4}
 LAMBDA = 0.2
@@ -74,6 +77,7 @@ class Course:
     captured: bool = False
     grouped: bool = False
     speed: float = 1.0
+    machines: int = 1
     size: tuple[int, int] = (WIDTH, HEIGHT)
 
     def views(self, step: int, device: torch.device) -> list[View]:
@@ -158,6 +162,8 @@ def transport_of(
     """
     world = spread.world
     shape = (world, kernels, settings.rows, settings.segment, settings.words(spread.assignment))
+    if spread.rows.relays and Relays.of(world) is not None:
+        return RelayedRows(*shape, half=wire.get("half", False), peer=name != "collective")
     if not spread.rows.travels:
         return OwnRows(*shape) if world.size == 1 else ReplicatedRows(*shape)
     if name in ("atomics", "transfer"):
@@ -180,6 +186,7 @@ def step_of(
 def taken(world: World, course: Course) -> Outcome:
     """The course on several ranks."""
     device = world.device
+    world = on_machines(world, course.machines) if course.machines > 1 else world
     spread = STRATEGIES[course.strategy](world)
     if course.bounds is not None:
         spread = replace(spread, placement=Sharded(course.bounds))
@@ -207,11 +214,13 @@ def taken(world: World, course: Course) -> Outcome:
         )  # fmt: skip
 
     world.traffic.since("step")
+    world.traffic.between_since("step")
     pool = (GraphPool(device) if device.type == "cuda" else RecordedPool()) if course.captured else None
     graphs = StepGraphs(StepTimer(device), lambda: None, pool)
     pictures = torch.zeros(course.batch, height, width, 3, dtype=torch.uint8, device=device)
     one, losses, sent, redone, put_off, first, replayed = made(), [], 0, 0, 0, (0, 0, 0), 0
-    most, told = pairs_of(0, world.size), 0
+    numbers = len(one._transport.room)
+    most, told = pairs_of(0, world.size, numbers), 0
     step = 0
     while step < course.steps:
         views = course.views(step, device)
@@ -226,7 +235,7 @@ def taken(world: World, course: Course) -> Outcome:
         graphs.take(plan, partial(one.parts, plan, targets))
         replayed += plan in graphs._captured
         status = one.status()
-        to_others = one._counts.sum() - one._counts[world.rank] if one._transport.travels else torch.zeros(())
+        to_others = one._counts.sum() - one._counts[one._transport.stays] if one._transport.travels else torch.zeros(())
         assert status.sent == int(to_others), "of this rank's rows, those that went to others"
         assert list(status.segments) == one._counts.tolist(), "a look after each step"
         pairs = tell_pairs(status.segments, world)
@@ -234,13 +243,16 @@ def taken(world: World, course: Course) -> Outcome:
         told = world.traffic.since("step")
         if isinstance(one._transport, CollectiveRows):
             assert course.by_sort or told == (one._transport.step_bytes if world.size > 1 else 0)
+        if isinstance(one._transport, RelayedRows):
+            crossed = world.traffic.between_since("step")
+            assert (told - crossed, crossed) == one._transport.step_bytes
         if status.full:
             assert status.done == 0
             redone += 1
             put_off = max(put_off, step)
             rows, intersections = max(padded(status.rows), settings.rows), settings.intersections
             settings = replace(
-                settings, rows=rows, segment=grown(pairs_of(settings.segment, world.size), pairs),
+                settings, rows=rows, segment=grown(pairs_of(settings.segment, world.size, numbers), pairs),
                 intersections=max(padded(status.intersections), intersections),
             )  # fmt: skip
             one = made()

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ns_multigpu.core.pairs import Pairs
-from tests.primitives.courses import RATES, Course, Outcome, take
+from ns_multigpu.core.relays import Relays
+from tests.primitives.courses import RATES, Course, Outcome, assert_same_course, ordinary, take
 
 ROOM = (1024, 1024, 4096)
 
@@ -51,3 +52,24 @@ def test_what_a_rank_draws_of_its_own_does_not_travel(ranks: int) -> None:
         take(course, ranks), take(replace(course, room=(ROOM[0], roomy, ROOM[2])), ranks), strict=True
     ):
         assert int(usual["bytes"]) == int(other["bytes"]) and (int(usual["bytes"]) > 0) == (ranks > 1)
+
+
+def test_each_number_of_rows_on_their_way_over_machines_has_room_of_its_own() -> None:
+    """Four ranks on two machines: own rows inside, rows across, and rows that are handed on. The bytes of every step
+    are those foretold, which `taken` asserts."""
+    course = Course("tile", 2, 3, room=ROOM, lazy=True, machines=2, captured=True)
+    plenty, relays = take(course, 4), Relays(2, 2)
+    assert_same_course(course, plenty, ordinary(course))
+    needed = pairs_needed(plenty[0])
+    assert all(int(one["replayed"]) > 0 for one in plenty)
+    inside, across, handed = (0, relays.inside(1)), (3, relays.across(0)), (1, relays.handed(1, 0))
+    assert all(needed[rank][number] > 0 for rank, number in (inside, across, handed))
+    for lacking in (None, inside, across, handed):
+        table = [[*row] for row in needed]
+        if lacking is not None:
+            table[lacking[0]][lacking[1]] -= 1
+        tight = take(replace(course, room=(ROOM[0], as_pairs(table), ROOM[2]), captured=False), 4)
+        for one, other in zip(tight, plenty, strict=True):
+            assert int(one["redone"]) == (lacking is not None), "on every rank"
+            for name in (*RATES, "losses", "count", "grad2d"):
+                assert torch.equal(one[name], other[name]), (lacking, name)

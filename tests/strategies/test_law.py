@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ns_multigpu.core.collectives import all_gather_rows, sum_all
 from ns_multigpu.core.loss import photometric_loss
@@ -32,7 +33,7 @@ PRIMITIVES: dict[str, Callable[[], Primitive]] = {
 # Forward and gradients: rounding of a changed order of summation, far inside KERNELS.md's tolerances for the operators.
 TOLERANCES = {torch.float64: {"rtol": 1e-9, "atol": 1e-11}, torch.float32: {"rtol": 1e-4, "atol": 2e-6}}
 
-MACHINES = [(2, 2), (3, 3), (4, 2), (4, 4)]
+MACHINES = [(2, 2), (4, 2), (4, 4), (6, 3)]
 """Ranks, and the machines that they are on; one machine is what all other cases have."""
 KNOW_MACHINES = ["locality"]
 """Strategies that ask which ranks are of one machine."""
@@ -57,7 +58,10 @@ def one_step_on(machines: int, world: World, *rest: Any) -> Outcome:
 def on_machines(world: World, machines: int) -> World:
     """The world as if its ranks were on so many machines."""
     each = world.size // machines
-    return replace(world, local_rank=world.rank % each, local_size=each)
+    groups = [dist.new_group(list(range(first, first + each))) for first in range(0, world.size, each)]
+    return replace(
+        world, local_rank=world.rank % each, local_size=each, local_group=groups[world.rank // each]
+    )  # fmt: skip
 
 
 def take_step(

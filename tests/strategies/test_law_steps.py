@@ -204,6 +204,19 @@ def test_a_step_over_machines_equals_single(strategy: str, mode: str, ranks: int
     check_step(outcomes, strategy, KERNELS[0], PORTRAIT)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("ranks", "machines"), MACHINES)
+@pytest.mark.parametrize("inside", ["peer", "collective"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_over_machines_equals_single_on_gpus(mode: str, inside: str, ranks: int, machines: int) -> None:
+    """Inside a machine through peer memory, or all by collectives; between machines, which are pretended, by these."""
+    skip_without_gpus(ranks)
+    half = None if inside == "peer" else False
+    step = partial(step_on, machines)
+    outcomes = run_ranks(step, ranks, "locality", KERNELS[0], PORTRAIT, mode, False, half, device="cuda")
+    check_step(outcomes, "locality", KERNELS[0], PORTRAIT)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_lists_from_a_sort_over_all_ranks(ranks: int) -> None:
     outcomes = run_ranks(step_of, ranks, "tile", KERNELS[1], PORTRAIT, "step", True)

@@ -11,11 +11,12 @@
 namespace nsmg {
 
 inline constexpr int kMostViews = 256;
+inline constexpr int kMostSegments = 128;  // 1.5 KiB of a launch's 4 KiB of arguments
 
 // A segment for each rank, of `words` columns with room for `capacities` rows: this one's in full, others' maybe rounded.
 struct WireSegments {
-  int64_t starts[kMostRanks];
-  int32_t capacities[kMostRanks];
+  int64_t starts[kMostSegments];
+  int32_t capacities[kMostSegments];
   int ranks, rank;
   bool half;
 };

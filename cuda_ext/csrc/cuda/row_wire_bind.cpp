@@ -18,7 +18,8 @@ namespace {
 WireSegments checked_segments(const at::Tensor& wire, at::IntArrayRef starts, at::IntArrayRef capacities, int64_t rank,
                               bool half, int full, int others) {
   const int64_t ranks = static_cast<int64_t>(capacities.size());
-  TORCH_CHECK_VALUE(ranks >= 1 && ranks <= kMostRanks, "the wire takes 1 to ", kMostRanks, " ranks, not ", ranks, ".");
+  TORCH_CHECK_VALUE(ranks >= 1 && ranks <= kMostSegments, "the wire takes 1 to ", kMostSegments, " ranks, not ", ranks,
+                    ".");
   TORCH_CHECK_VALUE(static_cast<int64_t>(starts.size()) == ranks && rank >= 0 && rank < ranks, starts.size(),
                     " starts and ", ranks, " capacities of segments, rank ", rank, ".");
   WireSegments segments = {};

@@ -14,6 +14,7 @@ import torch
 
 from cuda_ext.ops.adam import AdamStep
 from cuda_ext.ops.lazy_adam import splat_flush
+from ns_multigpu.core.relays import Relays
 from ns_multigpu.core.world import World
 from ns_multigpu.planning.room import step_buffers
 from ns_multigpu.planning.work import Share
@@ -70,15 +71,23 @@ def go_back(points: PointStorage, optimizers: Any, lazy: Any, counts: Counts, do
             scheduler.step()
 
 
-def bytes_of_step(capacities: Capacities, pixels: int, ranks: int, *, travels: bool) -> float:
+def bytes_of_step(
+    capacities: Capacities, pixels: int, ranks: int, *, travels: bool, relays: Relays | None = None
+) -> float:
     """What the buffers of a step take, by the planning model; on the rank that the most rows arrive at.
 
     Args:
         pixels: that this rank draws.
         travels: whether rows do. What they travel through is left out: it stays from step to step.
+        relays: that hand rows on over several machines, if any do.
     """
     rows, pairs, intersections = capacities
-    arrivals = max(sum(from_all) for from_all in zip(*pairs, strict=True)) if travels else 0
+    if not travels:
+        arrivals = 0
+    elif relays is not None:
+        arrivals = max(sum(relays.arriving(pairs, rank)) for rank in range(ranks))
+    else:
+        arrivals = max(sum(from_all) for from_all in zip(*pairs, strict=True))
     one = Share(0, 1, rows, arrivals, arrivals or rows, intersections, pixels, 0.0, 0.0, 0.0)
     parts = step_buffers(one, ranks, capacity=1.0)
     return sum(size for name, size in parts.items() if name != "exchange" or not arrivals)

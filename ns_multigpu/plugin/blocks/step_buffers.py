@@ -11,8 +11,9 @@ from cuda_ext.ops.row_exchange import RECORD_FLOATS
 from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.kernels import Kernels
-from ns_multigpu.core.pairs import pairs_of
+from ns_multigpu.core.pairs import Pairs, pairs_of
 from ns_multigpu.core.peer_memory import choose_transport
+from ns_multigpu.core.relays import Relays
 from ns_multigpu.core.step_settings import HALO, Status, StepSettings
 from ns_multigpu.core.tile_lists import GatheredLists, SortedLists, TileLists
 from ns_multigpu.core.transports import Transport, make_transport
@@ -33,7 +34,8 @@ class StepBuffers:
 
     Attributes:
         captures: whether CUDA graphs can hold steps.
-        peer: whether rows are written into the memory of other GPUs.
+        peer: whether all rows are written into the memory of other GPUs.
+        relays: how rows are handed on over several machines; None where they are not.
         one_for_all: whether what rows travel through has one size for all pairs of ranks.
     """
 
@@ -44,7 +46,8 @@ class StepBuffers:
         self._lists: TileLists | None = None
         self._lists_shape: tuple[int, ...] = ()
         self._pictures = torch.zeros(0)
-        self.peer, self._by_sort = False, options.tile_lists == "sort"
+        self.peer, self._reach, self._by_sort = False, False, options.tile_lists == "sort"
+        self.relays = Relays.of(world) if self._strategy.rows.relays and not self._by_sort else None
         self._atomics, self._half = options.gradients == "atomics", options.wire == "half"
         self.one_for_all = self._by_sort
         self.captures = world.device.type == "cuda" and not self._by_sort
@@ -58,10 +61,10 @@ class StepBuffers:
         if not self._strategy.rows.travels:
             return
         try:
-            choice = choose_transport(world, options.transport)
+            choice = choose_transport(world, options.transport, relayed=self.relays is not None)
         except RuntimeError as error:
             raise InputError(f"--pipeline.transport {options.transport}: {error}") from error
-        self.peer = choice.peer
+        self.peer, self._reach = choice.name == "peer", choice.peer
         self.one_for_all = self.peer or self._by_sort
         if self._half and self.peer and world.size > 1:
             raise InputError(
@@ -74,7 +77,7 @@ class StepBuffers:
     def transport(self, settings: StepSettings, kernels: Kernels) -> Transport:
         """What carries rows, and their gradients."""
         rows, words = settings.rows, settings.words(self._strategy.assignment)
-        pairs = pairs_of(settings.segment, self._world.size)
+        pairs = self.pairs(settings.segment)
         old, shape = self._transport, (rows, pairs, words)
         if old is not None and self._shape == shape and type(old.kernels) is type(kernels):
             old.kernels = kernels  # what they differ in is not what a row is
@@ -83,9 +86,13 @@ class StepBuffers:
         self._shape = shape
         self._transport = make_transport(
             self._strategy.rows, self._strategy.gradients, self._world, kernels, rows, pairs, words,
-            peer=self.peer, atomics=self._atomics, half=self._half, slots=self._by_sort,
+            peer=self._reach, atomics=self._atomics, half=self._half, slots=self._by_sort,
         )  # fmt: skip
         return self._transport
+
+    def pairs(self, segment: int | Pairs) -> Pairs:
+        """The capacities of all pairs of ranks, or with relays of all that they count."""
+        return pairs_of(segment, self._world.size, self.relays.numbers if self.relays else 0)
 
     def forget(self) -> None:
         """The step goes. What rows travel through stays: it is made anew by all ranks together, and takes time."""

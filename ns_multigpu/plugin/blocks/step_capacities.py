@@ -41,8 +41,9 @@ class StepCapacities:
         return self._now
 
     def begin(self, capacities: Capacities) -> None:
-        """Sets the first ones."""
+        """Sets the first ones, also where what was needed before says nothing of what will be."""
         self._now = capacities
+        self._recent.clear()
 
     def learn(self, needed: Capacities, full: bool, images: int) -> None:
         """Fits the capacities to what steps have needed.

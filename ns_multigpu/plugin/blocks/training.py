@@ -25,32 +25,30 @@ from torch import Tensor
 from cuda_ext.ops.adam import AdamStep, ScalarRing
 from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves
 from ns_multigpu.core.assignment import Learns
+from ns_multigpu.core.kernels import Kernels
 from ns_multigpu.core.late_counts import LateCounts
 from ns_multigpu.core.pairs import pairs_of, tell_pairs
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.step import Step
-from ns_multigpu.core.step_settings import Status, StepSettings, first_capacities, with_halos
+from ns_multigpu.core.step_settings import Status, StepSettings, with_halos
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
 from ns_multigpu.planning.rates import LAZY_BELOW
+from ns_multigpu.plugin.blocks.first_room import FirstRoom
 from ns_multigpu.plugin.blocks.fused_noise import StepNoise
-from ns_multigpu.plugin.blocks.fused_rescue import bytes_of_step, go_back, last_whole_step
+from ns_multigpu.plugin.blocks.fused_rescue import go_back, last_whole_step
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from ns_multigpu.plugin.capture.device_images import DeviceImages
-from ns_multigpu.plugin.faults.out_of_memory import Counts, check_room
+from ns_multigpu.plugin.faults.out_of_memory import Counts
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.primitives.gaussians.schema import ORDER
 
 MOST_STEPS = 64
 """Steps of a block at most: so long a signal, or the viewer, may have to wait."""
-_MOST_AT_FIRST = 1 << 22
-"""Points of which the first step of a run may draw all; one that needs more room is taken again with more."""
-_MOST_TO_SEND = 1 << 20
-"""Rows of a rank that the first step of a run has room for where rows travel, which takes room twice."""
 
 
 @dataclass
@@ -112,6 +110,7 @@ class Training:
         self._buffers = StepBuffers(pipeline, world)
         views = len(pipeline.datamanager.train_share.shapes)
         self._room = StepCapacities(views, one_for_all=self._buffers.one_for_all)
+        self._first, self._block = FirstRoom(pipeline, world, self._buffers), range(0)
         pool = GraphPool(world.device) if self._buffers.captures else None
         self._graphs = StepGraphs(pipeline.timer, computed, pool)
         self._learnt = LateCounts(pipeline.strategy.assignment.learn)
@@ -148,6 +147,7 @@ class Training:
 
         Refining, and resetting opacities, is left to the caller: see `refine`.
         """
+        self._block = steps
         self._choose_lazy()
         if self._pipeline.strategy.assignment.foresees:
             self._foresee(steps)
@@ -248,26 +248,29 @@ class Training:
         exchanged = self._travels and self._buffers.peer and part in ("send", "return")
         return self._graphs.measure("exchange" if exchanged else "compute")
 
-    def _first_capacities(self, pixels: int) -> tuple[int, int, int]:
-        model, batch = self._model, self._pipeline.batch_size
-        if not self._travels:
-            views = self._pipeline.strategy.assignment.most_views(batch, self._world.size)
-            return first_capacities(min(model.num_points, _MOST_AT_FIRST), pixels, views, travels=False)
-        rows = min(max(model.shard_counts) * batch, _MOST_TO_SEND)
-        return first_capacities(-(-rows // batch), pixels, batch, travels=True)
+    def _begin_room(self, step: int, kernels: Kernels) -> None:
+        """Room for the steps from this one on, by what the batches of the block that begins will need."""
+        factor = self._signature(step)[1]
+        coming = self._pipeline.datamanager.coming(self._block, self._pipeline.batch_size)
+        batches = [[self._camera(index, factor)[0] for index in indices] for indices in coming]
+        points = self._points
+        self._room.begin(
+            self._first.capacities(
+                self._room.now, self._camera(0, factor)[0], batches,
+                lambda: kernels.model(points.params, points.moments, {}, None), kernels,
+            )
+        )  # fmt: skip
 
     def _made(self, view: View, degree: int, counts: bool, kind: torch.dtype) -> Step:
         """The step for the present capacities."""
         assert self._room.now is not None
-        model, options, strategy = self._model, self._model.config, self._pipeline.strategy
+        options, strategy = self._model.config, self._pipeline.strategy
         rows, pairs, intersections = self._room.now
         settings = StepSettings(
             width=view.width, height=view.height, views=self._pipeline.batch_size, ssim_lambda=options.ssim_lambda,
             rows=rows, segment=pairs, intersections=intersections, groups=self._pipeline.config.overlap,
         )  # fmt: skip
-        primitive = replace(model.primitive(depth=False), sh_degree=degree, absgrad=options.use_absgrad and counts)
-        kernels = primitive.kernels(selective=options.selective_adam, **self._noise.weights())
-        assert kernels is not None, "asked before: see `fused_options.obstacle`"
+        kernels = self._kernels(degree, counts)
         # Where every rank sees every row, rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
         counted = counts and (self._world.is_main or not strategy.gradients.summed)
         transport = self._buffers.transport(settings, kernels)
@@ -278,6 +281,13 @@ class Training:
             # Noise moves all points after each step: boxes would have to be made anew, which reads as much as it saves.
             group_culling=False if self._noise.active else None,
         )  # fmt: skip
+
+    def _kernels(self, degree: int, counts: bool) -> Kernels:
+        model, options = self._model, self._model.config
+        primitive = replace(model.primitive(depth=False), sh_degree=degree, absgrad=options.use_absgrad and counts)
+        kernels = primitive.kernels(selective=options.selective_adam, **self._noise.weights())
+        assert kernels is not None, "asked before: see `fused_options.obstacle`"
+        return kernels
 
     def _mse(self, step: Step) -> Tensor:
         """[] this rank's share of the last step's mean squared error."""
@@ -372,22 +382,14 @@ class Training:
         self._buffers.forget()
         self._step = None
         view, _ = self._camera(0, factor)
-        if self._room.now is None:
-            rows, segment, intersections = self._first_capacities(view.width * view.height)
-            self._room.begin((rows, pairs_of(segment, self._world.size), intersections))
-        self._check_room(view)
+        if self._first.due(self._room.now):
+            self._begin_room(step, self._kernels(degree, counts))
+        self._first.check(self._room.now, view)
         as_bytes = factor == 1 and pipeline.config.datamanager.cache_images_type == "uint8"
         kind = torch.uint8 if as_bytes else torch.float32
         self._step = self._made(view, degree, counts, kind)
         self._key = (signature, self._room.now)
         return self._step
-
-    def _check_room(self, view: View) -> None:
-        """Whether there is room on all ranks for the buffers of a step, before any rank begins it."""
-        assert self._room.now is not None
-        pixels = view.width * view.height * self._pipeline.batch_size // self._world.size
-        needed = bytes_of_step(self._room.now, pixels, self._world.size, travels=self._travels)
-        check_room(needed, "a step's buffers", self._world)
 
     def _learn(self, status: Status) -> None:
         """Fits the capacities to what was needed."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.travelling_rows import RowsTravel
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
 from ns_multigpu.locality.options import LocalityOptions
@@ -338,11 +339,12 @@ def _strategy(config: DistributedPipelineConfig, world: World) -> Strategy:
         InputError: an option is out of range.
     """
     make, options = STRATEGIES[config.strategy], config.options
-    if options is None:
-        return make(world)
-    if problem := options.problem():
+    if options is not None and (problem := options.problem()):
         raise InputError(f"--pipeline.{config.strategy}.{problem}.")
-    return make(world, options)
+    strategy = make(world) if options is None else make(world, options)
+    if isinstance(strategy.rows, RowsTravel):
+        strategy.rows.half = config.wire == "half"
+    return strategy
 
 
 def _count(seed_points: tuple[Tensor, Tensor] | None) -> int:

@@ -47,6 +47,7 @@ class ProgressLog:
         self._bytes_before = world.traffic.sent
         self._bytes_evaluating = 0
         world.traffic.since("log")
+        world.traffic.between_since("log")
         self.start_metrics: dict[str, float] = {}
         self.psnr = PsnrWatch()
         self.seconds = 0.0
@@ -57,13 +58,12 @@ class ProgressLog:
     def paused(self) -> Iterator[None]:
         """Leaves the enclosed time and traffic (evaluation, checkpoints) out of the training's."""
         start, sent = time.perf_counter(), self._world.traffic.sent
-        yield
+        with self._world.traffic.apart("log"):
+            yield
         elapsed = time.perf_counter() - start
         self._not_training += elapsed
         self._pause_since_log += elapsed
-        extra = self._world.traffic.sent - sent
-        self._bytes_evaluating += extra
-        self._world.traffic.marks["log"] = self._world.traffic.marks.get("log", 0) + extra
+        self._bytes_evaluating += self._world.traffic.sent - sent
 
     def restart_clock(self, first_step: int = 0) -> None:
         """Training starts now, with `first_step`."""
@@ -95,10 +95,13 @@ class ProgressLog:
         shares, seconds = {"loss": loss, **losses, **metrics}, timer.take()
         values = torch.stack([share.detach().float().reshape(()) for share in shares.values()]).tolist()
         # All that one rank tells the others goes in one collective, over the host: each would be waited for.
-        table = all_gather_floats([*values, *(seconds.get(part, 0.0) for part in _PARTS)], self._world)
+        crossed = float(self._world.traffic.between_since("log"))
+        table = all_gather_floats([*values, *(seconds.get(part, 0.0) for part in _PARTS), crossed], self._world)
         summed = summed_up(list(shares), [row[: len(values)] for row in table])
         more = {**changes_of(model.densifier), **reordering_of(model.densifier), **further}
-        row = self.row(step, batch, [row[len(values) :] for row in table], summed, model.total_points, more)
+        if self._world.machines > 1:
+            more["bytes_between_machines"] = sum(row[-1] for row in table) / max(step - self._last_step, 1)
+        row = self.row(step, batch, [row[len(values) : -1] for row in table], summed, model.total_points, more)
         if "psnr" in summed and (warning := self.psnr.look(summed["psnr"], step)) and self._world.is_main:
             CONSOLE.print(Text(warning, "bold yellow"), soft_wrap=True)
         extra: dict[str, Any] = {"psnr": summed["psnr"], "gaussian_count": model.total_points}

@@ -1,0 +1,197 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""The ways of a step's rows to the ranks that draw them, and of their gradients back, for steps through autograd."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.collectives import exchange_rows
+from ns_multigpu.core.half_rows import Code
+from ns_multigpu.core.inside import machine_world
+from ns_multigpu.core.world import World
+
+Split = Sequence[Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Route(ABC):
+    """Which rows go where.
+
+    Attributes:
+        arriving: [owner][view] how many rows come from each, of each view.
+        first_id: the global id of this rank's first point.
+    """
+
+    arriving: Sequence[Sequence[int]]
+    first_id: int
+
+    def carry(self, columns: Sequence[Tensor], world: World, code: Code | None = None) -> list[Tensor]:
+        """[M, ...] tensors of one type -> [K, ...] what arrives of them, in the order of (view, owner, row there).
+
+        Args:
+            code: how they are written where they leave this rank, or its machine; None for as they are.
+        """
+        packed = torch.cat([_flat(column) for column in columns], dim=1)
+        with world.traffic.measured():
+            pieces = self._there(packed, world, code)
+        # Owners send each view's rows ascending: no keys need to be compared.
+        views = range(len(self.arriving[0]))
+        ordered = torch.cat([packed[:0], *(of_owner[view] for view in views for of_owner in pieces)])
+        return _like(ordered, columns)
+
+    def return_sums(self, grads: Sequence[Tensor], rows: int, world: World, code: Code | None = None) -> list[Tensor]:
+        """[K, ...] gradients of what arrived -> [rows, ...] their sums where it came from; `code` as above."""
+        packed = torch.cat([_flat(grad) for grad in grads], dim=1)
+        views, owners = len(self.arriving[0]), len(self.arriving)
+        pieces = packed.split([self.arriving[owner][view] for view in range(views) for owner in range(owners)])
+        by_owner = [torch.cat([packed[:0], *pieces[owner::owners]]) for owner in range(owners)]
+        with world.traffic.measured():
+            total = self._back(by_owner, rows, world, code)
+        return _like(total, grads)
+
+    @abstractmethod
+    def _there(self, rows: Tensor, world: World, code: Code | None) -> Split:
+        """[M, columns] -> what arrived, [owner][view]."""
+
+    @abstractmethod
+    def _back(self, by_owner: Sequence[Tensor], rows: int, world: World, code: Code | None) -> Tensor:
+        """Gradients by owner -> [rows, columns] the sums of those of this rank's rows."""
+
+    def _by_view(self, arrived: Tensor, owner: int) -> Sequence[Tensor]:
+        return arrived.split(list(self.arriving[owner]))
+
+
+@dataclass(frozen=True)
+class DirectRoute(Route):
+    """To each rank what it needs.
+
+    Attributes:
+        chosen: [rank] the rows of this rank that go to each, ascending.
+    """
+
+    chosen: Sequence[Tensor]
+
+    def _there(self, rows: Tensor, world: World, code: Code | None) -> Split:
+        leaving = [rows[chosen] for chosen in self.chosen]
+        arrived = swap(leaving, [sum(counts) for counts in self.arriving], world, code)
+        return [self._by_view(one, owner) for owner, one in enumerate(arrived)]
+
+    def _back(self, by_owner: Sequence[Tensor], rows: int, world: World, code: Code | None) -> Tensor:
+        back = swap(by_owner, [len(chosen) for chosen in self.chosen], world, code)
+        return _summed(rows, back[0], zip(self.chosen, back, strict=True))
+
+
+@dataclass(frozen=True)
+class RelayedRoute(Route):
+    """To each rank of this machine what it needs, and to one rank of each other machine what any of its ranks needs,
+    which hands it on: see `Relays`.
+
+    Gradients are summed where they were handed on first, in the order of that machine's ranks; then at their owner, the
+    ranks of its machine first, and the machines in their order.
+
+    Attributes:
+        inside: [local rank] the rows of this rank that go to each of its machine, ascending.
+        across: [machine] those that go to each machine; none to its own.
+        handed: [machine][local rank] which of the rows that came from there go on to each, ascending.
+        meeting: [machine] how many rows come from there.
+    """
+
+    inside: Sequence[Tensor]
+    across: Sequence[Tensor]
+    handed: Sequence[Sequence[Tensor]]
+    meeting: Sequence[int]
+
+    def _there(self, rows: Tensor, world: World, code: Code | None) -> Split:
+        came = cross([rows[chosen] for chosen in self.across], self.meeting, world, code)
+        giving: list[Tensor] = []
+        for local, own in enumerate(self.inside):
+            handed = [rows[own] if k == world.machine else came[k][self.handed[k][local]] for k in range(len(came))]
+            giving.append(torch.cat(handed))
+        each, machines = world.local_size, world.machines
+        sizes = [[sum(self.arriving[k * each + giver]) for k in range(machines)] for giver in range(each)]
+        taken = swap(giving, [sum(of) for of in sizes], machine_world(world), None)
+        parts = [one.split(of) for one, of in zip(taken, sizes, strict=True)]
+        owners = [(k, giver) for k in range(machines) for giver in range(each)]
+        return [self._by_view(parts[giver][k], owner) for owner, (k, giver) in enumerate(owners)]
+
+    def _back(self, by_owner: Sequence[Tensor], rows: int, world: World, code: Code | None) -> Tensor:
+        each, machines, own = world.local_size, world.machines, world.machine
+        returning = [torch.cat(list(by_owner[giver::each])) for giver in range(each)]
+        sizes = [
+            [len(self.inside[taker] if k == own else self.handed[k][taker]) for k in range(machines)]
+            for taker in range(each)
+        ]
+        back = swap(returning, [sum(of) for of in sizes], machine_world(world), None)
+        parts = [one.split(of) for one, of in zip(back, sizes, strict=True)]
+        sums = [
+            _summed(count, back[0], ((self.handed[k][taker], parts[taker][k]) for taker in range(each) if k != own))
+            for k, count in enumerate(self.meeting)
+        ]
+        crossed = cross(sums, [len(chosen) for chosen in self.across], world, code)
+        inside = ((chosen, parts[taker][own]) for taker, chosen in enumerate(self.inside))
+        return _summed(rows, back[0], [*inside, *zip(self.across, crossed, strict=True)])
+
+
+def swap(leaving: Sequence[Tensor], arriving: Sequence[int], world: World, code: Code | None) -> Sequence[Tensor]:
+    """All-to-all: [rank] rows for each rank -> [rank] rows from each. What a rank keeps is not coded.
+
+    Args:
+        arriving: how many come from each.
+    """
+    if code is None:
+        sizes = [len(one) for one in leaving]
+        return exchange_rows(torch.cat(list(leaving)), sizes, arriving, world).split(list(arriving))
+    own = leaving[world.rank]
+    others = [one if rank != world.rank else one[:0] for rank, one in enumerate(leaving)]
+    come = [count if rank != world.rank else 0 for rank, count in enumerate(arriving)]
+    coded = code.write(torch.cat(others))
+    arrived = code.read(exchange_rows(coded, [len(one) for one in others], come, world), own).split(come)
+    return [own if rank == world.rank else one for rank, one in enumerate(arrived)]
+
+
+def cross(leaving: Sequence[Tensor], arriving: Sequence[int], world: World, code: Code | None) -> Sequence[Tensor]:
+    """[machine] rows for this rank's counterpart on each machine -> [machine] rows from each; none from its own."""
+    places = range(world.local_rank, world.size, world.local_size)
+    out = [leaving[0][:0]] * world.size
+    come = [0] * world.size
+    for place, rows, count in zip(places, leaving, arriving, strict=True):
+        out[place], come[place] = rows, count
+    arrived = swap(out, come, world, code)
+    return [arrived[place] for place in places]
+
+
+def _summed(rows: int, like: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """[rows, columns] sums of parts, each of them rows' numbers and what is to be added there."""
+    total = like.new_zeros(rows, like.shape[1])
+    # A part after the other, each row at most once in it: the same bits on every run, also on a GPU.
+    for chosen, piece in parts:
+        total.index_add_(0, chosen, piece)
+    return total
+
+
+def chosen_rows(touch: Tensor, count: int) -> Tensor:
+    """[count] int64, the rows where [M] bool is true, ascending.
+
+    Args:
+        count: how many they are, known to the host already: the device is not waited for.
+    """
+    # The k-th row that touches is where the running count comes to k.
+    return torch.searchsorted(touch.cumsum(0), torch.arange(1, count + 1, device=touch.device))
+
+
+def _flat(column: Tensor) -> Tensor:
+    """[M, ...] -> [M, columns]."""
+    return column.unsqueeze(1) if column.dim() == 1 else column.flatten(1)
+
+
+def _like(packed: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
+    """[K, all columns] -> what `_flat` made [M, ...] columns into, taken apart: [K, ...] each, contiguous."""
+    pieces = packed.split([_flat(column).shape[1] for column in columns], dim=1)
+    return [
+        piece.reshape(len(packed), *column.shape[1:]).contiguous()
+        for piece, column in zip(pieces, columns, strict=True)
+    ]

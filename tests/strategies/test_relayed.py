@@ -1,0 +1,201 @@
+"""What crosses between machines, with and without ranks that hand rows on: the bytes, beside the rows that need to."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ns_multigpu.core import inside
+from ns_multigpu.core.collectives import all_gather_objects
+from ns_multigpu.core.relayed_rows import RelayedRows, most_words
+from ns_multigpu.core.relays import Relays
+from ns_multigpu.core.step_settings import with_halos
+from ns_multigpu.core.travelling_rows import touches
+from ns_multigpu.core.world import World
+from ns_multigpu.locality.options import LocalityOptions
+from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
+from strategies.locality import locality
+from tests.ranks import run_ranks
+from tests.strategies import test_law_steps
+from tests.strategies.scene import make_points, make_views
+from tests.strategies.test_half_wire import autograd_step
+from tests.strategies.test_half_wire import check as check_half
+from tests.strategies.test_law import PRIMITIVES, held_at, on_machines
+from tests.strategies.test_law_steps import KERNELS, LANDSCAPE, POINTS, check_step, count_of, fill, made, take_one
+from tests.strategies.test_needs import target_of
+
+VIEWS, KIND = 5, "gaussians, antialiased, absgrad"
+ROW, GRADIENT = 4 * (10 + 3), 4 * (10 + 2)
+"""Bytes of a row through autograd: ten floats, an id and radii; and of its gradients, the absolute ones too."""
+
+
+def crossed(machines: int, world: World, mode: str, relays: bool) -> dict[str, Any]:
+    """Bytes of a step between machines and in all, those foretold, and how many rows had to cross."""
+    world = on_machines(world, machines)
+    spread = locality(world, LocalityOptions(relays=relays))
+    kind: Any = PRIMITIVES[KIND]()
+    views = make_views(VIEWS, torch.float32, world.device, LANDSCAPE)
+    spread.placement.look(lambda: views)
+    held, _ = held_at(spread, make_points(POINTS, torch.float32, world.device))
+    plan = with_halos(spread.plan(views), *LANDSCAPE)
+    own = kind.splat(held, kind.cull(held, views, list(range(VIEWS))), views)
+    touched = torch.stack([touches(own, views, patches) for patches in plan.drawn])
+    elsewhere = [k for k in range(machines) if k != world.machine]
+    whole = torch.stack([touched[list(world.ranks_of(k))].any(0) for k in elsewhere])
+    counts = int(sum(touched[rank].sum() for k in elsewhere for rank in world.ranks_of(k))), int(whole.sum())
+    foretold = None
+    params = {name: value.detach().clone().requires_grad_() for name, value in held.params.items()}
+    if mode == "autograd":
+        splats = spread.rows.bring(own, held, views, plan, world)
+        world.traffic.since("step"), world.traffic.between_since("step")
+        splats = spread.rows.bring(own, held, views, plan, world)
+        assert splats.probe is not None
+        (sum(row.sum() for row in splats.rows.values() if row.requires_grad) + splats.probe.sum()).backward()
+    else:
+        params = {name: value.detach() for name, value in params.items()}
+        moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
+        step = made(spread, kind, views, params, moments, {}, False)
+        fill(step, views)
+        targets = [target_of(patch, views) for patch in plan.owned[world.rank]]
+        world.traffic.since("step"), world.traffic.between_since("step")
+        step.take(plan, targets)
+        foretold = step._transport.step_bytes
+    sent, between = world.traffic.since("step"), world.traffic.between_since("step")
+    return {"sent": sent, "between": between, "foretold": foretold, "rows": all_gather_objects(counts, world)}
+
+
+@pytest.mark.parametrize(("ranks", "machines"), [(4, 2), (6, 3)])
+def test_a_row_that_several_ranks_of_a_machine_need_crosses_once(ranks: int, machines: int) -> None:
+    relayed, direct = (run_ranks(partial(crossed, machines), ranks, "autograd", relays) for relays in (True, False))
+    for by_relay, other in zip(relayed, direct, strict=True):
+        assert by_relay["rows"] == other["rows"]
+    each, once = (sum(counts) for counts in zip(*relayed[0]["rows"], strict=True))
+    assert once < 0.8 * each, "many rows are needed by several ranks of a machine"
+    # Gradients come the same way back. With each row goes a byte that says which ranks need it.
+    assert sum(one["between"] for one in direct) == each * (ROW + GRADIENT)
+    assert sum(one["between"] for one in relayed) == once * (ROW + 1 + GRADIENT)
+
+
+def test_fused_steps_send_what_is_foretold() -> None:
+    relayed, direct = (run_ranks(partial(crossed, 2), 4, "step", relays) for relays in (True, False))
+    for one in relayed:
+        assert one["foretold"] == (one["sent"] - one["between"], one["between"])
+    for one in direct:
+        assert one["foretold"] == one["sent"]
+    assert sum(one["between"] for one in relayed) < 0.6 * sum(one["between"] for one in direct), "room for half as much"
+
+
+def both_ways(machines: int, world: World, half: bool) -> Any:
+    kind: Any = PRIMITIVES[KERNELS[0]]()
+    return take_one(locality(on_machines(world, machines)), kind, 11, LANDSCAPE, "step", False, half)
+
+
+def autograd(machines: int, world: World, half: bool) -> Any:
+    return autograd_step(on_machines(world, machines), "locality", half)
+
+
+@pytest.mark.parametrize("mode", [both_ways, autograd])
+def test_halves_between_machines_are_nearly_whole(mode: Any) -> None:
+    """Between machines alone: within one nothing is rounded. Sums of gradients there are rounded once."""
+    whole, half = (run_ranks(partial(mode, 2), 4, h) for h in (False, True))
+    check_half(half, whole, 4)
+
+
+class SharedFile:
+    """What `PeerBuffer` is to the ranks of a machine, on a CPU: a file that all of them map."""
+
+    folder = Path()
+    made = 0
+
+    def __init__(self, size: int, world: World, *, machine: bool) -> None:
+        assert machine and len({*all_gather_objects(size, world)}) == 1
+        self._world, self._size = world, size
+        self._name = f"{SharedFile.made}-{world.machine}"
+        SharedFile.made += 1
+
+    def view(self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        path = str(self.folder / f"{self._name}-{rank}")
+        whole = torch.from_file(path, shared=True, size=self._size, dtype=torch.uint8)
+        count = math.prod(shape) * dtype.itemsize
+        assert offset + count <= self._size
+        return whole[offset : offset + count].view(dtype).view(*shape)
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._world.local_group)
+
+
+def by_shared_memory(folder: Path, machines: int, world: World, count: int) -> Any:
+    """A step whose rows go through memory that ranks of a machine share; what it says of its bytes is right."""
+    SharedFile.folder = folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inside, "PeerBuffer", SharedFile)
+        usual = test_law_steps.make_transport
+        patch.setattr(test_law_steps, "make_transport", lambda *all, **some: usual(*all, **{**some, "peer": True}))
+        kind: Any = PRIMITIVES[KERNELS[0]]()
+        outcome = take_one(locality(on_machines(world, machines)), kind, count, LANDSCAPE, "step")
+    assert SharedFile.made == 1, "there was memory to share"
+    return outcome
+
+
+def test_a_step_through_memory_that_ranks_of_a_machine_share(tmp_path: Path) -> None:
+    found = run_ranks(partial(by_shared_memory, tmp_path, 2), 4, count_of("locality"))
+    check_step(found, "locality", KERNELS[0], LANDSCAPE)
+
+
+def test_relays_know_where_each_number_stands() -> None:
+    relays = Relays(3, 2)
+    places = [relays.inside(local) for local in range(2)] + [relays.across(k) for k in range(3)]
+    places += [relays.handed(k, local) for k in range(3) for local in range(2)]
+    assert places == list(range(relays.numbers)) and relays.directions == 5
+    assert relays.ways(2) == (2, 2, 0, 1, 4, 4), "rank 2 is the first of machine 1"
+    # Rank r counts 100 r + k of its k-th number.
+    pairs = tuple(tuple(100 * rank + k for k in range(11)) for rank in range(6))
+    assert relays.passed(pairs, 3, 2) == [305, 300, 309] and relays.passed(pairs, 3, 3) == [306, 301, 310]
+    assert relays.arriving(pairs, 2) == [205, 305, 200, 300, 209, 309]
+    assert [relays.crossing(pairs, 4, k) for k in range(3)] == [402, 403, 0]
+    inside, between = relays.step_bytes(pairs, 2, (48, 36), (44, 20), 10)
+    # To its neighbour: its rows and what it hands on; from counterparts 0 and 4 came 3 and 403 rows.
+    assert inside == 48 * (206 + 201 + 210) + 44 * (305 + 300 + 309) + 4 * 3 + 80 * 5
+    assert between == 36 * (202 + 204) + 20 * (3 + 403) + 2 * 4
+    assert relays.step_bytes(pairs, 3, (48, 36), (44, 20), 10)[1] == 36 * (302 + 304) + 20 * (103 + 503) + 8 + 80 * 5
+
+
+def test_all_ranks_of_a_machine_know_where_things_are_in_each_others_memory() -> None:
+    """However uneven pairs are: what one has room for there, the other leaves room for."""
+    relays, g = Relays(3, 2), torch.Generator().manual_seed(2)
+    table = tuple(tuple(row) for row in torch.randint(0, 90, (6, relays.numbers), generator=g).tolist())
+    worlds = [World(rank, 6, rank % 2, 2, torch.device("cpu")) for rank in range(6)]
+    made = [RelayedRows(world, GaussianKernels(degree=0), 10, table, 4) for world in worlds]
+    sizes = [len(one._inside.memory) for one in made]
+    assert max(sizes) == most_words(relays, table, made[0]._within.row_words) > min(sizes)
+    for one, other in (made[:2], made[2:4], made[4:]):
+        assert one._parts == other._parts and one._out_at == other._out_at and one._passed == other._passed
+        for me, there in ((one, other), (other, one)):
+            number = me.world.local_rank
+            assert len(me._inside.memory) == me._out_at[number] + sum(me._parts[number])
+            # Rows that come stand behind their counts, in the order in which they were put to leave.
+            starts = [me._from[there.world.local_rank][0][k] for k in range(3)]
+            left = [there._to[number][0][k] for k in range(3)]
+            assert [s - starts[0] for s in starts] == [s - left[0] for s in left]
+            assert starts[0] == 3 and left[0] == there._out_at[there.world.local_rank] + 3
+            assert me._from[there.world.local_rank][1] == there._to[number][1]
+
+
+@pytest.mark.parametrize(("ranks", "machines"), [(93, 3), (136, 8)])
+def test_more_ranks_than_kernels_know_are_refused(ranks: int, machines: int) -> None:
+    world = World(0, ranks, 0, ranks // machines, torch.device("cpu"))
+    kernels: Any = None
+    with pytest.raises(
+        ValueError, match=f"{machines} machines of {ranks // machines} ranks: .*32 together.*128 in all"
+    ):
+        RelayedRows(world, kernels, 1, 1, 1)
+
+
+@pytest.mark.parametrize(("ranks", "machines"), [(1, 1), (4, 1), (3, 3)])
+def test_nothing_is_handed_on_where_nobody_else_is(ranks: int, machines: int) -> None:
+    world = World(0, ranks, 0, ranks // machines, torch.device("cpu"))
+    assert Relays.of(world) is None
