@@ -19,7 +19,7 @@ from torch import Tensor
 from cuda_ext.ops.row_exchange import route_lines
 from ns_multigpu.core.assignment import ideal_cuts
 from ns_multigpu.core.collectives import all_gather_into, max_int
-from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Model, Rows
+from ns_multigpu.core.kernels import Arrived, Cameras, Drawn, Kernels, Model, Rows
 from ns_multigpu.core.legs import RowsStay, WholePixels
 from ns_multigpu.core.pairs import Pairs, pairs_of
 from ns_multigpu.core.plan import Plan
@@ -147,23 +147,22 @@ class _Try:
         pixels: Pixels | None = None
         try:
             rows, transport, counts = self._project(room)
-            ready = True
+            short = False
         except torch.OutOfMemoryError:
             rows = transport = counts = None
-            ready = False
+            short = True
         # Rows are exchanged by all ranks or by none.
-        if self._travels and max_int(int(not ready), self._world):
-            ready = False
-            message[0] = 1
-        if ready:
+        if max_int(int(short), self._world) if self._travels else short:
+            message[0] = int(short)
+        else:
             try:
-                pixels = self._blend(room, rows, transport, counts, message)
+                pixels = self._blend(room, self._arrive(rows, transport, counts), message)
+                message[1:2] = rows.count
+                message[_HEAD : _HEAD + ranks] = counts
             except torch.OutOfMemoryError:
                 pixels = None
                 message.zero_()
                 message[0] = 1
-        elif not self._travels:
-            message[0] = 1
         del rows, transport, counts
         everyone = torch.empty(ranks, words, dtype=torch.int64, device=device)
         all_gather_into(everyone, message, self._world)
@@ -183,16 +182,14 @@ class _Try:
         transport.leave(rows, place, 0, room.rows)
         return rows, transport, counts
 
-    def _blend(
-        self, room: _Room, rows: Rows, transport: CollectiveRows | None, counts: Tensor, message: Tensor
-    ) -> Pixels | None:
-        kernels, own, world = self._kernels, self._own, self._world
+    def _arrive(self, rows: Rows, transport: CollectiveRows | None, counts: Tensor) -> Arrived:
         if transport is None:
-            arrived = kernels.stay(rows, rows.view_ids, rows.point_ids)
-        else:
-            arrived = launched(transport.arrive(rows, counts, 1))
-        message[1:2] = rows.count
-        message[_HEAD : _HEAD + world.size] = counts
+            return self._kernels.stay(rows, rows.view_ids, rows.point_ids)
+        return launched(transport.arrive(rows, counts, 1))
+
+    def _blend(self, room: _Room, arrived: Arrived, message: Tensor) -> Pixels | None:
+        """This rank's patch, if it has any; sets what it tells of its lists."""
+        kernels, own, world = self._kernels, self._own, self._world
         if own.y0 >= own.y1:
             return None
         flat = [0, own.x0, own.y0, own.x1, own.y1]
