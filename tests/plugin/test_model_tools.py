@@ -1,6 +1,5 @@
 """`ns-multigpu eval` and `render`: several workers, each with a part of the points, write what one process writes."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -8,61 +7,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nerfstudio.configs.method_configs import all_methods
 from PIL import Image
 
 from ns_multigpu.cli import main
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.checkpoint.sharded_state import split_state, without_points
-from ns_multigpu.plugin.checkpoint.whole import save
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.tools.models import CameraPath, Evaluation, load_model, run_tool
 from ns_multigpu.plugin.train.config import read_config
-from tests.plugin.course import TinyDataParserConfig
-from tests.plugin.rendering import POINTS, make_pipeline, write_capture
+from tests.plugin.rendering import POINTS
+from tests.plugin.trained_run import write_path, write_run
 from tests.ranks import run_ranks
 
 TIMING = {"num_rays_per_sec", "fps", "num_rays_per_sec_std", "fps_std"}
 
 
-def _write_run(world: World, capture: Path, run: Path, bounds: tuple[int, ...]) -> None:
-    """A run folder of `tile`, with a checkpoint that the ranks write in shards."""
-    pipeline = make_pipeline(world, capture, bounds=bounds)
-    tensors, marker = split_state({}, dict(pipeline.model.gauss_params.items()), world)
-    state = without_points(pipeline.state_dict(), marker)
-    assert save(run / "nerfstudio_models", 7, lambda: state, tensors, {"method": "splatfacto-tile"}, world) == ""
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its config.yml."""
-    folder = tmp_path_factory.mktemp("runs")
-    capture = write_capture(folder / "capture")
-    config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
-    config.pipeline.strategy, config.method_name = "tile", "splatfacto-tile"
-    config.pipeline.datamanager.dataparser = TinyDataParserConfig(data=capture)
-    config.output_dir, config.timestamp, config.experiment_name = folder, "now", "tiny"
-    config.machine.device_type, config.machine.num_devices = "cpu", 2
-    config.get_base_dir().mkdir(parents=True)
-    config.save_config()
-    run_ranks(_write_run, 2, capture, config.get_base_dir(), (0, 70, 90))
-    return config.get_base_dir() / "config.yml"
+    return write_run(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
 def path(run: Path) -> Path:
     """A camera path of three views, with a crop."""
-    file = run.parent / "camera_path.json"
-    poses = [[0, -0.24, 0.97, 2 + step / 4, 1, 0, 0, 0.1, 0, 0.97, 0.24, 0.5, 0, 0, 0, 1] for step in range(3)]
-    crop = {
-        "crop_bg_color": {"r": 10, "g": 20, "b": 30}, "crop_center": [0.0, 0.0, 0.0], "crop_scale": [1.6, 1.6, 1.6],
-        "crop_rot": [0.0, 0.0, 0.3],
-    }  # fmt: skip
-    views = [{"camera_to_world": pose, "fov": 60, "aspect": 1.5} for pose in poses]
-    told = {"camera_type": "perspective", "render_height": 34, "render_width": 50, "seconds": 1, "crop": crop}
-    file.write_text(json.dumps({**told, "camera_path": views}))
-    return file
+    return write_path(run.parent / "camera_path.json")
 
 
 def _use(world: World, run: Path, works: list[Any]) -> int:

@@ -103,7 +103,9 @@ class RenderService:
             request = RenderRequest.of(camera, crop, self._world.device)
             if self._world.size == 1:
                 return self._lead(request)
-            return LateOutputs(self._ask(request), RANK, lambda: self._ask(replace(request, owners=True))["rgb"])
+            owners = replace(request, owners=True)
+            # nerfstudio's commands write all outputs that are listed.
+            return LateOutputs(self._ask(request), RANK, lambda: self._ask(owners)["rgb"], listed=viewer or self._leads)
         if not self.shared:
             return None
         outputs = self.render(camera, crop, range(self._world.size))
@@ -177,6 +179,11 @@ class RenderService:
     def lead_always(self) -> None:
         """On rank 0: from now on the other ranks wait for what it asks for, whenever that is, in any thread."""
         self._always = True
+
+    @property
+    def leads_always(self) -> bool:
+        """Whether that is so now."""
+        return self._always
 
     @contextlib.contextmanager
     def side_by_side(self) -> Iterator[None]:
