@@ -107,14 +107,14 @@ def evaluate(
     num_devices: int | None = None,
     device_type: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> None:
-    """Measure a run's model on all held-out views, as ns-eval does, with as many GPUs as it needs.
+    """Measure a run's model on all held-out views, as ns-eval does, on all GPUs.
 
     Args:
         load_config: config.yml in the run's folder.
         output_path: The JSON file to write.
         render_output_path: Folder for the rendered images; by default they are not kept.
         step: Of the checkpoint; by default the newest.
-        num_devices: How many devices hold the model; by default as many as trained it.
+        num_devices: How many devices take part; by default all GPUs, or as many CPU workers as trained the model.
         device_type: Of the devices; auto takes GPUs if there are any.
     """
     from ns_multigpu.plugin.tools.models import Evaluation, run_tool
@@ -124,32 +124,68 @@ def evaluate(
 
 def render(
     load_config: Path,
-    camera_path_filename: Path,
+    mode: Literal["camera-path", "interpolate", "spiral", "dataset"] = "camera-path",
+    camera_path_filename: Path | None = None,
     output_path: Path = Path("renders/output.mp4"),
-    rendered_output_names: tuple[str, ...] = ("rgb",),
+    rendered_output_names: tuple[str, ...] = (),
     downscale_factor: float = 1.0,
     image_format: Literal["jpeg", "png"] = "jpeg",
+    jpeg_quality: int = 100,
+    depth_near_plane: float | None = None,
+    depth_far_plane: float | None = None,
+    pose_source: Literal["eval", "train"] = "eval",
+    interpolation_steps: int = 10,
+    order_poses: bool = False,
+    frame_rate: int = 24,
+    seconds: float = 3.0,
+    radius: float = 0.1,
+    split: Literal["train", "val", "test", "train+test"] = "test",
     step: int | None = None,
     num_devices: int | None = None,
     device_type: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> None:
-    """Render a run's model along a camera path, as ns-render camera-path does, with as many GPUs as it needs.
+    """Render a run's model as ns-render does, on all GPUs. The same command goes on with a render that was interrupted.
 
     Args:
         load_config: config.yml in the run's folder.
-        camera_path_filename: JSON file of the path, from the viewer.
-        output_path: The video to write; a name without a suffix is a folder for images.
-        rendered_output_names: What to show, side by side: rgb, depth, accumulation, and with several devices that
-            share a model's Gaussians rank, each in the colour of its owner.
-        downscale_factor: Renders at the path's size divided by this.
+        mode: Along a camera path, between the views of the capture, in a spiral, or from the views themselves.
+        camera_path_filename: camera-path: the JSON file of the path, from the viewer.
+        output_path: The video to write (.mp4); a name without a suffix is a folder for images, as it is with dataset.
+        rendered_output_names: What to show, side by side: rgb (which it is if nothing is named), rgba, depth,
+            accumulation, and where the model is spread over several devices rank, each Gaussian in its owner's colour.
+            dataset: each in a folder of its own, also gt-rgb, and raw- before a name for numbers; by default all.
+        downscale_factor: Renders at the cameras' size divided by this.
         image_format: Of images in a folder.
+        jpeg_quality: Of those, 1 to 100.
+        depth_near_plane: Depth at the near end of its colours; by default each frame's least.
+        depth_far_plane: Depth at the far end of its colours; by default each frame's largest.
+        pose_source: interpolate: between which views.
+        interpolation_steps: interpolate: frames from one view to the next.
+        order_poses: interpolate: go to the nearest view next.
+        frame_rate: interpolate, spiral: frames a second.
+        seconds: spiral: how long.
+        radius: spiral: of the circle.
+        split: dataset: which views.
         step: Of the checkpoint; by default the newest.
-        num_devices: How many devices hold the model; by default as many as trained it.
+        num_devices: How many devices render; by default all GPUs, or as many CPU workers as trained the model.
         device_type: Of the devices; auto takes GPUs if there are any.
     """
-    from ns_multigpu.plugin.tools.models import CameraPath, run_tool
+    from ns_multigpu.plugin.tools.frames import Look
+    from ns_multigpu.plugin.tools.models import run_tool
+    from ns_multigpu.plugin.tools.rendering import Rendering
+    from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Spiral
 
-    work = CameraPath(camera_path_filename, output_path, rendered_output_names, downscale_factor, image_format)
+    if mode == "camera-path" and camera_path_filename is None:
+        raise ValueError("--mode camera-path: name the path's file, --camera-path-filename. Save one from the viewer.")
+    what = {
+        "camera-path": CameraPath(camera_path_filename or Path()),
+        "interpolate": Interpolated(pose_source, interpolation_steps, order_poses, frame_rate),
+        "spiral": Spiral(seconds, frame_rate, radius),
+        "dataset": Dataset(split),
+    }[mode]
+    names = rendered_output_names or (() if mode == "dataset" else ("rgb",))
+    look = Look(names, depth_near_plane, depth_far_plane)
+    work = Rendering(what, output_path, look, downscale_factor, image_format, jpeg_quality)
     run_tool(load_config, step, work, num_devices, device_type)
 
 

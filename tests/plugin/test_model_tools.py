@@ -13,7 +13,10 @@ from ns_multigpu.cli import main
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
-from ns_multigpu.plugin.tools.models import CameraPath, Evaluation, load_model, run_tool
+from ns_multigpu.plugin.tools.frames import Look
+from ns_multigpu.plugin.tools.models import Evaluation, load_model, run_tool
+from ns_multigpu.plugin.tools.rendering import Rendering
+from ns_multigpu.plugin.tools.shots import CameraPath
 from ns_multigpu.plugin.train.config import read_config
 from tests.plugin.rendering import POINTS
 from tests.plugin.trained_run import write_path, write_run
@@ -50,7 +53,7 @@ def _use(world: World, run: Path, works: list[Any]) -> int:
 
 def _works(folder: Path, path: Path) -> list[Any]:
     evaluation = Evaluation(folder / "results" / "all.json", folder / "images")
-    return [evaluation, CameraPath(path, folder / "path", ("rgb", "depth", "accumulation"), 2.0, "png")]
+    return [evaluation, Rendering(CameraPath(path), folder / "path", Look(("rgb", "depth", "accumulation")), 2.0, "png")]
 
 
 def _compare(many: Path, one: Path, images: int = 8) -> None:
@@ -97,7 +100,7 @@ def test_one_process_writes_what_nerfstudio_writes(run: Path, alone: Path, monke
 
 
 def test_what_cannot_be_done_is_said(run: Path, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(work: Evaluation | CameraPath, config: Path = run, step: int | None = None, devices: int = 1) -> str:
+    def refused(work: Evaluation | Rendering, config: Path = run, step: int | None = None, devices: int = 1) -> str:
         with pytest.raises(InputError) as caught:
             run_tool(config, step, work, devices, "cpu")
         return str(caught.value)
@@ -110,9 +113,9 @@ def test_what_cannot_be_done_is_said(run: Path, path: Path, tmp_path: Path, caps
     (tmp_path / "config.yml").write_text("a: 1")
     assert "ns-eval and ns-render" in refused(fine, tmp_path / "config.yml")
     (tmp_path / "fisheye.json").write_text(path.read_text().replace("perspective", "fisheye"))
-    assert "perspective cameras only" in refused(CameraPath(tmp_path / "fisheye.json", tmp_path / "x"))
+    assert "camera_type is 'fisheye'" in refused(Rendering(CameraPath(tmp_path / "fisheye.json"), tmp_path / "x"))
     (tmp_path / "other.json").write_text("{}")
-    assert "no camera path" in refused(CameraPath(tmp_path / "other.json", tmp_path / "x"))
+    assert "no camera path" in refused(Rendering(CameraPath(tmp_path / "other.json"), tmp_path / "x"))
     with pytest.raises(SystemExit):
         main(["eval", "--load-config", str(tmp_path / "none.yml")])
     assert "No such file" in capsys.readouterr().err

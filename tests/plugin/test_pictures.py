@@ -33,7 +33,7 @@ def _pipeline(world: World, capture: Path, strategy: str) -> Any:
 
 def _courses(world: World, capture: Path, strategy: str) -> dict[str, Any]:
     pipeline = _pipeline(world, capture, strategy)
-    renders, made = pipeline.renders, pipeline.renders._pictures
+    renders, made = pipeline.renders, pipeline.renders.pictures
     found: dict[str, Any] = {"rank": world.rank}
     drawn: list[tuple[int, ...]] = []
     usual = made._gather
@@ -124,7 +124,7 @@ def _without_memory(world: World, capture: Path, strategy: str, where: str) -> t
 
     setattr(forward._Try, where, short)
     image = renders.render(camera(*SIZE), roots=range(world.size))
-    passes = renders._pictures._passes[SIZE]
+    passes = renders.pictures._passes[SIZE]
     least = -1
     try:
         renders.render(camera(*SIZE))

@@ -228,7 +228,7 @@ def _broken_off(world: World, capture: Path, folder: Path, how: str) -> tuple[bo
         with contextlib.closing(trainer.pipeline.renders):
             taken = _steps(trainer, 0, 3)
             if how == "error in a rendering":
-                trainer.pipeline.renders._pictures._gather = _fail
+                trainer.pipeline.renders.pictures._gather = _fail
             if how == "signal" and world.rank == world.size - 1:
                 trainer.guards.signals.requested = signal.SIGTERM
             if how == "error in a step":

@@ -38,6 +38,7 @@ class RenderService:
         strategy: how its points are spread.
 
     Attributes:
+        pictures: draws them, on all ranks.
         lock: what viewers render under while a model is trained; lent between two steps.
         rate: pixels a second of the last picture that somebody waited for; None before there was one.
         strides: how many steps to take while somebody looks.
@@ -45,7 +46,7 @@ class RenderService:
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
         self._model, self._world = model, strategy.world
-        self._pictures = Pictures(model, strategy)
+        self.pictures = Pictures(model, strategy)
         self.shared = self._world.size > 1 and not strategy.placement.replicated
         """Whether an image takes all ranks: the points are spread over several."""
         self.lock = LentLock()
@@ -80,7 +81,7 @@ class RenderService:
         return self._render(RenderRequest.of(camera, crop, self._world.device), roots)
 
     def _render(self, request: RenderRequest, roots: Sequence[int]) -> Outputs | None:
-        return self._pictures.draw(request, roots)
+        return self.pictures.draw(request, roots)
 
     # ---- on request of rank 0 ----
 

@@ -77,6 +77,11 @@ def size_for(
     return Size(ranks, least == 1)
 
 
+def free_memory() -> float:
+    """Bytes that a model may take of each GPU: of the fullest."""
+    return FILLED * min(torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count()))
+
+
 def asked_for(name: str, kind: Callable[[str], Any], least: float) -> Any:
     """The number that an environment variable is set to; None if it is not.
 
@@ -136,10 +141,7 @@ def begin(config: Any, test_mode: str) -> tuple[Any, Team | None]:
     points = next(iter(shapes.values()))[0]
     point_bytes = 4 * sum(math.prod(shape[1:]) for shape in shapes.values())
     kind: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
-    room = None if memory is None else memory * 1e9
-    if kind == "cuda" and room is None:
-        free = [torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())]
-        room = FILLED * min(free)
+    room = memory * 1e9 if memory is not None else free_memory() if kind == "cuda" else None
     size = size_for(points, point_bytes, kind, gpu_places() if kind == "cuda" else 0, room, asked)
     if size.ranks == 1:
         return config, None
