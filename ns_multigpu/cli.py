@@ -81,21 +81,51 @@ def city(
     print(f"{views} views in {output}: ns-train METHOD colmap --data {output} --colmap-path sparse/0")
 
 
-def export(load_config: Path, output: Path, step: int | None = None, overwrite: bool = False) -> None:
-    """Write a run's Gaussians to one PLY file, as ns-export gaussian-splat does, without holding the model.
+def export(
+    load_config: Path,
+    output: Path,
+    step: int | None = None,
+    overwrite: bool = False,
+    color: Literal["sh_coeffs", "rgb"] = "sh_coeffs",
+    obb_center: tuple[float, float, float] | None = None,
+    obb_rotation: tuple[float, float, float] | None = None,
+    obb_scale: tuple[float, float, float] | None = None,
+) -> None:
+    """Write a run's Gaussians to one file, without holding the model: .ply as ns-export gaussian-splat, or .splat.
 
     Args:
         load_config: config.yml in the run's folder.
-        output: The PLY file to write.
+        output: The file to write: NAME.ply, or NAME.splat for browsers, an eighth of the size and without harmonics.
         step: Of the checkpoint; by default the newest.
         overwrite: Replace the file if it exists.
+        color: Of a PLY: spherical harmonics, or plain red, green and blue.
+        obb_center: Centre of a box; what is outside is left out. With obb-rotation and obb-scale.
+        obb_rotation: Of the box: roll, pitch and yaw in radians.
+        obb_scale: Of the box: its length along each of its axes.
     """
-    from ns_multigpu.plugin.export.ply import export_ply, run_checkpoint
+    from nerfstudio.data.scene_box import OrientedBox
 
+    from ns_multigpu.plugin.export.ply import export_ply, run_checkpoint
+    from ns_multigpu.plugin.export.splat import export_splat
+
+    box = (obb_center, obb_rotation, obb_scale)
+    if output.suffix not in (".ply", ".splat"):
+        raise ValueError(f"--output {output}: give the name of a .ply or .splat file.")
+    if output.suffix == ".splat" and color != "sh_coeffs":
+        raise ValueError("--color: a .splat file has plain colours in any case. Leave it out.")
+    if None in box and any(part is not None for part in box):
+        raise ValueError("A box takes all three: --obb-center, --obb-rotation and --obb-scale.")
+    crop = None if None in box else OrientedBox.from_params(*box)  # pyright: ignore[reportArgumentType]
     checkpoint = run_checkpoint(load_config, step)
     progress = functools.partial(_progress, description="Writing Gaussians")
-    kept, total = export_ply(checkpoint, output, overwrite=overwrite, progress=progress)
-    left_out = f" ({total - kept} of {total} are all but transparent, or not finite)" if kept < total else ""
+    if output.suffix == ".splat":
+        kept, total = export_splat(checkpoint, output, overwrite=overwrite, progress=progress, crop=crop)
+    else:
+        kept, total = export_ply(
+            checkpoint, output, overwrite=overwrite, progress=progress, crop=crop, rgb=color == "rgb"
+        )
+    reason = "all but transparent, or not finite" + ("" if crop is None else ", or outside the box")
+    left_out = f" ({total - kept} of {total} are {reason})" if kept < total else ""
     print(f"{kept} Gaussians of {checkpoint} in {output}{left_out}")
 
 

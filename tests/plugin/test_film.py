@@ -224,6 +224,12 @@ def test_raw_numbers_of_a_dataset(run: Path, tmp_path: Path) -> None:
 # ---- panoramas ----
 
 
+def _spin(angle: float) -> torch.Tensor:
+    """A turn to the left and right."""
+    c, s = math.cos(angle), math.sin(angle)
+    return torch.tensor([[c, 0.0, s], [0.0, 1.0, 0.0], [-s, 0.0, c]])
+
+
 def test_a_panorama_shows_what_pinholes_show(tmp_path: Path) -> None:
     """Each way that a pinhole camera looks, a panorama of the same place has the same colour and the same distance."""
     from tests.plugin.rendering import write_capture
@@ -231,7 +237,8 @@ def test_a_panorama_shows_what_pinholes_show(tmp_path: Path) -> None:
     pipeline = make_pipeline(World.single(), write_capture(tmp_path / "tiny"), "single", background_color="white")
     pipeline.eval()
     place = camera(64, 64)
-    place.camera_to_worlds[0, :, 3] = torch.tensor([0.55, 0.05, 0.1])  # among the points
+    # It looks past the scene, which lies on the edge between two faces.
+    place.camera_to_worlds = torch.cat([place.camera_to_worlds[0, :, :3] @ _spin(0.75), torch.tensor([[2.0], [0.1], [0.5]])], 1)[None]
     around = Cameras(
         place.camera_to_worlds, torch.tensor([[128.0]]), torch.tensor([[128.0]]), torch.tensor([[128.0]]),
         torch.tensor([[64.0]]), width=256, height=128, camera_type=CameraType.EQUIRECTANGULAR,
@@ -240,8 +247,8 @@ def test_a_panorama_shows_what_pinholes_show(tmp_path: Path) -> None:
     assert outputs is not None and outputs["rgb"].shape == (128, 256, 3) and outputs["background"].shape == (128, 256, 3)
     rays = around.generate_rays(camera_indices=0).directions.reshape(128, 256, 3)
     compared = 0
-    for turn in (0.0, 0.7, 2.0, 3.9):
-        spin = torch.tensor([[math.cos(turn), 0, math.sin(turn)], [0, 1, 0], [-math.sin(turn), 0, math.cos(turn)]])
+    for turn in (-0.75, -0.6, 0.0, 2.0):
+        spin = _spin(turn)
         view = camera(96, 96)
         view.camera_to_worlds = torch.cat(
             [place.camera_to_worlds[0, :, :3] @ spin, place.camera_to_worlds[0, :, 3:]], 1
@@ -258,7 +265,7 @@ def test_a_panorama_shows_what_pinholes_show(tmp_path: Path) -> None:
         distance = flat["depth"][row, column][solid] / -local[inside][solid][:, 2:]
         compared += int(solid.sum())
         assert not len(distance) or float((distance / outputs["depth"][inside][solid] - 1).abs().median()) < 0.05
-    assert compared > 50 and float(outputs["rgb"].std()) > 0.05
+    assert compared > 200 and float(outputs["rgb"].std()) > 0.05
 
 
 def test_a_panoramic_film_says_that_it_is_one(run: Path, tmp_path: Path) -> None:
