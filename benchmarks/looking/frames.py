@@ -41,7 +41,7 @@ from ns_multigpu.plugin.launch.launcher import run_workers
 from ns_multigpu.plugin.tools import rendering
 from ns_multigpu.plugin.tools.film import Parts
 from ns_multigpu.plugin.tools.frames import Look
-from ns_multigpu.plugin.tools.models import ToolConfig, ToolMachine, ToolWorker
+from ns_multigpu.plugin.tools.models import ToolConfig, ToolMachine
 from ns_multigpu.plugin.tools.rendering import Rendering
 from ns_multigpu.plugin.tools.shots import CameraPath
 
@@ -137,7 +137,7 @@ def write_run(folder: Path, points: int, device: str, width: int, height: int) -
     state = {f"_model.gauss_params.{name}": value.cpu() for name, value in model.params.items()}
     torch.save({"step": 30000, "pipeline": state, "optimizers": {}, "schedulers": {}, "scalers": {}},
                models / "step-000030000.ckpt")  # fmt: skip
-    return config.get_base_dir() / "config.yml", scene.cameras
+    return config.get_base_dir() / "config.yml", scene.cameras()
 
 
 def write_path(file: Path, views: list[View], frames: int, width: int, height: int) -> None:

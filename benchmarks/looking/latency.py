@@ -65,7 +65,7 @@ class Page:
                 connection.send(msgspec.msgpack.encode({**CAMERA, "position": position}))
                 while not self._over.is_set():
                     try:
-                        data = connection.recv(timeout=1.0)
+                        data = bytes(connection.recv(timeout=1.0, decode=False))
                     except TimeoutError:
                         continue
                     if any(m["type"] == "BackgroundImageMessage" for m in msgspec.msgpack.decode(data)):

@@ -12,6 +12,7 @@ no loss is computed, so that nobody needs a halo, and no densifier counts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -146,16 +147,17 @@ class _Try:
         message = torch.zeros(words, dtype=torch.int64, device=device)
         pixels: Pixels | None = None
         try:
-            rows, transport, counts = self._project(room)
-            short = False
+            projected = self._project(room)
         except torch.OutOfMemoryError:
-            rows = transport = counts = None
-            short = True
+            projected = None
+        short = int(projected is None)
         # Rows are exchanged by all ranks or by none.
-        if max_int(int(short), self._world) if self._travels else short:
-            message[0] = int(short)
+        anybody = max_int(short, self._world) if self._travels else short
+        if projected is None or anybody:
+            message[0] = short
         else:
             try:
+                rows, transport, counts = projected
                 pixels = self._blend(room, self._arrive(rows, transport, counts), message)
                 message[1:2] = rows.count
                 message[_HEAD : _HEAD + ranks] = counts
@@ -163,7 +165,8 @@ class _Try:
                 pixels = None
                 message.zero_()
                 message[0] = 1
-        del rows, transport, counts
+            del rows, transport, counts
+        del projected
         everyone = torch.empty(ranks, words, dtype=torch.int64, device=device)
         all_gather_into(everyone, message, self._world)
         return pixels, everyone.tolist()  # the one look
@@ -232,10 +235,9 @@ def cut(view: View, bands: int, work: Sequence[int]) -> list[Patch]:
     cuts = ideal_cuts([line], bands)
     return [
         Patch(0, 0, first * TILE, view.width, min(last * TILE, view.height)) if first < last else Patch(0, 0, 0, 0, 0)
-        for first, last in zip(cuts, cuts[1:], strict=False)
+        for first, last in pairwise(cuts)
     ]
 
 
 def _tile_rows(view: View) -> int:
     return -(-view.height // TILE)
-

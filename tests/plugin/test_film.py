@@ -238,13 +238,16 @@ def test_a_panorama_shows_what_pinholes_show(tmp_path: Path) -> None:
     pipeline.eval()
     place = camera(64, 64)
     # It looks past the scene, which lies on the edge between two faces.
-    place.camera_to_worlds = torch.cat([place.camera_to_worlds[0, :, :3] @ _spin(0.75), torch.tensor([[2.0], [0.1], [0.5]])], 1)[None]
+    turned, at = place.camera_to_worlds[0, :, :3] @ _spin(0.75), torch.tensor([[2.0], [0.1], [0.5]])
+    place.camera_to_worlds = torch.cat([turned, at], 1)[None]
     around = Cameras(
         place.camera_to_worlds, torch.tensor([[128.0]]), torch.tensor([[128.0]]), torch.tensor([[128.0]]),
         torch.tensor([[64.0]]), width=256, height=128, camera_type=CameraType.EQUIRECTANGULAR,
     )  # fmt: skip
     outputs = panorama(around, pipeline.renders.render)
-    assert outputs is not None and outputs["rgb"].shape == (128, 256, 3) and outputs["background"].shape == (128, 256, 3)
+    assert (
+        outputs is not None and outputs["rgb"].shape == (128, 256, 3) and outputs["background"].shape == (128, 256, 3)
+    )
     rays = around.generate_rays(camera_indices=0).directions.reshape(128, 256, 3)
     compared = 0
     for turn in (-0.75, -0.6, 0.0, 2.0):
@@ -306,9 +309,9 @@ def test_a_camera_path_that_cannot_be_rendered(tmp_path: Path, change: dict[str,
 
 
 def test_other_things_that_cannot_be_rendered(run: Path, path: Path, tmp_path: Path) -> None:
-    def refused(what: Any, output: Path = tmp_path / "x", look: Look = Look(), **more: Any) -> str:
+    def refused(what: Any, output: Path = tmp_path / "x", look: Look | None = None, **more: Any) -> str:
         with pytest.raises(InputError) as caught:
-            work = Rendering(what, output, look, **more)
+            work = Rendering(what, output, look or Look(), **more)
             work.check()
             _render(World.single(), run, work, True)
         return str(caught.value)

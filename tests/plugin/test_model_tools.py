@@ -53,7 +53,10 @@ def _use(world: World, run: Path, works: list[Any]) -> int:
 
 def _works(folder: Path, path: Path) -> list[Any]:
     evaluation = Evaluation(folder / "results" / "all.json", folder / "images")
-    return [evaluation, Rendering(CameraPath(path), folder / "path", Look(("rgb", "depth", "accumulation")), 2.0, "png")]
+    return [
+        evaluation,
+        Rendering(CameraPath(path), folder / "path", Look(("rgb", "depth", "accumulation")), 2.0, "png"),
+    ]
 
 
 def _compare(many: Path, one: Path, images: int = 8) -> None:

@@ -224,8 +224,10 @@ def _write(
             rows = range(begin, min(begin + chunk, source.count))
             points = source.rows(ORDER, rows)
             wanted = visible(points, crop).numpy()
-            written += _write_rgb(file, points, source.degree, wanted) if rgb else _write_rows(
-                file, points, source.degree, wanted
+            written += (
+                _write_rgb(file, points, source.degree, wanted)
+                if rgb
+                else _write_rows(file, points, source.degree, wanted)
             )
     return written
 

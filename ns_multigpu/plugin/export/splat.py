@@ -19,7 +19,13 @@ from torch import Tensor
 
 from ns_multigpu.core.schema import POSITION
 from ns_multigpu.plugin.export.ply import (
-    CHUNK, PointSource, Progress, chunks_of, nothing_to_write, plain_colors, visible,
+    CHUNK,
+    PointSource,
+    Progress,
+    chunks_of,
+    nothing_to_write,
+    plain_colors,
+    visible,
 )  # fmt: skip
 from ns_multigpu.plugin.faults.errors import InputError
 

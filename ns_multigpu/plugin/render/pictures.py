@@ -116,7 +116,7 @@ class Pictures:
             # No loss, no windows: what lies in a halo is another rank's to render.
             drawn = strategy.plan([view]).drawn
             plan = Plan.of([replace(patch, halo=0) for patch in patches] for patches in drawn)
-            return plan, strategy.render(primitive, points, [view], plan).pixels
+            return plan, list(strategy.render(primitive, points, [view], plan).pixels)
         size = (view.width, view.height)
         passes = self._passes.get(size, 1)
         while True:

@@ -155,4 +155,3 @@ def begin(config: Any, test_mode: str) -> tuple[Any, Team | None]:
     broadcast_object((config, test_mode), 0, team.world)
     set_world(team.world)  # while the pipeline is made; what nerfstudio makes later is this process's alone
     return config, team
-

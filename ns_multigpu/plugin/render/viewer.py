@@ -215,7 +215,7 @@ def forget(viewer: Any, client: Any) -> None:
 
 
 def _update_scene(self: Any, step: int, num_rays_per_batch: int | None = None) -> None:
-    """See nerfstudio's. Called between steps: it does not wait, and has pages that stand still drawn again now and then,
+    """See nerfstudio's. Called between steps: it does not wait, and has pages that stand still drawn again, but
     so seldom that this takes a tenth of the time at most."""
     self.step = step
     if not self.render_statemachines or self.trainer is None or self.trainer.training_state != "training":

@@ -54,7 +54,7 @@ class Failed(SaveFailed):
         reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[-1:] or type(error).__name__
         text = reason if isinstance(reason, str) else reason[0]
         super().__init__(
-            f"{place} could not be written: {text}. What is finished stays. Make room, or choose another --output-path, "
+            f"{place} could not be written: {text}. What is finished stays. Make room, or choose another --output-path "
             "and give the same command again: it goes on from there."
         )
 
@@ -219,8 +219,11 @@ class Parts:
     def _part(self, number: int, first: HostFrame | None) -> None:
         frame = first
         assert frame is not None, "a part has a frame at least"
-        shape = frame.array().shape[:2]
-        with whole_file(self.path(number)) as path, mediapy.VideoWriter(path, shape, fps=self._rate) as writer:
+        height, width, _ = frame.array().shape
+        with (
+            whole_file(self.path(number)) as path,
+            mediapy.VideoWriter(path, (height, width), fps=self._rate) as writer,
+        ):
             while frame is not None:
                 writer.add_image(frame.array()[..., :3])
                 told = self._frames.get()
@@ -244,5 +247,3 @@ def put_together(parts: list[Path], output: Path) -> None:
         raise Failed(output, OSError(0, str(error.stderr).strip() or "ffmpeg failed")) from error
     except OSError as error:
         raise Failed(output, error) from error
-
-

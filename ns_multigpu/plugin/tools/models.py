@@ -1,7 +1,7 @@
 """Evaluating and rendering a trained model with several workers.
 
-`ns-multigpu eval` and `ns-multigpu render` do what ns-eval and ns-render do, and write the same files. Each worker loads
-the whole model if it fits its device, and its part of the points if it does not.
+`ns-multigpu eval` and `ns-multigpu render` do what ns-eval and ns-render do, and write the same files. Each worker
+loads the whole model if it fits its device, and its part of the points if it does not.
 """
 
 import json

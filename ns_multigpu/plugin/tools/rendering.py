@@ -10,7 +10,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,17 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.render.panorama import panorama
 from ns_multigpu.plugin.render.pictures import Outputs, Pictures, RenderRequest
 from ns_multigpu.plugin.tools.film import (
-    JOB, Failed, ImageFormat, Images, Parts, begin, ffmpeg, is_done, part_length, put_together, whole_file,
+    JOB,
+    Failed,
+    ImageFormat,
+    Images,
+    Parts,
+    begin,
+    ffmpeg,
+    is_done,
+    part_length,
+    put_together,
+    whole_file,
 )  # fmt: skip
 from ns_multigpu.plugin.tools.frames import HostFrame, Look, check_names, picture, shown
 from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Shot, Shots, Spiral, is_panorama
@@ -51,7 +61,7 @@ class Rendering:
 
     what: CameraPath | Interpolated | Spiral | Dataset
     output: Path
-    look: Look = Look()
+    look: Look = field(default_factory=Look)
     downscale: float = 1.0
     image_format: ImageFormat = "jpeg"
     jpeg_quality: int = 100

@@ -139,7 +139,7 @@ class Interpolated:
     """Cameras between those of a capture's views, as ns-render interpolate makes them.
 
     Attributes:
-        source: of which views. steps: frames from one to the next. ordered: by how near they are. rate: frames a second.
+        source: of which views. steps: frames from one to the next. ordered: by how near they are. rate: a second.
     """
 
     source: Literal["eval", "train"] = "eval"
