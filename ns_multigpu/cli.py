@@ -136,6 +136,7 @@ def evaluate(
     step: int | None = None,
     num_devices: int | None = None,
     device_type: Literal["auto", "cpu", "cuda"] = "auto",
+    data: Path | None = None,
 ) -> None:
     """Measure a run's model on all held-out views, as ns-eval does, on all GPUs.
 
@@ -146,10 +147,11 @@ def evaluate(
         step: Of the checkpoint; by default the newest.
         num_devices: How many devices take part; by default all GPUs, or as many CPU workers as trained the model.
         device_type: Of the devices; auto takes GPUs if there are any.
+        data: Where the capture is, if it is not where it was when the run was trained.
     """
     from ns_multigpu.plugin.tools.models import Evaluation, run_tool
 
-    run_tool(load_config, step, Evaluation(output_path, render_output_path), num_devices, device_type)
+    run_tool(load_config, step, Evaluation(output_path, render_output_path), num_devices, device_type, data)
 
 
 def render(
@@ -173,6 +175,7 @@ def render(
     step: int | None = None,
     num_devices: int | None = None,
     device_type: Literal["auto", "cpu", "cuda"] = "auto",
+    data: Path | None = None,
 ) -> None:
     """Render a run's model as ns-render does, on all GPUs. The same command goes on with a render that was interrupted.
 
@@ -199,6 +202,7 @@ def render(
         step: Of the checkpoint; by default the newest.
         num_devices: How many devices render; by default all GPUs, or as many CPU workers as trained the model.
         device_type: Of the devices; auto takes GPUs if there are any.
+        data: Where the capture is, if it is not where it was when the run was trained.
     """
     from ns_multigpu.plugin.tools.frames import Look
     from ns_multigpu.plugin.tools.models import run_tool
@@ -216,7 +220,7 @@ def render(
     names = rendered_output_names or (() if mode == "dataset" else ("rgb",))
     look = Look(names, depth_near_plane, depth_far_plane)
     work = Rendering(what, output_path, look, downscale_factor, image_format, jpeg_quality)
-    run_tool(load_config, step, work, num_devices, device_type)
+    run_tool(load_config, step, work, num_devices, device_type, data)
 
 
 def _progress(done: Iterable[int], total: int, description: str = "Rendering views") -> Iterable[int]:

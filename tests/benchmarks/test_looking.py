@@ -20,6 +20,7 @@ def _run(module: str, *words: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["frames", "latency"])
 def test_help(module: str) -> None:
     assert "--points" in _run(module, "--help")

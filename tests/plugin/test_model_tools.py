@@ -11,8 +11,10 @@ from PIL import Image
 
 from ns_multigpu.cli import main
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.capture.moved import DATA
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.render.team import RENDER_MEMORY
 from ns_multigpu.plugin.tools.frames import Look
 from ns_multigpu.plugin.tools.models import Evaluation, load_model, run_tool
 from ns_multigpu.plugin.tools.rendering import Rendering
@@ -133,3 +135,29 @@ def test_the_commands(run: Path, path: Path, alone: Path, tmp_path: Path) -> Non
     _compare(tmp_path, alone, images=5)
     main(["render", *common, "--camera-path-filename", str(path), "--output-path", str(video)])
     assert video.stat().st_size > 500
+
+
+def test_a_capture_that_lies_elsewhere_now(
+    run: Path, path: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path is named, and how to give the new one; then results are the same."""
+    was, now = run.parents[3] / "capture", tmp_path / "here"
+    monkeypatch.setenv(DATA, "")  # what a test sets is gone after it
+    was.rename(now)
+    try:
+        work = Evaluation(tmp_path / "out" / "results" / "all.json", tmp_path / "out" / "images")
+        with pytest.raises(InputError, match=f"not at {was}, where it was .* NS_MULTIGPU_DATA=FOLDER .* --data FOLDER"):
+            run_tool(run, None, work, 1, "cpu")
+        with pytest.raises(InputError, match="nowhere: there is no such folder"):
+            run_tool(run, None, work, 1, "cpu", tmp_path / "nowhere")
+        run_tool(run, None, work, 1, "cpu", now)
+        _compare(tmp_path / "out", alone, images=5)
+    finally:
+        now.rename(was)
+        set_world(None)
+
+
+def test_a_model_that_the_devices_cannot_hold(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RENDER_MEMORY, "0.000006")
+    with pytest.raises(InputError, match=r"90 Gaussians take 2.12e-05 GB, and 2 processes .* 4 are needed"):
+        run_tool(run, None, Evaluation(tmp_path / "a.json"), 2, "cpu")

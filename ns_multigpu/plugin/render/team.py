@@ -67,12 +67,12 @@ def size_for(
         ranks = devices if kind == "cuda" and points >= GAINS_FROM else 1
     ranks = max(1, ranks)
     if least > ranks:
-        one = "GPU" if kind == "cuda" else "process"
+        one = ("GPU", "GPUs") if kind == "cuda" else ("process", "processes")
         raise InputError(
-            f"{points:,} Gaussians take {needed / 1e9:.3g} GB, and {ranks} {one}{'' if ranks == 1 else 's'} of which "
-            f"each may hold {(memory or 0) / 1e9:.3g} GB cannot hold them: {least} are needed. Make more visible "
-            f"(CUDA_VISIBLE_DEVICES), or set {RENDER_RANKS} higher; {RENDER_MEMORY} says how much of a device's memory "
-            "may be taken."
+            f"{points:,} Gaussians take {needed / 1e9:.3g} GB, and {ranks} {one[ranks > 1]} of which "
+            f"each may hold {(memory or 0) / 1e9:.3g} GB cannot hold them: {least} are needed. Take more: "
+            f"--num-devices, or {RENDER_RANKS} with nerfstudio's commands; CUDA_VISIBLE_DEVICES may hide some. "
+            f"{RENDER_MEMORY} says how much of a device's memory may be taken."
         )
     return Size(ranks, least == 1)
 

@@ -6,6 +6,7 @@ loads the whole model if it fits its device, and its part of the points if it do
 
 import json
 import math
+import os
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 
 from ns_multigpu.core.world import World, gpu_places
+from ns_multigpu.plugin.capture.moved import DATA
 from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, shapes_in
 from ns_multigpu.plugin.checkpoint.verify import read_checkpoint_file
 from ns_multigpu.plugin.export.ply import run_checkpoint
@@ -155,6 +157,7 @@ def run_tool(
     work: Evaluation | Rendering,
     num_devices: int | None,
     device_type: Literal["auto", "cpu", "cuda"],
+    data: Path | None = None,
 ) -> None:
     """Does `work` with the checkpoint of a run, in as many worker processes as there are devices to be.
 
@@ -164,12 +167,15 @@ def run_tool(
         num_devices: workers; by default all GPUs, or as many CPU workers as trained the model. Under torchrun this
             process is one of them.
         device_type: of their devices; "auto" takes GPUs if there are any.
+        data: where the capture is, if it is not where it was.
 
     Raises:
         InputError: it cannot be done.
         WorkerFailed: a worker failed; its traceback has been written to stderr.
     """
     ranks, run = Ranks.from_env(), read_config(load_config)
+    if data is not None:
+        os.environ[DATA] = str(data)  # which the workers get, too
     work.check()
     kind: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type != "auto":
