@@ -81,21 +81,51 @@ def city(
     print(f"{views} views in {output}: ns-train METHOD colmap --data {output} --colmap-path sparse/0")
 
 
-def export(load_config: Path, output: Path, step: int | None = None, overwrite: bool = False) -> None:
-    """Write a run's Gaussians to one PLY file, as ns-export gaussian-splat does, without holding the model.
+def export(
+    load_config: Path,
+    output: Path,
+    step: int | None = None,
+    overwrite: bool = False,
+    color: Literal["sh_coeffs", "rgb"] = "sh_coeffs",
+    obb_center: tuple[float, float, float] | None = None,
+    obb_rotation: tuple[float, float, float] | None = None,
+    obb_scale: tuple[float, float, float] | None = None,
+) -> None:
+    """Write a run's Gaussians to one file, without holding the model: .ply as ns-export gaussian-splat, or .splat.
 
     Args:
         load_config: config.yml in the run's folder.
-        output: The PLY file to write.
+        output: The file to write: NAME.ply, or NAME.splat for browsers, an eighth of the size and without harmonics.
         step: Of the checkpoint; by default the newest.
         overwrite: Replace the file if it exists.
+        color: Of a PLY: spherical harmonics, or plain red, green and blue.
+        obb_center: Centre of a box; what is outside is left out. With obb-rotation and obb-scale.
+        obb_rotation: Of the box: roll, pitch and yaw in radians.
+        obb_scale: Of the box: its length along each of its axes.
     """
-    from ns_multigpu.plugin.export.ply import export_ply, run_checkpoint
+    from nerfstudio.data.scene_box import OrientedBox
 
+    from ns_multigpu.plugin.export.ply import export_ply, run_checkpoint
+    from ns_multigpu.plugin.export.splat import export_splat
+
+    box = (obb_center, obb_rotation, obb_scale)
+    if output.suffix not in (".ply", ".splat"):
+        raise ValueError(f"--output {output}: give the name of a .ply or .splat file.")
+    if output.suffix == ".splat" and color != "sh_coeffs":
+        raise ValueError("--color: a .splat file has plain colours in any case. Leave it out.")
+    if None in box and any(part is not None for part in box):
+        raise ValueError("A box takes all three: --obb-center, --obb-rotation and --obb-scale.")
+    crop = None if None in box else OrientedBox.from_params(*box)  # pyright: ignore[reportArgumentType]
     checkpoint = run_checkpoint(load_config, step)
     progress = functools.partial(_progress, description="Writing Gaussians")
-    kept, total = export_ply(checkpoint, output, overwrite=overwrite, progress=progress)
-    left_out = f" ({total - kept} of {total} are all but transparent, or not finite)" if kept < total else ""
+    if output.suffix == ".splat":
+        kept, total = export_splat(checkpoint, output, overwrite=overwrite, progress=progress, crop=crop)
+    else:
+        kept, total = export_ply(
+            checkpoint, output, overwrite=overwrite, progress=progress, crop=crop, rgb=color == "rgb"
+        )
+    reason = "all but transparent, or not finite" + ("" if crop is None else ", or outside the box")
+    left_out = f" ({total - kept} of {total} are {reason})" if kept < total else ""
     print(f"{kept} Gaussians of {checkpoint} in {output}{left_out}")
 
 
@@ -106,51 +136,91 @@ def evaluate(
     step: int | None = None,
     num_devices: int | None = None,
     device_type: Literal["auto", "cpu", "cuda"] = "auto",
+    data: Path | None = None,
 ) -> None:
-    """Measure a run's model on all held-out views, as ns-eval does, with as many GPUs as it needs.
+    """Measure a run's model on all held-out views, as ns-eval does, on all GPUs.
 
     Args:
         load_config: config.yml in the run's folder.
         output_path: The JSON file to write.
         render_output_path: Folder for the rendered images; by default they are not kept.
         step: Of the checkpoint; by default the newest.
-        num_devices: How many devices hold the model; by default as many as trained it.
+        num_devices: How many devices take part; by default all GPUs, or as many CPU workers as trained the model.
         device_type: Of the devices; auto takes GPUs if there are any.
+        data: Where the capture is, if it is not where it was when the run was trained.
     """
     from ns_multigpu.plugin.tools.models import Evaluation, run_tool
 
-    run_tool(load_config, step, Evaluation(output_path, render_output_path), num_devices, device_type)
+    run_tool(load_config, step, Evaluation(output_path, render_output_path), num_devices, device_type, data)
 
 
 def render(
     load_config: Path,
-    camera_path_filename: Path,
+    mode: Literal["camera-path", "interpolate", "spiral", "dataset"] = "camera-path",
+    camera_path_filename: Path | None = None,
     output_path: Path = Path("renders/output.mp4"),
-    rendered_output_names: tuple[str, ...] = ("rgb",),
+    rendered_output_names: tuple[str, ...] = (),
     downscale_factor: float = 1.0,
     image_format: Literal["jpeg", "png"] = "jpeg",
+    jpeg_quality: int = 100,
+    depth_near_plane: float | None = None,
+    depth_far_plane: float | None = None,
+    pose_source: Literal["eval", "train"] = "eval",
+    interpolation_steps: int = 10,
+    order_poses: bool = False,
+    frame_rate: int = 24,
+    seconds: float = 3.0,
+    radius: float = 0.1,
+    split: Literal["train", "val", "test", "train+test"] = "test",
     step: int | None = None,
     num_devices: int | None = None,
     device_type: Literal["auto", "cpu", "cuda"] = "auto",
+    data: Path | None = None,
 ) -> None:
-    """Render a run's model along a camera path, as ns-render camera-path does, with as many GPUs as it needs.
+    """Render a run's model as ns-render does, on all GPUs. The same command goes on with a render that was interrupted.
 
     Args:
         load_config: config.yml in the run's folder.
-        camera_path_filename: JSON file of the path, from the viewer.
-        output_path: The video to write; a name without a suffix is a folder for images.
-        rendered_output_names: What to show, side by side: rgb, depth, accumulation, and with several devices that
-            share a model's Gaussians rank, each in the colour of its owner.
-        downscale_factor: Renders at the path's size divided by this.
+        mode: Along a camera path, between the views of the capture, in a spiral, or from the views themselves.
+        camera_path_filename: camera-path: the JSON file of the path, from the viewer.
+        output_path: The video to write (.mp4); a name without a suffix is a folder for images, as it is with dataset.
+        rendered_output_names: What to show, side by side: rgb (which it is if nothing is named), rgba, depth,
+            accumulation, and where the model is spread over several devices rank, each Gaussian in its owner's colour.
+            dataset: each in a folder of its own, also gt-rgb, and raw- before a name for numbers; by default all.
+        downscale_factor: Renders at the cameras' size divided by this.
         image_format: Of images in a folder.
+        jpeg_quality: Of those, 1 to 100.
+        depth_near_plane: Depth at the near end of its colours; by default each frame's least.
+        depth_far_plane: Depth at the far end of its colours; by default each frame's largest.
+        pose_source: interpolate: between which views.
+        interpolation_steps: interpolate: frames from one view to the next.
+        order_poses: interpolate: go to the nearest view next.
+        frame_rate: interpolate, spiral: frames a second.
+        seconds: spiral: how long.
+        radius: spiral: of the circle.
+        split: dataset: which views.
         step: Of the checkpoint; by default the newest.
-        num_devices: How many devices hold the model; by default as many as trained it.
+        num_devices: How many devices render; by default all GPUs, or as many CPU workers as trained the model.
         device_type: Of the devices; auto takes GPUs if there are any.
+        data: Where the capture is, if it is not where it was when the run was trained.
     """
-    from ns_multigpu.plugin.tools.models import CameraPath, run_tool
+    from ns_multigpu.plugin.tools.frames import Look
+    from ns_multigpu.plugin.tools.models import run_tool
+    from ns_multigpu.plugin.tools.rendering import Rendering
+    from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Spiral
 
-    work = CameraPath(camera_path_filename, output_path, rendered_output_names, downscale_factor, image_format)
-    run_tool(load_config, step, work, num_devices, device_type)
+    if mode == "camera-path" and camera_path_filename is None:
+        raise ValueError("--mode camera-path: name the path's file, --camera-path-filename. Save one from the viewer.")
+    what = {
+        "camera-path": CameraPath(camera_path_filename or Path()),
+        "interpolate": Interpolated(pose_source, interpolation_steps, order_poses, frame_rate),
+        "spiral": Spiral(seconds, frame_rate, radius),
+        "dataset": Dataset(split),
+    }[mode]
+    names = rendered_output_names or (() if mode == "dataset" else ("rgb",))
+    look = Look(names, depth_near_plane, depth_far_plane)
+    work = Rendering(what, output_path, look, downscale_factor, image_format, jpeg_quality)
+    run_tool(load_config, step, work, num_devices, device_type, data)
 
 
 def _progress(done: Iterable[int], total: int, description: str = "Rendering views") -> Iterable[int]:

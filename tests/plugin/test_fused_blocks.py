@@ -14,7 +14,7 @@ from nerfstudio.utils.writer import EventName
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.timing import Pace
 from ns_multigpu.plugin.blocks.training import Training
-from ns_multigpu.plugin.faults.signals import NonFiniteError
+from ns_multigpu.plugin.faults.signals import MANY, NonFiniteError
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.train import terminal
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
@@ -135,7 +135,9 @@ def test_what_waits_from_the_start_goes_out_with_the_first_block(
 def test_a_viewer_is_told_how_fast_it_goes_after_each_block(
     run: Callable[..., tuple[DistributedTrainer, Events]],
 ) -> None:
-    _, events = run({}, lambda trainer: setattr(trainer, "viewer_state", object()))
+    _, events = run(
+        {"viewer.quit_on_train_completion": True}, lambda trainer: setattr(trainer, "viewer_state", object())
+    )
     assert all(RAYS in events.seen[step] for step in range(8, STEPS, 8))
 
 
@@ -203,3 +205,15 @@ def test_absgrad_is_computed_where_somebody_reads_it(
         monkeypatch.setattr(SplatModel, "primitive", ordinary)
     run({**options, "fused_steps": {"fused": "always", "ordinary": "never"}[training]})
     assert list(dict.fromkeys(computed)) == expected
+
+
+def test_blocks_are_as_short_as_was_granted(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, usual = list[int](), Training.run
+    monkeypatch.setattr(Training, "run", lambda self, steps: lengths.append(len(steps)) or usual(self, steps))
+
+    def grant(trainer: Any, step: int) -> bool:
+        trainer.guards.signals.granted = 3 if step < 30 else MANY
+        return True
+
+    run({}, lambda trainer: setattr(trainer, "_may_go_on", lambda step: grant(trainer, step)))
+    assert sum(lengths) == STEPS and lengths[:3] == [1, 3, 3] and max(lengths) > 3

@@ -1,6 +1,5 @@
 """`ns-multigpu eval` and `render`: several workers, each with a part of the points, write what one process writes."""
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -8,61 +7,36 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nerfstudio.configs.method_configs import all_methods
 from PIL import Image
 
 from ns_multigpu.cli import main
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.checkpoint.sharded_state import split_state, without_points
-from ns_multigpu.plugin.checkpoint.whole import save
+from ns_multigpu.plugin.capture.moved import DATA
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
-from ns_multigpu.plugin.tools.models import CameraPath, Evaluation, load_model, run_tool
+from ns_multigpu.plugin.render.team import RENDER_MEMORY
+from ns_multigpu.plugin.tools.frames import Look
+from ns_multigpu.plugin.tools.models import Evaluation, load_model, run_tool
+from ns_multigpu.plugin.tools.rendering import Rendering
+from ns_multigpu.plugin.tools.shots import CameraPath
 from ns_multigpu.plugin.train.config import read_config
-from tests.plugin.course import TinyDataParserConfig
-from tests.plugin.rendering import POINTS, make_pipeline, write_capture
+from tests.plugin.rendering import POINTS
+from tests.plugin.trained_run import write_path, write_run
 from tests.ranks import run_ranks
 
 TIMING = {"num_rays_per_sec", "fps", "num_rays_per_sec_std", "fps_std"}
 
 
-def _write_run(world: World, capture: Path, run: Path, bounds: tuple[int, ...]) -> None:
-    """A run folder of `tile`, with a checkpoint that the ranks write in shards."""
-    pipeline = make_pipeline(world, capture, bounds=bounds)
-    tensors, marker = split_state({}, dict(pipeline.model.gauss_params.items()), world)
-    state = without_points(pipeline.state_dict(), marker)
-    assert save(run / "nerfstudio_models", 7, lambda: state, tensors, {"method": "splatfacto-tile"}, world) == ""
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its config.yml."""
-    folder = tmp_path_factory.mktemp("runs")
-    capture = write_capture(folder / "capture")
-    config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
-    config.pipeline.strategy, config.method_name = "tile", "splatfacto-tile"
-    config.pipeline.datamanager.dataparser = TinyDataParserConfig(data=capture)
-    config.output_dir, config.timestamp, config.experiment_name = folder, "now", "tiny"
-    config.machine.device_type, config.machine.num_devices = "cpu", 2
-    config.get_base_dir().mkdir(parents=True)
-    config.save_config()
-    run_ranks(_write_run, 2, capture, config.get_base_dir(), (0, 70, 90))
-    return config.get_base_dir() / "config.yml"
+    return write_run(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
 def path(run: Path) -> Path:
     """A camera path of three views, with a crop."""
-    file = run.parent / "camera_path.json"
-    poses = [[0, -0.24, 0.97, 2 + step / 4, 1, 0, 0, 0.1, 0, 0.97, 0.24, 0.5, 0, 0, 0, 1] for step in range(3)]
-    crop = {
-        "crop_bg_color": {"r": 10, "g": 20, "b": 30}, "crop_center": [0.0, 0.0, 0.0], "crop_scale": [1.6, 1.6, 1.6],
-        "crop_rot": [0.0, 0.0, 0.3],
-    }  # fmt: skip
-    views = [{"camera_to_world": pose, "fov": 60, "aspect": 1.5} for pose in poses]
-    told = {"camera_type": "perspective", "render_height": 34, "render_width": 50, "seconds": 1, "crop": crop}
-    file.write_text(json.dumps({**told, "camera_path": views}))
-    return file
+    return write_path(run.parent / "camera_path.json")
 
 
 def _use(world: World, run: Path, works: list[Any]) -> int:
@@ -81,7 +55,10 @@ def _use(world: World, run: Path, works: list[Any]) -> int:
 
 def _works(folder: Path, path: Path) -> list[Any]:
     evaluation = Evaluation(folder / "results" / "all.json", folder / "images")
-    return [evaluation, CameraPath(path, folder / "path", ("rgb", "depth", "accumulation"), 2.0, "png")]
+    return [
+        evaluation,
+        Rendering(CameraPath(path), folder / "path", Look(("rgb", "depth", "accumulation")), 2.0, "png"),
+    ]
 
 
 def _compare(many: Path, one: Path, images: int = 8) -> None:
@@ -128,7 +105,7 @@ def test_one_process_writes_what_nerfstudio_writes(run: Path, alone: Path, monke
 
 
 def test_what_cannot_be_done_is_said(run: Path, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(work: Evaluation | CameraPath, config: Path = run, step: int | None = None, devices: int = 1) -> str:
+    def refused(work: Evaluation | Rendering, config: Path = run, step: int | None = None, devices: int = 1) -> str:
         with pytest.raises(InputError) as caught:
             run_tool(config, step, work, devices, "cpu")
         return str(caught.value)
@@ -141,9 +118,9 @@ def test_what_cannot_be_done_is_said(run: Path, path: Path, tmp_path: Path, caps
     (tmp_path / "config.yml").write_text("a: 1")
     assert "ns-eval and ns-render" in refused(fine, tmp_path / "config.yml")
     (tmp_path / "fisheye.json").write_text(path.read_text().replace("perspective", "fisheye"))
-    assert "perspective cameras only" in refused(CameraPath(tmp_path / "fisheye.json", tmp_path / "x"))
+    assert "camera_type is 'fisheye'" in refused(Rendering(CameraPath(tmp_path / "fisheye.json"), tmp_path / "x"))
     (tmp_path / "other.json").write_text("{}")
-    assert "no camera path" in refused(CameraPath(tmp_path / "other.json", tmp_path / "x"))
+    assert "no camera path" in refused(Rendering(CameraPath(tmp_path / "other.json"), tmp_path / "x"))
     with pytest.raises(SystemExit):
         main(["eval", "--load-config", str(tmp_path / "none.yml")])
     assert "No such file" in capsys.readouterr().err
@@ -158,3 +135,29 @@ def test_the_commands(run: Path, path: Path, alone: Path, tmp_path: Path) -> Non
     _compare(tmp_path, alone, images=5)
     main(["render", *common, "--camera-path-filename", str(path), "--output-path", str(video)])
     assert video.stat().st_size > 500
+
+
+def test_a_capture_that_lies_elsewhere_now(
+    run: Path, path: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path is named, and how to give the new one; then results are the same."""
+    was, now = run.parents[3] / "capture", tmp_path / "here"
+    monkeypatch.setenv(DATA, "")  # what a test sets is gone after it
+    was.rename(now)
+    try:
+        work = Evaluation(tmp_path / "out" / "results" / "all.json", tmp_path / "out" / "images")
+        with pytest.raises(InputError, match=f"not at {was}, where it was .* NS_MULTIGPU_DATA=FOLDER .* --data FOLDER"):
+            run_tool(run, None, work, 1, "cpu")
+        with pytest.raises(InputError, match="nowhere: there is no such folder"):
+            run_tool(run, None, work, 1, "cpu", tmp_path / "nowhere")
+        run_tool(run, None, work, 1, "cpu", now)
+        _compare(tmp_path / "out", alone, images=5)
+    finally:
+        now.rename(was)
+        set_world(None)
+
+
+def test_a_model_that_the_devices_cannot_hold(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RENDER_MEMORY, "0.000006")
+    with pytest.raises(InputError, match=r"90 Gaussians take 2.12e-05 GB, and 2 processes .* 4 are needed"):
+        run_tool(run, None, Evaluation(tmp_path / "a.json"), 2, "cpu")

@@ -36,13 +36,15 @@ def points(count: int = 50, degree: int = 2) -> dict[str, Tensor]:
     return params
 
 
-def as_nerfstudio_does(params: dict[str, Tensor], folder: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+def as_nerfstudio_does(
+    params: dict[str, Tensor], folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> bytes:
     model = SplatfactoModel.__new__(SplatfactoModel)
     torch.nn.Module.__init__(model)
     model.gauss_params = torch.nn.ParameterDict({name: torch.nn.Parameter(value) for name, value in params.items()})
     model.config = SimpleNamespace(sh_degree=params["features_rest"].shape[1])  # type: ignore[assignment]
     monkeypatch.setattr(exporter, "eval_setup", lambda *_, **__: (None, SimpleNamespace(model=model), None, 0))
-    exporter.ExportGaussianSplat(load_config=Path("config.yml"), output_dir=folder).main()
+    exporter.ExportGaussianSplat(load_config=Path("config.yml"), output_dir=folder, **options).main()
     return (folder / "splat.ply").read_bytes()
 
 

@@ -18,7 +18,9 @@ from nerfstudio.viewer.utils import CameraState, get_camera
 from ns_multigpu.core.collectives import broadcast_object, sum_in_place
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.guards import Guards
+from ns_multigpu.plugin.faults.signals import MANY
 from ns_multigpu.plugin.render import viewing
+from ns_multigpu.plugin.render.strides import LONGEST_WAIT, Strides
 from tests.plugin.guarded_toy import GuardedConfig
 from tests.plugin.rendering import make_pipeline, write_capture
 from tests.ranks import run_ranks
@@ -149,6 +151,48 @@ def test_a_visit(capture: Path, tmp_path: Path, size: int) -> None:
     assert results[0]["paused"] < 20
 
 
+def _granted(world: World, capture: Path, folder: Path) -> list[int]:
+    """How many steps all may take: with nobody there, with a page open, and when it is closed again."""
+    trainer, pages = _trainer(world, capture, folder), dict[int, Any]()
+    if trainer.viewer_state is not None:
+        trainer.viewer_state.thread.running = False
+        trainer.viewer_state = SimpleNamespace(render_statemachines=pages)
+    found: list[int] = []
+    with contextlib.closing(trainer.pipeline.renders):
+        for step, there in enumerate([False] * 3 + [True] * 6 + [False]):
+            pages.update({0: None}) if there else pages.clear()
+            assert viewing.may_go_on(trainer, step)
+            found.append(trainer.guards.granted)
+            time.sleep(0.02)
+    return found
+
+
+def test_blocks_are_short_while_a_page_is_open(capture: Path, tmp_path: Path) -> None:
+    first, second = run_ranks(_granted, 2, capture, tmp_path)
+    assert first == second, "all ranks take as many steps"
+    assert first[:3] == [MANY] * 3 and first[-1] == MANY
+    assert all(1 <= steps <= LONGEST_WAIT / 0.02 for steps in first[3:-1]) and max(first[3:-1]) >= 2
+
+
+def test_strides_fit_the_time_that_a_page_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, strides = [0.0], Strides()
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    assert strides.steps == 1, "nothing is known yet"
+    step = 0
+    for seconds in (0.001, 0.001, 7.0, 0.001, 0.001):  # an evaluation in between
+        strides.begins(step)
+        now[0] += 10 * seconds
+        step += 10
+        strides.ended(step)
+    assert strides.steps == pytest.approx(LONGEST_WAIT / 0.001, abs=1)
+    for _ in range(5):
+        strides.begins(step)
+        now[0] += 1.0
+        step += 1
+        strides.ended(step)
+    assert strides.steps == 1, "a step that takes longer is taken alone"
+
+
 def _owners_seen(world: World, capture: Path, folder: Path) -> Any:
     """How often all ranks rendered while a page showed rgb, and then rank; how many images it got; the last one."""
     trainer = _trainer(world, capture, folder)
@@ -184,7 +228,7 @@ def _broken_off(world: World, capture: Path, folder: Path, how: str) -> tuple[bo
         with contextlib.closing(trainer.pipeline.renders):
             taken = _steps(trainer, 0, 3)
             if how == "error in a rendering":
-                trainer.pipeline.strategy.placement.__class__.views_to_splat = _fail
+                trainer.pipeline.renders.pictures._gather = _fail
             if how == "signal" and world.rank == world.size - 1:
                 trainer.guards.signals.requested = signal.SIGTERM
             if how == "error in a step":

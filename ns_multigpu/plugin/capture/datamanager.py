@@ -26,6 +26,7 @@ from ns_multigpu.plugin.capture.image_files import Header
 from ns_multigpu.plugin.capture.image_reading import ImageReader
 from ns_multigpu.plugin.capture.image_share import ImageShare
 from ns_multigpu.plugin.capture.image_store import ImageShape, aligned
+from ns_multigpu.plugin.capture.moved import look_where_it_is
 from ns_multigpu.plugin.capture.reading import (
     FAULTS,
     by_a_dataparser,
@@ -78,6 +79,8 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         self._trains = kwargs.get("test_mode", "val") == "val"
         if self._trains:
             raise_together(self._wrong_before_reading(config) if self.world.is_main else [], self.world, FAULTS)
+        else:
+            look_where_it_is(config)
         problems: list[str] = []
         config.dataparser = _unasked(config)
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.utils.rich_utils import CONSOLE
 
 from ns_multigpu.plugin.export.ply import export_ply, run_checkpoint
@@ -21,8 +22,7 @@ _SCRIPT = ("nerfstudio", "scripts", "exporter.py")
 def stream_for_ns_export() -> None:
     """Where the command `ns-export gaussian-splat` has the pipeline made: writes its file, and ends it.
 
-    Returns where somebody else does, also a program of one's own that calls nerfstudio's exporter; and where colours
-    are to be RGB or a box is to be cut out, which is left to nerfstudio.
+    Returns where somebody else does, also a program of one's own that calls nerfstudio's exporter.
 
     Raises:
         SystemExit: the file has been written, or cannot be; then with the reason.
@@ -31,15 +31,12 @@ def stream_for_ns_export() -> None:
     if asked is None:
         return
     exporter, config = asked
-    if exporter.ply_color_mode != "sh_coeffs" or None not in (
-        exporter.obb_center, exporter.obb_rotation, exporter.obb_scale,
-    ):  # fmt: skip
-        CONSOLE.print("RGB colours, or a box: the whole model is loaded for them. Without either it is streamed.")
-        return
+    box = (exporter.obb_center, exporter.obb_rotation, exporter.obb_scale)
+    crop = None if None in box else OrientedBox.from_params(*box)  # as nerfstudio, which takes part of one for none
     output = Path(exporter.output_dir) / exporter.output_filename
     try:
         checkpoint = run_checkpoint(Path(exporter.load_config), getattr(config, "load_step", None))
-        kept, total = export_ply(checkpoint, output, overwrite=True)  # as nerfstudio's does
+        kept, total = export_ply(checkpoint, output, overwrite=True, crop=crop, rgb=exporter.ply_color_mode == "rgb")
     except (InputError, OSError) as error:
         raise SystemExit(f"ns-export: {error}") from error
     left_out = f"; {total - kept} are all but transparent, or not finite" if kept < total else ""

@@ -1,8 +1,9 @@
 """A merged PLY of a model, from its checkpoint, without holding the model.
 
-The file is byte for byte what `ns-export gaussian-splat` (nerfstudio 1.1.5) writes with its default options: the same
-header, columns and order, without Gaussians that have a number that is not finite or an opacity below 1/255. It reads
-the points of one chunk after the other, from a sharded checkpoint or from an ordinary one, nerfstudio's own included.
+The file is byte for byte what `ns-export gaussian-splat` (nerfstudio 1.1.5) writes, with its default options or with
+RGB colours or a box: the same header, columns and order, without Gaussians that have a number that is not finite or an
+opacity below 1/255. It reads the points of one chunk after the other, from a sharded checkpoint or from an ordinary
+one, nerfstudio's own included.
 (Where a position is not finite ns-export writes nothing at all and fails; here only that Gaussian is left out. Colours
 of a model without harmonics go through a sigmoid, of which torch rounds the last bit by where in a tensor a number is.)
 """
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 import yaml
+from nerfstudio.data.scene_box import OrientedBox
 from torch import Tensor
 
 from ns_multigpu.core.schema import HARMONICS, POSITION, Parameter, degree_of
@@ -33,6 +35,8 @@ _OPACITY_LIMIT = -5.5373
 """The logit of 1/255 as ns-export has it: rasterization skips fainter Gaussians."""
 
 _NORMAL = ("nx", "ny", "nz")
+_RGB = ("red", "green", "blue")
+_PLAIN = "features_dc"
 _PARAMETERS = tuple(one for name in PLY_ORDER for one in SCHEMA if one.name == name)
 _BY_DEGREE = next(one.name for one in SCHEMA if HARMONICS in one.shape)
 
@@ -83,6 +87,8 @@ def export_ply(
     overwrite: bool = False,
     chunk: int = CHUNK,
     progress: Progress = lambda chunks, total: chunks,
+    crop: OrientedBox | None = None,
+    rgb: bool = False,
 ) -> tuple[int, int]:
     """Writes a checkpoint's points to a PLY file, which is there when it is whole.
 
@@ -92,6 +98,8 @@ def export_ply(
         overwrite: whether it may exist already.
         chunk: points held at a time.
         progress: called with the beginnings of the chunks and their number.
+        crop: leaves out what is not in this box.
+        rgb: colours as red, green and blue, seen from nowhere in particular, instead of harmonics.
 
     Returns:
         how many points were written, and how many there are.
@@ -110,17 +118,17 @@ def export_ply(
     try:
         # Their number stands before the points. Opacities alone, a small part of what there is to read, give it unless
         # other numbers are not finite; then the header is written again, or everything if it has another length.
-        kept = sum(int(_visible(source.rows(["opacities"], rows)).sum()) for rows in _chunks(source.count, chunk))
-        while (written := _write(part, source, kept, chunk, progress)) != kept:
+        looked_at = ["opacities"] if crop is None else ["opacities", POSITION]
+        chunks = chunks_of(source.count, chunk)
+        kept = sum(int(visible(source.rows(looked_at, rows), crop).sum()) for rows in chunks)
+        while (written := _write(part, source, kept, chunk, progress, crop, rgb)) != kept:
             longer, kept = len(str(written)) != len(str(kept)), written
             if not longer:
                 with part.open("r+b") as file:
-                    file.write(_header(kept, source.degree))
+                    file.write(_header(kept, source.degree, rgb))
                 break
         if kept == 0:
-            raise InputError(
-                f"{checkpoint}: none of its {source.count} Gaussians is finite and opaque: no PLY written."
-            )
+            raise nothing_to_write(checkpoint, source.count, crop)
         part.replace(output)
     finally:
         with suppress(FileNotFoundError):
@@ -155,43 +163,76 @@ def run_checkpoint(config: Path, step: int | None) -> Path:
     return found[max(found) if step is None else step]
 
 
+def nothing_to_write(checkpoint: Path, count: int, crop: OrientedBox | None) -> InputError:
+    """The error of an export that would be empty."""
+    where = "" if crop is None else " and in the box"
+    return InputError(f"{checkpoint}: none of its {count} Gaussians is finite and opaque{where}: nothing is written.")
+
+
 def columns(degree: int) -> list[str]:
     """The properties of a vertex, in order, of a model with harmonics of this degree."""
     position, *others = (one.properties(degree) for one in _PARAMETERS)
     return [*position, *_NORMAL, *(name for names in others for name in names)]
 
 
-def _header(count: int, degree: int) -> bytes:
+def _rgb_type() -> "np.dtype[Any]":
+    """A vertex with plain colours."""
+    fields: list[tuple[str, str]] = []
+    for one in _PARAMETERS:
+        if one.name == _PLAIN:
+            fields += [(name, "u1") for name in _RGB]
+        elif HARMONICS not in one.shape:
+            fields += [(name, "<f4") for name in one.properties(0)]
+        if one.name == POSITION:
+            fields += [(name, "<f4") for name in _NORMAL]
+    return np.dtype(fields)
+
+
+def _header(count: int, degree: int, rgb: bool = False) -> bytes:
+    kinds = {"<f4": "float", "|u1": "uchar"}
+    properties = [f"property float {name}" for name in columns(degree)]
+    if rgb:
+        fields = _rgb_type()
+        properties = [f"property {kinds[fields[name].str]} {name}" for name in fields.names or ()]
     lines = [
         "ply",
         "format binary_little_endian 1.0",
         f"comment Generated by Nerstudio {version('nerfstudio')}",  # spelt as there: the files are to be the same
         "comment Vertical Axis: z",
         f"element vertex {count}",
-        *(f"property float {name}" for name in columns(degree)),
+        *properties,
         "end_header",
     ]
     return "".join(line + "\n" for line in lines).encode()
 
 
-def _chunks(count: int, chunk: int) -> Iterator[range]:
+def chunks_of(count: int, chunk: int) -> Iterator[range]:
+    """The rows of so many points, some at a time."""
     for begin in range(0, count, chunk):
         yield range(begin, min(begin + chunk, count))
 
 
-def _write(path: Path, source: PointSource, expected: int, chunk: int, progress: Progress) -> int:
+def _write(
+    path: Path, source: PointSource, expected: int, chunk: int, progress: Progress, crop: OrientedBox | None, rgb: bool
+) -> int:
     """Writes a header for `expected` points, and all that are kept; returns how many."""
     written = 0
     with path.open("wb") as file:
-        file.write(_header(expected, source.degree))
+        file.write(_header(expected, source.degree, rgb))
         total = -(-source.count // chunk)
         for begin in progress(range(0, source.count, chunk), total):
             rows = range(begin, min(begin + chunk, source.count))
-            written += _write_rows(file, source.rows(ORDER, rows), source.degree)
+            points = source.rows(ORDER, rows)
+            wanted = visible(points, crop).numpy()
+            written += (
+                _write_rgb(file, points, source.degree, wanted)
+                if rgb
+                else _write_rows(file, points, source.degree, wanted)
+            )
     return written
 
 
-def _write_rows(file: BinaryIO, points: Mapping[str, Tensor], degree: int) -> int:
+def _write_rows(file: BinaryIO, points: Mapping[str, Tensor], degree: int, wanted: Any) -> int:
     count = len(points[POSITION])
     parts = [_column(points[one.name], one, degree) for one in _PARAMETERS]
     parts.insert(1, torch.zeros(count, len(_NORMAL)))
@@ -201,23 +242,48 @@ def _write_rows(file: BinaryIO, points: Mapping[str, Tensor], degree: int) -> in
         width = value.shape[1]
         table[:, at : at + width] = value.numpy()
         at += width
-    kept = _visible(points).numpy() & np.isfinite(table).all(axis=1)
+    kept = wanted & np.isfinite(table).all(axis=1)
     if not kept.all():
         table = table[kept]
     file.write(table.data)
     return len(table)
 
 
+def _write_rgb(file: BinaryIO, points: Mapping[str, Tensor], degree: int, wanted: Any) -> int:
+    fields = _rgb_type()
+    table = np.zeros(len(points[POSITION]), dtype=fields)
+    kept = wanted.copy()
+    for one in _PARAMETERS:
+        value = points[one.name]
+        if one.name == _PLAIN:
+            colors = plain_colors(value, degree)
+            kept &= np.isfinite(colors.numpy()).all(axis=1)
+            for name, channel in zip(_RGB, (colors.nan_to_num() * 255).to(torch.uint8).unbind(1), strict=True):
+                table[name] = channel.numpy()
+        elif HARMONICS not in one.shape:
+            for name, column in zip(one.properties(degree), value.reshape(len(value), -1).unbind(1), strict=True):
+                table[name] = column.numpy()
+                kept &= np.isfinite(table[name])
+    file.write(table[kept].data)
+    return int(kept.sum())
+
+
+def plain_colors(value: Tensor, degree: int) -> Tensor:
+    """[n, 3] colours in [0, 1] seen from nowhere in particular, of the parameter that they are in."""
+    return (torch.sigmoid(value) if degree == 0 else value * SH_C0 + 0.5).clamp(0.0, 1.0)
+
+
 def _column(value: Tensor, parameter: Parameter, degree: int) -> Tensor:
     """A parameter as it stands in the file, [n, numbers]."""
-    if parameter.name == "features_dc" and degree == 0:  # Splatfacto without harmonics learns colours through a sigmoid
+    if parameter.name == _PLAIN and degree == 0:  # Splatfacto without harmonics learns colours through a sigmoid
         return (torch.sigmoid(value) - 0.5) / SH_C0
     if HARMONICS in parameter.shape:
         return value.transpose(1, 2).flatten(1)  # channel by channel, as Inria's viewers read them
     return value
 
 
-def _visible(points: Mapping[str, Tensor]) -> Tensor:
-    """[n] whether a point's opacity is a number and not below the limit."""
+def visible(points: Mapping[str, Tensor], crop: OrientedBox | None) -> Tensor:
+    """[n] whether a point's opacity is a number and not below the limit, and it lies in the box, if there is one."""
     opacity = points["opacities"].reshape(-1)
-    return opacity.isfinite() & (opacity >= _OPACITY_LIMIT)
+    seen = opacity.isfinite() & (opacity >= _OPACITY_LIMIT)
+    return seen if crop is None else seen & crop.within(points[POSITION]).reshape(-1)

@@ -13,7 +13,7 @@ from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults import memory
 from ns_multigpu.plugin.faults.numerics import NumericGuard
-from ns_multigpu.plugin.faults.signals import RENDER, STOP, WAIT, Interrupted, StopSignals, signal_name
+from ns_multigpu.plugin.faults.signals import MANY, RENDER, STOP, WAIT, Interrupted, StopSignals, signal_name
 from ns_multigpu.plugin.faults.watchdog import Heartbeat, Watchdog, heartbeat_store
 
 _PAUSE = 0.05
@@ -24,7 +24,7 @@ class Renders(Protocol):
     """Renders for a viewer what takes all ranks; see `RenderService`."""
 
     @property
-    def wanted(self) -> bool: ...
+    def waiting(self) -> int: ...
 
     def wait_until_wanted(self, seconds: float) -> None: ...
 
@@ -103,27 +103,34 @@ class Guards:
             last_checkpoint=self._last_checkpoint(),
         )
 
+    @property
+    def granted(self) -> int:
+        """Steps that all ranks may take before they ask again."""
+        return self.signals.granted
+
     def may_go_on(
-        self, step: int, *, stop: Callable[[], bool], paused: Callable[[], bool], renders: Renders | None = None
-    ) -> bool:
+        self, step: int, *, stop: Callable[[], bool], paused: Callable[[], bool], renders: Renders | None = None,
+        steps: int = MANY,
+    ) -> bool:  # fmt: skip
         """Whether all ranks take another step; every rank calls it and gets the same. It returns when a pause is over.
 
         Args:
             step: the step.
             stop, paused: what this rank's viewer says; rank 0 has it.
-            renders: renders for rank 0's viewer, one image before a step and as many as it wants in a pause; None where
-                that takes no other rank.
+            renders: renders for rank 0's viewer: before a step an image for each page that waits then, and as many as
+                it wants in a pause.
+            steps: on rank 0, how many steps to take before all ask again.
         """
-        served = False
+        served, pages = 0, renders.waiting if renders is not None else 0
         while True:
             self.heart.beat("decide", step)
             wait = self._world.is_main and paused()
-            render = renders is not None and self._world.is_main and renders.wanted and (wait or not served)
-            verdict = self.signals.verdict(self._world, stop=stop(), wait=wait, render=render)
+            render = renders is not None and self._world.is_main and renders.waiting > 0 and (wait or served < pages)
+            verdict = self.signals.verdict(self._world, stop=stop(), wait=wait, render=render, steps=steps)
             if verdict == RENDER and renders is not None:
                 self.heart.beat("render")
                 renders.serve()
-                served = True
+                served += 1
             elif verdict == WAIT:
                 if renders is None:
                     time.sleep(_PAUSE)

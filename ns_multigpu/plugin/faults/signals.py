@@ -28,6 +28,11 @@ _STUCK = 4.0
 """Seconds after a signal in which a rank must move on, or be taken for one that waits for a dead peer."""
 
 GO_ON, WAIT, RENDER, STOP, _SIGNAL = 0, 1, 2, 3, 16
+MANY = 1 << 30
+"""Steps that may be taken before the ranks look again, where nobody says how many."""
+_FAR = 1 << 40
+"""Below zero: a rank that says nothing of steps says this, so that the one that does is heard. (Zero, and what lies
+behind, are GO_ON and the others.)"""
 
 
 class NonFiniteError(ArithmeticError):
@@ -96,6 +101,8 @@ class StopSignals:
         """Number of the signal that asked this process to stop; 0 if none did."""
         self.agreed = 0
         """Number of the signal, received by any rank, for which all ranks have agreed to stop; 0 if there is none."""
+        self.granted = MANY
+        """Steps that all ranks may take before they ask `verdict` again, as rank 0 said when they last did."""
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is not threading.main_thread():
@@ -119,7 +126,9 @@ class StopSignals:
             self._wakeup[1].close()  # the thread reads the end of the stream, and ends
             self._wakeup = None
 
-    def verdict(self, world: World, *, stop: bool = False, wait: bool = False, render: bool = False) -> int:
+    def verdict(
+        self, world: World, *, stop: bool = False, wait: bool = False, render: bool = False, steps: int = MANY
+    ) -> int:
         """What all ranks do now: GO_ON, WAIT (ask again soon), RENDER (then ask again) or STOP; every rank calls it and
         gets the same.
 
@@ -129,14 +138,19 @@ class StopSignals:
             stop: this rank has another reason to end.
             wait: this rank wants to pause.
             render: this rank has an image to be rendered by all.
+            steps: of rank 0, how many steps all may take before they ask again; `granted` has it on all then.
         """
-        other = STOP if stop else RENDER if render else WAIT if wait else GO_ON
+        going = (steps if world.is_main else 0) - _FAR
+        other = STOP if stop else RENDER if render else WAIT if wait else going
         wish = _SIGNAL + self.requested if self.requested else other
         answer = max_int(wish, world)
         if answer >= _SIGNAL:
             self.agreed = answer - _SIGNAL
             return STOP
-        return answer
+        if answer > GO_ON:
+            return answer
+        self.granted = answer + _FAR
+        return GO_ON
 
     @contextlib.contextmanager
     def as_keyboard_interrupt(self) -> Iterator[None]:

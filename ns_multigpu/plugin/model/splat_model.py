@@ -33,7 +33,7 @@ from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
 from ns_multigpu.plugin.model.sharded_points import ShardedPoints, mean_of
 from ns_multigpu.primitives.gaussians.densifier import densification_info, dues
 from ns_multigpu.primitives.gaussians.functions import Gaussians
-from ns_multigpu.primitives.gaussians.init import initial_gaussians
+from ns_multigpu.primitives.gaussians.init import SH_C0, initial_gaussians
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig
@@ -50,8 +50,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     """The parameters of its points, which are in `gauss_params`."""
     config: "SplatModelConfig"
     training_options: Any
-    elsewhere: Callable[[Cameras, OrientedBox | None], MutableMapping[str, Any]] | None = None
-    """Renders instead of this process, which has not got all the points (see `RenderService`)."""
+    elsewhere: Callable[[Cameras, OrientedBox | None], MutableMapping[str, Any] | None] | None = None
+    """Renders with other ranks, or for a viewer; None where this process is to do it (see `RenderService.outputs`)."""
 
     def populate_modules(self) -> None:
         """Builds parameters and modules on the CPU; nothing is fetched and no GPU is needed."""
@@ -140,9 +140,9 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         """
         assert isinstance(primitive, Gaussians)
         plain = points.params["features_dc"]
-        logits = torch.tensor(color, dtype=plain.dtype, device=plain.device).logit()
-        params = {**points.params, "features_dc": logits.expand_as(plain)}
-        return replace(primitive, sh_degree=None), Points(params)
+        constant = (torch.tensor(color, dtype=plain.dtype, device=plain.device) - 0.5) / SH_C0
+        params = {**points.params, "features_dc": constant.expand_as(plain).contiguous()}
+        return replace(primitive, sh_degree=0), Points(params)
 
     # ---- training ----
 
@@ -298,8 +298,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         Returns:
             rgb [H, W, 3], depth [H, W, 1], accumulation [H, W, 1], background [3] or [H, W, 3].
         """
-        if self.elsewhere is not None:
-            return self.elsewhere(camera, self.crop_box)
+        if self.elsewhere is not None and (outputs := self.elsewhere(camera, self.crop_box)) is not None:
+            return outputs
         params = dict(self.gauss_params.items())
         if self.crop_box is not None and not self.training:
             kept = self.crop_box.within(self.means).reshape(-1)

@@ -16,12 +16,13 @@ class LateOutputs(MutableMapping[str, Any]):
         name: of the one that is not. It stands before the last of the others, for of a new list of outputs nerfstudio's
             viewer chooses the first, and the last for its split screen.
         make: computes it; called once, when it is looked at first.
+        listed: whether it is among the names that are listed; if not it is there for who asks for it.
     """
 
-    def __init__(self, ready: dict[str, Any], name: str, make: Callable[[], Any]) -> None:
+    def __init__(self, ready: dict[str, Any], name: str, make: Callable[[], Any], *, listed: bool = True) -> None:
         self._ready, self._name, self._make = ready, name, make
         names = list(ready)
-        self._names = [*names[:-1], name, *names[-1:]]
+        self._names = [*names[:-1], name, *names[-1:]] if listed else names
 
     def __getitem__(self, name: str) -> Any:
         if name == self._name and name not in self._ready:
@@ -38,7 +39,7 @@ class LateOutputs(MutableMapping[str, Any]):
         self._ready.pop(name, None)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._names or name == self._name
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

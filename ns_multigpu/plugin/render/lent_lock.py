@@ -32,7 +32,7 @@ class LentLock:
         me = threading.get_ident()
         if me == self._owner:
             return self
-        with _untraced(), self._changed:
+        with untraced(), self._changed:
             if not self._closed:
                 self._waiting.append(me)
                 self._changed.notify_all()
@@ -42,7 +42,7 @@ class LentLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with _untraced(), self._changed:
+        with untraced(), self._changed:
             if self._borrower == threading.get_ident():
                 self._borrower = None
                 self._changed.notify_all()
@@ -53,7 +53,7 @@ class LentLock:
         Raises:
             SystemExit: it will not be answered any more. (In a thread that ends just this thread, and says nothing.)
         """
-        with _untraced():
+        with untraced():
             if self._borrower == threading.get_ident():
                 return self._ask(question)
             with self:
@@ -75,6 +75,11 @@ class LentLock:
     def wanted(self) -> bool:
         """Whether a thread waits for it."""
         return bool(self._waiting)
+
+    @property
+    def waiting(self) -> int:
+        """How many threads wait for it."""
+        return len(self._waiting)
 
     def wait_until_wanted(self, seconds: float) -> None:
         """Returns as soon as a thread waits for it, after `seconds` at the latest."""
@@ -116,7 +121,7 @@ class LentLock:
 
 
 @contextmanager
-def _untraced() -> Iterator[None]:
+def untraced() -> Iterator[None]:
     """Nerfstudio interrupts a viewer's rendering by a trace function that raises, at any line: not within this."""
     tracer = sys.gettrace()
     sys.settrace(None)

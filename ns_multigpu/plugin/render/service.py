@@ -1,67 +1,33 @@
-"""Images of a model whose points are spread over ranks: rendered by all of them together, gathered where wanted.
+"""Images of a model for whoever asks: an evaluation, a viewer's threads, or nerfstudio's own commands.
 
 An evaluation calls `render` on every rank. A viewer lives on rank 0 alone, in threads of its own: what it asks for
 waits until all ranks stand between two steps (see `Guards.may_go_on`) and their main threads render it (`serve`).
+nerfstudio's commands know one process; the helpers that it may have (see `launch.helpers`) wait for what it asks them
+at any time (`lead_always`).
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.scene_box import OrientedBox
-from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints, broadcast_object, exchange_rows
-from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.schema import POSITION
+from ns_multigpu.core.collectives import broadcast_object
+from ns_multigpu.core.forward import NoRoom
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
-from ns_multigpu.locality.palette import rank_colors
-from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.render.late_outputs import LateOutputs
-from ns_multigpu.plugin.render.lent_lock import LentLock
+from ns_multigpu.plugin.render.lent_lock import LentLock, untraced
+from ns_multigpu.plugin.render.pictures import Outputs, Pictures, RenderRequest
+from ns_multigpu.plugin.render.strides import Strides
 
 T = TypeVar("T")
-Outputs = dict[str, Any]
 RANK = "rank"
 """The output that shows who owns what is seen: every point in its owner's colour, blended as usual."""
-_CHANNELS = 5
-"""Of a pixel: colour, opacity, depth."""
-_NO_TRAINING_VIEW = -1
-"""Index of views that are not the capture's: their work is not what was learned of a training view."""
-
-
-@dataclass(frozen=True)
-class RenderRequest:
-    """An image to render, as one rank tells it to the others.
-
-    Attributes:
-        view: the camera, its tensors on the host.
-        crop: renders the points in this box alone, on the host too; None for all.
-        owners: renders every point in the colour of the rank that owns it, instead of its own.
-    """
-
-    view: View
-    crop: OrientedBox | None = None
-    owners: bool = False
-
-    @staticmethod
-    def of(camera: Cameras, crop: OrientedBox | None, device: torch.device) -> "RenderRequest":
-        """One pinhole camera, its matrices computed on `device`, as everywhere else.
-
-        Raises:
-            ValueError: the image has no pixels.
-        """
-        camera = camera.to(device)
-        view = view_from_camera(camera, camera.camera_to_worlds.reshape(-1, 3, 4)[0], _NO_TRAINING_VIEW)
-        if view.width < 1 or view.height < 1:
-            raise ValueError(f"an image of {view.width}x{view.height} pixels cannot be rendered")
-        if crop is not None:
-            crop = OrientedBox(R=crop.R.cpu(), T=crop.T.cpu(), S=crop.S.cpu())
-        return RenderRequest(replace(view, viewmat=view.viewmat.cpu(), K=view.K.cpu()), crop)
 
 
 class RenderService:
@@ -72,29 +38,27 @@ class RenderService:
         strategy: how its points are spread.
 
     Attributes:
-        lock: what viewers render under; lent between two steps.
+        pictures: draws them, on all ranks.
+        lock: what viewers render under while a model is trained; lent between two steps.
+        rate: pixels a second of the last picture that somebody waited for; None before there was one.
+        strides: how many steps to take while somebody looks.
     """
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
-        self._model, self._strategy, self._world = model, strategy, strategy.world
-        self.lock = LentLock()
-        self._main = threading.get_ident()
-        self._leads = self._failed = False
-
-    @property
-    def shared(self) -> bool:
+        self._model, self._world = model, strategy.world
+        self.pictures = Pictures(model, strategy)
+        self.shared = self._world.size > 1 and not strategy.placement.replicated
         """Whether an image takes all ranks: the points are spread over several."""
-        return self._world.size > 1 and not self._strategy.placement.replicated
-
-    @property
-    def if_shared(self) -> "RenderService | None":
-        """Itself, if an image takes all ranks."""
-        return self if self.shared else None
+        self.lock = LentLock()
+        self.rate: float | None = None
+        self.strides = Strides()
+        self._main = threading.get_ident()
+        self._leads = self._always = self._failed = False
+        self._turn = threading.RLock()
 
     def install(self) -> None:
-        """From now on the model's own rendering methods come here, if it takes all ranks. See `outputs`."""
-        if self.shared:
-            self._model.elsewhere = self.outputs
+        """From now on the model's own rendering methods come here first. See `outputs`."""
+        self._model.elsewhere = self.outputs
 
     # ---- by all ranks together ----
 
@@ -110,90 +74,58 @@ class RenderService:
 
         Returns:
             on `roots` what `SplatModel.get_outputs` returns in eval mode; None elsewhere.
+
+        Raises:
+            NoRoom: on all ranks, where even a small part of it does not fit their devices.
         """
         return self._render(RenderRequest.of(camera, crop, self._world.device), roots)
 
-    @torch.no_grad()
     def _render(self, request: RenderRequest, roots: Sequence[int]) -> Outputs | None:
-        model, world, strategy = self._model, self._world, self._strategy
-        view = replace(request.view, viewmat=request.view.viewmat.to(world.device), K=request.view.K.to(world.device))
-        points = Points({name: value.detach() for name, value in model.gauss_params.items()})
-        if request.crop is not None:
-            kept = request.crop.within(points.params[POSITION]).reshape(-1)
-            points = Points({name: value[kept] for name, value in points.params.items()})
-            if not any(row[0] for row in all_gather_ints([len(points)], world)):
-                background = model.background_color.to(world.device)
-                return model.get_empty_outputs(view.width, view.height, background) if world.rank in roots else None
-        # No loss, no windows: what lies in a halo is another rank's to render.
-        drawn = strategy.plan([view]).drawn
-        plan = Plan.of([replace(patch, halo=0) for patch in patches] for patches in drawn)
-        primitive = model.primitive(depth=True, counted=False)
-        if request.owners:
-            colors = rank_colors(world.machines, world.size // world.machines)
-            primitive, points = model.in_one_color(primitive, points, colors[world.rank])
-        pixels = self._gather(strategy.render(primitive, points, [view], plan), view, plan, roots)
-        if pixels is None:
-            return None
-        was_training = model.training
-        model.eval()
-        try:
-            return model.outputs_of(pixels, view)
-        finally:
-            model.train(was_training)
-
-    def _gather(self, rendering: Rendering, view: View, plan: Plan, roots: Sequence[int]) -> Pixels | None:
-        """The whole image on `roots`, from each rank's patches."""
-        world = self._world
-        counts = [sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in patches) for patches in plan.owned]
-        like = next(row for row in rendering.splats.rows.values() if row.is_floating_point())
-        parts = [torch.cat([one.color, one.alpha, _depth(one)], -1).flatten(0, 1) for one in rendering.pixels]
-        own = torch.cat([like.new_empty(0, _CHANNELS), *parts])
-        send = [len(own) if rank in roots else 0 for rank in range(world.size)]
-        receive = counts if world.rank in roots else [0] * world.size
-        rows = exchange_rows(own.repeat(len(set(roots)), 1), send, receive, world)
-        if world.rank not in roots:
-            return None
-        image = rows.new_empty(view.height, view.width, _CHANNELS)
-        start = 0
-        for patch in (patch for patches in plan.owned for patch in patches):
-            height, width = patch.y1 - patch.y0, patch.x1 - patch.x0
-            piece = rows[start : start + height * width]
-            image[patch.y0 : patch.y1, patch.x0 : patch.x1] = piece.view(height, width, _CHANNELS)
-            start += height * width
-        color, alpha, depth = (part.contiguous() for part in image.split([3, 1, 1], dim=-1))
-        return Pixels(Patch.whole(0, view), color, alpha, depth)
+        return self.pictures.draw(request, roots)
 
     # ---- on request of rank 0 ----
 
-    def outputs(self, camera: Cameras, crop: OrientedBox | None) -> MutableMapping[str, Any]:
-        """An image for whoever asks the model for one.
+    def outputs(self, camera: Cameras, crop: OrientedBox | None) -> MutableMapping[str, Any] | None:
+        """An image for whoever asks the model for one; None for one that this process can and should make by itself.
 
-        A viewer's thread waits until all ranks come to render it. Within `run_leading` rank 0 makes the others help at
-        once. Otherwise, in main threads, every rank must ask for the same, and gets it.
+        A viewer's thread waits until all ranks come to render it. Within `run_leading`, or after `lead_always`, rank 0
+        makes the others help at once. Otherwise, in main threads, every rank must ask for the same, and gets it, where
+        the points are spread; where they are not, each makes its own.
 
         The first two have an output `rank` as well. It takes a rendering of its own, by all ranks, and so it is only
         made when somebody looks at it; in the third case one rank might look alone, and wait for ever.
 
         Raises:
+            NoRoom: the image does not fit the ranks' devices.
             SystemExit: in a viewer's thread, that training has ended.
         """
-        if threading.get_ident() != self._main or self._leads:
+        viewer = threading.get_ident() != self._main
+        if viewer or self._leads or self._always:
             request = RenderRequest.of(camera, crop, self._world.device)
-            return LateOutputs(self._ask(request), RANK, lambda: self._ask(replace(request, owners=True))["rgb"])
+            if self._world.size == 1:
+                return self._lead(request)
+            owners = replace(request, owners=True)
+            # nerfstudio's commands write all outputs that are listed.
+            return LateOutputs(self._ask(request), RANK, lambda: self._ask(owners)["rgb"], listed=viewer or self._leads)
+        if not self.shared:
+            return None
         outputs = self.render(camera, crop, range(self._world.size))
         assert outputs is not None
         return outputs
 
     def _ask(self, request: RenderRequest) -> Outputs:
+        if self._always or (threading.get_ident() == self._main and self._leads):
+            return self._lead(request)
         if threading.get_ident() != self._main:
-            return self.lock.ask(request)
-        if not self._leads:
-            raise RuntimeError("an output that takes all ranks was looked at when they did not help any more")
-        return self._lead(request)
+            answer = self.lock.ask(request)
+            if isinstance(answer, NoRoom):
+                raise answer
+            return answer
+        raise RuntimeError("an output that takes all ranks was looked at when they did not help any more")
 
     def serve(self) -> None:
         """Renders what a viewer's thread on rank 0 wants. Every rank calls it, at the same place between two steps."""
-        self.run_leading(lambda: self.lock.lend(self._lead))
+        self.run_leading(lambda: self.lock.lend(self._answer))
 
     def run_leading(self, work: Callable[[], T]) -> T | None:
         """Runs `work` on rank 0, which may ask the model for images, while the others help. Every rank calls it.
@@ -204,7 +136,7 @@ class RenderService:
         world = self._world
         if not world.is_main:
             while (request := broadcast_object(None, 0, world)) is not None:
-                self._render(request, (0,))
+                self.help(request)
             return None
         self._leads = True
         try:
@@ -214,20 +146,67 @@ class RenderService:
             if not self._failed:  # else they wait elsewhere, and this rank's error ends the run
                 broadcast_object(None, 0, world)
 
+    def help(self, request: RenderRequest) -> None:
+        """Renders with the others what rank 0 has asked for."""
+        with contextlib.suppress(NoRoom):  # which all ranks have met; rank 0 tells
+            self._render(request, (0,))
+
+    def _answer(self, request: RenderRequest) -> "Outputs | NoRoom":
+        try:
+            return self._lead(request)
+        except NoRoom as error:  # for whoever asked; training goes on
+            return error
+
     def _lead(self, request: RenderRequest) -> Outputs:
-        self._failed = True
-        broadcast_object(request, 0, self._world)
-        outputs = self._render(request, (0,))
-        assert outputs is not None
-        if self._world.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # another thread goes on with it, on a stream of its own
-        self._failed = False
-        return outputs
+        with untraced(), self._turn:  # nerfstudio interrupts a viewer's rendering: not within this
+            began = time.perf_counter()
+            self._failed = True
+            broadcast_object(request, 0, self._world)
+            try:
+                outputs = self._render(request, (0,))
+            except NoRoom:
+                self._failed = False
+                raise
+            assert outputs is not None
+            if self._world.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # another thread may go on with it, on a stream of its own
+            self._failed = False
+            seconds = time.perf_counter() - began
+            self.rate = request.view.width * request.view.height / max(seconds, 1e-6)
+            return outputs
+
+    # ---- one process with helpers ----
+
+    def lead_always(self) -> None:
+        """On rank 0: from now on the other ranks wait for what it asks for, whenever that is, in any thread."""
+        self._always = True
+
+    @property
+    def leads_always(self) -> bool:
+        """Whether that is so now."""
+        return self._always
+
+    @contextlib.contextmanager
+    def side_by_side(self) -> Iterator[None]:
+        """Within, all ranks call the same again, as if nobody led."""
+        with self._turn:
+            before, self._always = self._always, False
+            try:
+                yield
+            finally:
+                self._always = before
+
+    # ---- a viewer's threads ----
 
     @property
     def wanted(self) -> bool:
         """Whether a viewer's thread of this rank waits for an image."""
         return self.lock.wanted
+
+    @property
+    def waiting(self) -> int:
+        """How many of a viewer's threads wait for an image."""
+        return self.lock.waiting
 
     def wait_until_wanted(self, seconds: float) -> None:
         """Returns as soon as a viewer's thread of this rank wants an image, after `seconds` at the latest."""
@@ -236,8 +215,3 @@ class RenderService:
     def close(self) -> None:
         """Ends all threads that wait for an image, or ask for one later."""
         self.lock.close()
-
-
-def _depth(pixels: Pixels) -> Tensor:
-    assert pixels.depth is not None
-    return pixels.depth

@@ -7,7 +7,11 @@ threads that wait for the lock keep the process from ending. So here:
 - `atomic()` gives its lock back, whatever happens within;
 - viser's threads are daemons: none of them keeps a process alive;
 - a page that is not there is asked nothing, and is drawn no more;
-- the address that is shown is the one that is served.
+- the address that is shown is the one that is served;
+- training goes on while a camera moves (nerfstudio lets it wait), and what it draws anew for pages that stand still
+  takes a small share of its time;
+- a moving picture is as large as can be drawn 30 times a second. Nerfstudio takes the wait for a step for drawing, so
+  that beside training its pictures shrink to 30 lines.
 
 `mend` puts this in place of viser's and nerfstudio's own code, for the viewers of training and of `ns-viewer` alike.
 """
@@ -31,6 +35,12 @@ from ns_multigpu.plugin.render.viewer_start import hasten
 
 _BETWEEN_FAILURES = 0.5
 """Seconds that a page which could not be drawn waits for before the next attempt."""
+_BETWEEN_PICTURES = 0.25
+"""Seconds between two pictures of a page that stands still, at least, while training goes on."""
+_SHARE = 0.1
+"""Of the time that such pictures may take."""
+_FEWEST_LINES = 120
+"""Of a picture that moves."""
 
 Viewer: Any = stock.Viewer
 _stock_init = Viewer.__init__
@@ -48,7 +58,7 @@ def mend() -> None:
     handler.atomic, handler.queue_message = _atomic, _queue_message
     _infra.ThreadPoolExecutor = DaemonThreads
     stock.RenderStateMachine = PageRenderer  # type: ignore[misc]
-    Viewer.__init__, Viewer.handle_disconnect = _init, _handle_disconnect
+    Viewer.__init__, Viewer.handle_disconnect, Viewer.update_scene = _init, _handle_disconnect, _update_scene
     Viewer.render_statemachines = property(lambda self: self._pages, _keep_pages)
 
 
@@ -155,6 +165,16 @@ class PageRenderer(RenderStateMachine):
                 else:
                     forget(self.viewer, self.client)
 
+    def _calculate_image_res(self, aspect_ratio: float) -> tuple[int, int]:
+        """See nerfstudio's: height and width in pixels."""
+        rate = _rate(self.viewer)
+        if self.state == "high" or rate is None:
+            return super()._calculate_image_res(aspect_ratio)
+        most = self.viewer.control_panel.max_res
+        height = (rate / self.target_fps / aspect_ratio) ** 0.5
+        height = min(max(height, _FEWEST_LINES), most, most / aspect_ratio)
+        return max(1, int(height)), max(1, int(height * aspect_ratio))
+
     def _tell(self, error: Exception) -> None:
         if not self._told:
             self._told = True
@@ -195,6 +215,29 @@ def forget(viewer: Any, client: Any) -> None:
         page.running = False
     # viser calls this when it has removed the page itself, if it knew of it then.
     viewer.viser_server._connected_clients.pop(client.client_id, None)
+
+
+def _update_scene(self: Any, step: int, num_rays_per_batch: int | None = None) -> None:
+    """See nerfstudio's. Called between steps: it does not wait, and has pages that stand still drawn again, but
+    so seldom that this takes a tenth of the time at most."""
+    self.step = step
+    if not self.render_statemachines or self.trainer is None or self.trainer.training_state != "training":
+        return
+    now, rate = time.monotonic(), _rate(self)
+    seconds = len(self.render_statemachines) * self.control_panel.max_res**2 / rate if rate else 0.0
+    if now < getattr(self, "_drawn_at", 0.0) + max(_BETWEEN_PICTURES, seconds / _SHARE):
+        return
+    self._drawn_at = now
+    for number, client in self.viser_server.get_clients().items():
+        with contextlib.suppress(AttributeError):  # a page that has not told of its camera yet
+            self.render_statemachines[number].action(RenderAction("step", self.get_camera_state(client)))
+    self.update_camera_poses()
+    self.update_step(step)
+
+
+def _rate(viewer: Any) -> float | None:
+    """Pixels a second that the viewer's model is drawn at; None where nobody has measured that."""
+    return getattr(getattr(viewer.pipeline, "renders", None), "rate", None)
 
 
 def _is_there(client: Any) -> bool:

@@ -6,25 +6,33 @@ from typing import Any
 from nerfstudio.utils.rich_utils import CONSOLE
 
 from ns_multigpu.core.collectives import broadcast_int
+from ns_multigpu.plugin.faults.signals import MANY
 
 
 def may_go_on(trainer: Any, step: int) -> bool:
     """Whether to take `step`: all ranks go on or none. It returns when a pause of rank 0's viewer is over, or never.
 
-    In between it renders for the viewer what takes all ranks. Every rank calls it.
+    In between it renders for the viewer. While a page is open, `Guards.granted` is short. Every rank calls it.
     """
-    return trainer.guards.may_go_on(
-        step,
-        stop=lambda: trainer.stop_training,
-        paused=lambda: trainer.training_state != "training",
-        renders=trainer.pipeline.renders.if_shared,
-    )
+    renders, viewer = trainer.pipeline.renders, trainer.viewer_state
+    renders.strides.ended(step)
+    watched = bool(getattr(viewer, "render_statemachines", None))
+    try:
+        return trainer.guards.may_go_on(
+            step,
+            stop=lambda: trainer.stop_training,
+            paused=lambda: trainer.training_state != "training",
+            renders=renders,
+            steps=renders.strides.steps if watched else MANY,
+        )
+    finally:
+        renders.strides.begins(step)
 
 
 def stay_open(trainer: Any) -> None:
     """After training: keeps rank 0's viewer open, if there is one, until Ctrl-C or SIGTERM. Every rank calls it.
 
-    All stay, for it may take them all to render; and one that left would be taken for one that does not answer.
+    All stay, for it takes them all to render; and one that left would be taken for one that does not answer.
     """
     viewer = trainer.viewer_state
     if not broadcast_int(int(viewer is not None), 0, trainer.world):

@@ -1,11 +1,12 @@
-"""Evaluating and rendering a trained model with several workers: for models that do not fit one GPU.
+"""Evaluating and rendering a trained model with several workers.
 
-`ns-multigpu eval` and `ns-multigpu render` do what ns-eval and ns-render camera-path do, and write the same files. Each
-worker loads its part of the points; rank 0 leads and writes.
+`ns-multigpu eval` and `ns-multigpu render` do what ns-eval and ns-render do, and write the same files. Each worker
+loads the whole model if it fits its device, and its part of the points if it does not.
 """
 
 import json
-import shutil
+import math
+import os
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,18 +14,20 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from nerfstudio.cameras.camera_paths import get_path_from_json
-from nerfstudio.cameras.cameras import CameraType
 from nerfstudio.utils.rich_utils import CONSOLE
 
 from ns_multigpu.core.world import World, gpu_places
-from ns_multigpu.plugin.checkpoint.verify import read_checkpoint_file, step_of
+from ns_multigpu.plugin.capture.moved import DATA
+from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, shapes_in
+from ns_multigpu.plugin.checkpoint.verify import read_checkpoint_file
 from ns_multigpu.plugin.export.ply import run_checkpoint
 from ns_multigpu.plugin.faults.errors import InputError, WorkerFailed
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.launcher import run_workers, use_own_share_of_cores
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.launch.ranks import Ranks, rendezvous_explained
+from ns_multigpu.plugin.render.team import RENDER_MEMORY, asked_for, free_memory, size_for
+from ns_multigpu.plugin.tools.rendering import Rendering
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig, prepare_operators, read_config
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline
 
@@ -36,7 +39,9 @@ class Work(Protocol):
     """What to do with a model."""
 
     @property
-    def test_mode(self) -> Literal["test", "inference"]: ...
+    def test_mode(self) -> Literal["test", "inference"]:
+        """What the pipeline is set up for."""
+        ...
 
     def run(self, run: DistributedTrainerConfig, checkpoint: Path, pipeline: DistributedPipeline) -> None:
         """Does it. Every rank calls it, and rank 0 writes."""
@@ -80,71 +85,6 @@ class Evaluation:
         CONSOLE.print(f"Saved results to: {self.output}")
 
 
-@dataclass(frozen=True)
-class CameraPath:
-    """Images along a camera path, as ns-render camera-path writes them.
-
-    Attributes:
-        path: the JSON file of the path, from the viewer.
-        output: a video, or, if the name has no suffix, a folder for images.
-        names: outputs to show, side by side.
-        downscale: renders at 1/downscale of the path's size.
-        image_format: of images in a folder.
-    """
-
-    path: Path
-    output: Path
-    names: tuple[str, ...] = ("rgb",)
-    downscale: float = 1.0
-    image_format: Literal["jpeg", "png"] = "jpeg"
-    test_mode: Literal["test", "inference"] = "inference"
-
-    def check(self) -> None:
-        """Whether it can be done, as far as that is to be seen from here.
-
-        Raises:
-            InputError: there is no such path, or it cannot be rendered.
-        """
-        if not self.path.is_file():
-            raise InputError(f"--camera-path-filename {self.path}: there is no such file. Save one from the viewer.")
-        try:
-            cameras = get_path_from_json(json.loads(self.path.read_text("utf8")))
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"--camera-path-filename {self.path}: this is no camera path ({error!r}).") from error
-        if cameras.camera_type is not None and bool((cameras.camera_type != CameraType.PERSPECTIVE.value).any()):
-            raise InputError(
-                f"--camera-path-filename {self.path}: Gaussians are rendered for perspective cameras only. Choose that "
-                "type in the viewer's render panel."
-            )
-        if self.downscale <= 0:
-            raise InputError(f"--downscale-factor {self.downscale}: give more than 0.")
-
-    def run(self, run: DistributedTrainerConfig, checkpoint: Path, pipeline: DistributedPipeline) -> None:
-        """See `Work.run`."""
-        pipeline.renders.run_leading(lambda: self._render(pipeline))
-
-    def _render(self, pipeline: DistributedPipeline) -> None:
-        from nerfstudio.scripts import render  # slow to import
-
-        told = json.loads(self.path.read_text("utf8"))
-        video = self.output.suffix != ""
-        if video and shutil.which("ffmpeg") is None:
-            import imageio_ffmpeg
-
-            render.media.set_ffmpeg(imageio_ffmpeg.get_ffmpeg_exe())
-        render._render_trajectory_video(
-            pipeline,
-            get_path_from_json(told),
-            output_filename=self.output,
-            rendered_output_names=list(self.names),
-            crop_data=render.get_crop_from_json(told),
-            rendered_resolution_scaling_factor=1.0 / self.downscale,
-            seconds=told["seconds"],
-            output_format="video" if video else "images",
-            image_format=self.image_format,
-        )
-
-
 @dataclass
 class ToolMachine:
     """Where the workers are, under the names of nerfstudio's options."""
@@ -156,12 +96,13 @@ class ToolMachine:
 
 @dataclass
 class ToolConfig:
-    """What workers are started with: see `worker.Config`."""
+    """What workers are started with: see `worker.Config`. `whole`: each holds all points."""
 
     load_config: Path
     checkpoint: Path
     work: Work
     machine: ToolMachine
+    whole: bool
     max_restarts: int = field(default=0, init=False)
 
     def setup(self, *, local_rank: int = 0, world_size: int = 1) -> "ToolWorker":
@@ -184,7 +125,9 @@ class ToolWorker:
             world = World.from_env(device, control_timeout=_LONGEST_PAUSE)
         set_world(world)
         self._run = read_config(self._config.load_config)
-        self._pipeline = load_model(self._run, self._config.checkpoint, world, self._config.work.test_mode)
+        self._run.pipeline.strategy = "batch" if self._config.whole else "tile"  # type: ignore[attr-defined]
+        with CONSOLE.status("Loading Gaussians"):
+            self._pipeline = load_model(self._run, self._config.checkpoint, world, self._config.work.test_mode)
 
     def train(self) -> None:
         """Does the work."""
@@ -203,10 +146,7 @@ def load_model(
     run.pipeline.checkpoints = checkpoint.parent  # type: ignore[attr-defined]
     pipeline: DistributedPipeline = run.pipeline.setup(device=str(world.device), test_mode=test_mode)
     pipeline.eval()
-    if pipeline.renders.shared:
-        pipeline.model.hold_shard(pipeline.strategy.placement, world)
-    state = read_checkpoint_file(checkpoint)
-    pipeline.load_pipeline(state["pipeline"], step_of(checkpoint))
+    pipeline.load_file(checkpoint)
     CONSOLE.print(f"Loaded {checkpoint}: {pipeline.model.total_points} Gaussians.")
     return pipeline
 
@@ -214,33 +154,49 @@ def load_model(
 def run_tool(
     load_config: Path,
     step: int | None,
-    work: Evaluation | CameraPath,
+    work: Evaluation | Rendering,
     num_devices: int | None,
     device_type: Literal["auto", "cpu", "cuda"],
+    data: Path | None = None,
 ) -> None:
     """Does `work` with the checkpoint of a run, in as many worker processes as there are devices to be.
 
     Args:
         load_config: the run's config.yml.
         step: of the checkpoint; the newest by default.
-        num_devices: workers; by default as many as trained the model. Under torchrun this process is one of them.
+        num_devices: workers; by default all GPUs, or as many CPU workers as trained the model. Under torchrun this
+            process is one of them.
         device_type: of their devices; "auto" takes GPUs if there are any.
+        data: where the capture is, if it is not where it was.
 
     Raises:
         InputError: it cannot be done.
         WorkerFailed: a worker failed; its traceback has been written to stderr.
     """
     ranks, run = Ranks.from_env(), read_config(load_config)
+    if data is not None:
+        os.environ[DATA] = str(data)  # which the workers get, too
     work.check()
     kind: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type != "auto":
         kind = device_type
-    workers = num_devices if num_devices is not None else run.machine.num_devices if ranks is None else 1
+    places = gpu_places() if kind == "cuda" else 0
+    usual = run.machine.num_devices if kind == "cpu" or places == sys.maxsize else max(places, 1)
+    workers = num_devices if num_devices is not None else usual if ranks is None else 1
     try:
-        checks.check_devices(kind, workers, ranks, gpu_places() if kind == "cuda" else 0)
+        checks.check_devices(kind, workers, ranks, places)
     except InputError as error:
         raise InputError(str(error).replace("--machine.", "--")) from None
-    config = ToolConfig(load_config, run_checkpoint(load_config, step), work, ToolMachine(kind, workers))
+    checkpoint = run_checkpoint(load_config, step)
+    shapes = {k: s for k, s in shapes_in(read_checkpoint_file(checkpoint)["pipeline"]).items() if k.startswith(POINTS)}
+    if not shapes:
+        raise InputError(f"{checkpoint} is not a checkpoint of 3D Gaussians: it has no {POINTS}means.")
+    points, size = next(iter(shapes.values()))[0], 4 * sum(math.prod(shape[1:]) for shape in shapes.values())
+    memory = asked_for(RENDER_MEMORY, float, 0)
+    room = memory * 1e9 if memory is not None else free_memory() if kind == "cuda" else None
+    together = workers if ranks is None else ranks.size
+    whole = size_for(points, size, kind, together, room, together).whole
+    config = ToolConfig(load_config, checkpoint, work, ToolMachine(kind, workers), whole)
     prepare_operators(kind)
     if ranks is None and workers > 1:
         try:

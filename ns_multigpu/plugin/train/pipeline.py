@@ -25,16 +25,16 @@ from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, Distr
 from ns_multigpu.plugin.capture.image_homes import homes_of
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
 from ns_multigpu.plugin.checkpoint.sharded_state import load_points
-from ns_multigpu.plugin.checkpoint.verify import SHARDS
+from ns_multigpu.plugin.checkpoint.verify import SHARDS, read_checkpoint_file, step_of
 from ns_multigpu.plugin.export.ns_export import stream_for_ns_export
 from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
 from ns_multigpu.plugin.launch import checks
-from ns_multigpu.plugin.launch.process_world import get_world
+from ns_multigpu.plugin.launch.process_world import get_world, set_world
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.splat_model import SplatModel
-from ns_multigpu.plugin.render import viewer
+from ns_multigpu.plugin.render import team, viewer
 from ns_multigpu.plugin.render.evaluation import RenderedView, rendered_views, spread
 from ns_multigpu.plugin.render.service import RenderService
 from ns_multigpu.plugin.render.spiral import let_spirals_begin
@@ -146,6 +146,9 @@ class DistributedPipeline(VanillaPipeline):
             let_spirals_begin(DistributedDataManager)
         if test_mode == "inference":
             stream_for_ns_export()
+        self.team: team.Team | None = None
+        if test_mode != "val":
+            config, self.team = team.begin(config, test_mode)
         checks.check_strategy(config.strategy, STRATEGIES)
         checks.check_views_per_rank(config.views_per_rank)
         self.world = get_world(str(device))
@@ -177,6 +180,8 @@ class DistributedPipeline(VanillaPipeline):
         self.world.traffic.measured = lambda: self.timer.within("compute", "exchange")
         seed = broadcast_object(torch.initial_seed(), 0, self.world)
         self.model.prepare_densifier(self.world, seed)
+        if self.team is not None:
+            set_world(None)
         run_parts().done("placement and densifier")
 
     def _training_views(self) -> list[View]:
@@ -220,7 +225,28 @@ class DistributedPipeline(VanillaPipeline):
         Raises:
             InputError: the shards are missing or damaged.
         """
+        if self.team is not None:
+            models = self.config.checkpoints
+            assert models is not None, "it was looked at before there was a team"
+            with CONSOLE.status("Loading Gaussians onto all devices"):
+                self.team.tell("load_file", models / f"step-{step:09d}.ckpt")
+                self._load_own(loaded_state, step)
+            self.renders.lead_always()
+            return
+        self._load_own(loaded_state, step)
+
+    def load_file(self, path: Path) -> None:
+        """Loads a .ckpt as `load_pipeline` does. Every rank calls it.
+
+        Raises:
+            InputError: it is missing or damaged.
+        """
+        self._load_own(read_checkpoint_file(path)["pipeline"], step_of(path))
+
+    def _load_own(self, loaded_state: dict[str, Any], step: int) -> None:
         model, load = self.model, super().load_pipeline
+        if self.renders.shared and not model.sharded:
+            model.hold_shard(self.strategy.placement, self.world)
         if SHARDS not in loaded_state and not model.sharded:
             load(loaded_state, step)
             return
@@ -300,6 +326,10 @@ class DistributedPipeline(VanillaPipeline):
             output_path: folder for the images, if wanted.
             get_std: standard deviations too, as `<metric>_std`.
         """
+        if self.team is not None and self.renders.leads_always:
+            self.team.tell("get_average_eval_image_metrics", step, output_path, get_std)
+            with self.renders.side_by_side():
+                return self.get_average_eval_image_metrics(step, output_path, get_std)
         self.eval()
         if output_path is not None:
             output_path.mkdir(exist_ok=True, parents=True)

@@ -102,8 +102,7 @@ class DistributedTrainer(Trainer):
         spread = pipeline.model.spread_parameters()
         what = (config.optimizers.copy(), pipeline.get_param_groups(), course)
         optimizers = BatchOptimizers(*what, fused=fused, compact=compact, spread=spread)
-        if self.pipeline.renders.shared:
-            self.train_lock = self.pipeline.renders.lock  # nerfstudio hands it to its viewer next
+        self.train_lock = self.pipeline.renders.lock  # nerfstudio hands it to its viewer next
         return optimizers
 
     def train(self) -> None:
@@ -146,7 +145,8 @@ class DistributedTrainer(Trainer):
                     block = range(step, step + 1)
                     self._one_step(step, last=step + 1 == steps)
                 else:
-                    block = fused.training.block(step, next_stop(self.config, step, steps, evaluates=evaluates))
+                    limit = min(step + self.guards.granted, next_stop(self.config, step, steps, evaluates=evaluates))
+                    block = fused.training.block(step, limit)
                     self._fused_steps(fused, block, last=block.stop == steps)
                 step = block.stop
         self.progress.trained()
@@ -393,8 +393,4 @@ class DistributedTrainer(Trainer):
 
     def _train_complete_viewer(self) -> None:
         """Keeps the viewer open until Ctrl-C, or SIGTERM."""
-        if self.world.group is not None:
-            viewing.stay_open(self)
-        else:
-            with contextlib.suppress(KeyboardInterrupt), self.guards.signals.as_keyboard_interrupt():
-                super()._train_complete_viewer()
+        viewing.stay_open(self)

@@ -43,8 +43,9 @@ class Gaussians(Primitive):
     schema = SCHEMA
 
     def kernels(self, **options: Any) -> GaussianKernels | None:
-        """See `Primitive.kernels`: `selective`, `opacity_weight`, `scale_weight`. None for plain colours or depth."""
-        if self.sh_degree is None or self.depth:
+        """See `Primitive.kernels`: `selective`, `opacity_weight`, `scale_weight`, and `depth` for pictures without a
+        way back. None for plain colours, or where depth is to be learned from."""
+        if self.sh_degree is None or (self.depth and not options.get("depth")):
             return None
         return GaussianKernels(
             self.sh_degree, self.antialiased, self.absgrad, self.eps2d, self.near, self.far, **options

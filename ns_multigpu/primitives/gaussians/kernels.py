@@ -34,6 +34,7 @@ class GaussianKernels(Kernels):
             dense Adam's do. (gsplat's SelectiveAdam leaves corrections out; with betas of 0.9 and 0.999 a step is the
             same to a hundredth after 4000 of them.)
         opacity_weight, scale_weight: see `splat_update`; of the whole model's sums.
+        depth: `draw` blends depths too, as a fourth number of the colour; then there is no way back.
     """
 
     degree: int
@@ -45,6 +46,7 @@ class GaussianKernels(Kernels):
     selective: bool = False
     opacity_weight: float = 0.0
     scale_weight: float = 0.0
+    depth: bool = False
 
     parameters = ORDER
     record_floats = RECORD_FLOATS
@@ -109,8 +111,9 @@ class GaussianKernels(Kernels):
 
     def draw(self, arrived: ArrivedRows, lists: Lists, patches: Sequence[int]) -> Drawn:
         tile_offsets, row_ids, _ = lists
+        features = torch.cat([arrived.features, arrived.depths[:, None]], -1) if self.depth else arrived.features
         inputs: Any = (
-            arrived.means2d, arrived.conics, arrived.opacities, arrived.features, tile_offsets, row_ids, patches, TILE
+            arrived.means2d, arrived.conics, arrived.opacities, features, tile_offsets, row_ids, patches, TILE
         )  # fmt: skip
         color, alpha, last, state = torch.ops.ns_multigpu.rasterize(*inputs, None)
         return Drawn(color, alpha, last, (inputs, state))

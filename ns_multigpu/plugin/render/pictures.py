@@ -1,0 +1,160 @@
+"""A picture of the model, drawn by all ranks together and gathered where it is wanted.
+
+It takes the forward half of a step (`core.forward`) where the primitive has kernels, and its differentiable face
+without gradients where it has none. A picture that is too large for the memory that is left is drawn in parts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.data.scene_box import OrientedBox
+from torch import Tensor
+
+from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
+from ns_multigpu.core.forward import Forward, NoRoom
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.schema import POSITION
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.types import Patch, Pixels, Points, View
+from ns_multigpu.locality.palette import rank_colors
+from ns_multigpu.plugin.model.cameras import view_from_camera
+
+Outputs = dict[str, Any]
+_CHANNELS = 5
+"""Of a pixel: colour, opacity, depth."""
+_NO_TRAINING_VIEW = -1
+"""Index of views that are not the capture's: their work is not what was learned of a training view."""
+_INVISIBLE = -30.0
+"""Logit of an opacity that draws nothing."""
+MOST_PASSES = 16
+"""Parts that a picture is drawn in at most, one after the other."""
+
+
+@dataclass(frozen=True)
+class RenderRequest:
+    """An image to render, as one rank tells it to the others.
+
+    Attributes:
+        view: the camera, its tensors on the host.
+        crop: renders the points in this box alone, on the host too; None for all.
+        owners: renders every point in the colour of the rank that owns it, instead of its own; where all ranks have all
+            points, in the colour of the rank that draws it.
+    """
+
+    view: View
+    crop: OrientedBox | None = None
+    owners: bool = False
+
+    @staticmethod
+    def of(camera: Cameras, crop: OrientedBox | None, device: torch.device) -> "RenderRequest":
+        """One pinhole camera, its matrices computed on `device`, as everywhere else.
+
+        Raises:
+            ValueError: the image has no pixels.
+        """
+        camera = camera.to(device)
+        view = view_from_camera(camera, camera.camera_to_worlds.reshape(-1, 3, 4)[0], _NO_TRAINING_VIEW)
+        if view.width < 1 or view.height < 1:
+            raise ValueError(f"an image of {view.width}x{view.height} pixels cannot be rendered")
+        if crop is not None:
+            crop = OrientedBox(R=crop.R.cpu(), T=crop.T.cpu(), S=crop.S.cpu())
+        return RenderRequest(replace(view, viewmat=view.viewmat.cpu(), K=view.K.cpu()), crop)
+
+
+class Pictures:
+    """Draws one model with all ranks. Made on every rank.
+
+    Args:
+        model: a `SplatModel`. strategy: how its points are spread.
+    """
+
+    def __init__(self, model: Any, strategy: Strategy) -> None:
+        self._model, self._strategy, self._world = model, strategy, strategy.world
+        self._forward = Forward(strategy) if Forward.serves(strategy) else None
+        self._passes: dict[tuple[int, int], int] = {}
+
+    @torch.no_grad()
+    def draw(self, request: RenderRequest, roots: Sequence[int]) -> Outputs | None:
+        """The picture on `roots`, as `SplatModel.get_outputs` returns it in eval mode; None elsewhere. All call it.
+
+        Raises:
+            NoRoom: on all ranks, where even a small part of it does not fit.
+        """
+        model, world = self._model, self._world
+        view = replace(request.view, viewmat=request.view.viewmat.to(world.device), K=request.view.K.to(world.device))
+        points = Points({name: value.detach() for name, value in model.gauss_params.items()})
+        if request.crop is not None:
+            opacities = points.params["opacities"]
+            kept = request.crop.within(points.params[POSITION]).reshape(opacities.shape)
+            if not any(row[0] for row in all_gather_ints([int(kept.any())], world)):
+                background = model.background_color.to(world.device)
+                return model.get_empty_outputs(view.width, view.height, background) if world.rank in roots else None
+            points = Points({**points.params, "opacities": opacities.masked_fill(~kept, _INVISIBLE)})
+        primitive = model.primitive(depth=True, counted=False)
+        if request.owners:
+            colors = rank_colors(world.machines, world.size // world.machines)
+            primitive, points = model.in_one_color(primitive, points, colors[world.rank])
+        pixels = self._gather(*self._drawn(primitive, points, view), view, roots)
+        if pixels is None:
+            return None
+        was_training = model.training
+        model.eval()
+        try:
+            return model.outputs_of(pixels, view)
+        finally:
+            model.train(was_training)
+
+    def _drawn(self, primitive: Any, points: Points, view: View) -> tuple[Plan, list[Pixels]]:
+        """Who has drawn what, and what this rank has."""
+        strategy = self._strategy
+        single = all(value.dtype == torch.float32 for value in points.params.values())
+        kernels = primitive.kernels(depth=True) if self._forward is not None and single else None
+        if self._forward is None or kernels is None:
+            # No loss, no windows: what lies in a halo is another rank's to render.
+            drawn = strategy.plan([view]).drawn
+            plan = Plan.of([replace(patch, halo=0) for patch in patches] for patches in drawn)
+            return plan, list(strategy.render(primitive, points, [view], plan).pixels)
+        size = (view.width, view.height)
+        passes = self._passes.get(size, 1)
+        while True:
+            try:
+                drawn = self._forward.draw(kernels, points, view, passes)
+            except NoRoom:
+                if passes >= MOST_PASSES:
+                    raise
+                passes *= 2
+                if self._world.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                continue
+            self._passes = {size: passes}
+            return drawn
+
+    def _gather(self, plan: Plan, own: Sequence[Pixels], view: View, roots: Sequence[int]) -> Pixels | None:
+        """The whole image on `roots`, from each rank's patches."""
+        world = self._world
+        counts = [sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in patches) for patches in plan.owned]
+        parts = [torch.cat([one.color, one.alpha, _depth(one)], -1).flatten(0, 1) for one in own]
+        dtype = parts[0].dtype if parts else torch.float32 if self._forward is not None else view.viewmat.dtype
+        mine = torch.cat([torch.empty(0, _CHANNELS, dtype=dtype, device=world.device), *parts])
+        send = [len(mine) if rank in roots else 0 for rank in range(world.size)]
+        receive = counts if world.rank in roots else [0] * world.size
+        rows = exchange_rows(mine.repeat(len(set(roots)), 1), send, receive, world)
+        if world.rank not in roots:
+            return None
+        image = rows.new_empty(view.height, view.width, _CHANNELS)
+        start = 0
+        for patch in (patch for patches in plan.owned for patch in patches):
+            height, width = patch.y1 - patch.y0, patch.x1 - patch.x0
+            piece = rows[start : start + height * width]
+            image[patch.y0 : patch.y1, patch.x0 : patch.x1] = piece.view(height, width, _CHANNELS)
+            start += height * width
+        color, alpha, depth = (part.contiguous() for part in image.split([3, 1, 1], dim=-1))
+        return Pixels(Patch.whole(0, view), color, alpha, depth)
+
+
+def _depth(pixels: Pixels) -> Tensor:
+    assert pixels.depth is not None
+    return pixels.depth

@@ -1,0 +1,103 @@
+"""From a model's outputs to what is written: images side by side, as ns-render shows them, in bytes on the host."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from nerfstudio.utils import colormaps
+from torch import Tensor
+
+from ns_multigpu.plugin.faults.errors import InputError
+
+
+@dataclass(frozen=True)
+class Look:
+    """How outputs are shown.
+
+    Attributes:
+        names: of the outputs, side by side: rgb, rgba, depth, accumulation, and where several devices share a picture
+            rank.
+        near, far: depths at the ends of the colours; by default a frame's own least and largest.
+    """
+
+    names: tuple[str, ...] = ("rgb",)
+    near: float | None = None
+    far: float | None = None
+
+
+class HostFrame:
+    """A frame on its way to the host; `array` waits for it.
+
+    Args:
+        frame: [h, w, channels] uint8 on any device.
+    """
+
+    def __init__(self, frame: Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        if frame.is_cuda:
+            self._frame = torch.empty(frame.shape, dtype=frame.dtype, pin_memory=True)
+            self._frame.copy_(frame, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+        else:
+            self._frame = frame.contiguous()
+
+    def array(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """[h, w, channels] uint8."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._frame.numpy()
+
+
+def shown(outputs: Mapping[str, Any], look: Look) -> Tensor:
+    """A frame [h, w, 3 or 4] uint8, on the outputs' device.
+
+    Raises:
+        InputError: there is no such output.
+    """
+    return torch.cat([picture(outputs, name, look) for name in look.names], dim=1)
+
+
+def picture(outputs: Mapping[str, Any], name: str, look: Look) -> Tensor:
+    """One output as a picture [h, w, 3 or 4] uint8.
+
+    Raises:
+        InputError: there is no such output.
+    """
+    if name == "rgba":
+        image = torch.cat([outputs["rgb"], outputs["accumulation"]], -1)
+    elif name not in outputs:
+        raise InputError(f"--rendered-output-names {name}: there is no such output; there are {_said(outputs)}.")
+    elif "depth" in name:
+        image = colormaps.apply_depth_colormap(
+            outputs[name], accumulation=outputs["accumulation"], near_plane=look.near, far_plane=look.far
+        )
+    else:
+        image = colormaps.apply_colormap(outputs[name].contiguous())
+    return (image.clamp(0.0, 1.0) * 255.0 + 0.5).to(torch.uint8)
+
+
+def check_names(names: Sequence[str], several: bool) -> None:
+    """Whether there are outputs of these names.
+
+    Args:
+        several: whether several devices share a picture.
+
+    Raises:
+        InputError: there are not.
+    """
+    there = ["rgb", "rgba", "depth", "accumulation", "background", *(["rank"] if several else [])]
+    for name in names:
+        if name not in there:
+            hint = " (rank is there where the model is spread over several devices)" if name == "rank" else ""
+            raise InputError(
+                f"--rendered-output-names {name}: there is no such output; there are {', '.join(there)}{hint}."
+            )
+    if not names:
+        raise InputError(f"--rendered-output-names: name at least one of {', '.join(there)}.")
+
+
+def _said(outputs: Mapping[str, Any]) -> str:
+    return ", ".join([*outputs, "rgba"])

@@ -1,0 +1,307 @@
+"""Rendering frames on all devices.
+
+Where each device holds the whole model, each draws frames of its own: parts of a film, or images, are dealt out. Where
+the model is spread, all draw every frame together, and the ranks take turns in getting and writing it. Either way a
+device goes on with the next frame while the last ones are encoded.
+"""
+
+import gzip
+import hashlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import mediapy
+import numpy as np
+import torch
+from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.model_components import renderers
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.progress import track
+
+from ns_multigpu.core.collectives import broadcast_object, max_int
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.render.panorama import panorama
+from ns_multigpu.plugin.render.pictures import Outputs, Pictures, RenderRequest
+from ns_multigpu.plugin.tools.film import (
+    JOB,
+    Failed,
+    ImageFormat,
+    Images,
+    Parts,
+    begin,
+    ffmpeg,
+    is_done,
+    part_length,
+    put_together,
+    whole_file,
+)  # fmt: skip
+from ns_multigpu.plugin.tools.frames import HostFrame, Look, check_names, picture, shown
+from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Shot, Shots, Spiral, is_panorama
+from strategies import STRATEGIES
+
+_DATASET_NAMES = ("gt-rgb", "rgb", "depth", "accumulation", "background")
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """Frames to render, as ns-render does.
+
+    Attributes:
+        what: the cameras.
+        output: a video, or, if the name has no suffix, a folder for images; of a `Dataset` always a folder.
+        look: how outputs are shown; without names of a `Dataset` all are written, and the photographs.
+        downscale: renders at 1/downscale of the cameras' size.
+        image_format: of images. jpeg_quality: of those, 1 to 100.
+    """
+
+    what: CameraPath | Interpolated | Spiral | Dataset
+    output: Path
+    look: Look = field(default_factory=Look)
+    downscale: float = 1.0
+    image_format: ImageFormat = "jpeg"
+    jpeg_quality: int = 100
+
+    @property
+    def test_mode(self) -> Literal["test", "inference"]:
+        """What the pipeline is set up for."""
+        return self.what.test_mode
+
+    @property
+    def film(self) -> bool:
+        """Whether a film is made, and no images."""
+        return self.output.suffix != "" and not isinstance(self.what, Dataset)
+
+    def check(self) -> None:
+        """Whether it can be done, as far as that is to be seen from here.
+
+        Raises:
+            InputError: it cannot.
+        """
+        self.what.check()
+        if not self.downscale > 0:
+            raise InputError(f"--downscale-factor {self.downscale}: give more than 0.")
+        if not 1 <= self.jpeg_quality <= 100:
+            raise InputError(f"--jpeg-quality {self.jpeg_quality}: give 1 to 100.")
+        if self.film and self.output.suffix != ".mp4":
+            raise InputError(f"--output-path {self.output}: give the name of an .mp4 file, or of a folder for images.")
+        folder = self.output.parent if self.film else self.output
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with whole_file(folder / ".probe") as probe:
+                probe.touch()
+            (folder / ".probe").unlink()
+        except OSError as error:
+            raise InputError(
+                f"--output-path {self.output} cannot be written: {error.strerror or error}. Choose another place."
+            ) from error
+
+    def run(self, run: Any, checkpoint: Path, pipeline: Any) -> None:
+        """Renders. Every rank calls it; see `tools.models.Work`."""
+        mediapy.set_ffmpeg(ffmpeg())
+        pipeline.eval()
+        shots = self.what.shots(pipeline)
+        for shot in shots.frames:
+            shot.camera.rescale_output_resolution(1.0 / self.downscale)
+        self._check_sizes(shots)
+        artist = _Artist(pipeline, shots)
+        job = {
+            "checkpoint": [str(checkpoint), checkpoint.stat().st_size, checkpoint.stat().st_mtime_ns],
+            "cameras": _digest(shots), "look": asdict(self.look), "format": [self.image_format, self.jpeg_quality],
+        }  # fmt: skip
+        if isinstance(self.what, Dataset):
+            self._write_views(artist, job, float(pipeline.datamanager.train_dataparser_outputs.dataparser_scale))
+        elif self.film:
+            check_names(self.look.names, artist.together)
+            self._write_film(artist, job)
+        else:
+            check_names(self.look.names, artist.together)
+            self._write_images(artist, job)
+
+    def _check_sizes(self, shots: Shots) -> None:
+        for shot in shots.frames:
+            width, height = int(shot.camera.width.item()), int(shot.camera.height.item())
+            if width < 1 or height < 1:
+                raise InputError(f"--downscale-factor {self.downscale}: frames would have {width}x{height} pixels.")
+            if self.film and (width * len(self.look.names) % 2 or height % 2):
+                raise InputError(
+                    f"--output-path {self.output}: a video's frames have even sides, and these would have "
+                    f"{width * len(self.look.names)}x{height} pixels. Choose another --downscale-factor, or images: a "
+                    "name without a suffix."
+                )
+            if is_panorama(shot.camera) and "rank" in self.look.names:
+                raise InputError("--rendered-output-names rank: panoramas have no such output.")
+
+    def _write_film(self, artist: "_Artist", job: dict[str, Any]) -> None:
+        frames, world = artist.shots.frames, artist.world
+        assert artist.shots.seconds is not None
+        rate = len(frames) / artist.shots.seconds
+        folder = self.output.with_name(self.output.name + ".parts")
+        length = part_length(len(frames))
+        began = begin(folder, {**job, "rate": rate, "length": length}) if world.is_main else 0
+        _meet(world)
+        parts = Parts(folder, rate)
+        units = [range(first, min(first + length, len(frames))) for first in range(0, len(frames), length)]
+        for number, mine in artist.deal(units, lambda number: not is_done(parts.path(number), began)):
+            for index in units[number]:
+                outputs = artist.draw(frames[index], mine, "rank" in self.look.names)
+                if outputs is not None:
+                    parts.put(number, HostFrame(shown(outputs, self.look)))
+            if mine:
+                parts.put(number, None)
+        parts.finish()
+        _meet(world)
+        if world.is_main:
+            put_together([parts.path(number) for number in range(len(units))], self.output)
+            if frames and is_panorama(frames[0].camera):
+                from nerfstudio.scripts.render import insert_spherical_metadata_into_file
+
+                insert_spherical_metadata_into_file(self.output)
+            shutil.rmtree(folder)
+            CONSOLE.print(f"Video of {len(frames)} frames: {self.output}", soft_wrap=True)
+
+    def _write_images(self, artist: "_Artist", job: dict[str, Any]) -> None:
+        frames, world = artist.shots.frames, artist.world
+        began = begin(self.output, job) if world.is_main else 0
+        _meet(world)
+        images = Images(self.output, self.image_format, self.jpeg_quality)
+        for number, mine in artist.deal(frames, lambda number: not is_done(images.path(frames[number].name), began)):
+            outputs = artist.draw(frames[number], mine, "rank" in self.look.names)
+            if outputs is not None:
+                images.put(frames[number].name, HostFrame(shown(outputs, self.look)))
+        images.finish()
+        _meet(world)
+        if world.is_main:
+            (self.output / JOB).unlink(missing_ok=True)
+            CONSOLE.print(f"{len(frames)} images: {self.output}", soft_wrap=True)
+
+    def _write_views(self, artist: "_Artist", job: dict[str, Any], scale: float) -> None:
+        """Each view's outputs, each in a folder of its own; `raw-` ones as numbers, depth in the capture's units."""
+        frames, world = artist.shots.frames, artist.world
+        names = self.look.names or _DATASET_NAMES
+        outputs_of = [name.removeprefix("raw-") for name in names if "gt-" not in name]
+        if outputs_of:
+            check_names(outputs_of, artist.together)
+        for name in names:
+            if "gt-" in name and name.removeprefix("raw-") != "gt-rgb":
+                raise InputError(f"--rendered-output-names {name}: of photographs there are gt-rgb and raw-gt-rgb.")
+        began = begin(self.output, {**job, "names": names}) if world.is_main else 0
+        _meet(world)
+        images = Images(self.output, self.image_format, self.jpeg_quality)
+
+        def path(shot: Shot, name: str) -> Path:
+            file = shot.name.format(name)
+            return self.output / f"{file}.npy.gz" if name.startswith("raw-") else images.path(file)
+
+        def lacking(number: int) -> bool:
+            return not all(is_done(path(frames[number], name), began) for name in names)
+
+        for number, mine in artist.deal(frames, lacking):
+            shot = frames[number]
+            outputs = artist.draw(shot, mine, "rank" in names)
+            if outputs is None:
+                continue
+            for name in names:
+                plain = name.removeprefix("raw-")
+                there = {"gt-rgb": shot.image()} if plain == "gt-rgb" and shot.image is not None else outputs
+                if name == plain:
+                    image = there[name][..., :3] if name == "gt-rgb" else there.get(name)
+                    frame = picture({**outputs, name: image} if image is not None else outputs, name, self.look)
+                    images.put(shot.name.format(name), HostFrame(frame))
+                else:
+                    value = there[plain] / (scale if "depth" in plain else 1.0)
+                    _write_numbers(path(shot, name), value.cpu().numpy())
+        images.finish()
+        _meet(world)
+        if world.is_main:
+            (self.output / JOB).unlink(missing_ok=True)
+            CONSOLE.print(f"{len(frames)} views, each as {', '.join(names)}: {self.output}", soft_wrap=True)
+
+
+class _Artist:
+    """Draws frames, alone or with the other ranks.
+
+    Args:
+        pipeline: with the model. shots: what to draw.
+
+    Attributes:
+        together: whether all ranks draw every frame.
+    """
+
+    def __init__(self, pipeline: Any, shots: Shots) -> None:
+        self.shots, self.world = shots, pipeline.world
+        self.together: bool = pipeline.renders.shared
+        self._device = self.world.device
+        alone = STRATEGIES["single"](World.single(self._device))
+        self._pictures = pipeline.renders.pictures if self.together else Pictures(pipeline.model, alone)
+
+    def deal(self, units: Sequence[Any], lacking: Callable[[int], bool]) -> Iterator[tuple[int, bool]]:
+        """The numbers of the units that this rank takes part in, and whether it is to write them. Those that are there
+        already are nobody's. Every rank goes through it to its end."""
+        world = self.world
+        todo: list[int] = [number for number in range(len(units)) if lacking(number)] if world.is_main else []
+        todo = broadcast_object(todo, 0, world)
+        if world.is_main and len(todo) < len(units):
+            CONSOLE.print(f"Going on: {len(units) - len(todo)} of {len(units)} parts are there already.")
+        mine = [(unit, k % world.size == world.rank) for k, unit in enumerate(todo)]
+        work: Iterable[tuple[int, bool]] = mine if self.together else [one for one in mine if one[1]]
+        if world.is_main:
+            work = track(list(work), "Rendering", console=CONSOLE, transient=True)
+        yield from work
+
+    def draw(self, shot: Shot, mine: bool, owners: bool) -> Outputs | None:
+        """A frame's outputs where they are wanted; None elsewhere."""
+        shots = self.shots
+        override = nullcontext()
+        if shots.background is not None:
+            override = renderers.background_color_override_context(shots.background.to(self._device))
+        with override:
+            roots = self._roots(mine)
+            if is_panorama(shot.camera):
+                return panorama(shot.camera, lambda face: self._draw(face, roots))
+            outputs = self._draw(shot.camera, roots)
+            if owners and self.together:
+                seen = self._draw(shot.camera, roots, owners=True)
+                if outputs is not None and seen is not None:
+                    outputs["rank"] = seen["rgb"]
+            return outputs
+
+    def _roots(self, mine: bool) -> tuple[int, ...]:
+        if not self.together:
+            return (0,)  # of a world of its own
+        return (max_int(self.world.rank if mine else -1, self.world),)
+
+    def _draw(self, camera: Cameras, roots: tuple[int, ...], *, owners: bool = False) -> Outputs | None:
+        request = RenderRequest.of(camera, self.shots.crop, self._device)
+        return self._pictures.draw(RenderRequest(request.view, request.crop, owners), roots)
+
+
+def _write_numbers(path: Path, value: Any) -> None:
+    try:
+        with whole_file(path) as part, gzip.open(part, "wb") as file:
+            np.save(file, value)
+    except OSError as error:
+        raise Failed(path, error) from error
+
+
+def _digest(shots: Shots) -> str:
+    """What the frames' cameras, and the box around the points, are told from others by."""
+    known = hashlib.sha256()
+    for shot in shots.frames:
+        camera = shot.camera
+        for value in (camera.camera_to_worlds, camera.fx, camera.fy, camera.cx, camera.cy, camera.width, camera.height):
+            known.update(value.cpu().numpy().tobytes())
+        known.update(shot.name.encode())
+    for value in () if shots.crop is None else (shots.crop.R, shots.crop.T, shots.crop.S):
+        known.update(torch.as_tensor(value).cpu().numpy().tobytes())
+    known.update(repr(None if shots.background is None else shots.background.tolist()).encode())
+    return known.hexdigest()
+
+
+def _meet(world: World) -> None:
+    """Waits for the others, who may have hours more to do."""
+    max_int(0, world)

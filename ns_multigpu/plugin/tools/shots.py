@@ -1,0 +1,264 @@
+"""What to render: the cameras of a path, or those that nerfstudio makes between, around, or of a capture's views."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from nerfstudio.cameras.camera_paths import get_interpolated_camera_path, get_path_from_json, get_spiral_path
+from nerfstudio.cameras.cameras import Cameras, CameraType
+from nerfstudio.data.scene_box import OrientedBox
+
+from ns_multigpu.plugin.faults.errors import InputError
+
+Mode = Literal["camera-path", "interpolate", "spiral", "dataset"]
+Split = Literal["train", "val", "test", "train+test"]
+_KINDS = ("perspective", "equirectangular")
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One frame.
+
+    Attributes:
+        camera: one camera, on the host.
+        name: of the file if frames are files, without suffix.
+        image: reads the photograph that the camera took, if it took one, [h, w, 3|4] in [0, 1].
+    """
+
+    camera: Cameras
+    name: str
+    image: Callable[[], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Shots:
+    """All frames of a render.
+
+    Attributes:
+        frames: in order.
+        seconds: how long a film of them is; None for pictures that are none.
+        crop: renders the points in this box alone. background: the colour behind them then, [3].
+    """
+
+    frames: list[Shot]
+    seconds: float | None
+    crop: OrientedBox | None = None
+    background: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class CameraPath:
+    """The cameras of a file from the viewer.
+
+    Attributes:
+        path: the JSON file.
+    """
+
+    path: Path
+    test_mode: Literal["test", "inference"] = field(default="inference", init=False)
+
+    def check(self) -> tuple[int, int]:
+        """Whether it can be rendered; returns its width and height.
+
+        Raises:
+            InputError: there is no such path, or it cannot be rendered.
+        """
+        told = self._told()
+        sizes: list[int] = []
+        for name in ("render_width", "render_height"):
+            value = told.get(name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 1 or value != int(value):
+                raise InputError(f"{self._name}: {name} is {value!r}. Give a whole number of pixels, at least 1.")
+            sizes.append(int(value))
+        kind = told.get("camera_type", "perspective")
+        if kind not in _KINDS:
+            raise InputError(
+                f"{self._name}: camera_type is {kind!r}. Gaussians are rendered as {' and '.join(_KINDS)} pictures. "
+                "Choose one of these types in the viewer's render panel."
+            )
+        seconds = told.get("seconds")
+        if not isinstance(seconds, (int, float)) or not math.isfinite(seconds) or seconds <= 0:
+            raise InputError(f"{self._name}: seconds is {seconds!r}. Give how long the video is to be, more than 0.")
+        views = told.get("camera_path")
+        if not isinstance(views, list) or not views:
+            raise InputError(f"{self._name}: camera_path has no cameras. Save one with keyframes from the viewer.")
+        for number, view in enumerate(views):
+            self._check_view(number, view, kind)
+        try:
+            self.shots(None)
+        except (ValueError, KeyError, TypeError, RuntimeError, AssertionError) as error:
+            raise InputError(f"{self._name}: this is no camera path ({error!r}).") from error
+        return sizes[0], sizes[1]
+
+    def _check_view(self, number: int, view: Any, kind: str) -> None:
+        pose = view.get("camera_to_world") if isinstance(view, dict) else None
+        if not isinstance(pose, list) or len(pose) != 16:
+            raise InputError(f"{self._name}: camera {number} has no camera_to_world of 16 numbers.")
+        if any(not isinstance(value, (int, float)) or not math.isfinite(value) for value in pose):
+            raise InputError(
+                f"{self._name}: camera {number} has a camera_to_world with a value that is not a finite number "
+                f"({pose}). Take this keyframe out, or set it again in the viewer."
+            )
+        fov = view.get("fov")
+        if kind == "perspective" and not (isinstance(fov, (int, float)) and 0 < fov < 180):
+            raise InputError(f"{self._name}: camera {number} has a fov of {fov!r}. Give degrees between 0 and 180.")
+
+    @property
+    def _name(self) -> str:
+        return f"--camera-path-filename {self.path}"
+
+    def _told(self) -> dict[str, Any]:
+        if not self.path.is_file():
+            raise InputError(f"{self._name}: there is no such file. Save one from the viewer.")
+        try:
+            told = json.loads(self.path.read_text("utf8"))
+        except (ValueError, OSError) as error:
+            raise InputError(f"{self._name}: this is no camera path ({error}).") from error
+        if not isinstance(told, dict) or "camera_path" not in told:
+            raise InputError(f"{self._name}: this is no camera path (it has no camera_path). Save one from the viewer.")
+        return told
+
+    def shots(self, pipeline: Any) -> Shots:
+        """Its frames."""
+        from nerfstudio.scripts.render import get_crop_from_json  # slow to import
+
+        told = self._told()
+        cameras, crop = get_path_from_json(told), get_crop_from_json(told)
+        frames = _numbered(cameras)
+        if crop is None:
+            return Shots(frames, float(told["seconds"]))
+        return Shots(frames, float(told["seconds"]), crop.obb, crop.background_color)
+
+
+@dataclass(frozen=True)
+class Interpolated:
+    """Cameras between those of a capture's views, as ns-render interpolate makes them.
+
+    Attributes:
+        source: of which views. steps: frames from one to the next. ordered: by how near they are. rate: a second.
+    """
+
+    source: Literal["eval", "train"] = "eval"
+    steps: int = 10
+    ordered: bool = False
+    rate: int = 24
+    test_mode: Literal["test", "inference"] = field(default="test", init=False)
+
+    def check(self) -> None:
+        """Whether it can be rendered, as far as that is to be seen from here.
+
+        Raises:
+            InputError: a number is below 1.
+        """
+        _at_least_one("--interpolation-steps", self.steps)
+        _at_least_one("--frame-rate", self.rate)
+
+    def shots(self, pipeline: Any) -> Shots:
+        """Its frames.
+
+        Raises:
+            InputError: there are no such views.
+        """
+        data = pipeline.datamanager
+        cameras = (data.eval_dataset if self.source == "eval" else data.train_dataset).cameras
+        if len(cameras) < 2:
+            raise InputError(
+                f"--pose-source {self.source}: the capture has {len(cameras)} such views, and two are needed to have "
+                "something in between. Choose the other source."
+            )
+        path = get_interpolated_camera_path(cameras=cameras, steps=self.steps, order_poses=self.ordered)
+        return Shots(_numbered(path), self.steps * len(cameras) / self.rate)
+
+
+@dataclass(frozen=True)
+class Spiral:
+    """A spiral that begins at the first held-out view, as ns-render spiral makes it.
+
+    Attributes:
+        seconds: how long. rate: frames a second. radius: of the spiral.
+    """
+
+    seconds: float = 3.0
+    rate: int = 24
+    radius: float = 0.1
+    test_mode: Literal["test", "inference"] = field(default="test", init=False)
+
+    def check(self) -> None:
+        """As `Interpolated.check`.
+
+        Raises:
+            InputError: a number is not positive, or there would be no frame.
+        """
+        _at_least_one("--frame-rate", self.rate)
+        if not self.seconds * self.rate >= 1 or not math.isfinite(self.seconds):
+            raise InputError(f"--seconds {self.seconds}: at {self.rate} frames a second that is no frame.")
+        if not self.radius > 0:
+            raise InputError(f"--radius {self.radius}: give more than 0.")
+
+    def shots(self, pipeline: Any) -> Shots:
+        """Its frames."""
+        camera = pipeline.datamanager.eval_camera(0)
+        path = get_spiral_path(camera, steps=int(self.rate * self.seconds), radius=self.radius)
+        return Shots(_numbered(path), self.seconds)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The capture's own views, as ns-render dataset renders them.
+
+    Attributes:
+        split: which.
+    """
+
+    split: Split = "test"
+    test_mode: Literal["test", "inference"] = field(default="inference", init=False)
+
+    def check(self) -> None:
+        """Nothing can be wrong with it."""
+
+    def shots(self, pipeline: Any) -> Shots:
+        """Its frames; their names are the images', below the split's.
+
+        Raises:
+            InputError: the split has no views.
+        """
+        data = pipeline.datamanager
+        frames: list[Shot] = []
+        for split in self.split.split("+"):
+            outputs = data.dataparser.get_dataparser_outputs(split=split)
+            dataset = data.dataset_type(outputs, scale_factor=data.config.camera_res_scale_factor)
+            names = [Path(name) for name in outputs.image_filenames]
+            root = _common(names)
+            for index, name in enumerate(names):
+                camera = dataset.cameras[index : index + 1]
+                inside = name.relative_to(root).with_suffix("")
+                frames.append(Shot(camera, f"{split}/{{}}/{inside}", lambda d=dataset, i=index: d[i]["image"]))
+        if not frames:
+            raise InputError(f"--split {self.split}: the capture has no such views.")
+        return Shots(frames, None)
+
+
+def _common(names: list[Path]) -> Path:
+    """The folder that holds all images."""
+    parents = [set(name.parents) for name in names]
+    shared = set.intersection(*parents) if parents else {Path()}
+    return max(shared, key=lambda path: len(path.parts))
+
+
+def _numbered(cameras: Cameras) -> list[Shot]:
+    return [Shot(cameras[index : index + 1], f"{index:05d}") for index in range(len(cameras))]
+
+
+def _at_least_one(flag: str, value: int) -> None:
+    if value < 1:
+        raise InputError(f"{flag} {value}: give at least 1.")
+
+
+def is_panorama(camera: Cameras) -> bool:
+    """Whether a camera is equirectangular."""
+    kind = camera.camera_type
+    return kind is not None and int(kind.reshape(-1)[0]) == CameraType.EQUIRECTANGULAR.value

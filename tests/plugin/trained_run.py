@@ -1,0 +1,49 @@
+"""A run folder of `tile` with a checkpoint in shards, as it is after training, and a camera path through its scene."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from nerfstudio.configs.method_configs import all_methods
+
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.checkpoint.sharded_state import split_state, without_points
+from ns_multigpu.plugin.checkpoint.whole import save
+from tests.plugin.course import TinyDataParserConfig
+from tests.plugin.rendering import make_pipeline, write_capture
+from tests.ranks import run_ranks
+
+
+def _write(world: World, capture: Path, run: Path, bounds: tuple[int, ...]) -> None:
+    pipeline = make_pipeline(world, capture, bounds=bounds)
+    tensors, marker = split_state({}, dict(pipeline.model.gauss_params.items()), world)
+    state = without_points(pipeline.state_dict(), marker)
+    assert save(run / "nerfstudio_models", 7, lambda: state, tensors, {"method": "splatfacto-tile"}, world) == ""
+
+
+def write_run(folder: Path) -> Path:
+    """Writes it, with a capture of its own; returns its config.yml."""
+    capture = write_capture(folder / "capture")
+    config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
+    config.pipeline.strategy, config.method_name = "tile", "splatfacto-tile"
+    config.pipeline.datamanager.dataparser = TinyDataParserConfig(data=capture)
+    config.output_dir, config.timestamp, config.experiment_name = folder, "now", "tiny"
+    config.machine.device_type, config.machine.num_devices = "cpu", 2
+    config.get_base_dir().mkdir(parents=True)
+    config.save_config()
+    run_ranks(_write, 2, capture, config.get_base_dir(), (0, 70, 90))
+    return config.get_base_dir() / "config.yml"
+
+
+def write_path(file: Path, views: int = 3, **more: Any) -> Path:
+    """Writes a camera path of so many views, with a crop."""
+    poses = [[0, -0.24, 0.97, 2 + step / 4, 1, 0, 0, 0.1, 0, 0.97, 0.24, 0.5, 0, 0, 0, 1] for step in range(views)]
+    crop = {
+        "crop_bg_color": {"r": 10, "g": 20, "b": 30}, "crop_center": [0.0, 0.0, 0.0], "crop_scale": [1.6, 1.6, 1.6],
+        "crop_rot": [0.0, 0.0, 0.3],
+    }  # fmt: skip
+    cameras = [{"camera_to_world": pose, "fov": 60, "aspect": 1.5} for pose in poses]
+    told = {"camera_type": "perspective", "render_height": 34, "render_width": 50, "seconds": 1, "crop": crop}
+    file.write_text(json.dumps({**told, "camera_path": cameras, **more}))
+    return file
