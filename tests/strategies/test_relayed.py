@@ -142,7 +142,7 @@ def by_shared_memory(folder: Path, machines: int, world: World, count: int) -> A
 
 
 def test_a_step_through_memory_that_ranks_of_a_machine_share(tmp_path: Path) -> None:
-    found = run_ranks(partial(by_shared_memory, tmp_path, 2), 4, count_of("locality"))
+    found = run_ranks(partial(by_shared_memory, tmp_path, 2), 6, count_of("locality"))
     check_step(found, "locality", KERNELS[0], LANDSCAPE)
 
 
