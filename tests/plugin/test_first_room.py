@@ -112,7 +112,7 @@ def test_nothing_is_counted_where_only_what_is_written_travels() -> None:
 def test_what_was_needed_before_a_placement_says_nothing_of_later_steps() -> None:
     room = StepCapacities(10)
     room.begin((1024, pairs_of(90_000, 2), 1024))
-    room.learn((10, pairs_of(80_000, 2), 10), False, 600)
+    room.learn((10, pairs_of(80_000, 2), 10), False, 300)
     room.begin((1024, pairs_of(90_000, 2), 1024))
-    room.learn((10, pairs_of(10, 2), 10), False, 600)
+    room.learn((10, pairs_of(10, 2), 10), False, 300)
     assert room.now is not None and room.now[1] == pairs_of(padded(10) + padded(10) // 8, 2)
