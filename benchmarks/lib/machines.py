@@ -144,13 +144,13 @@ class TwoMachines:
 
     def sent(self, machine: int) -> int:
         """Bytes that a machine has put on the link since it was made, headers of packets included."""
-        path = f"/sys/class/net/{self.interface}/statistics/tx_bytes"
-        return int(_do("ip", "netns", "exec", self._spaces[machine], "cat", path))
+        return self.counted(machine)[0]
 
-    def packets(self, machine: int) -> int:
-        """Packets that these bytes were in."""
-        path = f"/sys/class/net/{self.interface}/statistics/tx_packets"
-        return int(_do("ip", "netns", "exec", self._spaces[machine], "cat", path))
+    def counted(self, machine: int) -> tuple[int, int]:
+        """The same, and the packets that they were in."""
+        paths = [f"/sys/class/net/{self.interface}/statistics/tx_{what}" for what in ("bytes", "packets")]
+        sent, packets = _do("ip", "netns", "exec", self._spaces[machine], "cat", *paths).split()
+        return int(sent), int(packets)
 
     def close(self) -> None:
         """Ends all that was started, and removes the machines."""

@@ -133,9 +133,8 @@ def measure(task: Task, folder: Path) -> Counted:
                 break
             if len(found := _rows(output)) > len(rows):
                 rows = found
-                packets = machines.packets(0) + machines.packets(1)
-                now_ = (time.monotonic(), machines.sent(0), machines.sent(1), packets)
-                seen.extend([now_] * (len(rows) - len(seen)))
+                (one, of_one), (other, of_other) = machines.counted(0), machines.counted(1)
+                seen.extend([(time.monotonic(), one, other, of_one + of_other)] * (len(rows) - len(seen)))
             time.sleep(0.01)
         whole = machines.sent(0) + machines.sent(1)
         if any(run.poll() != 0 for run in runs):

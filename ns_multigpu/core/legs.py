@@ -29,8 +29,9 @@ class RowLeg(ABC):
     """Whether a rank that failed while it rendered, or on the way back, can let the others go on."""
     travels: ClassVar[bool]
     """Whether rows leave the rank that owns their points."""
-    relays: bool = False
-    """Whether a row crosses once to each other machine, where a rank hands it on (see `Relays`)."""
+    relays: bool | None = False
+    """Whether a row crosses once to each other machine, where a rank hands it on (see `Relays`); None for fused steps
+    alone, where the ranks of each machine reach each other's memory."""
 
     @abstractmethod
     def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:

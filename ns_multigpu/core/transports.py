@@ -259,11 +259,21 @@ def make_transport(
     shape = (world, kernels, rows, capacity, words)
     if world.size == 1:
         return OwnRows(*shape)
-    if rows_leg.travels and rows_leg.relays and Relays.of(world) is not None and not slots:
+    if rows_leg.travels and relays_serve(rows_leg, world, peer=peer) and not slots:
         return RelayedRows(*shape, half=half, peer=peer)
     if rows_leg.travels:
         return PeerRows(*shape, atomics=atomics) if peer else CollectiveRows(*shape, half=half, slots=slots)
     return ReplicatedRows(*shape) if gradient_leg.summed else OwnRows(*shape)
+
+
+def relays_serve(rows_leg: RowLeg, world: World, *, peer: bool) -> bool:
+    """Whether rows of fused steps are handed on over several machines, where lists are not sorted over all ranks.
+
+    Args:
+        peer: whether the ranks of a machine reach each other's memory.
+    """
+    wanted = peer if rows_leg.relays is None else rows_leg.relays
+    return wanted and Relays.of(world) is not None
 
 
 def _but(numbers: list[int], rank: int) -> list[int]:

@@ -44,14 +44,14 @@ class RowsTravel(RowLeg):
 
     Args:
         counts: what is counted on the way; None for nothing.
-        relays: over several machines rows cross to each once (`Relays`); else to each rank that needs them.
+        relays: over several machines rows cross to each once (`Relays`), or to each rank that needs them; see `RowLeg`.
         half: what leaves a rank, or with `relays` its machine, is rounded to float16 on the wire (`HalfRows`), where
             there are gradients.
     """
 
     travels = True
 
-    def __init__(self, counts: RowCounts | None = None, *, relays: bool = True, half: bool = False) -> None:
+    def __init__(self, counts: RowCounts | None = None, *, relays: bool | None = None, half: bool = False) -> None:
         self._counts, self.relays, self.half = counts, relays, half
 
     def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:

@@ -86,7 +86,7 @@ def test_rows_are_counted_before_the_first_step(ranks: int, machines: int, relay
     assert one == first != second and all_rows == both, "the most of any batch, and of each kind of rows"
     assert sum(map(sum, both)) > 200 and found[0]["rows"] > 64
     # Where there are more rows than room to count them, what was seen stands for the others.
-    assert 0.4 * sum(map(sum, both)) < sum(map(sum, few)) < 2.5 * sum(map(sum, both))
+    assert 0.9 * sum(map(sum, both)) < sum(map(sum, few)) < 1.1 * sum(map(sum, both))
     for outcome in found:
         assert outcome["counted"] == found[0]["counted"], "all ranks know the same"
         rows, pairs, intersections = outcome["room"]
@@ -112,7 +112,7 @@ def test_nothing_is_counted_where_only_what_is_written_travels() -> None:
 def test_what_was_needed_before_a_placement_says_nothing_of_later_steps() -> None:
     room = StepCapacities(10)
     room.begin((1024, pairs_of(90_000, 2), 1024))
-    room.learn((10, pairs_of(80_000, 2), 10), False, 600)
+    room.learn((10, pairs_of(80_000, 2), 10), False, 300)
     room.begin((1024, pairs_of(90_000, 2), 1024))
-    room.learn((10, pairs_of(10, 2), 10), False, 600)
+    room.learn((10, pairs_of(10, 2), 10), False, 300)
     assert room.now is not None and room.now[1] == pairs_of(padded(10) + padded(10) // 8, 2)

@@ -10,6 +10,7 @@ import torch
 from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.pairs import pairs_of
 from ns_multigpu.core.peer_memory import Transport
+from ns_multigpu.core.relayed_rows import RelayedRows
 from ns_multigpu.core.relays import Relays
 from ns_multigpu.core.step_settings import Status, StepSettings, with_halos
 from ns_multigpu.core.transports import CollectiveRows, ReplicatedRows
@@ -152,6 +153,32 @@ def test_half_a_wire_is_for_collectives(peer: bool, ranks: int, monkeypatch: pyt
         return
     made = StepBuffers(pipeline, world).transport(SETTINGS, GaussianKernels(degree=0))
     assert (made.half if isinstance(made, CollectiveRows) else None) == (True if ranks > 1 else None)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reach", "options", "handed"),
+    [
+        ("tile", True, {}, True), ("tile", False, {}, False), ("locality", False, {}, True),
+        ("tile", True, {"tile_lists": "sort"}, False), ("batch", True, {}, False),
+    ],
+)  # fmt: skip
+def test_which_rows_are_handed_on(
+    strategy: str, reach: bool, options: dict[str, str], handed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of `locality`; and others where there is peer memory to do it with: it changes the order of sums."""
+    names = {True: "mixed", False: "collective"}
+    monkeypatch.setattr(
+        step_buffers, "choose_transport", lambda *_, relayed: Transport(names[reach and relayed], "said so")
+    )
+    world = replace(World.single(), size=4, local_size=2)
+    config = SimpleNamespace(transport="auto", tile_lists="gather", gradients="atomics", overlap=1, wire="full")
+    vars(config).update(options)
+    buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
+    assert buffers.relays == (Relays(2, 2) if handed else None)
+    if handed or strategy == "tile":
+        numbers = 8 if handed else 4
+        made = buffers.transport(replace(SETTINGS, segment=16), GaussianKernels(degree=0)) if not reach else None
+        assert made is None or ((type(made) is RelayedRows) == handed and len(made.room) == numbers)
 
 
 @pytest.mark.parametrize("half", [True, False])

@@ -162,7 +162,7 @@ def transport_of(
     """
     world = spread.world
     shape = (world, kernels, settings.rows, settings.segment, settings.words(spread.assignment))
-    if spread.rows.relays and Relays.of(world) is not None:
+    if spread.rows.relays is not False and Relays.of(world) is not None:
         return RelayedRows(*shape, half=wire.get("half", False), peer=name != "collective")
     if not spread.rows.travels:
         return OwnRows(*shape) if world.size == 1 else ReplicatedRows(*shape)

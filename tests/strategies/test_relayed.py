@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ns_multigpu.core import inside
+from ns_multigpu.core import inside, travelling_rows
 from ns_multigpu.core.collectives import all_gather_objects
 from ns_multigpu.core.relayed_rows import RelayedRows, most_words
 from ns_multigpu.core.relays import Relays
@@ -142,7 +142,7 @@ def by_shared_memory(folder: Path, machines: int, world: World, count: int) -> A
 
 
 def test_a_step_through_memory_that_ranks_of_a_machine_share(tmp_path: Path) -> None:
-    found = run_ranks(partial(by_shared_memory, tmp_path, 2), 4, count_of("locality"))
+    found = run_ranks(partial(by_shared_memory, tmp_path, 2), 6, count_of("locality"))
     check_step(found, "locality", KERNELS[0], LANDSCAPE)
 
 
@@ -162,6 +162,13 @@ def test_relays_know_where_each_number_stands() -> None:
     assert inside == 48 * (206 + 201 + 210) + 44 * (305 + 300 + 309) + 4 * 3 + 80 * 5
     assert between == 36 * (202 + 204) + 20 * (3 + 403) + 2 * 4
     assert relays.step_bytes(pairs, 3, (48, 36), (44, 20), 10)[1] == 36 * (302 + 304) + 20 * (103 + 503) + 8 + 80 * 5
+
+
+def test_who_needs_a_row_goes_with_it_in_bits() -> None:
+    flags = torch.rand(50, 11, generator=torch.Generator().manual_seed(1)) < 0.4
+    packed = travelling_rows._bits(flags)
+    assert packed.shape == (50, 2) and packed.dtype == torch.uint8
+    assert torch.equal(torch.stack([travelling_rows._bit(packed, k) for k in range(11)], dim=1), flags)
 
 
 def test_all_ranks_of_a_machine_know_where_things_are_in_each_others_memory() -> None:

@@ -16,7 +16,7 @@ from ns_multigpu.core.peer_memory import choose_transport
 from ns_multigpu.core.relays import Relays
 from ns_multigpu.core.step_settings import HALO, Status, StepSettings
 from ns_multigpu.core.tile_lists import GatheredLists, SortedLists, TileLists
-from ns_multigpu.core.transports import Transport, make_transport
+from ns_multigpu.core.transports import Transport, make_transport, relays_serve
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
@@ -47,7 +47,7 @@ class StepBuffers:
         self._lists_shape: tuple[int, ...] = ()
         self._pictures = torch.zeros(0)
         self.peer, self._reach, self._by_sort = False, False, options.tile_lists == "sort"
-        self.relays = Relays.of(world) if self._strategy.rows.relays and not self._by_sort else None
+        self.relays: Relays | None = None
         self._atomics, self._half = options.gradients == "atomics", options.wire == "half"
         self.one_for_all = self._by_sort
         self.captures = world.device.type == "cuda" and not self._by_sort
@@ -61,10 +61,13 @@ class StepBuffers:
         if not self._strategy.rows.travels:
             return
         try:
-            choice = choose_transport(world, options.transport, relayed=self.relays is not None)
+            handed_on = relays_serve(self._strategy.rows, world, peer=True) and not self._by_sort
+            choice = choose_transport(world, options.transport, relayed=handed_on)
         except RuntimeError as error:
             raise InputError(f"--pipeline.transport {options.transport}: {error}") from error
         self.peer, self._reach = choice.name == "peer", choice.peer
+        if handed_on and relays_serve(self._strategy.rows, world, peer=choice.peer):
+            self.relays = Relays.of(world)
         self.one_for_all = self.peer or self._by_sort
         if self._half and self.peer and world.size > 1:
             raise InputError(
