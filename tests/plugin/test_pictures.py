@@ -152,6 +152,8 @@ def test_bands_follow_the_work() -> None:
     below = cut(view, 2, [0, 0, 0, 0, 0, 0, 80, 80])
     assert below[0].y1 > 80 and below[1] == type(below[1])(0, 0, below[0].y1, 40, 125)
     assert cut(view, 2, [0, 0, 0, 80])[0].y1 > 80, "of a view of another height"
+    empty = cut(view, 3, [0] * 7 + [8])  # pixels that nothing covers are work, too
+    assert [p.y1 for p in empty] == [80, 112, 125]
     many = cut(View(torch.eye(4), torch.eye(3), 5, 20), 4, [3, 3])
     assert sum(p.y1 > p.y0 for p in many) == 2 and {p.y1 for p in many if p.y1 > p.y0} == {16, 20}
 
