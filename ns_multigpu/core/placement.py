@@ -10,6 +10,7 @@ its points in ascending places.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, final
@@ -88,8 +89,27 @@ class Placement(ABC):
         """What was not done as asked since it was asked last, in words for the user; on rank 0."""
         return []
 
+    def observe(
+        self, points: Points, extents: Callable[[], Tensor | None], images: int | None, world: World
+    ) -> None:
+        """Shown this rank's points, as they are, before views of them are planned. Every rank calls it together.
+
+        Args:
+            points: after the last refinement the same rows, in the same order, until the next.
+            extents: see `Primitive.extents`.
+            images: that training has seen; None for a view that is not trained on, of which nothing must follow for
+                those that are.
+        """
+        return
+
+    def narrowed(self, kept: Tensor) -> AbstractContextManager[None]:
+        """While some points [N] bool of this rank's alone are rendered."""
+        return nullcontext()
+
     def knowledge(self) -> dict[str, Tensor]:
-        """What answers depend on besides their arguments, for a checkpoint. Nothing, unless it remembers."""
+        """What answers depend on besides their arguments, for a checkpoint. Nothing, unless it remembers.
+
+        Every rank calls it together."""
         return {}
 
     def learn_again(self, knowledge: Mapping[str, Tensor]) -> None:

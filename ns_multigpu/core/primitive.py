@@ -29,6 +29,11 @@ class Primitive(ABC):
         activation = next(parameter.activation for parameter in self.schema if parameter.name == name)
         return getattr(torch, activation)(points.params[name]) if activation else points.params[name]
 
+    def extents(self, points: Points) -> Tensor | None:
+        """How far from its position each point can be seen, along each axis of the world, [N, 3]; None if no bound is
+        known."""
+        return None
+
     @abstractmethod
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
         """Which points may show in the views at positions `wanted` of `views` (ascending). May keep too many."""
