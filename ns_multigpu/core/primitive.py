@@ -20,9 +20,11 @@ class Primitive(ABC):
 
     Attributes:
         schema: the parameters of a point, in the order in which its kernels take them.
+        depth: whether what it renders has depth.
     """
 
     schema: ClassVar[tuple[Parameter, ...]]
+    depth: bool = False
 
     def activated(self, points: Points, name: str) -> Tensor:
         """A parameter of the points after its activation, [N, ...]."""

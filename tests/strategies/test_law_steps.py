@@ -88,6 +88,7 @@ def take_one(
     begun = {name: value.clone() for name, value in params.items()}
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
     statistics = {name: torch.zeros(len(held), device=device) for name in ("grad2d", "count", "radii")}
+    spread.observe(kind, held, 0)
     step = made(spread, kind, views, params, moments, statistics, by_sort, half)
     fill(step, views)
     plan = with_halos(spread.plan_alike(views), *size)

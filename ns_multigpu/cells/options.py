@@ -1,0 +1,22 @@
+"""What a user may choose about `pixel`."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class PixelOptions:
+    """Options of the strategy `pixel`."""
+
+    cells: int = 0
+    """Cells that space is cut into, dealt out to GPUs in runs; 0 for one a GPU. What is trained depends on it, and on
+    the number of GPUs only through it."""
+    imbalance: float = 1.2
+    """Cells are cut anew when the work of one is more than this times the mean; above 1."""
+
+    def problem(self) -> str | None:
+        """What is wrong with the values, and the remedy; None if nothing is."""
+        if self.cells < 0:
+            return f"cells {self.cells}: give at least one for each GPU, or 0 for just one each"
+        if not self.imbalance > 1:
+            return f"imbalance {self.imbalance}: give a factor above 1, such as 1.2"
+        return None

@@ -1,0 +1,93 @@
+"""Who draws which cell of which view, and who owns which pixels."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ns_multigpu.cells.placing import ByCells
+from ns_multigpu.cells.seen import camera_position, tiles_seen
+from ns_multigpu.core.assignment import Assignment
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
+
+
+class CellPixels(Assignment):
+    """A cell is drawn by its rank, over the rectangle of tiles in which the view sees its box; pixels are owned in bands
+    of rows of tiles by the ranks that draw any of the view.
+
+    All of that follows from the cells' boxes, which every rank knows. A view that sees no cell is owned all the same:
+    it has a background, and an image to be compared with.
+
+    Args:
+        space: where the cells are.
+    """
+
+    def __init__(self, space: ByCells) -> None:
+        self._space = space
+
+    def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
+        space = self._space
+        boxes = space.boxes
+        if boxes is None:  # nothing is known yet: each cell may be seen anywhere
+            boxes = np.stack([np.full((space.cells, 3), -np.inf), np.full((space.cells, 3), np.inf)], axis=1)
+        drawn: list[list[Patch]] = [[] for _ in range(ranks)]
+        order: list[tuple[int, ...]] = []
+        seen_by: list[list[int]] = []
+        for position, view in enumerate(views):
+            rectangles = tiles_seen(boxes, view)
+            some = {space.rank_of(cell) for cell, seen in enumerate(rectangles) if seen is not None}
+            seen_by.append(sorted(some))
+            for cell, seen in enumerate(rectangles):
+                if seen is not None:
+                    drawn[space.rank_of(cell)].append(Patch(position, *seen, cell=cell))
+            whole = tuple(range(space.cells))
+            order.append(whole if space.tree is None else space.tree.order(camera_position(view)))
+        rows = [-(-view.height // TILE) for view in views]
+        owned = [
+            [_band(position, views[position], *span) for position, span in enumerate(of_rank) if span is not None]
+            for of_rank in share_rows(rows, seen_by, ranks)
+        ]
+        plan = Plan.of(drawn, owned)
+        return Plan(plan.drawn, plan.owned, tuple(order))
+
+
+def _band(position: int, view: View, first: int, end: int) -> Patch:
+    top, bottom = first * TILE, min(end * TILE, view.height)
+    if (top, bottom) == (0, view.height):
+        return Patch.whole(position, view)
+    return Patch(position, 0, top, view.width, bottom, SSIM_HALO)
+
+
+def share_rows(
+    rows: Sequence[int], seen_by: Sequence[Sequence[int]], ranks: int
+) -> list[list[tuple[int, int] | None]]:
+    """Deals the rows of views to ranks that draw them, such that ranks have as many as others as far as that goes.
+
+    A rank takes as much of a view as it has room for, for each border between two costs a halo. Views that few ranks
+    draw come first.
+
+    Args:
+        rows: of each view. seen_by: the ranks that draw it; where there are none anybody may own it.
+        ranks: how many.
+
+    Returns:
+        [rank][view] first and end row; None where a rank owns none of it. Every row is somebody's.
+    """
+    room = [-(-sum(rows) // ranks)] * ranks
+    spans: list[list[tuple[int, int] | None]] = [[None] * len(rows) for _ in range(ranks)]
+    candidates = [list(some) or list(range(ranks)) for some in seen_by]
+    for view in sorted(range(len(rows)), key=lambda v: len(candidates[v])):
+        left, given = rows[view], dict.fromkeys(candidates[view], 0)
+        for rank in sorted(candidates[view], key=lambda r: (-room[r], r)):
+            given[rank] = min(left, max(room[rank], 0))
+            left -= given[rank]
+        # Nobody has room for what is left: evenly to all, then.
+        for k, rank in enumerate(candidates[view]):
+            given[rank] += (k + 1) * left // len(candidates[view]) - k * left // len(candidates[view])
+        start = 0
+        for rank, count in given.items():
+            room[rank] -= count
+            if count:
+                spans[rank][view] = (start, start + count)
+            start += count
+    return spans
