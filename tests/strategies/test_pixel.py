@@ -14,6 +14,7 @@ from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies.pixel import pixel
 from tests.ranks import run_ranks, skip_without_gpus
 from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, stitch, take_step
+from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, check_outcomes, take_one
 
 VIEWS, POINTS = 5, 150
 
@@ -57,3 +58,36 @@ def test_ranks_without_points_or_pixels(views: int, points: int, size: tuple[int
     step = partial(step_of, 3)
     expected = step(World.single(), "gaussians", views, points, torch.float64, size)
     check(run_ranks(step, 3, "gaussians", views, points, torch.float64, size), expected, torch.float64)
+
+
+def fused_step(cells: int, world: World, primitive: str, mode: str, size: tuple[int, int]) -> Outcome:
+    kind = PRIMITIVES[primitive]()
+    assert isinstance(kind, Gaussians)
+    return take_one(strategy_of(cells, world), kind, CUT, size, mode)
+
+
+def check_fused(outcomes: list[Outcome], cells: int, primitive: str, size: tuple[int, int]) -> None:
+    expected = step_of(cells, World.single(), primitive, CUT, POINTS, torch.float32, size)
+    check_outcomes(outcomes, expected, CUT, size, replicated=False)
+
+
+@pytest.mark.parametrize(("ranks", "cells"), [(1, 1), (1, 3), (2, 2), (2, 3), (3, 3), (4, 4)])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_equals_one_rank_with_the_same_cells(mode: str, ranks: int, cells: int) -> None:
+    primitive = KERNELS[ranks % len(KERNELS)]
+    outcomes = run_ranks(partial(fused_step, cells), ranks, primitive, mode, PORTRAIT)
+    check_fused(outcomes, cells, primitive, PORTRAIT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("ranks", "cells"), [(1, 3), (2, 2), (2, 3), (3, 3), (4, 4)])
+@pytest.mark.parametrize("mode", ["autograd", *MODES])
+def test_the_law_on_gpus(mode: str, ranks: int, cells: int) -> None:
+    skip_without_gpus(ranks)
+    if mode == "autograd":
+        step, rest = partial(step_of, cells), ("gaussians", VIEWS, POINTS, torch.float32)
+        check(run_ranks(step, ranks, *rest, device="cuda"), step(World.single("cuda:0"), *rest), torch.float32)
+        return
+    for primitive in KERNELS:
+        outcomes = run_ranks(partial(fused_step, cells), ranks, primitive, mode, PORTRAIT, device="cuda")
+        check_fused(outcomes, cells, primitive, PORTRAIT)

@@ -1,0 +1,128 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""The pixel legs of a step that reads nothing back: see `legs` and `composite` for their other face."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.pieces import composite_pieces, composite_pieces_backward, gather_pieces, scatter_pieces
+from ns_multigpu.core.collectives import all_to_all_parts
+from ns_multigpu.core.composite import CompositePixels, LocalCells
+from ns_multigpu.core.kernels import Arrived, Drawn, Rows
+from ns_multigpu.core.legs import PixelLeg, WholePixels
+from ns_multigpu.core.pieces import Routes, routes_of
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.transports import Collective, Parts
+from ns_multigpu.core.types import Patch, View
+from ns_multigpu.core.world import World
+
+
+class Settled(NamedTuple):
+    """The patches that a rank owns, halos included, a pixel after the other.
+
+    Attributes:
+        color: [P, 3] without background. alpha: [P].
+        last: see `Drawn`; None where what was drawn are other pixels.
+    """
+
+    color: Tensor
+    alpha: Tensor
+    last: Tensor | None
+
+
+class PixelCarrier(ABC):
+    """One rank's side of a pixel leg. Every rank calls its methods in this order, once a step."""
+
+    def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
+        """Rows with the numbers of their layers in the place of their views'."""
+        return arrived
+
+    def layer(self, patch: Patch, first_view: int) -> int:
+        """The layer that a patch is drawn of: one of the rows' views, counted from `first_view`, or a cell of one."""
+        return patch.view - first_view
+
+    @abstractmethod
+    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
+        """What this rank has drawn -> the patches that it owns."""
+
+    @abstractmethod
+    def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
+        """Gradients [P, 3] and [P] of the patches that it owns, zero in halos -> of what it has drawn."""
+
+
+class PixelsStay(PixelCarrier):
+    """Who draws a patch owns it."""
+
+    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
+        yield from ()
+        return Settled(drawn.color, drawn.alpha, drawn.last)
+
+    def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
+        yield from ()
+        return v_color, v_alpha
+
+
+class PixelsTravel(PixelCarrier):
+    """Layers go to the owners of their pixels, and gradients of what these own come back. The plan says how many."""
+
+    def __init__(self, cells: LocalCells, world: World) -> None:
+        self._cells, self._world = cells, world
+        self._now: tuple[Routes, Tensor, Tensor] | None = None
+
+    def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
+        if self._cells.count <= 1:
+            return arrived
+        return arrived._replace(view_ids=self._cells.layers(arrived.view_ids, rows.point_ids))
+
+    def layer(self, patch: Patch, first_view: int) -> int:
+        assert first_view == 0, "all of the batch's views are splatted"
+        return self._cells.layer(patch)
+
+    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
+        routes, color = routes_of(plan, views, self._world.rank), drawn.color
+        width = color.shape[1] + 1
+        out = color.new_empty(sum(routes.send), width)
+        received = color.new_empty(routes.arrived, width)
+        others = sum(routes.receive)
+        gather_pieces(color, drawn.alpha, routes.leaving, out)
+        gather_pieces(color, drawn.alpha, routes.staying, received[others:])
+        yield from self._exchange(received[:others], out, routes.receive, routes.send)
+        settled, alpha, before = composite_pieces(received, routes.layers, routes.sizes)
+        self._now = routes, received, before
+        return Settled(settled, alpha, None)
+
+    def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
+        assert self._now is not None
+        routes, received, before = self._now
+        self._now = None
+        gradients = composite_pieces_backward(
+            received, before, v_color, v_alpha, routes.layers, routes.sizes, routes.returned
+        )
+        del received, before
+        others = sum(routes.send_back)
+        back = gradients.new_empty(sum(routes.receive_back), gradients.shape[1])
+        yield from self._exchange(back, gradients[:others], routes.receive_back, routes.send_back)
+        v_drawn = v_color.new_zeros(routes.drawn, v_color.shape[1]), v_alpha.new_zeros(routes.drawn)
+        scatter_pieces(back, routes.leaving, *v_drawn)
+        scatter_pieces(gradients[others:], routes.staying, *v_drawn)
+        return v_drawn
+
+    def _exchange(self, into: Tensor, out: Tensor, receive: Sequence[int], send: Sequence[int]) -> Parts[None]:
+        """Pixels of each other rank, one rank's behind the other's."""
+        if self._world.size == 1:
+            return
+        width = out.shape[1]
+        sizes = [width * pixels for pixels in receive], [width * pixels for pixels in send]
+        yield Collective(lambda: all_to_all_parts(into.view(-1), out.view(-1), *sizes, self._world))
+
+
+def carrier_of(leg: PixelLeg, world: World) -> PixelCarrier | None:
+    """The carrier of a leg's pixels; None where there is none. A leg's own type counts: a class derived from it may do
+    something else."""
+    if type(leg) is CompositePixels:
+        return PixelsTravel(leg.cells, world)
+    return PixelsStay() if type(leg) is WholePixels else None
