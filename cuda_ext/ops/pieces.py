@@ -63,9 +63,7 @@ def scatter_pieces(gradients: Tensor, pieces: Sequence[int], v_color: Tensor, v_
     op(gradients, numbers, v_color, v_alpha)
 
 
-def composite_pieces(
-    received: Tensor, layers: Sequence[int], sizes: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
+def composite_pieces(received: Tensor, layers: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Composites patches of layers, front to back. Differentiable by `received`.
 
     A pixel that no layer covers is black and lets all through.
@@ -135,7 +133,7 @@ def _checked_pieces(pieces: Sequence[int], pixels: int, rows: int, place: int) -
     for k in range(0, len(pieces), 6):
         corner, stride, width, height = pieces[k : k + 4]
         at = pieces[k + place]
-        within = 0 <= corner and 0 < width <= stride and 0 < height
+        within = corner >= 0 and 0 < width <= stride and height > 0
         within = within and corner + (height - 1) * stride + width <= pixels
         if not within or not (at <= rows - width * height and (at >= 0 or (place == 5 and at == -1))):
             raise ValueError(f"piece {k // 6} is {tuple(pieces[k : k + 6])}, of {pixels} pixels and {rows} rows.")
@@ -150,7 +148,9 @@ def _check_layers(layers: Sequence[int], sizes: Sequence[int], rows: int) -> Non
         known = 0 <= patch < len(sizes) // 2
         within = known and 0 <= x0 < x1 <= sizes[2 * patch] and 0 <= y0 < y1 <= sizes[2 * patch + 1]
         if not within or not 0 <= first <= rows - (x1 - x0) * (y1 - y0):
-            raise ValueError(f"layer {k // 7} is {tuple(layers[k : k + 7])}, of {len(sizes) // 2} patches, {rows} rows.")
+            raise ValueError(
+                f"layer {k // 7} is {tuple(layers[k : k + 7])}, of {len(sizes) // 2} patches, {rows} rows."
+            )
         if k and patch < layers[k - 7]:
             raise ValueError(f"layer {k // 7} is of patch {patch}, behind one of patch {layers[k - 7]}.")
 

@@ -66,7 +66,7 @@ class ByCells(Placement):
         self.local = LocalCells(bounds[world.rank], bounds[world.rank + 1] - bounds[world.rank])
         self.tree: CellTree | None = None
         self.boxes: NDArray[np.float64] | None = None
-        self._level, self._placings = 1.0, 0
+        self._level, self._placings, self._learned = 1.0, 0, False
         self._stale = True  # points have moved to their cells since these were measured
         self._moved, self._looked = True, 0  # or since training went on; images at which it measured
 
@@ -88,7 +88,7 @@ class ByCells(Placement):
         return plan.views()
 
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
-        """See `Placement.shares`.
+        """See `Placement.shares`. Cells are cut for level points, unless there are those of a run that goes on.
 
         Raises:
             ValueError: other ranks are asked about than those of the world.
@@ -96,7 +96,13 @@ class ByCells(Placement):
         if ranks != self._world.size:
             raise ValueError(f"points are placed on the {self._world.size} ranks of this run, not on {ranks}")
         where = positions().detach()
-        self._cut(where, torch.ones(len(where), dtype=torch.int64, device=where.device), replace(self._world, group=None))
+        if self._learned:
+            self._stale = self._moved = True
+            assert self.tree is not None
+            return shares_of(self._owners(self.tree.of(where)), ranks)
+        self._cut(
+            where, torch.ones(len(where), dtype=torch.int64, device=where.device), replace(self._world, group=None)
+        )
         assert self.tree is not None
         return shares_of(self._owners(self.tree.of(where)), ranks)
 
@@ -111,9 +117,7 @@ class ByCells(Placement):
         self._stale = self._moved = True
         return Settled(self._owners(self.tree.of(where)), anew)
 
-    def observe(
-        self, points: Points, extents: Callable[[], Tensor | None], images: int | None, world: World
-    ) -> None:
+    def observe(self, points: Points, extents: Callable[[], Tensor | None], images: int | None, world: World) -> None:
         if self.tree is None:
             return
         trained = images is not None
@@ -157,10 +161,10 @@ class ByCells(Placement):
         if "splits" not in knowledge:
             return
         known = {name: value.cpu() for name, value in knowledge.items()}
-        self.tree, self._level = CellTree.from_tensor(known["splits"]), float(known["level"])
+        self.tree, self._level, self._learned = CellTree.from_tensor(known["splits"]), float(known["level"]), True
         self.boxes = known["boxes"].numpy() if "boxes" in known else None
         self._looked, self._moved, self._stale = (int(n) for n in known["looked"])
-        if "cells" in known and self.local.count > 1:
+        if "cells" in known and self.local.count > 1 and len(known["counts"]) == self._world.size:
             mine = known["cells"].split(known["counts"].tolist())[self._world.rank]
             self.local.put(mine.to(self._world.device))
 

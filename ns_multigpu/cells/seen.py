@@ -25,8 +25,8 @@ def tiles_seen(boxes: Floats, view: View) -> list[Rectangle | None]:
     Tiles at the right and lower border end with the image.
 
     Args:
-        boxes: [cells, 2, 3] lower and upper corner, world units. An empty one, whose lower corner is above its upper, is
-            never seen; one that has no end is seen in the whole view.
+        boxes: [cells, 2, 3] lower and upper corner, world units. An empty one, whose lower corner is above its upper,
+            is never seen; one that has no end is seen in the whole view.
         view: pinhole camera; its tensors are read on the host.
     """
     viewmat = np.asarray(view.viewmat.detach().cpu().double().numpy())

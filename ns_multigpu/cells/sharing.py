@@ -12,8 +12,8 @@ from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
 
 
 class CellPixels(Assignment):
-    """A cell is drawn by its rank, over the rectangle of tiles in which the view sees its box; pixels are owned in bands
-    of rows of tiles by the ranks that draw any of the view.
+    """A cell is drawn by its rank, over the rectangle of tiles in which the view sees its box; pixels are owned in
+    bands of rows of tiles by the ranks that draw any of the view.
 
     All of that follows from the cells' boxes, which every rank knows. A view that sees no cell is owned all the same:
     it has a background, and an image to be compared with.
@@ -58,9 +58,7 @@ def _band(position: int, view: View, first: int, end: int) -> Patch:
     return Patch(position, 0, top, view.width, bottom, SSIM_HALO)
 
 
-def share_rows(
-    rows: Sequence[int], seen_by: Sequence[Sequence[int]], ranks: int
-) -> list[list[tuple[int, int] | None]]:
+def share_rows(rows: Sequence[int], seen_by: Sequence[Sequence[int]], ranks: int) -> list[list[tuple[int, int] | None]]:
     """Deals the rows of views to ranks that draw them, such that ranks have as many as others as far as that goes.
 
     A rank takes as much of a view as it has room for, for each border between two costs a halo. Views that few ranks

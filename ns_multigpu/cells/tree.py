@@ -163,7 +163,7 @@ class CellTree:
 
 
 def _plane(where: Tensor, work: Tensor, lower: int, count: int, world: World) -> tuple[int, float]:
-    """The axis along which points [N, 3] of all ranks are cut, and where: `lower` of `count` parts of the work below."""
+    """The axis along which points [N, 3] of all ranks are cut, and where: `lower` of `count` parts of work below."""
     bounds = where.new_full((6,), -math.inf, dtype=torch.float64)
     if len(where):
         bounds = torch.cat([-where.amin(0), where.amax(0)]).double()

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from cuda_ext.ops.pieces import composite_pieces, composite_pieces_backward, gather_pieces, scatter_pieces

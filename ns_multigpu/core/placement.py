@@ -89,9 +89,7 @@ class Placement(ABC):
         """What was not done as asked since it was asked last, in words for the user; on rank 0."""
         return []
 
-    def observe(
-        self, points: Points, extents: Callable[[], Tensor | None], images: int | None, world: World
-    ) -> None:
+    def observe(self, points: Points, extents: Callable[[], Tensor | None], images: int | None, world: World) -> None:
         """Shown this rank's points, as they are, before views of them are planned. Every rank calls it together.
 
         Args:
@@ -113,7 +111,8 @@ class Placement(ABC):
         return {}
 
     def learn_again(self, knowledge: Mapping[str, Tensor]) -> None:
-        """Goes on with what `knowledge` returned, of a placement of the same kind on as many ranks."""
+        """Goes on with what `knowledge` returned, of a placement of the same kind. Where there were as many ranks, each
+        goes on with the points that it had; otherwise `shares` is asked next."""
         return
 
     @property

@@ -191,7 +191,8 @@ class Step:
 
         Args:
             plan: `with_halos` of a plan that is the same on all ranks.
-            targets: of each of the patches that this rank owns the image under its rendered rectangle [h, w, 3], uint8 or float.
+            targets: of each of the patches that this rank owns the image under its rendered rectangle [h, w, 3], uint8
+                or float.
 
         Returns:
             what `rgb` is to be.

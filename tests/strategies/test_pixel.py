@@ -1,18 +1,26 @@
 """The law for `pixel`: N ranks do what one rank does with the same cells. And how far that is from `single`."""
 
+import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
 from ns_multigpu.cells.options import PixelOptions
+from ns_multigpu.cells.placing import ByCells
+from ns_multigpu.cells.seen import camera_position
+from ns_multigpu.cells.sharing import CellPixels
+from ns_multigpu.cells.tree import CellTree, Split
+from ns_multigpu.core.composite import CompositePixels
 from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.types import Points
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
+from strategies import STRATEGIES
 from strategies.pixel import pixel
 from tests.ranks import run_ranks, skip_without_gpus
+from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, stitch, take_step
 from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, check_outcomes, take_one
 
@@ -23,7 +31,9 @@ def strategy_of(cells: int, world: World) -> Strategy:
     return pixel(world, PixelOptions(cells=cells))
 
 
-def step_of(cells: int, world: World, primitive: str, views: int, points: int, dtype: torch.dtype, *rest: Any) -> Outcome:
+def step_of(
+    cells: int, world: World, primitive: str, views: int, points: int, dtype: torch.dtype, *rest: tuple[int, int] | None
+) -> Outcome:
     return take_step(strategy_of(cells, world), primitive, views, points, dtype, *rest)
 
 
@@ -58,6 +68,68 @@ def test_ranks_without_points_or_pixels(views: int, points: int, size: tuple[int
     step = partial(step_of, 3)
     expected = step(World.single(), "gaussians", views, points, torch.float64, size)
     check(run_ranks(step, 3, "gaussians", views, points, torch.float64, size), expected, torch.float64)
+
+
+class GivenCells(ByCells):
+    """Cells that are cut where a test says."""
+
+    splits: tuple[Split, ...] = ()
+
+    def _cut(self, where: torch.Tensor, work: torch.Tensor, world: World) -> None:
+        self.tree, self._stale, self._moved = CellTree(self.splits), True, True
+
+
+def with_splits(world: World, splits: tuple[Split, ...]) -> Strategy:
+    space = GivenCells(world, PixelOptions(cells=len(splits) + 1))
+    space.splits = splits
+    return replace(
+        pixel(world), placement=space, assignment=CellPixels(space), pixels=CompositePixels(space.local),
+    )  # fmt: skip
+
+
+def where_cameras_stand() -> dict[str, tuple[Split, ...]]:
+    """Cells for the cameras of the scene, which are 3 from its middle."""
+    x, y, _ = camera_position(make_views(VIEWS, torch.float64)[1])
+    return {
+        "in a cell": (Split(0, 0.0, 1, -3), Split(1, 0.3, -1, -2)),
+        "on a plane": (Split(0, x, 1, -3), Split(1, y, -1, -2)),
+        "all points in one cell": (Split(0, 50.0, 1, -3), Split(2, -50.0, -1, -2)),
+    }
+
+
+def step_within(where: str, world: World, spread_out: float) -> Outcome:
+    """A step of points around the cameras."""
+    points = make_points(POINTS, torch.float64)
+    means = (spread_out * points.params["means"]).detach().requires_grad_()
+    kind = Gaussians(depth=True), Points({**points.params, "means": means})
+    return take_step(with_splits(world, where_cameras_stand()[where]), "", VIEWS, POINTS, torch.float64, kind=kind)
+
+
+@pytest.mark.parametrize("where", where_cameras_stand())
+def test_wherever_cameras_and_points_are(where: str) -> None:
+    step = partial(step_within, where)
+    expected = step(World.single(), 4.0)
+    assert sum(float(image.std()) > 0.02 for image in stitch(expected["images"]).values()) >= VIEWS - 1
+    check(run_ranks(step, 3, 4.0), expected, torch.float64)
+
+
+def test_how_far_it_is_from_single() -> None:
+    """Splats that reach into another cell are blended with their own cell's. Of opaque splats as large as a fifth of
+    the scene that shows; of small ones hardly."""
+
+    def psnr(size: float) -> float:
+        points = make_points(POINTS, torch.float64)
+        params = {**points.params, "scales": points.params["scales"] + math.log(size)}
+        kind = Gaussians(depth=True), Points({k: v.detach().requires_grad_() for k, v in params.items()})
+        found, wanted = (
+            stitch(take_step(spread, "", VIEWS, POINTS, torch.float64, kind=kind)["images"])
+            for spread in (strategy_of(4, World.single()), STRATEGIES["single"](World.single()))
+        )
+        error = torch.cat([(found[view] - image).flatten() for view, image in wanted.items()])
+        return -10 * math.log10(float(error.square().mean()) + 1e-30)
+
+    large, small = psnr(1.0), psnr(0.2)
+    assert 35 < large < 55 and small > 58
 
 
 def fused_step(cells: int, world: World, primitive: str, mode: str, size: tuple[int, int]) -> Outcome:

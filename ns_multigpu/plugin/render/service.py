@@ -6,6 +6,7 @@ waits until all ranks stand between two steps (see `Guards.may_go_on`) and their
 
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -83,8 +84,9 @@ class RenderService:
 
     @property
     def shared(self) -> bool:
-        """Whether an image takes all ranks: the points are spread over several."""
-        return self._world.size > 1 and not self._strategy.placement.replicated
+        """Whether an image takes all ranks, for the points are spread over several; or is not the model's own."""
+        takes_strategy = not self._strategy.pixels.whole and self._model.sharded
+        return not self._strategy.placement.replicated and (self._world.size > 1 or takes_strategy)
 
     @property
     def if_shared(self) -> "RenderService | None":
@@ -118,20 +120,22 @@ class RenderService:
         model, world, strategy = self._model, self._world, self._strategy
         view = replace(request.view, viewmat=request.view.viewmat.to(world.device), K=request.view.K.to(world.device))
         points = Points({name: value.detach() for name, value in model.gauss_params.items()})
+        strategy.observe(model.primitive(depth=True, counted=False), points)
+        narrowed: AbstractContextManager[None] = nullcontext()
         if request.crop is not None:
             kept = request.crop.within(points.params[POSITION]).reshape(-1)
             points = Points({name: value[kept] for name, value in points.params.items()})
+            narrowed = strategy.placement.narrowed(kept)
             if not any(row[0] for row in all_gather_ints([len(points)], world)):
                 background = model.background_color.to(world.device)
                 return model.get_empty_outputs(view.width, view.height, background) if world.rank in roots else None
-        # No loss, no windows: what lies in a halo is another rank's to render.
-        drawn = strategy.plan([view]).drawn
-        plan = Plan.of([replace(patch, halo=0) for patch in patches] for patches in drawn)
+        plan = strategy.plan([view]).without_halos()
         primitive = model.primitive(depth=True, counted=False)
         if request.owners:
             colors = rank_colors(world.machines, world.size // world.machines)
             primitive, points = model.in_one_color(primitive, points, colors[world.rank])
-        pixels = self._gather(strategy.render(primitive, points, [view], plan), view, plan, roots)
+        with narrowed:
+            pixels = self._gather(strategy.render(primitive, points, [view], plan), view, plan, roots)
         if pixels is None:
             return None
         was_training = model.training

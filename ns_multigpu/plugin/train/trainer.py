@@ -393,7 +393,7 @@ class DistributedTrainer(Trainer):
 
     def _train_complete_viewer(self) -> None:
         """Keeps the viewer open until Ctrl-C, or SIGTERM."""
-        if self.world.group is not None:
+        if self.world.group is not None or self.pipeline.renders.shared:
             viewing.stay_open(self)
         else:
             with contextlib.suppress(KeyboardInterrupt), self.guards.signals.as_keyboard_interrupt():
