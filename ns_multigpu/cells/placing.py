@@ -67,6 +67,7 @@ class ByCells(Placement):
         self.tree: CellTree | None = None
         self.boxes: NDArray[np.float64] | None = None
         self._level, self._placings, self._learned = 1.0, 0, False
+        self._saved: Tensor | None = None  # the cells of points that are about to be read
         self._stale = True  # points have moved to their cells since these were measured
         self._moved, self._looked = True, 0  # or since training went on; images at which it measured
 
@@ -97,7 +98,7 @@ class ByCells(Placement):
             raise ValueError(f"points are placed on the {self._world.size} ranks of this run, not on {ranks}")
         where = positions().detach()
         if self._learned:
-            self._stale = self._moved = True
+            self._stale, self._moved, self._saved = True, True, None
             assert self.tree is not None
             return shares_of(self._owners(self.tree.of(where)), ranks)
         self._cut(
@@ -117,6 +118,13 @@ class ByCells(Placement):
         self._stale = self._moved = True
         return Settled(self._owners(self.tree.of(where)), anew)
 
+    def moved(self, positions: Tensor) -> None:
+        if self.local.count > 1:
+            assert self.tree is not None, "who says whose points are has cut cells"
+            cells = self._saved
+            self.local.put(self.tree.of(positions) - self.local.first if cells is None else cells.to(positions.device))
+        self._saved = None
+
     def observe(self, points: Points, extents: Callable[[], Tensor | None], images: int | None, world: World) -> None:
         if self.tree is None:
             return
@@ -125,8 +133,6 @@ class ByCells(Placement):
         if self._stale or due:
             with torch.no_grad():
                 means = points.params[POSITION].detach()
-                if self._stale and self.local.count > 1:
-                    self.local.put(self.tree.of(means) - self.local.first)
                 self.boxes = self._measured(means, extents(), world)
             self._stale = False
         if trained and (self._moved or due):
@@ -150,7 +156,7 @@ class ByCells(Placement):
         }  # fmt: skip
         if self.boxes is not None:
             known["boxes"] = torch.from_numpy(self.boxes.copy())
-        if self.cells > self._world.size and not self._stale:
+        if self.cells > self._world.size:
             mine = self.local.of_points
             mine = torch.empty(0, dtype=torch.int32, device=self._world.device) if mine is None else mine
             everyone, counts = all_gather_rows(mine, self._world)
@@ -165,8 +171,7 @@ class ByCells(Placement):
         self.boxes = known["boxes"].numpy() if "boxes" in known else None
         self._looked, self._moved, self._stale = (int(n) for n in known["looked"])
         if "cells" in known and self.local.count > 1 and len(known["counts"]) == self._world.size:
-            mine = known["cells"].split(known["counts"].tolist())[self._world.rank]
-            self.local.put(mine.to(self._world.device))
+            self._saved = known["cells"].split(known["counts"].tolist())[self._world.rank]
 
     def _owners(self, cells: Tensor) -> Tensor:
         return self._ranks.to(cells.device)[cells]

@@ -89,6 +89,10 @@ class Placement(ABC):
         """What was not done as asked since it was asked last, in words for the user; on rank 0."""
         return []
 
+    def moved(self, positions: Tensor) -> None:
+        """This rank's points are where it said, as they were when it did: at [N, 3]. Nobody waits for other ranks."""
+        return
+
     def observe(self, points: Points, extents: Callable[[], Tensor | None], images: int | None, world: World) -> None:
         """Shown this rank's points, as they are, before views of them are planned. Every rank calls it together.
 
@@ -156,6 +160,7 @@ class Placement(ABC):
         shares = self.shares(len(points), lambda: points.params[POSITION].detach(), world.size)
         own = checked_shares(self, shares, len(points), world.size)[world.rank]
         part = {name: rows_of(value.detach(), own).clone() for name, value in points.params.items()}
+        self.moved(part[POSITION])
         return Points({name: part[name].requires_grad_(v.requires_grad) for name, v in points.params.items()})
 
 

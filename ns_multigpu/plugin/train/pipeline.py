@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
+from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
@@ -239,7 +240,8 @@ class DistributedPipeline(VanillaPipeline):
         load_points(lambda rest: load(rest, step), model.gauss_params, loaded_state, folder, own.rows, model.device)
         if model.holding is not None:
             model.shard_counts = own.counts
-            model.holding.places = None if own.places is None else own.places.to(model.device)
+            places = None if own.places is None else own.places.to(model.device)
+            model.holding.hold(places, model.gauss_params[POSITION])
 
     def get_train_loss_dict(
         self, step: int, *, metrics: bool = False
