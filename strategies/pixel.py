@@ -22,5 +22,5 @@ def pixel(world: World, options: PixelOptions | None = None) -> Strategy:
     if problem := options.problem():
         raise ValueError(f"pixel: {problem}.")
     space = ByCells(world, options)
-    legs = RowsStay(), CompositePixels(space.local), GradientsToOwner(world)
+    legs = RowsStay(), CompositePixels(space.local, half=options.wire == "half"), GradientsToOwner(world)
     return Strategy("pixel", space, CellPixels(space), *legs, world)

@@ -279,11 +279,11 @@ def test_the_command_prints_every_strategy(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "400,000,000 Gaussians" in out and "139.0 GiB (NVIDIA H200)" in out and "garden" in out
     lines = {line[:30].strip(): line[30:].split() for line in out.splitlines() if line.startswith("  ")}
-    assert lines["fits"] == ["NO", "NO", "yes"]
+    assert lines["fits"] == ["NO", "NO", "yes", "yes"]
     assert lines["parameters"][0] == gib(400e6 * 236) and lines["parameters"][2] == gib(100e6 * 236)
     times = {line.split("  ")[1]: line for line in out[out.index("Time a step") :].splitlines() if line[:2] == "  "}
     for part in ("cull + project", "sort", "raster", "loss", "backward", "exchange", "update", "step"):
-        assert len(re.findall(r"[\d,]+\.\d\d", times[part])) == 3
+        assert len(re.findall(r"[\d,]+\.\d\d", times[part])) == 4
     assert "batch gives every GPU a view: 4 a step" in out
 
 
@@ -327,3 +327,16 @@ def test_the_command_says_what_is_wrong(arguments: list[str], said: str, capsys:
         main(["plan", *arguments])
     assert ended.value.code == 1
     assert said in capsys.readouterr().err
+
+
+def test_what_pixels_cross_does_not_depend_on_the_model() -> None:
+    small, large = (share("pixel", Course(points, 1920, 1080, views=4, gpus=4)) for points in (1_000_000, 400_000_000))
+    assert small.traffic == large.traffic == pytest.approx(16 * 0.75 * (4 * 0.5 + 4 * 0.5) * 1920 * 1080)
+    assert large.rows == 400 * small.rows and large.arrivals == 0 and small.layers == 2 * 1920 * 1080
+    cut = share("pixel", Course(1_000_000, 1920, 1080, views=1, gpus=4))
+    assert cut.layers == pytest.approx(0.5 * 1920 * (1080 + 4 * 20)), "with halos"
+    alone = Course(1_000_000, 1920, 1080)
+    assert share("pixel", alone) == share("tile", alone)
+    course = Course(400_000_000, 1920, 1080, views=4, gpus=4)
+    assert pace("pixel", course).exchange < pace("tile", course, transport="collective").exchange
+    assert room("pixel", course, 40 * GIB).exchange < room("tile", course, 40 * GIB).exchange

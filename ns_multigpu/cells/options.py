@@ -1,6 +1,7 @@
 """What a user may choose about `pixel`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass
@@ -12,6 +13,10 @@ class PixelOptions:
     the number of GPUs only through it."""
     imbalance: float = 1.2
     """Cells are cut anew when the work of one is more than this times the mean; above 1."""
+
+    wire: Literal["full", "half"] = "full"
+    """What pixels and their gradients are on the wire: "full" is float32, and changes nothing; "half" is float16, and
+    rounds what other GPUs drew."""
 
     def problem(self) -> str | None:
         """What is wrong with the values, and the remedy; None if nothing is."""

@@ -1,6 +1,7 @@
 """Who draws which cell of which view, and who owns which pixels."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -9,6 +10,16 @@ from ns_multigpu.cells.seen import camera_position, tiles_seen
 from ns_multigpu.core.assignment import Assignment
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
+
+
+@dataclass
+class _Seen:
+    """What steps came to."""
+
+    steps: int = 0
+    at_work: float = 0.0
+    drawn: int = 0
+    pixels: int = 0
 
 
 class CellPixels(Assignment):
@@ -24,6 +35,15 @@ class CellPixels(Assignment):
 
     def __init__(self, space: ByCells) -> None:
         self._space = space
+        self._seen = _Seen()
+
+    def figures(self) -> dict[str, float]:
+        """Of the ranks those that draw any of a step; and of all cells' pixels of its views, those in rectangles of
+        tiles in which a view sees the cell: the rest is neither drawn nor sent. Means since the last time."""
+        seen, self._seen = self._seen, _Seen()
+        if seen.steps == 0:
+            return {}
+        return {"gpus_at_work": seen.at_work / seen.steps, "pixels_in_sight": seen.drawn / seen.pixels}
 
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
         space = self._space
@@ -48,6 +68,11 @@ class CellPixels(Assignment):
             for of_rank in share_rows(rows, seen_by, ranks)
         ]
         plan = Plan.of(drawn, owned)
+        if any(view.index >= 0 for view in views):  # not what somebody looks at
+            self._seen.steps += 1
+            self._seen.at_work += sum(1 for patches in drawn if patches) / ranks
+            self._seen.drawn += sum((p.x1 - p.x0) * (p.y1 - p.y0) for patches in drawn for p in patches)
+            self._seen.pixels += space.cells * sum(view.width * view.height for view in views)
         return Plan(plan.drawn, plan.owned, tuple(order))
 
 

@@ -12,7 +12,7 @@ not depend on who draws which cell: N ranks equal one rank with the same cells.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,17 +62,59 @@ class LocalCells:
         return view_ids * self.count + cells[point_ids.clamp(0, len(cells) - 1).long()]
 
 
+@dataclass(frozen=True)
+class PixelWire:
+    """What pixels are on the wire.
+
+    Attributes:
+        half: float16; else what they are.
+        scale: gradients are multiplied by it where they are float16, a power of two: those of a mean over all numbers
+            of a batch would be too small for it, and lose digits. What is too large then is cut off.
+    """
+
+    half: bool
+    scale: float
+
+    @staticmethod
+    def of(views: Sequence[View], *, half: bool) -> "PixelWire":
+        """The wire of a batch."""
+        numbers = 3 * sum(view.width * view.height for view in views)
+        return PixelWire(half, float(2 ** (max(numbers, 1).bit_length() - 1)))
+
+    def pack(self, pixels: Tensor) -> Tensor:
+        """Pixels [N, C] as they travel."""
+        return (pixels.half() if self.half else pixels).contiguous()
+
+    def unpack(self, arrived: Tensor, like: Tensor) -> Tensor:
+        """What `pack` made, as they were."""
+        return arrived.to(like.dtype)
+
+    def pack_gradients(self, gradients: Tensor) -> Tensor:
+        """Gradients [N, C] as they travel."""
+        if not self.half:
+            return gradients.contiguous()
+        return (gradients * self.scale).clamp(-_MOST_HALF, _MOST_HALF).half()
+
+    def unpack_gradients(self, arrived: Tensor, like: Tensor) -> Tensor:
+        """What `pack_gradients` made, as they were."""
+        return arrived.to(like.dtype) / self.scale if self.half else arrived
+
+
+_MOST_HALF = 65504.0
+
+
 class CompositePixels(PixelLeg):
     """See the module.
 
     Args:
         cells: of this rank's points; whoever places them keeps it.
+        half: pixels, and their gradients, are float16 on the wire.
     """
 
     survives_giving_up = False
 
-    def __init__(self, cells: LocalCells) -> None:
-        self.cells = cells
+    def __init__(self, cells: LocalCells, *, half: bool = False) -> None:
+        self.cells, self.half = cells, half
         self._deep = False  # whether what is drawn has depth: of a rank that draws nothing, too
 
     @property
@@ -100,7 +142,8 @@ class CompositePixels(PixelLeg):
         deep = self._deep
         flat = [_flat(pixels) for pixels in rendering.pixels]
         drawn = torch.cat([anchor.new_empty(0, 4 + deep), *flat])
-        tied: Any = _Travelling.apply(routes, world, drawn, *(own.rows[name] for name in named))
+        wire = PixelWire.of(views, half=self.half)
+        tied: Any = _Travelling.apply(routes, wire, world, drawn, *(own.rows[name] for name in named))
         out, alpha, _ = composite_pieces(tied[0], routes.layers, routes.sizes)
         settled: list[Pixels] = []
         start = 0
@@ -132,32 +175,35 @@ class _Travelling(torch.autograd.Function):
     pixels: so all ranks meet in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, routes: Routes, world: World, drawn: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, routes: Routes, wire: "PixelWire", world: World, drawn: Tensor, *rows: Tensor
+    ) -> tuple[Tensor, ...]:
         index = _rows_of(routes, drawn.device)
-        ctx.routes, ctx.world = routes, world
+        ctx.routes, ctx.wire, ctx.world = routes, wire, world
         ctx.save_for_backward(index, drawn.new_empty(0))
         ctx.shape = drawn.shape
         ctx.set_materialize_grads(False)
         sent = drawn.detach()[index]
         here = sum(routes.send)
         with world.traffic.measured():
-            received = exchange_rows(sent[:here].contiguous(), routes.send, routes.receive, world)
-        return torch.cat([received, sent[here:]]), *(row.view_as(row) for row in rows)
+            received = exchange_rows(wire.pack(sent[:here]), routes.send, routes.receive, world)
+        return torch.cat([wire.unpack(received, drawn), sent[here:]]), *(row.view_as(row) for row in rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         index, like = ctx.saved_tensors
-        routes, world = ctx.routes, ctx.world
+        routes, wire, world = ctx.routes, ctx.wire, ctx.world
         got = grads[0]
         if got is None:
             got = like.new_zeros(routes.arrived, ctx.shape[1])
         there = sum(routes.receive)
         with world.traffic.measured():
-            returned = exchange_rows(got[:there].contiguous(), routes.receive, routes.send, world)
+            returned = exchange_rows(wire.pack_gradients(got[:there]), routes.receive, routes.send, world)
+            returned = wire.unpack_gradients(returned, like)
         back = like.new_zeros(ctx.shape)
         # A pixel between two patches is in two pieces; of two the sum does not depend on which comes first.
         back.index_add_(0, index, torch.cat([returned, got[there:]]))
-        return None, None, back, *grads[1:]
+        return None, None, None, back, *grads[1:]
 
 
 def _rows_of(routes: Routes, device: torch.device) -> Tensor:

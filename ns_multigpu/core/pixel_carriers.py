@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cuda_ext.ops.pieces import composite_pieces, composite_pieces_backward, gather_pieces, scatter_pieces
 from ns_multigpu.core.collectives import all_to_all_parts
-from ns_multigpu.core.composite import CompositePixels, LocalCells
+from ns_multigpu.core.composite import CompositePixels, PixelWire
 from ns_multigpu.core.kernels import Arrived, Drawn, Rows
 from ns_multigpu.core.legs import PixelLeg, WholePixels
 from ns_multigpu.core.pieces import Routes, routes_of
@@ -68,9 +68,9 @@ class PixelsStay(PixelCarrier):
 class PixelsTravel(PixelCarrier):
     """Layers go to the owners of their pixels, and gradients of what these own come back. The plan says how many."""
 
-    def __init__(self, cells: LocalCells, world: World) -> None:
-        self._cells, self._world = cells, world
-        self._now: tuple[Routes, Tensor, Tensor] | None = None
+    def __init__(self, leg: CompositePixels, world: World) -> None:
+        self._cells, self._half, self._world = leg.cells, leg.half, world
+        self._now: tuple[Routes, PixelWire, Tensor, Tensor] | None = None
 
     def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
         if self._cells.count <= 1:
@@ -83,45 +83,49 @@ class PixelsTravel(PixelCarrier):
 
     def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
         routes, color = routes_of(plan, views, self._world.rank), drawn.color
+        wire = PixelWire.of(views, half=self._half)
         width = color.shape[1] + 1
         out = color.new_empty(sum(routes.send), width)
         received = color.new_empty(routes.arrived, width)
         others = sum(routes.receive)
         gather_pieces(color, drawn.alpha, routes.leaving, out)
         gather_pieces(color, drawn.alpha, routes.staying, received[others:])
-        yield from self._exchange(received[:others], out, routes.receive, routes.send)
+        arrived = yield from self._exchange(wire.pack(out), routes.receive, routes.send)
+        received[:others].copy_(arrived)
         settled, alpha, before = composite_pieces(received, routes.layers, routes.sizes)
-        self._now = routes, received, before
+        self._now = routes, wire, received, before
         return Settled(settled, alpha, None)
 
     def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
         assert self._now is not None
-        routes, received, before = self._now
+        routes, wire, received, before = self._now
         self._now = None
         gradients = composite_pieces_backward(
             received, before, v_color, v_alpha, routes.layers, routes.sizes, routes.returned
         )
         del received, before
         others = sum(routes.send_back)
-        back = gradients.new_empty(sum(routes.receive_back), gradients.shape[1])
-        yield from self._exchange(back, gradients[:others], routes.receive_back, routes.send_back)
+        leaving = wire.pack_gradients(gradients[:others])
+        back = yield from self._exchange(leaving, routes.receive_back, routes.send_back)
+        back = wire.unpack_gradients(back, gradients)
         v_drawn = v_color.new_zeros(routes.drawn, v_color.shape[1]), v_alpha.new_zeros(routes.drawn)
         scatter_pieces(back, routes.leaving, *v_drawn)
         scatter_pieces(gradients[others:], routes.staying, *v_drawn)
         return v_drawn
 
-    def _exchange(self, into: Tensor, out: Tensor, receive: Sequence[int], send: Sequence[int]) -> Parts[None]:
-        """Pixels of each other rank, one rank's behind the other's."""
-        if self._world.size == 1:
-            return
+    def _exchange(self, out: Tensor, receive: Sequence[int], send: Sequence[int]) -> Parts[Tensor]:
+        """Pixels for each other rank -> those of each, one rank's behind the other's."""
         width = out.shape[1]
-        sizes = [width * pixels for pixels in receive], [width * pixels for pixels in send]
-        yield Collective(lambda: all_to_all_parts(into.view(-1), out.view(-1), *sizes, self._world))
+        into = out.new_empty(sum(receive), width)
+        if self._world.size > 1:
+            sizes = [width * pixels for pixels in receive], [width * pixels for pixels in send]
+            yield Collective(lambda: all_to_all_parts(into.view(-1), out.view(-1), *sizes, self._world))
+        return into
 
 
 def carrier_of(leg: PixelLeg, world: World) -> PixelCarrier | None:
     """The carrier of a leg's pixels; None where there is none. A leg's own type counts: a class derived from it may do
     something else."""
     if type(leg) is CompositePixels:
-        return PixelsTravel(leg.cells, world)
+        return PixelsTravel(leg, world)
     return PixelsStay() if type(leg) is WholePixels else None

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -27,8 +28,8 @@ from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, check
 VIEWS, POINTS = 5, 150
 
 
-def strategy_of(cells: int, world: World) -> Strategy:
-    return pixel(world, PixelOptions(cells=cells))
+def strategy_of(cells: int, world: World, **options: Any) -> Strategy:
+    return pixel(world, PixelOptions(cells=cells, **options))
 
 
 def step_of(
@@ -68,6 +69,32 @@ def test_ranks_without_points_or_pixels(views: int, points: int, size: tuple[int
     step = partial(step_of, 3)
     expected = step(World.single(), "gaussians", views, points, torch.float64, size)
     check(run_ranks(step, 3, "gaussians", views, points, torch.float64, size), expected, torch.float64)
+
+
+def half_step(world: World, wire: str, mode: str) -> Outcome:
+    """A step with this wire, and the bytes that it sent."""
+    world.traffic.since("step")
+    spread = strategy_of(2, world, wire=wire)
+    if mode == "autograd":
+        outcome = take_step(spread, KERNELS[0], CUT, POINTS, torch.float32, PORTRAIT)
+    else:
+        kind = PRIMITIVES[KERNELS[0]]()
+        assert isinstance(kind, Gaussians)
+        outcome = take_one(spread, kind, CUT, PORTRAIT, mode)
+    return outcome | {"sent": world.traffic.since("step")}
+
+
+@pytest.mark.parametrize("mode", ["autograd", "step"])
+def test_half_a_wire_rounds(mode: str) -> None:
+    """By as much as float16 does: less than a thousandth of a colour, some thousandths of a gradient; and sends half."""
+    full, half = (run_ranks(half_step, 2, wire, mode) for wire in ("full", "half"))
+    assert all(h["sent"] < 0.62 * f["sent"] for h, f in zip(half, full, strict=True)), "other things are sent too"
+    images = [stitch([piece for outcome in outcomes for piece in outcome["images"]]) for outcomes in (full, half)]
+    off = max(float((images[1][view] - image).abs().max()) for view, image in images[0].items())
+    assert 1e-6 < off < 1e-3
+    for name, gradient in full[0]["gradients"].items():
+        error = float((half[0]["gradients"][name] - gradient).norm() / gradient.norm())
+        assert 1e-6 < error < 5e-3, name
 
 
 class GivenCells(ByCells):

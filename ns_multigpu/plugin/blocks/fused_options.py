@@ -72,7 +72,7 @@ def check_wishes(pipeline: Any, *, fused: bool) -> None:
         InputError: it is for fused steps of sharded points, and these are others.
     """
     asked = pipeline.config
-    travels = pipeline.strategy.rows.travels
+    travels = pipeline.model.sharded and pipeline.strategy.pixels.whole
     if fused and travels:
         if asked.wire == "half" and asked.transport == "peer":
             raise InputError(
