@@ -18,6 +18,10 @@ class PixelOptions:
     """What pixels and their gradients are on the wire: "full" is float32, and changes nothing; "half" is float16, and
     rounds what other GPUs drew."""
 
+    level_steps: bool = True
+    """Views that show different cells come into one step, so that GPUs have level work; False leaves the order of views
+    that other strategies have. It makes no difference with one view a step."""
+
     def problem(self) -> str | None:
         """What is wrong with the values, and the remedy; None if nothing is."""
         if self.cells < 0:

@@ -3,7 +3,7 @@
 """The placement of `pixel`: a point lives with the cell that its mean lies in (Splaxel, section 4.2, appendix 8.1)."""
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ns_multigpu.cells.leveling import leveled, loads_of
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.tree import CellTree
 from ns_multigpu.core.collectives import all_gather_rows, max_in_place, sum_in_place
@@ -20,7 +21,7 @@ from ns_multigpu.core.placement import NewPoints, Placement, Settled, Shares, ev
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.splitters import imbalance
-from ns_multigpu.core.types import Points
+from ns_multigpu.core.types import Points, View
 from ns_multigpu.core.world import World
 
 LOOKED_EVERY = 500
@@ -60,7 +61,9 @@ class ByCells(Placement):
                 f"--pipeline.pixel.cells {self.cells}: each of the {world.size} GPUs wants a cell at least. Give "
                 f"{world.size} or more, or 0."
             )
-        self._world, self._imbalance = world, options.imbalance
+        self._world, self._imbalance, self._level_steps = world, options.imbalance, options.level_steps
+        self._look: Callable[[], Sequence[View]] = lambda: ()
+        self._first: NDArray[np.float64] | None = None  # boxes around the means of the first points
         bounds = even_bounds(self.cells, world.size)
         self._ranks = torch.tensor([r for r in range(world.size) for _ in range(bounds[r], bounds[r + 1])])
         self.local = LocalCells(bounds[world.rank], bounds[world.rank + 1] - bounds[world.rank])
@@ -70,6 +73,17 @@ class ByCells(Placement):
         self._saved: Tensor | None = None  # the cells of points that are about to be read
         self._stale = True  # points have moved to their cells since these were measured
         self._moved, self._looked = True, 0  # or since training went on; images at which it measured
+
+    def look(self, views: Callable[[], Sequence[View]]) -> None:
+        self._look = views
+
+    def arranged(self, size: int) -> Callable[[list[int], int], list[int]] | None:
+        """By what each view sees of the cells as they were cut first, of the points that every run begins with."""
+        views = self._look()
+        if not self._level_steps or size < 2 or self.cells < 2 or self._first is None or not views:
+            return None
+        loads = loads_of(self._first, views)
+        return lambda order, begins: leveled(order, loads, size, -begins % size)
 
     @property
     def kind(self) -> str:
@@ -105,7 +119,10 @@ class ByCells(Placement):
             where, torch.ones(len(where), dtype=torch.int64, device=where.device), replace(self._world, group=None)
         )
         assert self.tree is not None
-        return shares_of(self._owners(self.tree.of(where)), ranks)
+        cells = self.tree.of(where)
+        if self._first is None:
+            self._first = _boxes_around(where, cells, self.cells)
+        return shares_of(self._owners(cells), ranks)
 
     def settle(self, new: NewPoints, world: World) -> Settled:
         """By the cell that each point lies in; cells are cut anew where the work of one is too much."""
@@ -198,14 +215,22 @@ class ByCells(Placement):
         """The boxes of all ranks' cells. A cell without points has one whose lower corner is above its upper."""
         if extents is None:
             return None
-        bounds = torch.full((self.cells, 6), -math.inf, dtype=torch.float64, device=means.device)
         cells = self.local.of_points
-        for k in range(self.local.count):
-            chosen = slice(None) if cells is None else cells == k
-            low, high = (means - extents)[chosen], (means + extents)[chosen]
-            if len(low):
-                bounds[self.local.first + k] = torch.cat([-low.amin(0), high.amax(0)]).double()
+        cells = torch.zeros_like(means[:, 0], dtype=torch.int64) if cells is None else cells
+        return _boxes_around(means, cells + self.local.first, self.cells, extents, world)
+
+
+def _boxes_around(
+    means: Tensor, of_points: Tensor, cells: int, extents: Tensor | None = None, world: World | None = None
+) -> NDArray[np.float64]:
+    """[cells, 2, 3] the boxes of points [N, 3] of these cells [N], with what they reach around them [N, 3]; of all
+    ranks of `world` together. A cell without points has one whose lower corner is above its upper."""
+    bounds = torch.full((cells, 6), -math.inf, dtype=torch.float64, device=means.device)
+    low, high = (means, means) if extents is None else (means - extents, means + extents)
+    of_points = of_points.long()[:, None].expand(-1, 6)
+    bounds.scatter_reduce_(0, of_points, torch.cat([-low, high], 1).double(), "amax")
+    if world is not None:
         max_in_place(bounds, world)
-        boxes = bounds.view(self.cells, 2, 3).cpu()
-        boxes[:, 0] *= -1
-        return boxes.numpy()
+    boxes = bounds.view(cells, 2, 3).cpu()
+    boxes[:, 0] *= -1
+    return boxes.numpy()

@@ -18,6 +18,7 @@ class _Seen:
 
     steps: int = 0
     at_work: float = 0.0
+    level: float = 0.0
     drawn: int = 0
     pixels: int = 0
 
@@ -38,12 +39,16 @@ class CellPixels(Assignment):
         self._seen = _Seen()
 
     def figures(self) -> dict[str, float]:
-        """Of the ranks those that draw any of a step; and of all cells' pixels of its views, those in rectangles of
-        tiles in which a view sees the cell: the rest is neither drawn nor sent. Means since the last time."""
+        """Means since the last time: of the ranks, the part that draws any of a step; pixels that ranks draw, the mean
+        over the most; and of all cells' pixels of a step's views the part within the rectangles of tiles in which views
+        see cells. What is outside is neither drawn nor sent."""
         seen, self._seen = self._seen, _Seen()
         if seen.steps == 0:
             return {}
-        return {"gpus_at_work": seen.at_work / seen.steps, "pixels_in_sight": seen.drawn / seen.pixels}
+        figures = {"gpus_at_work": seen.at_work, "drawing_level": seen.level}
+        return {name: sum_ / seen.steps for name, sum_ in figures.items()} | {
+            "pixels_in_sight": seen.drawn / seen.pixels
+        }
 
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
         space = self._space
@@ -71,7 +76,9 @@ class CellPixels(Assignment):
         if any(view.index >= 0 for view in views):  # not what somebody looks at
             self._seen.steps += 1
             self._seen.at_work += sum(1 for patches in drawn if patches) / ranks
-            self._seen.drawn += sum((p.x1 - p.x0) * (p.y1 - p.y0) for patches in drawn for p in patches)
+            pixels = [sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in patches) for patches in drawn]
+            self._seen.level += sum(pixels) / (ranks * max(pixels)) if any(pixels) else 1.0
+            self._seen.drawn += sum(pixels)
             self._seen.pixels += space.cells * sum(view.width * view.height for view in views)
         return Plan(plan.drawn, plan.owned, tuple(order))
 

@@ -119,6 +119,12 @@ class Placement(ABC):
         goes on with the points that it had; otherwise `shares` is asked next."""
         return
 
+    def arranged(self, size: int) -> Callable[[list[int], int], list[int]] | None:
+        """What puts the views of an epoch into the order in which steps of `size` views take them (see
+        `ViewSequence.arrange`); None for the order in which they were drawn. It must not depend on how many ranks there
+        are, nor on what was trained: a run that goes on has the same."""
+        return None
+
     @property
     def placings(self) -> int:
         """How often it has looked at the model to place its points; the same on every rank. 0 where it never does."""

@@ -132,7 +132,9 @@ def test_strategy() -> None:
 def test_all_strategies_can_train() -> None:
     for name in STRATEGIES:
         checks.check_strategy(name, STRATEGIES)
-    with pytest.raises(InputError, match=r"no strategy 'xyzzy'. The strategies are: batch, locality, pixel, single, tile\.$"):
+    with pytest.raises(
+        InputError, match=r"no strategy 'xyzzy'. The strategies are: batch, locality, pixel, single, tile\.$"
+    ):
         checks.check_strategy("xyzzy", STRATEGIES)
 
 

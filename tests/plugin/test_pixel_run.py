@@ -102,6 +102,6 @@ def test_fused_steps(tmp_path: Path) -> None:
     for one, other in zip(several["rows"], alone["rows"], strict=True):
         assert one["main_loss"] == pytest.approx(other["main_loss"], rel=0.02), one["step"]
     for row in several["rows"]:
-        assert 0.5 < row["gpus_at_work"] <= 1 and 0 < row["pixels_in_sight"] <= 1
+        assert 0.5 < row["gpus_at_work"] <= 1 and 0.5 < row["drawing_level"] <= 1 and 0 < row["pixels_in_sight"] <= 1
         assert row["pixels_in_sight"] == pytest.approx(alone["rows"][several["rows"].index(row)]["pixels_in_sight"])
     assert several["points"] == pytest.approx(alone["points"], rel=0.05)

@@ -204,6 +204,7 @@ class DistributedPipeline(VanillaPipeline):
     def prepare_training(self) -> None:
         """Reads this rank's images. Every rank calls it."""
         data, at_home = self.datamanager, self.strategy.placement.homes_of_views
+        data.sequence.arrange = self.strategy.placement.arranged(self.batch_size)
         if self.world.machines > 1 and len(at_home) == len(data.train_dataset):
             per_machine = self.world.size // self.world.machines
             data.hold_by(homes_of(at_home, data.train_shapes, self.world.machines, per_machine, data.train_memory))
