@@ -86,7 +86,7 @@ def half_step(world: World, wire: str, mode: str) -> Outcome:
 
 @pytest.mark.parametrize("mode", ["autograd", "step"])
 def test_half_a_wire_rounds(mode: str) -> None:
-    """By as much as float16 does: less than a thousandth of a colour, less than a hundredth of a gradient; and sends half."""
+    """By less than a thousandth of a colour, and a hundredth of a gradient; and sends half."""
     full, half = (run_ranks(half_step, 2, wire, mode) for wire in ("full", "half"))
     assert all(h["sent"] < 0.62 * f["sent"] for h, f in zip(half, full, strict=True)), "other things are sent too"
     images = [stitch([piece for outcome in outcomes for piece in outcome["images"]]) for outcomes in (full, half)]
