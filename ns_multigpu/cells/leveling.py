@@ -32,7 +32,7 @@ def leveled(order: Sequence[int], loads: NDArray[np.int64], size: int, lead: int
     """The same views in another order, in which steps have level loads.
 
     A step begins with the next view of the order. Of the views that follow, it takes that which leaves the cell
-    with the most to draw with the least, and of equal ones the next; until it is full. Each epoch still has each view once.
+    with the most to draw with the least, and of equal ones the next; until it is full. An epoch has each view once.
 
     Args:
         order: views of an epoch. loads: `loads_of` all views.

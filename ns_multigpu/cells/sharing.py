@@ -1,6 +1,6 @@
 """Who draws which cell of which view, and who owns which pixels."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,14 +57,15 @@ class CellPixels(Assignment):
             boxes = np.stack([np.full((space.cells, 3), -np.inf), np.full((space.cells, 3), np.inf)], axis=1)
         drawn: list[list[Patch]] = [[] for _ in range(ranks)]
         order: list[tuple[int, ...]] = []
-        seen_by: list[list[int]] = []
+        seen_by: list[dict[int, int]] = []
         for position, view in enumerate(views):
             rectangles = tiles_seen(boxes, view)
-            some = {space.rank_of(cell) for cell, seen in enumerate(rectangles) if seen is not None}
-            seen_by.append(sorted(some))
+            seen_by.append({})
             for cell, seen in enumerate(rectangles):
                 if seen is not None:
-                    drawn[space.rank_of(cell)].append(Patch(position, *seen, cell=cell))
+                    rank, (x0, y0, x1, y1) = space.rank_of(cell), seen
+                    drawn[rank].append(Patch(position, *seen, cell=cell))
+                    seen_by[position][rank] = seen_by[position].get(rank, 0) + (x1 - x0) * (y1 - y0)
             whole = tuple(range(space.cells))
             order.append(whole if space.tree is None else space.tree.order(camera_position(view)))
         rows = [-(-view.height // TILE) for view in views]
@@ -90,14 +91,22 @@ def _band(position: int, view: View, first: int, end: int) -> Patch:
     return Patch(position, 0, top, view.width, bottom, SSIM_HALO)
 
 
-def share_rows(rows: Sequence[int], seen_by: Sequence[Sequence[int]], ranks: int) -> list[list[tuple[int, int] | None]]:
+Spans = list[list[tuple[int, int] | None]]
+"""[rank][view] first and end row of what a rank owns."""
+_LIKE = 4
+"""Ranks draw alike of a view if they draw as much, in this many parts of the most that any draws."""
+
+
+def share_rows(
+    rows: Sequence[int], seen_by: Sequence[Mapping[int, int]], ranks: int
+) -> list[list[tuple[int, int] | None]]:
     """Deals the rows of views to ranks that draw them, such that ranks have as many as others as far as that goes.
 
-    A rank takes as much of a view as it has room for, for each border between two costs a halo. Views that few ranks
-    draw come first.
+    A rank takes as much of a view as it has room for: each border between two costs a halo. Who draws most of a view
+    comes first, for what it owns it need not send. Views that few ranks draw come before others.
 
     Args:
-        rows: of each view. seen_by: the ranks that draw it; where there are none anybody may own it.
+        rows: of each view. seen_by: the pixels that ranks draw of it; where there are none anybody may own it.
         ranks: how many.
 
     Returns:
@@ -105,15 +114,16 @@ def share_rows(rows: Sequence[int], seen_by: Sequence[Sequence[int]], ranks: int
     """
     room = [-(-sum(rows) // ranks)] * ranks
     spans: list[list[tuple[int, int] | None]] = [[None] * len(rows) for _ in range(ranks)]
-    candidates = [list(some) or list(range(ranks)) for some in seen_by]
+    candidates = [dict(some) or dict.fromkeys(range(ranks), 1) for some in seen_by]
     for view in sorted(range(len(rows)), key=lambda v: len(candidates[v])):
         left, given = rows[view], dict.fromkeys(candidates[view], 0)
-        for rank in sorted(candidates[view], key=lambda r: (-room[r], r)):
+        most = max(candidates[view].values())
+        for rank in sorted(given, key=lambda r: (-(_LIKE * candidates[view][r] // max(most, 1)), -room[r], r)):
             given[rank] = min(left, max(room[rank], 0))
             left -= given[rank]
         # Nobody has room for what is left: evenly to all, then.
-        for k, rank in enumerate(candidates[view]):
-            given[rank] += (k + 1) * left // len(candidates[view]) - k * left // len(candidates[view])
+        for k, rank in enumerate(given):
+            given[rank] += (k + 1) * left // len(given) - k * left // len(given)
         start = 0
         for rank, count in given.items():
             room[rank] -= count
