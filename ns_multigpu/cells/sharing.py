@@ -34,6 +34,8 @@ class CellPixels(Assignment):
         space: where the cells are.
     """
 
+    recurs = False  # a plan says what each view sees of each cell, and front to back
+
     def __init__(self, space: ByCells) -> None:
         self._space = space
         self._seen = _Seen()

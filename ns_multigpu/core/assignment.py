@@ -32,6 +32,8 @@ class Assignment(ABC):
 
     learns: ClassVar[Learns] = Learns.NOTHING
     """What `learn` is to be called with."""
+    recurs: ClassVar[bool] = True
+    """Whether plans are few, so that what is prepared for one, such as a CUDA graph, serves again."""
 
     @abstractmethod
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
