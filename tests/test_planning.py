@@ -22,6 +22,7 @@ from ns_multigpu.planning.quantities import gib, parse_count, parse_size
 from ns_multigpu.planning.room import STATISTICS, checkpoint_bytes, most_points, room, step_buffers
 from ns_multigpu.planning.work import (
     GRADIENT_BYTES,
+    IN_SIGHT,
     ROOM,
     STRATEGIES,
     VISIBLE,
@@ -29,6 +30,7 @@ from ns_multigpu.planning.work import (
     Course,
     Share,
     batch_of,
+    in_sight,
     share,
     usual_tiles,
 )
@@ -331,12 +333,21 @@ def test_the_command_says_what_is_wrong(arguments: list[str], said: str, capsys:
 
 def test_what_pixels_cross_does_not_depend_on_the_model() -> None:
     small, large = (share("pixel", Course(points, 1920, 1080, views=4, gpus=4)) for points in (1_000_000, 400_000_000))
-    assert small.traffic == large.traffic == pytest.approx(16 * 0.75 * (4 * 0.5 + 4 * 0.5) * 1920 * 1080)
-    assert large.rows == 400 * small.rows and large.arrivals == 0 and small.layers == 2 * 1920 * 1080
+    seen = IN_SIGHT[4]
+    assert small.traffic == large.traffic == pytest.approx(16 * 0.75 * (4 * seen + 4 * seen) * 1920 * 1080)
+    assert large.rows == 400 * small.rows and large.arrivals == 0
+    assert small.layers == pytest.approx(4 * seen * 1920 * 1080)
     cut = share("pixel", Course(1_000_000, 1920, 1080, views=1, gpus=4))
-    assert cut.layers == pytest.approx(0.5 * 1920 * (1080 + 4 * 20)), "with halos"
+    assert cut.layers == pytest.approx(seen * 1920 * (1080 + 4 * 20)), "with halos"
     alone = Course(1_000_000, 1920, 1080)
     assert share("pixel", alone) == share("tile", alone)
     course = Course(400_000_000, 1920, 1080, views=4, gpus=4)
     assert pace("pixel", course).exchange < pace("tile", course, transport="collective").exchange
     assert room("pixel", course, 40 * GIB).exchange < room("tile", course, 40 * GIB).exchange
+
+
+def test_what_is_in_sight_is_what_was_simulated() -> None:
+    rows = json.loads((RESULTS / "pixel-street.json").read_text())["rows"]
+    assert {row["gpus"]: pytest.approx(row["in sight"], abs=5e-4) for row in rows} | {1: 1.0} == IN_SIGHT
+    assert all(in_sight(gpus) == pytest.approx(part) for gpus, part in IN_SIGHT.items())
+    assert IN_SIGHT[8] < in_sight(6) < IN_SIGHT[4] and 0.05 < in_sight(32) < IN_SIGHT[16]

@@ -183,7 +183,7 @@ def test_the_command_compares_strategies_over_machines(capsys: pytest.CaptureFix
     assert "saves 85.8% " in text and simulated.SOURCE in text and "aerial, frustum" in text
     assert "tile draws its bands wherever: 75% of the rows cross." in text
     assert pixel == pytest.approx(traffic("pixel", course).between / 2**20, abs=0.1)
-    assert "in 50% of its pixels" in text
+    assert "in 15% of its pixels" in text
     assert "simulated with" not in text, "as many views as there"
 
 

@@ -9,7 +9,7 @@ from ns_multigpu.planning.quantities import gib, parse_count, parse_size
 from ns_multigpu.planning.room import Room, most_points, room
 from ns_multigpu.planning.simulated import GPUS as SIMULATED_GPUS
 from ns_multigpu.planning.simulated import SCENES, SOURCE, Simulated, simulated
-from ns_multigpu.planning.work import COVERED, PATCHES, ROOM, SCENE, STRATEGIES, VISIBLE, Course, batch_of, share
+from ns_multigpu.planning.work import PATCHES, ROOM, SCENE, STRATEGIES, VISIBLE, Course, batch_of, in_sight, share
 
 _KEPT = 0.1
 """The part of a GPU's memory that training images may take (`plugin.capture.device_images`)."""
@@ -203,8 +203,9 @@ def _notes(course: Course, chosen: Sequence[str], images: int, kept: float) -> l
         notes.append(f"tile and locality: rows travel between {MOST_RANKS} GPUs at most, as it is now.")
     if "pixel" in chosen and course.gpus > 1:
         notes.append(
-            f"pixel: as if every view showed each GPU's cell alike, in {COVERED:.0%} of its pixels. That was not "
-            "measured. Where views show few cells, less crosses."
+            f"pixel: as if every view showed each GPU's cell alike, in {in_sight(course.gpus):.0%} of its pixels. "
+            "That is of the streets of a simulated city (benchmarks/results/pixel-sim.md). Where views show fewer cells, less "
+            "crosses."
         )
     if course.compact:
         notes.append("Compact moments: the time is that of full ones, whose update moves half as many bytes again.")

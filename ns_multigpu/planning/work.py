@@ -7,7 +7,7 @@ in benchmarks/results/rasterizer-h200.json; gsplat, which bounds splats by squar
 """
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, log
 
 from ns_multigpu.core.schema import Parameter, floats
 from ns_multigpu.planning.simulated import GPUS, SCENES, nearest_scene, simulated
@@ -30,9 +30,9 @@ UNEVEN = 2.0
 PATCHES, HALO = 4, 5
 """Of `locality`: patches along each side of a view, and the pixels around each that its loss needs."""
 
-COVERED = 0.5
-"""Of `pixel`: the part of a view that lies in the rectangle of tiles of one cell. Assumed; Splaxel's figure 11 has 36 %
-and more of all pixels without it, by tighter outlines."""
+IN_SIGHT = {1: 1.0, 2: 0.672, 4: 0.422, 8: 0.254, 16: 0.152}
+"""Of `pixel`: the part of a view in which it sees the cell of a GPU, in the mean, by the number of GPUs: of the streets
+of a simulated city (benchmarks/results/pixel-sim.md). From the air it is less."""
 PIXEL_BYTES = 4 * 4
 """Of `pixel`: a layer's pixel, or its gradients, on the wire: colour and alpha."""
 
@@ -208,17 +208,27 @@ def share(strategy: str, course: Course) -> Share:
     )  # fmt: skip
 
 
+def in_sight(gpus: int) -> float:
+    """`IN_SIGHT` of any number of GPUs: between those simulated, and beyond them, a power of their number."""
+    known = sorted(IN_SIGHT)
+    above = next((n for n in known[1:] if n >= gpus), known[-1])
+    below = known[known.index(above) - 1]
+    slope = log(IN_SIGHT[above] / IN_SIGHT[below]) / log(above / below)
+    return IN_SIGHT[below] * (gpus / below) ** slope
+
+
 def _pixel(course: Course, elsewhere: float) -> Share:
     """A cell a rank: each draws its part of all views' splats, and owns its part of their pixels. As if every view
-    showed each cell alike, which is the most that crosses and the most that waits."""
+    showed each cell alike: who owns pixels then draws no more of them than others."""
     ranks = course.gpus
     rows = course.points * course.visible * course.views / ranks
     if ranks == 1:
         return share("tile", replace(course, machines=1))
     cut = course.views % ranks != 0
     owned = course.pixels * course.views / ranks
-    drawn = COVERED * course.pixels * course.views
-    layers = ranks * COVERED * owned * (1 + (2 * 2 * HALO * course.width / owned if cut else 0.0))
+    seen = in_sight(ranks)
+    drawn = seen * course.pixels * course.views
+    layers = ranks * seen * owned * (1 + (2 * 2 * HALO * course.width / owned if cut else 0.0))
     crossing = PIXEL_BYTES * (ranks - 1) / ranks * (layers + drawn)
     return Share(
         ceil(course.points / ranks), course.views, rows, 0.0, rows, rows * course.tiles, drawn, rows, crossing,
