@@ -22,5 +22,6 @@ def pixel(world: World, options: PixelOptions | None = None) -> Strategy:
     if problem := options.problem():
         raise ValueError(f"pixel: {problem}.")
     space = ByCells(world, options)
-    legs = RowsStay(), CompositePixels(space.local, half=options.wire == "half"), GradientsToOwner(world)
-    return Strategy("pixel", space, CellPixels(space), *legs, world)
+    pixels, views = CompositePixels(space.local, half=options.wire == "half"), CellPixels(space, hide=options.hide)
+    pixels.told = views.learn if options.hide else None
+    return Strategy("pixel", space, views, RowsStay(), pixels, GradientsToOwner(world), world)

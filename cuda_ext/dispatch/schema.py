@@ -121,6 +121,7 @@ SCHEMAS: tuple[str, ...] = (
     "composite_pieces(Tensor received, int[] layers, int[] sizes) -> (Tensor out, Tensor alpha, Tensor before)",
     "composite_pieces_backward(Tensor received, Tensor before, Tensor v_out, Tensor v_alpha, int[] layers, "
     "int[] sizes, int count) -> Tensor gradients",
+    "live_boxes(Tensor before, int[] pieces, int slots, float least) -> Tensor boxes",
     # On the host alone: a batch is planned while the device works.
     "assign_patches(Tensor counts, Tensor totals, Tensor sent, Tensor? start, float alpha, float beta, float gamma, "
     "float delta, int power, int most_swaps, float seconds) -> (Tensor ranks, Tensor told)",

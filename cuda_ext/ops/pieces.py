@@ -15,8 +15,9 @@ from cuda_ext.dispatch.library import LIBRARY, NAMESPACE
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.checks import check_floats
 from cuda_ext.reference import pieces as composed
+from cuda_ext.reference.pieces import NOWHERE
 
-__all__ = ["composite_pieces", "composite_pieces_backward", "gather_pieces", "scatter_pieces"]
+__all__ = ["NOWHERE", "composite_pieces", "composite_pieces_backward", "gather_pieces", "live_boxes", "scatter_pieces"]
 
 
 @torch.no_grad()
@@ -122,6 +123,36 @@ def composite_pieces_backward(
     return op(received.contiguous(), before, v_out.contiguous(), v_alpha.contiguous(), list(layers), list(sizes), count)
 
 
+@torch.no_grad()
+def live_boxes(before: Tensor, pieces: Sequence[int], slots: int, least: float) -> Tensor:
+    """Where enough arrives at a layer to be seen: boxes around such pixels. Nothing is read back.
+
+    Args:
+        before: [N] how much arrives at each layer's pixel: `composite_pieces`'.
+        pieces: 6 integers each: the slot of the result that it counts for, its first row in `before`, x0 and y0 of its
+            first pixel, its width and height.
+        slots: how many.
+        least: what counts as enough.
+
+    Returns:
+        [slots, 5] int64: -x0, -y0, x1, y1 of the box around the pixels of all of a slot's pieces that get enough, and
+        how many these are. Of none `NOWHERE` four times. The maximum of several such boxes is the box around them.
+
+    Raises:
+        TypeError, ValueError: a tensor of the wrong shape or dtype, or a piece beyond it or the slots.
+        NativeBuildError: the CUDA operators cannot be compiled.
+    """
+    check_floats(before, before=(before, (-1,)))
+    if len(pieces) % 6:
+        raise ValueError(f"pieces holds 6 integers a piece, got {len(pieces)} in all.")
+    for k in range(0, len(pieces), 6):
+        slot, first, _, _, width, height = pieces[k : k + 6]
+        if not (0 <= slot < slots and width > 0 and height > 0 and 0 <= first <= len(before) - width * height):
+            raise ValueError(f"piece {k // 6} is {tuple(pieces[k : k + 6])}, of {len(before)} rows and {slots} slots.")
+    op: Any = torch.ops.ns_multigpu.live_boxes if kernels_serve(before) else composed.live_boxes
+    return op(before.contiguous(), list(pieces), slots, least)
+
+
 def _has_operator(tensor: Tensor) -> bool:
     """Whether torch's dispatcher knows a form for the tensor's device: not on a GPU where our kernels do not serve."""
     return tensor.device.type != "cuda" or kernels_serve(tensor)
@@ -171,6 +202,11 @@ def _moved_fake(*_: Any) -> None:
     return None
 
 
+@torch.library.register_fake(f"{NAMESPACE}::live_boxes", lib=LIBRARY)
+def _live_boxes_fake(before: Tensor, pieces: Any, slots: int, least: float) -> Tensor:
+    return before.new_empty(slots, 5, dtype=torch.int64)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::composite_pieces", lib=LIBRARY)
 def _composite_fake(received: Tensor, layers: Any, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     pixels = _pixels(sizes)
@@ -215,5 +251,5 @@ class _Composed(torch.autograd.Function):
 
 
 torch.library.register_autograd(f"{NAMESPACE}::composite_pieces", _gradient, setup_context=_setup, lib=LIBRARY)
-for _name in __all__:
+for _name in __all__[1:]:
     LIBRARY.impl(_name, getattr(composed, _name), "CPU")

@@ -5,6 +5,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+NOWHERE = -(1 << 30)
+"""A bound of nothing."""
+
 
 def gather_pieces(color: Tensor, alpha: Tensor, pieces: Sequence[int], out: Tensor) -> None:
     """See `cuda_ext.ops.pieces.gather_pieces`."""
@@ -73,6 +76,22 @@ def composite_pieces_backward(
         color.copy_(piece[..., :channels] + through[..., None] * color)
         last *= through
     return gradients
+
+
+def live_boxes(before: Tensor, pieces: Sequence[int], slots: int, least: float) -> Tensor:
+    """See `cuda_ext.ops.pieces.live_boxes`."""
+    boxes = torch.full((slots, 5), NOWHERE, dtype=torch.int64, device=before.device)
+    boxes[:, 4] = 0
+    for slot, first, x0, y0, width, height in _rows(pieces, 6):
+        live = before[first : first + width * height].view(height, width) >= least
+        across = torch.arange(x0, x0 + width, device=before.device)
+        down = torch.arange(y0, y0 + height, device=before.device)
+        columns, lines = live.any(0), live.any(1)
+        found = [torch.where(columns, -across, NOWHERE).max(), torch.where(lines, -down, NOWHERE).max()]
+        found += [torch.where(columns, across + 1, NOWHERE).max(), torch.where(lines, down + 1, NOWHERE).max()]
+        boxes[slot, :4] = torch.maximum(boxes[slot, :4], torch.stack(found))
+        boxes[slot, 4] += live.sum()
+    return boxes
 
 
 def _rows(numbers: Sequence[int], width: int) -> Iterator[Sequence[int]]:

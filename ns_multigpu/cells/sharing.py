@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ns_multigpu.cells.hiding import Hiding, around
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.seen import camera_position, tiles_seen
-from ns_multigpu.core.assignment import Assignment
+from ns_multigpu.core.assignment import Assignment, Learns
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
 
@@ -20,6 +21,7 @@ class _Seen:
     at_work: float = 0.0
     level: float = 0.0
     drawn: int = 0
+    hidden: int = 0
     pixels: int = 0
 
 
@@ -31,26 +33,39 @@ class CellPixels(Assignment):
     it has a background, and an image to be compared with.
 
     Args:
-        space: where the cells are.
+        space: where the cells are. hide: leave out what is hidden behind other cells (`hiding`).
     """
+
+    @property
+    def learns(self) -> Learns:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Learns.LIVE if self._hides else Learns.NOTHING
 
     recurs = False  # a plan says what each view sees of each cell, and front to back
 
-    def __init__(self, space: ByCells) -> None:
-        self._space = space
+    def __init__(self, space: ByCells, *, hide: bool = False) -> None:
+        self._space, self._hides = space, hide
+        self._hiding = Hiding()
         self._seen = _Seen()
 
     def figures(self) -> dict[str, float]:
-        """Means since the last time: of the ranks, the part that draws any of a step; pixels that ranks draw, the mean
-        over the most; and of all cells' pixels of a step's views the part within the rectangles of tiles in which views
-        see cells. What is outside is neither drawn nor sent."""
+        """Means since the last time.
+
+        Of the ranks, the part that draws any of a step; pixels that ranks draw, the mean over the most. Of all cells'
+        pixels of a step's views the part within the rectangles of tiles in which views see cells, and the part that is
+        not hidden besides: others are neither drawn nor sent. Of hidden pixels, which are looked at again each time,
+        the part that was not hidden any more.
+        """
         seen, self._seen = self._seen, _Seen()
         if seen.steps == 0:
             return {}
         figures = {"gpus_at_work": seen.at_work, "drawing_level": seen.level}
-        return {name: sum_ / seen.steps for name, sum_ in figures.items()} | {
-            "pixels_in_sight": seen.drawn / seen.pixels
+        flips, seen_dark = self._hiding.flips()
+        parts = {
+            "pixels_in_sight": (seen.drawn + seen.hidden) / seen.pixels,
+            "pixels_drawn": seen.drawn / seen.pixels,
+            "hidden_flips": flips / max(seen_dark, 1),
         }
+        return {name: sum_ / seen.steps for name, sum_ in figures.items()} | parts
 
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
         space = self._space
@@ -59,9 +74,14 @@ class CellPixels(Assignment):
             boxes = np.stack([np.full((space.cells, 3), -np.inf), np.full((space.cells, 3), np.inf)], axis=1)
         drawn: list[list[Patch]] = [[] for _ in range(ranks)]
         order: list[tuple[int, ...]] = []
+        hidden: list[Patch] = []
+        self._hiding.keep(space.tree)
         seen_by: list[dict[int, int]] = []
         for position, view in enumerate(views):
-            rectangles = tiles_seen(boxes, view)
+            in_sight = tiles_seen(boxes, view)
+            rectangles = self._hiding.drawn(view, in_sight) if self._hides else in_sight
+            for cell, (wide, seen) in enumerate(zip(in_sight, rectangles, strict=True)):
+                hidden += [Patch(position, *dark, cell=cell) for dark in around(wide, seen)]
             seen_by.append({})
             for cell, seen in enumerate(rectangles):
                 if seen is not None:
@@ -82,8 +102,22 @@ class CellPixels(Assignment):
             pixels = [sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in patches) for patches in drawn]
             self._seen.level += sum(pixels) / (ranks * max(pixels)) if any(pixels) else 1.0
             self._seen.drawn += sum(pixels)
+            self._seen.hidden += sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in hidden)
             self._seen.pixels += space.cells * sum(view.width * view.height for view in views)
-        return Plan(plan.drawn, plan.owned, tuple(order))
+        return Plan(plan.drawn, plan.owned, tuple(order), tuple(hidden))
+
+    def counts(self, batch: int, width: int, height: int) -> int:
+        return 5 * batch * self._space.cells if self._hides else 0
+
+    def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
+        if self._hides and all(view.index >= 0 for view in views):
+            self._hiding.learn(views, np.array(counts, dtype=np.int64).reshape(-1, len(views), self._space.cells, 5))
+
+    def knowledge(self) -> list[list[int]]:
+        return self._hiding.knowledge()
+
+    def learn_again(self, knowledge: Sequence[Sequence[int]]) -> None:
+        self._hiding.learn_again(knowledge)
 
 
 def _band(position: int, view: View, first: int, end: int) -> Patch:

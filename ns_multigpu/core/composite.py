@@ -11,15 +11,15 @@ A cell's drawing stops where its own transmittance falls below 1/10000, as a who
 not depend on who draws which cell: N ranks equal one rank with the same cells.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.pieces import composite_pieces
-from ns_multigpu.core.collectives import exchange_rows
+from cuda_ext.ops.pieces import composite_pieces, live_boxes
+from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
 from ns_multigpu.core.legs import PixelLeg
 from ns_multigpu.core.pieces import Routes, routes_of
 from ns_multigpu.core.plan import Plan
@@ -109,12 +109,16 @@ class CompositePixels(PixelLeg):
     Args:
         cells: of this rank's points; whoever places them keeps it.
         half: pixels, and their gradients, are float16 on the wire.
+
+    Attributes:
+        told: called with a batch's views and what `Learns.LIVE` is of them, on all ranks alike; None to tell nobody.
     """
 
     survives_giving_up = False
 
     def __init__(self, cells: LocalCells, *, half: bool = False) -> None:
         self.cells, self.half = cells, half
+        self.told: Callable[[Sequence[View], Sequence[int]], None] | None = None
         self._deep = False  # whether what is drawn has depth: of a rank that draws nothing, too
 
     @property
@@ -144,7 +148,11 @@ class CompositePixels(PixelLeg):
         drawn = torch.cat([anchor.new_empty(0, 4 + deep), *flat])
         wire = PixelWire.of(views, half=self.half)
         tied: Any = _Travelling.apply(routes, wire, world, drawn, *(own.rows[name] for name in named))
-        out, alpha, _ = composite_pieces(tied[0], routes.layers, routes.sizes)
+        received = torch.cat([tied[0], anchor.new_zeros(routes.dark, 4 + deep)])
+        out, alpha, before = composite_pieces(received, routes.layers, routes.sizes)
+        if self.told is not None and torch.is_grad_enabled():
+            mine = live_numbers(before.detach(), routes, plan).tolist()
+            self.told(views, [n for row in all_gather_ints(mine, world) for n in row])
         settled: list[Pixels] = []
         start = 0
         for patch in plan.owned[world.rank]:
@@ -155,6 +163,28 @@ class CompositePixels(PixelLeg):
             depth = image[..., 3:] / opacity.clamp(min=_LEAST) if deep else None
             settled.append(Pixels(patch, image[..., :3], opacity, depth))
         return Rendering(settled, replace(own, rows={**own.rows, **dict(zip(named, tied[1:], strict=True))}))
+
+
+LIVE = 1e-3
+"""What must arrive at a pixel of a layer for the layer to be drawn there. It cannot be the 1/10000 of a single splat: a
+solid cell stops before its splat that would leave less, and so lets through a little more."""
+
+
+def live_numbers(before: Tensor, routes: Routes, plan: Plan) -> Tensor:
+    """What this rank tells of `Learns.LIVE`: [views * cells * 5] int64.
+
+    Args:
+        before: [N] what arrives at each layer's pixel (see `composite_pieces`), those that nobody draws last.
+    """
+    slots = len(plan.order) * len(plan.order[0])
+    boxes = live_boxes(before, routes.watched, slots, LIVE)
+    dark = [n for k in range(0, len(routes.watched), 6) for n in routes.watched[k : k + 6]
+            if routes.watched[k + 1] >= routes.arrived]  # fmt: skip
+    if dark:
+        boxes[:, 4] = live_boxes(before, dark, slots, LIVE)[:, 4]
+    else:
+        boxes[:, 4] = 0
+    return boxes.view(-1)
 
 
 _LEAST = 1e-10

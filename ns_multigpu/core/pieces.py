@@ -22,15 +22,18 @@ class Piece:
     """A rectangle of pixels on its way from who drew it to who owns a patch that needs it.
 
     Attributes:
-        source: (rank, position among what it draws). target: (rank, position among what it owns).
+        source: (rank, position among what it draws); None for a rectangle that nobody draws (`Plan.hidden`).
+        target: (rank, position among what it owns).
         rectangle: x0, y0, x1, y1, pixels of the view; never empty.
         own: whether these are pixels of the patch itself; else they lie in its halo.
+        cell: whose layer it is.
     """
 
-    source: tuple[int, int]
+    source: tuple[int, int] | None
     target: tuple[int, int]
     rectangle: Rectangle
     own: bool
+    cell: int
 
     @property
     def pixels(self) -> int:
@@ -42,19 +45,25 @@ class Piece:
 def find_pieces(plan: Plan, views: Sequence[View]) -> list[Piece]:
     """All pieces of a plan: by target, of each front to back; the same list on every rank."""
     drawn = {(p.view, p.cell): (rank, k) for rank, patches in enumerate(plan.drawn) for k, p in enumerate(patches)}
+    hidden: dict[tuple[int, int], list[Rectangle]] = {}
+    for p in plan.hidden:
+        hidden.setdefault((p.view, p.cell), []).append((p.x0, p.y0, p.x1, p.y1))
     pieces: list[Piece] = []
     for rank, patches in enumerate(plan.owned):
         for k, patch in enumerate(patches):
             own, wide = (patch.x0, patch.y0, patch.x1, patch.y1), patch.rendered(views[patch.view])
             for cell in plan.order[patch.view]:
                 source = drawn.get((patch.view, cell))
-                if source is None:
-                    continue
-                seen = plan.drawn[source[0]][source[1]].rendered(views[patch.view])
-                for rectangle, inside in _parts(wide, own):
-                    both = _both(rectangle, seen)
+                if source is not None:
+                    seen = plan.drawn[source[0]][source[1]].rendered(views[patch.view])
+                    for rectangle, inside in _parts(wide, own):
+                        both = _both(rectangle, seen)
+                        if both is not None:
+                            pieces.append(Piece(source, (rank, k), both, inside, cell))
+                for dark in hidden.get((patch.view, cell), ()):
+                    both = _both(own, dark)
                     if both is not None:
-                        pieces.append(Piece(source, (rank, k), both, inside))
+                        pieces.append(Piece(None, (rank, k), both, True, cell))
     return pieces
 
 
@@ -86,6 +95,9 @@ class Routes:
             stays), its first pixel among gradients that come back (that stay), or -1 for a halo's.
         layers: 7 ints a piece that arrives here, by patch, front to back: the patch, x0, y0, x1, y1 there, the first
             pixel in what arrives, the first pixel of its gradients or -1.
+        watched: 6 ints a piece of a layer that is the patch's own, drawn or not: its view and cell as one number
+            (view * cells + cell), its first pixel in what arrives, x0 and y0 in the view, its width and height. Those
+            that nobody draws come last in what arrives: `dark` pixels of them, that are nothing.
         sizes: width and height of each rendered patch that this rank owns.
         drawn: pixels that this rank draws.
     """
@@ -99,12 +111,14 @@ class Routes:
     leaving: tuple[int, ...]
     staying: tuple[int, ...]
     layers: tuple[int, ...]
+    watched: tuple[int, ...]
+    dark: int
     sizes: tuple[int, ...]
     drawn: int
 
     @property
     def arrived(self) -> int:
-        """Pixels that this rank composites, its own included."""
+        """Pixels that this rank composites, its own included, and not those that nobody draws."""
         return sum(self.receive) + self.kept
 
     @property
@@ -128,11 +142,13 @@ def _routes(plan: Plan, sizes: Sizes, rank: int) -> Routes:
     nothing = torch.empty(0)  # nobody asks where the cameras are
     views = [View(nothing, nothing, width, height) for width, height in sizes]
     pieces, ranks = find_pieces(plan, views), len(plan.drawn)
-    out = sorted((p for p in pieces if p.source[0] == rank and p.target[0] != rank), key=lambda p: p.target[0])
-    into = sorted((p for p in pieces if p.target[0] == rank and p.source[0] != rank), key=lambda p: p.source[0])
-    kept = [p for p in pieces if p.source[0] == p.target[0] == rank]
-    send, send_own = _by_rank(((p.target[0], p) for p in out), ranks)
-    receive, receive_own = _by_rank(((p.source[0], p) for p in into), ranks)
+    sent = [(p.source[0], p) for p in pieces if p.source is not None]
+    out = sorted(((p.target[0], p) for s, p in sent if s == rank != p.target[0]), key=lambda one: one[0])
+    into = sorted(((s, p) for s, p in sent if p.target[0] == rank != s), key=lambda one: one[0])
+    kept = [p for s, p in sent if s == p.target[0] == rank]
+    dark = [p for p in pieces if p.source is None and p.target[0] == rank]
+    send, send_own = _by_rank(out, ranks)
+    receive, receive_own = _by_rank(into, ranks)
     starts, at = [0], 0
     for patch in plan.drawn[rank]:
         x0, y0, x1, y1 = patch.rendered(views[patch.view])
@@ -142,6 +158,7 @@ def _routes(plan: Plan, sizes: Sizes, rank: int) -> Routes:
     def taken(some: Sequence[Piece]) -> tuple[int, ...]:
         numbers: list[int] = []
         for piece, (first, back) in zip(some, _places(some), strict=True):
+            assert piece.source is not None
             patch = plan.drawn[rank][piece.source[1]]
             left, top, right, _ = patch.rendered(views[patch.view])
             x0, y0, x1, y1 = piece.rectangle
@@ -149,22 +166,30 @@ def _routes(plan: Plan, sizes: Sizes, rank: int) -> Routes:
             numbers += [corner, right - left, x1 - x0, y1 - y0, first, back]
         return tuple(numbers)
 
-    places = dict(zip([*into, *kept], _places([*into, *kept]), strict=True))
+    arriving = [*(p for _, p in into), *kept]
+    places = dict(zip([*arriving, *dark], _places([*arriving, *dark]), strict=True))
+    cells = max((len(order) for order in plan.order), default=1)
     layers: list[int] = []
+    watched: list[int] = []
     for piece in pieces:
         if piece.target[0] == rank:
             patch = plan.owned[rank][piece.target[1]]
             left, top, _, _ = patch.rendered(views[patch.view])
             x0, y0, x1, y1 = piece.rectangle
-            layers += [piece.target[1], x0 - left, y0 - top, x1 - left, y1 - top, *places[piece]]
+            first, back = places[piece]
+            back = back if piece.source is not None else -1
+            layers += [piece.target[1], x0 - left, y0 - top, x1 - left, y1 - top, first, back]
+            if piece.own:
+                watched += [patch.view * cells + piece.cell, first, x0, y0, x1 - x0, y1 - y0]
     wide = [patch.rendered(views[patch.view]) for patch in plan.owned[rank]]
+    sizes_ = tuple(n for x0, y0, x1, y1 in wide for n in (x1 - x0, y1 - y0))
     return Routes(
         send, receive, sum(p.pixels for p in kept), receive_own, send_own, sum(p.pixels for p in kept if p.own),
-        taken(out), taken(kept), tuple(layers), tuple(n for x0, y0, x1, y1 in wide for n in (x1 - x0, y1 - y0)), at,
+        taken([p for _, p in out]), taken(kept), tuple(layers), tuple(watched), sum(p.pixels for p in dark), sizes_, at,
     )  # fmt: skip
 
 
-def _by_rank(pieces: Iterator[tuple[int, Piece]], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _by_rank(pieces: Sequence[tuple[int, Piece]], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Pixels by rank, in all and of those that owners own."""
     everything, own = [0] * ranks, [0] * ranks
     for rank, piece in pieces:

@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from cuda_ext.ops.pieces import composite_pieces, composite_pieces_backward, gather_pieces, scatter_pieces
 from ns_multigpu.core.collectives import all_to_all_parts
-from ns_multigpu.core.composite import CompositePixels, PixelWire
+from ns_multigpu.core.composite import CompositePixels, PixelWire, live_numbers
 from ns_multigpu.core.kernels import Arrived, Drawn, Rows
 from ns_multigpu.core.legs import PixelLeg, WholePixels
 from ns_multigpu.core.pieces import Routes, routes_of
@@ -48,6 +49,10 @@ class PixelCarrier(ABC):
     def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
         """What this rank has drawn -> the patches that it owns."""
 
+    def live(self) -> Tensor:
+        """What this rank tells of `Learns.LIVE`, once patches are settled."""
+        raise NotImplementedError("nothing is hidden where patches are whole")
+
     @abstractmethod
     def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
         """Gradients [P, 3] and [P] of the patches that it owns, zero in halos -> of what it has drawn."""
@@ -71,6 +76,8 @@ class PixelsTravel(PixelCarrier):
     def __init__(self, leg: CompositePixels, world: World) -> None:
         self._cells, self._half, self._world = leg.cells, leg.half, world
         self._now: tuple[Routes, PixelWire, Tensor, Tensor] | None = None
+        self._live = torch.zeros(0)
+        self._watches = leg.told is not None
 
     def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
         if self._cells.count <= 1:
@@ -86,15 +93,21 @@ class PixelsTravel(PixelCarrier):
         wire = PixelWire.of(views, half=self._half)
         width = color.shape[1] + 1
         out = color.new_empty(sum(routes.send), width)
-        received = color.new_empty(routes.arrived, width)
+        received = color.new_empty(routes.arrived + routes.dark, width)
+        received[routes.arrived :].zero_()
         others = sum(routes.receive)
         gather_pieces(color, drawn.alpha, routes.leaving, out)
-        gather_pieces(color, drawn.alpha, routes.staying, received[others:])
+        gather_pieces(color, drawn.alpha, routes.staying, received[others : routes.arrived])
         arrived = yield from self._exchange(wire.pack(out), routes.receive, routes.send)
         received[:others].copy_(arrived)
         settled, alpha, before = composite_pieces(received, routes.layers, routes.sizes)
         self._now = routes, wire, received, before
+        if self._watches:
+            self._live = live_numbers(before, routes, plan)
         return Settled(settled, alpha, None)
+
+    def live(self) -> Tensor:
+        return self._live
 
     def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
         assert self._now is not None

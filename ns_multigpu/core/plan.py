@@ -16,11 +16,14 @@ class Plan:
             it, and no pixel twice. The same as `drawn`, unless the strategy's pixels travel.
         order: [view] its cells, front to back, where views are drawn cell by cell: what is `drawn` may then overlap,
             and need not cover a view. Empty otherwise.
+        hidden: then rectangles of cells that are in sight and not drawn, for enough is before them: what arrives there
+            is looked at all the same.
     """
 
     drawn: tuple[tuple[Patch, ...], ...]
     owned: tuple[tuple[Patch, ...], ...]
     order: tuple[tuple[int, ...], ...] = ()
+    hidden: tuple[Patch, ...] = ()
 
     @staticmethod
     def of(drawn: Iterable[Iterable[Patch]], owned: Iterable[Iterable[Patch]] | None = None) -> "Plan":
@@ -34,7 +37,7 @@ class Plan:
             tuple(tuple(replace(patch, halo=0) for patch in patches) for patches in ranks)
             for ranks in (self.drawn, self.owned)
         )
-        return Plan(drawn, owned, self.order)
+        return Plan(drawn, owned, self.order, self.hidden)
 
     def patches(self) -> list[Patch]:
         """All that is drawn, in an order that does not depend on who draws it: by view, then row, then column."""

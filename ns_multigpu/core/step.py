@@ -60,7 +60,7 @@ def why_no_step(strategy: Strategy, batch: int) -> str | None:
         return f"the step's operators know no way for pixels like {type(strategy.pixels).__name__}"
     if type(strategy.gradients) not in (GradientsToOwner, SummedGradients):
         return f"the step's operators know no way for gradients like {type(strategy.gradients).__name__}"
-    plan = strategy.plan([View(torch.eye(4), torch.eye(3), 256, 256, index) for index in range(batch)])
+    plan = strategy.plan([View(torch.eye(4), torch.eye(3), 256, 256, index=-1) for _ in range(batch)])
     for rank in range(strategy.world.size):
         positions = strategy.placement.views_to_splat(plan, replace(strategy.world, rank=rank))
         if not _follow_each_other(positions):
@@ -240,13 +240,15 @@ class Step:
             if self._learns is Learns.NEEDS:
                 everyones = [n for p in plan.patches() for n in (p.view - splatted.start, *p.rendered(views[p.view]))]
                 message[HEAD:] = reach_counts(rows.view_ids, rows.count, rows.means2d, rows.radii, everyones)
+            elif self._learns is Learns.LIVE:
+                message[HEAD:] = self._pixels.live()
             del arrived, lists, drawn, tile_offsets, met, v_color, v_alpha  # their memory is the update's
             back = yield from transport.bring_back(rows, self._place, message, splatted)
         with measure("update"):
             heads, work = back.messages[:, :HEAD], back.messages[:, HEAD:]
             *counts, sent = heads.unbind(1)
             summed = self._learns is Learns.WORK
-            if self._learns is Learns.NEEDS:
+            if self._learns in (Learns.NEEDS, Learns.LIVE):
                 self.learnt.copy_(work)
             scalars, real = step_gate(
                 counts, self._limits, self._status, self.scalars, self._still, row_counts=back.rows.count,

@@ -204,8 +204,8 @@ def _notes(course: Course, chosen: Sequence[str], images: int, kept: float) -> l
     if "pixel" in chosen and course.gpus > 1:
         notes.append(
             f"pixel: as if every view showed each GPU's cell alike, in {in_sight(course.gpus):.0%} of its pixels. "
-            "That is of the streets of a simulated city (benchmarks/results/pixel-sim.md). Where views show fewer cells, less "
-            "crosses."
+            "That is of the streets of a simulated city (benchmarks/results/pixel-sim.md). Where views show fewer "
+            "cells, less crosses."
         )
     if course.compact:
         notes.append("Compact moments: the time is that of full ones, whose update moves half as many bytes again.")

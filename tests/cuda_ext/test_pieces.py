@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext import composite_pieces, composite_pieces_backward, gather_pieces, scatter_pieces, use_reference
+from cuda_ext import (
+    composite_pieces,
+    composite_pieces_backward,
+    gather_pieces,
+    live_boxes,
+    scatter_pieces,
+    use_reference,
+)
+from cuda_ext.reference.pieces import NOWHERE
 from tests.cuda_ext.graphs import captured
 
 OPS = torch.ops.ns_multigpu
@@ -118,6 +126,25 @@ def test_opcheck() -> None:
     torch.library.opcheck(OPS.scatter_pieces.default, given_back)
 
 
+WATCHED = [0, 0, 5, 3, 4, 3, 0, 20, 9, 3, 2, 2, 2, 30, 0, 0, 3, 3]
+
+
+def test_boxes_around_what_gets_enough() -> None:
+    """Two pieces of one slot, one of another that gets too little, and a slot without any."""
+    before = torch.zeros(40)
+    before[[6, 11, 23]] = torch.tensor([0.5, 1e-4, 2e-4])  # (7, 4) and (8, 5) of the first, (10, 4) of the second
+    before[30:39] = 9e-5
+    found = live_boxes(before, WATCHED, 3, 1e-4)
+    assert found.tolist() == [[-7, -4, 11, 6, 3], [NOWHERE] * 4 + [0], [NOWHERE] * 4 + [0]]
+    assert live_boxes(before, [], 2, 1e-4)[:, 4].tolist() == [0, 0]
+    torch.library.opcheck(OPS.live_boxes.default, (before, WATCHED, 3, 1e-4))
+    for k, value in ((0, 3), (1, 30), (4, 0)):
+        numbers = list(WATCHED)
+        numbers[k] = value
+        with pytest.raises(ValueError, match="piece 0 is"):
+            live_boxes(before, numbers, 3, 1e-4)
+
+
 def many(device: str) -> dict[str, Any]:
     """Forth and back on 40 patches of up to 4 layers, and what the operators leave."""
     g = torch.Generator().manual_seed(5)
@@ -141,7 +168,9 @@ def many(device: str) -> dict[str, Any]:
         gathered, v_color, v_alpha = out.new_zeros(4000, 4), torch.zeros_like(out), torch.zeros_like(alpha)
         gather_pieces(out, alpha, pieces, gathered)
         scatter_pieces(gathered, pieces, v_color, v_alpha)
-        return out, alpha, before, back, gathered, v_color, v_alpha
+        watched = [n for k in range(40) for n in (k % 3, corners[k], 7, 9, sizes[2 * k], sizes[2 * k + 1])]
+        boxes = live_boxes(alpha, watched, 4, 0.9)
+        return out, alpha, before, back, gathered, v_color, v_alpha, boxes
 
     return {"run": run}
 

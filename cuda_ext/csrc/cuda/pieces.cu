@@ -133,7 +133,48 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+__global__ void __launch_bounds__(kThreads) nowhere_kernel(int slots, long long* boxes) {
+  const int k = blockIdx.x * kThreads + threadIdx.x;
+  if (k < 5 * slots) boxes[k] = k % 5 == 4 ? 0 : kNowhere;
+}
+
+// A block first finds its own box, so that few atomics meet.
+__global__ void __launch_bounds__(kThreads)
+    live_kernel(const float* __restrict__ before, const WatchedPiece* __restrict__ pieces, float least,
+                long long* __restrict__ boxes) {
+  const WatchedPiece piece = pieces[blockIdx.y];
+  const int k = blockIdx.x * kThreads + threadIdx.x;
+  const bool live = k < piece.width * piece.height && before[int64_t(piece.first) + k] >= least;
+  __shared__ int box[5];
+  if (threadIdx.x < 5) box[threadIdx.x] = threadIdx.x == 4 ? 0 : int(kNowhere);
+  const int many = __syncthreads_count(live);
+  if (many == 0) return;
+  if (live) {
+    const int x = piece.x0 + k % piece.width, y = piece.y0 + k / piece.width;
+    atomicMax(&box[0], -x);
+    atomicMax(&box[1], -y);
+    atomicMax(&box[2], x + 1);
+    atomicMax(&box[3], y + 1);
+  }
+  __syncthreads();
+  if (threadIdx.x < 4) atomicMax(boxes + 5 * piece.slot + threadIdx.x, static_cast<long long>(box[threadIdx.x]));
+  if (threadIdx.x == 4)
+    atomicAdd(reinterpret_cast<unsigned long long*>(boxes + 5 * piece.slot + 4), static_cast<unsigned long long>(many));
+}
+
 }  // namespace
+
+cudaError_t live_boxes_launch(const float* before, const WatchedPiece* host_pieces, int count, int most,
+                              WatchedPiece* pieces, int slots, float least, int64_t* boxes, cudaStream_t stream) {
+  static_assert(sizeof(long long) == sizeof(int64_t));
+  auto* const out = reinterpret_cast<long long*>(boxes);
+  if (slots > 0) nowhere_kernel<<<grid_of(5 * slots, 1), kThreads, 0, stream>>>(slots, out);
+  if (count > 0) {
+    upload_rows(host_pieces, count, pieces, stream);
+    live_kernel<<<grid_of(most, count), kThreads, 0, stream>>>(before, pieces, least, out);
+  }
+  return cudaGetLastError();
+}
 
 cudaError_t gather_pieces_launch(const float* color, const float* alpha, int channels, const PixelPiece* host_pieces,
                                  int count, int most, PixelPiece* pieces, float* out, cudaStream_t stream) {

@@ -55,4 +55,15 @@ cudaError_t composite_pieces_backward_launch(const float* received, const float*
                                              const float* v_alpha, int channels, const HostLayers& host,
                                              const DeviceLayers& device, float* v_received, cudaStream_t stream);
 
+// A rectangle of a layer: what it counts for, its first row, the place of its first pixel, its size.
+struct WatchedPiece {
+  int32_t slot, first, x0, y0, width, height;
+};
+
+inline constexpr int64_t kNowhere = -(int64_t{1} << 30);
+
+// boxes [slots, 5]; pieces as above.
+cudaError_t live_boxes_launch(const float* before, const WatchedPiece* host_pieces, int count, int most,
+                              WatchedPiece* pieces, int slots, float least, int64_t* boxes, cudaStream_t stream);
+
 }  // namespace nsmg

@@ -141,6 +141,28 @@ at::Tensor composite_pieces_backward(const at::Tensor& received, const at::Tenso
   return gradients;
 }
 
+at::Tensor live_boxes(const at::Tensor& before_, at::IntArrayRef numbers, int64_t slots, double least) {
+  const at::Tensor before = cuda_floats(before_, "before", {-1}, before_);
+  cuda_count(before.size(0), "pixels of layers");
+  TORCH_CHECK_VALUE(numbers.size() % 6 == 0, "pieces holds 6 integers a piece, got ", numbers.size(), " in all.");
+  std::vector<WatchedPiece> pieces;
+  int most = 0;
+  for (size_t k = 0; k < numbers.size(); k += 6) {
+    const int64_t* n = numbers.data() + k;
+    pieces.push_back({int32_t(n[0]), int32_t(n[1]), int32_t(n[2]), int32_t(n[3]), int32_t(n[4]), int32_t(n[5])});
+    most = std::max(most, cuda_count(n[4] * n[5], "pixels"));
+  }
+  TORCH_CHECK_VALUE(pieces.size() < 65536, "there are ", pieces.size(), " pieces; the CUDA operators take 65535.");
+  const c10::cuda::CUDAGuard guard(before.device());
+  const at::Tensor table = room_for(pieces, before.options());
+  at::Tensor boxes = at::empty({slots, 5}, before.options().dtype(at::kLong));
+  NSMG_CUDA_CHECK(live_boxes_launch(before.const_data_ptr<float>(), pieces.data(), int(pieces.size()), most,
+                                    static_cast<WatchedPiece*>(table.mutable_data_ptr()), cuda_count(slots, "slots"),
+                                    float(least), boxes.mutable_data_ptr<int64_t>(),
+                                    c10::cuda::getCurrentCUDAStream()));
+  return boxes;
+}
+
 }  // namespace
 }  // namespace nsmg
 
@@ -149,4 +171,5 @@ TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   m.impl("scatter_pieces", &nsmg::scatter_pieces);
   m.impl("composite_pieces", &nsmg::composite_pieces);
   m.impl("composite_pieces_backward", &nsmg::composite_pieces_backward);
+  m.impl("live_boxes", &nsmg::live_boxes);
 }
