@@ -40,7 +40,7 @@ def test_steps_are_more_level_and_whole(size: int) -> None:
 
 def test_what_a_view_sees_of_two_boxes() -> None:
     K = torch.tensor([[50.0, 0, 32], [0, 50, 32], [0, 0, 1]])
-    views = [View(look_at([0, 0, 0], target), K, 64, 64) for target in ([1, 0, 0], [-1, 0, 0])]
+    views = [View(look_at([0, 0, 0], target), K, 64, 64) for target in ([1.0, 0, 0], [-1.0, 0, 0])]
     boxes = np.array([[[2.0, -9, -9], [3.0, 9, 9]], [[-3.0, -0.1, -0.1], [-2.0, 0.1, 0.1]]])
     assert loads_of(boxes, views).tolist() == [[64 * 64, 0], [0, 32 * 32]]
 

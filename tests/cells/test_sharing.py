@@ -27,6 +27,6 @@ def test_every_row_is_somebodys(ranks: int) -> None:
     seen = [{r: 5 + r for r in range(ranks) if (view + r) % 3} for view in range(4)]
     spans = share_rows(rows, seen, ranks)
     for view, count in enumerate(rows):
-        parts = sorted(of[view] for of in spans if of[view] is not None)
+        parts = sorted(span for of in spans if (span := of[view]) is not None)
         assert [row for a, b in parts for row in range(a, b)] == list(range(count))
         assert not seen[view] or all(r in seen[view] for r in range(ranks) if spans[r][view] is not None)

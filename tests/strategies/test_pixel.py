@@ -33,9 +33,10 @@ def strategy_of(cells: int, world: World, **options: Any) -> Strategy:
 
 
 def step_of(
-    cells: int, world: World, primitive: str, views: int, points: int, dtype: torch.dtype, *rest: tuple[int, int] | None
-) -> Outcome:
-    return take_step(strategy_of(cells, world), primitive, views, points, dtype, *rest)
+    cells: int, world: World, primitive: str, views: int, points: int, dtype: torch.dtype,
+    size: tuple[int, int] | None = None,
+) -> Outcome:  # fmt: skip
+    return take_step(strategy_of(cells, world), primitive, views, points, dtype, size)
 
 
 @pytest.mark.parametrize("primitive", PRIMITIVES)
