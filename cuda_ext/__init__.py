@@ -18,6 +18,7 @@ from cuda_ext.ops.fused import RowGradients, SplatRows, splat_forward, splat_upd
 from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves, splat_flush
 from cuda_ext.ops.loss import l1_ssim
 from cuda_ext.ops.peer_sort import band_lists, intersect_keys, merge_level, publish_count, sort_pairs
+from cuda_ext.ops.pieces import composite_pieces, composite_pieces_backward, gather_pieces, live_boxes, scatter_pieces
 from cuda_ext.ops.projection import Projection, project, sh_colors
 from cuda_ext.ops.rasterization import intersect, intersect_capacity, rasterize
 from cuda_ext.ops.row_exchange import ArrivedRows, collect, pack, route_lines, unpack
@@ -44,13 +45,17 @@ __all__ = [
     "collect",
     "compiler_problem",
     "composite",
+    "composite_pieces",
+    "composite_pieces_backward",
     "cull",
     "fused_step",
+    "gather_pieces",
     "intersect",
     "intersect_capacity",
     "intersect_keys",
     "l1_ssim",
     "lazy_serves",
+    "live_boxes",
     "merge_level",
     "new_boxes",
     "pack",
@@ -60,6 +65,7 @@ __all__ = [
     "reach_counts",
     "reference_forced",
     "route_lines",
+    "scatter_pieces",
     "sh_colors",
     "sort_pairs",
     "splat_boxes",

@@ -24,7 +24,7 @@ from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.faults.errors import show_uncaught
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig
-from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig, LocalityPipelineConfig
+from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig, LocalityPipelineConfig, PixelPipelineConfig
 from ns_multigpu.plugin.train.terminal import TerminalLog
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
 
@@ -94,4 +94,9 @@ splatfacto_tile = MethodSpecification(
 splatfacto_locality = MethodSpecification(
     config=splatfacto("locality", pipeline=LocalityPipelineConfig),
     description="Splatfacto on several machines, locality strategy: points and patches live on the GPUs that see them",
+)
+
+splatfacto_pixel = MethodSpecification(
+    config=splatfacto("pixel", pipeline=PixelPipelineConfig),
+    description="Splatfacto on several GPUs, pixel strategy: each draws its own part of space, and pixels travel",
 )

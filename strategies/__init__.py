@@ -8,6 +8,7 @@ from collections.abc import Callable
 from ns_multigpu.core.strategy import Strategy
 from strategies.batch import batch
 from strategies.locality import locality
+from strategies.pixel import pixel
 from strategies.single import single
 from strategies.tile import tile
 
@@ -16,4 +17,5 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "batch": batch,
     "tile": tile,
     "locality": locality,
+    "pixel": pixel,
 }

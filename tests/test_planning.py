@@ -22,6 +22,7 @@ from ns_multigpu.planning.quantities import gib, parse_count, parse_size
 from ns_multigpu.planning.room import STATISTICS, checkpoint_bytes, most_points, room, step_buffers
 from ns_multigpu.planning.work import (
     GRADIENT_BYTES,
+    IN_SIGHT,
     ROOM,
     STRATEGIES,
     VISIBLE,
@@ -29,6 +30,7 @@ from ns_multigpu.planning.work import (
     Course,
     Share,
     batch_of,
+    in_sight,
     share,
     usual_tiles,
 )
@@ -279,11 +281,11 @@ def test_the_command_prints_every_strategy(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "400,000,000 Gaussians" in out and "139.0 GiB (NVIDIA H200)" in out and "garden" in out
     lines = {line[:30].strip(): line[30:].split() for line in out.splitlines() if line.startswith("  ")}
-    assert lines["fits"] == ["NO", "NO", "yes"]
+    assert lines["fits"] == ["NO", "NO", "yes", "yes"]
     assert lines["parameters"][0] == gib(400e6 * 236) and lines["parameters"][2] == gib(100e6 * 236)
     times = {line.split("  ")[1]: line for line in out[out.index("Time a step") :].splitlines() if line[:2] == "  "}
     for part in ("cull + project", "sort", "raster", "loss", "backward", "exchange", "update", "step"):
-        assert len(re.findall(r"[\d,]+\.\d\d", times[part])) == 3
+        assert len(re.findall(r"[\d,]+\.\d\d", times[part])) == 4
     assert "batch gives every GPU a view: 4 a step" in out
 
 
@@ -327,3 +329,25 @@ def test_the_command_says_what_is_wrong(arguments: list[str], said: str, capsys:
         main(["plan", *arguments])
     assert ended.value.code == 1
     assert said in capsys.readouterr().err
+
+
+def test_what_pixels_cross_does_not_depend_on_the_model() -> None:
+    small, large = (share("pixel", Course(points, 1920, 1080, views=4, gpus=4)) for points in (1_000_000, 400_000_000))
+    seen = IN_SIGHT[4]
+    assert small.traffic == large.traffic == pytest.approx(16 * 0.75 * (4 * seen + 4 * seen) * 1920 * 1080)
+    assert large.rows == 400 * small.rows and large.arrivals == 0
+    assert small.layers == pytest.approx(4 * seen * 1920 * 1080)
+    cut = share("pixel", Course(1_000_000, 1920, 1080, views=1, gpus=4))
+    assert cut.layers == pytest.approx(seen * 1920 * (1080 + 4 * 20)), "with halos"
+    alone = Course(1_000_000, 1920, 1080)
+    assert share("pixel", alone) == share("tile", alone)
+    course = Course(400_000_000, 1920, 1080, views=4, gpus=4)
+    assert pace("pixel", course).exchange < pace("tile", course, transport="collective").exchange
+    assert room("pixel", course, 40 * GIB).exchange < room("tile", course, 40 * GIB).exchange
+
+
+def test_what_is_in_sight_is_what_was_simulated() -> None:
+    rows = json.loads((RESULTS / "pixel-street.json").read_text())["rows"]
+    assert {row["gpus"]: pytest.approx(row["in sight"], abs=5e-4) for row in rows} | {1: 1.0} == IN_SIGHT
+    assert all(in_sight(gpus) == pytest.approx(part) for gpus, part in IN_SIGHT.items())
+    assert IN_SIGHT[8] < in_sight(6) < IN_SIGHT[4] and 0.05 < in_sight(32) < IN_SIGHT[16]

@@ -178,16 +178,18 @@ def test_the_command_compares_strategies_over_machines(capsys: pytest.CaptureFix
     )  # fmt: skip
     assert "16 GPU(s) on 4 machines" in text
     crossing = next(line for line in text.splitlines() if line.startswith("  into a machine"))
-    single, batch, tile, locality = (float(cell.replace(",", "")) for cell in crossing.split()[-4:])
+    single, batch, tile, locality, pixel = (float(cell.replace(",", "")) for cell in crossing.split()[-5:])
     course = Course(100_000_000, 1920, 1080, views=16, gpus=16, machines=4, visible=0.01)
     assert single == 0.0 and batch > tile
     assert tile == pytest.approx(traffic("tile", course).between / 2**20, abs=0.1)
     assert locality == pytest.approx(traffic("locality", course).between / 2**20, abs=0.1)
     line = next(line for line in text.splitlines() if line.startswith("  between machines, 100 Gbit/s"))
-    assert float(line.split()[-1]) == pytest.approx(pace("locality", course, gbit=100).between, abs=0.01)
-    assert re.search(r"^  draws +1\.00 +1\.00 +1\.00 +1\.29$", text, re.MULTILINE)
+    assert float(line.split()[-2]) == pytest.approx(pace("locality", course, gbit=100).between, abs=0.01)
+    assert re.search(r"^  draws +1\.00 +1\.00 +1\.00 +1\.29 +1\.00$", text, re.MULTILINE)
     assert "saves 85.8% " in text and simulated.SOURCE in text and "aerial, frustum" in text
     assert "tile draws its bands wherever: 75% of the rows cross." in text
+    assert pixel == pytest.approx(traffic("pixel", course).between / 2**20, abs=0.1)
+    assert "in 15% of its pixels" in text
     assert "simulated with" not in text, "as many views as there"
 
 

@@ -74,7 +74,7 @@ def seen_city(
     city = City(blocks, 7)
     capture = CityCapture(city, kind, views, width, height, 1, altitude=altitude)
     depths = torch.stack([capture.depth(v, scale=_TRACED / width) for v in track(range(views), "tracing")])
-    means, scales = _points(capture, depths, points)
+    means, scales = points_seen(capture, depths, points)
     groups = Groups.of(means, scales, size)
     rows: dict[tuple[str, int], list[Any]] = {(way, f): [] for way in WAYS for f in FACTORS}
     means, scales = means[groups.order].contiguous(), scales[groups.order].contiguous()
@@ -88,7 +88,7 @@ def seen_city(
     return found
 
 
-def _points(capture: CityCapture, depths: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def points_seen(capture: CityCapture, depths: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """`count` places [N, 3] of what pixels of depths [V, h, w] show, and standard deviations [N, 3], metres."""
     height, width = depths.shape[1:]
     generator = torch.Generator().manual_seed(11)
@@ -111,7 +111,7 @@ def _count(
     rows: dict[tuple[str, int], list[Any]],
 ) -> None:  # fmt: skip
     """Adds the view's rows; means, scales and opacities are in the groups' order."""
-    pose = _viewmat(capture, view)
+    pose = viewmat_of(capture, view)
     K = torch.tensor([[[capture.fx, 0.0, capture.cx], [0.0, capture.fy, capture.cy], [0.0, 0.0, 1.0]]])
     size = [capture.width, capture.height]
     kept = cull_groups(groups, pose, K, size, [0, 0, *size])[1]
@@ -159,7 +159,7 @@ def _by_patch(group: Tensor, low: Tensor, high: Tensor, factor: int, groups: int
     return sparse.coo_matrix((ones, (cell, owner)), (factor * factor, groups)).tocsr()
 
 
-def _viewmat(capture: CityCapture, view: int) -> Tensor:
+def viewmat_of(capture: CityCapture, view: int) -> Tensor:
     """[1, 4, 4] of one view; `viewmats` makes all."""
     rotation = capture.c2w[view, :, :3] * torch.tensor([1.0, -1.0, -1.0])
     result = torch.eye(4)[None].clone()

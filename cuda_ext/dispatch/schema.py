@@ -116,6 +116,12 @@ SCHEMAS: tuple[str, ...] = (
     "step_gate(Tensor[] counts, Tensor limits, Tensor(a!) status, Tensor scalars, Tensor still, Tensor row_counts, "
     "Tensor? lazy_steps, int most_steps, Tensor? sent, Tensor? work, Tensor(b!)? totals) -> "
     "(Tensor gated_scalars, Tensor gated_counts)",
+    "gather_pieces(Tensor color, Tensor alpha, int[] pieces, Tensor(a!) out) -> ()",
+    "scatter_pieces(Tensor gradients, int[] pieces, Tensor(a!) v_color, Tensor(b!) v_alpha) -> ()",
+    "composite_pieces(Tensor received, int[] layers, int[] sizes) -> (Tensor out, Tensor alpha, Tensor before)",
+    "composite_pieces_backward(Tensor received, Tensor before, Tensor v_out, Tensor v_alpha, int[] layers, "
+    "int[] sizes, int count) -> Tensor gradients",
+    "live_boxes(Tensor before, int[] pieces, int slots, float least) -> Tensor boxes",
     # On the host alone: a batch is planned while the device works.
     "assign_patches(Tensor counts, Tensor totals, Tensor sent, Tensor? start, float alpha, float beta, float gamma, "
     "float delta, int power, int most_swaps, float seconds) -> (Tensor ranks, Tensor told)",

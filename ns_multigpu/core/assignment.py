@@ -20,11 +20,15 @@ class Learns(Enum):
         other. Patches must then be bands: as wide as their view, of whole rows of tiles.
     NEEDS: how many splats each patch needs from each rank: rank after rank, of each its patches as `Plan.patches` has
         them.
+    LIVE: where views are drawn cell by cell, at which pixels of a cell's layer enough arrives to be seen: rank after
+        rank, of each view and cell -x0, -y0, x1, y1 of the box around those that the rank owns, and how many of them
+        nobody drew (`Plan.hidden`). See `cuda_ext.live_boxes`.
     """
 
     NOTHING = "nothing"
     WORK = "work"
     NEEDS = "needs"
+    LIVE = "live"
 
 
 class Assignment(ABC):
@@ -32,6 +36,8 @@ class Assignment(ABC):
 
     learns: ClassVar[Learns] = Learns.NOTHING
     """What `learn` is to be called with."""
+    recurs: ClassVar[bool] = True
+    """Whether plans are few, so that what is prepared for one, such as a CUDA graph, serves again."""
 
     @abstractmethod
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:

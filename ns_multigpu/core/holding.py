@@ -26,6 +26,15 @@ class Holding:
     placement: Placement
     places: Tensor | None = None
 
+    def hold(self, places: Tensor | None, positions: Tensor) -> None:
+        """Other points are here now.
+
+        Args:
+            places: theirs. positions: [N, 3] as they were when the placement said whose they are.
+        """
+        self.places = places
+        self.placement.moved(positions.detach())
+
     def places_of(self, rows: Tensor, count: int, world: World) -> Tensor:
         """Places of some of this rank's `count` points, [M] int64, in the whole model."""
         if self.places is None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from ns_multigpu.core.buckets import GradientBuckets
 from ns_multigpu.core.halo import Halos, WholeGradients
 from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.types import Points, Rendering, Splats, View
+from ns_multigpu.core.primitive import Primitive
+from ns_multigpu.core.types import Pixels, Points, Rendering, Splats, View
 from ns_multigpu.core.world import World
 
 
@@ -50,6 +51,20 @@ class RowsStay(RowLeg):
 
 class PixelLeg(ABC):
     """Makes a patch's pixels, at their owner, of what ranks have drawn."""
+
+    survives_giving_up: ClassVar[bool] = True
+    """As `RowLeg`'s."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether what a rank draws of all splats of a patch is the patch: on one rank, what the primitive renders."""
+        return True
+
+    def draw(
+        self, primitive: Primitive, splats: Splats, views: Sequence[View], plan: Plan, world: World
+    ) -> list[Pixels]:
+        """Draws what the plan has this rank draw, of `RowLeg.bring`'s splats."""
+        return primitive.render(splats, plan.drawn[world.rank], views)
 
     @abstractmethod
     def settle(

@@ -10,6 +10,7 @@ its points in ascending places.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, final
@@ -88,13 +89,41 @@ class Placement(ABC):
         """What was not done as asked since it was asked last, in words for the user; on rank 0."""
         return []
 
+    def moved(self, positions: Tensor) -> None:
+        """This rank's points are where it said, as they were when it did: at [N, 3]. Nobody waits for other ranks."""
+        return
+
+    def observe(self, points: Points, extents: Callable[[], Tensor | None], images: int | None, world: World) -> None:
+        """Shown this rank's points, as they are, before views of them are planned. Every rank calls it together.
+
+        Args:
+            points: after the last refinement the same rows, in the same order, until the next.
+            extents: see `Primitive.extents`.
+            images: that training has seen; None for a view that is not trained on, of which nothing must follow for
+                those that are.
+        """
+        return
+
+    def narrowed(self, kept: Tensor) -> AbstractContextManager[None]:
+        """While some points [N] bool of this rank's alone are rendered."""
+        return nullcontext()
+
     def knowledge(self) -> dict[str, Tensor]:
-        """What answers depend on besides their arguments, for a checkpoint. Nothing, unless it remembers."""
+        """What answers depend on besides their arguments, for a checkpoint. Nothing, unless it remembers.
+
+        Every rank calls it together."""
         return {}
 
     def learn_again(self, knowledge: Mapping[str, Tensor]) -> None:
-        """Goes on with what `knowledge` returned, of a placement of the same kind on as many ranks."""
+        """Goes on with what `knowledge` returned, of a placement of the same kind. Where there were as many ranks, each
+        goes on with the points that it had; otherwise `shares` is asked next."""
         return
+
+    def arranged(self, size: int) -> Callable[[list[int], int], list[int]] | None:
+        """What puts the views of an epoch into the order in which steps of `size` views take them (see
+        `ViewSequence.arrange`); None for the order in which they were drawn. It must not depend on how many ranks there
+        are, nor on what was trained: a run that goes on has the same."""
+        return None
 
     @property
     def placings(self) -> int:
@@ -137,6 +166,7 @@ class Placement(ABC):
         shares = self.shares(len(points), lambda: points.params[POSITION].detach(), world.size)
         own = checked_shares(self, shares, len(points), world.size)[world.rank]
         part = {name: rows_of(value.detach(), own).clone() for name, value in points.params.items()}
+        self.moved(part[POSITION])
         return Points({name: part[name].requires_grad_(v.requires_grad) for name, v in points.params.items()})
 
 

@@ -1,7 +1,7 @@
 """A plan: who draws what of a step's batch, and whose pixels are whose."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ns_multigpu.core.types import Patch
 
@@ -14,10 +14,16 @@ class Plan:
         drawn: [rank] the patches that each rank draws.
         owned: [rank] the patches whose pixels, and so whose loss, each rank has in the end. The patches of a view cover
             it, and no pixel twice. The same as `drawn`, unless the strategy's pixels travel.
+        order: [view] its cells, front to back, where views are drawn cell by cell: what is `drawn` may then overlap,
+            and need not cover a view. Empty otherwise.
+        hidden: then rectangles of cells that are in sight and not drawn, for enough is before them: what arrives there
+            is looked at all the same.
     """
 
     drawn: tuple[tuple[Patch, ...], ...]
     owned: tuple[tuple[Patch, ...], ...]
+    order: tuple[tuple[int, ...], ...] = ()
+    hidden: tuple[Patch, ...] = ()
 
     @staticmethod
     def of(drawn: Iterable[Iterable[Patch]], owned: Iterable[Iterable[Patch]] | None = None) -> "Plan":
@@ -25,14 +31,22 @@ class Plan:
         patches = tuple(tuple(of_rank) for of_rank in drawn)
         return Plan(patches, patches if owned is None else tuple(tuple(of_rank) for of_rank in owned))
 
+    def without_halos(self) -> "Plan":
+        """The same for pixels alone: no loss, no windows, and what lies in a halo is another rank's."""
+        drawn, owned = (
+            tuple(tuple(replace(patch, halo=0) for patch in patches) for patches in ranks)
+            for ranks in (self.drawn, self.owned)
+        )
+        return Plan(drawn, owned, self.order, self.hidden)
+
     def patches(self) -> list[Patch]:
         """All that is drawn, in an order that does not depend on who draws it: by view, then row, then column."""
         drawn = (patch for patches in self.drawn for patch in patches)
         return sorted(drawn, key=lambda patch: (patch.view, patch.y0, patch.x0))
 
     def views(self) -> list[int]:
-        """Positions of the views that any rank draws, ascending."""
-        return sorted({patch.view for patches in self.drawn for patch in patches})
+        """Positions of the views that any rank owns pixels of, ascending: all of the batch's."""
+        return sorted({patch.view for patches in self.owned for patch in patches})
 
     def views_of(self, rank: int) -> list[int]:
         """Positions of the views that `rank` draws, ascending."""

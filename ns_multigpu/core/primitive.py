@@ -20,14 +20,21 @@ class Primitive(ABC):
 
     Attributes:
         schema: the parameters of a point, in the order in which its kernels take them.
+        depth: whether what it renders has depth.
     """
 
     schema: ClassVar[tuple[Parameter, ...]]
+    depth: bool = False
 
     def activated(self, points: Points, name: str) -> Tensor:
         """A parameter of the points after its activation, [N, ...]."""
         activation = next(parameter.activation for parameter in self.schema if parameter.name == name)
         return getattr(torch, activation)(points.params[name]) if activation else points.params[name]
+
+    def extents(self, points: Points) -> Tensor | None:
+        """How far from its position each point can be seen, along each axis of the world, [N, 3]; None if no bound is
+        known."""
+        return None
 
     @abstractmethod
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:

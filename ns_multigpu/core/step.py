@@ -2,8 +2,8 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """The one step of training: from points to pixels to loss, and back to points that have taken Adam's step.
 
-    points -> project -> rows -> [rows travel] -> lists -> draw -> loss on the pixels owned here
-    and back: loss -> draw back -> [gradients travel to the points] -> gate -> update
+    points -> project -> rows -> [rows travel] -> lists -> draw -> [pixels travel] -> loss on the pixels owned here
+    and back: loss -> [pixels' gradients travel] -> draw back -> [gradients travel to the points] -> gate -> update
 
 A strategy says who draws what and what travels; a primitive's kernels say what a row is. Nothing is read back to the
 host. So the numbers of rows and of intersections are known on the device alone, and both have a capacity. Where one is
@@ -36,8 +36,9 @@ from cuda_ext.ops.row_exchange import route_lines
 from cuda_ext.ops.row_reach import reach_counts
 from cuda_ext.ops.step_control import HEAD, step_gate, step_message
 from ns_multigpu.core.assignment import Learns
-from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Rows
-from ns_multigpu.core.legs import GradientsToOwner, RowsStay, SummedGradients, WholePixels
+from ns_multigpu.core.kernels import Cameras, Kernels, Rows
+from ns_multigpu.core.legs import GradientsToOwner, RowsStay, SummedGradients
+from ns_multigpu.core.pixel_carriers import Settled, carrier_of
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.step_settings import GROUPS_FROM, Status, StepSettings
 from ns_multigpu.core.strategy import Strategy
@@ -54,11 +55,11 @@ def why_no_step(strategy: Strategy, batch: int) -> str | None:
     """
     if type(strategy.rows) not in (RowsStay, RowsTravel):
         return f"the step's operators know no way for rows like {type(strategy.rows).__name__}"
-    if type(strategy.pixels) is not WholePixels:
+    if carrier_of(strategy.pixels, strategy.world) is None:
         return f"the step's operators know no way for pixels like {type(strategy.pixels).__name__}"
     if type(strategy.gradients) not in (GradientsToOwner, SummedGradients):
         return f"the step's operators know no way for gradients like {type(strategy.gradients).__name__}"
-    plan = strategy.plan([View(torch.eye(4), torch.eye(3), 256, 256, index) for index in range(batch)])
+    plan = strategy.plan([View(torch.eye(4), torch.eye(3), 256, 256, index=-1) for _ in range(batch)])
     for rank in range(strategy.world.size):
         positions = strategy.placement.views_to_splat(plan, replace(strategy.world, rank=rank))
         if not _follow_each_other(positions):
@@ -89,8 +90,8 @@ class Step:
         lazy: put off the steps of points that are not drawn, and keep them there (see `cuda_ext.LazyAdam`, also for
             which options of Adam). A step made anew before a flush goes on from that of the one before.
         lists: how each tile's splats are found; `GatheredLists` unless given.
-        measure: called with the name of each part (project, send, sort, raster, loss, backward, return, update), gives
-            a context to do it in. What leaves while other rows are projected is in `project`.
+        measure: called with the name of each part (project, send, sort, raster, pixels, loss, backward, return,
+            update), gives a context to do it in. What leaves while other rows are projected is in `project`.
 
     Raises:
         ValueError: no step is composed of the strategy's pieces, or steps are to be put off where they cannot.
@@ -133,6 +134,9 @@ class Step:
         self._model = replace(model, boxes=kernels.boxes(model)) if grouped else model
         self.refresh()
         self._learns = strategy.assignment.learns
+        carrier = carrier_of(strategy.pixels, strategy.world)
+        assert carrier is not None, "asked before: see `why_no_step`"
+        self._pixels = carrier
         device, batch, count = self._model.params[0].device, settings.views, len(kernels.parameters)
         self._device = device
         parts = (16 * batch, 9 * batch, 3 * batch, count * SCALARS)
@@ -186,7 +190,8 @@ class Step:
 
         Args:
             plan: `with_halos` of a plan that is the same on all ranks.
-            targets: of each of this rank's patches the image under its rendered rectangle [h, w, 3], uint8 or float.
+            targets: of each of the patches that this rank owns the image under its rendered rectangle [h, w, 3], uint8
+                or float.
 
         Returns:
             what `rgb` is to be.
@@ -198,7 +203,7 @@ class Step:
         views = [self._view(position) for position in range(s.views)]
         splatted = self._splatted(plan)
         own = plan.drawn[world.rank]
-        patches = [n for p in own for n in (p.view - splatted.start, *p.rendered(views[p.view]))]
+        patches = [n for p in own for n in (self._pixels.layer(p, splatted.start), *p.rendered(views[p.view]))]
         drawn_by = _rectangles(plan, views, range(world.size))
         leave = partial(self._leave, _rectangles(plan, views, transport.ways)) if transport.travels else None
         with measure("project"):
@@ -212,12 +217,18 @@ class Step:
             if self._side is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._side)
             arrived = yield from transport.arrive(rows, self._counts, len(splatted), drawn_by)
+            arrived = self._pixels.layered(arrived, rows)
         with measure("sort"):
             lists = self._lists.finish(arrived, patches, plan, views)
         with measure("raster"):
             drawn = kernels.draw(arrived, lists, patches)
+        with measure("pixels"):
+            settled = yield from self._pixels.settle(drawn, plan, views)
         with measure("loss"):
-            rgb, v_color, v_alpha = self._losses(drawn, own, views, targets)
+            rgb, v_color, v_alpha = self._losses(settled, plan.owned[world.rank], views, targets)
+            del settled
+        with measure("pixels"):
+            v_color, v_alpha = yield from self._pixels.bring_back(v_color, v_alpha)
         with measure("backward"):
             kernels.draw_back(drawn, v_color, v_alpha, transport.sinks(arrived.owners, arrived.slots))
         with measure("return"):
@@ -229,13 +240,15 @@ class Step:
             if self._learns is Learns.NEEDS:
                 everyones = [n for p in plan.patches() for n in (p.view - splatted.start, *p.rendered(views[p.view]))]
                 message[HEAD:] = reach_counts(rows.view_ids, rows.count, rows.means2d, rows.radii, everyones)
+            elif self._learns is Learns.LIVE:
+                message[HEAD:] = self._pixels.live()
             del arrived, lists, drawn, tile_offsets, met, v_color, v_alpha  # their memory is the update's
             back = yield from transport.bring_back(rows, self._place, message, splatted)
         with measure("update"):
             heads, work = back.messages[:, :HEAD], back.messages[:, HEAD:]
             *counts, sent = heads.unbind(1)
             summed = self._learns is Learns.WORK
-            if self._learns is Learns.NEEDS:
+            if self._learns in (Learns.NEEDS, Learns.LIVE):
                 self.learnt.copy_(work)
             scalars, real = step_gate(
                 counts, self._limits, self._status, self.scalars, self._still, row_counts=back.rows.count,
@@ -285,7 +298,7 @@ class Step:
         return Cameras(self.viewmats[some], self.Ks[some], sizes)
 
     def _losses(
-        self, drawn: Drawn, own: Sequence[Patch], views: Sequence[View], targets: Sequence[Tensor]
+        self, drawn: Settled, own: Sequence[Patch], views: Sequence[View], targets: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor, Tensor]:
         """Sets this rank's losses; returns its renderings and the gradients by colour and alpha; closes the halo."""
         s = self.settings
@@ -304,7 +317,7 @@ class Step:
             band_loss_into(
                 drawn.color[piece], drawn.alpha[piece], self.backgrounds[patch.view], target, inner,
                 self._v_l1, self._v_ssim, offset=offset, scale=s.views, rgb=rgb, loss=self.report[patch.view],
-                v_out=v_color[piece], v_alpha=v_alpha[piece], last=drawn.last[piece],
+                v_out=v_color[piece], v_alpha=v_alpha[piece], last=None if drawn.last is None else drawn.last[piece],
             )  # fmt: skip
             x0, y0, x1, y1 = inner
             rgbs.append(rgb[y0:y1, x0:x1])

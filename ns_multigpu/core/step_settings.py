@@ -1,6 +1,6 @@
 """What a step depends on, what it reports, and how much room it begins with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cuda_ext.ops.step_control import HEAD
@@ -99,6 +99,9 @@ def with_halos(plan: Plan, width: int, height: int) -> Plan:
         whole = (patch.x0, patch.y0, patch.x1, patch.y1) == (0, 0, width, height)
         return Patch(patch.view, patch.x0, patch.y0, patch.x1, patch.y1, 0 if whole else HALO)
 
+    if plan.order:  # a halo of pixels that travel: no tile is drawn for it alone
+        owned = [[replace(with_halo(p), halo=min(with_halo(p).halo, 2 * SSIM_HALO)) for p in of] for of in plan.owned]
+        return replace(plan, owned=tuple(map(tuple, owned)))
     return Plan.of(*([map(with_halo, patches) for patches in of_ranks] for of_ranks in (plan.drawn, plan.owned)))
 
 

@@ -54,7 +54,15 @@ class Strategy:
     @property
     def survives_giving_up(self) -> bool:
         """Whether a rank that could not go on in a step can let the others go on: see `GradientLeg.give_up`."""
-        return self.rows.survives_giving_up and self.gradients.survives_giving_up
+        return all(leg.survives_giving_up for leg in (self.rows, self.pixels, self.gradients))
+
+    def observe(self, primitive: Primitive, points: Points, images: int | None = None) -> None:
+        """Shows the placement this rank's points before views of them are planned. Every rank calls it.
+
+        Args:
+            images: that training has seen; None for a view that is not trained on.
+        """
+        self.placement.observe(points, lambda: primitive.extents(points), images, self.world)
 
     def plan(self, views: Sequence[View], holders: Sequence[int] | None = None) -> Plan:
         """The plan for a batch; `holders` are the ranks that hold the views' images, if any.
@@ -95,5 +103,5 @@ class Strategy:
         hits = primitive.cull(points, views, self.placement.views_to_splat(plan, self.world))
         own = primitive.splat(points, hits, views)
         splats = self.rows.bring(own, points, views, plan, self.world)
-        pixels = primitive.render(splats, plan.drawn[self.world.rank], views)
+        pixels = self.pixels.draw(primitive, splats, views, plan, self.world)
         return self.pixels.settle(Rendering(pixels, own), splats, views, plan, self.world)

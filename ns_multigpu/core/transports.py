@@ -56,6 +56,18 @@ class OwnRows(Transport):
         return Returned(rows, self._table, message[None])
 
 
+class KeptRows(OwnRows):
+    """Rows are drawn where they are, by ranks that go on together: all take the step, or none does."""
+
+    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
+        super().__init__(world, kernels, rows, capacity, words)
+        self._messages = torch.zeros(world.size, words, dtype=torch.int64, device=world.device)
+
+    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+        yield Collective(lambda: all_gather_into(self._messages, message, self.world))
+        return Returned(rows, self._table, self._messages)
+
+
 class ReplicatedRows(OwnRows):
     """Rows are drawn where they are, and told, with their gradients, to all other ranks, which hold the same points:
     each then takes the same step."""
@@ -263,7 +275,7 @@ def make_transport(
         return RelayedRows(*shape, half=half, peer=peer)
     if rows_leg.travels:
         return PeerRows(*shape, atomics=atomics) if peer else CollectiveRows(*shape, half=half, slots=slots)
-    return ReplicatedRows(*shape) if gradient_leg.summed else OwnRows(*shape)
+    return ReplicatedRows(*shape) if gradient_leg.summed else KeptRows(*shape)
 
 
 def relays_serve(rows_leg: RowLeg, world: World, *, peer: bool) -> bool:

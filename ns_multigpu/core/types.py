@@ -47,6 +47,7 @@ class Patch:
     Attributes:
         view: the view's position in the step's list of views.
         halo: pixels to render beyond the rectangle, where the image has them.
+        cell: where views are drawn cell by cell, that whose points are drawn.
     """
 
     view: int
@@ -55,6 +56,7 @@ class Patch:
     x1: int
     y1: int
     halo: int = 0
+    cell: int = 0
 
     def rendered(self, view: View) -> tuple[int, int, int, int]:
         """The rectangle (x0, y0, x1, y1) to render: with the halo, cut at the image's border."""

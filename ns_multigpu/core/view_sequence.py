@@ -20,6 +20,10 @@ class ViewSequence:
         seed: the run's seed of views.
         draw: draws the next epoch's order instead. It is called once an epoch, in order, and must return the same on
             every rank; what lies before the epoch in front of the last that was drawn is forgotten.
+
+    Attributes:
+        arrange: gives the order of an epoch that was shuffled, which begins at a position of the sequence, another one:
+            order, position -> order. To be set before the first view is asked for, the same on every rank.
     """
 
     def __init__(self, count: int, seed: int, draw: Callable[[], list[int]] | None = None) -> None:
@@ -32,6 +36,7 @@ class ViewSequence:
         self._shuffled = 0
         self._epochs: dict[int, list[int]] = {}
         self._ends: list[int] = []
+        self.arrange: Callable[[list[int], int], list[int]] | None = None
 
     def at(self, position: int) -> int:
         """The view at `position`, counted from 0."""
@@ -58,6 +63,8 @@ class ViewSequence:
         while self._shuffled <= epoch:
             order = list(range(self._count))
             self._random.shuffle(order)
+            if self.arrange is not None:
+                order = self.arrange(order, self._shuffled * self._count)
             self._epochs[self._shuffled] = order
             self._epochs.pop(self._shuffled - _KEPT, None)
             self._shuffled += 1

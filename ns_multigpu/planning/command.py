@@ -9,7 +9,7 @@ from ns_multigpu.planning.quantities import gib, parse_count, parse_size
 from ns_multigpu.planning.room import Room, most_points, room
 from ns_multigpu.planning.simulated import GPUS as SIMULATED_GPUS
 from ns_multigpu.planning.simulated import SCENES, SOURCE, Simulated, simulated
-from ns_multigpu.planning.work import PATCHES, ROOM, SCENE, STRATEGIES, VISIBLE, Course, batch_of, share
+from ns_multigpu.planning.work import PATCHES, ROOM, SCENE, STRATEGIES, VISIBLE, Course, batch_of, in_sight, share
 
 _KEPT = 0.1
 """The part of a GPU's memory that training images may take (`plugin.capture.device_images`)."""
@@ -26,7 +26,7 @@ def plan(
     sh_degree: int = 3,
     gpu: Literal["auto", "h200"] = "auto",
     gpu_memory: float | None = None,
-    strategy: Literal["all", "single", "batch", "tile", "locality"] = "all",
+    strategy: Literal["all", "single", "batch", "tile", "locality", "pixel"] = "all",
     images: int = 0,
     visible_fraction: float | None = None,
     intersections_per_splat: float | None = None,
@@ -48,7 +48,8 @@ def plan(
         sh_degree: Degree of the harmonics, 0 to 3.
         gpu: Whose memory: that of this machine's GPU (an H200's where there is none), or an H200's.
         gpu_memory: Memory of a GPU in GiB, instead of what gpu says.
-        strategy: Which strategy to plan. "all" leaves out locality where there is one machine.
+        strategy: Which strategy to plan. "all" leaves out locality where there is one machine, and pixel where
+            there is one GPU.
         images: Training images; they are kept on the GPUs where they take at most a tenth of their memory.
         visible_fraction: The part of the Gaussians that a view shows; by default the measured scene's.
         intersections_per_splat: Tiles of 16x16 pixels that a visible Gaussian meets; by default the measured scene's.
@@ -79,7 +80,7 @@ def plan(
     memory, whose = _memory(gpu, gpu_memory)
     kept = 3.0 * images * course.pixels
     kept = kept if kept <= _KEPT * memory else 0.0
-    worth = [name for name in STRATEGIES if name != "locality" or machines > 1]
+    worth = [name for name in STRATEGIES if {"locality": machines, "pixel": gpus}.get(name, 2) > 1]
     chosen = worth if strategy == "all" else [strategy]
     print(_heading(course, memory, whose, assumed=visible_fraction is None or intersections_per_splat is None))
     rooms = {name: room(name, course, memory, kept) for name in chosen}
@@ -200,6 +201,12 @@ def _notes(course: Course, chosen: Sequence[str], images: int, kept: float) -> l
         notes += _on_locality(course)
     if {"tile", "locality"} & set(chosen) and (problem := _too_many(course)):
         notes.append(f"tile and locality: {problem}, as it is now.")
+    if "pixel" in chosen and course.gpus > 1:
+        notes.append(
+            f"pixel: as if every view showed each GPU's cell alike, in {in_sight(course.gpus):.0%} of its pixels. "
+            "That is of the streets of a simulated city (benchmarks/results/pixel-sim.md). Where views show fewer "
+            "cells, less crosses."
+        )
     if course.compact:
         notes.append("Compact moments: the time is that of full ones, whose update moves half as many bytes again.")
     if images and not kept:

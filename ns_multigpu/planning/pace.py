@@ -83,7 +83,7 @@ def pace(
 
     Args:
         lazy: steps of points that are not drawn are put off within a block; None: where fused training does.
-        transport: of `tile` and `locality` inside a machine: "peer" or "collective".
+        transport: of `tile` and `locality` inside a machine: "peer" or "collective". `pixel` has collectives alone.
         gbit: Gbit/s that a machine takes in from others, while it sends as much.
     """
     one, ranks = share(strategy, course), ranks_used(strategy, course)

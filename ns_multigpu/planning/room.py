@@ -31,7 +31,10 @@ _PIXEL = 95
 _PER_TILE = 40  # of 256 pixels: TileInfo, offsets, slots
 # What the placement of `locality` takes: the place of a point (`Holding`); while points are placed, of each of a sample
 # its position, in double precision too, its cells, its code and its rank in their order (`ByViews`), on one GPU.
+# `pixel` has places as well.
 _PLACE = 8
+_LAYER = 4 * (4 + 1 + 4)  # what arrives, what is let through before it, its gradients
+_SENT = 4 * (4 + 4 + 4)  # of a drawn pixel what leaves, what comes back, and its gradients in the patch
 _SAMPLE = 12 + 24 + 48 + 8 + 16 + 24
 MOST_SAMPLED = 4_000_000
 
@@ -49,7 +52,7 @@ class Room:
         parameters, moments, statistics: of the model. gradients: of all parameters, where steps are not fused.
         rows, intersections, pixels, exchange: buffers of a step.
         images: training images that are kept on the GPU.
-        placement: what tells where points are, with `locality`.
+        placement: what tells where points are, with `locality` and `pixel`.
         refining: what densification needs beside the model, in place of a step's buffers: old tensors of which new
             ones are made (`regroup.grow_and_prune`).
         reserve: for CUDA, and what its allocator cannot use.
@@ -111,8 +114,9 @@ def room(strategy: str, course: Course, memory: float, images: float = 0.0) -> R
     largest = (4.0 + course.moment_bytes) * course.largest
     refining = (largest + _INDICES) * one.points + (pieces["exchange"] if one.arrivals else 0.0)
     placement = 0.0
-    if strategy == "locality" and ranks > 1:
+    if strategy in ("locality", "pixel") and ranks > 1:
         placement = float(_PLACE * one.points)
+    if strategy == "locality" and ranks > 1:
         refining = max(refining, float(_SAMPLE * min(course.points, MOST_SAMPLED)))  # before anything is replaced
     return Room(
         parameters=parameters,
@@ -150,6 +154,8 @@ def step_buffers(one: Share, ranks: int, *, capacity: float = ROOM) -> dict[str,
         on_rows = rows * (_ROWS + _KEPT_ROWS + _TABLE + _RECORDS)
         # What all ranks sent, and the view ids that this one sends: the rest of it goes from where it lies.
         exchange = rows * (ranks * _GATHERED + 4) if ranks > 1 else 0.0
+        if one.layers:  # rows are nobody else's: `PixelsTravel`
+            exchange = _LAYER * one.layers + _SENT * one.pixels
     return {
         "rows": on_rows,
         "intersections": _INTERSECTION * capacity * one.intersections,

@@ -7,13 +7,13 @@ in benchmarks/results/rasterizer-h200.json; gsplat, which bounds splats by squar
 """
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, log
 
 from ns_multigpu.core.schema import Parameter, floats
 from ns_multigpu.planning.simulated import GPUS, SCENES, nearest_scene, simulated
 from ns_multigpu.primitives.gaussians.schema import RECORD_FLOATS, ROW, SCHEMA
 
-STRATEGIES = ("single", "batch", "tile", "locality")
+STRATEGIES = ("single", "batch", "tile", "locality", "pixel")
 """The strategies that can be planned."""
 
 SCENE = "garden repeated on a grid, 7.93 M Gaussians (benchmarks/results/rasterizer-h200.json)"
@@ -29,6 +29,12 @@ UNEVEN = 2.0
 """How much more than an equal share the largest of the segments holds that ranks send each other. Assumed."""
 PATCHES, HALO = 4, 5
 """Of `locality`: patches along each side of a view, and the pixels around each that its loss needs."""
+
+IN_SIGHT = {1: 1.0, 2: 0.672, 4: 0.422, 8: 0.254, 16: 0.152}
+"""Of `pixel`: the part of a view in which it sees the cell of a GPU, in the mean, by the number of GPUs: of the streets
+of a simulated city (benchmarks/results/pixel-sim.md). From the air it is less."""
+PIXEL_BYTES = 4 * 4
+"""Of `pixel`: a layer's pixel, or its gradients, on the wire: colour and alpha."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,7 @@ class Share:
         traffic: bytes that it receives from other ranks, the way there and the way back.
         traffic_padded: the same by collectives, which send less of a row, but capacities whole.
         between: the part of the traffic that comes from other machines.
+        layers: pixels of cells' layers that it composites (`pixel`); 0 where pixels stay.
     """
 
     points: int
@@ -144,6 +151,7 @@ class Share:
     traffic: float
     traffic_padded: float
     between: float = 0.0
+    layers: float = 0.0
 
 
 def usual_tiles(pixels: int) -> float:
@@ -182,6 +190,8 @@ def share(strategy: str, course: Course) -> Share:
         )  # fmt: skip
     if strategy == "locality":
         return _locality(course)
+    if strategy == "pixel":
+        return _pixel(course, elsewhere)
     if strategy != "tile":
         raise ValueError(f"there is no plan for the strategy {strategy!r}: choose from {', '.join(STRATEGIES)}")
     part = course.views / ranks
@@ -195,6 +205,34 @@ def share(strategy: str, course: Course) -> Share:
         ceil(course.points / ranks), course.views, rows, arrivals, drawn, drawn * course.tiles,
         min(course.pixels * part * halo, float(course.pixels * course.views)), rows, crossing * drawn,
         ROOM * (WIRE_BYTES + GRADIENT_BYTES) * (ranks - 1) / ranks * drawn, elsewhere,
+    )  # fmt: skip
+
+
+def in_sight(gpus: int) -> float:
+    """`IN_SIGHT` of any number of GPUs: between those simulated, and beyond them, a power of their number."""
+    known = sorted(IN_SIGHT)
+    above = next((n for n in known[1:] if n >= gpus), known[-1])
+    below = known[known.index(above) - 1]
+    slope = log(IN_SIGHT[above] / IN_SIGHT[below]) / log(above / below)
+    return IN_SIGHT[below] * (gpus / below) ** slope
+
+
+def _pixel(course: Course, elsewhere: float) -> Share:
+    """A cell a rank: each draws its part of all views' splats, and owns its part of their pixels. As if every view
+    showed each cell alike: who owns pixels then draws no more of them than others."""
+    ranks = course.gpus
+    rows = course.points * course.visible * course.views / ranks
+    if ranks == 1:
+        return share("tile", replace(course, machines=1))
+    cut = course.views % ranks != 0
+    owned = course.pixels * course.views / ranks
+    seen = in_sight(ranks)
+    drawn = seen * course.pixels * course.views
+    layers = ranks * seen * owned * (1 + (2 * 2 * HALO * course.width / owned if cut else 0.0))
+    crossing = PIXEL_BYTES * (ranks - 1) / ranks * (layers + drawn)
+    return Share(
+        ceil(course.points / ranks), course.views, rows, 0.0, rows, rows * course.tiles, drawn, rows, crossing,
+        crossing, elsewhere, layers,
     )  # fmt: skip
 
 

@@ -136,7 +136,8 @@ def test_what_graphs_cannot_hold_is_launched() -> None:
         for lists in ("gather",) if name == "locality" else ("gather", "sort"):
             config.tile_lists = lists
             pipeline = SimpleNamespace(config=config, strategy=STRATEGIES[name](gpu))
-            assert StepBuffers(pipeline, gpu).captures == (lists == "gather")
+            # No graph is worth it whose plan does not come again.
+            assert StepBuffers(pipeline, gpu).captures == (lists == "gather" and name != "pixel")
 
 
 @pytest.mark.parametrize(("peer", "ranks"), [(True, 2), (False, 2), (True, 1)])

@@ -35,6 +35,9 @@ TOLERANCES = {torch.float64: {"rtol": 1e-9, "atol": 1e-11}, torch.float32: {"rto
 
 MACHINES = [(2, 2), (4, 2), (4, 4), (6, 3)]
 """Ranks, and the machines that they are on; one machine is what all other cases have."""
+BY_CELLS = ["pixel"]
+"""Strategies that blend cell by cell: `test_pixel` says what they equal."""
+LIKE_SINGLE = [name for name in STRATEGIES if name not in ("single", *BY_CELLS)]
 KNOW_MACHINES = ["locality"]
 """Strategies that ask which ranks are of one machine."""
 
@@ -77,6 +80,7 @@ def take_step(
     held, places = held_at(spread, whole)
     poses = [v.viewmat.clone().requires_grad_() for v in batch]
     batch = [replace(v, viewmat=p) for v, p in zip(batch, poses, strict=True)]
+    spread.observe(drawn, held, 0)
     plan = spread.plan(batch, holders=[(3 * i) % world.size for i in range(views)])
     rendering = spread.render(drawn, held, batch, plan)
     loss = sum((r.sum() * 0.0 for r in rendering.splats.rows.values() if r.requires_grad), start=torch.zeros(()))
@@ -166,7 +170,7 @@ def check(outcomes: list[Outcome], expected: Outcome, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("primitive", PRIMITIVES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
+@pytest.mark.parametrize("strategy", LIKE_SINGLE)
 def test_equals_single(strategy: str, size: int, primitive: str) -> None:
     dtype = torch.float64 if primitive == "gaussians" else torch.float32
     expected = one_step(World.single(), "single", primitive, 5, 150, dtype)
@@ -186,13 +190,13 @@ def test_equals_single_over_machines(strategy: str, ranks: int, machines: int) -
 
 
 @pytest.mark.parametrize(("views", "points"), [(2, 40), (1, 0), (3, 1)])
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
+@pytest.mark.parametrize("strategy", LIKE_SINGLE)
 def test_ranks_without_views_and_models_without_points(strategy: str, views: int, points: int) -> None:
     expected = one_step(World.single(), "single", "gaussians", views, points, torch.float64)
     check(run_ranks(one_step, 3, strategy, "gaussians", views, points, torch.float64), expected, torch.float64)
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
+@pytest.mark.parametrize("strategy", LIKE_SINGLE)
 def test_ranks_without_pixels_of_a_view_that_nobody_cuts(strategy: str) -> None:
     """One row of tiles: a rank has all of it, without a halo, and the others take part in the exchange."""
     expected = one_step(World.single(), "single", "gaussians", 1, 60, torch.float64, (40, 14))
@@ -202,7 +206,7 @@ def test_ranks_without_pixels_of_a_view_that_nobody_cuts(strategy: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("primitive", PRIMITIVES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
+@pytest.mark.parametrize("strategy", LIKE_SINGLE)
 def test_equals_single_on_gpus(strategy: str, size: int, primitive: str) -> None:
     skip_without_gpus(size)
     expected = one_step(World.single("cuda:0"), "single", primitive, 5, 150, torch.float32)

@@ -87,7 +87,8 @@ class FirstRoom:
         model, batch = self._pipeline.model, self._pipeline.batch_size
         if not self._travels:
             views = self._pipeline.strategy.assignment.most_views(batch, self._world.size)
-            return first_capacities(min(model.num_points, _MOST_AT_FIRST), pixels, views, travels=False)
+            points = max(model.shard_counts) if model.sharded else model.num_points  # the same on every rank
+            return first_capacities(min(points, _MOST_AT_FIRST), pixels, views, travels=False)
         rows = min(max(model.shard_counts) * batch, _MOST_TO_SEND)
         return first_capacities(-(-rows // batch), pixels, batch, travels=True)
 

@@ -72,7 +72,8 @@ def check_wishes(pipeline: Any, *, fused: bool) -> None:
         InputError: it is for fused steps of sharded points, and these are others.
     """
     asked = pipeline.config
-    if fused and pipeline.model.sharded:
+    travels = pipeline.model.sharded and pipeline.strategy.pixels.whole
+    if fused and travels:
         if asked.wire == "half" and asked.transport == "peer":
             raise InputError(
                 "--pipeline.wire half: that is for collectives, and --pipeline.transport peer asks for peer memory. "
@@ -86,7 +87,7 @@ def check_wishes(pipeline: Any, *, fused: bool) -> None:
     for name, values in usual.items():
         value = getattr(asked, name)
         if value not in values:
-            why = "these are not fused" if pipeline.model.sharded else f"the strategy is {pipeline.strategy.name}"
+            why = "these are not fused" if travels else f"the strategy is {pipeline.strategy.name}"
             raise InputError(
                 f"--pipeline.{name.replace('_', '-')} {value}: that is for the fused steps of splatfacto-tile and "
                 f"splatfacto-locality, and "

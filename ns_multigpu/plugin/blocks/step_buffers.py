@@ -50,7 +50,7 @@ class StepBuffers:
         self.relays: Relays | None = None
         self._atomics, self._half = options.gradients == "atomics", options.wire == "half"
         self.one_for_all = self._by_sort
-        self.captures = world.device.type == "cuda" and not self._by_sort
+        self.captures = world.device.type == "cuda" and not self._by_sort and self._strategy.assignment.recurs
         if self._by_sort and self._strategy.assignment.learns is not Learns.WORK and self._strategy.rows.travels:
             raise InputError(
                 f"--pipeline.tile-lists sort: sorted lists want bands of rows of tiles, and {self._strategy.name} cuts "

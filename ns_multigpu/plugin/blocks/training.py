@@ -108,8 +108,7 @@ class Training:
         self._ring_width = 0
         self._travels = pipeline.strategy.rows.travels and world.size > 1
         self._buffers = StepBuffers(pipeline, world)
-        views = len(pipeline.datamanager.train_share.shapes)
-        self._room = StepCapacities(views, one_for_all=self._buffers.one_for_all)
+        self._room = StepCapacities(len(pipeline.datamanager.train_share.shapes), one_for_all=self._buffers.one_for_all)
         self._first, self._block = FirstRoom(pipeline, world, self._buffers), range(0)
         pool = GraphPool(world.device) if self._buffers.captures else None
         self._graphs = StepGraphs(pipeline.timer, computed, pool)
@@ -149,7 +148,9 @@ class Training:
         """
         self._block = steps
         self._choose_lazy()
-        if self._pipeline.strategy.assignment.foresees:
+        strategy, images = self._pipeline.strategy, steps[0] * self._pipeline.batch_size
+        strategy.observe(self._model.primitive(depth=False), self._model.points, images)
+        if strategy.assignment.foresees:
             self._foresee(steps)
         feeds: list[_Feed] = []
         reports = torch.zeros(len(steps), self._pipeline.batch_size + 1, device=self._world.device)
@@ -329,7 +330,7 @@ class Training:
         views = [view for view, _ in cameras]
         self._learnt.learn()
         plan = pipeline.strategy.plan_alike(views)
-        mine = plan.views_of(self._world.rank)
+        mine = {patch.view for patch in plan.owned[self._world.rank]}
         nobody = torch.zeros(3)
         backgrounds = [self._background(step * batch + v) if v in mine else nobody for v in range(batch)]
         numbers = torch.tensor(self._adam.count()).reshape(-1)

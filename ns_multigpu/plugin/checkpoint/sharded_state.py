@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints, all_gather_objects
 from ns_multigpu.core.holding import Holding
-from ns_multigpu.core.placement import rows_of
+from ns_multigpu.core.placement import Placement, rows_of
 from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint.rows import Rows
@@ -193,6 +193,24 @@ def load_points(
     for name, dtype in kinds.items():
         value = points.read([name], rows, device=device, dtype=dtype)[name]
         params[name] = torch.nn.Parameter(value)
+
+
+def learn_placement(placement: Placement, pipeline: Mapping[str, Any], models: Path | None) -> None:
+    """A placement goes on with what one of its kind knew that wrote a pipeline's state. To be called before any rows
+    are read: the placement may say whose they are by what it knew.
+
+    Args:
+        pipeline, models: see `load_points`.
+
+    Raises:
+        InputError: see `SavedPoints.of`.
+    """
+    written = pipeline.get(SHARDS, {}).get("placement")
+    if written is None or written != placement.kind:
+        return
+    tensors = SavedPoints.of(pipeline, models).tensors
+    known = tensors.read([name for name in tensors.names if name.startswith(KNOWLEDGE)])
+    placement.learn_again({name[len(KNOWLEDGE) :]: value for name, value in known.items()})
 
 
 class OwnMoments(Mapping[str, Any]):

@@ -54,9 +54,10 @@ class ShardedPoints(SplatfactoModel):
         if not placement.in_ranges:
             places = torch.arange(own.start, own.stop) if isinstance(own, range) else own
             places = places.to(means.device)
-        self.holding = Holding(placement, places)
+        self.holding = Holding(placement)
         for name, value in list(self.gauss_params.items()):
             self.gauss_params[name] = torch.nn.Parameter(value.detach()[mine])
+        self.holding.hold(places, self.gauss_params[POSITION])
         self.shard_world = world
         self.count_shards()
 

@@ -113,9 +113,9 @@ class Pictures:
         single = all(value.dtype == torch.float32 for value in points.params.values())
         kernels = primitive.kernels(depth=True) if self._forward is not None and single else None
         if self._forward is None or kernels is None:
+            strategy.observe(primitive, points)
             # No loss, no windows: what lies in a halo is another rank's to render.
-            drawn = strategy.plan([view]).drawn
-            plan = Plan.of([replace(patch, halo=0) for patch in patches] for patches in drawn)
+            plan = strategy.plan([view]).without_halos()
             return plan, list(strategy.render(primitive, points, [view], plan).pixels)
         size = (view.width, view.height)
         passes = self._passes.get(size, 1)

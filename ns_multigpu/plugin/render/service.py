@@ -45,16 +45,20 @@ class RenderService:
     """
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
-        self._model, self._world = model, strategy.world
+        self._model, self._strategy, self._world = model, strategy, strategy.world
         self.pictures = Pictures(model, strategy)
-        self.shared = self._world.size > 1 and not strategy.placement.replicated
-        """Whether an image takes all ranks: the points are spread over several."""
         self.lock = LentLock()
         self.rate: float | None = None
         self.strides = Strides()
         self._main = threading.get_ident()
         self._leads = self._always = self._failed = False
         self._turn = threading.RLock()
+
+    @property
+    def shared(self) -> bool:
+        """Whether an image takes all ranks, for the points are spread over several; or is not the model's own."""
+        takes_strategy = not self._strategy.pixels.whole and self._model.sharded
+        return not self._strategy.placement.replicated and (self._world.size > 1 or takes_strategy)
 
     def install(self) -> None:
         """From now on the model's own rendering methods come here first. See `outputs`."""

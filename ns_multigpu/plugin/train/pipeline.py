@@ -13,7 +13,9 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from rich.progress import track
 from torch import Tensor
 
+from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
+from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.travelling_rows import RowsTravel
 from ns_multigpu.core.types import View
@@ -24,7 +26,7 @@ from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.image_homes import homes_of
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
-from ns_multigpu.plugin.checkpoint.sharded_state import load_points
+from ns_multigpu.plugin.checkpoint.sharded_state import learn_placement, load_points
 from ns_multigpu.plugin.checkpoint.verify import SHARDS, read_checkpoint_file, step_of
 from ns_multigpu.plugin.export.ns_export import stream_for_ns_export
 from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
@@ -120,6 +122,19 @@ class LocalityPipelineConfig(DistributedPipelineConfig):
         return self.locality if self.strategy == "locality" else None
 
 
+@dataclass
+class PixelPipelineConfig(DistributedPipelineConfig):
+    """The same, with what only the strategy `pixel` has."""
+
+    strategy: str = "pixel"
+    pixel: PixelOptions = field(default_factory=PixelOptions)
+
+    @property
+    def options(self) -> PixelOptions | None:
+        """Those of the strategy."""
+        return self.pixel if self.strategy == "pixel" else None
+
+
 class DistributedPipeline(VanillaPipeline):
     """Datamanager, model and strategy of one rank.
 
@@ -199,6 +214,7 @@ class DistributedPipeline(VanillaPipeline):
         """Reads this rank's images. Every rank calls it."""
         run_parts().done("optimizers, viewer, checkpoint, logs")
         data, at_home = self.datamanager, self.strategy.placement.homes_of_views
+        data.sequence.arrange = self.strategy.placement.arranged(self.batch_size)
         if self.world.machines > 1 and len(at_home) == len(data.train_dataset):
             per_machine = self.world.size // self.world.machines
             data.hold_by(homes_of(at_home, data.train_shapes, self.world.machines, per_machine, data.train_memory))
@@ -250,11 +266,15 @@ class DistributedPipeline(VanillaPipeline):
         if SHARDS not in loaded_state and not model.sharded:
             load(loaded_state, step)
             return
-        own, folder = self.own_rows(loaded_state), self.config.checkpoints
+        folder = self.config.checkpoints
+        if model.holding is not None:
+            learn_placement(model.holding.placement, loaded_state, folder)
+        own = self.own_rows(loaded_state)
         load_points(lambda rest: load(rest, step), model.gauss_params, loaded_state, folder, own.rows, model.device)
         if model.holding is not None:
             model.shard_counts = own.counts
-            model.holding.places = None if own.places is None else own.places.to(model.device)
+            places = None if own.places is None else own.places.to(model.device)
+            model.holding.hold(places, model.gauss_params[POSITION])
 
     def get_train_loss_dict(
         self, step: int, *, metrics: bool = False
@@ -271,10 +291,11 @@ class DistributedPipeline(VanillaPipeline):
             views = model.training_views(
                 [(data.train_camera(i), data.train_camera_on_device(i)) for i in indices], indices
             )
+            primitive = model.primitive(depth=model.config.output_depth_during_training)
+            self.strategy.observe(primitive, model.points, model.step)
             plan = self.strategy.plan(views, [data.train_share.holder(i) for i in indices])
             images = data.train_share.deliver(indices, plan, self.world.device, views)
         with timer.measure("compute"):
-            primitive = model.primitive(depth=model.config.output_depth_during_training)
             rendering = self.strategy.render(primitive, model.points, views, plan)
             losses, measured = model.patch_losses(rendering, views, images, world=self.world, metrics=metrics)
         return {}, losses, measured
@@ -371,7 +392,10 @@ def _strategy(config: DistributedPipelineConfig, world: World) -> Strategy:
     make, options = STRATEGIES[config.strategy], config.options
     if options is not None and (problem := options.problem()):
         raise InputError(f"--pipeline.{config.strategy}.{problem}.")
-    strategy = make(world) if options is None else make(world, options)
+    try:
+        strategy = make(world) if options is None else make(world, options)
+    except ValueError as error:  # what does not fit these ranks
+        raise InputError(str(error)) from error
     if isinstance(strategy.rows, RowsTravel):
         strategy.rows.half = config.wire == "half"
     return strategy

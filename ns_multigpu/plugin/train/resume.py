@@ -25,7 +25,7 @@ from ns_multigpu.plugin.checkpoint.sharded_state import (
     split_state,
     without_points,
 )
-from ns_multigpu.plugin.checkpoint.verify import SHARDS, step_of
+from ns_multigpu.plugin.checkpoint.verify import step_of
 from ns_multigpu.plugin.checkpoint.whole import Opened, chosen, open_checkpoint, remove_old, save, together
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.agreement import options_of
@@ -211,10 +211,6 @@ class RunCheckpoints:
         if values["views"] == _views(pipeline.datamanager):
             pipeline.strategy.assignment.learn_again(values.get("assignment", []))
         read, names = opened.tensors.read, opened.tensors.names
-        holding, written = model.holding, loaded.get(SHARDS, {}).get("placement")
-        if holding is not None and values["ranks"] == self._world.size and written == holding.placement.kind:
-            known = read([name for name in names if name.startswith(KNOWLEDGE)])
-            holding.placement.learn_again({name[len(KNOWLEDGE) :]: value for name, value in known.items()})
         if values["densifier"]["kind"] == model.densifier.kind:
             model.densifier_state.update(values["densifier"]["values"])
             left = put_statistics(

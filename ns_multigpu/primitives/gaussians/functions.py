@@ -1,5 +1,6 @@
 """The 3D Gaussian as a primitive (Kerbl et al. 2023), over the native operators."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,12 @@ from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
+from ns_multigpu.primitives.steady import rotations
+
+_REACH = (2 * math.log(255)) ** 0.5
+"""Standard deviations at which exp(-d^2 / 2) is 1/255."""
+_AT_ONCE = 1 << 22
+"""Points whose extents are computed at once."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,17 @@ class Gaussians(Primitive):
         return GaussianKernels(
             self.sh_degree, self.antialiased, self.absgrad, self.eps2d, self.near, self.far, **options
         )
+
+    @torch.no_grad()
+    def extents(self, points: Points) -> Tensor:
+        """See `Primitive.extents`: of the ellipsoid beyond which an opaque point's alpha is below 1/255."""
+        reached = [points.params["means"].new_zeros(0, 3)]
+        quats, scales = points.params["quats"], points.params["scales"]
+        for start in range(0, len(points), _AT_ONCE):
+            some = slice(start, start + _AT_ONCE)
+            axes = rotations(quats[some]) * scales[some].exp()[:, None, :]
+            reached.append(_REACH * axes.square().sum(-1).sqrt())
+        return torch.cat(reached)
 
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
         """See `Primitive.cull`: points whose bound reaches the view's rectangle."""

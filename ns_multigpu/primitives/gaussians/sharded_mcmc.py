@@ -124,7 +124,7 @@ class ShardedMcmc(McmcDensifier):
         )  # fmt: skip
         del parents
         row_bytes = move_rows(params, optimizers, listing.ordered(move.leaving(order)), move, world)
-        self.holding.places = move.places
+        self.holding.hold(move.places, params["means"])
         self.reordering = move.record(started, row_bytes)
         self._counts = move.counts_after
 

@@ -1,0 +1,162 @@
+"""What `pixel` sends, and how level it is, on paper: cells of a procedural city, counted on the CPU.
+
+    python -m benchmarks.scaling.pixel_sim --kind aerial --altitude 150 --json FILE
+    python -m benchmarks.scaling.pixel_sim --kind street
+
+Nothing is drawn and nothing travels. Cells are cut, and plans made, by the code that trains; bytes are those of the
+plans' routes. As many cells, and views a step, as GPUs. What `tile` sends is `ns-multigpu plan`'s, with the part of the
+points that a view of this city shows.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.lib.environment import describe
+from benchmarks.scenes.seen_city import points_seen, viewmat_of
+from cuda_ext.ops.culling import cull
+from ns_multigpu.cells.leveling import leveled, loads_of
+from ns_multigpu.cells.options import PixelOptions
+from ns_multigpu.cells.placing import ByCells
+from ns_multigpu.cells.sharing import CellPixels
+from ns_multigpu.core.pieces import routes_of
+from ns_multigpu.core.step_settings import with_halos
+from ns_multigpu.core.types import Points, View
+from ns_multigpu.core.world import World
+from ns_multigpu.data.capture import CityCapture, Kind
+from ns_multigpu.data.city import City
+from ns_multigpu.planning.work import PIXEL_BYTES, Course, share
+
+MODELS = (8_000_000, 50_000_000, 200_000_000)
+_TRACED = 64
+_REACH = 3.33
+"""Standard deviations that a splat reaches."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A capture's views and points.
+
+    Attributes:
+        views: the training views. means: [N, 3]. reach: [N, 3] what points reach around them.
+        shown: the part of the points that a view shows, in the mean.
+    """
+
+    views: list[View]
+    means: torch.Tensor
+    reach: torch.Tensor
+    shown: float
+
+
+def scene_of(kind: Kind, blocks: int, views: int, points: int, altitude: float | None) -> Scene:
+    """Views of 1920x1080 of a city, and points where they show something."""
+    width, height = 1920, 1080
+    capture = CityCapture(City(blocks, 7), kind, views, width, height, 1, altitude=altitude)
+    depths = torch.stack([capture.depth(v, scale=_TRACED / width) for v in track(range(views), "tracing")])
+    means, scales = points_seen(capture, depths, points)
+    K = torch.tensor([[capture.fx, 0.0, capture.cx], [0.0, capture.fy, capture.cy], [0.0, 0.0, 1.0]])
+    cameras = [View(viewmat_of(capture, v)[0], K, width, height, v) for v in range(views)]
+    shown = 0
+    for view in cameras[::10]:
+        size = [width, height]
+        solid = torch.full((len(means),), 0.7)
+        shown += len(cull(means, scales, solid, view.viewmat[None], K[None], size, [0, 0, *size])[1])
+    return Scene(cameras, means, _REACH * scales, shown / len(cameras[::10]) / len(means))
+
+
+def row_of(scene: Scene, gpus: int, steps: int) -> dict[str, Any]:
+    """What so many GPUs send, and how level they are: means over steps."""
+    world = World(0, gpus, 0, gpus, torch.device("cpu"))
+    space = ByCells(world, PixelOptions())
+    space.shares(len(scene.means), lambda: scene.means, gpus)
+    assert space.tree is not None
+    # Boxes as training measures them, of all ranks at once.
+    everywhere = ByCells(World.single(), PixelOptions(cells=gpus))
+    everywhere.tree = space.tree
+    everywhere.moved(scene.means)
+    everywhere.observe(Points({"means": scene.means}), lambda: scene.reach, 0, World.single())
+    space.boxes = everywhere.boxes
+    assert space.boxes is not None
+    loads = loads_of(space.boxes, scene.views)
+    pixels = scene.views[0].width * scene.views[0].height
+    drawn_by = (loads > 0).sum(1)
+    order = np.random.default_rng(5).permutation(len(scene.views)).tolist()
+    course = Course(1, 1920, 1080, views=gpus, gpus=gpus, visible=max(scene.shown, 1e-6))
+    row: dict[str, Any] = {
+        "gpus": gpus,
+        "in sight": float(loads.sum() / loads.size / pixels),
+        "GPUs a view": float(drawn_by.mean()),
+        "one view a step": float(drawn_by.mean() / gpus),
+        "tile": {n: share("tile", course.with_points(n)).traffic_padded for n in MODELS},
+    }
+    assignment = CellPixels(space)
+    for name, some in (("as drawn", order), ("leveled", leveled(order, loads, gpus))):
+        batches = [some[k : k + gpus] for k in range(0, len(some) - gpus + 1, gpus)][:steps]
+        level, sent, naive, gathered = [], [], [], []
+        for batch in batches:
+            load = loads[batch].sum(0)
+            level.append(load.mean() / load.max())
+            plan = with_halos(assignment.assign([scene.views[v] for v in batch], gpus), 1920, 1080)
+            views = [scene.views[v] for v in batch]
+            routes = [routes_of(plan, views, rank) for rank in range(gpus)]
+            sent.append(max(PIXEL_BYTES * (sum(r.receive) + sum(r.receive_back)) for r in routes))
+            naive.append(PIXEL_BYTES * (gpus - 1) * pixels * len(batch))  # all pixels of all, as Splaxel begins
+            # All pixels in sight, to each GPU that draws any of the view: Splaxel's selective all-to-all.
+            others = (loads[batch].sum(1)[:, None] - loads[batch]) * (loads[batch] > 0)
+            gathered.append(PIXEL_BYTES * others.sum(0).max())
+        row[name] = {
+            "level": float(np.mean(level)), "sent": float(np.mean(sent)), "naive": float(np.mean(naive)),
+            "gathered": float(np.mean(gathered)),
+        }  # fmt: skip
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=["aerial", "street"], default="aerial")
+    parser.add_argument("--altitude", type=float, default=None)
+    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--views", type=int, default=400)
+    parser.add_argument("--points", type=int, default=200_000)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    scene = scene_of(given.kind, given.blocks, given.views, given.points, given.altitude)
+    rows = [row_of(scene, gpus, given.steps) for gpus in track(given.gpus, "planning")]
+    table = Table(title=f"{given.kind}: a view shows {scene.shown:.2%} of the points; MB into the busiest GPU a step")
+    names = [
+        "GPUs",
+        "GPUs a view",
+        "in sight",
+        "level: one view",
+        "random",
+        "leveled",
+        "all-gather",
+        "in sight, to all",
+    ]
+    for name in [*names, "direct send", *(f"tile, {n // 10**6} M" for n in MODELS)]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        plain, level = row["as drawn"], row["leveled"]
+        numbers = [plain["naive"], level["gathered"], level["sent"], *row["tile"].values()]
+        table.add_row(
+            str(row["gpus"]), f"{row['GPUs a view']:.2f}", f"{row['in sight']:.1%}", f"{row['one view a step']:.2f}",
+            f"{plain['level']:.2f}", f"{level['level']:.2f}", *(f"{n / 1e6:,.1f}" for n in numbers),
+        )  # fmt: skip
+    Console(width=180).print(table)
+    if given.json is not None:
+        report = {"benchmark": "pixel_sim", **describe(), "shown": scene.shown, "rows": rows}
+        given.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Which views go into one step: such that GPUs that one does not see draw another.
+
+Splaxel (section 4.4) puts views into buckets whose GPUs do not conflict, and takes a bucket at once. A step here has as
+many views as the user asked for, for learning rates depend on it. So views that conflict least come together: where
+disjoint ones suffice, a step is such a bucket.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ns_multigpu.cells.seen import tiles_seen
+from ns_multigpu.core.types import View
+
+WINDOW = 64
+"""Views, the next ones in the order, that are looked at for each place of a step."""
+
+
+def loads_of(boxes: NDArray[np.float64], views: Sequence[View]) -> NDArray[np.int64]:
+    """[V, cells] pixels in which each view sees each cell's box (see `tiles_seen`)."""
+    loads = np.zeros((len(views), len(boxes)), dtype=np.int64)
+    for row, view in zip(loads, views, strict=True):
+        for cell, seen in enumerate(tiles_seen(boxes, view)):
+            if seen is not None:
+                x0, y0, x1, y1 = seen
+                row[cell] = (x1 - x0) * (y1 - y0)
+    return loads
+
+
+def leveled(order: Sequence[int], loads: NDArray[np.int64], size: int, lead: int = 0) -> list[int]:
+    """The same views in another order, in which steps have level loads.
+
+    A step begins with the next view of the order. Of the views that follow, it takes that which leaves the cell
+    with the most to draw with the least, and of equal ones the next; until it is full. An epoch has each view once.
+
+    Args:
+        order: views of an epoch. loads: `loads_of` all views.
+        size: views of a step. lead: of the first step, as many as are still to be found for it; 0 for all.
+
+    Raises:
+        ValueError: the size is not positive.
+    """
+    if size < 1:
+        raise ValueError(f"a step of {size} views: at least 1 is needed")
+    waiting, found = list(order), list[int]()
+    room = lead or size
+    while waiting:
+        load = np.zeros(loads.shape[1], dtype=np.int64)
+        for place in range(min(room, len(waiting))):
+            near = waiting[: WINDOW if place else 1]
+            best = int((load + loads[near]).max(axis=1).argmin()) if loads.shape[1] else 0
+            view = waiting.pop(best)
+            load += loads[view]
+            found.append(view)
+        room = size
+    return found

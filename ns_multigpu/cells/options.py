@@ -1,0 +1,35 @@
+"""What a user may choose about `pixel`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass
+class PixelOptions:
+    """Options of the strategy `pixel`."""
+
+    cells: int = 0
+    """Cells that space is cut into, dealt out to GPUs in runs; 0 for one a GPU. What is trained depends on it, and on
+    the number of GPUs only through it."""
+    imbalance: float = 1.2
+    """Cells are cut anew when the work of one is more than this times the mean; above 1."""
+
+    wire: Literal["full", "half"] = "full"
+    """What pixels and their gradients are on the wire: "full" is float32, and changes nothing; "half" is float16, and
+    rounds what other GPUs drew."""
+
+    level_steps: bool = True
+    """Views that show different cells come into one step, so that GPUs have level work; False leaves the order of views
+    that other strategies have. It makes no difference with one view a step."""
+
+    hide: bool = True
+    """A cell is not drawn in the part of a view where less than 1/1000 of what is seen arrived when the view was drawn
+    last. What arrives is looked at each time. False draws all that is in sight."""
+
+    def problem(self) -> str | None:
+        """What is wrong with the values, and the remedy; None if nothing is."""
+        if self.cells < 0:
+            return f"cells {self.cells}: give at least one for each GPU, or 0 for just one each"
+        if not self.imbalance > 1:
+            return f"imbalance {self.imbalance}: give a factor above 1, such as 1.2"
+        return None

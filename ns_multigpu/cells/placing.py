@@ -1,0 +1,236 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""The placement of `pixel`: a point lives with the cell that its mean lies in (Splaxel, section 4.2, appendix 8.1)."""
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ns_multigpu.cells.leveling import leveled, loads_of
+from ns_multigpu.cells.options import PixelOptions
+from ns_multigpu.cells.tree import CellTree
+from ns_multigpu.core.collectives import all_gather_rows, max_in_place, sum_in_place
+from ns_multigpu.core.composite import LocalCells
+from ns_multigpu.core.placement import NewPoints, Placement, Settled, Shares, even_bounds, shares_of
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.schema import POSITION
+from ns_multigpu.core.splitters import imbalance
+from ns_multigpu.core.types import Points, View
+from ns_multigpu.core.world import World
+
+LOOKED_EVERY = 500
+"""Images after which the cells' boxes are measured again, where no refinement came between."""
+_WORSE = 1.1
+"""Cells are cut anew when they have become so much less level than they were when they were cut."""
+
+
+class ByCells(Placement):
+    """Each rank owns the points of its cells: as many cells as others have, or one more, in the tree's order.
+
+    A point's cell is the one that its mean lies in at the start, after each refinement, and where a run goes on with
+    other ranks. In between it stays, wherever the point moves. What is decided follows from sums over all points, so
+    that any number of ranks cuts the same cells, and changes them after the same refinements.
+
+    Args:
+        world: the ranks. options: see there.
+
+    Raises:
+        ValueError: there are to be fewer cells than ranks.
+
+    Attributes:
+        cells: how many.
+        local: this rank's, and which of them each of its points is in.
+        tree: the cells as they were cut last; None before.
+        boxes: [cells, 2, 3] float64, all that is seen of each cell's points; None where no bound is known. It is
+            measured after each refinement and every 500 images: what grows beyond its box in between is cut off there.
+    """
+
+    replicated = False
+    in_ranges = False
+
+    def __init__(self, world: World, options: PixelOptions) -> None:
+        self.cells = options.cells or world.size
+        if self.cells < world.size:
+            raise ValueError(
+                f"--pipeline.pixel.cells {self.cells}: each of the {world.size} GPUs wants a cell at least. Give "
+                f"{world.size} or more, or 0."
+            )
+        self._world, self._imbalance, self._level_steps = world, options.imbalance, options.level_steps
+        self._look: Callable[[], Sequence[View]] = lambda: ()
+        self._first: NDArray[np.float64] | None = None  # boxes around the means of the first points
+        bounds = even_bounds(self.cells, world.size)
+        self._ranks = torch.tensor([r for r in range(world.size) for _ in range(bounds[r], bounds[r + 1])])
+        self.local = LocalCells(bounds[world.rank], bounds[world.rank + 1] - bounds[world.rank])
+        self.tree: CellTree | None = None
+        self.boxes: NDArray[np.float64] | None = None
+        self._level, self._placings, self._learned = 1.0, 0, False
+        self._saved: Tensor | None = None  # the cells of points that are about to be read
+        self._stale = True  # points have moved to their cells since these were measured
+        self._moved, self._looked = True, 0  # or since training went on; images at which it measured
+
+    def look(self, views: Callable[[], Sequence[View]]) -> None:
+        self._look = views
+
+    def arranged(self, size: int) -> Callable[[list[int], int], list[int]] | None:
+        """By what each view sees of the cells as they were cut first, of the points that every run begins with."""
+        views = self._look()
+        if not self._level_steps or size < 2 or self.cells < 2 or self._first is None or not views:
+            return None
+        loads = loads_of(self._first, views)
+        return lambda order, begins: leveled(order, loads, size, -begins % size)
+
+    @property
+    def kind(self) -> str:
+        """Its name, and how many cells there are."""
+        return f"ByCells {self.cells}"
+
+    @property
+    def placings(self) -> int:
+        return self._placings
+
+    def rank_of(self, cell: int) -> int:
+        """The rank that owns a cell."""
+        return int(self._ranks[cell])
+
+    def views_to_splat(self, plan: Plan, world: World) -> list[int]:
+        """All of the batch's views: where this rank has points in one, it draws them."""
+        return plan.views()
+
+    def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
+        """See `Placement.shares`. Cells are cut for level points, unless there are those of a run that goes on.
+
+        Raises:
+            ValueError: other ranks are asked about than those of the world.
+        """
+        if ranks != self._world.size:
+            raise ValueError(f"points are placed on the {self._world.size} ranks of this run, not on {ranks}")
+        where = positions().detach()
+        if self._learned:
+            self._stale, self._moved, self._saved = True, True, None
+            assert self.tree is not None
+            return shares_of(self._owners(self.tree.of(where)), ranks)
+        self._cut(
+            where, torch.ones(len(where), dtype=torch.int64, device=where.device), replace(self._world, group=None)
+        )
+        assert self.tree is not None
+        cells = self.tree.of(where)
+        if self._first is None:
+            self._first = _boxes_around(where, cells, self.cells)
+        return shares_of(self._owners(cells), ranks)
+
+    def settle(self, new: NewPoints, world: World) -> Settled:
+        """By the cell that each point lies in; cells are cut anew where the work of one is too much."""
+        where = new.positions().detach()
+        anew = False
+        if self.tree is None or self._unlevel(where, new.work) > max(self._imbalance, _WORSE * self._level):
+            self._cut(where, new.work, world)
+            anew = True
+        assert self.tree is not None
+        self._stale = self._moved = True
+        return Settled(self._owners(self.tree.of(where)), anew)
+
+    def moved(self, positions: Tensor) -> None:
+        if self.local.count > 1:
+            assert self.tree is not None, "who says whose points are has cut cells"
+            cells = self._saved
+            self.local.put(self.tree.of(positions) - self.local.first if cells is None else cells.to(positions.device))
+        self._saved = None
+
+    def observe(self, points: Points, extents: Callable[[], Tensor | None], images: int | None, world: World) -> None:
+        if self.tree is None:
+            return
+        trained = images is not None
+        due = trained and not self._moved and images >= self._looked + LOOKED_EVERY
+        if self._stale or due:
+            with torch.no_grad():
+                means = points.params[POSITION].detach()
+                self.boxes = self._measured(means, extents(), world)
+            self._stale = False
+        if trained and (self._moved or due):
+            self._moved, self._looked = False, images
+
+    @contextmanager
+    def narrowed(self, kept: Tensor) -> Generator[None]:
+        whole = self.local.of_points
+        self.local.of_points = None if whole is None else whole[kept]
+        try:
+            yield
+        finally:
+            self.local.of_points = whole
+
+    def knowledge(self) -> dict[str, Tensor]:
+        if self.tree is None:
+            return {}
+        known = {
+            "splits": self.tree.tensor(), "level": torch.tensor([self._level], dtype=torch.float64),
+            "looked": torch.tensor([self._looked, int(self._moved), int(self._stale)]),
+        }  # fmt: skip
+        if self.boxes is not None:
+            known["boxes"] = torch.from_numpy(self.boxes.copy())
+        if self.cells > self._world.size:
+            mine = self.local.of_points
+            mine = torch.empty(0, dtype=torch.int32, device=self._world.device) if mine is None else mine
+            everyone, counts = all_gather_rows(mine, self._world)
+            known |= {"cells": everyone.cpu(), "counts": torch.tensor(counts)}
+        return known
+
+    def learn_again(self, knowledge: Mapping[str, Tensor]) -> None:
+        if "splits" not in knowledge:
+            return
+        known = {name: value.cpu() for name, value in knowledge.items()}
+        self.tree, self._level, self._learned = CellTree.from_tensor(known["splits"]), float(known["level"]), True
+        self.boxes = known["boxes"].numpy() if "boxes" in known else None
+        self._looked, self._moved, self._stale = (int(n) for n in known["looked"])
+        if "cells" in known and self.local.count > 1 and len(known["counts"]) == self._world.size:
+            self._saved = known["cells"].split(known["counts"].tolist())[self._world.rank]
+
+    def _owners(self, cells: Tensor) -> Tensor:
+        return self._ranks.to(cells.device)[cells]
+
+    def _unlevel(self, where: Tensor, work: Tensor) -> float:
+        """The most work of a cell over the mean, of all ranks' points."""
+        assert self.tree is not None
+        sums = torch.zeros(self.cells, dtype=torch.int64, device=where.device)
+        sums.index_add_(0, self.tree.of(where), work)
+        sum_in_place(sums, self._world)
+        return imbalance(sums.tolist())
+
+    def _cut(self, where: Tensor, work: Tensor, world: World) -> None:
+        """Cuts cells anew. `world`: the ranks that have these points, or no group where each has all."""
+        self.tree = CellTree.of_work(where, work, self.cells, world)
+        sums = torch.zeros(self.cells, dtype=torch.int64, device=where.device)
+        sums.index_add_(0, self.tree.of(where), work)
+        sum_in_place(sums, world)
+        self._level = imbalance(sums.tolist())
+        self._placings += 1
+        self._stale = self._moved = True
+
+    def _measured(self, means: Tensor, extents: Tensor | None, world: World) -> NDArray[np.float64] | None:
+        """The boxes of all ranks' cells. A cell without points has one whose lower corner is above its upper."""
+        if extents is None:
+            return None
+        cells = self.local.of_points
+        cells = torch.zeros_like(means[:, 0], dtype=torch.int64) if cells is None else cells
+        return _boxes_around(means, cells + self.local.first, self.cells, extents, world)
+
+
+def _boxes_around(
+    means: Tensor, of_points: Tensor, cells: int, extents: Tensor | None = None, world: World | None = None
+) -> NDArray[np.float64]:
+    """[cells, 2, 3] the boxes of points [N, 3] of these cells [N], with what they reach around them [N, 3]; of all
+    ranks of `world` together. A cell without points has one whose lower corner is above its upper."""
+    bounds = torch.full((cells, 6), -math.inf, dtype=torch.float64, device=means.device)
+    low, high = (means, means) if extents is None else (means - extents, means + extents)
+    of_points = of_points.long()[:, None].expand(-1, 6)
+    bounds.scatter_reduce_(0, of_points, torch.cat([-low, high], 1).double(), "amax")
+    if world is not None:
+        max_in_place(bounds, world)
+    boxes = bounds.view(cells, 2, 3).cpu()
+    boxes[:, 0] *= -1
+    return boxes.numpy()

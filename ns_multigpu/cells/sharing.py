@@ -1,0 +1,169 @@
+"""Who draws which cell of which view, and who owns which pixels."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ns_multigpu.cells.hiding import Hiding, around
+from ns_multigpu.cells.placing import ByCells
+from ns_multigpu.cells.seen import camera_position, tiles_seen
+from ns_multigpu.core.assignment import Assignment, Learns
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
+
+
+@dataclass
+class _Seen:
+    """What steps came to."""
+
+    steps: int = 0
+    at_work: float = 0.0
+    level: float = 0.0
+    drawn: int = 0
+    hidden: int = 0
+    pixels: int = 0
+
+
+class CellPixels(Assignment):
+    """A cell is drawn by its rank, over the rectangle of tiles in which the view sees its box; pixels are owned in
+    bands of rows of tiles by the ranks that draw any of the view.
+
+    All of that follows from the cells' boxes, which every rank knows. A view that sees no cell is owned all the same:
+    it has a background, and an image to be compared with.
+
+    Args:
+        space: where the cells are. hide: leave out what is hidden behind other cells (`hiding`).
+    """
+
+    @property
+    def learns(self) -> Learns:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Learns.LIVE if self._hides else Learns.NOTHING
+
+    recurs = False  # a plan says what each view sees of each cell, and front to back
+
+    def __init__(self, space: ByCells, *, hide: bool = False) -> None:
+        self._space, self._hides = space, hide
+        self._hiding = Hiding()
+        self._seen = _Seen()
+
+    def figures(self) -> dict[str, float]:
+        """Means since the last time.
+
+        Of the ranks, the part that draws any of a step; pixels that ranks draw, the mean over the most. Of all cells'
+        pixels of a step's views the part within the rectangles of tiles in which views see cells, and the part that is
+        not hidden besides: others are neither drawn nor sent. Of hidden pixels, which are looked at again each time,
+        the part that was not hidden any more.
+        """
+        seen, self._seen = self._seen, _Seen()
+        if seen.steps == 0:
+            return {}
+        figures = {"gpus_at_work": seen.at_work, "drawing_level": seen.level}
+        flips, seen_dark = self._hiding.flips()
+        parts = {
+            "pixels_in_sight": (seen.drawn + seen.hidden) / seen.pixels,
+            "pixels_drawn": seen.drawn / seen.pixels,
+            "hidden_flips": flips / max(seen_dark, 1),
+        }
+        return {name: sum_ / seen.steps for name, sum_ in figures.items()} | parts
+
+    def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
+        space = self._space
+        boxes = space.boxes
+        if boxes is None:  # nothing is known yet: each cell may be seen anywhere
+            boxes = np.stack([np.full((space.cells, 3), -np.inf), np.full((space.cells, 3), np.inf)], axis=1)
+        drawn: list[list[Patch]] = [[] for _ in range(ranks)]
+        order: list[tuple[int, ...]] = []
+        hidden: list[Patch] = []
+        self._hiding.keep(space.tree)
+        seen_by: list[dict[int, int]] = []
+        for position, view in enumerate(views):
+            in_sight = tiles_seen(boxes, view)
+            rectangles = self._hiding.drawn(view, in_sight) if self._hides else in_sight
+            for cell, (wide, seen) in enumerate(zip(in_sight, rectangles, strict=True)):
+                hidden += [Patch(position, *dark, cell=cell) for dark in around(wide, seen)]
+            seen_by.append({})
+            for cell, seen in enumerate(rectangles):
+                if seen is not None:
+                    rank, (x0, y0, x1, y1) = space.rank_of(cell), seen
+                    drawn[rank].append(Patch(position, *seen, cell=cell))
+                    seen_by[position][rank] = seen_by[position].get(rank, 0) + (x1 - x0) * (y1 - y0)
+            whole = tuple(range(space.cells))
+            order.append(whole if space.tree is None else space.tree.order(camera_position(view)))
+        rows = [-(-view.height // TILE) for view in views]
+        owned = [
+            [_band(position, views[position], *span) for position, span in enumerate(of_rank) if span is not None]
+            for of_rank in share_rows(rows, seen_by, ranks)
+        ]
+        plan = Plan.of(drawn, owned)
+        if any(view.index >= 0 for view in views):  # not what somebody looks at
+            self._seen.steps += 1
+            self._seen.at_work += sum(1 for patches in drawn if patches) / ranks
+            pixels = [sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in patches) for patches in drawn]
+            self._seen.level += sum(pixels) / (ranks * max(pixels)) if any(pixels) else 1.0
+            self._seen.drawn += sum(pixels)
+            self._seen.hidden += sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in hidden)
+            self._seen.pixels += space.cells * sum(view.width * view.height for view in views)
+        return Plan(plan.drawn, plan.owned, tuple(order), tuple(hidden))
+
+    def counts(self, batch: int, width: int, height: int) -> int:
+        return 5 * batch * self._space.cells if self._hides else 0
+
+    def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
+        if self._hides and all(view.index >= 0 for view in views):
+            self._hiding.learn(views, np.array(counts, dtype=np.int64).reshape(-1, len(views), self._space.cells, 5))
+
+    def knowledge(self) -> list[list[int]]:
+        return self._hiding.knowledge()
+
+    def learn_again(self, knowledge: Sequence[Sequence[int]]) -> None:
+        self._hiding.learn_again(knowledge)
+
+
+def _band(position: int, view: View, first: int, end: int) -> Patch:
+    top, bottom = first * TILE, min(end * TILE, view.height)
+    if (top, bottom) == (0, view.height):
+        return Patch.whole(position, view)
+    return Patch(position, 0, top, view.width, bottom, SSIM_HALO)
+
+
+Spans = list[list[tuple[int, int] | None]]
+"""[rank][view] first and end row of what a rank owns."""
+_LIKE = 4
+"""Ranks draw alike of a view if they draw as much, in this many parts of the most that any draws."""
+
+
+def share_rows(
+    rows: Sequence[int], seen_by: Sequence[Mapping[int, int]], ranks: int
+) -> list[list[tuple[int, int] | None]]:
+    """Deals the rows of views to ranks that draw them, such that ranks have as many as others as far as that goes.
+
+    A rank takes as much of a view as it has room for: each border between two costs a halo. Who draws most of a view
+    comes first, for what it owns it need not send. Views that few ranks draw come before others.
+
+    Args:
+        rows: of each view. seen_by: the pixels that ranks draw of it; where there are none anybody may own it.
+        ranks: how many.
+
+    Returns:
+        [rank][view] first and end row; None where a rank owns none of it. Every row is somebody's.
+    """
+    room = [-(-sum(rows) // ranks)] * ranks
+    spans: list[list[tuple[int, int] | None]] = [[None] * len(rows) for _ in range(ranks)]
+    candidates = [dict(some) or dict.fromkeys(range(ranks), 1) for some in seen_by]
+    for view in sorted(range(len(rows)), key=lambda v: len(candidates[v])):
+        left, given = rows[view], dict.fromkeys(candidates[view], 0)
+        most = max(candidates[view].values())
+        for rank in sorted(given, key=lambda r: (-(_LIKE * candidates[view][r] // max(most, 1)), -room[r], r)):
+            given[rank] = min(left, max(room[rank], 0))
+            left -= given[rank]
+        # Nobody has room for what is left: evenly to all, then.
+        for k, rank in enumerate(given):
+            given[rank] += (k + 1) * left // len(given) - k * left // len(given)
+        start = 0
+        for rank, count in given.items():
+            room[rank] -= count
+            if count:
+                spans[rank][view] = (start, start + count)
+            start += count
+    return spans

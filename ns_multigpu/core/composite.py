@@ -1,0 +1,247 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""The pixel leg of views that are drawn cell by cell (Splaxel, section 4.2): what travels are pixels.
+
+Each rank draws its cells of a view, one by one: a colour, an alpha and perhaps a depth a pixel. Pieces of these go
+straight to the rank that owns their pixels. It composites them in the view's one order of cells, takes the loss, and
+sends back the gradients by colour and alpha. (The paper gathers all pixels on all ranks, which then need not send
+gradients. Direct send is fewer bytes from three ranks on, and composites each pixel once.)
+
+A cell's drawing stops where its own transmittance falls below 1/10000, as a whole view's does. What is defined so does
+not depend on who draws which cell: N ranks equal one rank with the same cells.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.pieces import composite_pieces, live_boxes
+from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
+from ns_multigpu.core.legs import PixelLeg
+from ns_multigpu.core.pieces import Routes, routes_of
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.primitive import Primitive
+from ns_multigpu.core.types import Patch, Pixels, Rendering, Splats, View
+from ns_multigpu.core.world import World
+
+
+class LocalCells:
+    """Which cell each of this rank's points is in.
+
+    Attributes:
+        first: this rank's first cell. count: how many it has; they follow one another.
+        of_points: [N] int32, of each point its cell counted from `first`; None where there is one cell at most.
+    """
+
+    def __init__(self, first: int, count: int) -> None:
+        self.first, self.count = first, count
+        self.of_points: Tensor | None = None
+
+    def put(self, cells: Tensor) -> None:
+        """Sets `of_points`. As many as before go where those were: what was captured finds them."""
+        old = self.of_points
+        if old is not None and old.shape == cells.shape and old.device == cells.device:
+            old.copy_(cells)
+        else:
+            self.of_points = cells.to(torch.int32)
+
+    def layer(self, patch: Patch) -> int:
+        """The number of a patch's view and cell together."""
+        return patch.view * self.count + patch.cell - self.first if self.count > 1 else patch.view
+
+    def layers(self, view_ids: Tensor, point_ids: Tensor) -> Tensor:
+        """The same of rows [M] int32 of this rank's points. Rows of no point have some number."""
+        if self.count <= 1:
+            return view_ids
+        cells = self.of_points
+        if cells is None or len(cells) == 0:
+            return view_ids * self.count
+        return view_ids * self.count + cells[point_ids.clamp(0, len(cells) - 1).long()]
+
+
+@dataclass(frozen=True)
+class PixelWire:
+    """What pixels are on the wire.
+
+    Attributes:
+        half: float16; else what they are.
+        scale: gradients are multiplied by it where they are float16, a power of two: those of a mean over all numbers
+            of a batch would be too small for it, and lose digits. What is too large then is cut off.
+    """
+
+    half: bool
+    scale: float
+
+    @staticmethod
+    def of(views: Sequence[View], *, half: bool) -> "PixelWire":
+        """The wire of a batch."""
+        numbers = 3 * sum(view.width * view.height for view in views)
+        return PixelWire(half, float(2 ** (max(numbers, 1).bit_length() - 1)))
+
+    def pack(self, pixels: Tensor) -> Tensor:
+        """Pixels [N, C] as they travel."""
+        return (pixels.half() if self.half else pixels).contiguous()
+
+    def unpack(self, arrived: Tensor, like: Tensor) -> Tensor:
+        """What `pack` made, as they were."""
+        return arrived.to(like.dtype)
+
+    def pack_gradients(self, gradients: Tensor) -> Tensor:
+        """Gradients [N, C] as they travel."""
+        if not self.half:
+            return gradients.contiguous()
+        return (gradients * self.scale).clamp(-_MOST_HALF, _MOST_HALF).half()
+
+    def unpack_gradients(self, arrived: Tensor, like: Tensor) -> Tensor:
+        """What `pack_gradients` made, as they were."""
+        return arrived.to(like.dtype) / self.scale if self.half else arrived
+
+
+_MOST_HALF = 65504.0
+
+
+class CompositePixels(PixelLeg):
+    """See the module.
+
+    Args:
+        cells: of this rank's points; whoever places them keeps it.
+        half: pixels, and their gradients, are float16 on the wire.
+
+    Attributes:
+        told: called with a batch's views and what `Learns.LIVE` is of them, on all ranks alike; None to tell nobody.
+    """
+
+    survives_giving_up = False
+
+    def __init__(self, cells: LocalCells, *, half: bool = False) -> None:
+        self.cells, self.half = cells, half
+        self.told: Callable[[Sequence[View], Sequence[int]], None] | None = None
+        self._deep = False  # whether what is drawn has depth: of a rank that draws nothing, too
+
+    @property
+    def whole(self) -> bool:
+        return False
+
+    def draw(
+        self, primitive: Primitive, splats: Splats, views: Sequence[View], plan: Plan, world: World
+    ) -> list[Pixels]:
+        cells, drawn = self.cells, plan.drawn[world.rank]
+        self._deep = primitive.depth
+        hits = splats.hits
+        layered = replace(splats, hits=replace(hits, view_ids=cells.layers(hits.view_ids, hits.point_ids)))
+        patches = [replace(patch, view=cells.layer(patch)) for patch in drawn]
+        seen = [view for view in views for _ in range(max(cells.count, 1))]
+        rendered = primitive.render(layered, patches, seen)
+        return [replace(pixels, patch=patch) for pixels, patch in zip(rendered, drawn, strict=True)]
+
+    def settle(
+        self, rendering: Rendering, splats: Splats, views: Sequence[View], plan: Plan, world: World
+    ) -> Rendering:
+        own, routes = rendering.splats, routes_of(plan, views, world.rank)
+        named = [name for name, row in own.rows.items() if row.is_floating_point()]
+        anchor = own.rows[named[0]]
+        deep = self._deep
+        flat = [_flat(pixels) for pixels in rendering.pixels]
+        drawn = torch.cat([anchor.new_empty(0, 4 + deep), *flat])
+        wire = PixelWire.of(views, half=self.half)
+        tied: Any = _Travelling.apply(routes, wire, world, drawn, *(own.rows[name] for name in named))
+        received = torch.cat([tied[0], anchor.new_zeros(routes.dark, 4 + deep)])
+        out, alpha, before = composite_pieces(received, routes.layers, routes.sizes)
+        if self.told is not None and torch.is_grad_enabled():
+            mine = live_numbers(before.detach(), routes, plan).tolist()
+            self.told(views, [n for row in all_gather_ints(mine, world) for n in row])
+        settled: list[Pixels] = []
+        start = 0
+        for patch in plan.owned[world.rank]:
+            x0, y0, x1, y1 = patch.rendered(views[patch.view])
+            piece = slice(start, start + (y1 - y0) * (x1 - x0))
+            start = piece.stop
+            image, opacity = out[piece].view(y1 - y0, x1 - x0, -1), alpha[piece].view(y1 - y0, x1 - x0, 1)
+            depth = image[..., 3:] / opacity.clamp(min=_LEAST) if deep else None
+            settled.append(Pixels(patch, image[..., :3], opacity, depth))
+        return Rendering(settled, replace(own, rows={**own.rows, **dict(zip(named, tied[1:], strict=True))}))
+
+
+LIVE = 1e-3
+"""What must arrive at a pixel of a layer for the layer to be drawn there. It cannot be the 1/10000 of a single splat: a
+solid cell stops before its splat that would leave less, and so lets through a little more."""
+
+
+def live_numbers(before: Tensor, routes: Routes, plan: Plan) -> Tensor:
+    """What this rank tells of `Learns.LIVE`: [views * cells * 5] int64.
+
+    Args:
+        before: [N] what arrives at each layer's pixel (see `composite_pieces`), those that nobody draws last.
+    """
+    slots = len(plan.order) * len(plan.order[0])
+    boxes = live_boxes(before, routes.watched, slots, LIVE)
+    dark = [n for k in range(0, len(routes.watched), 6) for n in routes.watched[k : k + 6]
+            if routes.watched[k + 1] >= routes.arrived]  # fmt: skip
+    if dark:
+        boxes[:, 4] = live_boxes(before, dark, slots, LIVE)[:, 4]
+    else:
+        boxes[:, 4] = 0
+    return boxes.view(-1)
+
+
+_LEAST = 1e-10
+"""Alpha below which a pixel has no depth."""
+
+
+def _flat(pixels: Pixels) -> Tensor:
+    """[h w, 4 or 5] colour, depth times alpha if there is one, alpha."""
+    parts = [pixels.color, pixels.alpha]
+    if pixels.depth is not None:
+        parts.insert(1, pixels.depth * pixels.alpha.clamp(min=_LEAST))
+    return torch.cat(parts, -1).flatten(0, 1)
+
+
+class _Travelling(torch.autograd.Function):
+    """Pixels that this rank drew -> those that it composites. Backward: their gradients, added up where pixels went to
+    two patches. It stands once in the graph of each rank's loss, which hangs on the splats' rows where the rank owns no
+    pixels: so all ranks meet in its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, routes: Routes, wire: "PixelWire", world: World, drawn: Tensor, *rows: Tensor
+    ) -> tuple[Tensor, ...]:
+        index = _rows_of(routes, drawn.device)
+        ctx.routes, ctx.wire, ctx.world = routes, wire, world
+        ctx.save_for_backward(index, drawn.new_empty(0))
+        ctx.shape = drawn.shape
+        ctx.set_materialize_grads(False)
+        sent = drawn.detach()[index]
+        here = sum(routes.send)
+        with world.traffic.measured():
+            received = exchange_rows(wire.pack(sent[:here]), routes.send, routes.receive, world)
+        return torch.cat([wire.unpack(received, drawn), sent[here:]]), *(row.view_as(row) for row in rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        index, like = ctx.saved_tensors
+        routes, wire, world = ctx.routes, ctx.wire, ctx.world
+        got = grads[0]
+        if got is None:
+            got = like.new_zeros(routes.arrived, ctx.shape[1])
+        there = sum(routes.receive)
+        with world.traffic.measured():
+            returned = exchange_rows(wire.pack_gradients(got[:there]), routes.receive, routes.send, world)
+            returned = wire.unpack_gradients(returned, like)
+        back = like.new_zeros(ctx.shape)
+        # A pixel between two patches is in two pieces; of two the sum does not depend on which comes first.
+        back.index_add_(0, index, torch.cat([returned, got[there:]]))
+        return None, None, None, back, *grads[1:]
+
+
+def _rows_of(routes: Routes, device: torch.device) -> Tensor:
+    """The drawn pixels in the order in which they leave, and then those that stay, [N] int64."""
+    numbers = (*routes.leaving, *routes.staying)
+    found = [torch.empty(0, dtype=torch.int64, device=device)]
+    for k in range(0, len(numbers), 6):
+        corner, stride, width, height = numbers[k : k + 4]
+        lines = torch.arange(height, device=device)[:, None] * stride
+        found.append((corner + lines + torch.arange(width, device=device)).flatten())
+    return torch.cat(found)

@@ -1,0 +1,27 @@
+"""`pixel`: space is cut into convex cells, each rank draws its own, and pixels travel instead of splats.
+
+The scheme of Splaxel (Jia et al., section 4.2): what crosses the wire does not depend on the number of points.
+"""
+
+from ns_multigpu.cells.options import PixelOptions
+from ns_multigpu.cells.placing import ByCells
+from ns_multigpu.cells.sharing import CellPixels
+from ns_multigpu.core.composite import CompositePixels
+from ns_multigpu.core.legs import GradientsToOwner, RowsStay
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.world import World
+
+
+def pixel(world: World, options: PixelOptions | None = None) -> Strategy:
+    """The strategy `pixel` for `world`.
+
+    Raises:
+        ValueError: an option is out of range, or there are to be fewer cells than ranks.
+    """
+    options = options or PixelOptions()
+    if problem := options.problem():
+        raise ValueError(f"pixel: {problem}.")
+    space = ByCells(world, options)
+    pixels, views = CompositePixels(space.local, half=options.wire == "half"), CellPixels(space, hide=options.hide)
+    pixels.told = views.learn if options.hide else None
+    return Strategy("pixel", space, views, RowsStay(), pixels, GradientsToOwner(world), world)

@@ -1,0 +1,124 @@
+"""The law where cells hide each other: what is left out cannot be seen, and is the same on any number of ranks."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ns_multigpu.cells.options import PixelOptions
+from ns_multigpu.cells.sharing import CellPixels
+from ns_multigpu.cells.tree import Split
+from ns_multigpu.core.composite import CompositePixels
+from ns_multigpu.core.step_settings import with_halos
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.types import Points
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.gaussians.functions import Gaussians
+from strategies.pixel import pixel
+from tests.ranks import run_ranks
+from tests.strategies.scene import make_points, make_views
+from tests.strategies.test_law import Outcome, check, held_at, stitch, take_step
+from tests.strategies.test_law_steps import PORTRAIT, fill, made
+from tests.strategies.test_needs import target_of
+from tests.strategies.test_pixel import GivenCells
+
+VIEWS, POINTS, CELLS, SIZE = 5, 288, 3, (90, 61)
+
+
+def opaque(dtype: torch.dtype) -> Points:
+    """A solid wall across the middle, which is a cell, and points on either side."""
+    params = {name: value.detach() for name, value in make_points(POINTS, dtype).params.items()}
+    side = torch.linspace(-2.2, 2.2, 8, dtype=dtype)
+    wall = torch.cartesian_prod(torch.tensor([-0.02, 0.0, 0.02], dtype=dtype), side, side)[: POINTS // 3 * 2]
+    params["means"][: len(wall)] = wall
+    params["scales"][: len(wall)] = torch.tensor([0.02, 0.6, 0.6], dtype=dtype).log()
+    params["quats"][: len(wall)] = torch.tensor([1.0, 0, 0, 0], dtype=dtype)
+    params["opacities"][:] = 1.0
+    params["means"][len(wall) :] *= 0.3
+    params["means"][len(wall) :, 0] += 0.7
+    params["means"][len(wall) :: 2, 0] *= -1
+    params["scales"][len(wall) :] -= 1
+    return Points({name: value.requires_grad_() for name, value in params.items()})
+
+
+def strategy_of(world: World, hide: bool = True) -> Strategy:
+    """The wall is the cell in the middle."""
+    space = GivenCells(world, PixelOptions(cells=CELLS))
+    space.splits = (Split(0, -0.3, -1, 1), Split(0, 0.3, -2, -3))
+    pixels, views = CompositePixels(space.local), CellPixels(space, hide=hide)
+    pixels.told = views.learn if hide else None
+    return replace(pixel(world, PixelOptions(cells=CELLS)), placement=space, assignment=views, pixels=pixels)
+
+
+def twice(world: World, hide: bool) -> dict[str, Any]:
+    """Two steps of the same views, of which the second may leave out what the first saw hidden."""
+    spread = strategy_of(world, hide)
+    kind = Gaussians(depth=True), opaque(torch.float64)
+    first = take_step(spread, "", VIEWS, POINTS, torch.float64, SIZE, kind=kind)
+    begun = spread.assignment.figures()
+    second = take_step(spread, "", VIEWS, POINTS, torch.float64, SIZE, kind=kind)
+    return {"first": first, "second": second, "begun": begun, "figures": spread.assignment.figures()}
+
+
+def unlike(a: Outcome, b: Outcome) -> float:
+    images = stitch(a["images"]), stitch(b["images"])
+    return max(float((images[0][view] - image).abs().max()) for view, image in images[1].items())
+
+
+def test_what_is_hidden_is_not_drawn_and_cannot_be_seen() -> None:
+    hidden, shown = (twice(World.single(), hide) for hide in (True, False))
+    assert unlike(hidden["first"], shown["first"]) == 0 and "pixels_drawn" in shown["figures"]
+    assert hidden["begun"]["pixels_drawn"] == hidden["begun"]["pixels_in_sight"]
+    figures = hidden["figures"]
+    assert (
+        figures["pixels_drawn"]
+        < 0.9 * figures["pixels_in_sight"]
+        == pytest.approx(0.9 * shown["figures"]["pixels_drawn"])
+    )
+    assert 0 < unlike(hidden["second"], shown["second"]) < 1.5e-3
+    assert figures["hidden_flips"] == 0.0, "nothing has changed"
+    for name, gradient in shown["second"]["gradients"].items():
+        assert float((hidden["second"]["gradients"][name] - gradient).norm() / gradient.norm()) < 1e-2, name
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_hide_the_same(ranks: int) -> None:
+    expected = twice(World.single(), True)
+    outcomes = run_ranks(twice, ranks, True)
+    check([one["second"] for one in outcomes], expected["second"], torch.float64)
+    for one in outcomes:
+        for name in ("pixels_in_sight", "pixels_drawn", "hidden_flips"):
+            assert one["figures"][name] == expected["figures"][name]
+
+
+def learnt(world: World, mode: str) -> list[list[int]]:
+    """What is known of hidden cells after a step in this mode."""
+    spread = strategy_of(world)
+    kind = Gaussians()
+    views = make_views(VIEWS, torch.float32, world.device, PORTRAIT)
+    spread.placement.look(lambda: views)
+    held, _ = held_at(spread, opaque(torch.float32))
+    spread.observe(kind, held, 0)
+    plan = with_halos(spread.plan(views), *PORTRAIT)
+    if mode == "autograd":
+        spread.render(kind, held, views, plan)
+    else:
+        params = {name: value.detach().clone() for name, value in held.params.items()}
+        moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
+        statistics = {name: torch.zeros(len(held)) for name in ("grad2d", "count", "radii")}
+        step = made(spread, kind, views, params, moments, statistics, False)
+        fill(step, views)
+        step.take(plan, [target_of(patch, views) for patch in plan.owned[world.rank]])
+        assert step.status().done == 1
+        spread.assignment.learn(views, step.learnt.reshape(-1).tolist())
+    return spread.assignment.knowledge()
+
+
+@pytest.mark.parametrize("mode", ["autograd", "step"])
+def test_every_mode_learns_the_same(mode: str) -> None:
+    (expected,) = run_ranks(learnt, 1, "autograd")
+    assert sum(row[-1] == 0 for row in expected[1:] if len(row) == 12 and row[7] > 0) > 0, "a cell that is all hidden"
+    for found in run_ranks(learnt, 2, mode):
+        assert found == expected

@@ -1,0 +1,193 @@
+"""The law for `pixel`: N ranks do what one rank does with the same cells. And how far that is from `single`."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from ns_multigpu.cells.options import PixelOptions
+from ns_multigpu.cells.placing import ByCells
+from ns_multigpu.cells.seen import camera_position
+from ns_multigpu.cells.sharing import CellPixels
+from ns_multigpu.cells.tree import CellTree, Split
+from ns_multigpu.core.composite import CompositePixels
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.types import Points
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.gaussians.functions import Gaussians
+from strategies import STRATEGIES
+from strategies.pixel import pixel
+from tests.ranks import run_ranks, skip_without_gpus
+from tests.strategies.scene import make_points, make_views
+from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, stitch, take_step
+from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, check_outcomes, take_one
+
+VIEWS, POINTS = 5, 150
+
+
+def strategy_of(cells: int, world: World, **options: Any) -> Strategy:
+    return pixel(world, PixelOptions(cells=cells, **options))
+
+
+def step_of(
+    cells: int, world: World, primitive: str, views: int, points: int, dtype: torch.dtype,
+    size: tuple[int, int] | None = None,
+) -> Outcome:  # fmt: skip
+    return take_step(strategy_of(cells, world), primitive, views, points, dtype, size)
+
+
+@pytest.mark.parametrize("primitive", PRIMITIVES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_equal_one_with_the_same_cells(ranks: int, primitive: str) -> None:
+    dtype = torch.float64 if primitive == "gaussians" else torch.float32
+    step = partial(step_of, ranks)
+    expected = step(World.single(), primitive, VIEWS, POINTS, dtype)
+    assert sum(float(image.std()) > 0.02 for image in stitch(expected["images"]).values()) >= 4
+    check(run_ranks(step, ranks, primitive, VIEWS, POINTS, dtype), expected, dtype)
+
+
+@pytest.mark.parametrize(("ranks", "cells"), [(2, 5), (3, 4)])
+def test_a_rank_may_have_several_cells(ranks: int, cells: int) -> None:
+    step = partial(step_of, cells)
+    expected = step(World.single(), "gaussians", VIEWS, POINTS, torch.float64)
+    check(run_ranks(step, ranks, "gaussians", VIEWS, POINTS, torch.float64), expected, torch.float64)
+
+
+def test_one_cell_is_single() -> None:
+    expected = one_step(World.single(), "single", "gaussians", VIEWS, POINTS, torch.float64)
+    check([step_of(1, World.single(), "gaussians", VIEWS, POINTS, torch.float64)], expected, torch.float64)
+    assert pixel(World.single()).placement.kind == "ByCells 1", "the default"
+    with pytest.raises(ValueError, match=r"cells 1: each of the 2 GPUs wants a cell at least\. Give 2 or more"):
+        strategy_of(1, replace(World.single(), size=2))
+
+
+@pytest.mark.parametrize(("views", "points", "size"), [(2, 40, None), (1, 0, None), (3, 1, None), (1, 60, (40, 14))])
+def test_ranks_without_points_or_pixels(views: int, points: int, size: tuple[int, int] | None) -> None:
+    """Cells without points, models without any, a view that sees no cell, and one row of tiles for all ranks."""
+    step = partial(step_of, 3)
+    expected = step(World.single(), "gaussians", views, points, torch.float64, size)
+    check(run_ranks(step, 3, "gaussians", views, points, torch.float64, size), expected, torch.float64)
+
+
+def half_step(world: World, wire: str, mode: str) -> Outcome:
+    """A step with this wire, and the bytes that it sent."""
+    world.traffic.since("step")
+    spread = strategy_of(2, world, wire=wire)
+    if mode == "autograd":
+        outcome = take_step(spread, KERNELS[0], CUT, POINTS, torch.float32, PORTRAIT)
+    else:
+        kind = PRIMITIVES[KERNELS[0]]()
+        assert isinstance(kind, Gaussians)
+        outcome = take_one(spread, kind, CUT, PORTRAIT, mode)
+    return outcome | {"sent": world.traffic.since("step")}
+
+
+@pytest.mark.parametrize("mode", ["autograd", "step"])
+def test_half_a_wire_rounds(mode: str) -> None:
+    """By less than a thousandth of a colour, and a hundredth of a gradient; and sends half."""
+    full, half = (run_ranks(half_step, 2, wire, mode) for wire in ("full", "half"))
+    assert all(h["sent"] < 0.62 * f["sent"] for h, f in zip(half, full, strict=True)), "other things are sent too"
+    images = [stitch([piece for outcome in outcomes for piece in outcome["images"]]) for outcomes in (full, half)]
+    off = max(float((images[1][view] - image).abs().max()) for view, image in images[0].items())
+    assert 1e-6 < off < 1e-3
+    for name, gradient in full[0]["gradients"].items():
+        error = float((half[0]["gradients"][name] - gradient).norm() / gradient.norm())
+        assert 1e-6 < error < 1e-2, name
+
+
+class GivenCells(ByCells):
+    """Cells that are cut where a test says."""
+
+    splits: tuple[Split, ...] = ()
+
+    def _cut(self, where: torch.Tensor, work: torch.Tensor, world: World) -> None:
+        self.tree, self._stale, self._moved = CellTree(self.splits), True, True
+
+
+def with_splits(world: World, splits: tuple[Split, ...]) -> Strategy:
+    space = GivenCells(world, PixelOptions(cells=len(splits) + 1))
+    space.splits = splits
+    return replace(
+        pixel(world), placement=space, assignment=CellPixels(space), pixels=CompositePixels(space.local),
+    )  # fmt: skip
+
+
+def where_cameras_stand() -> dict[str, tuple[Split, ...]]:
+    """Cells for the cameras of the scene, which are 3 from its middle."""
+    x, y, _ = camera_position(make_views(VIEWS, torch.float64)[1])
+    return {
+        "in a cell": (Split(0, 0.0, 1, -3), Split(1, 0.3, -1, -2)),
+        "on a plane": (Split(0, x, 1, -3), Split(1, y, -1, -2)),
+        "all points in one cell": (Split(0, 50.0, 1, -3), Split(2, -50.0, -1, -2)),
+    }
+
+
+def step_within(where: str, world: World, spread_out: float) -> Outcome:
+    """A step of points around the cameras."""
+    points = make_points(POINTS, torch.float64)
+    means = (spread_out * points.params["means"]).detach().requires_grad_()
+    kind = Gaussians(depth=True), Points({**points.params, "means": means})
+    return take_step(with_splits(world, where_cameras_stand()[where]), "", VIEWS, POINTS, torch.float64, kind=kind)
+
+
+@pytest.mark.parametrize("where", where_cameras_stand())
+def test_wherever_cameras_and_points_are(where: str) -> None:
+    step = partial(step_within, where)
+    expected = step(World.single(), 4.0)
+    assert sum(float(image.std()) > 0.02 for image in stitch(expected["images"]).values()) >= VIEWS - 1
+    check(run_ranks(step, 3, 4.0), expected, torch.float64)
+
+
+def test_how_far_it_is_from_single() -> None:
+    """Splats that reach into another cell are blended with their own cell's. Of opaque splats as large as a fifth of
+    the scene that shows; of small ones hardly."""
+
+    def psnr(size: float) -> float:
+        points = make_points(POINTS, torch.float64)
+        params = {**points.params, "scales": points.params["scales"] + math.log(size)}
+        kind = Gaussians(depth=True), Points({k: v.detach().requires_grad_() for k, v in params.items()})
+        found, wanted = (
+            stitch(take_step(spread, "", VIEWS, POINTS, torch.float64, kind=kind)["images"])
+            for spread in (strategy_of(4, World.single()), STRATEGIES["single"](World.single()))
+        )
+        error = torch.cat([(found[view] - image).flatten() for view, image in wanted.items()])
+        return -10 * math.log10(float(error.square().mean()) + 1e-30)
+
+    large, small = psnr(1.0), psnr(0.2)
+    assert 35 < large < 55 and small > 58
+
+
+def fused_step(cells: int, world: World, primitive: str, mode: str, size: tuple[int, int]) -> Outcome:
+    kind = PRIMITIVES[primitive]()
+    assert isinstance(kind, Gaussians)
+    return take_one(strategy_of(cells, world), kind, CUT, size, mode)
+
+
+def check_fused(outcomes: list[Outcome], cells: int, primitive: str, size: tuple[int, int]) -> None:
+    expected = step_of(cells, World.single(), primitive, CUT, POINTS, torch.float32, size)
+    check_outcomes(outcomes, expected, CUT, size, replicated=False)
+
+
+@pytest.mark.parametrize(("ranks", "cells"), [(1, 1), (1, 3), (2, 2), (2, 3), (3, 3), (4, 4)])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_equals_one_rank_with_the_same_cells(mode: str, ranks: int, cells: int) -> None:
+    primitive = KERNELS[ranks % len(KERNELS)]
+    outcomes = run_ranks(partial(fused_step, cells), ranks, primitive, mode, PORTRAIT)
+    check_fused(outcomes, cells, primitive, PORTRAIT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("ranks", "cells"), [(1, 3), (2, 2), (2, 3), (3, 3), (4, 4)])
+@pytest.mark.parametrize("mode", ["autograd", *MODES])
+def test_the_law_on_gpus(mode: str, ranks: int, cells: int) -> None:
+    skip_without_gpus(ranks)
+    if mode == "autograd":
+        step, rest = partial(step_of, cells), ("gaussians", VIEWS, POINTS, torch.float32)
+        check(run_ranks(step, ranks, *rest, device="cuda"), step(World.single("cuda:0"), *rest), torch.float32)
+        return
+    for primitive in KERNELS:
+        outcomes = run_ranks(partial(fused_step, cells), ranks, primitive, mode, PORTRAIT, device="cuda")
+        check_fused(outcomes, cells, primitive, PORTRAIT)
