@@ -26,7 +26,8 @@ from ns_multigpu.core.pairs import Pairs, pairs_of
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.step_settings import padded
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.transports import CollectiveRows, Parts, T
+from ns_multigpu.core.transport import Parts, T
+from ns_multigpu.core.transports import CollectiveRows
 from ns_multigpu.core.travelling_rows import RowsTravel
 from ns_multigpu.core.types import TILE, Patch, Pixels, Points, View
 from ns_multigpu.core.world import World
@@ -156,8 +157,8 @@ class _Try:
         if projected is None or anybody:
             message[0] = short
         else:
+            rows, transport, counts = projected
             try:
-                rows, transport, counts = projected
                 pixels = self._blend(room, self._arrive(rows, transport, counts), message)
                 message[1:2] = rows.count
                 message[_HEAD : _HEAD + ranks] = counts
@@ -180,15 +181,19 @@ class _Try:
             return rows, None, counts
         transport = CollectiveRows(world, kernels, room.rows, room.pairs, 1)
         place = torch.empty(world.size, room.rows, dtype=torch.int32, device=world.device)
-        drawn = [n for rank, p in enumerate(self._patches) for n in (rank, 0, p.x0, p.y0, p.x1, p.y1)]
+        drawn = self._rectangles()
         route_lines(rows.view_ids, rows.count, rows.means2d, rows.radii, drawn, 0, room.rows, place, counts)
         transport.leave(rows, place, 0, room.rows)
         return rows, transport, counts
 
+    def _rectangles(self) -> list[int]:
+        """Of each rank's patch: the rank, the view, x0, y0, x1, y1."""
+        return [n for rank, p in enumerate(self._patches) for n in (rank, 0, p.x0, p.y0, p.x1, p.y1)]
+
     def _arrive(self, rows: Rows, transport: CollectiveRows | None, counts: Tensor) -> Arrived:
         if transport is None:
             return self._kernels.stay(rows, rows.view_ids, rows.point_ids)
-        return launched(transport.arrive(rows, counts, 1))
+        return launched(transport.arrive(rows, counts, 1, self._rectangles()))
 
     def _blend(self, room: _Room, arrived: Arrived, message: Tensor) -> Pixels | None:
         """This rank's patch, if it has any; sets what it tells of its lists."""
