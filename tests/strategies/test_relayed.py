@@ -68,7 +68,7 @@ def crossed(machines: int, world: World, mode: str, relays: bool) -> dict[str, A
     return {"sent": sent, "between": between, "foretold": foretold, "rows": all_gather_objects(counts, world)}
 
 
-@pytest.mark.parametrize(("ranks", "machines"), [(4, 2), (6, 3)])
+@pytest.mark.parametrize(("ranks", "machines"), [(6, 3)])
 def test_a_row_that_several_ranks_of_a_machine_need_crosses_once(ranks: int, machines: int) -> None:
     relayed, direct = (run_ranks(partial(crossed, machines), ranks, "autograd", relays) for relays in (True, False))
     for by_relay, other in zip(relayed, direct, strict=True):
