@@ -156,8 +156,8 @@ class _Try:
         if projected is None or anybody:
             message[0] = short
         else:
+            rows, transport, counts = projected
             try:
-                rows, transport, counts = projected
                 pixels = self._blend(room, self._arrive(rows, transport, counts), message)
                 message[1:2] = rows.count
                 message[_HEAD : _HEAD + ranks] = counts
