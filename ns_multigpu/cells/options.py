@@ -22,9 +22,9 @@ class PixelOptions:
     """Views that show different cells come into one step, so that GPUs have level work; False leaves the order of views
     that other strategies have. It makes no difference with one view a step."""
 
-    hide: bool = True
-    """A cell is not drawn in the part of a view where less than 1/1000 of what is seen arrived when the view was drawn
-    last. What arrives is looked at each time. False draws all that is in sight."""
+    hide: bool = False
+    """Do not draw a cell in the part of a view where less than 1/1000 of what is seen arrived when the view was drawn
+    last. What arrives is looked at each time. It sends less, and may cost quality."""
 
     def problem(self) -> str | None:
         """What is wrong with the values, and the remedy; None if nothing is."""

@@ -24,7 +24,7 @@ from ns_multigpu.core.splitters import imbalance
 from ns_multigpu.core.types import Points, View
 from ns_multigpu.core.world import World
 
-LOOKED_EVERY = 500
+LOOKED_EVERY = 100
 """Images after which the cells' boxes are measured again, where no refinement came between."""
 _WORSE = 1.1
 """Cells are cut anew when they have become so much less level than they were when they were cut."""
@@ -48,7 +48,7 @@ class ByCells(Placement):
         local: this rank's, and which of them each of its points is in.
         tree: the cells as they were cut last; None before.
         boxes: [cells, 2, 3] float64, all that is seen of each cell's points; None where no bound is known. It is
-            measured after each refinement and every 500 images: what grows beyond its box in between is cut off there.
+            measured after each refinement and every 100 images: what grows beyond its box in between is cut off there.
     """
 
     replicated = False

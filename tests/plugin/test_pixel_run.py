@@ -37,7 +37,7 @@ def courses(world: World, capture: Path, out: Path, densifier: str) -> dict[str,
             options = {"views_per_step": VIEWS, "morton_order": True, "fused_steps": "never", "keep_checkpoints": 0}
             options |= {**DENSIFIERS[densifier], **more}
             if strategy == "pixel":
-                options["pixel"] = PixelOptions(cells=CELLS, imbalance=1.05)
+                options["pixel"] = PixelOptions(cells=CELLS, imbalance=1.05, hide=True)
             trainer = in_double(part, capture, out / name, STEPS, method=f"splatfacto-{strategy}", **options)
             models[name], own[name] = whole(trainer, part), everything(trainer)
             report[f"points {name}"] = all_gather_objects(trainer.pipeline.model.num_points, part)

@@ -1,6 +1,5 @@
 """The law where cells hide each other: what is left out cannot be seen, and is the same on any number of ranks."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
