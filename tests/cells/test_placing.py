@@ -1,0 +1,78 @@
+"""What the placement of cells remembers, and when it looks."""
+
+from typing import Any
+
+import torch
+
+from ns_multigpu.cells.options import PixelOptions
+from ns_multigpu.cells.placing import LOOKED_EVERY, ByCells
+from ns_multigpu.core.placement import NewPoints
+from ns_multigpu.core.types import Points
+from ns_multigpu.core.world import World
+
+CELLS = 3
+ALONE = World.single()
+
+
+def placed() -> tuple[ByCells, torch.Tensor]:
+    means = torch.rand(300, 3, generator=torch.Generator().manual_seed(1)) * torch.tensor([4.0, 1.0, 1.0])
+    space = ByCells(ALONE, PixelOptions(cells=CELLS))
+    space.shares(len(means), lambda: means, 1)
+    space.moved(means)
+    return space, means
+
+
+def test_a_point_stays_in_its_cell_where_a_run_goes_on() -> None:
+    space, means = placed()
+    of_points = space.local.of_points
+    assert of_points is not None and torch.bincount(of_points.long()).tolist() == [100, 100, 100]
+    drifted, again = means + torch.tensor([1.5, 0.0, 0.0]), ByCells(ALONE, PixelOptions(cells=CELLS))
+    again.learn_again(space.knowledge())
+    again.moved(drifted)
+    assert again.tree == space.tree and again.local.of_points is not None and space.tree is not None
+    assert torch.equal(again.local.of_points, of_points), "not by where it has drifted to since"
+    # With other ranks points are dealt anew, to the cells that there were.
+    other = ByCells(ALONE, PixelOptions(cells=CELLS))
+    other.learn_again(space.knowledge())
+    other.shares(len(drifted), lambda: drifted, 1)
+    other.moved(drifted)
+    assert other.tree == space.tree and other.local.of_points is not None
+    assert torch.equal(other.local.of_points.long(), space.tree.of(drifted))
+    assert not torch.equal(other.local.of_points, of_points)
+
+
+def test_when_boxes_are_measured() -> None:
+    space, means = placed()
+    looked: list[int] = []
+
+    def look(images: int | None) -> Any:
+        def extents() -> torch.Tensor:
+            looked.append(-1 if images is None else images)
+            return torch.full_like(means, 0.25)
+
+        space.observe(Points({"means": means}), extents, images, ALONE)
+
+    for images in (None, None, 40, 41, None, 40 + LOOKED_EVERY - 1, 40 + LOOKED_EVERY, 41 + LOOKED_EVERY):
+        look(images)
+    assert looked == [-1, 40 + LOOKED_EVERY], "somebody's look is measured by, and changes nothing for training"
+    assert space.boxes is not None and space.tree is not None
+    inside = means[space.tree.of(means) == 1].double()
+    torch.testing.assert_close(torch.from_numpy(space.boxes[1, 0]), inside.amin(0) - 0.25, rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.from_numpy(space.boxes[1, 1]), inside.amax(0) + 0.25, rtol=0, atol=1e-6)
+
+
+def test_cells_are_cut_anew_when_work_is_not_level() -> None:
+    space, means = placed()
+    tree = space.tree
+    keys = torch.arange(len(means))
+
+    def settled(work: torch.Tensor) -> bool:
+        new = NewPoints(keys, lambda: means, work, [int(work.sum())], 1.1)
+        return space.settle(new, ALONE).anew
+
+    assert not settled(torch.full((300,), 5)) and space.tree == tree
+    work = torch.where(means[:, 0] > 2, 9, 1)
+    assert settled(work) and space.tree != tree and space.tree is not None and space.placings == 2
+    held = torch.zeros(CELLS, dtype=torch.int64).index_add_(0, space.tree.of(means), work)
+    assert float(held.max() * CELLS / held.sum()) < 1.1
+    assert not settled(work), "it is as level as it can be"
