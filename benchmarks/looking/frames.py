@@ -23,6 +23,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,7 @@ def _peer(pipeline: Any, path: CameraPath, output: Path, *, film: bool) -> None:
 
     model = pipeline.model
     model.get_outputs = lambda camera: SplatfactoModel.get_outputs(model, camera)
+    model.strategy = SimpleNamespace(absgrad=False)  # its rendering asks; ours has a densifier instead
     usual = render.media.write_image
     render.media.write_image = lambda *_, **__: None
     told = json.loads(path.path.read_text())
@@ -109,7 +111,7 @@ def _peer(pipeline: Any, path: CameraPath, output: Path, *, film: bool) -> None:
         )  # fmt: skip
     finally:
         render.media.write_image = usual
-        del model.get_outputs
+        del model.get_outputs, model.strategy
 
 
 def write_run(folder: Path, points: int, device: str, width: int, height: int) -> tuple[Path, list[View]]:

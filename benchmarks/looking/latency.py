@@ -94,7 +94,7 @@ def main() -> None:
         config: Any = all_methods["splatfacto-batch"]
         config.pipeline.strategy, config.machine.device_type = options.strategy, options.device
         config.pipeline.datamanager.dataparser = CityDataParserConfig(
-            blocks=2, views=24, width=options.width, height=options.height, points=1000
+            blocks=2, views=6, width=options.width, height=options.height, points=1000
         )
         model = config.pipeline.model
         model.random_init, model.num_random, model.num_downscales = True, options.points, 0

@@ -3,8 +3,7 @@
 """The placement of `pixel`: a point lives with the cell that its mean lies in (Splaxel, section 4.2, appendix 8.1)."""
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -154,15 +153,6 @@ class ByCells(Placement):
             self._stale = False
         if trained and (self._moved or due):
             self._moved, self._looked = False, images
-
-    @contextmanager
-    def narrowed(self, kept: Tensor) -> Generator[None]:
-        whole = self.local.of_points
-        self.local.of_points = None if whole is None else whole[kept]
-        try:
-            yield
-        finally:
-            self.local.of_points = whole
 
     def knowledge(self) -> dict[str, Tensor]:
         if self.tree is None:

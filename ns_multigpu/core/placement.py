@@ -10,7 +10,6 @@ its points in ascending places.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, final
@@ -103,10 +102,6 @@ class Placement(ABC):
                 those that are.
         """
         return
-
-    def narrowed(self, kept: Tensor) -> AbstractContextManager[None]:
-        """While some points [N] bool of this rank's alone are rendered."""
-        return nullcontext()
 
     def knowledge(self) -> dict[str, Tensor]:
         """What answers depend on besides their arguments, for a checkpoint. Nothing, unless it remembers.

@@ -86,6 +86,8 @@ class Pictures:
         model, world = self._model, self._world
         view = replace(request.view, viewmat=request.view.viewmat.to(world.device), K=request.view.K.to(world.device))
         points = Points({name: value.detach() for name, value in model.gauss_params.items()})
+        primitive = model.primitive(depth=True, counted=False)
+        self._strategy.observe(primitive, points)  # all of them: what it learns is not of this picture alone
         if request.crop is not None:
             opacities = points.params["opacities"]
             kept = request.crop.within(points.params[POSITION]).reshape(opacities.shape)
@@ -93,7 +95,6 @@ class Pictures:
                 background = model.background_color.to(world.device)
                 return model.get_empty_outputs(view.width, view.height, background) if world.rank in roots else None
             points = Points({**points.params, "opacities": opacities.masked_fill(~kept, _INVISIBLE)})
-        primitive = model.primitive(depth=True, counted=False)
         if request.owners:
             colors = rank_colors(world.machines, world.size // world.machines)
             primitive, points = model.in_one_color(primitive, points, colors[world.rank])
@@ -113,7 +114,6 @@ class Pictures:
         single = all(value.dtype == torch.float32 for value in points.params.values())
         kernels = primitive.kernels(depth=True) if self._forward is not None and single else None
         if self._forward is None or kernels is None:
-            strategy.observe(primitive, points)
             # No loss, no windows: what lies in a halo is another rank's to render.
             plan = strategy.plan([view]).without_halos()
             return plan, list(strategy.render(primitive, points, [view], plan).pixels)
