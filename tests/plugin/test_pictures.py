@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from nerfstudio.data.scene_box import OrientedBox
 
 from ns_multigpu.core import forward
 from ns_multigpu.core.forward import Forward, NoRoom, cut
@@ -165,3 +166,14 @@ def test_who_else_draws_goes_another_way(capture: Path) -> None:
     derived = type("Derived", (type(strategy.rows),), {})
     object.__setattr__(strategy, "rows", derived.__new__(derived))
     assert not Forward.serves(strategy)
+
+
+def test_a_picture_of_a_box_shows_the_placement_all_points(capture: Path) -> None:
+    """Cells' boxes are measured by what it is shown: the next picture may be of everything."""
+    pipeline = _pipeline(World.single(), capture, "single")
+    faintest: list[float] = []
+    pipeline.strategy.placement.observe = lambda points, *_: faintest.append(float(points.params["opacities"].min()))
+    box = OrientedBox(R=torch.eye(3), T=torch.zeros(3), S=torch.full((3,), 0.5))
+    whole, part = (pipeline.renders.render(camera(*SIZE), crop)["rgb"] for crop in (None, box))
+    assert not torch.equal(whole, part)
+    assert faintest == [float(pipeline.model.opacities.min())] * 2
