@@ -1,6 +1,7 @@
 """Boxes, plain colours and .splat files, streamed; and what other programs read in them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from nerfstudio.data.scene_box import OrientedBox
 
 from ns_multigpu.cli import main
+from ns_multigpu.plugin.export import ns_export
 from ns_multigpu.plugin.export.ply import export_ply
 from ns_multigpu.plugin.export.splat import RECORD, export_splat
 from ns_multigpu.plugin.faults.errors import InputError
@@ -114,3 +116,22 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "and in the box: nothing is written" in run("c.ply", *nowhere) and not (tmp_path / "c.ply").exists()
     with pytest.raises(InputError):
         export_splat(tmp_path / "none.ckpt", tmp_path / "d.splat")
+
+
+@pytest.mark.parametrize("boxed", [True, False])
+def test_ns_export_hands_its_box_and_its_colours_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boxed: bool
+) -> None:
+    asked: dict[str, Any] = {}
+    box = BOX_OPTIONS if boxed else dict.fromkeys(BOX_OPTIONS)
+    exporter = SimpleNamespace(
+        output_dir=tmp_path, output_filename="a.ply", load_config=tmp_path, ply_color_mode="rgb", **box
+    )
+    monkeypatch.setattr(ns_export, "_asked", lambda: (exporter, None))
+    monkeypatch.setattr(ns_export, "run_checkpoint", lambda *_: tmp_path)
+    monkeypatch.setattr(ns_export, "export_ply", lambda *_, **options: (asked.update(options), (5, 9))[1])
+    with pytest.raises(SystemExit) as ended:
+        ns_export.stream_for_ns_export()
+    assert ended.value.code == 0 and asked["rgb"] and asked["overwrite"]
+    crop, expected = asked["crop"], OrientedBox.from_params(*BOX)
+    assert crop is None if not boxed else torch.equal(crop.T, expected.T) and torch.equal(crop.S, expected.S)
