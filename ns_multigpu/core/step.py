@@ -160,7 +160,8 @@ class Step:
         # How far the steps have got, and the most of each number of rows: one vector, for one look.
         self._told = torch.zeros(6 + numbers, dtype=torch.int64, device=device)
         self._status, self._most = self._told[:6], self._told[6:]
-        self._room = torch.tensor(transport.room, dtype=torch.int64, device=device)
+        room = transport.room if travels else [0] * numbers
+        self._room = torch.tensor(room, dtype=torch.int64, device=device)
         # Of segments the message tells what is lacking: each pair has a capacity of its own.
         limits = [settings.rows, 0, settings.intersections]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)

@@ -61,7 +61,8 @@ def traffic(strategy: str, course: Course) -> Traffic:
     """What crosses in a step of `strategy` over several machines.
 
     A machine takes in what `batch` gathers once and passes it on to all of its GPUs. A row of `tile` and `locality`
-    goes to one GPU of a machine that needs it, which hands it on: to itself, or to one of the others.
+    goes to one GPU of a machine that needs it, which hands it on: to itself, or to one of the others. Pixels of `pixel`
+    go to each GPU that owns them.
     """
     if ranks_used(strategy, course) == 1:
         return Traffic(0.0, 0.0)
@@ -70,7 +71,7 @@ def traffic(strategy: str, course: Course) -> Traffic:
     if strategy == "batch":
         return Traffic(one.traffic_padded, between)
     inside = one.traffic_padded - between
-    if course.machines == 1 or course.per_machine == 1:
+    if course.machines == 1 or course.per_machine == 1 or strategy not in RELAYED:
         return Traffic(inside, between * course.per_machine)
     handed = between * (course.per_machine - 1) / course.per_machine
     return Traffic(inside + handed, between * course.per_machine * (1 - RELAYED[strategy]))

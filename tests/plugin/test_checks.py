@@ -123,8 +123,9 @@ def test_more_workers_than_memory_holds() -> None:
 
 def test_strategy() -> None:
     checks.check_strategy("batch", {"single": 1, "batch": 2})
-    names = "batch, locality, pixel, single, tile"
-    with pytest.raises(InputError, match=rf"no strategy 'xyzzy'. The strategies are: {names}\.$"):
+    with pytest.raises(InputError, match=r"no strategy 'bacth'. Did you mean 'batch'\? .*are: batch, single"):
+        checks.check_strategy("bacth", {"single": 1, "batch": 2})
+    with pytest.raises(InputError, match=r"no strategy 'xyzzy'. The strategies are"):
         checks.check_strategy("xyzzy", ["single", "batch"])
 
 

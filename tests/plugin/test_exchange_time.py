@@ -10,32 +10,35 @@ import pytest
 
 from ns_multigpu.core import halo, row_routes, travelling_rows
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.render import pictures
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.plugin.course import follow, write_capture
 from tests.ranks import run_ranks
 
 STEPS, SLOW, DOWNSCALES = 4, 0.05, "pipeline.model.num_downscales"
 PLACES = [(travelling_rows, "all_gather_ints"), (row_routes, "exchange_rows"), (halo, "exchange_rows")]
+PICTURES = [(pictures, "exchange_rows")]
 
 
 def _train(world: World, capture: Path, runs: Path) -> dict[str, Any]:
     """Trains with `tile` and ordinary steps, over a link that is slow."""
     calls: list[tuple[str, str, bool]] = []
     logged: list[int] = []
-    usual = [getattr(place, name) for place, name in PLACES]
+    places = PLACES + PICTURES
+    usual = [getattr(place, name) for place, name in places]
 
     def ready(trainer: DistributedTrainer) -> None:
         pipeline, log = trainer.pipeline, trainer._log
 
         def slowed(number: int) -> Any:
             def travel(*args: Any) -> Any:
-                calls.append((f"{PLACES[number][0].__name__}.{number}", pipeline.timer.part, pipeline.model.training))
+                calls.append((f"{places[number][0].__name__}.{number}", pipeline.timer.part, pipeline.model.training))
                 time.sleep(SLOW)
                 return usual[number](*args)
 
             return travel
 
-        for number, (place, name) in enumerate(PLACES):
+        for number, (place, name) in enumerate(places):
             setattr(place, name, slowed(number))
         trainer._log = lambda *args: (logged.append(len(calls)), log(*args))[1]  # type: ignore[method-assign]
 
@@ -43,7 +46,7 @@ def _train(world: World, capture: Path, runs: Path) -> dict[str, Any]:
     try:
         trainer = follow(world, capture, runs, options, STEPS, 1, method="splatfacto-tile", double=False, ready=ready)
     finally:
-        for (place, name), function in zip(PLACES, usual, strict=True):
+        for (place, name), function in zip(places, usual, strict=True):
             setattr(place, name, function)
     lines = (trainer.base_dir / "metrics.jsonl").read_text().splitlines() if world.is_main else []
     return {"calls": calls, "logged": logged, "rows": [json.loads(line) for line in lines]}

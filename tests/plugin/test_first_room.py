@@ -66,7 +66,7 @@ def counted(machines: int, world: World, relays: bool) -> dict[str, Any]:
 
 
 def _run(spread: Any, points: int) -> Any:
-    model = SimpleNamespace(shard_counts=[points], num_points=points)
+    model = SimpleNamespace(shard_counts=[points], num_points=points, sharded=True)
     return SimpleNamespace(strategy=spread, batch_size=VIEWS, model=model)
 
 

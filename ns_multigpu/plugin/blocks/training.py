@@ -233,10 +233,7 @@ class Training:
         mine = plan.owned[self._world.rank]
         with timer.measure("data"):
             batch, factor = (feed.indices, plan, feed.views), self._signature(feed.step)[1]
-            if factor > 1:
-                parts = self._images.get_smaller(*batch, factor, lambda image: self._small(image, feed.step))
-            else:
-                parts = self._images.get(*batch)
+            parts = self._images.get_smaller(*batch, factor, lambda image: self._small(image, feed.step))
             self._targets = self._buffers.targets(parts, mine, feed.views)
         step.rgb = self._graphs.take(plan, lambda: step.parts(plan, self._targets))
         self._drawn = plan

@@ -65,16 +65,17 @@ class DeviceImages:
         factor: int,
         shrink: Callable[[Tensor], Tensor],
     ) -> list[ImagePart]:
-        """The same at a lower resolution, whole images [H / factor, W / factor, 3] each. Every rank calls it with the
-        same.
+        """The same at a lower resolution, then whole images [H / factor, W / factor, 3]. Every rank calls it alike.
 
         Where all images are on the GPU each is made smaller once, and kept until another `factor`, or full resolution,
         is asked for: as bytes become floats, half the resolution takes as much memory as the images do.
 
         Args:
-            factor: 2 or more.
+            factor: 1 for the images as they are.
             shrink: makes an image so much smaller; it depends on the image alone.
         """
+        if factor == 1:
+            return self.get(indices, plan, views)
         if not self._kept:
             return [ImagePart.whole({"image": shrink(part.data["image"])}) for part in self.get(indices, plan, views)]
         if factor != self._factor:

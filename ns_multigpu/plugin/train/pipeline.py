@@ -16,10 +16,7 @@ from torch import Tensor
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.schema import POSITION
-from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.travelling_rows import RowsTravel
 from ns_multigpu.core.types import View
-from ns_multigpu.core.world import World
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise_together
@@ -29,7 +26,7 @@ from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
 from ns_multigpu.plugin.checkpoint.sharded_state import learn_placement, load_points
 from ns_multigpu.plugin.checkpoint.verify import SHARDS, read_checkpoint_file, step_of
 from ns_multigpu.plugin.export.ns_export import stream_for_ns_export
-from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
+from ns_multigpu.plugin.faults.errors import show_uncaught
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.process_world import get_world, set_world
 from ns_multigpu.plugin.launch.run_parts import run_parts
@@ -40,6 +37,7 @@ from ns_multigpu.plugin.render import team, viewer
 from ns_multigpu.plugin.render.evaluation import RenderedView, rendered_views, spread
 from ns_multigpu.plugin.render.service import RenderService
 from ns_multigpu.plugin.render.spiral import let_spirals_begin
+from ns_multigpu.plugin.train.strategy import strategy_of
 from strategies import STRATEGIES
 
 
@@ -167,7 +165,7 @@ class DistributedPipeline(VanillaPipeline):
         checks.check_strategy(config.strategy, STRATEGIES)
         checks.check_views_per_rank(config.views_per_rank)
         self.world = get_world(str(device))
-        self.strategy = _strategy(config, self.world)
+        self.strategy = strategy_of(config, self.world)
         sharded = not self.strategy.placement.replicated
         checks.check_views_per_step(config.views_per_step, self.world.size, cuts_views=sharded)
         # A world of one as far as nerfstudio knows: it would wrap the model in DDP, which densification breaks.
@@ -381,24 +379,6 @@ class DistributedPipeline(VanillaPipeline):
             if get_std:
                 result[f"{name}_std"] = float(column.std())
         return result
-
-
-def _strategy(config: DistributedPipelineConfig, world: World) -> Strategy:
-    """The strategy of a run, with its options if it has any.
-
-    Raises:
-        InputError: an option is out of range.
-    """
-    make, options = STRATEGIES[config.strategy], config.options
-    if options is not None and (problem := options.problem()):
-        raise InputError(f"--pipeline.{config.strategy}.{problem}.")
-    try:
-        strategy = make(world) if options is None else make(world, options)
-    except ValueError as error:  # what does not fit these ranks
-        raise InputError(str(error)) from error
-    if isinstance(strategy.rows, RowsTravel):
-        strategy.rows.half = config.wire == "half"
-    return strategy
 
 
 def _count(seed_points: tuple[Tensor, Tensor] | None) -> int:
