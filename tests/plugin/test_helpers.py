@@ -63,6 +63,7 @@ def _gone(pids: list[int], seconds: float = 10.0) -> bool:
     return not any(map(_runs, pids))
 
 
+@pytest.mark.slow
 def test_evaluation_with_helpers_is_that_of_one_process(run: Path, tmp_path: Path) -> None:
     """With the whole model in each process, and with a part of it."""
     cases = {"alone": {}, "whole": {RENDER_RANKS: "2"}, "parts": {RENDER_RANKS: "2", **SPREAD}}

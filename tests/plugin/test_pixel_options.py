@@ -9,7 +9,7 @@ import pytest
 from ns_multigpu.core.world import World
 from ns_multigpu.methods import splatfacto_pixel
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.train import pipeline
+from ns_multigpu.plugin.train import strategy
 
 
 @pytest.mark.parametrize(
@@ -25,13 +25,13 @@ def test_what_cannot_be_had_is_refused(option: str, value: Any, said: str) -> No
     assert config.options is config.pixel
     setattr(config.pixel, option, value)
     with pytest.raises(InputError, match=said):
-        pipeline._strategy(config, replace(World.single(), size=2))
+        strategy.strategy_of(config, replace(World.single(), size=2))
 
 
 def test_what_is_asked_for_is_made() -> None:
     config: Any = copy.deepcopy(splatfacto_pixel.config.pipeline)
     config.pixel.cells, config.pixel.wire, config.pixel.hide = 3, "half", True
-    made: Any = pipeline._strategy(config, replace(World.single(), size=2))
+    made: Any = strategy.strategy_of(config, replace(World.single(), size=2))
     assert made.placement.cells == 3 and made.pixels.half and made.pixels.told == made.assignment.learn
     config.strategy = "tile"
     assert config.options is None
