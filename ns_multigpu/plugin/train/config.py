@@ -374,8 +374,8 @@ def read_config(path: Path) -> DistributedTrainerConfig:
         method = getattr(config, "method_name", None)
         whose = f"it is of the method {method}" if method else "it is not the config.yml of a run"
         raise InputError(
-            f"--load-config {path}: {whose}. Give the config.yml of a run of splatfacto-batch or splatfacto-tile. Of "
-            "other methods: ns-eval and ns-render."
+            f"--load-config {path}: {whose}. Give the config.yml of a run of "
+            "splatfacto-batch, -tile, -locality or -pixel. Of other methods: ns-eval and ns-render."
         )
     return config
 
