@@ -59,12 +59,11 @@ def one_step_on(machines: int, world: World, *rest: Any) -> Outcome:
 
 
 def on_machines(world: World, machines: int) -> World:
-    """The world as if its ranks were on so many machines."""
+    """The world as if its ranks were on so many machines. Only these ranks call it: they may be some of all."""
     each = world.size // machines
-    groups = [dist.new_group(list(range(first, first + each))) for first in range(0, world.size, each)]
-    return replace(
-        world, local_rank=world.rank % each, local_size=each, local_group=groups[world.rank // each]
-    )  # fmt: skip
+    first = world.rank // each * each
+    group = dist.new_group(list(range(first, first + each)), use_local_synchronization=True)
+    return replace(world, local_rank=world.rank % each, local_size=each, local_group=group)
 
 
 def take_step(
