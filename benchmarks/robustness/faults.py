@@ -72,20 +72,25 @@ def command(output: Path, workers: int, images: int, every: int) -> list[str]:
 
 
 def workers_of(pid: int) -> list[int]:
-    """The worker processes that a launcher has running, the first one first."""
+    """The worker processes that a launcher has running, the first one first: its own, or those of its fork server."""
     found: list[int] = []
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    for child in children:
+    for child in _children(pid):
         try:
             words = Path(f"/proc/{child}/cmdline").read_bytes()
         except OSError:
             continue
         if b"spawn_main" in words:
-            found.append(int(child))
+            found.append(child)
+        elif b"forkserver" in words:
+            found += _children(child)
     return found
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def run(words: list[str], output: Path, victim: int | None = None, phase: str = "", moment: float = 0.0) -> Outcome:

@@ -47,10 +47,8 @@ def _train(world: World, folder: Path, port: int, strategy: str) -> list[int]:
     def render(self: Any, state: CameraState) -> Any:
         outputs = usual_render(self, state)
         told = {"c2w": state.c2w.tolist(), "fov": state.fov, "aspect": state.aspect, "step": self.viewer.step}
-        np.save(folder / "new.npy", outputs["rgb"].numpy())
-        (folder / "new.json").write_text(json.dumps(told))
-        (folder / "new.npy").replace(folder / "last.npy")
-        (folder / "new.json").replace(folder / "last.json")
+        np.savez(folder / "new.npz", image=outputs["rgb"].numpy(), told=json.dumps(told))
+        (folder / "new.npz").replace(folder / "last.npz")  # at once, so that a camera always has its own picture
         return outputs
 
     Training.run, PageRenderer._render_img = take, render  # type: ignore[method-assign]
@@ -65,7 +63,8 @@ def _train(world: World, folder: Path, port: int, strategy: str) -> list[int]:
         def go_on(step: int) -> bool:
             trainer.stop_training |= world.is_main and (folder / "stop").exists()
             if world.is_main:
-                (folder / "step").write_text(str(step))
+                (folder / "next").write_text(str(step))
+                (folder / "next").replace(folder / "step")
             return usual(step)
 
         trainer._may_go_on = go_on
@@ -112,7 +111,7 @@ class Run:
         """The step that is about to be taken; -1 before the first."""
         self.look()
         try:
-            return int((self.folder / "step").read_text() or "-1")
+            return int((self.folder / "step").read_text())
         except OSError:
             return -1
 
@@ -132,12 +131,8 @@ class Run:
 
     def last(self) -> tuple[CameraState, np.ndarray[Any, Any], int]:
         """Of the last picture sent to a page the camera, the colours, and the step."""
-        while True:
-            before = (self.folder / "last.json").read_text()
-            image = np.load(self.folder / "last.npy")
-            if before == (self.folder / "last.json").read_text():
-                break
-        told = json.loads(before)
+        with np.load(self.folder / "last.npz") as file:
+            image, told = file["image"], json.loads(str(file["told"]))
         c2w = torch.tensor(told["c2w"])
         return CameraState(told["fov"], told["aspect"], c2w, CameraType.PERSPECTIVE), image, told["step"]
 
@@ -213,7 +208,7 @@ def test_a_page_shows_the_model_and_follows_the_camera(run: Run, model: Any, tmp
             before = run.step()
             if turn:
                 page.drag(steps=8, left=200, top=200, by=20)
-            assert run.until((tmp_path / "last.npy").exists)
+            assert run.until((tmp_path / "last.npz").exists)
 
             found: list[Any] = []
 
@@ -262,9 +257,9 @@ def test_three_restless_browsers(run: Run, tmp_path: Path) -> None:
             page.close()
         middle = run.step()
         assert middle > first + 10, "training stood still"
-        (tmp_path / "last.json").unlink(missing_ok=True)
+        (tmp_path / "last.npz").unlink(missing_ok=True)
         page = chromium.open(run.url)
-        assert run.until(lambda: (tmp_path / "last.json").exists() and _spread(_seen(page, tmp_path)) > 4)
+        assert run.until(lambda: (tmp_path / "last.npz").exists() and _spread(_seen(page, tmp_path)) > 4)
         assert run.until(lambda: run.step() > middle + 5)
     lengths = run.stop()
     assert lengths[0] == lengths[1]
