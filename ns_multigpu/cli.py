@@ -7,11 +7,13 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from ns_multigpu.planning.command import plan
+
+Colormap = Literal["default", "turbo", "viridis", "magma", "inferno", "cividis", "gray"]
 
 
 def city(
@@ -165,6 +167,12 @@ def render(
     jpeg_quality: int = 100,
     depth_near_plane: float | None = None,
     depth_far_plane: float | None = None,
+    colormap: Annotated[Colormap, tyro.conf.arg(name="colormap-options.colormap")] = "default",
+    normalize: Annotated[bool, tyro.conf.arg(name="colormap-options.normalize")] = False,
+    invert: Annotated[bool, tyro.conf.arg(name="colormap-options.invert")] = False,
+    colormap_min: Annotated[float, tyro.conf.arg(name="colormap-options.colormap-min")] = 0.0,
+    colormap_max: Annotated[float, tyro.conf.arg(name="colormap-options.colormap-max")] = 1.0,
+    render_nearest_camera: bool = False,
     pose_source: Literal["eval", "train"] = "eval",
     interpolation_steps: int = 10,
     order_poses: bool = False,
@@ -192,6 +200,12 @@ def render(
         jpeg_quality: Of those, 1 to 100.
         depth_near_plane: Depth at the near end of its colours; by default each frame's least.
         depth_far_plane: Depth at the far end of its colours; by default each frame's largest.
+        colormap: Colours of depth and accumulation.
+        normalize: Spread what is there over all colours: a frame's least value gets the first, its largest the last.
+        invert: Colours in the opposite order.
+        colormap_min: Where in the colours the value 0 lies, 0 to 1.
+        colormap_max: Where in the colours the value 1 lies, 0 to 1.
+        render_nearest_camera: Show beside each frame the training photograph that is nearest to it.
         pose_source: interpolate: between which views.
         interpolation_steps: interpolate: frames from one view to the next.
         order_poses: interpolate: go to the nearest view next.
@@ -204,6 +218,8 @@ def render(
         device_type: Of the devices; auto takes GPUs if there are any.
         data: Where the capture is, if it is not where it was when the run was trained.
     """
+    from nerfstudio.utils.colormaps import ColormapOptions
+
     from ns_multigpu.plugin.tools.frames import Look
     from ns_multigpu.plugin.tools.models import run_tool
     from ns_multigpu.plugin.tools.rendering import Rendering
@@ -218,8 +234,9 @@ def render(
         "dataset": Dataset(split),
     }[mode]
     names = rendered_output_names or (() if mode == "dataset" else ("rgb",))
-    look = Look(names, depth_near_plane, depth_far_plane)
-    work = Rendering(what, output_path, look, downscale_factor, image_format, jpeg_quality)
+    colors = ColormapOptions(colormap, normalize, colormap_min, colormap_max, invert)
+    look = Look(names, depth_near_plane, depth_far_plane, colors)
+    work = Rendering(what, output_path, look, downscale_factor, image_format, jpeg_quality, render_nearest_camera)
     run_tool(load_config, step, work, num_devices, device_type, data)
 
 

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from nerfstudio.cameras.cameras import Cameras, CameraType
+from nerfstudio.utils.colormaps import ColormapOptions
 from PIL import Image
+from scipy.spatial.transform import Rotation
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError, SaveFailed
@@ -22,6 +24,7 @@ from ns_multigpu.plugin.tools import film, rendering
 from ns_multigpu.plugin.tools.film import Parts, part_length
 from ns_multigpu.plugin.tools.frames import HostFrame, Look
 from ns_multigpu.plugin.tools.models import load_model
+from ns_multigpu.plugin.tools.nearest import beside_width, fitted, nearest_views
 from ns_multigpu.plugin.tools.rendering import Rendering
 from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Spiral
 from ns_multigpu.plugin.train.config import read_config
@@ -221,6 +224,72 @@ def test_raw_numbers_of_a_dataset(run: Path, tmp_path: Path) -> None:
         assert np.load(file).dtype == np.float32
 
 
+def test_colours_of_choice_are_those_of_ns_render(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    colors = ColormapOptions("magma", normalize=True, colormap_min=0.2, colormap_max=0.9, invert=True)
+    names = ["depth", "accumulation"]
+    given: dict[str, Any] = {"seconds": 0.25, "frame_rate": 12, "output_format": "images"}
+    _theirs(run, "spiral", tmp_path / "theirs", **given, rendered_output_names=names, colormap_options=colors)
+    work = Rendering(Spiral(0.25, 12), tmp_path / "ours", Look(tuple(names), colors=colors), image_format="png")
+    _render(World.single(), run, work, True)
+    for name in ("00000", "00002"):
+        ours, theirs = (np.asarray(Image.open(tmp_path / f"{one}/{name}.png")) for one in ("ours", "theirs"))
+        assert np.abs(ours.astype(int) - theirs).max() <= 6
+
+
+# ---- the photograph beside ----
+
+
+def test_the_nearest_view_is_that_of_ns_render() -> None:
+    """Its measure, by quaternions, as it is written there."""
+    generator = torch.Generator().manual_seed(3)
+    turns = Rotation.random(40, np.random.default_rng(3))
+    poses = torch.cat([torch.tensor(turns.as_matrix()).float(), torch.randn(40, 3, 1, generator=generator)], 2)
+
+    def cameras(chosen: slice) -> Cameras:
+        return Cameras(poses[chosen], 1.0, 1.0, 1.0, 1.0, width=1, height=1)
+
+    quats, expected = turns.as_quat(), list[int]()
+    for frame in range(30, 40):
+        way = torch.linalg.norm(poses[:30, :, 3] - poses[frame, :, 3], dim=1).numpy()
+        expected.append(int(np.argmin(0.7 * way + 0.3 * (1 - (quats[:30] @ quats[frame]) ** 2))))
+    assert nearest_views(cameras(slice(30, 40)), cameras(slice(0, 30))) == expected
+    assert len(set(expected)) > 4 and nearest_views(cameras(slice(7, 9)), cameras(slice(0, 30))) == [7, 8]
+
+
+def test_a_photograph_is_shown_whole() -> None:
+    wide = fitted(torch.full((10, 40, 3), 0.5), 20, 20)
+    assert wide.shape == (20, 20, 3) and wide.dtype == torch.uint8
+    assert (wide[8:12] == 128).all() and not wide[:7].any() and not wide[13:].any()
+    tall = fitted(torch.full((40, 10, 3), 1.0), 20, 20)
+    assert (tall[:, 8:12] == 255).all() and not tall[:, :7].any() and not tall[:, 13:].any()
+
+
+@pytest.mark.parametrize("kind", ["film", "images"])
+def test_the_nearest_photograph_is_beside_a_frame(run: Path, path: Path, tmp_path: Path, kind: str) -> None:
+    output = tmp_path / ("a.mp4" if kind == "film" else "a")
+    what, look = CameraPath(path) if kind == "film" else Interpolated("train", 2), Look(("rgb", "depth"))
+    size = 1 if kind == "film" else 2
+    run_ranks(_render, size, run, Rendering(what, output, look, image_format="png", nearest=True), True)
+    names = sorted((tmp_path / "a").glob("*.png"))
+    frames = _frames(output) if kind == "film" else np.stack([np.asarray(Image.open(name)) for name in names])
+    (checkpoint,) = (run.parent / "nerfstudio_models").glob("*.ckpt")
+    pipeline = load_model(read_config(run), checkpoint, World.single(), "test")
+    data, shots = pipeline.datamanager.train_dataset, what.shots(pipeline).frames
+    width, height = int(shots[0].camera.width), int(shots[0].camera.height)
+    right = frames[:, :, 2 * width :].astype(float)
+    assert right.shape == (len(shots), height, beside_width(data, height), 3) and right.shape[2] % 2 == 0
+    images = [data.get_image_float32(view) for view in range(len(data))]
+    photographs = np.stack([fitted(image, right.shape[2], height).numpy() for image in images])
+    poses = torch.cat([shot.camera.camera_to_worlds.reshape(1, 3, 4) for shot in shots])
+    expected = nearest_views(Cameras(poses, 1.0, 1.0, 1.0, 1.0, width=1, height=1), data.cameras)
+    if kind == "images":
+        assert expected[::2] == list(range(len(data) - 1)), "a frame that is a view has its own photograph"
+    for frame, view in enumerate(expected):
+        errors = np.abs(photographs.astype(float) - right[frame]).mean((1, 2, 3))
+        assert errors.argmin() == view and errors[view] <= (15.0 if kind == "film" else 0.0), frame
+
+
 # ---- panoramas ----
 
 
@@ -327,6 +396,7 @@ def test_other_things_that_cannot_be_rendered(run: Path, path: Path, tmp_path: P
     assert "no such output; there are rgb, rgba, depth" in refused(along, look=Look(("colour",)))
     assert "spread over several devices" in refused(along, look=Look(("rank",)))
     assert "of photographs there are gt-rgb" in refused(Dataset(), look=Look(("gt-depth",)))
+    assert "--render-nearest-camera: with --mode dataset" in refused(Dataset(), nearest=True)
     assert "--interpolation-steps 0" in refused(Interpolated(steps=0))
     assert "that is no frame" in refused(Spiral(seconds=0.01))
     assert "--radius 0" in refused(Spiral(radius=0.0))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
@@ -133,8 +134,10 @@ def test_the_commands(run: Path, path: Path, alone: Path, tmp_path: Path) -> Non
     results, video = tmp_path / "results" / "all.json", tmp_path / "path.mp4"
     main(["eval", *common, "--output-path", str(results), "--render-output-path", str(tmp_path / "images")])
     _compare(tmp_path, alone, images=5)
-    main(["render", *common, "--camera-path-filename", str(path), "--output-path", str(video)])
-    assert video.stat().st_size > 500
+    shown = ["--colormap-options.colormap", "gray", "--render-nearest-camera"]
+    main(["render", *common, "--camera-path-filename", str(path), "--output-path", str(video), *shown])
+    shape = iio.imread(video).shape
+    assert shape[1] == 34 and shape[2] > 60, "a photograph is beside the frames"
 
 
 def test_a_capture_that_lies_elsewhere_now(

@@ -1,7 +1,7 @@
 """From a model's outputs to what is written: images side by side, as ns-render shows them, in bytes on the host."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,13 @@ class Look:
         names: of the outputs, side by side: rgb, rgba, depth, accumulation, and where several devices share a picture
             rank.
         near, far: depths at the ends of the colours; by default a frame's own least and largest.
+        colors: how outputs of one channel become colours.
     """
 
     names: tuple[str, ...] = ("rgb",)
     near: float | None = None
     far: float | None = None
+    colors: colormaps.ColormapOptions = field(default_factory=colormaps.ColormapOptions)
 
 
 class HostFrame:
@@ -72,10 +74,10 @@ def picture(outputs: Mapping[str, Any], name: str, look: Look) -> Tensor:
         raise InputError(f"--rendered-output-names {name}: there is no such output; there are {_said(outputs)}.")
     elif "depth" in name:
         image = colormaps.apply_depth_colormap(
-            outputs[name], accumulation=outputs["accumulation"], near_plane=look.near, far_plane=look.far
+            outputs[name], outputs["accumulation"], look.near, look.far, colormap_options=look.colors
         )
     else:
-        image = colormaps.apply_colormap(outputs[name].contiguous())
+        image = colormaps.apply_colormap(outputs[name].contiguous(), look.colors)
     return (image.clamp(0.0, 1.0) * 255.0 + 0.5).to(torch.uint8)
 
 

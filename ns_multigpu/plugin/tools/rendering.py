@@ -21,6 +21,7 @@ from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.model_components import renderers
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.progress import track
+from torch import Tensor
 
 from ns_multigpu.core.collectives import broadcast_object, max_int
 from ns_multigpu.core.world import World
@@ -41,6 +42,7 @@ from ns_multigpu.plugin.tools.film import (
     whole_file,
 )  # fmt: skip
 from ns_multigpu.plugin.tools.frames import HostFrame, Look, check_names, picture, shown
+from ns_multigpu.plugin.tools.nearest import beside_width, fitted, with_nearest
 from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Shot, Shots, Spiral, is_panorama
 from strategies import STRATEGIES
 
@@ -57,6 +59,7 @@ class Rendering:
         look: how outputs are shown; without names of a `Dataset` all are written, and the photographs.
         downscale: renders at 1/downscale of the cameras' size.
         image_format: of images. jpeg_quality: of those, 1 to 100.
+        nearest: shows beside each frame the training photograph that is nearest to it. Not of a `Dataset`.
     """
 
     what: CameraPath | Interpolated | Spiral | Dataset
@@ -65,6 +68,7 @@ class Rendering:
     downscale: float = 1.0
     image_format: ImageFormat = "jpeg"
     jpeg_quality: int = 100
+    nearest: bool = False
 
     @property
     def test_mode(self) -> Literal["test", "inference"]:
@@ -89,6 +93,11 @@ class Rendering:
             raise InputError(f"--jpeg-quality {self.jpeg_quality}: give 1 to 100.")
         if self.film and self.output.suffix != ".mp4":
             raise InputError(f"--output-path {self.output}: give the name of an .mp4 file, or of a folder for images.")
+        if self.nearest and isinstance(self.what, Dataset):
+            raise InputError(
+                "--render-nearest-camera: with --mode dataset frames are the capture's own views. Name gt-rgb among "
+                "--rendered-output-names to have their photographs."
+            )
         folder = self.output.parent if self.film else self.output
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -108,10 +117,13 @@ class Rendering:
         for shot in shots.frames:
             shot.camera.rescale_output_resolution(1.0 / self.downscale)
         self._check_sizes(shots)
+        if self.nearest:
+            shots = with_nearest(shots, pipeline.datamanager.train_dataset)
         artist = _Artist(pipeline, shots)
         job = {
             "checkpoint": [str(checkpoint), checkpoint.stat().st_size, checkpoint.stat().st_mtime_ns],
             "cameras": _digest(shots), "look": asdict(self.look), "format": [self.image_format, self.jpeg_quality],
+            "nearest": self.nearest,
         }  # fmt: skip
         if isinstance(self.what, Dataset):
             self._write_views(artist, job, float(pipeline.datamanager.train_dataparser_outputs.dataparser_scale))
@@ -136,6 +148,15 @@ class Rendering:
             if is_panorama(shot.camera) and "rank" in self.look.names:
                 raise InputError("--rendered-output-names rank: panoramas have no such output.")
 
+    def _shown(self, outputs: Outputs, shot: Shot, artist: "_Artist") -> Tensor:
+        frame = shown(outputs, self.look)
+        if not self.nearest or shot.image is None:
+            return frame
+        height = frame.shape[0]
+        photograph = fitted(shot.image(), beside_width(artist.dataset, height), height).to(frame.device)
+        opaque = photograph.new_full((*photograph.shape[:2], frame.shape[2] - 3), 255)
+        return torch.cat([frame, torch.cat([photograph, opaque], 2)], 1)
+
     def _write_film(self, artist: "_Artist", job: dict[str, Any]) -> None:
         frames, world = artist.shots.frames, artist.world
         assert artist.shots.seconds is not None
@@ -150,7 +171,7 @@ class Rendering:
             for index in units[number]:
                 outputs = artist.draw(frames[index], mine, "rank" in self.look.names)
                 if outputs is not None:
-                    parts.put(number, HostFrame(shown(outputs, self.look)))
+                    parts.put(number, HostFrame(self._shown(outputs, frames[index], artist)))
             if mine:
                 parts.put(number, None)
         parts.finish()
@@ -172,7 +193,7 @@ class Rendering:
         for number, mine in artist.deal(frames, lambda number: not is_done(images.path(frames[number].name), began)):
             outputs = artist.draw(frames[number], mine, "rank" in self.look.names)
             if outputs is not None:
-                images.put(frames[number].name, HostFrame(shown(outputs, self.look)))
+                images.put(frames[number].name, HostFrame(self._shown(outputs, frames[number], artist)))
         images.finish()
         _meet(world)
         if world.is_main:
@@ -230,12 +251,14 @@ class _Artist:
 
     Attributes:
         together: whether all ranks draw every frame.
+        dataset: the training views.
     """
 
     def __init__(self, pipeline: Any, shots: Shots) -> None:
         self.shots, self.world = shots, pipeline.world
         self.together: bool = pipeline.renders.shared
         self._device = self.world.device
+        self.dataset = pipeline.datamanager.train_dataset
         alone = STRATEGIES["single"](World.single(self._device))
         self._pictures = pipeline.renders.pictures if self.together else Pictures(pipeline.model, alone)
 

@@ -26,7 +26,8 @@ class Shot:
     Attributes:
         camera: one camera, on the host.
         name: of the file if frames are files, without suffix.
-        image: reads the photograph that the camera took, if it took one, [h, w, 3|4] in [0, 1].
+        image: reads the photograph that the camera took, or that is shown beside the frame, if there is one,
+            [h, w, 3|4] in [0, 1].
     """
 
     camera: Cameras

@@ -1,0 +1,68 @@
+"""The training photograph that is nearest to each frame, to be shown beside it."""
+
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from nerfstudio.cameras.cameras import Cameras
+from torch import Tensor
+from torch.nn.functional import interpolate, pad
+
+from ns_multigpu.plugin.tools.shots import Shots
+
+_TURN, _WAY = 0.3, 0.7
+"""What a turn and a distance weigh, as in ns-render."""
+
+
+def nearest_views(frames: Cameras, views: Cameras) -> list[int]:
+    """The view that is nearest to each frame.
+
+    ns-render's measure: 0.7 times the distance of the positions, in the units of the scene, and 0.3 times 1 - (q . p)^2
+    of the rotations' quaternions, which is sin^2 of half the angle between them.
+
+    Args:
+        frames, views: cameras; at least one view.
+
+    Returns:
+        for each frame a view's index; of two that are equally near the first.
+    """
+    there, here = views.camera_to_worlds.double().cpu(), frames.camera_to_worlds.double().cpu()
+    ways = torch.cdist(here[:, :, 3], there[:, :, 3])
+    traces = torch.einsum("fij,vij->fv", here[:, :, :3], there[:, :, :3])
+    turns = ((3.0 - traces) / 4.0).clamp(min=0.0)  # the trace of a rotation is 1 + 2 cos(angle)
+    return (_WAY * ways + _TURN * turns).argmin(1).tolist()
+
+
+def with_nearest(shots: Shots, dataset: Any) -> Shots:
+    """The same frames, each with the training photograph that is nearest to it as its `image`.
+
+    Args:
+        dataset: the training views, as nerfstudio holds them.
+    """
+    cameras = [shot.camera for shot in shots.frames]
+    poses = torch.cat([camera.camera_to_worlds.reshape(1, 3, 4) for camera in cameras])
+    found = nearest_views(Cameras(poses, fx=1.0, fy=1.0, cx=1.0, cy=1.0, width=1, height=1), dataset.cameras)
+
+    @lru_cache(2)  # frames that follow each other are near the same view
+    def read(view: int) -> Tensor:
+        return dataset.get_image_float32(view)[..., :3]
+
+    return replace(shots, frames=[replace(s, image=partial(read, v)) for s, v in zip(shots.frames, found, strict=True)])
+
+
+def beside_width(dataset: Any, height: int) -> int:
+    """How wide a photograph is beside a frame of this height: even, and of the first training view's proportions."""
+    first = dataset.cameras[0]
+    return max(2, round(float(first.width.item()) / float(first.height.item()) * height / 2) * 2)
+
+
+def fitted(photograph: Tensor, width: int, height: int) -> Tensor:
+    """A photograph [h, w, 3] in [0, 1] as a picture [height, width, 3] uint8: whole, with black bars if need be."""
+    h, w = photograph.shape[:2]
+    scale = min(width / w, height / h)
+    size = (max(1, min(height, round(h * scale))), max(1, min(width, round(w * scale))))
+    image = interpolate(photograph.permute(2, 0, 1)[None], size, mode="area")[0]
+    left, top = (width - size[1]) // 2, (height - size[0]) // 2
+    image = pad(image, (left, width - size[1] - left, top, height - size[0] - top))
+    return (image.permute(1, 2, 0).clamp(0.0, 1.0) * 255.0 + 0.5).to(torch.uint8)
