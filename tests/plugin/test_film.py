@@ -14,22 +14,17 @@ import torch
 from nerfstudio.cameras.cameras import Cameras, CameraType
 from nerfstudio.utils.colormaps import ColormapOptions
 from PIL import Image
-from scipy.spatial.transform import Rotation
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError, SaveFailed
-from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.render.panorama import panorama
 from ns_multigpu.plugin.tools import film, rendering
 from ns_multigpu.plugin.tools.film import Parts, part_length
 from ns_multigpu.plugin.tools.frames import HostFrame, Look
-from ns_multigpu.plugin.tools.models import load_model
-from ns_multigpu.plugin.tools.nearest import beside_width, fitted, nearest_views
 from ns_multigpu.plugin.tools.rendering import Rendering
 from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Spiral
-from ns_multigpu.plugin.train.config import read_config
 from tests.plugin.rendering import camera, make_pipeline
-from tests.plugin.trained_run import write_path, write_run
+from tests.plugin.trained_run import render_run, write_path, write_run
 from tests.ranks import run_ranks
 
 FRAMES = 20
@@ -45,26 +40,6 @@ def path(run: Path) -> Path:
     return write_path(run.parent / "path.json", FRAMES)
 
 
-def _render(world: World, run: Path, work: Rendering, whole: bool) -> list[str]:
-    """Renders; returns the names of the frames that this rank drew, or took part in."""
-    set_world(world)
-    config: Any = read_config(run)
-    config.pipeline.strategy = "batch" if whole else "tile"
-    (checkpoint,) = (run.parent / "nerfstudio_models").glob("*.ckpt")
-    pipeline = load_model(config, checkpoint, world, work.test_mode)
-    drawn: list[str] = []
-    usual = rendering._Artist.draw
-    rendering._Artist.draw = (  # type: ignore[method-assign]
-        lambda self, shot, mine, owners: drawn.append(shot.name) or usual(self, shot, mine, owners)
-    )
-    try:
-        work.run(config, checkpoint, pipeline)
-    finally:
-        rendering._Artist.draw = usual  # type: ignore[method-assign]
-        set_world(None)
-    return drawn
-
-
 def _frames(video: Path) -> np.ndarray[Any, Any]:
     return np.stack(list(iio.imiter(video)))
 
@@ -73,7 +48,7 @@ def _frames(video: Path) -> np.ndarray[Any, Any]:
 def images(run: Path, path: Path) -> np.ndarray[Any, Any]:
     """All frames, by one process."""
     folder = run.parent / "images"
-    drawn = _render(World.single(), run, Rendering(CameraPath(path), folder, image_format="png"), True)
+    drawn = render_run(World.single(), run, Rendering(CameraPath(path), folder, image_format="png"), True)
     assert drawn == [f"{n:05d}" for n in range(FRAMES)]
     assert not (folder / film.JOB).exists() and len(list(folder.iterdir())) == FRAMES
     made = np.stack([np.asarray(Image.open(folder / f"{n:05d}.png")) for n in range(FRAMES)])
@@ -86,7 +61,7 @@ def test_a_film_has_all_frames_in_order(
     run: Path, path: Path, images: np.ndarray[Any, Any], tmp_path: Path, size: int, whole: bool
 ) -> None:
     video = tmp_path / "films" / "a.mp4"
-    drawn = run_ranks(_render, size, run, Rendering(CameraPath(path), video), whole)
+    drawn = run_ranks(render_run, size, run, Rendering(CameraPath(path), video), whole)
     names = sorted(name for one in drawn for name in one)
     assert names == sorted([f"{n:05d}" for n in range(FRAMES)] * (1 if whole else size)), "nobody draws what others do"
     assert not whole or size == 3 or all(drawn), "everybody draws"
@@ -128,11 +103,11 @@ def test_a_disk_that_fills_keeps_what_was_written_and_the_render_goes_on(
     with monkeypatch.context() as patch:
         _Full(patch, 1 if kind == "film" else 5)
         with pytest.raises(SaveFailed, match=r"No space left on device. What is finished stays.*goes on from there"):
-            _render(World.single(), run, work, True)
+            render_run(World.single(), run, work, True)
     kept = {file: file.stat().st_mtime_ns for file in folder.glob("[0-9]*")}
     assert len(kept) == (1 if kind == "film" else 5) and not output.is_file()
     assert not list(tmp_path.rglob("*.part*.*")) or kind == "film"
-    drawn = _render(World.single(), run, work, True)
+    drawn = render_run(World.single(), run, work, True)
     per_file = part_length(FRAMES) if kind == "film" else 1
     assert len(drawn) == FRAMES - per_file * len(kept), "what was written is not drawn again"
     if kind == "film":
@@ -152,9 +127,9 @@ def test_another_render_takes_nothing_of_one_that_was_interrupted(
     with monkeypatch.context() as patch:
         _Full(patch, 5)
         with pytest.raises(SaveFailed):
-            _render(World.single(), run, Rendering(CameraPath(path), output, image_format="png"), True)
+            render_run(World.single(), run, Rendering(CameraPath(path), output, image_format="png"), True)
     work = Rendering(CameraPath(path), output, Look(("depth",)), image_format="png")
-    assert len(_render(World.single(), run, work, True)) == FRAMES
+    assert len(render_run(World.single(), run, work, True)) == FRAMES
     assert (output / "00033.png").read_text() == "somebody's", "what is not of the render stays"
     assert Image.open(output / "00019.png").size == (50, 34)
 
@@ -203,7 +178,7 @@ def test_a_mode_writes_what_ns_render_writes(
     }[mode]
     _theirs(run, mode, tmp_path / "theirs", **given)
     look = Look(()) if mode == "dataset" else Look()
-    run_ranks(_render, 2, run, Rendering(what, tmp_path / "ours", look, image_format="png"), True)
+    run_ranks(render_run, 2, run, Rendering(what, tmp_path / "ours", look, image_format="png"), True)
     names = sorted(str(file.relative_to(tmp_path / "theirs")) for file in (tmp_path / "theirs").rglob("*.png"))
     assert names == sorted(str(file.relative_to(tmp_path / "ours")) for file in (tmp_path / "ours").rglob("*.png"))
     assert len(names) == {"interpolate": 8, "spiral": 3, "dataset": 25}[mode]
@@ -217,7 +192,7 @@ def test_raw_numbers_of_a_dataset(run: Path, tmp_path: Path) -> None:
     import gzip
 
     work = Rendering(Dataset("test"), tmp_path, Look(("raw-depth", "raw-gt-rgb")))
-    _render(World.single(), run, work, True)
+    render_run(World.single(), run, work, True)
     files = sorted(tmp_path.rglob("*.npy.gz"))
     assert len(files) == 10 and {file.parent.name for file in files} == {"raw-depth", "raw-gt-rgb"}
     with gzip.open(files[0]) as file:
@@ -231,63 +206,10 @@ def test_colours_of_choice_are_those_of_ns_render(run: Path, tmp_path: Path, mon
     given: dict[str, Any] = {"seconds": 0.25, "frame_rate": 12, "output_format": "images"}
     _theirs(run, "spiral", tmp_path / "theirs", **given, rendered_output_names=names, colormap_options=colors)
     work = Rendering(Spiral(0.25, 12), tmp_path / "ours", Look(tuple(names), colors=colors), image_format="png")
-    _render(World.single(), run, work, True)
+    render_run(World.single(), run, work, True)
     for name in ("00000", "00002"):
         ours, theirs = (np.asarray(Image.open(tmp_path / f"{one}/{name}.png")) for one in ("ours", "theirs"))
         assert np.abs(ours.astype(int) - theirs).max() <= 6
-
-
-# ---- the photograph beside ----
-
-
-def test_the_nearest_view_is_that_of_ns_render() -> None:
-    """Its measure, by quaternions, as it is written there."""
-    generator = torch.Generator().manual_seed(3)
-    turns = Rotation.random(40, np.random.default_rng(3))
-    poses = torch.cat([torch.tensor(turns.as_matrix()).float(), torch.randn(40, 3, 1, generator=generator)], 2)
-
-    def cameras(chosen: slice) -> Cameras:
-        return Cameras(poses[chosen], 1.0, 1.0, 1.0, 1.0, width=1, height=1)
-
-    quats, expected = turns.as_quat(), list[int]()
-    for frame in range(30, 40):
-        way = torch.linalg.norm(poses[:30, :, 3] - poses[frame, :, 3], dim=1).numpy()
-        expected.append(int(np.argmin(0.7 * way + 0.3 * (1 - (quats[:30] @ quats[frame]) ** 2))))
-    assert nearest_views(cameras(slice(30, 40)), cameras(slice(0, 30))) == expected
-    assert len(set(expected)) > 4 and nearest_views(cameras(slice(7, 9)), cameras(slice(0, 30))) == [7, 8]
-
-
-def test_a_photograph_is_shown_whole() -> None:
-    wide = fitted(torch.full((10, 40, 3), 0.5), 20, 20)
-    assert wide.shape == (20, 20, 3) and wide.dtype == torch.uint8
-    assert (wide[8:12] == 128).all() and not wide[:7].any() and not wide[13:].any()
-    tall = fitted(torch.full((40, 10, 3), 1.0), 20, 20)
-    assert (tall[:, 8:12] == 255).all() and not tall[:, :7].any() and not tall[:, 13:].any()
-
-
-@pytest.mark.parametrize("kind", ["film", "images"])
-def test_the_nearest_photograph_is_beside_a_frame(run: Path, path: Path, tmp_path: Path, kind: str) -> None:
-    output = tmp_path / ("a.mp4" if kind == "film" else "a")
-    what, look = CameraPath(path) if kind == "film" else Interpolated("train", 2), Look(("rgb", "depth"))
-    size = 1 if kind == "film" else 2
-    run_ranks(_render, size, run, Rendering(what, output, look, image_format="png", nearest=True), True)
-    names = sorted((tmp_path / "a").glob("*.png"))
-    frames = _frames(output) if kind == "film" else np.stack([np.asarray(Image.open(name)) for name in names])
-    (checkpoint,) = (run.parent / "nerfstudio_models").glob("*.ckpt")
-    pipeline = load_model(read_config(run), checkpoint, World.single(), "test")
-    data, shots = pipeline.datamanager.train_dataset, what.shots(pipeline).frames
-    width, height = int(shots[0].camera.width), int(shots[0].camera.height)
-    right = frames[:, :, 2 * width :].astype(float)
-    assert right.shape == (len(shots), height, beside_width(data, height), 3) and right.shape[2] % 2 == 0
-    images = [data.get_image_float32(view) for view in range(len(data))]
-    photographs = np.stack([fitted(image, right.shape[2], height).numpy() for image in images])
-    poses = torch.cat([shot.camera.camera_to_worlds.reshape(1, 3, 4) for shot in shots])
-    expected = nearest_views(Cameras(poses, 1.0, 1.0, 1.0, 1.0, width=1, height=1), data.cameras)
-    if kind == "images":
-        assert expected[::2] == list(range(len(data) - 1)), "a frame that is a view has its own photograph"
-    for frame, view in enumerate(expected):
-        errors = np.abs(photographs.astype(float) - right[frame]).mean((1, 2, 3))
-        assert errors.argmin() == view and errors[view] <= (15.0 if kind == "film" else 0.0), frame
 
 
 # ---- panoramas ----
@@ -346,7 +268,7 @@ def test_a_panoramic_film_says_that_it_is_one(run: Path, tmp_path: Path) -> None
     )
     work = Rendering(CameraPath(told), tmp_path / "a.mp4")
     assert work.what.check() == (64, 32)  # type: ignore[union-attr]
-    run_ranks(_render, 2, run, work, False)
+    run_ranks(render_run, 2, run, work, False)
     assert _frames(tmp_path / "a.mp4").shape == (2, 32, 64, 3)
     assert b"<GSpherical:ProjectionType>equirectangular" in (tmp_path / "a.mp4").read_bytes()
 
@@ -382,7 +304,7 @@ def test_other_things_that_cannot_be_rendered(run: Path, path: Path, tmp_path: P
         with pytest.raises(InputError) as caught:
             work = Rendering(what, output, look or Look(), **more)
             work.check()
-            _render(World.single(), run, work, True)
+            render_run(World.single(), run, work, True)
         return str(caught.value)
 
     (tmp_path / "file").touch()

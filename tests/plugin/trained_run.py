@@ -10,6 +10,11 @@ from nerfstudio.configs.method_configs import all_methods
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint.sharded_state import split_state, without_points
 from ns_multigpu.plugin.checkpoint.whole import save
+from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.tools import rendering
+from ns_multigpu.plugin.tools.models import load_model
+from ns_multigpu.plugin.tools.rendering import Rendering
+from ns_multigpu.plugin.train.config import read_config
 from tests.plugin.course import TinyDataParserConfig
 from tests.plugin.rendering import make_pipeline, write_capture
 from tests.ranks import run_ranks
@@ -47,3 +52,23 @@ def write_path(file: Path, views: int = 3, **more: Any) -> Path:
     told = {"camera_type": "perspective", "render_height": 34, "render_width": 50, "seconds": 1, "crop": crop}
     file.write_text(json.dumps({**told, "camera_path": cameras, **more}))
     return file
+
+
+def render_run(world: World, run: Path, work: Rendering, whole: bool) -> list[str]:
+    """Renders; returns the names of the frames that this rank drew, or took part in."""
+    set_world(world)
+    config: Any = read_config(run)
+    config.pipeline.strategy = "batch" if whole else "tile"
+    (checkpoint,) = (run.parent / "nerfstudio_models").glob("*.ckpt")
+    pipeline = load_model(config, checkpoint, world, work.test_mode)
+    drawn: list[str] = []
+    usual = rendering._Artist.draw
+    rendering._Artist.draw = (  # type: ignore[method-assign]
+        lambda self, shot, mine, owners: drawn.append(shot.name) or usual(self, shot, mine, owners)
+    )
+    try:
+        work.run(config, checkpoint, pipeline)
+    finally:
+        rendering._Artist.draw = usual  # type: ignore[method-assign]
+        set_world(None)
+    return drawn
