@@ -8,6 +8,7 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
+from nerfstudio.utils.colormaps import ColormapOptions
 from PIL import Image
 
 from ns_multigpu.cli import main
@@ -19,7 +20,7 @@ from ns_multigpu.plugin.render.team import RENDER_MEMORY
 from ns_multigpu.plugin.tools.frames import Look
 from ns_multigpu.plugin.tools.models import Evaluation, load_model, run_tool
 from ns_multigpu.plugin.tools.rendering import Rendering
-from ns_multigpu.plugin.tools.shots import CameraPath
+from ns_multigpu.plugin.tools.shots import CameraPath, Spiral
 from ns_multigpu.plugin.train.config import read_config
 from tests.plugin.rendering import POINTS
 from tests.plugin.trained_run import write_path, write_run
@@ -138,6 +139,22 @@ def test_the_commands(run: Path, path: Path, alone: Path, tmp_path: Path) -> Non
     main(["render", *common, "--camera-path-filename", str(path), "--output-path", str(video), *shown])
     shape = iio.imread(video).shape
     assert shape[1] == 34 and shape[2] > 60, "a photograph is beside the frames"
+
+
+def test_options_of_the_command_reach_the_render(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the names that they have in ns-render."""
+    from ns_multigpu.plugin.tools import models
+
+    given: list[Any] = []
+    monkeypatch.setattr(models, "run_tool", lambda *arguments: given.append(arguments[2]))
+    common = ["render", "--load-config", "config.yml", "--mode", "spiral", "--output-path", str(tmp_path / "a.mp4")]
+    colors = "--colormap-options.colormap gray --colormap-options.normalize --colormap-options.invert"
+    ends = "--colormap-options.colormap-min 0.1 --colormap-options.colormap-max 0.7"
+    main([*common, *colors.split(), *ends.split(), "--depth-far-plane", "9", "--render-nearest-camera"])
+    main(common)
+    chosen, usual = given
+    assert chosen.look == Look(("rgb",), None, 9.0, ColormapOptions("gray", True, 0.1, 0.7, True)) and chosen.nearest
+    assert usual.look == Look() and not usual.nearest and usual.what == Spiral()
 
 
 def test_a_capture_that_lies_elsewhere_now(
