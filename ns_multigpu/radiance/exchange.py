@@ -5,6 +5,7 @@ graph, so that nothing travels backwards. Gradients of what all cells share are 
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,9 +29,9 @@ def cells_of(rank: int, cells: int, ranks: int) -> range:
 
 
 def all_segments(own: Tensor, segments: Segments, world: World) -> Tensor:
-    """The states of all segments, those of this rank's cells with their gradients, others' without. Every rank calls it.
+    """The states of all segments, this rank's with their gradients and others' without. Every rank calls it.
 
-    All ranks know all segments, so that sizes need not be told. Ranks send as much as the one with most: one collective.
+    All ranks know all segments: no sizes need be told. Ranks send as much as the one with most, in one collective.
 
     Args:
         own: [m, F] the states of this rank's segments, in their order.
@@ -49,7 +50,7 @@ def all_segments(own: Tensor, segments: Segments, world: World) -> Tensor:
         raise ValueError(f"{len(own)} states for {last - first} segments of rank {world.rank}")
     if world.group is None:
         return own
-    longest = max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+    longest = max(b - a for a, b in pairwise(bounds))
     if longest == 0:
         return own
     sent = own.new_zeros(longest, own.shape[1])

@@ -43,7 +43,8 @@ class Samples:
     @cached_property
     def weights(self) -> Tensor:
         """[n, S] w = T (1 - exp(-density length)): what a segment's beginning sees of each sample."""
-        before = self.depth.cumsum(1) - self.depth
+        # Not the sum up to a sample less its own: what is left of a small number beside a large one would be rounding.
+        before = torch.cat([torch.zeros_like(self.depth[:, :1]), self.depth[:, :-1].cumsum(1)], 1)
         return torch.exp(-before) * -torch.expm1(-self.depth)
 
 
