@@ -62,6 +62,12 @@ class Domain:
             raise ValueError(f"the scene's box from {low} to {high} has no volume")
         return Domain(low, high, False)  # pyright: ignore[reportArgumentType]
 
+    def holds(self, x: Tensor) -> Tensor:
+        """[N] bool, whether positions [N, 3] of the world are in it; those that are not finite are not."""
+        where = self.inward(x.double())
+        low, high = (torch.tensor(c, dtype=torch.float64, device=x.device) for c in (self.lower, self.upper))
+        return ((where >= low) & (where <= high)).all(1) & x.isfinite().all(1)
+
     def inward(self, x: Tensor) -> Tensor:
         """The coordinates that cells are cut in, of positions in the world: any shape."""
         return contract(x) if self.contracted else x

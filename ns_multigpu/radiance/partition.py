@@ -64,9 +64,9 @@ def partition(points: Tensor, cells: int, domain: Domain) -> Partition:
     """
     if cells < 1:
         raise ValueError(f"{cells} cells: at least 1 is needed")
-    where = domain.inward(points.detach().to("cpu", torch.float64))
+    points = points.detach().to("cpu", torch.float64)
+    where = domain.inward(points[domain.holds(points)])
     low, high = torch.tensor(domain.lower, dtype=torch.float64), torch.tensor(domain.upper, dtype=torch.float64)
-    where = where[((where >= low) & (where <= high)).all(1)]
     splits: list[Split] = []
 
     def cut(inside: Tensor, box: Tensor, count: int, first: int) -> int:

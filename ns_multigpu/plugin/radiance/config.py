@@ -17,7 +17,10 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
     """Configuration of a training run of a radiance field with any number of workers."""
 
     _target: type = field(default_factory=lambda: RadianceTrainer)
-    # Options of splats alone: a step of rays has no views to scale by, no fused operators, and is counted in steps.
+    # Half precision is not there yet. The others are of splats alone: a step of rays has no views to scale by and no
+    # fused operators, and is counted in steps.
+    mixed_precision: tyro.conf.Suppress[bool] = False
+    use_grad_scaler: tyro.conf.Suppress[bool] = False
     eval_at_start: tyro.conf.Suppress[bool] = False
     max_num_images: tyro.conf.Suppress[int | None] = None
     batch_scaling: tyro.conf.Suppress[ScalingChoice] = "auto"
@@ -51,10 +54,10 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
         ranks = self.machine.num_devices * self.machine.num_machines
         devices = f"{ranks} {'CPU worker' if self.machine.device_type == 'cpu' else 'GPU'}{'' if ranks == 1 else 's'}"
         pipeline: Any = self.pipeline
-        data, model = pipeline.datamanager, pipeline.model
+        data = pipeline.datamanager
         where = data.data or data.dataparser.data
         return (
-            f"{self.method_name} on {devices}, {model.cells or ranks} cells: {self.max_num_iterations:,} steps of "
+            f"{self.method_name} on {devices}, a cell or more each: {self.max_num_iterations:,} steps of "
             f"{data.train_num_rays_per_batch:,} rays of {where}\n"
             f"Run folder {self.get_base_dir()} (config.yml there has all options; --verbose True prints them)"
         )

@@ -160,11 +160,12 @@ class NerfactoXLModel(NerfactoModel):
     ) -> list[TrainingCallback]:
         """Before a step, how sharp proposals are (Mip-NeRF 360, equation 18); after it, when they learn again."""
         return [
-            TrainingCallback([TrainingCallbackLocation.BEFORE_TRAIN_ITERATION], self._begin_step, 1),
+            TrainingCallback([TrainingCallbackLocation.BEFORE_TRAIN_ITERATION], self.begin_step, 1),
             TrainingCallback([TrainingCallbackLocation.AFTER_TRAIN_ITERATION], self._end_step, 1),
         ]
 
-    def _begin_step(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
+        """Makes the model that of a step: how sharp proposals are, and what is drawn at random."""
         self.step, config = step, self.config
         if config.use_proposal_weight_anneal:
             done = min(step / config.proposal_weights_anneal_max_num_iters, 1.0)

@@ -5,6 +5,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torchvision.utils as vutils
 import tyro
@@ -13,6 +14,9 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
 
 from ns_multigpu.core.collectives import broadcast_object
+from ns_multigpu.core.placement import even_bounds
+from ns_multigpu.locality.picture import MOST_POINTS, draw
+from ns_multigpu.locality.picture import Partition as Picture
 from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
 from ns_multigpu.plugin.launch.process_world import get_world
 from ns_multigpu.plugin.radiance.datamanager import RadianceDataManager, RadianceDataManagerConfig
@@ -56,11 +60,12 @@ class RadiancePipeline(VanillaPipeline):
         if test_mode != "val":
             show_uncaught()
         self.world = get_world(str(device))
+        self.cut_by: Tensor | None = None  # points [N, 3] that space was cut by
         torch.manual_seed(broadcast_object(torch.initial_seed(), 0, self.world))
         # A world of one as far as nerfstudio knows: it would wrap the model in DDP.
         super().__init__(config, device, test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
         if test_mode == "val":
-            cells = partition_of(config.cells_of) if config.cells_of is not None else self._new_cells()
+            cells = self._new_cells() if config.cells_of is None else self._cells_of(config.cells_of)
             self.model.place(cells, self.world)
 
     @property
@@ -68,6 +73,21 @@ class RadiancePipeline(VanillaPipeline):
         """The model."""
         assert isinstance(self._model, NerfactoXLModel)
         return self._model
+
+    def _cells_of(self, checkpoint: Path) -> Partition:
+        cells, asked, ranks = partition_of(checkpoint), self.config.model.cells, self.world.size
+        if cells.cells < ranks:
+            raise InputError(
+                f"{checkpoint} has {cells.cells} cells, and each of the {ranks} workers wants one at least. Use "
+                f"{cells.cells} workers or fewer. To have more, train with more cells from the start "
+                "(--pipeline.model.cells)."
+            )
+        if asked not in (0, cells.cells):
+            raise InputError(
+                f"--pipeline.model.cells {asked}: {checkpoint} has {cells.cells}, and a run keeps its cells. Leave the "
+                "option out."
+            )
+        return cells
 
     def _new_cells(self) -> Partition:
         config, world, model = self.config.model, self.world, self.model
@@ -87,17 +107,37 @@ class RadiancePipeline(VanillaPipeline):
                 )
         # One decision for all, though all have read the same points.
         cells: Partition = broadcast_object(partition(points, count, model.domain), 0, world)
-        where = model.domain.inward(points.double())
-        low, high = torch.tensor(model.domain.lower), torch.tensor(model.domain.upper)
-        inside = ((where >= low) & (where <= high)).all(1)
-        held = torch.bincount(cells.of(points[inside]), minlength=count)
-        if empty := int((held == 0).sum()):
+        self.cut_by = points[model.domain.holds(points)]
+        if empty := count - len(cells.of(self.cut_by).unique()):
             CONSOLE.print(
                 f"[yellow]{empty} of {count} cells have none of the {len(points):,} points that space is cut by: fewer "
                 "cells would do.[/yellow]",
                 soft_wrap=True,
             )
         return cells
+
+    def partition_picture(self, file: Path) -> None:
+        """Draws which rank owns which part of space, by the points that it was cut by; nothing where a run goes on.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self.cut_by is None or self.model.partition is None:
+            return
+        points, cameras = (self.model.domain.inward(x.double()) for x in (self.cut_by, self._centres()))
+        points = points[:: -(-len(points) // MOST_POINTS)] if len(points) else points
+        owners = torch.bucketize(
+            self.model.partition.tree.of(points),
+            torch.tensor(even_bounds(self.model.partition.cells, self.world.size)[1:]),
+            right=True,
+        )
+        counts = torch.bincount(owners, minlength=self.world.size).tolist()
+        none = np.zeros(0, dtype=np.int64)
+        seen = Picture(points.numpy(), owners.numpy(), counts, cameras.numpy(), none, self.world.machines)
+        draw(seen).save(file)
+
+    def _centres(self) -> Tensor:
+        return self.datamanager.train_dataset.cameras.camera_to_worlds[:, :3, 3].cpu()
 
     def saved_field(self) -> SavedField:
         """What a .ckpt has of the model: all that is shared, and the cells."""
@@ -116,7 +156,7 @@ class RadiancePipeline(VanillaPipeline):
             self.model.place(saved.partition, self.world)
         assert self.config.checkpoints is not None
         read_parameters(self.model, saved, loaded_state, self.config.checkpoints)
-        self.model.step = step
+        self.model.begin_step(step)
 
     # ---- evaluation: every rank renders, rank 0 has the images ----
 

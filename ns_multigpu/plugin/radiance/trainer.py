@@ -21,7 +21,7 @@ from ns_multigpu.core.collectives import all_gather_ints, barrier, sum_in_place
 from ns_multigpu.core.replicas import assert_identical, broadcast_in_place
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
 from ns_multigpu.plugin.faults import memory
-from ns_multigpu.plugin.faults.errors import SaveFailed
+from ns_multigpu.plugin.faults.errors import InputError, SaveFailed
 from ns_multigpu.plugin.faults.guards import Guards
 from ns_multigpu.plugin.faults.signals import RanOutOfMemory
 from ns_multigpu.plugin.launch import checks
@@ -51,7 +51,6 @@ class RadianceTrainer(Trainer):
 
     def __init__(self, config: "RadianceTrainerConfig", local_rank: int = 0, world_size: int = 1) -> None:
         checks.check_no_accumulation(config.gradient_accumulation_steps)
-        checks.check_precision(config.mixed_precision, config.use_grad_scaler)
         self.world = enter_world(config)
         super().__init__(config, local_rank=local_rank, world_size=world_size)
         self.local_rank, self.device = self.world.rank, str(self.world.device)
@@ -91,6 +90,7 @@ class RadianceTrainer(Trainer):
         if self.world.is_main:
             outputs = self.pipeline.datamanager.train_dataparser_outputs
             outputs.save_dataparser_transform(self.base_dir / "dataparser_transforms.json")
+            self._draw_partition()
         self._init_viewer_state()
         self.stop_training = False
         steps, step = self.config.max_num_iterations, self._start_step
@@ -105,6 +105,14 @@ class RadianceTrainer(Trainer):
         self._look_for_nan(now=True)
         self._save_or_fail(self.step)
         self._after_train()
+
+    def _draw_partition(self) -> None:
+        """`partition.png`; a disk that takes nothing does not end a run for a picture's sake."""
+        file = self.base_dir / "partition.png"
+        try:
+            self.pipeline.partition_picture(file)
+        except OSError as error:
+            CONSOLE.print(Text(f"{file} cannot be written: {error}. Training goes on.", "bold yellow"), soft_wrap=True)
 
     def _may_go_on(self, step: int) -> bool:
         return self.guards.may_go_on(
@@ -141,6 +149,14 @@ class RadianceTrainer(Trainer):
         model = self.pipeline.model
         self.optimizers.zero_grad_all()
         _, losses, metrics = self.pipeline.get_train_loss_dict(step=step)
+        assert model.figures is not None
+        if len(model.figures.segments) == 0:
+            raise InputError(
+                f"No ray of step {step} meets a cell: the scene's box, all that --pipeline.model.disable-scene-contraction "
+                "True leaves of space, lies elsewhere than what the cameras see, or the planes near and far "
+                "(--pipeline.model.near-plane, far-plane) leave none of it. Leave the contraction on, or change the "
+                "dataparser's scene-scale."
+            )
         loss = functools.reduce(torch.add, losses.values())
         if loss.requires_grad:  # not where no ray of the batch meets this rank's cells
             loss.backward()
