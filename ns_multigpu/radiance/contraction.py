@@ -57,10 +57,10 @@ class Domain:
         Raises:
             ValueError: it has no volume.
         """
-        low, high = (tuple(map(float, corner)) for corner in corners.tolist())
-        if not all(a < b for a, b in zip(low, high, strict=True)):
-            raise ValueError(f"the scene's box from {low} to {high} has no volume")
-        return Domain(low, high, False)  # pyright: ignore[reportArgumentType]
+        (a, b, c), (d, e, f) = corners.tolist()
+        if not (a < d and b < e and c < f):
+            raise ValueError(f"the scene's box from {(a, b, c)} to {(d, e, f)} has no volume")
+        return Domain((a, b, c), (d, e, f), False)
 
     def holds(self, x: Tensor) -> Tensor:
         """[N] bool, whether positions [N, 3] of the world are in it; those that are not finite are not."""

@@ -361,12 +361,13 @@ class NerfactoXLModel(NerfactoModel):
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """PSNR, SSIM and LPIPS of an image, and pictures of it beside the truth, its opacity and its depth."""
         truth = self.renderer_rgb.blend_background(batch["image"].to(self.device))
-        pair = [image.moveaxis(-1, 0)[None] for image in (truth, outputs["rgb"].to(self.device))]
-        measured = {"psnr": self.psnr(*pair), "ssim": self.ssim(*pair), "lpips": self.lpips(*pair)}
+        true, seen = (image.moveaxis(-1, 0)[None] for image in (truth, outputs["rgb"].to(self.device)))
+        ssim: Any = self.ssim(true, seen)
+        measured = {"psnr": self.psnr(true, seen), "ssim": ssim, "lpips": self.lpips(true, seen)}
         depth = colormaps.apply_depth_colormap(outputs["depth"], accumulation=outputs["accumulation"])
         images = {
             "img": torch.cat([truth, outputs["rgb"].to(truth)], dim=1),
             "accumulation": colormaps.apply_colormap(outputs["accumulation"]),
             "depth": depth,
         }
-        return {name: float(value) for name, value in measured.items()}, images  # pyright: ignore
+        return {name: float(value) for name, value in measured.items()}, images

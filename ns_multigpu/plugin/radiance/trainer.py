@@ -30,7 +30,7 @@ from ns_multigpu.plugin.launch.entering import enter_world
 from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun
 from ns_multigpu.plugin.radiance.checkpoints import RadianceCheckpoints
 from ns_multigpu.plugin.radiance.model import FAMILY
-from ns_multigpu.plugin.radiance.pipeline import RadiancePipeline
+from ns_multigpu.plugin.radiance.pipeline import RadiancePipeline, RadiancePipelineConfig
 from ns_multigpu.radiance.exchange import balance, bytes_a_ray, sum_gradients
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class RadianceTrainer(Trainer):
         """Builds everything; when it returns, every rank is ready to take the first step."""
         with abandoned_unless_begun(self.config), self._explained():
             self._found = self.checkpoints.find()
+            assert isinstance(self.config.pipeline, RadiancePipelineConfig)
             self.config.pipeline.cells_of = self._found
             super().setup(test_mode)
             for param in self.pipeline.model.shared_parameters().values():
@@ -152,7 +153,7 @@ class RadianceTrainer(Trainer):
         assert model.figures is not None
         if len(model.figures.segments) == 0:
             raise InputError(
-                f"No ray of step {step} meets a cell: the scene's box, all that --pipeline.model.disable-scene-contraction "
+                f"No ray of step {step} meets a cell. The scene's box, all that --pipeline.model.disable-scene-contraction "
                 "True leaves of space, lies elsewhere than what the cameras see, or the planes near and far "
                 "(--pipeline.model.near-plane, far-plane) leave none of it. Leave the contraction on, or change the "
                 "dataparser's scene-scale."
@@ -270,7 +271,9 @@ class RadianceTrainer(Trainer):
             where = memory.where_memory_ran_out(error)
             if where is None:
                 raise
-            data, model = self.config.pipeline.datamanager, self.config.pipeline.model
+            pipeline = self.config.pipeline
+            assert isinstance(pipeline, RadiancePipelineConfig)
+            data, model = pipeline.datamanager, pipeline.model
             raise RanOutOfMemory(
                 f"Rank {self.world.rank} has no {'GPU' if where == 'device' else 'host'} memory left in step "
                 f"{max(self.step, 0)}. Use more GPUs (each then has fewer cells), fewer rays "
