@@ -48,7 +48,7 @@ class Domain:
     @staticmethod
     def unbounded() -> "Domain":
         """All of space, contracted."""
-        return Domain((-_REACH,) * 3, (_REACH,) * 3, True)
+        return Domain((-_REACH, -_REACH, -_REACH), (_REACH, _REACH, _REACH), True)
 
     @staticmethod
     def box(corners: Tensor) -> "Domain":

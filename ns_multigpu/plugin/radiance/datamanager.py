@@ -76,9 +76,10 @@ class RadianceDataManager(VanillaDataManager):
                 if kind == _TRAIN
                 else (self.iter_eval_image_dataloader, self.eval_pixel_sampler)
             )
-            assert sampler is not None
             with drawn(device, self.seed, kind, step):
-                batch = sampler.sample(next(loader))
+                images = next(loader)
+                assert sampler is not None and images is not None
+                batch = sampler.sample(images)
             # Camera, row and column are exact as floats below 2^24.
             table = torch.cat([batch["indices"].to(device, torch.float32), batch["image"].to(device).float()], 1)
         shape = broadcast_object(list(table.shape), 0, self.world)

@@ -153,8 +153,8 @@ class RadianceTrainer(Trainer):
         assert model.figures is not None
         if len(model.figures.segments) == 0:
             raise InputError(
-                f"No ray of step {step} meets a cell. The scene's box, all that --pipeline.model.disable-scene-contraction "
-                "True leaves of space, lies elsewhere than what the cameras see, or the planes near and far "
+                f"No ray of step {step} meets a cell. The scene's box, which is all of space with "
+                "--pipeline.model.disable-scene-contraction True, lies elsewhere than what the cameras see, or the planes near and far "
                 "(--pipeline.model.near-plane, far-plane) leave none of it. Leave the contraction on, or change the "
                 "dataparser's scene-scale."
             )
