@@ -153,10 +153,9 @@ class RadianceTrainer(Trainer):
         assert model.figures is not None
         if len(model.figures.segments) == 0:
             raise InputError(
-                f"No ray of step {step} meets a cell. The scene's box, which is all of space with "
-                "--pipeline.model.disable-scene-contraction True, lies elsewhere than what the cameras see, or the planes near and far "
-                "(--pipeline.model.near-plane, far-plane) leave none of it. Leave the contraction on, or change the "
-                "dataparser's scene-scale."
+                f"No ray of step {step} meets a cell. With --pipeline.model.disable-scene-contraction True space is "
+                "the scene's box alone; the cameras look elsewhere, or --pipeline.model.near-plane and far-plane leave "
+                "none of it. Leave the contraction on, or change the dataparser's scene-scale."
             )
         loss = functools.reduce(torch.add, losses.values())
         if loss.requires_grad:  # not where no ray of the batch meets this rank's cells
