@@ -11,6 +11,7 @@ from nerfstudio.models.nerfacto import NerfactoModelConfig
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.radiance.draws import drawn, mixed
 from ns_multigpu.radiance.exchange import sum_gradients
+from ns_multigpu.radiance.segments import clip
 from tests.plugin.radiance_scene import IMAGES, SMALL, model, rays, truth
 from tests.ranks import run_ranks, skip_without_gpus
 
@@ -131,6 +132,30 @@ def test_segments_of_a_ray_share_its_samples() -> None:
     """With cells that most rays cross, a ray has about as many samples as with one cell, not as many times more."""
     one, four = (_step(World.single(), cells, {})["samples"] for cells in (1, 4))
     assert one == 48 * 8 and one <= four < 1.4 * one
+
+
+def test_proposals_learn_from_what_light_reaches() -> None:
+    """A segment's part of the proposal loss is that of its samples in a whole ray: twice the light, twice the loss."""
+    ours = model(World.single(), 4)
+    bundle = ours.collider(rays(2.0))
+    segments = clip(bundle.origins, bundle.directions, bundle.nears[:, 0], bundle.fars[:, 0], ours.partition.boxes())
+    _, groups = ours._own_segments(bundle, segments, 0)
+    whole = torch.ones(len(segments), 1)
+    full, half, none = (float(ours._interlevel(groups, part * whole, 48)) for part in (1.0, 0.5, 0.0))
+    assert full > 1e-5 and none == 0 and half == pytest.approx(full / 2, rel=1e-3)
+
+
+def test_distortion_is_measured_along_the_whole_ray() -> None:
+    """Of a fog that is the same everywhere, it does not depend on cells."""
+    found: list[float] = []
+    for cells in (1, 4):
+        ours = model(World.single(), cells, average_init_density=1.0, far_plane=0.9, num_nerf_samples_per_ray=64)
+        with torch.no_grad():
+            for name, param in ours.named_parameters():
+                if name.startswith("cells."):
+                    param.zero_()
+        found.append(float(ours(rays())["distortion"].mean().detach()))
+    assert found[1] == pytest.approx(found[0], rel=0.1)
 
 
 def test_no_seam_at_faces() -> None:

@@ -79,6 +79,13 @@ def test_points_at_one_place_leave_cells_with_volume(points: torch.Tensor) -> No
     assert bool(((extents[:, 1] - extents[:, 0]) > 0).all())
 
 
+def test_many_points_at_one_place_among_others_leave_cells_with_volume() -> None:
+    """A second plane would lie where the first one does."""
+    points = torch.cat([torch.full((300, 3), 0.4), 0.3 + 0.2 * torch.rand(200, 3, generator=torch.Generator())])
+    extents = partition(points, 16, Domain.unbounded()).extents()
+    assert bool(((extents[:, 1] - extents[:, 0]) > 0).all())
+
+
 def test_no_cells_and_no_volume_are_refused() -> None:
     with pytest.raises(ValueError, match="0 cells"):
         partition(torch.zeros(1, 3), 0, Domain.unbounded())
