@@ -13,6 +13,7 @@ from ns_multigpu.plugin.launch.run_parts import run_parts  # first: what was imp
 
 # isort: split
 
+from nerfstudio.cameras.camera_optimizers import CameraOptimizerConfig
 from nerfstudio.configs.base_config import LocalWriterConfig, LoggingConfig, ViewerConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
 from nerfstudio.engine.optimizers import AdamOptimizerConfig
@@ -23,12 +24,16 @@ from ns_multigpu.core.schema import Parameter
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.faults.errors import show_uncaught
 from ns_multigpu.plugin.model.options import SplatModelConfig
+from ns_multigpu.plugin.radiance.config import RadianceTrainerConfig
+from ns_multigpu.plugin.radiance.datamanager import RadianceDataManagerConfig
+from ns_multigpu.plugin.radiance.model import NerfactoXLModelConfig
+from ns_multigpu.plugin.radiance.pipeline import RadiancePipelineConfig
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig
 from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig, LocalityPipelineConfig, PixelPipelineConfig
 from ns_multigpu.plugin.train.terminal import TerminalLog
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
 
-if len(sys.argv) > 1 and sys.argv[1].startswith("splatfacto-") and "train" in Path(sys.argv[0]).name:
+if len(sys.argv) > 1 and sys.argv[1].startswith(("splatfacto-", "nerfacto-xl")) and "train" in Path(sys.argv[0]).name:
     show_uncaught()  # Ctrl-C, from here on, is no traceback
 
 run_parts().done("imports of ns_multigpu")
@@ -37,11 +42,11 @@ IMAGES = 30000
 """How many images a run sees, and its schedules span."""
 
 
-def _group(rate: float, final: float | None = None, warmup: int = 0) -> dict[str, Any]:
-    """An Adam, and a learning rate that decays exponentially to `final` if there is one."""
+def _group(rate: float, final: float | None = None, warmup: int = 0, steps: int = IMAGES) -> dict[str, Any]:
+    """An Adam, and a learning rate that decays exponentially to `final` in `steps` if there is one."""
     schedule = None
     if final is not None:
-        schedule = ExponentialDecaySchedulerConfig(lr_final=final, max_steps=IMAGES, warmup_steps=warmup)
+        schedule = ExponentialDecaySchedulerConfig(lr_final=final, max_steps=steps, warmup_steps=warmup)
         if warmup:
             schedule.lr_pre_warmup = 0
     return {"optimizer": AdamOptimizerConfig(lr=rate, eps=1e-15), "scheduler": schedule}
@@ -99,4 +104,36 @@ splatfacto_locality = MethodSpecification(
 splatfacto_pixel = MethodSpecification(
     config=splatfacto("pixel", pipeline=PixelPipelineConfig),
     description="Splatfacto on several GPUs, pixel strategy: each draws its own part of space, and pixels travel",
+)
+
+nerfacto_xl = MethodSpecification(
+    # nerfacto's recipe (nerfstudio 1.1.5), in single precision.
+    config=RadianceTrainerConfig(
+        method_name="nerfacto-xl",
+        steps_per_eval_batch=500,
+        steps_per_save=2000,
+        max_num_iterations=30000,
+        mixed_precision=False,
+        pipeline=RadiancePipelineConfig(
+            datamanager=RadianceDataManagerConfig(
+                dataparser=NerfstudioDataParserConfig(load_3D_points=True),
+                train_num_rays_per_batch=4096,
+                eval_num_rays_per_batch=4096,
+            ),
+            model=NerfactoXLModelConfig(
+                eval_num_rays_per_chunk=1 << 15,
+                average_init_density=0.01,
+                camera_optimizer=CameraOptimizerConfig(mode="SO3xR3"),
+            ),
+        ),
+        optimizers={
+            "proposal_networks": _group(1e-2, final=1e-4, steps=200000),
+            "fields": _group(1e-2, final=1e-4, steps=200000),
+            "camera_opt": _group(1e-3, final=1e-4, steps=5000),
+        },
+        logging=LoggingConfig(local_writer=LocalWriterConfig(_target=TerminalLog, enable=True), profiler="none"),
+        viewer=ViewerConfig(num_rays_per_chunk=1 << 15),
+        vis="tensorboard",
+    ),
+    description="Nerfacto on several GPUs: each has its own part of space, with a field of its own (NeRF-XL)",
 )

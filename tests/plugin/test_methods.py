@@ -4,7 +4,7 @@ import yaml
 from nerfstudio.configs.method_configs import method_configs
 
 from ns_multigpu.dataparsers import city
-from ns_multigpu.methods import splatfacto_batch
+from ns_multigpu.methods import nerfacto_xl, splatfacto_batch
 from ns_multigpu.plugin._moved import MOVED
 
 
@@ -16,6 +16,17 @@ def test_recipe_is_splatfactos() -> None:
     assert ours.max_num_iterations == theirs.max_num_iterations
     model, base = vars(ours.pipeline.model), vars(theirs.pipeline.model)
     assert {k: model[k] for k in base if k != "_target"} == {k: v for k, v in base.items() if k != "_target"}
+
+
+def test_recipe_is_nerfactos() -> None:
+    ours, theirs = nerfacto_xl.config, method_configs["nerfacto"]
+    assert ours.optimizers == theirs.optimizers
+    for name in ("steps_per_eval_image", "steps_per_eval_batch", "steps_per_save", "max_num_iterations"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    model, base = vars(ours.pipeline.model), vars(theirs.pipeline.model)
+    assert {k: model[k] for k in base if k != "_target"} == {k: v for k, v in base.items() if k != "_target"}
+    data, theirs_ = ours.pipeline.datamanager, theirs.pipeline.datamanager
+    assert data.train_num_rays_per_batch == theirs_.train_num_rays_per_batch
 
 
 def test_a_config_that_names_modules_by_their_old_places_is_read() -> None:

@@ -29,7 +29,7 @@ from ns_multigpu.plugin.launch.ranks import Ranks, rendezvous_explained
 from ns_multigpu.plugin.render.team import RENDER_MEMORY, asked_for, free_memory, size_for
 from ns_multigpu.plugin.tools.rendering import Rendering
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig, prepare_operators, read_config
-from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+from ns_multigpu.plugin.train.pipeline import DistributedPipeline, DistributedPipelineConfig
 
 _LONGEST_PAUSE = timedelta(days=30)
 """Rank 0 may write a long video between two images; the others wait. One that dies is noticed at once all the same."""
@@ -174,6 +174,11 @@ def run_tool(
         WorkerFailed: a worker failed; its traceback has been written to stderr.
     """
     ranks, run = Ranks.from_env(), read_config(load_config)
+    if not isinstance(run.pipeline, DistributedPipelineConfig):
+        raise InputError(
+            f"--load-config {load_config}: it is of the method {run.method_name}, which has no Gaussians. Use ns-eval "
+            "and ns-render, or ns-viewer."
+        )
     if data is not None:
         os.environ[DATA] = str(data)  # which the workers get, too
     work.check()

@@ -157,7 +157,7 @@ class DistributedTrainerConfig(TrainerConfig):
         checks.check_rates_at_end(self.rates_at_end, self.rates_fall_from)
         checks.check_lengths(self.max_num_images, self.max_num_iterations)
         checks.check_retries(self.save_retry_seconds)
-        checks.check_strategy(str(getattr(self.pipeline, "strategy", "")), STRATEGIES)
+        self.check_method()
         here = machine.num_devices if ranks is None else ranks.local_size
         if machine.device_type == "cpu" and (note := checks.crowd(here, cores(), available_memory())) and _speaks():
             CONSOLE.print(Text(note, "yellow"), soft_wrap=True)
@@ -175,8 +175,16 @@ class DistributedTrainerConfig(TrainerConfig):
             self.experiment_name, self.timestamp = json.loads(agree(ranks, self._begin, manifest=manifest_of(self)))
         run_parts().done("first look at the capture")
         with abandoned_unless_begun(self):
-            prepare_operators(machine.device_type)
+            self.prepare()
         run_parts().done("operators")
+
+    def check_method(self) -> None:
+        """Whether what the method alone has to do with is possible; raises an InputError if it is not."""
+        checks.check_strategy(str(getattr(self.pipeline, "strategy", "")), STRATEGIES)
+
+    def prepare(self) -> None:
+        """Makes ready what all workers use."""
+        prepare_operators(self.machine.device_type)
 
     def _follow(self, named: Path) -> None:
         """Reads the rest of the command line, which nerfstudio forgets for the file `named`; and stays in that file's

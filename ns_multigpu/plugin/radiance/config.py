@@ -1,0 +1,63 @@
+"""The configuration of a run of `nerfacto-xl`: how its workers come to life is that of all our methods."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.model.batch_scaling import ScalingChoice
+from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
+from ns_multigpu.plugin.train.config import DistributedTrainerConfig
+
+
+@dataclass
+class RadianceTrainerConfig(DistributedTrainerConfig):
+    """Configuration of a training run of a radiance field with any number of workers."""
+
+    _target: type = field(default_factory=lambda: RadianceTrainer)
+    # Half precision is not there yet. The others are of splats alone: a step of rays has no views to scale by and no
+    # fused operators, and is counted in steps.
+    mixed_precision: tyro.conf.Suppress[bool] = False
+    use_grad_scaler: tyro.conf.Suppress[bool] = False
+    eval_at_start: tyro.conf.Suppress[bool] = False
+    max_num_images: tyro.conf.Suppress[int | None] = None
+    batch_scaling: tyro.conf.Suppress[ScalingChoice] = "auto"
+    rates_at_end: tyro.conf.Suppress[float] = 1.0
+    rates_fall_from: tyro.conf.Suppress[float] = 0.5
+    fused_steps: tyro.conf.Suppress[Literal["auto", "always", "never"]] = "never"
+    save_in_background: tyro.conf.Suppress[bool] = False
+    save_fallback_dir: tyro.conf.Suppress[Path | None] = None
+    save_retry_seconds: tyro.conf.Suppress[float] = 0.0
+
+    def check_method(self) -> None:
+        """Whether the options go together.
+
+        Raises:
+            InputError: they do not.
+        """
+        model: Any = self.pipeline.model
+        if model.cells < 0:
+            raise InputError(f"--pipeline.model.cells {model.cells}: give how many cells, or 0 for one a GPU.")
+        workers = self.machine.num_devices * self.machine.num_machines
+        if workers > 1 and "viewer" in self.vis:
+            raise InputError(
+                f"--vis {self.vis}: with several workers nerfacto-xl has no viewer while it trains. Leave the viewer "
+                "out (--vis tensorboard), and look at the run with ns-viewer."
+            )
+
+    def prepare(self) -> None:
+        """Nothing: no operators of ours are used."""
+
+    def _in_short(self) -> str:
+        ranks = self.machine.num_devices * self.machine.num_machines
+        devices = f"{ranks} {'CPU worker' if self.machine.device_type == 'cpu' else 'GPU'}{'' if ranks == 1 else 's'}"
+        pipeline: Any = self.pipeline
+        data = pipeline.datamanager
+        where = data.data or data.dataparser.data
+        return (
+            f"{self.method_name} on {devices}, a cell or more each: {self.max_num_iterations:,} steps of "
+            f"{data.train_num_rays_per_batch:,} rays of {where}\n"
+            f"Run folder {self.get_base_dir()} (config.yml there has all options; --verbose True prints them)"
+        )

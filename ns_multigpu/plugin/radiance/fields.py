@@ -1,0 +1,152 @@
+"""The fields of a cell, made of nerfstudio's; and what all cells share (NeRF-XL, appendix A.1)."""
+
+from typing import Any
+
+import torch
+from nerfstudio.cameras.rays import RayBundle, RaySamples
+from nerfstudio.field_components.spatial_distortions import SpatialDistortion
+from nerfstudio.fields.density_fields import HashMLPDensityField
+from nerfstudio.fields.nerfacto_field import NerfactoField
+from nerfstudio.models.nerfacto import NerfactoModelConfig
+from torch import Tensor, nn
+
+from ns_multigpu.plugin.radiance.draws import drawn
+from ns_multigpu.radiance.contraction import Domain
+
+_SHARED, _CELL = 1, 2
+"""First numbers of the seeds of what is shared, and of cells."""
+_INSIDE = 1e-6
+"""A sample keeps this part of its cell's extent away from the faces: rounding shall not put it outside."""
+
+
+class CellCoordinates(SpatialDistortion):
+    """Positions in a cell as nerfacto's fields take contracted ones: within [-2, 2], of which the cell is all.
+
+    Args:
+        extent: [2, 3] the cell's corners, as of `Partition.extents`.
+        domain: what cells are cut from.
+    """
+
+    low: Tensor
+    size: Tensor
+
+    def __init__(self, extent: Tensor, domain: Domain) -> None:
+        super().__init__()
+        self.domain = domain
+        self.register_buffer("low", extent[0].float(), persistent=False)
+        self.register_buffer("size", (extent[1] - extent[0]).float(), persistent=False)
+
+    def forward(self, positions: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Of positions in the world, [..., 3]."""
+        inside = (self.domain.inward(positions) - self.low) / self.size
+        return inside.clamp(_INSIDE, 1 - _INSIDE) * 4 - 2
+
+
+class Shared(nn.Module):
+    """What all cells share: the colour head and the appearance embedding; equal on every rank.
+
+    Args:
+        config: the model's. images: how many are trained on. seed: that parameters are drawn from.
+    """
+
+    def __init__(self, config: NerfactoModelConfig, images: int, seed: int) -> None:
+        super().__init__()
+        with drawn("cpu", seed, _SHARED):
+            # The smallest field that has them: they do not depend on its grid.
+            field = NerfactoField(
+                torch.zeros(2, 3), **{**field_options(config, images), "num_levels": 1, "log2_hashmap_size": 1}
+            )
+        self.mlp_head, self.embedding_appearance = field.mlp_head, field.embedding_appearance
+
+
+class CellField(NerfactoField):
+    """nerfacto's field in one cell, with a hash grid and a density network of its own.
+
+    Args:
+        coordinates: of the cell. shared: what it shares. options: see `field_options`.
+    """
+
+    def __init__(self, coordinates: CellCoordinates, shared: Shared, options: dict[str, Any]) -> None:
+        super().__init__(torch.zeros(2, 3), spatial_distortion=coordinates, **options)
+        for name in ("mlp_head", "embedding_appearance"):
+            if getattr(self, name) is not None:
+                delattr(self, name)
+                # Not as a part of its own, which would be saved with each cell.
+                self.__dict__[name] = getattr(shared, name)
+
+
+class Cell(nn.Module):
+    """All that one cell owns.
+
+    Args:
+        number: the cell's. extent, domain: see `CellCoordinates`. config: the model's. shared: what all cells share.
+        images: how many are trained on. seed: that parameters are drawn from, together with the number.
+    """
+
+    def __init__(
+        self, number: int, extent: Tensor, domain: Domain, config: NerfactoModelConfig, shared: Shared, images: int,
+        seed: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        coordinates = CellCoordinates(extent, domain)
+        with drawn("cpu", seed, _CELL, number):
+            self.field = CellField(coordinates, shared, field_options(config, images))
+            count = 1 if config.use_same_proposal_network else config.num_proposal_iterations
+            listed = config.proposal_net_args_list
+            self.proposal_networks = nn.ModuleList(
+                HashMLPDensityField(
+                    torch.zeros(2, 3),
+                    spatial_distortion=coordinates,
+                    **listed[min(i, len(listed) - 1)],
+                    average_init_density=config.average_init_density,
+                    implementation=config.implementation,
+                )
+                for i in range(count)
+            )
+
+    def density_fns(self, levels: int) -> list[Any]:
+        """What nerfstudio's sampler asks for densities, of each level of proposals."""
+        networks = list(self.proposal_networks)
+        return [networks[min(level, len(networks) - 1)].density_fn for level in range(levels)]
+
+
+def field_options(config: NerfactoModelConfig, images: int) -> dict[str, Any]:
+    """nerfacto's options, as its field takes them."""
+    return {
+        "num_images": images,
+        "hidden_dim": config.hidden_dim,
+        "num_levels": config.num_levels,
+        "max_res": config.max_res,
+        "base_res": config.base_res,
+        "features_per_level": config.features_per_level,
+        "log2_hashmap_size": config.log2_hashmap_size,
+        "hidden_dim_color": config.hidden_dim_color,
+        "hidden_dim_transient": config.hidden_dim_transient,
+        "use_average_appearance_embedding": config.use_average_appearance_embedding,
+        "appearance_embedding_dim": config.appearance_embed_dim if config.use_appearance_embedding else 0,
+        "average_init_density": config.average_init_density,
+        "implementation": config.implementation,
+    }
+
+
+def up_to_faces(samples: RaySamples, bundle: RayBundle, front: Tensor, back: Tensor) -> RaySamples:
+    """Widens the outermost samples of segments up to the faces of their cell.
+
+    nerfstudio's samples stop a little before a ray's ends, where nothing is missed; at a face a seam would be seen.
+
+    Args:
+        samples: [n, S]. bundle: [n], with `nears` and `fars`.
+        front, back: [n] bool, whether a segment begins, and ends, at a face between two cells.
+    """
+    assert bundle.nears is not None and bundle.fars is not None
+    assert samples.spacing_starts is not None and samples.spacing_ends is not None
+    starts, ends = samples.frustums.starts.clone(), samples.frustums.ends.clone()
+    spaced, spaced_ends = samples.spacing_starts.clone(), samples.spacing_ends.clone()
+    starts[:, 0] = torch.where(front[:, None], bundle.nears, starts[:, 0])
+    ends[:, -1] = torch.where(back[:, None], bundle.fars, ends[:, -1])
+    spaced[:, 0] = spaced[:, 0].masked_fill(front[:, None], 0.0)
+    spaced_ends[:, -1] = spaced_ends[:, -1].masked_fill(back[:, None], 1.0)
+    return bundle.get_ray_samples(
+        bin_starts=starts, bin_ends=ends, spacing_starts=spaced, spacing_ends=spaced_ends,
+        spacing_to_euclidean_fn=samples.spacing_to_euclidean_fn,
+    )  # fmt: skip

@@ -1,0 +1,210 @@
+"""Rays, cells and the model of one rank."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torchvision.utils as vutils
+import tyro
+from nerfstudio.pipelines.base_pipeline import VanillaPipeline, VanillaPipelineConfig
+from nerfstudio.utils.rich_utils import CONSOLE
+from torch import Tensor
+
+from ns_multigpu.core.collectives import broadcast_object
+from ns_multigpu.core.placement import even_bounds
+from ns_multigpu.locality.picture import MOST_POINTS, draw
+from ns_multigpu.locality.picture import Partition as Picture
+from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
+from ns_multigpu.plugin.launch.process_world import get_world
+from ns_multigpu.plugin.radiance.datamanager import RadianceDataManager, RadianceDataManagerConfig
+from ns_multigpu.plugin.radiance.model import NerfactoXLModel, NerfactoXLModelConfig
+from ns_multigpu.plugin.radiance.saved import SavedField, partition_of, read_parameters
+from ns_multigpu.radiance.partition import Partition, partition
+
+
+@dataclass
+class RadiancePipelineConfig(VanillaPipelineConfig):
+    """The pipeline of `nerfacto-xl`."""
+
+    _target: type = field(default_factory=lambda: RadiancePipeline)
+    datamanager: RadianceDataManagerConfig = field(default_factory=RadianceDataManagerConfig)
+    model: NerfactoXLModelConfig = field(default_factory=NerfactoXLModelConfig)
+    checkpoints: tyro.conf.Suppress[Path | None] = None
+    """The folder that a .ckpt lies in which nerfstudio's commands are about to load."""
+    cells_of: tyro.conf.Suppress[Path | None] = None
+    """The .ckpt whose cells a run goes on with."""
+
+
+class RadiancePipeline(VanillaPipeline):
+    """Datamanager and model of one rank.
+
+    Raises:
+        InputError: there are fewer cells than ranks.
+    """
+
+    config: RadiancePipelineConfig
+    datamanager: RadianceDataManager
+
+    def __init__(
+        self,
+        config: RadiancePipelineConfig,
+        device: str,
+        test_mode: Literal["test", "val", "inference"] = "val",
+        world_size: int = 1,
+        local_rank: int = 0,
+        grad_scaler: Any = None,
+    ) -> None:
+        if test_mode != "val":
+            show_uncaught()
+        self.world = get_world(str(device))
+        self.cut_by: Tensor | None = None  # points [N, 3] that space was cut by
+        torch.manual_seed(broadcast_object(torch.initial_seed(), 0, self.world))
+        # A world of one as far as nerfstudio knows: it would wrap the model in DDP.
+        super().__init__(config, device, test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
+        if test_mode == "val":
+            cells = self._new_cells() if config.cells_of is None else self._cells_of(config.cells_of)
+            self.model.place(cells, self.world)
+
+    @property
+    def model(self) -> NerfactoXLModel:
+        """The model."""
+        assert isinstance(self._model, NerfactoXLModel)
+        return self._model
+
+    def _cells_of(self, checkpoint: Path) -> Partition:
+        cells, asked, ranks = partition_of(checkpoint), self.config.model.cells, self.world.size
+        if cells.cells < ranks:
+            raise InputError(
+                f"{checkpoint} has {cells.cells} cells, and each of the {ranks} workers wants one at least. Use "
+                f"{cells.cells} workers or fewer. To have more, train with more cells from the start "
+                "(--pipeline.model.cells)."
+            )
+        if asked not in (0, cells.cells):
+            raise InputError(
+                f"--pipeline.model.cells {asked}: {checkpoint} has {cells.cells}, and a run keeps its cells. Leave the "
+                "option out."
+            )
+        return cells
+
+    def _new_cells(self) -> Partition:
+        config, world, model = self.config.model, self.world, self.model
+        count = config.cells or world.size
+        if count < world.size:
+            raise InputError(
+                f"--pipeline.model.cells {count}: each of the {world.size} workers wants a cell at least. Give "
+                f"{world.size} or more, or 0."
+            )
+        points = None if model.kwargs["seed_points"] is None else model.kwargs["seed_points"][0]
+        if points is None or not len(points):
+            points = self.datamanager.points_along_rays(config.near_plane, config.far_plane)
+            if count > 1:
+                CONSOLE.print(
+                    "The capture has no reconstructed points: space is cut into cells by samples along training rays.",
+                    soft_wrap=True,
+                )
+        # One decision for all, though all have read the same points.
+        cells: Partition = broadcast_object(partition(points, count, model.domain), 0, world)
+        self.cut_by = points[model.domain.holds(points)]
+        if empty := count - len(cells.of(self.cut_by).unique()):
+            CONSOLE.print(
+                f"[yellow]{empty} of {count} cells have none of the {len(points):,} points that space is cut by: fewer "
+                "cells would do.[/yellow]",
+                soft_wrap=True,
+            )
+        return cells
+
+    def partition_picture(self, file: Path) -> None:
+        """Draws which rank owns which part of space, by the points that it was cut by; nothing where a run goes on.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self.cut_by is None or self.model.partition is None:
+            return
+        points, cameras = (self.model.domain.inward(x.double()) for x in (self.cut_by, self._centres()))
+        points = points[:: -(-len(points) // MOST_POINTS)] if len(points) else points
+        owners = torch.bucketize(
+            self.model.partition.tree.of(points),
+            torch.tensor(even_bounds(self.model.partition.cells, self.world.size)[1:]),
+            right=True,
+        )
+        counts = torch.bincount(owners, minlength=self.world.size).tolist()
+        none = np.zeros(0, dtype=np.int64)
+        seen = Picture(points.numpy(), owners.numpy(), counts, cameras.numpy(), none, self.world.machines)
+        draw(seen).save(file)
+
+    def _centres(self) -> Tensor:
+        return self.datamanager.train_dataset.cameras.camera_to_worlds[:, :3, 3].cpu()
+
+    def saved_field(self) -> SavedField:
+        """What a .ckpt has of the model: all that is shared, and the cells."""
+        assert self.model.partition is not None
+        shared = {name: p.detach() for name, p in self.model.shared_parameters().items()}
+        return SavedField(self.model.partition, shared)
+
+    def load_pipeline(self, loaded_state: dict[str, Any], step: int) -> None:
+        """Loads what a .ckpt holds, and this rank's cells from the folder that it names.
+
+        Raises:
+            InputError: they are missing, damaged, or do not fit the model.
+        """
+        saved = SavedField.from_state(loaded_state)
+        if self.model.partition is None or self.model.partition.tree != saved.partition.tree:
+            self.model.place(saved.partition, self.world)
+        assert self.config.checkpoints is not None
+        read_parameters(self.model, saved, loaded_state, self.config.checkpoints)
+        self.model.begin_step(step)
+
+    # ---- evaluation: every rank renders, rank 0 has the images ----
+
+    def get_eval_image_metrics_and_images(self, step: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """One held-out view. Every rank calls it and gets the same metrics; rank 0 gets the pictures."""
+        self.eval()
+        metrics, images = self._measured(*self.datamanager.next_eval_image(step))
+        self.train()
+        return metrics, images
+
+    def get_average_eval_image_metrics(
+        self, step: int | None = None, output_path: Path | None = None, get_std: bool = False
+    ) -> dict[str, float]:
+        """Mean metrics of all held-out views. Every rank calls it and gets the same.
+
+        Args:
+            step: unused; nerfstudio passes it.
+            output_path: folder for the images, if wanted.
+            get_std: standard deviations too, as `<metric>_std`.
+        """
+        self.eval()
+        if output_path is not None:
+            output_path.mkdir(exist_ok=True, parents=True)
+        rows: list[dict[str, Any]] = []
+        for index in range(len(self.datamanager.eval_dataset)):
+            metrics, images = self._measured(*self.datamanager.eval_image(index))
+            rows.append(metrics)
+            if output_path is not None:
+                for name, image in images.items():
+                    vutils.save_image(image.permute(2, 0, 1).cpu(), output_path / f"eval_{name}_{index:04d}.png")
+        self.train()
+        result: dict[str, float] = {}
+        for name in rows[0] if rows else ():
+            column = torch.tensor([float(row[name]) for row in rows])
+            result[name] = float(column.mean())
+            if get_std:
+                result[f"{name}_std"] = float(column.std())
+        return result
+
+    def _measured(self, camera: Any, batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        begun = perf_counter()
+        outputs = self.model.get_outputs_for_camera(camera)
+        pixels = int((camera.height * camera.width).item())
+        metrics: dict[str, Any] = {}
+        images: dict[str, Tensor] = {}
+        if self.world.is_main:
+            metrics, images = self.model.get_image_metrics_and_images(outputs, batch)
+            metrics["num_rays"] = pixels
+            metrics["num_rays_per_sec"] = pixels / (perf_counter() - begun)
+            metrics["fps"] = metrics["num_rays_per_sec"] / pixels
+        return broadcast_object(metrics, 0, self.world), images

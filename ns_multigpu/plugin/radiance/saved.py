@@ -1,0 +1,122 @@
+"""A field in a checkpoint: what lies in the .ckpt, what beside it, and how any number of ranks reads it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ns_multigpu.cells.tree import CellTree
+from ns_multigpu.plugin.checkpoint.storage import SavedTensors
+from ns_multigpu.plugin.checkpoint.verify import (
+    SHARDS,
+    DamagedCheckpoint,
+    cut_short,
+    read_checkpoint_file,
+    read_manifest,
+    states_folder,
+)
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.radiance.contraction import Domain
+from ns_multigpu.radiance.partition import Partition
+
+MODEL = "model/"
+"""Before the name of a cell's parameter, among the tensors of a checkpoint."""
+_SHARED, _TREE, _DOMAIN = "_model.", "radiance.tree", "radiance.domain"
+
+
+class Model(Protocol):
+    """A model in cells."""
+
+    def own_parameters(self) -> dict[str, torch.nn.Parameter]: ...
+
+    def shared_parameters(self) -> dict[str, torch.nn.Parameter]: ...
+
+
+@dataclass(frozen=True)
+class SavedField:
+    """What the .ckpt holds: small, and the same on every rank.
+
+    Attributes:
+        partition: the cells. shared: by name, the parameters that all cells share.
+    """
+
+    partition: Partition
+    shared: Mapping[str, Tensor]
+
+    def state(self) -> dict[str, Any]:
+        """For the `pipeline` of a .ckpt; cells' parameters lie in the state folder, whose name is added when it has
+        one."""
+        domain = self.partition.domain
+        return {
+            **{_SHARED + name: value for name, value in self.shared.items()},
+            _TREE: self.partition.tree.tensor(),
+            _DOMAIN: [list(domain.lower), list(domain.upper), domain.contracted],
+            SHARDS: {"cells": self.partition.cells},
+        }
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> "SavedField":
+        """What `state` gave.
+
+        Raises:
+            InputError: it is another method's.
+        """
+        if not {_TREE, _DOMAIN, SHARDS} <= state.keys():
+            raise InputError("This is no checkpoint of nerfacto-xl: it has no cells. Give one of a run of nerfacto-xl.")
+        low, high, contracted = state[_DOMAIN]
+        cells = Partition(CellTree.from_tensor(state[_TREE]), Domain(tuple(low), tuple(high), bool(contracted)))
+        names = [key for key in state if key.startswith(_SHARED)]
+        return SavedField(cells, {name.removeprefix(_SHARED): state[name] for name in names})
+
+
+def partition_of(checkpoint: Path) -> Partition:
+    """The cells of a .ckpt.
+
+    Raises:
+        InputError: it is damaged, or another method's.
+    """
+    return SavedField.from_state(read_checkpoint_file(checkpoint)["pipeline"]).partition
+
+
+@torch.no_grad()
+def read_parameters(model: Model, saved: SavedField, state: Mapping[str, Any], models: Path) -> None:
+    """Reads a model's parameters: what is shared, and those of the cells that it has.
+
+    Args:
+        model: with the cells that it is to have. saved: what `state` holds, the pipeline of a .ckpt.
+        models: the folder that the .ckpt lies in.
+
+    Raises:
+        InputError: parameters are missing, damaged, or of another shape.
+    """
+    folder = states_folder(models) / str(state[SHARDS].get("state"))
+    if not folder.is_dir():
+        raise DamagedCheckpoint(f"The cells of the checkpoint are missing: they belong into {folder}")
+    if found := cut_short(folder, read_manifest(folder)):
+        raise DamagedCheckpoint("; ".join(found))
+    tensors = SavedTensors(folder)
+    own, shared = model.own_parameters(), model.shared_parameters()
+    there = set(tensors.names)
+    missing = [name for name in own if MODEL + name not in there] + [
+        name for name in shared if name not in saved.shared
+    ]
+    shapes = {name: tuple(saved.shared[name].shape) for name in shared if name in saved.shared}
+    shapes.update({name: tensors.shape(MODEL + name) for name in own if MODEL + name in there})
+    wrong = [
+        f"{name} is of shape {list(shapes[name])}, here {list(p.shape)}"
+        for name, p in {**own, **shared}.items()
+        if name in shapes and shapes[name] != tuple(p.shape)
+    ]
+    if missing or wrong:
+        what = [f"it has no {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}"] if missing else []
+        raise InputError(
+            f"The checkpoint in {models} does not fit this model: {'; '.join(what + wrong[:3])}. Use the options and "
+            "the capture that it was trained with (its run folder's config.yml has them), and the same "
+            "--pipeline.model.implementation."
+        )
+    values = {**tensors.read([MODEL + name for name in own]), **{MODEL + name: saved.shared[name] for name in shared}}
+    for name, param in {**own, **shared}.items():
+        param.copy_(values[MODEL + name])

@@ -1,0 +1,64 @@
+"""Rays clipped at cells: the segments, and their order along each ray."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of a batch of rays, those of cell 0 first, and in a cell by ray. Every rank has all of them.
+
+    Attributes:
+        rays: how many rays there are.
+        ray: [M] int64, which ray a segment is of.
+        near, far: [M] distances along the ray, near < far.
+        begins: [cells + 1], the first segment of each cell, and M.
+        order: [R, K] int64, the segments of each ray, front to back; M where it has no more.
+        counts: [R] int64, how many each ray has; 0 where it misses all cells.
+    """
+
+    rays: int
+    ray: Tensor
+    near: Tensor
+    far: Tensor
+    begins: tuple[int, ...]
+    order: Tensor
+    counts: Tensor
+
+    def __len__(self) -> int:
+        return self.begins[-1]
+
+
+@torch.no_grad()
+def clip(origins: Tensor, directions: Tensor, nears: Tensor, fars: Tensor, boxes: Tensor) -> Segments:
+    """Clips rays at cells.
+
+    Cells are convex, so that each ray has one segment in a cell at most. A face that several cells share is met at one
+    distance, bit for bit: segments of a ray that follow one another leave no gap, and no sample crosses a face.
+
+    Args:
+        origins, directions: [R, 3].
+        nears, fars: [R] how far along each ray to begin and to end.
+        boxes: [cells, 2, 3] as of `Partition.boxes`; they share no volume.
+    """
+    planes = boxes.to(origins)
+    runs = directions[:, None, None] != 0
+    steps = torch.where(runs, directions[:, None, None], 1.0)
+    meets = (planes - origins[:, None, None]) / steps  # [R, cells, 2, 3]
+    # A ray along a face never meets it: it is inside or outside for all of its length. On a face it is above.
+    inside = (origins[:, None] >= planes[:, 0]) & (origins[:, None] < planes[:, 1])
+    whole = torch.where(inside, torch.inf, -torch.inf)
+    enter = torch.where(runs[:, :, 0], meets.amin(2), -whole).amax(-1).maximum(nears[:, None])
+    leave = torch.where(runs[:, :, 0], meets.amax(2), whole).amin(-1).minimum(fars[:, None])
+    hits = enter < leave  # [R, cells]
+    cell, ray = hits.t().nonzero(as_tuple=True)
+    counts = hits.sum(1)
+    ends = torch.cat([hits.sum(0).cumsum(0), counts.amax(0, keepdim=True)]) if len(counts) else counts.new_zeros(2)
+    *sums, longest = ends.tolist()  # the one wait for the device
+    begins = (0, *sums) if len(counts) else (0,) * (len(boxes) + 1)
+    number = torch.full(hits.shape, begins[-1], device=ray.device)
+    number[ray, cell] = torch.arange(begins[-1], device=ray.device)
+    along = enter.masked_fill(~hits, torch.inf).argsort(dim=1, stable=True)[:, :longest]
+    return Segments(len(origins), ray, enter[ray, cell], leave[ray, cell], begins, number.gather(1, along), counts)

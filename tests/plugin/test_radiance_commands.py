@@ -1,0 +1,56 @@
+"""`nerfacto-xl` through nerfstudio's commands: ns-train on two workers, ns-eval in one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.plugin.course import write_capture
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+def _run(*command: str, code: int = 0) -> str:
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK", "WORLD", "LOCAL_"))}
+    # Also where the package was installed before it had the method.
+    more = {"NERFSTUDIO_METHOD_CONFIGS": "nerfacto-xl=ns_multigpu.methods:nerfacto_xl", "COLUMNS": "120"}
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", *command], env={**keep, "PYTHONPATH": str(ROOT), **more},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode == code, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    return result.stdout + result.stderr
+
+
+def test_train_and_evaluate(tmp_path: Path) -> None:
+    write_capture(tmp_path / "capture", wide=False)
+    small = "--pipeline.model.{}"
+    options = {
+        "log2-hashmap-size": 12, "num-levels": 4, "max-res": 64, "num-nerf-samples-per-ray": 12,
+        "eval-num-rays-per-chunk": 512, "cells": 3,
+    }  # fmt: skip
+    train = (
+        *("nerfstudio.scripts.train", "nerfacto-xl", "--machine.num-devices", "2", "--machine.device-type", "cpu"),
+        *("--data", str(tmp_path / "capture"), "--output-dir", str(tmp_path), "--timestamp", "now"),
+        *("--max-num-iterations", "30", "--logging.steps-per-log", "5", "--steps-per-eval-image", "20"),
+        *("--pipeline.datamanager.train-num-rays-per-batch", "256"),
+        *(word for name, value in options.items() for word in (small.format(name), str(value))),
+        *(small.format("num-proposal-samples-per-ray"), "24", "16"),
+    )
+    parser = ("nerfstudio-data", "--downscale-factor", "1", "--eval-mode", "filename", "--load-3D-points", "False")
+    said = _run(*train, *parser)
+    assert "nerfacto-xl on 2 CPU workers" in said and "30 steps, 3 cells on 2 worker(s)" in said
+    run = tmp_path / "capture/nerfacto-xl/now"
+    assert [path.name for path in (run / "nerfstudio_models").iterdir()] == ["step-000000029.ckpt"]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["psnr"] > rows[0]["psnr"] + 0.5 and len(rows[0]["samples_by_rank"]) == 2
+    output = tmp_path / "eval.json"
+    _run("nerfstudio.scripts.eval", "--load-config", str(run / "config.yml"), "--output-path", str(output))
+    assert json.loads(output.read_text())["results"]["psnr"] > 8
+    refused = _run("ns_multigpu.cli", "eval", "--load-config", str(run / "config.yml"), code=1)
+    assert "it is of the method nerfacto-xl" in refused

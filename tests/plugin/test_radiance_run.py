@@ -1,0 +1,210 @@
+"""Runs of `nerfacto-xl` on a small capture: resumed they are what was not stopped, on any number of workers."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+
+from ns_multigpu.core.world import World
+from ns_multigpu.methods import nerfacto_xl
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
+from tests.plugin.course import TinyDataParserConfig, write_capture
+from tests.plugin.radiance_scene import SMALL
+from tests.plugin.resuming import part_of
+from tests.ranks import run_ranks
+
+STEPS, SAVED, CELLS, RAYS = 6, 3, 3, 64
+
+
+def configured(capture: Path, run: Path, *, points: bool = True, **options: Any) -> Any:
+    """The method's configuration, made small; options of the model."""
+    config: Any = copy.deepcopy(nerfacto_xl.config)
+    config.machine.device_type, config.vis = "cpu", ""
+    config.output_dir, config.timestamp, config.experiment_name = run, "now", "run"
+    config.max_num_iterations, config.steps_per_checksum, config.steps_per_save = STEPS, 1, SAVED
+    config.keep_checkpoints, config.logging.steps_per_log = 0, 1
+    for group in config.optimizers.values():
+        group["optimizer"].eps = 1e-7  # see `course`
+    data = config.pipeline.datamanager
+    parser = TinyDataParserConfig if points else NerfstudioDataParserConfig
+    data.dataparser = parser(data=capture, downscale_factor=1, load_3D_points=False)
+    data.train_num_rays_per_batch = data.eval_num_rays_per_batch = RAYS
+    for name, value in {**SMALL, "cells": CELLS, **options}.items():
+        assert hasattr(config.pipeline.model, name), name
+        setattr(config.pipeline.model, name, value)
+    return config
+
+
+def trained(world: World, config: Any) -> RadianceTrainer:
+    """The trainer at the end of a run on these ranks."""
+    torch.manual_seed(3)
+    World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
+    config.get_base_dir().mkdir(parents=True, exist_ok=True)
+    trainer = RadianceTrainer(config)
+    try:
+        trainer.setup()
+        trainer.train()
+    finally:
+        set_world(None)
+    return trainer
+
+
+def _everything(trainer: RadianceTrainer) -> dict[str, torch.Tensor]:
+    """Parameters and moments of a rank, by name."""
+    model = trainer.pipeline.model
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for group, optimizer in trainer.optimizers.optimizers.items():
+        found[f"{group}/rate"] = torch.tensor(optimizer.param_groups[0]["lr"])
+        for param, state in optimizer.state.items():
+            found.update({f"{names[id(param)]}/{key}": value.clone() for key, value in state.items()})
+    return found
+
+
+def courses(world: World, capture: Path, out: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """What each course ends with on this rank."""
+    ends: dict[str, dict[str, torch.Tensor]] = {}
+    for name, size, begun in (
+        ("three", 3, ""), ("alone", 1, ""), ("three again", 3, "three"), ("two", 2, "three"), ("one", 1, "three"),
+    ):  # fmt: skip
+        part = part_of(world, size) if size > 1 else (World.single() if world.is_main else None)
+        if part is not None:
+            config = configured(capture, out / name)
+            if begun:
+                config.load_dir, config.load_step = out / begun / "run/nerfacto-xl/now/nerfstudio_models", SAVED
+            ends[name] = _everything(trained(part, config))
+        dist.barrier(group=world.control)
+    return ends
+
+
+def _near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """What of `a` is not nearly what it is in `b`."""
+    return [name for name, value in a.items() if not torch.allclose(value, b[name], rtol=1e-3, atol=2e-4)]
+
+
+@pytest.fixture(scope="module")
+def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("capture") / "capture"
+    write_capture(folder, wide=False)
+    return folder
+
+
+@pytest.mark.slow
+def test_runs_and_resumed_runs(capture: Path, tmp_path: Path) -> None:
+    ends = run_ranks(courses, 3, capture, tmp_path)
+    whole = ends[0]["alone"]
+    assert sum(".field." in name for name in whole) > 20 and len({n[:7] for n in whole if n.startswith("cells.")}) == 3
+    for rank, end in enumerate(ends):
+        again, three = end["three again"], end["three"]
+        assert again.keys() == three.keys()
+        assert [name for name in three if not torch.equal(again[name], three[name])] == [], f"rank {rank}, resumed"
+        assert _near(three, whole) == [], f"rank {rank} of three, and one rank"
+        for name in ("two", "one"):
+            if name in end:
+                assert _near(end[name], whole) == [], f"{name}, resumed from three"
+    assert len(ends[1]["two"]) > len(ends[1]["three"]), "two of three cells are on the second of two ranks"
+    rows = [
+        [json.loads(line) for line in (tmp_path / name / "run/nerfacto-xl/now/metrics.jsonl").read_text().splitlines()]
+        for name in ("three", "alone")
+    ]
+    for three, alone in zip(*rows, strict=True):
+        assert three["loss"] == pytest.approx(alone["loss"], rel=1e-3)
+        assert sum(three["samples_by_rank"]) == alone["samples_by_rank"][0]
+        assert three["segments_a_ray"] == alone["segments_a_ray"] > 1.2 and three["rays_outside"] == 0
+        assert three["bytes_a_ray"] == pytest.approx(three["segments_a_ray"] * 11 * 4)
+    drift = max(float((value - whole[name]).abs().max()) for name, value in ends[0]["three"].items() if value.numel())
+    assert drift < 1e-2 < float(whole["shared.mlp_head.layers.0.weight"].abs().max())
+    for name in ("three", "alone"):
+        assert (tmp_path / name / "run/nerfacto-xl/now/partition.png").stat().st_size > 1000
+
+
+def test_evaluation_in_one_process_shows_what_was_trained(capture: Path, tmp_path: Path) -> None:
+    trainer = trained(World.single(), configured(capture, tmp_path))
+    pipeline = trainer.pipeline
+    expected = pipeline.get_average_eval_image_metrics()
+    config = configured(capture, tmp_path)
+    config.load_dir = config.get_checkpoint_dir()
+    loaded = config.pipeline.setup(device="cpu", test_mode="test")
+    loaded.eval()
+    file = config.load_dir / f"step-{STEPS - 1:09d}.ckpt"
+    state = torch.load(file, map_location="cpu")
+    loaded.load_pipeline(state["pipeline"], state["step"])
+    found = loaded.get_average_eval_image_metrics(output_path=tmp_path / "images", get_std=True)
+    assert found["psnr"] == expected["psnr"] and found["ssim"] == expected["ssim"]
+    assert {path.name for path in (tmp_path / "images").iterdir()} == {
+        "eval_img_0000.png", "eval_accumulation_0000.png", "eval_depth_0000.png"
+    }  # fmt: skip
+    _, metrics, images = (None, *loaded.get_eval_image_metrics_and_images(0))
+    assert metrics["num_rays"] == 28 * 24 and images["img"].shape[:2] == (24, 56)
+    first, again = (pipeline.datamanager.next_train(9)[1]["indices"] for _ in range(2))
+    assert torch.equal(first, again), "a step's rays follow from its number"
+    assert not torch.equal(first, pipeline.datamanager.next_train(10)[1]["indices"])
+    # A file of the cells that is cut short is named.
+    folder = next(file.parent.with_name("nerfstudio_models_state").glob(f"step-{STEPS - 1:09d}*"))
+    part = next(folder.glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:-9])
+    with pytest.raises(InputError, match="truncated"):
+        loaded.load_pipeline(state["pipeline"], state["step"])
+
+
+def test_bad_options_are_named(capture: Path, tmp_path: Path) -> None:
+    config = configured(capture, tmp_path)
+    config.vis, config.machine.num_devices = "viewer+tensorboard", 2
+    with pytest.raises(InputError, match="no viewer while it trains"):
+        config.check_method()
+    config = configured(capture, tmp_path, cells=-1)
+    with pytest.raises(InputError, match="cells -1"):
+        config.check_method()
+
+
+def test_without_points_space_is_cut_along_rays(
+    capture: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = configured(capture, tmp_path, points=False, cells=2)
+    torch.manual_seed(3)
+    pipeline = config.pipeline.setup(device="cpu", test_mode="val")
+    assert "samples along training rays" in capfd.readouterr().out
+    held = torch.bincount(pipeline.model.partition.of(pipeline.cut_by))
+    assert held.tolist() == pytest.approx([len(pipeline.cut_by) / 2] * 2, rel=0.01)
+
+
+def test_more_cells_than_points(capture: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = configured(capture, tmp_path, cells=64)
+    pipeline = config.pipeline.setup(device="cpu", test_mode="val")
+    assert "of 64 cells have none of the 60 points" in capfd.readouterr().out
+    assert len(pipeline.model.cells) == 64
+
+
+def test_rays_that_miss_all_cells(capture: Path, tmp_path: Path) -> None:
+    config = configured(capture, tmp_path, disable_scene_contraction=True, near_plane=90.0)
+    with pytest.raises(InputError, match="No ray of step 0 meets a cell"):
+        trained(World.single(), config)
+
+
+def test_checkpoints_that_do_not_fit_are_named(capture: Path, tmp_path: Path) -> None:
+    trained(World.single(), configured(capture, tmp_path / "a", cells=2))
+    models = tmp_path / "a/run/nerfacto-xl/now/nerfstudio_models"
+    config = configured(capture, tmp_path / "b", cells=2, hidden_dim=8)
+    config.load_dir = models
+    with pytest.raises(InputError, match=r"does not fit this model: cells\.0"):
+        trained(World.single(), config)
+    config = configured(capture, tmp_path / "c", cells=4)
+    config.load_dir = models
+    with pytest.raises(InputError, match=r"cells 4: .* has 2, and a run keeps its cells"):
+        trained(World.single(), config)
+    config = configured(capture, tmp_path / "d", cells=0)
+    config.load_dir = models
+    assert all("has 2 cells, and each of the 3 workers" in said for said in run_ranks(_refused, 3, config))
+
+
+def _refused(world: World, config: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        trained(world, config)
+    return str(caught.value)
