@@ -14,6 +14,7 @@ from torch import Tensor
 from ns_multigpu.cells.leveling import leveled, loads_of
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.tree import CellTree
+from ns_multigpu.core.cell_layers import CellLayers
 from ns_multigpu.core.collectives import all_gather_rows, max_in_place, sum_in_place
 from ns_multigpu.core.composite import LocalCells
 from ns_multigpu.core.placement import NewPoints, Placement, Settled, Shares, even_bounds, shares_of
@@ -44,7 +45,7 @@ class ByCells(Placement):
 
     Attributes:
         cells: how many.
-        local: this rank's, and which of them each of its points is in.
+        local: this rank's, and which of them each of its points is in. layers: those of all ranks.
         tree: the cells as they were cut last; None before.
         boxes: [cells, 2, 3] float64, all that is seen of each cell's points; None where no bound is known. It is
             measured after each refinement and every 100 images: what grows beyond its box in between is cut off there.
@@ -66,6 +67,7 @@ class ByCells(Placement):
         bounds = even_bounds(self.cells, world.size)
         self._ranks = torch.tensor([r for r in range(world.size) for _ in range(bounds[r], bounds[r + 1])])
         self.local = LocalCells(bounds[world.rank], bounds[world.rank + 1] - bounds[world.rank])
+        self.layers = CellLayers(self.local, bounds)
         self.tree: CellTree | None = None
         self.boxes: NDArray[np.float64] | None = None
         self._level, self._placings, self._learned = 1.0, 0, False

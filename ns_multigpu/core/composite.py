@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cuda_ext.ops.pieces import composite_pieces, live_boxes
 from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
-from ns_multigpu.core.legs import PixelLeg
+from ns_multigpu.core.legs import PixelLeg, WholePixels
 from ns_multigpu.core.pieces import Routes, routes_of
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.primitive import Primitive
@@ -60,6 +60,28 @@ class LocalCells:
         if cells is None or len(cells) == 0:
             return view_ids * self.count
         return view_ids * self.count + cells[point_ids.clamp(0, len(cells) - 1).long()]
+
+    # ---- of fused steps ----
+
+    def label(self, rows: Any) -> Any:
+        """This rank's rows as they leave: with labels of their layers in the place of their views."""
+        return rows
+
+    def labels(self, views: int) -> int:
+        """How many labels there are."""
+        return views
+
+    def unlabel(self, arrived: Any, point_ids: Tensor) -> Any:
+        """Rows that arrived with their layers in the place of labels, of which `point_ids` are this rank's own."""
+        return arrived._replace(view_ids=self.layers(arrived.view_ids, point_ids)) if self.count > 1 else arrived
+
+    def rectangles(self, plan: Plan, views: Sequence[View], ways: Sequence[int], first_view: int) -> list[int]:
+        """Where this rank's rows go: 6 integers a patch, the way, the label counted from `first_view`, x0, y0, x1, y1."""
+        raise NotImplementedError("splats stay with their cells")
+
+    def spans_of(self, rows: Any, views: Sequence[View]) -> Tensor:
+        """What this rank tells of `Learns.SPANS`."""
+        raise NotImplementedError("splats stay with their cells")
 
 
 @dataclass(frozen=True)
@@ -145,7 +167,10 @@ class CompositePixels(PixelLeg):
         anchor = own.rows[named[0]]
         deep = self._deep
         flat = [_flat(pixels) for pixels in rendering.pixels]
-        drawn = torch.cat([anchor.new_empty(0, 4 + deep), *flat])
+        empty = anchor.new_empty(0, 4 + deep)
+        if splats is not own:  # who draws nothing takes part in their way back, too
+            empty = splats.rows[named[0]][:0].reshape(0, 4 + deep)
+        drawn = torch.cat([empty, *flat])
         wire = PixelWire.of(views, half=self.half)
         tied: Any = _Travelling.apply(routes, wire, world, drawn, *(own.rows[name] for name in named))
         received = torch.cat([tied[0], anchor.new_zeros(routes.dark, 4 + deep)])
@@ -162,7 +187,11 @@ class CompositePixels(PixelLeg):
             image, opacity = out[piece].view(y1 - y0, x1 - x0, -1), alpha[piece].view(y1 - y0, x1 - x0, 1)
             depth = image[..., 3:] / opacity.clamp(min=_LEAST) if deep else None
             settled.append(Pixels(patch, image[..., :3], opacity, depth))
-        return Rendering(settled, replace(own, rows={**own.rows, **dict(zip(named, tied[1:], strict=True))}))
+        whole = Rendering(settled, replace(own, rows={**own.rows, **dict(zip(named, tied[1:], strict=True))}))
+        if splats is own:
+            return whole
+        # Where two owners draw a layer, both have its pixels in a halo: see `halo`.
+        return WholePixels().settle(whole, splats, views, replace(plan, drawn=plan.owned), world)
 
 
 LIVE = 1e-3

@@ -45,6 +45,27 @@ class PixelCarrier(ABC):
         """The layer that a patch is drawn of: one of the rows' views, counted from `first_view`, or a cell of one."""
         return patch.view - first_view
 
+    def label(self, rows: Rows) -> Rows:
+        """This rank's rows as they travel: with labels in the place of their views, where a view has several layers."""
+        return rows
+
+    def labels(self, views: int) -> int:
+        """How many labels there are of so many views."""
+        return views
+
+    def rectangles(self, plan: Plan, views: Sequence[View], ways: Sequence[int]) -> list[int]:
+        """Where rows of this rank go: 6 integers a patch, the way to who draws it, the label, x0, y0, x1, y1."""
+        return [
+            n
+            for rank, patches in enumerate(plan.drawn)
+            for patch in patches
+            for n in (ways[rank], patch.view, *patch.rendered(views[patch.view]))
+        ]
+
+    def spans(self, rows: Rows, views: Sequence[View]) -> Tensor:
+        """What this rank tells of `Learns.SPANS`."""
+        raise NotImplementedError("patches have no layers")
+
     @abstractmethod
     def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
         """What this rank has drawn -> the patches that it owns."""
@@ -80,9 +101,19 @@ class PixelsTravel(PixelCarrier):
         self._watches = leg.told is not None
 
     def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
-        if self._cells.count <= 1:
-            return arrived
-        return arrived._replace(view_ids=self._cells.layers(arrived.view_ids, rows.point_ids))
+        return self._cells.unlabel(arrived, rows.point_ids)
+
+    def label(self, rows: Rows) -> Rows:
+        return self._cells.label(rows)
+
+    def labels(self, views: int) -> int:
+        return self._cells.labels(views)
+
+    def rectangles(self, plan: Plan, views: Sequence[View], ways: Sequence[int]) -> list[int]:
+        return self._cells.rectangles(plan, views, ways, 0)
+
+    def spans(self, rows: Rows, views: Sequence[View]) -> Tensor:
+        return self._cells.spans_of(rows, views)
 
     def layer(self, patch: Patch, first_view: int) -> int:
         assert first_view == 0, "all of the batch's views are splatted"

@@ -58,7 +58,7 @@ class StepBuffers:
             )
         if options.overlap < 1:
             raise InputError(f"--pipeline.overlap {options.overlap}: splats leave in 1 part at least.")
-        if not self._strategy.rows.travels:
+        if not self._strategy.rows.travels or not self._strategy.pixels.whole:  # or by collectives alone
             return
         try:
             handed_on = relays_serve(self._strategy.rows, world, peer=True) and not self._by_sort
