@@ -72,8 +72,8 @@ def scene_of(kind: Kind, blocks: int, views: int, points: int, altitude: float |
     return Scene(cameras, means, _REACH * scales, shown / len(cameras[::10]) / len(means))
 
 
-def row_of(scene: Scene, gpus: int, steps: int) -> dict[str, Any]:
-    """What so many GPUs send, and how level they are: means over steps."""
+def space_of(scene: Scene, gpus: int) -> ByCells:
+    """A cell for each GPU, as training cuts and measures them; of rank 0."""
     world = World(0, gpus, 0, gpus, torch.device("cpu"))
     space = ByCells(world, PixelOptions())
     space.shares(len(scene.means), lambda: scene.means, gpus)
@@ -84,6 +84,12 @@ def row_of(scene: Scene, gpus: int, steps: int) -> dict[str, Any]:
     everywhere.moved(scene.means)
     everywhere.observe(Points({"means": scene.means}), lambda: scene.reach, 0, World.single())
     space.boxes = everywhere.boxes
+    return space
+
+
+def row_of(scene: Scene, gpus: int, steps: int) -> dict[str, Any]:
+    """What so many GPUs send, and how level they are: means over steps."""
+    space = space_of(scene, gpus)
     assert space.boxes is not None
     loads = loads_of(space.boxes, scene.views)
     pixels = scene.views[0].width * scene.views[0].height

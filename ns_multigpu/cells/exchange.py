@@ -1,7 +1,8 @@
 """Splats or pixels: what brings a cell's layer of a view to the rank that owns some of its pixels.
 
-Either the cell's rank draws the layer and sends pixels, or it sends the splats that touch that part, and the owner draws
-the layer itself. Both give the same. For each view, cell and owner the one of fewer bytes is taken, there and back.
+Either the cell's rank draws the layer and sends pixels, or it sends the splats that touch that part, and the owner
+draws the layer itself. Both give the same. For each view, cell and owner the one of fewer bytes is taken, there and
+back.
 
 How many splats touch a part of a layer is known from when the view was drawn last: where rows of tiles its splats began
 and ended (`core.row_spans`), which tells the splats of any band. Of a view that nobody has drawn yet the cell is taken

@@ -3,11 +3,12 @@
 """Layers of a batch, a view and a cell each, where splats of a cell may be drawn by ranks that do not own it.
 
 A layer's number here is view * cells + cell, on every rank. On the wire a row has view * most + k, of its owner's k-th
-cell, where no rank has more cells than `most`: that is the view's number where each has one, and a row's label has eight
-bits. Whose segment a row came in says the rest.
+cell, where no rank has more cells than `most`: that is the view's number where each has one, and a row's label has
+eight bits. Whose segment a row came in says the rest.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class CellLayers(LocalCells):
     def __init__(self, local: LocalCells, bounds: Sequence[int]) -> None:
         super().__init__(0, bounds[-1])
         self._local, self._bounds = local, tuple(bounds)
-        self.most = max((b - a for a, b in zip(bounds, bounds[1:], strict=False)), default=1)
+        self.most = max((b - a for a, b in pairwise(bounds)), default=1)
         self._firsts: Tensor | None = None
 
     def layer(self, patch: Patch) -> int:

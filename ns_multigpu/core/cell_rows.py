@@ -9,7 +9,6 @@ there. Either way it is drawn of the same splats in the same order, so that the 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ns_multigpu.core.cell_layers import CellLayers

@@ -76,7 +76,7 @@ class LocalCells:
         return arrived._replace(view_ids=self.layers(arrived.view_ids, point_ids)) if self.count > 1 else arrived
 
     def rectangles(self, plan: Plan, views: Sequence[View], ways: Sequence[int], first_view: int) -> list[int]:
-        """Where this rank's rows go: 6 integers a patch, the way, the label counted from `first_view`, x0, y0, x1, y1."""
+        """Where this rank's rows go: 6 integers a patch, the way, the label from `first_view` on, x0, y0, x1, y1."""
         raise NotImplementedError("splats stay with their cells")
 
     def spans_of(self, rows: Any, views: Sequence[View]) -> Tensor:

@@ -2,8 +2,8 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """How many rows begin and end at each row of tiles of a layer: enough to say how many reach any band of it.
 
-A row of a splat that reaches tile rows b to e is in a band [first, end) unless e < first or b >= end. So the band has as
-many as begin before its end, less those that end before it: two histograms answer for all bands.
+A row of a splat that reaches tile rows b to e is in a band [first, end) unless e < first or b >= end. So the band has
+as many as begin before its end, less those that end before it: two histograms answer for all bands.
 """
 
 from collections.abc import Sequence
