@@ -6,7 +6,8 @@
 The scene, the cells and the steps are those of `pixel_sim`. Splats of each view and cell are projected and counted as a
 step counts them, and multiplied up to models of 8 to 200 million Gaussians, which are smaller as they are more. Plans
 and decisions are made by the code that trains, when each view comes for the second time. Bytes are those that a fused
-step sends: of pixels the plans' routes, of splats the plans' room, and the counts that ranks tell each other.
+step sends: of pixels the plans' routes, of splats the plans' room, and the counts that ranks tell each other. Those of
+`tile` and `locality` are `ns-multigpu plan`'s; of `locality` with each GPU on a machine of its own.
 """
 
 import argparse
@@ -112,7 +113,9 @@ def rows_of(scene: Scene, gpus: int, steps: int) -> list[dict[str, Any]]:
     for model in MODELS:
         spans = {v: spans_of(scene, cells, gpus, scene.views[v], model) for batch in batches for v in batch}
         row: dict[str, Any] = {"gpus": gpus, "model": model}
-        row |= {name: share(name, course.with_points(model)).traffic_padded for name in ("tile", "locality")}
+        planned = course.with_points(model)
+        row["tile"] = share("tile", planned).traffic_padded
+        row["locality"] = share("locality", replace(planned, machines=gpus)).traffic_padded
         rows.append(row | {kind: steps_of(scene, space, kind, batches, spans) for kind in KINDS})
     return rows
 

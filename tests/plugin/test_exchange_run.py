@@ -1,4 +1,4 @@
-"""Runs of `splatfacto-pixel` whose layers travel as splats, too: the same model, bytes as foretold, and on to the bit."""
+"""Runs of `splatfacto-pixel` whose layers travel as splats, too: the same model, bytes as foretold, on to the bit."""
 
 import json
 from collections.abc import Sequence
