@@ -3,6 +3,9 @@
 What a cell's splats make of a pixel is a colour, premultiplied, and an alpha. Layers composite as splats do (Splaxel,
 equation 5): C = sum of C_m T_1 .. T_(m-1), with T = 1 - alpha. The way back (equations 6 and 7) takes what is let
 through before a layer, and the colour behind it; nothing is divided by. Nothing is read back to the host.
+
+An alpha below 0 says that its layer was not drawn to its end there: it is the negative of what is covered, and layers
+behind are not seen, as splats are not behind the one at which drawing stops (`rasterize` with `mark_stops`).
 """
 
 from collections.abc import Sequence
@@ -70,14 +73,15 @@ def composite_pieces(received: Tensor, layers: Sequence[int], sizes: Sequence[in
     A pixel that no layer covers is black and lets all through.
 
     Args:
-        received: [N, C + 1] colours, premultiplied, and alphas of the layers' pixels, each layer row by row.
+        received: [N, C + 1] colours, premultiplied, and alphas of the layers' pixels, each layer row by row. Below 0:
+            see the module.
         layers: 7 integers each, those of a patch front to back: the patch, the rectangle x0, y0, x1, y1 there, its
             first row in `received`, and a seventh that `composite_pieces_backward` looks at.
         sizes: width and height of each patch.
 
     Returns:
-        [Q, C] colours and [Q] alphas, one patch after the other, and [N] how much arrives at each layer's pixel. The
-        last has no gradient.
+        [Q, C] colours and [Q] alphas, one patch after the other, and [N] how much arrives at each layer's pixel: 0
+        behind a layer that stopped. The last has no gradient.
 
     Raises:
         TypeError, ValueError: a tensor of the wrong shape or dtype, or a layer beyond its patch or `received`.

@@ -7,8 +7,9 @@ straight to the rank that owns their pixels. It composites them in the view's on
 sends back the gradients by colour and alpha. (The paper gathers all pixels on all ranks, which then need not send
 gradients. Direct send is fewer bytes from three ranks on, and composites each pixel once.)
 
-A cell's drawing stops where its own transmittance falls below 1/10000, as a whole view's does. What is defined so does
-not depend on who draws which cell: N ranks equal one rank with the same cells.
+A cell's drawing stops before the splat that would bring its own transmittance to 1/10000, as a whole view's does. Then
+nothing behind is seen either: the pixel's alpha travels with a minus sign, which costs no byte (`composite_pieces`). What
+is defined so does not depend on who draws which cell: N ranks equal one rank with the same cells.
 """
 
 from collections.abc import Callable, Sequence
@@ -134,7 +135,7 @@ class CompositePixels(PixelLeg):
         layered = replace(splats, hits=replace(hits, view_ids=cells.layers(hits.view_ids, hits.point_ids)))
         patches = [replace(patch, view=cells.layer(patch)) for patch in drawn]
         seen = [view for view in views for _ in range(max(cells.count, 1))]
-        rendered = primitive.render(layered, patches, seen)
+        rendered = primitive.render(layered, patches, seen, stops=True)
         return [replace(pixels, patch=patch) for pixels, patch in zip(rendered, drawn, strict=True)]
 
     def settle(
@@ -192,8 +193,9 @@ _LEAST = 1e-10
 
 
 def _flat(pixels: Pixels) -> Tensor:
-    """[h w, 4 or 5] colour, depth times alpha if there is one, alpha."""
-    parts = [pixels.color, pixels.alpha]
+    """[h w, 4 or 5] colour, depth times alpha if there is one, alpha: below 0 where drawing stopped."""
+    alpha = pixels.alpha if pixels.stops is None else torch.where(pixels.stops, -pixels.alpha, pixels.alpha)
+    parts = [pixels.color, alpha]
     if pixels.depth is not None:
         parts.insert(1, pixels.depth * pixels.alpha.clamp(min=_LEAST))
     return torch.cat(parts, -1).flatten(0, 1)

@@ -35,7 +35,13 @@ class Settled(NamedTuple):
 
 
 class PixelCarrier(ABC):
-    """One rank's side of a pixel leg. Every rank calls its methods in this order, once a step."""
+    """One rank's side of a pixel leg. Every rank calls its methods in this order, once a step.
+
+    Attributes:
+        marks_stops: whether what is drawn has alphas below 0 where drawing stopped; `bring_back` minds it.
+    """
+
+    marks_stops = False
 
     def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
         """Rows with the numbers of their layers in the place of their views'."""
@@ -55,7 +61,8 @@ class PixelCarrier(ABC):
 
     @abstractmethod
     def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
-        """Gradients [P, 3] and [P] of the patches that it owns, zero in halos -> of what it has drawn."""
+        """Gradients [P, 3] and [P] of the patches that it owns, zero in halos -> of what it has drawn, by colour and by
+        what is covered."""
 
 
 class PixelsStay(PixelCarrier):
@@ -73,9 +80,11 @@ class PixelsStay(PixelCarrier):
 class PixelsTravel(PixelCarrier):
     """Layers go to the owners of their pixels, and gradients of what these own come back. The plan says how many."""
 
+    marks_stops = True
+
     def __init__(self, leg: CompositePixels, world: World) -> None:
         self._cells, self._half, self._world = leg.cells, leg.half, world
-        self._now: tuple[Routes, PixelWire, Tensor, Tensor] | None = None
+        self._now: tuple[Routes, PixelWire, Tensor, Tensor, Tensor] | None = None
         self._live = torch.zeros(0)
         self._watches = leg.told is not None
 
@@ -101,7 +110,7 @@ class PixelsTravel(PixelCarrier):
         arrived = yield from self._exchange(wire.pack(out), routes.receive, routes.send)
         received[:others].copy_(arrived)
         settled, alpha, before = composite_pieces(received, routes.layers, routes.sizes)
-        self._now = routes, wire, received, before
+        self._now = routes, wire, received, before, drawn.alpha
         if self._watches:
             self._live = live_numbers(before, routes, plan)
         return Settled(settled, alpha, None)
@@ -111,7 +120,7 @@ class PixelsTravel(PixelCarrier):
 
     def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
         assert self._now is not None
-        routes, wire, received, before = self._now
+        routes, wire, received, before, alpha = self._now
         self._now = None
         gradients = composite_pieces_backward(
             received, before, v_color, v_alpha, routes.layers, routes.sizes, routes.returned
@@ -124,7 +133,8 @@ class PixelsTravel(PixelCarrier):
         v_drawn = v_color.new_zeros(routes.drawn, v_color.shape[1]), v_alpha.new_zeros(routes.drawn)
         scatter_pieces(back, routes.leaving, *v_drawn)
         scatter_pieces(gradients[others:], routes.staying, *v_drawn)
-        return v_drawn
+        # Of what stopped the sign was a mark: drawing takes the gradient by what is covered.
+        return v_drawn[0], torch.where(alpha < 0, -v_drawn[1], v_drawn[1])
 
     def _exchange(self, out: Tensor, receive: Sequence[int], send: Sequence[int]) -> Parts[Tensor]:
         """Pixels for each other rank -> those of each, one rank's behind the other's."""

@@ -222,7 +222,7 @@ class Step:
         with measure("sort"):
             lists = self._lists.finish(arrived, patches, plan, views)
         with measure("raster"):
-            drawn = kernels.draw(arrived, lists, patches)
+            drawn = kernels.draw(arrived, lists, patches, self._pixels.marks_stops)
         with measure("pixels"):
             settled = yield from self._pixels.settle(drawn, plan, views)
         with measure("loss"):
