@@ -167,8 +167,7 @@ class CompositePixels(PixelLeg):
 
 
 LIVE = 1e-3
-"""What must arrive at a pixel of a layer for the layer to be drawn there. It cannot be the 1/10000 of a single splat: a
-solid cell stops before its splat that would leave less, and so lets through a little more."""
+"""What must arrive at a pixel of a layer for the layer to be drawn there. Behind a cell that stopped nothing arrives."""
 
 
 def live_numbers(before: Tensor, routes: Routes, plan: Plan) -> Tensor:

@@ -15,8 +15,8 @@ from tests.ranks import run_ranks
 from tests.strategies.test_law import Outcome, check, stitch, take_step
 from tests.strategies.test_pixel import with_splits
 
-VIEWS, SIZE = 3, (60, 44)
-"""Of `scene.make_views`; a wall of splats in cell 0 or 2 hides what is in the others."""
+VIEWS, SIZE = 2, (60, 44)
+"""Of `scene.make_views`, of which the first looks along x: the wall in cell 2 hides what is in the others."""
 
 
 def walls(dtype: torch.dtype) -> Points:
