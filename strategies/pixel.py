@@ -3,10 +3,12 @@
 The scheme of Splaxel (Jia et al., section 4.2): what crosses the wire does not depend on the number of points.
 """
 
+from ns_multigpu.cells.crossing import CellsInViews
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.sharing import CellPixels
 from ns_multigpu.core.composite import CompositePixels
+from ns_multigpu.core.crossing import RowsCross
 from ns_multigpu.core.legs import GradientsToOwner, RowsStay
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.world import World
@@ -22,6 +24,8 @@ def pixel(world: World, options: PixelOptions | None = None) -> Strategy:
     if problem := options.problem():
         raise ValueError(f"pixel: {problem}.")
     space = ByCells(world, options)
-    pixels, views = CompositePixels(space.local, half=options.wire == "half"), CellPixels(space, hide=options.hide)
+    crossing = CellsInViews(space) if options.crossing == "ghosts" else None
+    pixels = CompositePixels(space.local, half=options.wire == "half", crossing=crossing)
+    views, rows = CellPixels(space, hide=options.hide), RowsStay() if crossing is None else RowsCross(crossing)
     pixels.told = views.learn if options.hide else None
-    return Strategy("pixel", space, views, RowsStay(), pixels, GradientsToOwner(world), world)
+    return Strategy("pixel", space, views, rows, pixels, GradientsToOwner(world), world)

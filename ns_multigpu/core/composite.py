@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cuda_ext.ops.pieces import composite_pieces, live_boxes
 from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
+from ns_multigpu.core.crossing import Crossing
 from ns_multigpu.core.legs import PixelLeg
 from ns_multigpu.core.pieces import Routes, routes_of
 from ns_multigpu.core.plan import Plan
@@ -112,13 +113,14 @@ class CompositePixels(PixelLeg):
         half: pixels, and their gradients, are float16 on the wire.
 
     Attributes:
+        crossing: where splats that reach into other cells are drawn; None for with their own cell alone.
         told: called with a batch's views and what `Learns.LIVE` is of them, on all ranks alike; None to tell nobody.
     """
 
     survives_giving_up = False
 
-    def __init__(self, cells: LocalCells, *, half: bool = False) -> None:
-        self.cells, self.half = cells, half
+    def __init__(self, cells: LocalCells, *, half: bool = False, crossing: Crossing | None = None) -> None:
+        self.cells, self.half, self.crossing = cells, half, crossing
         self.told: Callable[[Sequence[View], Sequence[int]], None] | None = None
         self._deep = False  # whether what is drawn has depth: of a rank that draws nothing, too
 
@@ -131,6 +133,9 @@ class CompositePixels(PixelLeg):
     ) -> list[Pixels]:
         cells, drawn = self.cells, plan.drawn[world.rank]
         self._deep = primitive.depth
+        if self.crossing is not None:
+            windows = self.crossing.windows(plan, views, world.rank)
+            return primitive.render(splats, drawn, views, stops=True, windows=windows)
         hits = splats.hits
         layered = replace(splats, hits=replace(hits, view_ids=cells.layers(hits.view_ids, hits.point_ids)))
         patches = [replace(patch, view=cells.layer(patch)) for patch in drawn]

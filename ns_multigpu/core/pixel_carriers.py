@@ -12,7 +12,8 @@ from torch import Tensor
 from cuda_ext.ops.pieces import composite_pieces, composite_pieces_backward, gather_pieces, scatter_pieces
 from ns_multigpu.core.collectives import all_to_all_parts
 from ns_multigpu.core.composite import CompositePixels, PixelWire, live_numbers
-from ns_multigpu.core.kernels import Arrived, Drawn, Rows
+from ns_multigpu.core.crossing import clipped
+from ns_multigpu.core.kernels import Arrived, Drawn, Lists, Rows
 from ns_multigpu.core.legs import PixelLeg, WholePixels
 from ns_multigpu.core.pieces import Routes, routes_of
 from ns_multigpu.core.plan import Plan
@@ -46,6 +47,10 @@ class PixelCarrier(ABC):
     def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
         """Rows with the numbers of their layers in the place of their views'."""
         return arrived
+
+    def clipped(self, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View]) -> Lists:
+        """Of the lists of what this rank draws, what is drawn here."""
+        return lists
 
     def layer(self, patch: Patch, first_view: int) -> int:
         """The layer that a patch is drawn of: one of the rows' views, counted from `first_view`, or a cell of one."""
@@ -83,19 +88,24 @@ class PixelsTravel(PixelCarrier):
     marks_stops = True
 
     def __init__(self, leg: CompositePixels, world: World) -> None:
-        self._cells, self._half, self._world = leg.cells, leg.half, world
+        self._cells, self._half, self._crossing, self._world = leg.cells, leg.half, leg.crossing, world
         self._now: tuple[Routes, PixelWire, Tensor, Tensor, Tensor] | None = None
         self._live = torch.zeros(0)
         self._watches = leg.told is not None
 
     def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
-        if self._cells.count <= 1:
+        if self._cells.count <= 1 or self._crossing is not None:
             return arrived
         return arrived._replace(view_ids=self._cells.layers(arrived.view_ids, rows.point_ids))
 
     def layer(self, patch: Patch, first_view: int) -> int:
         assert first_view == 0, "all of the batch's views are splatted"
-        return self._cells.layer(patch)
+        return patch.view if self._crossing is not None else self._cells.layer(patch)
+
+    def clipped(self, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View]) -> Lists:
+        if self._crossing is None:
+            return lists
+        return clipped(self._crossing, lists, arrived, plan, views, self._world.rank)
 
     def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
         routes, color = routes_of(plan, views, self._world.rank), drawn.color

@@ -36,6 +36,7 @@ from cuda_ext.ops.row_exchange import route_lines
 from cuda_ext.ops.row_reach import reach_counts
 from cuda_ext.ops.step_control import HEAD, step_gate, step_message
 from ns_multigpu.core.assignment import Learns
+from ns_multigpu.core.crossing import RowsCross, route_crossing
 from ns_multigpu.core.kernels import Cameras, Kernels, Rows
 from ns_multigpu.core.legs import GradientsToOwner, RowsStay, SummedGradients
 from ns_multigpu.core.pixel_carriers import Settled, carrier_of
@@ -53,7 +54,7 @@ def why_no_step(strategy: Strategy, batch: int) -> str | None:
 
     The legs' own types count: a class derived from one of them may do something else.
     """
-    if type(strategy.rows) not in (RowsStay, RowsTravel):
+    if type(strategy.rows) not in (RowsStay, RowsTravel, RowsCross):
         return f"the step's operators know no way for rows like {type(strategy.rows).__name__}"
     if carrier_of(strategy.pixels, strategy.world) is None:
         return f"the step's operators know no way for pixels like {type(strategy.pixels).__name__}"
@@ -206,7 +207,7 @@ class Step:
         own = plan.drawn[world.rank]
         patches = [n for p in own for n in (self._pixels.layer(p, splatted.start), *p.rendered(views[p.view]))]
         drawn_by = _rectangles(plan, views, range(world.size))
-        leave = partial(self._leave, _rectangles(plan, views, transport.ways)) if transport.travels else None
+        leave = partial(self._leave, views, _rectangles(plan, views, transport.ways)) if transport.travels else None
         with measure("project"):
             stops = s.stops if leave else ()
             rows = kernels.project(self._model, self._cameras(splatted), s.rows, stops, leave)
@@ -221,6 +222,7 @@ class Step:
             arrived = self._pixels.layered(arrived, rows)
         with measure("sort"):
             lists = self._lists.finish(arrived, patches, plan, views)
+            lists = self._pixels.clipped(lists, arrived, plan, views)
         with measure("raster"):
             drawn = kernels.draw(arrived, lists, patches, self._pixels.marks_stops)
         with measure("pixels"):
@@ -268,11 +270,14 @@ class Step:
         assert _follow_each_other(positions), "as `why_no_step` found of any batch of so many views"
         return range(positions[0], positions[-1] + 1)
 
-    def _leave(self, drawn: Sequence[int], rows: Rows, first: int, end: int) -> None:
+    def _leave(self, views: Sequence[View], drawn: Sequence[int], rows: Rows, first: int, end: int) -> None:
         """Sends lines first to end off to the patches that they reach, behind what the device has been given so far."""
         counts = self._counts[: len(self._place)]
         with self._beside():
-            route_lines(rows.view_ids, rows.count, rows.means2d, rows.radii, drawn, first, end, self._place, counts)
+            if isinstance(self._strategy.rows, RowsCross):
+                route_crossing(self._strategy.rows.crossing, rows, views, drawn, self._place, counts)
+            else:
+                route_lines(rows.view_ids, rows.count, rows.means2d, rows.radii, drawn, first, end, self._place, counts)
             self._transport.leave(rows, self._place, first, end)
 
     @contextmanager

@@ -152,7 +152,8 @@ class Gaussians(Primitive):
             tile_size=TILE,
         )
         if windows is not None:
-            tile_offsets, row_ids = cuda_ext.clip_lists(tile_offsets, row_ids, rows["depths"].detach(), windows)
+            depths = rows["depths"].detach()
+            tile_offsets, row_ids = cuda_ext.clip_lists(tile_offsets, row_ids, depths, windows.to(depths.dtype))
         out, signed, _ = cuda_ext.rasterize(
             rows["means2d"],
             rows["conics"],
