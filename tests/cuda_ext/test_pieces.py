@@ -17,6 +17,7 @@ from cuda_ext import (
 from cuda_ext.reference.pieces import NOWHERE
 from tests.cuda_ext.graphs import captured
 
+pytestmark = pytest.mark.usefixtures("native")
 OPS = torch.ops.ns_multigpu
 SIZES = [7, 5, 4, 3, 6, 2]  # of the last patch nothing is drawn
 LAYERS = [0, 1, 0, 7, 4, 0, 0, 0, 0, 1, 5, 5, 24, 24, 0, 0, 0, 7, 5, 44, -1, 1, 0, 0, 4, 3, 79, 44]
@@ -151,7 +152,7 @@ def test_boxes_around_what_gets_enough() -> None:
             live_boxes(before, numbers, 3, 1e-4)
 
 
-def many(device: str) -> dict[str, Any]:
+def many(device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Forth and back on 40 patches of up to 4 layers, and what the operators leave."""
     g = torch.Generator().manual_seed(5)
     layers, sizes, rows = [], [], 0
@@ -162,9 +163,10 @@ def many(device: str) -> dict[str, Any]:
             x0, y0 = int(torch.randint(width, (), generator=g)), int(torch.randint(height, (), generator=g))
             layers += [patch, x0, y0, width, height, rows, rows]
             rows += (width - x0) * (height - y0)
-    given = torch.rand(rows, 4, generator=g).to(device)
+    given = torch.rand(rows, 4, generator=g).to(device, dtype)
+    given[::5, 3] *= -1  # stopped there
     pixels = sum(w * h for w, h in zip(sizes[::2], sizes[1::2], strict=True))
-    v = torch.randn(pixels, 3, generator=g).to(device), torch.randn(pixels, generator=g).to(device)
+    v = torch.randn(pixels, 3, generator=g).to(device, dtype), torch.randn(pixels, generator=g).to(device, dtype)
     corners = [0, *(sum(w * h for w, h in zip(sizes[:k:2], sizes[1:k:2], strict=True)) for k in range(2, 80, 2))]
     pieces = [n for k in range(40) for n in (corners[k], sizes[2 * k], sizes[2 * k], 1, 100 * k, 100 * k)]
 
@@ -179,6 +181,27 @@ def many(device: str) -> dict[str, Any]:
         return out, alpha, before, back, gathered, v_color, v_alpha, boxes
 
     return {"run": run}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_cpus_operators_equal_the_reference(dtype: torch.dtype) -> None:
+    run = many("cpu", dtype)["run"]
+    found = run()
+    with use_reference():
+        expected = run()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert [a.dtype for a in found] == [b.dtype for b in expected]
+
+
+def test_threads_change_nothing() -> None:
+    run, before = many("cpu")["run"], torch.get_num_threads()
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(run())
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.gpu
