@@ -4,12 +4,14 @@ The scheme of Splaxel (Jia et al., section 4.2): what crosses the wire does not 
 part of a cell's layer has few splats, these may travel instead: then it is drawn where its pixels are owned.
 """
 
+from ns_multigpu.cells.crossing import CellsInViews
 from ns_multigpu.cells.exchange import Exchange, Kind
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.sharing import CellPixels
 from ns_multigpu.core.cell_rows import CellRows
 from ns_multigpu.core.composite import CompositePixels
+from ns_multigpu.core.crossing import RowsCross
 from ns_multigpu.core.legs import GradientsToOwner, RowsStay
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.world import World
@@ -27,14 +29,19 @@ def pixel(world: World, options: PixelOptions | None = None, exchange: Kind = "p
     options = options or PixelOptions()
     if problem := options.problem():
         raise ValueError(f"pixel: {problem}.")
-    if options.hide and exchange != "pixels":
-        raise ValueError(
-            f"--pipeline.pixel.hide True: what is hidden is left out of pixels alone, and --pipeline.exchange is "
-            f"{exchange}. Leave out one of the two."
-        )
+    for name, set_, why in (
+        ("hide True", options.hide, "what is hidden is left out of pixels alone"),
+        ("crossing ghosts", options.crossing == "ghosts", "ghosts are drawn by the GPUs of the cells that they reach"),
+    ):
+        if set_ and exchange != "pixels":
+            raise ValueError(
+                f"--pipeline.pixel.{name}: {why}, and --pipeline.exchange is {exchange}. Leave out one of the two."
+            )
     space, half = ByCells(world, options), options.wire == "half"
     if exchange == "pixels" or world.size == 1:
-        pixels, views, rows = CompositePixels(space.local, half=half), CellPixels(space, hide=options.hide), RowsStay()
+        crossing = CellsInViews(space) if options.crossing == "ghosts" else None
+        pixels = CompositePixels(space.local, half=half, crossing=crossing)
+        views, rows = CellPixels(space, hide=options.hide), RowsStay() if crossing is None else RowsCross(crossing)
         pixels.told = views.learn if options.hide else None
     else:
         homes = [space.rank_of(cell) for cell in range(space.cells)]

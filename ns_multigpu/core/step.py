@@ -38,6 +38,7 @@ from cuda_ext.ops.row_wire import MOST_VIEWS
 from cuda_ext.ops.step_control import HEAD, step_gate, step_message
 from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.cell_rows import CellRows
+from ns_multigpu.core.crossing import RowsCross, route_crossing
 from ns_multigpu.core.kernels import Cameras, Kernels, Rows
 from ns_multigpu.core.legs import GradientsToOwner, RowsStay, SummedGradients
 from ns_multigpu.core.pixel_carriers import PixelsStay, Settled, carrier_of
@@ -55,7 +56,7 @@ def why_no_step(strategy: Strategy, batch: int) -> str | None:
 
     The legs' own types count: a class derived from one of them may do something else.
     """
-    if type(strategy.rows) not in (RowsStay, RowsTravel, CellRows):
+    if type(strategy.rows) not in (RowsStay, RowsTravel, RowsCross, CellRows):
         return f"the step's operators know no way for rows like {type(strategy.rows).__name__}"
     if carrier_of(strategy.pixels, strategy.world) is None:
         return f"the step's operators know no way for pixels like {type(strategy.pixels).__name__}"
@@ -215,7 +216,7 @@ class Step:
         drawn_by = PixelsStay().rectangles(plan, views, range(world.size))
         transport.begin(plan, self._room)
         routed = self._pixels.rectangles(plan, views, transport.ways) if transport.travels else []
-        leave = partial(self._leave, routed) if transport.travels else None
+        leave = partial(self._leave, views, routed) if transport.travels else None
         with measure("project"):
             stops = s.stops if leave else ()
             rows = kernels.project(self._model, self._cameras(splatted), s.rows, stops, leave)
@@ -230,8 +231,9 @@ class Step:
             arrived = self._pixels.layered(arrived, rows)
         with measure("sort"):
             lists = self._lists.finish(arrived, patches, plan, views)
+            lists = self._pixels.clipped(lists, arrived, plan, views)
         with measure("raster"):
-            drawn = kernels.draw(arrived, lists, patches)
+            drawn = kernels.draw(arrived, lists, patches, self._pixels.marks_stops)
         with measure("pixels"):
             settled = yield from self._pixels.settle(drawn, plan, views)
         with measure("loss"):
@@ -279,12 +281,15 @@ class Step:
         assert _follow_each_other(positions), "as `why_no_step` found of any batch of so many views"
         return range(positions[0], positions[-1] + 1)
 
-    def _leave(self, drawn: Sequence[int], rows: Rows, first: int, end: int) -> None:
+    def _leave(self, views: Sequence[View], drawn: Sequence[int], rows: Rows, first: int, end: int) -> None:
         """Sends lines first to end off to the patches that they reach, behind what the device has been given so far."""
         counts = self._counts[: len(self._place)]
         with self._beside():
             rows = self._pixels.label(rows)
-            route_lines(rows.view_ids, rows.count, rows.means2d, rows.radii, drawn, first, end, self._place, counts)
+            if isinstance(self._strategy.rows, RowsCross):
+                route_crossing(self._strategy.rows.crossing, rows, views, drawn, self._place, counts)
+            else:
+                route_lines(rows.view_ids, rows.count, rows.means2d, rows.radii, drawn, first, end, self._place, counts)
             self._transport.leave(rows, self._place, first, end)
 
     @contextmanager

@@ -1,7 +1,6 @@
 """Runs of `splatfacto-pixel` whose layers travel as splats, too: the same model, bytes as foretold, on to the bit."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,7 @@ class Watched:
             self.steps.append((world.traffic.sent - before, pixels + transport.step_bytes))
             return images
 
-        def learnt(training: Any, status: Any, again: Sequence[Any]) -> None:
+        def learnt(training: Any, status: Any, again: list[Any]) -> None:
             self.full += int(status.full)
             learn(training, status, again)
 
