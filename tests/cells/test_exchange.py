@@ -57,6 +57,16 @@ def test_fewer_bytes_win() -> None:
     assert figures["layers_as_splats"] == 0.5 and exchange.figures() == {}
 
 
+def test_splats_over_several_rows_of_tiles() -> None:
+    """A band has those that begin before its end, less those that end before it."""
+    exchange, table = exchange_of("splats"), np.zeros((2, 2, ROWS), dtype=int)
+    table[0, 0, 0], table[0, 1, ROWS - 1] = 300, 300  # over the whole view
+    table[0, 0, 1], table[0, 1, 2] = 40, 40  # before the second band, and beyond its halo
+    exchange.learn([view_of()], table.reshape(-1).tolist())
+    _, room = exchange.divide([view_of()], [[WHOLE, None]], SPANS)
+    assert room[0][1] == 300 + 300 // 8 + 64
+
+
 @pytest.mark.parametrize("half", [False, True])
 def test_the_border_between_the_two(half: bool) -> None:
     pixels = PIXEL_BYTES * WIDTH * (80 + 90) // (2 if half else 1)

@@ -10,6 +10,10 @@ import torch
 from ns_multigpu.cells.exchange import Exchange
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.seen import Rectangle
+from ns_multigpu.cells.sharing import CellPixels
+from ns_multigpu.cells.tree import Split
+from ns_multigpu.core.cell_rows import CellRows
+from ns_multigpu.core.composite import CompositePixels
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import View
@@ -17,9 +21,10 @@ from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies.pixel import pixel
 from tests.ranks import run_ranks, skip_without_gpus
+from tests.strategies import test_stops
 from tests.strategies.test_law import PRIMITIVES, Outcome, check, take_step
 from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, take_one
-from tests.strategies.test_pixel import POINTS, VIEWS, check_fused, step_of
+from tests.strategies.test_pixel import POINTS, VIEWS, GivenCells, check_fused, step_of
 
 KINDS = ["splats", "mixed"]
 
@@ -98,6 +103,23 @@ def test_a_step_equals_one_rank_with_the_same_cells(kind: str, mode: str, ranks:
     check_fused(outcomes, cells, primitive, PORTRAIT)
 
 
+def behind_walls(world: World) -> Outcome:
+    """Cells that stop early, drawn by whomever."""
+    space = GivenCells(world, PixelOptions(cells=3))
+    space.splits = (Split(0, -0.4, -1, 1), Split(0, 0.4, -2, -3))
+    views = CellPixels(space, exchange=Mixed("splats", [space.rank_of(cell) for cell in range(3)]))
+    spread = replace(
+        pixel(world, PixelOptions(cells=3), "splats"), placement=space, assignment=views,
+        pixels=CompositePixels(space.layers), rows=CellRows(space.layers, views.learn),
+    )  # fmt: skip
+    kind = Gaussians(depth=True), test_stops.walls(torch.float64)
+    return take_step(spread, "", test_stops.VIEWS, 108, torch.float64, test_stops.SIZE, kind=kind)
+
+
+def test_cells_that_stop_early() -> None:
+    check(run_ranks(behind_walls, 3), test_stops.step(World.single(), "pixel"), torch.float64)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("ranks", "cells"), [(2, 2), (2, 3), (3, 3), (4, 4)])
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,6 +131,9 @@ def test_the_law_on_gpus(mode: str, kind: str, ranks: int, cells: int) -> None:
         check_fused(outcomes, cells, primitive, PORTRAIT)
 
 
-def test_it_is_for_pixels_alone() -> None:
-    with pytest.raises(ValueError, match=r"--pipeline\.pixel\.hide True.*--pipeline\.exchange is auto"):
-        pixel(replace(World.single(), size=2), PixelOptions(hide=True), "auto")
+def test_what_does_not_go_with_it() -> None:
+    pair = replace(World.single(), size=2)
+    with pytest.raises(ValueError, match=r"--pipeline\.pixel\.hide True: .*--pipeline\.exchange is auto"):
+        pixel(pair, PixelOptions(hide=True), "auto")
+    with pytest.raises(ValueError, match=r"--pipeline\.pixel\.crossing ghosts: .*--pipeline\.exchange is splats"):
+        pixel(pair, PixelOptions(crossing="ghosts"), "splats")
