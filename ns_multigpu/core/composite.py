@@ -151,7 +151,9 @@ class CompositePixels(PixelLeg):
         anchor = own.rows[named[0]]
         deep = self._deep
         flat = [_flat(pixels) for pixels in rendering.pixels]
-        drawn = torch.cat([anchor.new_empty(0, 4 + deep), *flat])
+        # Where rows have travelled their gradients go back the same way, also from a rank that draws nothing.
+        nothing = splats.rows[named[0]][:0].sum()
+        drawn = torch.cat([anchor.new_empty(0, 4 + deep), *flat]) + nothing
         wire = PixelWire.of(views, half=self.half)
         tied: Any = _Travelling.apply(routes, wire, world, drawn, *(own.rows[name] for name in named))
         received = torch.cat([tied[0], anchor.new_zeros(routes.dark, 4 + deep)])
