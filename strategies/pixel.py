@@ -29,14 +29,16 @@ def pixel(world: World, options: PixelOptions | None = None, exchange: Kind = "p
     options = options or PixelOptions()
     if problem := options.problem():
         raise ValueError(f"pixel: {problem}.")
-    for name, set_, why in (
-        ("hide True", options.hide, "what is hidden is left out of pixels alone"),
-        ("crossing ghosts", options.crossing == "ghosts", "ghosts are drawn by the GPUs of the cells that they reach"),
-    ):
-        if set_ and exchange != "pixels":
-            raise ValueError(
-                f"--pipeline.pixel.{name}: {why}, and --pipeline.exchange is {exchange}. Leave out one of the two."
-            )
+    if options.hide and exchange != "pixels":
+        raise ValueError(
+            f"--pipeline.pixel.hide True: what is hidden is left out of pixels alone, and --pipeline.exchange is "
+            f"{exchange}. Leave out one of the two."
+        )
+    if options.crossing != "none" and exchange != "pixels":
+        raise ValueError(
+            f"--pipeline.pixel.crossing {options.crossing}: --pipeline.exchange {exchange} draws splats with their "
+            "own cell alone. Add --pipeline.pixel.crossing none, or leave out --pipeline.exchange."
+        )
     space, half = ByCells(world, options), options.wire == "half"
     if exchange == "pixels" or world.size == 1:
         crossing = CellsInViews(space) if options.crossing == "ghosts" else None

@@ -3,11 +3,12 @@
     python -m benchmarks.scaling.exchange_sim --kind aerial --altitude 150 --json FILE
     python -m benchmarks.scaling.exchange_sim --kind street
 
-The scene, the cells and the steps are those of `pixel_sim`. Splats of each view and cell are projected and counted as a
-step counts them, and multiplied up to models of 8 to 200 million Gaussians, which are smaller as they are more. Plans
-and decisions are made by the code that trains, when each view comes for the second time. Bytes are those that a fused
-step sends: of pixels the plans' routes, of splats the plans' room, and the counts that ranks tell each other. Those of
-`tile` and `locality` are `ns-multigpu plan`'s; of `locality` with each GPU on a machine of its own.
+The scene, the cells and the steps are those of `pixel_sim`, without ghosts. Splats of each view and cell are projected
+and counted as a step counts them, and multiplied up to models of 8 to 200 million Gaussians, which are smaller as they
+are more. Plans and decisions are made by the code that trains, when each view comes for the second time. Bytes are
+those that a fused step sends: of pixels the plans' routes, of splats the plans' room, and the counts that ranks tell
+each other. Those of `tile` and `locality` are `ns-multigpu plan`'s; of `locality` with each GPU on a machine of its
+own.
 """
 
 import argparse
@@ -101,7 +102,7 @@ def steps_of(scene: Scene, space: ByCells, kind: Kind, batches: Sequence[Sequenc
 
 def rows_of(scene: Scene, gpus: int, steps: int) -> list[dict[str, Any]]:
     """What so many GPUs send, of models of each size."""
-    space = space_of(scene, gpus)
+    space = space_of(scene, gpus, "none")
     assert space.tree is not None and space.boxes is not None
     loads = loads_of(space.boxes, scene.views)
     order = np.random.default_rng(5).permutation(len(scene.views)).tolist()

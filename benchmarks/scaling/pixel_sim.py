@@ -13,7 +13,7 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -100,14 +100,14 @@ def ghosts_of(scene: Scene, space: ByCells, plan: Plan, batch: list[View], point
     return GHOST_BYTES * max(into) * points / len(scene.means)
 
 
-def space_of(scene: Scene, gpus: int) -> ByCells:
+def space_of(scene: Scene, gpus: int, crossing: Literal["none", "ghosts"] = "ghosts") -> ByCells:
     """A cell for each GPU, as training cuts and measures them; of rank 0."""
     world = World(0, gpus, 0, gpus, torch.device("cpu"))
-    space = ByCells(world, PixelOptions())
+    space = ByCells(world, PixelOptions(crossing=crossing))
     space.shares(len(scene.means), lambda: scene.means, gpus)
     assert space.tree is not None
     # Boxes as training measures them, of all ranks at once.
-    everywhere = ByCells(World.single(), PixelOptions(cells=gpus))
+    everywhere = ByCells(World.single(), PixelOptions(cells=gpus, crossing=crossing))
     everywhere.tree = space.tree
     everywhere.moved(scene.means)
     everywhere.observe(Points({"means": scene.means}), lambda: scene.reach, 0, World.single())

@@ -71,8 +71,9 @@ class CellsInViews(Crossing):
         if tree is None or tree.cells == 1:
             return torch.ones(ranks, len(depths), dtype=torch.bool, device=depths.device)
         rays, place = _rays(views), view_ids.long()
-        # The middles of the tiles that the row's box reaches: the outermost lie within a tile's half around it.
-        centre, half = means2d.double(), radii.double() + TILE / 2
+        # A box around the middles of the tiles that the row's box reaches: most rows reach one or two.
+        first, last = (((means2d.double() + side * radii) / TILE).floor() * TILE + TILE / 2 for side in (-1, 1))
+        centre, half = (first + last) / 2, (last - first) / 2
         right, down = rays.right[place], rays.down[place]
         along = rays.corner[place] + right * centre[:, :1] + down * centre[:, 1:]
         width = right.abs() * half[:, :1] + down.abs() * half[:, 1:]

@@ -22,7 +22,7 @@ class PixelOptions:
     """Views that show different cells come into one step, so that GPUs have level work; False leaves the order of views
     that other strategies have. It makes no difference with one view a step."""
 
-    crossing: Literal["none", "ghosts"] = "none"
+    crossing: Literal["none", "ghosts"] = "ghosts"
     """Splats that reach into another cell: "none" draws them with their own cell, so that the image depends on the cells;
     "ghosts" sends them to the GPUs of the cells that they reach, and all is blended by depth as one GPU does it."""
 

@@ -30,7 +30,7 @@ METHOD = "splatfacto-pixel"
 
 def options_of(exchange: str, **more: Any) -> dict[str, Any]:
     options = {"views_per_step": VIEWS, "morton_order": True, "keep_checkpoints": 0, "exchange": exchange}
-    return options | {"pixel": PixelOptions(cells=CELLS, imbalance=1.05)} | more
+    return options | {"pixel": PixelOptions(cells=CELLS, imbalance=1.05, crossing="none")} | more
 
 
 def saved_by(run: Path) -> Path:
@@ -129,7 +129,9 @@ def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
     def run(name: str, exchange: str, **more: Any) -> None:
         options = options_of(exchange, fused_steps="always", **{"steps_per_save": SAVED, **more})
         watched = Watched(world) if exchange != "pixels" else None
-        trainer = start(world, capture, out / name, STEPS, method=METHOD, **{**options, "pixel": PixelOptions()})
+        trainer = start(
+            world, capture, out / name, STEPS, method=METHOD, **{**options, "pixel": PixelOptions(crossing="none")}
+        )
         trainer.pipeline.model.config.camera_optimizer.mode = "off"
         trainer.train()
         if watched is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ns_multigpu.cells.options import PixelOptions
+from ns_multigpu.core.crossing import RowsCross
 from ns_multigpu.core.step import why_no_step
 from ns_multigpu.core.world import World
 from ns_multigpu.methods import splatfacto_pixel, splatfacto_tile
@@ -44,8 +45,11 @@ def test_what_is_asked_for_is_made() -> None:
 def test_what_travels(exchange: str) -> None:
     config: Any = copy.deepcopy(splatfacto_pixel.config.pipeline)
     pair = replace(World.single(), size=2)
-    assert config.exchange == "pixels" and not strategy.strategy_of(config, pair).rows.travels
+    assert config.exchange == "pixels" and isinstance(strategy.strategy_of(config, pair).rows, RowsCross)
     config.exchange = exchange
+    with pytest.raises(InputError, match=rf"^--pipeline\.pixel\.crossing ghosts: --pipeline\.exchange {exchange} "):
+        strategy.strategy_of(config, pair)
+    config.pixel.crossing = "none"
     made: Any = strategy.strategy_of(config, pair)
     assert made.rows.travels and made.pixels.cells is made.rows.layers
     assert not strategy.strategy_of(config, World.single()).rows.travels, "one rank sends nothing"
@@ -59,6 +63,6 @@ def test_what_travels(exchange: str) -> None:
 
 
 def test_more_labels_than_a_splat_has_bits_for() -> None:
-    made = pixel(replace(World.single(), size=2), PixelOptions(cells=8), "auto")
+    made = pixel(replace(World.single(), size=2), PixelOptions(cells=8, crossing="none"), "auto")
     assert why_no_step(made, 64) is None
     assert "65 views times 4 cells are more" in (why_no_step(made, 65) or "")

@@ -40,7 +40,8 @@ class Mixed(Exchange):
 
 
 def strategy_of(cells: int, world: World, kind: str) -> Strategy:
-    spread = pixel(world, PixelOptions(cells=cells), "splats" if kind == "mixed" else kind)  # type: ignore[arg-type]
+    options = PixelOptions(cells=cells, crossing="none")
+    spread = pixel(world, options, "splats" if kind == "mixed" else kind)  # type: ignore[arg-type]
     if kind == "mixed" and world.size > 1:
         views: Any = spread.assignment
         views._exchange = Mixed("splats", [spread.placement.rank_of(cell) for cell in range(cells)])  # type: ignore
@@ -105,11 +106,12 @@ def test_a_step_equals_one_rank_with_the_same_cells(kind: str, mode: str, ranks:
 
 def behind_walls(world: World) -> Outcome:
     """Cells that stop early, drawn by whomever."""
-    space = GivenCells(world, PixelOptions(cells=3))
+    options = PixelOptions(cells=3, crossing="none")
+    space = GivenCells(world, options)
     space.splits = (Split(0, -0.4, -1, 1), Split(0, 0.4, -2, -3))
     views = CellPixels(space, exchange=Mixed("splats", [space.rank_of(cell) for cell in range(3)]))
     spread = replace(
-        pixel(world, PixelOptions(cells=3), "splats"), placement=space, assignment=views,
+        pixel(world, options, "splats"), placement=space, assignment=views,
         pixels=CompositePixels(space.layers), rows=CellRows(space.layers, views.learn),
     )  # fmt: skip
     kind = Gaussians(depth=True), test_stops.walls(torch.float64)
@@ -134,6 +136,6 @@ def test_the_law_on_gpus(mode: str, kind: str, ranks: int, cells: int) -> None:
 def test_what_does_not_go_with_it() -> None:
     pair = replace(World.single(), size=2)
     with pytest.raises(ValueError, match=r"--pipeline\.pixel\.hide True: .*--pipeline\.exchange is auto"):
-        pixel(pair, PixelOptions(hide=True), "auto")
-    with pytest.raises(ValueError, match=r"--pipeline\.pixel\.crossing ghosts: .*--pipeline\.exchange is splats"):
+        pixel(pair, PixelOptions(hide=True, crossing="none"), "auto")
+    with pytest.raises(ValueError, match=r"--pipeline\.pixel\.crossing ghosts: .*exchange splats .*crossing none, or"):
         pixel(pair, PixelOptions(crossing="ghosts"), "splats")

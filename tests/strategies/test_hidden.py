@@ -44,11 +44,12 @@ def opaque(dtype: torch.dtype) -> Points:
 
 def strategy_of(world: World, hide: bool = True) -> Strategy:
     """The wall is the cell in the middle."""
-    space = GivenCells(world, PixelOptions(cells=CELLS))
+    options = PixelOptions(cells=CELLS, crossing="none")
+    space = GivenCells(world, options)
     space.splits = (Split(0, -0.3, -1, 1), Split(0, 0.3, -2, -3))
     pixels, views = CompositePixels(space.local), CellPixels(space, hide=hide)
     pixels.told = views.learn if hide else None
-    return replace(pixel(world, PixelOptions(cells=CELLS)), placement=space, assignment=views, pixels=pixels)
+    return replace(pixel(world, options), placement=space, assignment=views, pixels=pixels)
 
 
 def twice(world: World, hide: bool) -> dict[str, Any]:
