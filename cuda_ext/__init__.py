@@ -16,6 +16,7 @@ from cuda_ext.ops.compositing import composite
 from cuda_ext.ops.culling import cull
 from cuda_ext.ops.fused import RowGradients, SplatRows, splat_forward, splat_update
 from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves, splat_flush
+from cuda_ext.ops.list_windows import clip_lists
 from cuda_ext.ops.loss import l1_ssim
 from cuda_ext.ops.peer_sort import band_lists, intersect_keys, merge_level, publish_count, sort_pairs
 from cuda_ext.ops.pieces import composite_pieces, composite_pieces_backward, gather_pieces, live_boxes, scatter_pieces
@@ -42,6 +43,7 @@ __all__ = [
     "band_loss_into",
     "box_views",
     "build_native",
+    "clip_lists",
     "collect",
     "compiler_problem",
     "composite",

@@ -1,19 +1,27 @@
 """`pixel`: space is cut into convex cells, each rank draws its own, and pixels travel instead of splats.
 
-The scheme of Splaxel (Jia et al., section 4.2): what crosses the wire does not depend on the number of points.
+The scheme of Splaxel (Jia et al., section 4.2): what crosses the wire does not depend on the number of points. Where a
+part of a cell's layer has few splats, these may travel instead: then it is drawn where its pixels are owned.
 """
 
+from ns_multigpu.cells.crossing import CellsInViews
+from ns_multigpu.cells.exchange import Exchange, Kind
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.sharing import CellPixels
+from ns_multigpu.core.cell_rows import CellRows
 from ns_multigpu.core.composite import CompositePixels
+from ns_multigpu.core.crossing import RowsCross
 from ns_multigpu.core.legs import GradientsToOwner, RowsStay
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.world import World
 
 
-def pixel(world: World, options: PixelOptions | None = None) -> Strategy:
+def pixel(world: World, options: PixelOptions | None = None, exchange: Kind = "pixels") -> Strategy:
     """The strategy `pixel` for `world`.
+
+    Args:
+        exchange: what travels; "auto" takes whichever is fewer bytes. One rank sends nothing.
 
     Raises:
         ValueError: an option is out of range, or there are to be fewer cells than ranks.
@@ -21,7 +29,24 @@ def pixel(world: World, options: PixelOptions | None = None) -> Strategy:
     options = options or PixelOptions()
     if problem := options.problem():
         raise ValueError(f"pixel: {problem}.")
-    space = ByCells(world, options)
-    pixels, views = CompositePixels(space.local, half=options.wire == "half"), CellPixels(space, hide=options.hide)
-    pixels.told = views.learn if options.hide else None
-    return Strategy("pixel", space, views, RowsStay(), pixels, GradientsToOwner(world), world)
+    if options.hide and exchange != "pixels":
+        raise ValueError(
+            f"--pipeline.pixel.hide True: what is hidden is left out of pixels alone, and --pipeline.exchange is "
+            f"{exchange}. Leave out one of the two."
+        )
+    if options.crossing != "none" and exchange != "pixels":
+        raise ValueError(
+            f"--pipeline.pixel.crossing {options.crossing}: --pipeline.exchange {exchange} draws splats with their "
+            "own cell alone. Add --pipeline.pixel.crossing none, or leave out --pipeline.exchange."
+        )
+    space, half = ByCells(world, options), options.wire == "half"
+    if exchange == "pixels" or world.size == 1:
+        crossing = CellsInViews(space) if options.crossing == "ghosts" else None
+        pixels = CompositePixels(space.local, half=half, crossing=crossing)
+        views, rows = CellPixels(space, hide=options.hide), RowsStay() if crossing is None else RowsCross(crossing)
+        pixels.told = views.learn if options.hide else None
+    else:
+        homes = [space.rank_of(cell) for cell in range(space.cells)]
+        views = CellPixels(space, exchange=Exchange(exchange, homes, half=half))
+        pixels, rows = CompositePixels(space.layers, half=half), CellRows(space.layers, views.learn)
+    return Strategy("pixel", space, views, rows, pixels, GradientsToOwner(world), world)

@@ -5,14 +5,15 @@
 
 Nothing is drawn and nothing travels. Cells are cut, and plans made, by the code that trains; bytes are those of the
 plans' routes. As many cells, and views a step, as GPUs. What `tile` sends is `ns-multigpu plan`'s, with the part of the
-points that a view of this city shows.
+points that a view of this city shows. `ghosts` are the splats that cross, for `--pipeline.pixel.crossing ghosts`: counted
+on the sampled points, with standard deviations that shrink with the square root of how many there are more of a model.
 """
 
 import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,19 +24,26 @@ from rich.table import Table
 from benchmarks.lib.environment import describe
 from benchmarks.scenes.seen_city import points_seen, viewmat_of
 from cuda_ext.ops.culling import cull
+from ns_multigpu.cells.crossing import CellsInViews
 from ns_multigpu.cells.leveling import leveled, loads_of
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.sharing import CellPixels
 from ns_multigpu.core.pieces import routes_of
+from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.step_settings import with_halos
+from ns_multigpu.core.travelling_rows import touches
 from ns_multigpu.core.types import Points, View
 from ns_multigpu.core.world import World
 from ns_multigpu.data.capture import CityCapture, Kind
 from ns_multigpu.data.city import City
 from ns_multigpu.planning.work import PIXEL_BYTES, Course, share
+from ns_multigpu.primitives.gaussians.functions import Gaussians
 
 MODELS = (8_000_000, 50_000_000, 200_000_000)
+GHOST_BYTES = 48 + 36
+"""Of a row there and back (`row_words`, `gradient_words`)."""
+_GHOST_STEPS = 3
 _TRACED = 64
 _REACH = 3.33
 """Standard deviations that a splat reaches."""
@@ -72,18 +80,44 @@ def scene_of(kind: Kind, blocks: int, views: int, points: int, altitude: float |
     return Scene(cameras, means, _REACH * scales, shown / len(cameras[::10]) / len(means))
 
 
-def row_of(scene: Scene, gpus: int, steps: int) -> dict[str, Any]:
-    """What so many GPUs send, and how level they are: means over steps."""
+def ghosts_of(scene: Scene, space: ByCells, plan: Plan, batch: list[View], points: int) -> float:
+    """Bytes, there and back, of the splats of a model that one GPU is sent and sends back gradients of: the most."""
+    ranks, tree = len(plan.drawn), space.tree
+    assert tree is not None
+    gaussians = Gaussians(sh_degree=None)
+    params = {
+        "means": scene.means, "quats": torch.tensor([1.0, 0, 0, 0]).expand(len(scene.means), 4).contiguous(),
+        "scales": (scene.reach / _REACH * (len(scene.means) / points) ** 0.5).log(),
+        "opacities": torch.full((len(scene.means), 1), 0.85), "features_dc": torch.zeros(len(scene.means), 3),
+    }  # fmt: skip
+    held = Points(params)
+    own = gaussians.splat(held, gaussians.cull(held, batch, range(len(batch))), batch)
+    rows = own.rows
+    reach = CellsInViews(space).reach(own.hits.view_ids, rows["means2d"], rows["radii"], rows["depths"], batch, ranks)
+    owners = torch.tensor([space.rank_of(cell) for cell in range(space.cells)])[tree.of(scene.means)]
+    owner = owners[own.hits.point_ids.long()]
+    into = [int((touches(own, batch, plan.drawn[r]) & reach[r] & (owner != r)).sum()) for r in range(ranks)]
+    return GHOST_BYTES * max(into) * points / len(scene.means)
+
+
+def space_of(scene: Scene, gpus: int, crossing: Literal["none", "ghosts"] = "ghosts") -> ByCells:
+    """A cell for each GPU, as training cuts and measures them; of rank 0."""
     world = World(0, gpus, 0, gpus, torch.device("cpu"))
-    space = ByCells(world, PixelOptions())
+    space = ByCells(world, PixelOptions(crossing=crossing))
     space.shares(len(scene.means), lambda: scene.means, gpus)
     assert space.tree is not None
     # Boxes as training measures them, of all ranks at once.
-    everywhere = ByCells(World.single(), PixelOptions(cells=gpus))
+    everywhere = ByCells(World.single(), PixelOptions(cells=gpus, crossing=crossing))
     everywhere.tree = space.tree
     everywhere.moved(scene.means)
     everywhere.observe(Points({"means": scene.means}), lambda: scene.reach, 0, World.single())
     space.boxes = everywhere.boxes
+    return space
+
+
+def row_of(scene: Scene, gpus: int, steps: int) -> dict[str, Any]:
+    """What so many GPUs send, and how level they are: means over steps."""
+    space = space_of(scene, gpus)
     assert space.boxes is not None
     loads = loads_of(space.boxes, scene.views)
     pixels = scene.views[0].width * scene.views[0].height
@@ -101,6 +135,7 @@ def row_of(scene: Scene, gpus: int, steps: int) -> dict[str, Any]:
     for name, some in (("as drawn", order), ("leveled", leveled(order, loads, gpus))):
         batches = [some[k : k + gpus] for k in range(0, len(some) - gpus + 1, gpus)][:steps]
         level, sent, naive, gathered = [], [], [], []
+        ghosts: dict[int, list[float]] = {n: [] for n in MODELS}
         for batch in batches:
             load = loads[batch].sum(0)
             level.append(load.mean() / load.max())
@@ -108,6 +143,9 @@ def row_of(scene: Scene, gpus: int, steps: int) -> dict[str, Any]:
             views = [scene.views[v] for v in batch]
             routes = [routes_of(plan, views, rank) for rank in range(gpus)]
             sent.append(max(PIXEL_BYTES * (sum(r.receive) + sum(r.receive_back)) for r in routes))
+            if name == "leveled" and len(sent) <= _GHOST_STEPS:
+                for n, found in ghosts.items():
+                    found.append(ghosts_of(scene, space, plan, views, n))
             naive.append(PIXEL_BYTES * (gpus - 1) * pixels * len(batch))  # all pixels of all, as Splaxel begins
             # All pixels in sight, to each GPU that draws any of the view: Splaxel's selective all-to-all.
             others = (loads[batch].sum(1)[:, None] - loads[batch]) * (loads[batch] > 0)
@@ -115,6 +153,7 @@ def row_of(scene: Scene, gpus: int, steps: int) -> dict[str, Any]:
         row[name] = {
             "level": float(np.mean(level)), "sent": float(np.mean(sent)), "naive": float(np.mean(naive)),
             "gathered": float(np.mean(gathered)),
+            "ghosts": {n: float(np.mean(found)) for n, found in ghosts.items() if found},
         }  # fmt: skip
     return row
 
@@ -143,11 +182,16 @@ def main() -> None:
         "all-gather",
         "in sight, to all",
     ]
-    for name in [*names, "direct send", *(f"tile, {n // 10**6} M" for n in MODELS)]:
+    for name in [
+        *names,
+        "direct send",
+        *(f"tile, {n // 10**6} M" for n in MODELS),
+        *(f"ghosts, {n // 10**6} M" for n in MODELS),
+    ]:
         table.add_column(name, justify="right")
     for row in rows:
         plain, level = row["as drawn"], row["leveled"]
-        numbers = [plain["naive"], level["gathered"], level["sent"], *row["tile"].values()]
+        numbers = [plain["naive"], level["gathered"], level["sent"], *row["tile"].values(), *level["ghosts"].values()]
         table.add_row(
             str(row["gpus"]), f"{row['GPUs a view']:.2f}", f"{row['in sight']:.1%}", f"{row['one view a step']:.2f}",
             f"{plain['level']:.2f}", f"{level['level']:.2f}", *(f"{n / 1e6:,.1f}" for n in numbers),

@@ -47,7 +47,8 @@ SCHEMAS: tuple[str, ...] = (
     "(Tensor v_means, Tensor v_camera_centers, Tensor v_sh_dc, Tensor v_sh_rest)",
     f"intersect({_INTERSECT_INPUTS}) -> (Tensor tile_offsets, Tensor row_ids)",
     f"intersect_capacity({_INTERSECT_INPUTS}, int capacity) -> (Tensor tile_offsets, Tensor row_ids, Tensor count)",
-    f"rasterize({_RASTERIZE_INPUTS}, Tensor? absgrad_probe) -> (Tensor out, Tensor alpha, Tensor last, Tensor state)",
+    f"rasterize({_RASTERIZE_INPUTS}, Tensor? absgrad_probe, bool mark_stops=False) -> "
+    "(Tensor out, Tensor alpha, Tensor last, Tensor state)",
     f"rasterize_backward({_RASTERIZE_BACKWARD_INPUTS}) -> "
     "(Tensor v_means2d, Tensor v_conics, Tensor v_row_opacities, Tensor v_features, Tensor v_means2d_abs)",
     # Writes through the addresses in `sinks`, which no dispatcher sees.

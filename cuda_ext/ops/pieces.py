@@ -3,6 +3,9 @@
 What a cell's splats make of a pixel is a colour, premultiplied, and an alpha. Layers composite as splats do (Splaxel,
 equation 5): C = sum of C_m T_1 .. T_(m-1), with T = 1 - alpha. The way back (equations 6 and 7) takes what is let
 through before a layer, and the colour behind it; nothing is divided by. Nothing is read back to the host.
+
+An alpha below 0 says that its layer was not drawn to its end there: it is the negative of what is covered, and layers
+behind are not seen, as splats are not behind the one at which drawing stops (`rasterize` with `mark_stops`).
 """
 
 from collections.abc import Sequence
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY, NAMESPACE
-from cuda_ext.dispatch.load import kernels_serve
+from cuda_ext.dispatch.load import kernels_serve, native_serves
 from cuda_ext.ops.checks import check_floats
 from cuda_ext.reference import pieces as composed
 from cuda_ext.reference.pieces import NOWHERE
@@ -38,7 +41,7 @@ def gather_pieces(color: Tensor, alpha: Tensor, pieces: Sequence[int], out: Tens
     check_floats(color, color=(color, (-1, -1)), alpha=(alpha, (pixels,)), out=(out, (-1, channels + 1)))
     numbers = _checked_pieces(pieces, pixels, len(out), place=4)
     _contiguous(color=color, alpha=alpha, out=out)
-    op: Any = torch.ops.ns_multigpu.gather_pieces if kernels_serve(color) else composed.gather_pieces
+    op: Any = torch.ops.ns_multigpu.gather_pieces if _serves(color) else composed.gather_pieces
     op(color, alpha, numbers, out)
 
 
@@ -60,7 +63,7 @@ def scatter_pieces(gradients: Tensor, pieces: Sequence[int], v_color: Tensor, v_
     )
     numbers = _checked_pieces(pieces, pixels, len(gradients), place=5)
     _contiguous(gradients=gradients, v_color=v_color, v_alpha=v_alpha)
-    op: Any = torch.ops.ns_multigpu.scatter_pieces if kernels_serve(v_color) else composed.scatter_pieces
+    op: Any = torch.ops.ns_multigpu.scatter_pieces if _serves(v_color) else composed.scatter_pieces
     op(gradients, numbers, v_color, v_alpha)
 
 
@@ -70,14 +73,15 @@ def composite_pieces(received: Tensor, layers: Sequence[int], sizes: Sequence[in
     A pixel that no layer covers is black and lets all through.
 
     Args:
-        received: [N, C + 1] colours, premultiplied, and alphas of the layers' pixels, each layer row by row.
+        received: [N, C + 1] colours, premultiplied, and alphas of the layers' pixels, each layer row by row. Below 0:
+            see the module.
         layers: 7 integers each, those of a patch front to back: the patch, the rectangle x0, y0, x1, y1 there, its
             first row in `received`, and a seventh that `composite_pieces_backward` looks at.
         sizes: width and height of each patch.
 
     Returns:
-        [Q, C] colours and [Q] alphas, one patch after the other, and [N] how much arrives at each layer's pixel. The
-        last has no gradient.
+        [Q, C] colours and [Q] alphas, one patch after the other, and [N] how much arrives at each layer's pixel: 0
+        behind a layer that stopped. The last has no gradient.
 
     Raises:
         TypeError, ValueError: a tensor of the wrong shape or dtype, or a layer beyond its patch or `received`.
@@ -86,7 +90,7 @@ def composite_pieces(received: Tensor, layers: Sequence[int], sizes: Sequence[in
     check_floats(received, received=(received, (-1, -1)))
     _check_layers(layers, sizes, len(received))
     given = received.contiguous(), list(layers), list(sizes)
-    return torch.ops.ns_multigpu.composite_pieces(*given) if _has_operator(received) else _Composed.apply(*given)
+    return torch.ops.ns_multigpu.composite_pieces(*given) if _serves(received) else _Composed.apply(*given)
 
 
 @torch.no_grad()
@@ -119,7 +123,7 @@ def composite_pieces_backward(
         if not (back == -1 or 0 <= back <= count - (x1 - x0) * (y1 - y0)):
             raise ValueError(f"layer {k // 7} has its gradient at {back} of {count} rows.")
     op = torch.ops.ns_multigpu.composite_pieces_backward
-    op = op if _has_operator(received) else composed.composite_pieces_backward
+    op = op if _serves(received) else composed.composite_pieces_backward
     return op(received.contiguous(), before, v_out.contiguous(), v_alpha.contiguous(), list(layers), list(sizes), count)
 
 
@@ -149,13 +153,13 @@ def live_boxes(before: Tensor, pieces: Sequence[int], slots: int, least: float) 
         slot, first, _, _, width, height = pieces[k : k + 6]
         if not (0 <= slot < slots and width > 0 and height > 0 and 0 <= first <= len(before) - width * height):
             raise ValueError(f"piece {k // 6} is {tuple(pieces[k : k + 6])}, of {len(before)} rows and {slots} slots.")
-    op: Any = torch.ops.ns_multigpu.live_boxes if kernels_serve(before) else composed.live_boxes
+    op: Any = torch.ops.ns_multigpu.live_boxes if _serves(before) else composed.live_boxes
     return op(before.contiguous(), list(pieces), slots, least)
 
 
-def _has_operator(tensor: Tensor) -> bool:
-    """Whether torch's dispatcher knows a form for the tensor's device: not on a GPU where our kernels do not serve."""
-    return tensor.device.type != "cuda" or kernels_serve(tensor)
+def _serves(tensor: Tensor) -> bool:
+    """Whether our compiled operators serve on the tensor's device."""
+    return kernels_serve(tensor) or (tensor.device.type != "cuda" and native_serves(tensor))
 
 
 def _checked_pieces(pieces: Sequence[int], pixels: int, rows: int, place: int) -> list[int]:
@@ -233,11 +237,11 @@ def _gradient(ctx: Any, v_out: Tensor, v_alpha: Tensor, _: Any) -> tuple[Tensor,
     layers = [n for k in range(0, len(ctx.layers), 7) for n in (*ctx.layers[k : k + 6], ctx.layers[k + 5])]
     given = received, before, v_out.contiguous(), v_alpha.contiguous(), layers, ctx.sizes, len(received)
     op = torch.ops.ns_multigpu.composite_pieces_backward
-    return (op if _has_operator(received) else composed.composite_pieces_backward)(*given), None, None
+    return (op if _serves(received) else composed.composite_pieces_backward)(*given), None, None
 
 
 class _Composed(torch.autograd.Function):
-    """`composite_pieces` where no kernels serve."""
+    """`composite_pieces` where no operator serves."""
 
     @staticmethod
     def forward(ctx: Any, received: Tensor, layers: list[int], sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,5 +255,3 @@ class _Composed(torch.autograd.Function):
 
 
 torch.library.register_autograd(f"{NAMESPACE}::composite_pieces", _gradient, setup_context=_setup, lib=LIBRARY)
-for _name in __all__[1:]:
-    LIBRARY.impl(_name, getattr(composed, _name), "CPU")

@@ -104,6 +104,7 @@ def rasterize(
     patches: Sequence[int],
     tile_size: int = 16,
     absgrad_probe: Tensor | None = None,
+    mark_stops: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Composites splats over the pixels of the patches, front to back, without a background.
 
@@ -124,6 +125,8 @@ def rasterize(
         tile_size: pixels along a tile's side.
         absgrad_probe: [M,2] zeros that require a gradient, or None. It changes nothing but receives, as its gradient,
             the sum over pixels of |d loss / d means2d| (AbsGS, Ye et al. 2024, equation 6).
+        mark_stops: alpha is negative where the pixel was closed before a splat: what lies behind was not looked at.
+            (The first splat closes none, so that no such alpha is 0.) gsplat's kernels do not tell, and mark nothing.
 
     Returns:
         out [S,D], alpha [S] (one minus the final transmittance) and last [S] int32 (the position in row_ids of the last
@@ -151,7 +154,8 @@ def rasterize(
             f"rasterize: the patches have {tiles} tiles of {tile_size} px, so tile_offsets must hold {tiles + 1} "
             f"numbers, got {tuple(tile_offsets.shape)}. Give intersect and rasterize the same patches and tile_size."
         )
-    arguments = (means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, absgrad_probe)
+    arguments = (means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, absgrad_probe,
+                 mark_stops)  # fmt: skip
     if native_serves(means2d):
         out, alpha, last, _ = torch.ops.ns_multigpu.rasterize(*arguments)
         return out, alpha, last
@@ -229,7 +233,10 @@ def _intersect_capacity_fake(
 
 
 @torch.library.register_fake(f"{NAMESPACE}::rasterize", lib=LIBRARY)
-def _rasterize_fake(means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, absgrad_probe):
+def _rasterize_fake(
+    means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, absgrad_probe,
+    mark_stops=False,
+):  # fmt: skip
     pixels = _pixel_count(patches)
     out = features.new_empty(pixels, features.shape[1])
     alpha, last = features.new_empty(pixels), features.new_empty(pixels, dtype=torch.int32)
@@ -255,20 +262,22 @@ def _rasterize_backward_into_fake(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    *tensors, patches, tile_size, probe = inputs
+    *tensors, patches, tile_size, probe, marked = inputs
     out, alpha, last, state = output
     ctx.save_for_backward(*tensors, alpha, last, state, out)
-    ctx.patches, ctx.tile_size = patches, tile_size
+    ctx.patches, ctx.tile_size, ctx.marked = patches, tile_size, marked
     ctx.absgrad = probe is not None and probe.requires_grad
     ctx.mark_non_differentiable(last, state)
 
 
 def _rasterize_backward(ctx: Any, v_out: Tensor, v_alpha: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, alpha, last, state, out = ctx.saved_tensors
+    if ctx.marked:  # operators take the gradient by what is covered, which is |alpha|
+        v_alpha = torch.where(alpha < 0, -v_alpha, v_alpha)
     *grads, v_abs = torch.ops.ns_multigpu.rasterize_backward(
         *tensors, ctx.patches, ctx.tile_size, alpha, last, state, out, v_out, v_alpha, ctx.absgrad
     )
-    return *grads, None, None, None, None, v_abs if ctx.absgrad else None
+    return *grads, None, None, None, None, v_abs if ctx.absgrad else None, None
 
 
 torch.library.register_autograd(

@@ -36,13 +36,17 @@ def composite_pieces(received: Tensor, layers: Sequence[int], sizes: Sequence[in
     channels = received.shape[1] - 1
     before = received.new_empty(len(received))
     colors, through = _canvases(received, sizes, channels)
+    left = [one.clone() for one in through]
     for patch, x0, y0, x1, y1, first, _ in _rows(layers, 7):
         piece = received[first : first + (y1 - y0) * (x1 - x0)].view(y1 - y0, x1 - x0, channels + 1)
         rest = through[patch][y0:y1, x0:x1]
         before[first : first + rest.numel()].view_as(rest).copy_(rest)
         colors[patch][y0:y1, x0:x1] += rest[..., None] * piece[..., :channels]
-        rest *= 1 - piece[..., channels]
-    flat = [torch.cat([one.reshape(-1, *one.shape[2:]) for one in some]) for some in (colors, through) if some]
+        alpha = piece[..., channels]
+        kept = left[patch][y0:y1, x0:x1]
+        kept.copy_(torch.where(rest > 0, rest * (1 - alpha.abs()), kept))
+        rest.copy_(torch.where(alpha < 0, 0, rest * (1 - alpha.abs())))
+    flat = [torch.cat([one.reshape(-1, *one.shape[2:]) for one in some]) for some in (colors, left) if some]
     if not flat:
         return received.new_zeros(0, channels), received.new_zeros(0), before
     return flat[0], 1 - flat[1], before
@@ -68,11 +72,14 @@ def composite_pieces_backward(
         pixels = slice(first, first + (y1 - y0) * (x1 - x0))
         piece = received[pixels].view(y1 - y0, x1 - x0, channels + 1)
         arrives, color, last = before[pixels].view(y1 - y0, x1 - x0), behind[patch][inner], rest[patch][inner]
+        alpha = piece[..., channels]
+        color[alpha < 0], last[alpha < 0] = 0, 1  # nothing behind counts
         if back >= 0:
             there = gradients[back : back + arrives.numel()].view(y1 - y0, x1 - x0, channels + 1)
             there[..., :channels] = arrives[..., None] * v_c
-            there[..., channels] = arrives * (v_a * last - (v_c * color).sum(-1))
-        through = 1 - piece[..., channels]
+            by_covered = arrives * (v_a * last - (v_c * color).sum(-1))
+            there[..., channels] = torch.where(alpha < 0, -by_covered, by_covered)
+        through = 1 - alpha.abs()
         color.copy_(piece[..., :channels] + through[..., None] * color)
         last *= through
     return gradients

@@ -114,7 +114,9 @@ class _SpreadWithAbsSum(torch.autograd.Function):
         return grads[0], grads[0].abs().sum(dim=0)
 
 
-def _composite(splats: Tensor, probe: Tensor | None, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _composite(
+    splats: Tensor, probe: Tensor | None, centres: Tensor, mark_stops: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Colours [p,D], alpha [p] and the index of the last contributing splat [p] of p pixels under n sorted splats.
 
     splats [n, 6+D] = (mean x, mean y, a, b, c, opacity, features); probe [n,2]; centres [p,2].
@@ -132,7 +134,10 @@ def _composite(splats: Tensor, probe: Tensor | None, centres: Tensor) -> tuple[T
     weights = torch.where(after > TRANSMITTANCE_MIN, before * alpha, torch.zeros_like(alpha))
     index = torch.arange(len(splats), device=splats.device).expand_as(weights)
     last = torch.where(weights > 0, index, -1).amax(dim=1)
-    return weights @ splats[:, 6:], weights.sum(dim=1), last
+    covered = weights.sum(dim=1)
+    if mark_stops:
+        covered = torch.where((after <= TRANSMITTANCE_MIN).any(dim=1), -covered, covered)
+    return weights @ splats[:, 6:], covered, last
 
 
 def rasterize(
@@ -145,6 +150,7 @@ def rasterize(
     patches: Sequence[int],
     tile_size: int,
     absgrad_probe: Tensor | None = None,
+    mark_stops: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `cuda_ext.rasterize`, one tile after the other."""
     device, channels = means2d.device, features.shape[1]
@@ -172,8 +178,8 @@ def rasterize(
             )
             pixels.append((first_pixel + (y - patch.y0) * width + x - patch.x0).flatten())
             if lengths[t] > 0:
-                arguments = (splats[t], probes[t], torch.stack([x.flatten(), y.flatten()], dim=1).to(means2d) + 0.5)
-                out, alpha, last = composite(*arguments)
+                centres = torch.stack([x.flatten(), y.flatten()], dim=1).to(means2d) + 0.5
+                out, alpha, last = composite(splats[t], probes[t], centres, mark_stops)
                 last = torch.where(last >= 0, last + offsets[t], last)
             else:
                 out, alpha = means2d.new_zeros(x.numel(), channels), means2d.new_zeros(x.numel())

@@ -22,6 +22,10 @@ class PixelOptions:
     """Views that show different cells come into one step, so that GPUs have level work; False leaves the order of views
     that other strategies have. It makes no difference with one view a step."""
 
+    crossing: Literal["none", "ghosts"] = "ghosts"
+    """Splats that reach into another cell: "none" draws them with their own cell, so that the image depends on the cells;
+    "ghosts" sends them to the GPUs of the cells that they reach, and all is blended by depth as one GPU does it."""
+
     hide: bool = False
     """Do not draw a cell in the part of a view where less than 1/1000 of what is seen arrived when the view was drawn
     last. What arrives is looked at each time. It sends less, and may cost quality."""

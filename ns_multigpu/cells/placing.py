@@ -14,6 +14,7 @@ from torch import Tensor
 from ns_multigpu.cells.leveling import leveled, loads_of
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.tree import CellTree
+from ns_multigpu.core.cell_layers import CellLayers
 from ns_multigpu.core.collectives import all_gather_rows, max_in_place, sum_in_place
 from ns_multigpu.core.composite import LocalCells
 from ns_multigpu.core.placement import NewPoints, Placement, Settled, Shares, even_bounds, shares_of
@@ -25,6 +26,8 @@ from ns_multigpu.core.world import World
 
 LOOKED_EVERY = 100
 """Images after which the cells' boxes are measured again, where no refinement came between."""
+_FLAT = 2.0
+"""Of what a splat reaches, that a cell is away which it is looked for in."""
 _WORSE = 1.1
 """Cells are cut anew when they have become so much less level than they were when they were cut."""
 
@@ -44,7 +47,7 @@ class ByCells(Placement):
 
     Attributes:
         cells: how many.
-        local: this rank's, and which of them each of its points is in.
+        local: this rank's, and which of them each of its points is in. layers: those of all ranks.
         tree: the cells as they were cut last; None before.
         boxes: [cells, 2, 3] float64, all that is seen of each cell's points; None where no bound is known. It is
             measured after each refinement and every 100 images: what grows beyond its box in between is cut off there.
@@ -60,12 +63,15 @@ class ByCells(Placement):
                 f"--pipeline.pixel.cells {self.cells}: each of the {world.size} GPUs wants a cell at least. Give "
                 f"{world.size} or more, or 0."
             )
+        self.crosses = options.crossing == "ghosts"
         self._world, self._imbalance, self._level_steps = world, options.imbalance, options.level_steps
         self._look: Callable[[], Sequence[View]] = lambda: ()
         self._first: NDArray[np.float64] | None = None  # boxes around the means of the first points
         bounds = even_bounds(self.cells, world.size)
-        self._ranks = torch.tensor([r for r in range(world.size) for _ in range(bounds[r], bounds[r + 1])])
+        self._rank_of = [r for r in range(world.size) for _ in range(bounds[r], bounds[r + 1])]
+        self._ranks = torch.tensor(self._rank_of)
         self.local = LocalCells(bounds[world.rank], bounds[world.rank + 1] - bounds[world.rank])
+        self.layers = CellLayers(self.local, bounds)
         self.tree: CellTree | None = None
         self.boxes: NDArray[np.float64] | None = None
         self._level, self._placings, self._learned = 1.0, 0, False
@@ -95,7 +101,7 @@ class ByCells(Placement):
 
     def rank_of(self, cell: int) -> int:
         """The rank that owns a cell."""
-        return int(self._ranks[cell])
+        return self._rank_of[cell]
 
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
         """All of the batch's views: where this rank has points in one, it draws them."""
@@ -207,18 +213,28 @@ class ByCells(Placement):
             return None
         cells = self.local.of_points
         cells = torch.zeros_like(means[:, 0], dtype=torch.int64) if cells is None else cells
-        return _boxes_around(means, cells + self.local.first, self.cells, extents, world)
+        cells = cells + self.local.first
+        return _boxes_around(means, cells, self.cells, extents, world, self.tree if self.crosses else None)
 
 
 def _boxes_around(
-    means: Tensor, of_points: Tensor, cells: int, extents: Tensor | None = None, world: World | None = None
-) -> NDArray[np.float64]:
+    means: Tensor, of_points: Tensor, cells: int, extents: Tensor | None = None, world: World | None = None,
+    tree: CellTree | None = None,
+) -> NDArray[np.float64]:  # fmt: skip
     """[cells, 2, 3] the boxes of points [N, 3] of these cells [N], with what they reach around them [N, 3]; of all
-    ranks of `world` together. A cell without points has one whose lower corner is above its upper."""
+    ranks of `world` together. With a tree, boxes are also around points of other cells that reach into the cell. A cell
+    without points has one whose lower corner is above its upper."""
     bounds = torch.full((cells, 6), -math.inf, dtype=torch.float64, device=means.device)
     low, high = (means, means) if extents is None else (means - extents, means + extents)
     of_points = of_points.long()[:, None].expand(-1, 6)
-    bounds.scatter_reduce_(0, of_points, torch.cat([-low, high], 1).double(), "amax")
+    reached = torch.cat([-low, high], 1).double()
+    bounds.scatter_reduce_(0, of_points, reached, "amax")
+    if tree is not None and extents is not None and len(means):
+        # A splat that is drawn flat may stick out of its ellipsoid's box, in a wide view by about as much again.
+        far = _FLAT * extents.norm(dim=1, keepdim=True)
+        for cell, (lower, upper) in enumerate(tree.boxes().to(means).unbind(0)):
+            crosses = ((means + far >= lower) & (means - far <= upper)).all(1, keepdim=True)
+            bounds[cell] = torch.maximum(bounds[cell], torch.where(crosses, reached, -math.inf).amax(0))
     if world is not None:
         max_in_place(bounds, world)
     boxes = bounds.view(cells, 2, 3).cpu()

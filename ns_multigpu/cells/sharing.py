@@ -1,13 +1,14 @@
 """Who draws which cell of which view, and who owns which pixels."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ns_multigpu.cells.exchange import Exchange
 from ns_multigpu.cells.hiding import Hiding, around
 from ns_multigpu.cells.placing import ByCells
-from ns_multigpu.cells.seen import camera_position, tiles_seen
+from ns_multigpu.cells.seen import Rectangle, camera_position, tiles_seen
 from ns_multigpu.core.assignment import Assignment, Learns
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
@@ -34,16 +35,19 @@ class CellPixels(Assignment):
 
     Args:
         space: where the cells are. hide: leave out what is hidden behind other cells (`hiding`).
+        exchange: who decides which layers travel as splats; None where all travel as pixels.
     """
 
     @property
     def learns(self) -> Learns:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._exchange is not None:
+            return Learns.SPANS
         return Learns.LIVE if self._hides else Learns.NOTHING
 
     recurs = False  # a plan says what each view sees of each cell, and front to back
 
-    def __init__(self, space: ByCells, *, hide: bool = False) -> None:
-        self._space, self._hides = space, hide
+    def __init__(self, space: ByCells, *, hide: bool = False, exchange: Exchange | None = None) -> None:
+        self._space, self._hides, self._exchange = space, hide, exchange
         self._hiding = Hiding()
         self._seen = _Seen()
 
@@ -65,7 +69,8 @@ class CellPixels(Assignment):
             "pixels_drawn": seen.drawn / seen.pixels,
             "hidden_flips": flips / max(seen_dark, 1),
         }
-        return {name: sum_ / seen.steps for name, sum_ in figures.items()} | parts
+        sent = {} if self._exchange is None else self._exchange.figures()
+        return {name: sum_ / seen.steps for name, sum_ in figures.items()} | parts | sent
 
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
         space = self._space
@@ -77,11 +82,13 @@ class CellPixels(Assignment):
         hidden: list[Patch] = []
         self._hiding.keep(space.tree)
         seen_by: list[dict[int, int]] = []
+        sights: list[Sequence[Rectangle | None]] = []
         for position, view in enumerate(views):
             in_sight = tiles_seen(boxes, view)
             rectangles = self._hiding.drawn(view, in_sight) if self._hides else in_sight
             for cell, (wide, seen) in enumerate(zip(in_sight, rectangles, strict=True)):
                 hidden += [Patch(position, *dark, cell=cell) for dark in around(wide, seen)]
+            sights.append(rectangles)
             seen_by.append({})
             for cell, seen in enumerate(rectangles):
                 if seen is not None:
@@ -91,11 +98,17 @@ class CellPixels(Assignment):
             whole = tuple(range(space.cells))
             order.append(whole if space.tree is None else space.tree.order(camera_position(view)))
         rows = [-(-view.height // TILE) for view in views]
+        spans = share_rows(rows, seen_by, ranks)
         owned = [
             [_band(position, views[position], *span) for position, span in enumerate(of_rank) if span is not None]
-            for of_rank in share_rows(rows, seen_by, ranks)
+            for of_rank in spans
         ]
-        plan = Plan.of(drawn, owned)
+        homes, room = (), ()
+        if self._exchange is not None:
+            self._exchange.keep(space.tree)
+            drawn, room = self._exchange.divide(views, sights, spans)
+            homes = tuple(map(space.rank_of, range(space.cells)))
+        plan = replace(Plan.of(drawn, owned), order=tuple(order), hidden=tuple(hidden), homes=homes, room=room)
         if any(view.index >= 0 for view in views):  # not what somebody looks at
             self._seen.steps += 1
             self._seen.at_work += sum(1 for patches in drawn if patches) / ranks
@@ -104,20 +117,27 @@ class CellPixels(Assignment):
             self._seen.drawn += sum(pixels)
             self._seen.hidden += sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in hidden)
             self._seen.pixels += space.cells * sum(view.width * view.height for view in views)
-        return Plan(plan.drawn, plan.owned, tuple(order), tuple(hidden))
+        return plan
 
     def counts(self, batch: int, width: int, height: int) -> int:
+        if self._exchange is not None:
+            return self._space.layers.spans_length([(width, height)] * batch)
         return 5 * batch * self._space.cells if self._hides else 0
 
     def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
-        if self._hides and all(view.index >= 0 for view in views):
+        if self._exchange is not None:
+            self._exchange.learn(views, counts)
+        elif self._hides and all(view.index >= 0 for view in views):
             self._hiding.learn(views, np.array(counts, dtype=np.int64).reshape(-1, len(views), self._space.cells, 5))
 
     def knowledge(self) -> list[list[int]]:
-        return self._hiding.knowledge()
+        return self._hiding.knowledge() if self._exchange is None else self._exchange.knowledge()
 
     def learn_again(self, knowledge: Sequence[Sequence[int]]) -> None:
-        self._hiding.learn_again(knowledge)
+        if self._exchange is not None:
+            self._exchange.learn_again(knowledge)
+        else:  # what a run with another exchange knew is of no use
+            self._hiding.learn_again([row for row in knowledge if not Exchange.owns(row)])
 
 
 def _band(position: int, view: View, first: int, end: int) -> Patch:

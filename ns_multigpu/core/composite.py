@@ -7,8 +7,9 @@ straight to the rank that owns their pixels. It composites them in the view's on
 sends back the gradients by colour and alpha. (The paper gathers all pixels on all ranks, which then need not send
 gradients. Direct send is fewer bytes from three ranks on, and composites each pixel once.)
 
-A cell's drawing stops where its own transmittance falls below 1/10000, as a whole view's does. What is defined so does
-not depend on who draws which cell: N ranks equal one rank with the same cells.
+A cell's drawing stops before the splat that would bring its own transmittance to 1/10000, as a whole view's does. Then
+nothing behind is seen either: the pixel's alpha travels with a minus sign, which costs no byte (`composite_pieces`). What
+is defined so does not depend on who draws which cell: N ranks equal one rank with the same cells.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from cuda_ext.ops.pieces import composite_pieces, live_boxes
 from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
-from ns_multigpu.core.legs import PixelLeg
+from ns_multigpu.core.crossing import Crossing
+from ns_multigpu.core.legs import PixelLeg, WholePixels
 from ns_multigpu.core.pieces import Routes, routes_of
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.primitive import Primitive
@@ -60,6 +62,28 @@ class LocalCells:
         if cells is None or len(cells) == 0:
             return view_ids * self.count
         return view_ids * self.count + cells[point_ids.clamp(0, len(cells) - 1).long()]
+
+    # ---- of fused steps ----
+
+    def label(self, rows: Any) -> Any:
+        """This rank's rows as they leave: with labels of their layers in the place of their views."""
+        return rows
+
+    def labels(self, views: int) -> int:
+        """How many labels there are."""
+        return views
+
+    def unlabel(self, arrived: Any, point_ids: Tensor) -> Any:
+        """Rows that arrived with their layers in the place of labels, of which `point_ids` are this rank's own."""
+        return arrived._replace(view_ids=self.layers(arrived.view_ids, point_ids)) if self.count > 1 else arrived
+
+    def rectangles(self, plan: Plan, views: Sequence[View], ways: Sequence[int], first_view: int) -> list[int]:
+        """Where this rank's rows go: 6 integers a patch, the way, the label from `first_view` on, x0, y0, x1, y1."""
+        raise NotImplementedError("splats stay with their cells")
+
+    def spans_of(self, rows: Any, views: Sequence[View]) -> Tensor:
+        """What this rank tells of `Learns.SPANS`."""
+        raise NotImplementedError("splats stay with their cells")
 
 
 @dataclass(frozen=True)
@@ -111,13 +135,14 @@ class CompositePixels(PixelLeg):
         half: pixels, and their gradients, are float16 on the wire.
 
     Attributes:
+        crossing: where splats that reach into other cells are drawn; None for with their own cell alone.
         told: called with a batch's views and what `Learns.LIVE` is of them, on all ranks alike; None to tell nobody.
     """
 
     survives_giving_up = False
 
-    def __init__(self, cells: LocalCells, *, half: bool = False) -> None:
-        self.cells, self.half = cells, half
+    def __init__(self, cells: LocalCells, *, half: bool = False, crossing: Crossing | None = None) -> None:
+        self.cells, self.half, self.crossing = cells, half, crossing
         self.told: Callable[[Sequence[View], Sequence[int]], None] | None = None
         self._deep = False  # whether what is drawn has depth: of a rank that draws nothing, too
 
@@ -130,11 +155,14 @@ class CompositePixels(PixelLeg):
     ) -> list[Pixels]:
         cells, drawn = self.cells, plan.drawn[world.rank]
         self._deep = primitive.depth
+        if self.crossing is not None:
+            windows = self.crossing.windows(plan, views, world.rank)
+            return primitive.render(splats, drawn, views, stops=True, windows=windows)
         hits = splats.hits
         layered = replace(splats, hits=replace(hits, view_ids=cells.layers(hits.view_ids, hits.point_ids)))
         patches = [replace(patch, view=cells.layer(patch)) for patch in drawn]
         seen = [view for view in views for _ in range(max(cells.count, 1))]
-        rendered = primitive.render(layered, patches, seen)
+        rendered = primitive.render(layered, patches, seen, stops=True)
         return [replace(pixels, patch=patch) for pixels, patch in zip(rendered, drawn, strict=True)]
 
     def settle(
@@ -145,7 +173,10 @@ class CompositePixels(PixelLeg):
         anchor = own.rows[named[0]]
         deep = self._deep
         flat = [_flat(pixels) for pixels in rendering.pixels]
-        drawn = torch.cat([anchor.new_empty(0, 4 + deep), *flat])
+        empty = anchor.new_empty(0, 4 + deep)
+        if splats is not own:  # who draws nothing takes part in their way back, too
+            empty = splats.rows[named[0]][:0].reshape(0, 4 + deep)
+        drawn = torch.cat([empty, *flat])
         wire = PixelWire.of(views, half=self.half)
         tied: Any = _Travelling.apply(routes, wire, world, drawn, *(own.rows[name] for name in named))
         received = torch.cat([tied[0], anchor.new_zeros(routes.dark, 4 + deep)])
@@ -162,12 +193,15 @@ class CompositePixels(PixelLeg):
             image, opacity = out[piece].view(y1 - y0, x1 - x0, -1), alpha[piece].view(y1 - y0, x1 - x0, 1)
             depth = image[..., 3:] / opacity.clamp(min=_LEAST) if deep else None
             settled.append(Pixels(patch, image[..., :3], opacity, depth))
-        return Rendering(settled, replace(own, rows={**own.rows, **dict(zip(named, tied[1:], strict=True))}))
+        whole = Rendering(settled, replace(own, rows={**own.rows, **dict(zip(named, tied[1:], strict=True))}))
+        if not plan.homes:
+            return whole
+        # Where two owners draw a layer, both have its pixels in a halo: see `halo`.
+        return WholePixels().settle(whole, splats, views, replace(plan, drawn=plan.owned), world)
 
 
 LIVE = 1e-3
-"""What must arrive at a pixel of a layer for the layer to be drawn there. It cannot be the 1/10000 of a single splat: a
-solid cell stops before its splat that would leave less, and so lets through a little more."""
+"""What must arrive at a pixel of a layer for the layer to be drawn there. Behind a cell that stopped nothing arrives."""
 
 
 def live_numbers(before: Tensor, routes: Routes, plan: Plan) -> Tensor:
@@ -192,8 +226,9 @@ _LEAST = 1e-10
 
 
 def _flat(pixels: Pixels) -> Tensor:
-    """[h w, 4 or 5] colour, depth times alpha if there is one, alpha."""
-    parts = [pixels.color, pixels.alpha]
+    """[h w, 4 or 5] colour, depth times alpha if there is one, alpha: below 0 where drawing stopped."""
+    alpha = pixels.alpha if pixels.stops is None else torch.where(pixels.stops, -pixels.alpha, pixels.alpha)
+    parts = [pixels.color, alpha]
     if pixels.depth is not None:
         parts.insert(1, pixels.depth * pixels.alpha.clamp(min=_LEAST))
     return torch.cat(parts, -1).flatten(0, 1)

@@ -195,12 +195,12 @@ class Kernels(ABC):
         """The lists of the patches' tiles: 5 ints a patch (view, x0, y0, x1, y1)."""
 
     @abstractmethod
-    def draw(self, arrived: Arrived, lists: Lists, patches: Sequence[int]) -> Drawn:
-        """The patches."""
+    def draw(self, arrived: Arrived, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
+        """The patches. With `mark_stops` alpha is negative where drawing stopped before a row."""
 
     @abstractmethod
     def draw_back(self, drawn: Drawn, v_color: Tensor, v_alpha: Tensor, sinks: Sinks) -> None:
-        """Adds the gradients of rows, as records, to the sinks."""
+        """Adds the gradients of rows, as records, to the sinks; v_alpha is by the absolute value of alpha."""
 
     @abstractmethod
     def update(

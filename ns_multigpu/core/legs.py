@@ -11,12 +11,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
 from ns_multigpu.core.buckets import GradientBuckets
 from ns_multigpu.core.halo import Halos, WholeGradients
+from ns_multigpu.core.kernels import Kernels
+from ns_multigpu.core.pairs import Pairs
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import Pixels, Points, Rendering, Splats, View
@@ -33,6 +35,11 @@ class RowLeg(ABC):
     relays: bool | None = False
     """Whether a row crosses once to each other machine, where a rank hands it on (see `Relays`); None for fused steps
     alone, where the ranks of each machine reach each other's memory."""
+
+    def transport(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> Any:
+        """What carries the rows of fused steps, where a leg has a `Transport` of its own, which goes by collectives;
+        None where what the machine has decides. Arguments as there."""
+        return None
 
     @abstractmethod
     def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:

@@ -44,7 +44,10 @@ class Piece:
 
 def find_pieces(plan: Plan, views: Sequence[View]) -> list[Piece]:
     """All pieces of a plan: by target, of each front to back; the same list on every rank."""
-    drawn = {(p.view, p.cell): (rank, k) for rank, patches in enumerate(plan.drawn) for k, p in enumerate(patches)}
+    drawn: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for rank, patches in enumerate(plan.drawn):
+        for k, p in enumerate(patches):
+            drawn.setdefault((p.view, p.cell), []).append((rank, k))
     hidden: dict[tuple[int, int], list[Rectangle]] = {}
     for p in plan.hidden:
         hidden.setdefault((p.view, p.cell), []).append((p.x0, p.y0, p.x1, p.y1))
@@ -53,8 +56,7 @@ def find_pieces(plan: Plan, views: Sequence[View]) -> list[Piece]:
         for k, patch in enumerate(patches):
             own, wide = (patch.x0, patch.y0, patch.x1, patch.y1), patch.rendered(views[patch.view])
             for cell in plan.order[patch.view]:
-                source = drawn.get((patch.view, cell))
-                if source is not None:
+                for source in _sources(drawn.get((patch.view, cell), []), rank, cell, plan):
                     seen = plan.drawn[source[0]][source[1]].rendered(views[patch.view])
                     for rectangle, inside in _parts(wide, own):
                         both = _both(rectangle, seen)
@@ -65,6 +67,12 @@ def find_pieces(plan: Plan, views: Sequence[View]) -> list[Piece]:
                     if both is not None:
                         pieces.append(Piece(None, (rank, k), both, True, cell))
     return pieces
+
+
+def _sources(drawn: Sequence[tuple[int, int]], rank: int, cell: int, plan: Plan) -> Sequence[tuple[int, int]]:
+    """Who of those that draw a layer draws it for a rank: that one itself, else the cell's home."""
+    own = [source for source in drawn if source[0] == rank]
+    return own or [source for source in drawn if not plan.homes or source[0] == plan.homes[cell]]
 
 
 def _both(a: Rectangle, b: Rectangle) -> Rectangle | None:

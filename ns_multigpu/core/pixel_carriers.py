@@ -12,7 +12,8 @@ from torch import Tensor
 from cuda_ext.ops.pieces import composite_pieces, composite_pieces_backward, gather_pieces, scatter_pieces
 from ns_multigpu.core.collectives import all_to_all_parts
 from ns_multigpu.core.composite import CompositePixels, PixelWire, live_numbers
-from ns_multigpu.core.kernels import Arrived, Drawn, Rows
+from ns_multigpu.core.crossing import clipped
+from ns_multigpu.core.kernels import Arrived, Drawn, Lists, Rows
 from ns_multigpu.core.legs import PixelLeg, WholePixels
 from ns_multigpu.core.pieces import Routes, routes_of
 from ns_multigpu.core.plan import Plan
@@ -35,15 +36,46 @@ class Settled(NamedTuple):
 
 
 class PixelCarrier(ABC):
-    """One rank's side of a pixel leg. Every rank calls its methods in this order, once a step."""
+    """One rank's side of a pixel leg. Every rank calls its methods in this order, once a step.
+
+    Attributes:
+        marks_stops: whether what is drawn has alphas below 0 where drawing stopped; `bring_back` minds it.
+    """
+
+    marks_stops = False
 
     def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
         """Rows with the numbers of their layers in the place of their views'."""
         return arrived
 
+    def clipped(self, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View]) -> Lists:
+        """Of the lists of what this rank draws, what is drawn here."""
+        return lists
+
     def layer(self, patch: Patch, first_view: int) -> int:
         """The layer that a patch is drawn of: one of the rows' views, counted from `first_view`, or a cell of one."""
         return patch.view - first_view
+
+    def label(self, rows: Rows) -> Rows:
+        """This rank's rows as they travel: with labels in the place of their views, where a view has several layers."""
+        return rows
+
+    def labels(self, views: int) -> int:
+        """How many labels there are of so many views."""
+        return views
+
+    def rectangles(self, plan: Plan, views: Sequence[View], ways: Sequence[int]) -> list[int]:
+        """Where rows of this rank go: 6 integers a patch, the way to who draws it, the label, x0, y0, x1, y1."""
+        return [
+            n
+            for rank, patches in enumerate(plan.drawn)
+            for patch in patches
+            for n in (ways[rank], patch.view, *patch.rendered(views[patch.view]))
+        ]
+
+    def spans(self, rows: Rows, views: Sequence[View]) -> Tensor:
+        """What this rank tells of `Learns.SPANS`."""
+        raise NotImplementedError("patches have no layers")
 
     @abstractmethod
     def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
@@ -55,7 +87,8 @@ class PixelCarrier(ABC):
 
     @abstractmethod
     def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
-        """Gradients [P, 3] and [P] of the patches that it owns, zero in halos -> of what it has drawn."""
+        """Gradients [P, 3] and [P] of the patches that it owns, zero in halos -> of what it has drawn, by colour and by
+        what is covered."""
 
 
 class PixelsStay(PixelCarrier):
@@ -73,20 +106,39 @@ class PixelsStay(PixelCarrier):
 class PixelsTravel(PixelCarrier):
     """Layers go to the owners of their pixels, and gradients of what these own come back. The plan says how many."""
 
+    marks_stops = True
+
     def __init__(self, leg: CompositePixels, world: World) -> None:
-        self._cells, self._half, self._world = leg.cells, leg.half, world
-        self._now: tuple[Routes, PixelWire, Tensor, Tensor] | None = None
+        self._cells, self._half, self._crossing, self._world = leg.cells, leg.half, leg.crossing, world
+        self._now: tuple[Routes, PixelWire, Tensor, Tensor, Tensor] | None = None
         self._live = torch.zeros(0)
         self._watches = leg.told is not None
 
     def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
-        if self._cells.count <= 1:
-            return arrived
-        return arrived._replace(view_ids=self._cells.layers(arrived.view_ids, rows.point_ids))
+        return arrived if self._crossing is not None else self._cells.unlabel(arrived, rows.point_ids)
+
+    def label(self, rows: Rows) -> Rows:
+        return self._cells.label(rows)
+
+    def labels(self, views: int) -> int:
+        return self._cells.labels(views)
+
+    def rectangles(self, plan: Plan, views: Sequence[View], ways: Sequence[int]) -> list[int]:
+        if self._crossing is not None:
+            return super().rectangles(plan, views, ways)
+        return self._cells.rectangles(plan, views, ways, 0)
+
+    def spans(self, rows: Rows, views: Sequence[View]) -> Tensor:
+        return self._cells.spans_of(rows, views)
 
     def layer(self, patch: Patch, first_view: int) -> int:
         assert first_view == 0, "all of the batch's views are splatted"
-        return self._cells.layer(patch)
+        return patch.view if self._crossing is not None else self._cells.layer(patch)
+
+    def clipped(self, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View]) -> Lists:
+        if self._crossing is None:
+            return lists
+        return clipped(self._crossing, lists, arrived, plan, views, self._world.rank)
 
     def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
         routes, color = routes_of(plan, views, self._world.rank), drawn.color
@@ -101,7 +153,7 @@ class PixelsTravel(PixelCarrier):
         arrived = yield from self._exchange(wire.pack(out), routes.receive, routes.send)
         received[:others].copy_(arrived)
         settled, alpha, before = composite_pieces(received, routes.layers, routes.sizes)
-        self._now = routes, wire, received, before
+        self._now = routes, wire, received, before, drawn.alpha
         if self._watches:
             self._live = live_numbers(before, routes, plan)
         return Settled(settled, alpha, None)
@@ -111,7 +163,7 @@ class PixelsTravel(PixelCarrier):
 
     def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
         assert self._now is not None
-        routes, wire, received, before = self._now
+        routes, wire, received, before, alpha = self._now
         self._now = None
         gradients = composite_pieces_backward(
             received, before, v_color, v_alpha, routes.layers, routes.sizes, routes.returned
@@ -124,7 +176,8 @@ class PixelsTravel(PixelCarrier):
         v_drawn = v_color.new_zeros(routes.drawn, v_color.shape[1]), v_alpha.new_zeros(routes.drawn)
         scatter_pieces(back, routes.leaving, *v_drawn)
         scatter_pieces(gradients[others:], routes.staying, *v_drawn)
-        return v_drawn
+        # Of what stopped the sign was a mark: drawing takes the gradient by what is covered.
+        return v_drawn[0], torch.where(alpha < 0, -v_drawn[1], v_drawn[1])
 
     def _exchange(self, out: Tensor, receive: Sequence[int], send: Sequence[int]) -> Parts[Tensor]:
         """Pixels for each other rank -> those of each, one rank's behind the other's."""

@@ -18,12 +18,18 @@ class Plan:
             and need not cover a view. Empty otherwise.
         hidden: then rectangles of cells that are in sight and not drawn, for enough is before them: what arrives there
             is looked at all the same.
+        homes: of each cell the rank that has its points. A layer's pixels come from there, but where their owner draws
+            the layer itself, of splats that come from there. Empty where nobody draws another's cells.
+        room: [source][destination] how many rows are foreseen to travel, with some to spare; those of the diagonal do
+            not count. Empty where nobody foresees any.
     """
 
     drawn: tuple[tuple[Patch, ...], ...]
     owned: tuple[tuple[Patch, ...], ...]
     order: tuple[tuple[int, ...], ...] = ()
     hidden: tuple[Patch, ...] = ()
+    homes: tuple[int, ...] = ()
+    room: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
     def of(drawn: Iterable[Iterable[Patch]], owned: Iterable[Iterable[Patch]] | None = None) -> "Plan":
@@ -37,7 +43,7 @@ class Plan:
             tuple(tuple(replace(patch, halo=0) for patch in patches) for patches in ranks)
             for ranks in (self.drawn, self.owned)
         )
-        return Plan(drawn, owned, self.order, self.hidden)
+        return replace(self, drawn=drawn, owned=owned)
 
     def patches(self) -> list[Patch]:
         """All that is drawn, in an order that does not depend on who draws it: by view, then row, then column."""

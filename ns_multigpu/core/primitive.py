@@ -45,8 +45,17 @@ class Primitive(ABC):
         """What each hit becomes for its view: differentiable, one row a hit, never dependent on patches."""
 
     @abstractmethod
-    def render(self, splats: Splats, patches: Sequence[Patch], views: Sequence[View]) -> list[Pixels]:
-        """The patches, halo included, from splats that hold at least every row that shows in them."""
+    def render(
+        self, splats: Splats, patches: Sequence[Patch], views: Sequence[View], *, stops: bool = False,
+        windows: Tensor | None = None,
+    ) -> list[Pixels]:  # fmt: skip
+        """The patches, halo included, from splats that hold at least every row that shows in them.
+
+        Args:
+            stops: tell where drawing stopped (`Pixels.stops`).
+            windows: [T, 2] of each of the patches' tiles the depths between which rows are drawn, the first included;
+                None for all. (`cuda_ext.clip_lists`)
+        """
 
     def kernels(self, **options: Any) -> Kernels | None:
         """The operators that do the same and more without autograd. Where there are none, None, steps go through the

@@ -34,11 +34,14 @@ from cuda_ext.ops.band_loss import band_loss_into
 from cuda_ext.ops.lazy_adam import LazyAdam
 from cuda_ext.ops.row_exchange import route_lines
 from cuda_ext.ops.row_reach import reach_counts
+from cuda_ext.ops.row_wire import MOST_VIEWS
 from cuda_ext.ops.step_control import HEAD, step_gate, step_message
 from ns_multigpu.core.assignment import Learns
+from ns_multigpu.core.cell_rows import CellRows
+from ns_multigpu.core.crossing import RowsCross, route_crossing
 from ns_multigpu.core.kernels import Cameras, Kernels, Rows
 from ns_multigpu.core.legs import GradientsToOwner, RowsStay, SummedGradients
-from ns_multigpu.core.pixel_carriers import Settled, carrier_of
+from ns_multigpu.core.pixel_carriers import PixelsStay, Settled, carrier_of
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.step_settings import GROUPS_FROM, Status, StepSettings
 from ns_multigpu.core.strategy import Strategy
@@ -53,10 +56,15 @@ def why_no_step(strategy: Strategy, batch: int) -> str | None:
 
     The legs' own types count: a class derived from one of them may do something else.
     """
-    if type(strategy.rows) not in (RowsStay, RowsTravel):
+    if type(strategy.rows) not in (RowsStay, RowsTravel, RowsCross, CellRows):
         return f"the step's operators know no way for rows like {type(strategy.rows).__name__}"
     if carrier_of(strategy.pixels, strategy.world) is None:
         return f"the step's operators know no way for pixels like {type(strategy.pixels).__name__}"
+    if isinstance(strategy.rows, CellRows) and strategy.rows.layers.labels(batch) > MOST_VIEWS:
+        return (
+            f"splats travel with labels for {MOST_VIEWS} views times cells of a GPU, and {batch} views times "
+            f"{strategy.rows.layers.most} cells are more"
+        )
     if type(strategy.gradients) not in (GradientsToOwner, SummedGradients):
         return f"the step's operators know no way for gradients like {type(strategy.gradients).__name__}"
     plan = strategy.plan([View(torch.eye(4), torch.eye(3), 256, 256, index=-1) for _ in range(batch)])
@@ -205,8 +213,10 @@ class Step:
         splatted = self._splatted(plan)
         own = plan.drawn[world.rank]
         patches = [n for p in own for n in (self._pixels.layer(p, splatted.start), *p.rendered(views[p.view]))]
-        drawn_by = _rectangles(plan, views, range(world.size))
-        leave = partial(self._leave, _rectangles(plan, views, transport.ways)) if transport.travels else None
+        drawn_by = PixelsStay().rectangles(plan, views, range(world.size))
+        transport.begin(plan, self._room)
+        routed = self._pixels.rectangles(plan, views, transport.ways) if transport.travels else []
+        leave = partial(self._leave, views, routed) if transport.travels else None
         with measure("project"):
             stops = s.stops if leave else ()
             rows = kernels.project(self._model, self._cameras(splatted), s.rows, stops, leave)
@@ -217,12 +227,13 @@ class Step:
                 leave(rows, max(s.stops, default=0), s.rows)
             if self._side is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._side)
-            arrived = yield from transport.arrive(rows, self._counts, len(splatted), drawn_by)
+            arrived = yield from transport.arrive(rows, self._counts, self._pixels.labels(len(splatted)), drawn_by)
             arrived = self._pixels.layered(arrived, rows)
         with measure("sort"):
             lists = self._lists.finish(arrived, patches, plan, views)
+            lists = self._pixels.clipped(lists, arrived, plan, views)
         with measure("raster"):
-            drawn = kernels.draw(arrived, lists, patches)
+            drawn = kernels.draw(arrived, lists, patches, self._pixels.marks_stops)
         with measure("pixels"):
             settled = yield from self._pixels.settle(drawn, plan, views)
         with measure("loss"):
@@ -243,13 +254,15 @@ class Step:
                 message[HEAD:] = reach_counts(rows.view_ids, rows.count, rows.means2d, rows.radii, everyones)
             elif self._learns is Learns.LIVE:
                 message[HEAD:] = self._pixels.live()
+            elif self._learns is Learns.SPANS:
+                message[HEAD:] = self._pixels.spans(rows, views)
             del arrived, lists, drawn, tile_offsets, met, v_color, v_alpha  # their memory is the update's
             back = yield from transport.bring_back(rows, self._place, message, splatted)
         with measure("update"):
             heads, work = back.messages[:, :HEAD], back.messages[:, HEAD:]
             *counts, sent = heads.unbind(1)
             summed = self._learns is Learns.WORK
-            if self._learns in (Learns.NEEDS, Learns.LIVE):
+            if self._learns in (Learns.NEEDS, Learns.LIVE, Learns.SPANS):
                 self.learnt.copy_(work)
             scalars, real = step_gate(
                 counts, self._limits, self._status, self.scalars, self._still, row_counts=back.rows.count,
@@ -268,11 +281,15 @@ class Step:
         assert _follow_each_other(positions), "as `why_no_step` found of any batch of so many views"
         return range(positions[0], positions[-1] + 1)
 
-    def _leave(self, drawn: Sequence[int], rows: Rows, first: int, end: int) -> None:
+    def _leave(self, views: Sequence[View], drawn: Sequence[int], rows: Rows, first: int, end: int) -> None:
         """Sends lines first to end off to the patches that they reach, behind what the device has been given so far."""
         counts = self._counts[: len(self._place)]
         with self._beside():
-            route_lines(rows.view_ids, rows.count, rows.means2d, rows.radii, drawn, first, end, self._place, counts)
+            rows = self._pixels.label(rows)
+            if isinstance(self._strategy.rows, RowsCross):
+                route_crossing(self._strategy.rows.crossing, rows, views, drawn, self._place, counts)
+            else:
+                route_lines(rows.view_ids, rows.count, rows.means2d, rows.radii, drawn, first, end, self._place, counts)
             self._transport.leave(rows, self._place, first, end)
 
     @contextmanager
@@ -356,16 +373,6 @@ class Step:
         done, rows, _, intersections, full, sent, *segments = self._told.tolist()
         self._told.zero_()
         return Status(done, rows, tuple(segments), intersections, full > 0, sent)
-
-
-def _rectangles(plan: Plan, views: Sequence[View], numbers: Sequence[int]) -> list[int]:
-    """6 integers for each patch: the number of the rank that draws it, view, x0, y0, x1, y1."""
-    return [
-        n
-        for rank, patches in enumerate(plan.drawn)
-        for patch in patches
-        for n in (numbers[rank], patch.view, *patch.rendered(views[patch.view]))
-    ]
 
 
 def scalars_of_no_step(parameters: int, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
 from ns_multigpu.core.pairs import Pairs, most_of, pairs_of
+from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.world import World
 
 T = TypeVar("T")
@@ -80,6 +81,10 @@ class Transport(ABC):
         self.directions, self.ways = world.size, tuple(range(world.size))
         self.room: Sequence[int] = self.pairs[world.rank]
         self.stays = world.rank
+
+    def begin(self, plan: Plan, room: Tensor) -> None:
+        """Told of a step's plan before anything leaves; may set `room` [numbers] int64, which `Transport.room` says."""
+        return
 
     @abstractmethod
     def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:

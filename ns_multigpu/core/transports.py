@@ -271,6 +271,8 @@ def make_transport(
     shape = (world, kernels, rows, capacity, words)
     if world.size == 1:
         return OwnRows(*shape)
+    if (own := rows_leg.transport(*shape)) is not None:
+        return own
     if rows_leg.travels and relays_serve(rows_leg, world, peer=peer) and not slots:
         return RelayedRows(*shape, half=half, peer=peer)
     if rows_leg.travels:

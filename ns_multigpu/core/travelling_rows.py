@@ -78,7 +78,7 @@ class RowsTravel(RowLeg):
     def _route(self, own: Splats, points: int, views: Sequence[View], plan: Plan, world: World, learn: bool) -> Route:
         relays = Relays.of(world) if self.relays else None
         place = own.hits.view_ids.long()
-        touch = [touches(own, views, patches) for patches in plan.drawn]
+        touch = self._touched(own, views, plan)
         ways = [*touch, *(_by_machine(touch, world) if relays else [])]
         counts = [torch.zeros(len(views), dtype=torch.int64, device=place.device) for _ in ways]
         for count, taken in zip(counts, ways, strict=True):
@@ -96,6 +96,10 @@ class RowsTravel(RowLeg):
         if relays is None:
             return DirectRoute(arriving, first, rows)
         return self._relayed(arriving, first, rows, touch, sent, world)
+
+    def _touched(self, own: Splats, views: Sequence[View], plan: Plan) -> list[Tensor]:
+        """[rank] which rows each rank needs, [M] bool."""
+        return [touches(own, views, patches) for patches in plan.drawn]
 
     def _relayed(
         self, arriving: list[list[int]], first: int, rows: list[Tensor], touch: list[Tensor],

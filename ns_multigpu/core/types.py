@@ -143,12 +143,15 @@ class Pixels:
         color: [h, w, 3] colour, premultiplied by alpha.
         alpha: [h, w, 1] opacity.
         depth: [h, w, 1] expected depth, or None if it was not asked for.
+        stops: [h, w, 1] bool, where drawing stopped before a splat, so that nobody looked at what is behind; None if it
+            was not asked for.
     """
 
     patch: Patch
     color: Tensor
     alpha: Tensor
     depth: Tensor | None = None
+    stops: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from cuda_ext import (
 from cuda_ext.reference.pieces import NOWHERE
 from tests.cuda_ext.graphs import captured
 
+pytestmark = pytest.mark.usefixtures("native")
 OPS = torch.ops.ns_multigpu
 SIZES = [7, 5, 4, 3, 6, 2]  # of the last patch nothing is drawn
 LAYERS = [0, 1, 0, 7, 4, 0, 0, 0, 0, 1, 5, 5, 24, 24, 0, 0, 0, 7, 5, 44, -1, 1, 0, 0, 4, 3, 79, 44]
@@ -25,8 +26,11 @@ ROWS, BACK, PIXELS = 91, 56, 59
 
 
 def received(channels: int = 3, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:
+    """Every third pixel stopped."""
     g = torch.Generator().manual_seed(channels)
-    return torch.rand(ROWS, channels + 1, generator=g, dtype=torch.float64).to(device, dtype)
+    given = torch.rand(ROWS, channels + 1, generator=g, dtype=torch.float64)
+    given[::3, channels] *= -1
+    return given.to(device, dtype)
 
 
 def pixel_by_pixel(given: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +46,9 @@ def pixel_by_pixel(given: Tensor) -> tuple[Tensor, Tensor]:
                     if of == patch and x0 <= x < x1 and y0 <= y < y1:
                         pixel = given[first + (y - y0) * (x1 - x0) + x - x0]
                         color = color + through * pixel[:-1]
-                        through = through * (1 - pixel[-1])
+                        through = through * (1 - pixel[-1].abs())
+                        if pixel[-1] < 0:  # nothing behind is seen
+                            break
                 colors.append(color)
                 alphas.append(1 - through)
     return torch.stack(colors), torch.stack(alphas)
@@ -56,7 +62,8 @@ def test_layers_are_composited_front_to_back(channels: int) -> None:
     torch.testing.assert_close(out, wanted[0])
     torch.testing.assert_close(alpha, wanted[1])
     assert bool((out[-12:] == 0).all() and (alpha[-12:] == 0).all()), "of a patch without layers"
-    assert bool((before[:24] == 1).all()) and float(before[44:79].min()) < 0.1
+    assert bool((before[:24] == 1).all()) and float(before[44:79].min()) == 0.0
+    assert 0 < float(before[44:79][before[44:79] > 0].min()) < 0.1
     in_both = before[24 + 0]  # the pixel (0, 1) of the second layer lies behind none
     assert float(in_both) == 1.0
 
@@ -145,7 +152,7 @@ def test_boxes_around_what_gets_enough() -> None:
             live_boxes(before, numbers, 3, 1e-4)
 
 
-def many(device: str) -> dict[str, Any]:
+def many(device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Forth and back on 40 patches of up to 4 layers, and what the operators leave."""
     g = torch.Generator().manual_seed(5)
     layers, sizes, rows = [], [], 0
@@ -156,9 +163,10 @@ def many(device: str) -> dict[str, Any]:
             x0, y0 = int(torch.randint(width, (), generator=g)), int(torch.randint(height, (), generator=g))
             layers += [patch, x0, y0, width, height, rows, rows]
             rows += (width - x0) * (height - y0)
-    given = torch.rand(rows, 4, generator=g).to(device)
+    given = torch.rand(rows, 4, generator=g).to(device, dtype)
+    given[::5, 3] *= -1  # stopped there
     pixels = sum(w * h for w, h in zip(sizes[::2], sizes[1::2], strict=True))
-    v = torch.randn(pixels, 3, generator=g).to(device), torch.randn(pixels, generator=g).to(device)
+    v = torch.randn(pixels, 3, generator=g).to(device, dtype), torch.randn(pixels, generator=g).to(device, dtype)
     corners = [0, *(sum(w * h for w, h in zip(sizes[:k:2], sizes[1:k:2], strict=True)) for k in range(2, 80, 2))]
     pieces = [n for k in range(40) for n in (corners[k], sizes[2 * k], sizes[2 * k], 1, 100 * k, 100 * k)]
 
@@ -173,6 +181,27 @@ def many(device: str) -> dict[str, Any]:
         return out, alpha, before, back, gathered, v_color, v_alpha, boxes
 
     return {"run": run}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_cpus_operators_equal_the_reference(dtype: torch.dtype) -> None:
+    run = many("cpu", dtype)["run"]
+    found = run()
+    with use_reference():
+        expected = run()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert [a.dtype for a in found] == [b.dtype for b in expected]
+
+
+def test_threads_change_nothing() -> None:
+    run, before = many("cpu")["run"], torch.get_num_threads()
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(run())
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.gpu

@@ -1,19 +1,23 @@
-"""The law for `pixel`: N ranks do what one rank does with the same cells. And how far that is from `single`."""
+"""The law for `pixel` where splats stay in their cells: N ranks do what one rank does with the same cells. And how far
+that is from `single`. With ghosts: `test_crossing`."""
 
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from ns_multigpu.cells.crossing import CellsInViews
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.seen import camera_position
 from ns_multigpu.cells.sharing import CellPixels
 from ns_multigpu.cells.tree import CellTree, Split
 from ns_multigpu.core.composite import CompositePixels
+from ns_multigpu.core.crossing import RowsCross
+from ns_multigpu.core.legs import RowsStay
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Points
 from ns_multigpu.core.world import World
@@ -29,7 +33,7 @@ VIEWS, POINTS = 5, 150
 
 
 def strategy_of(cells: int, world: World, **options: Any) -> Strategy:
-    return pixel(world, PixelOptions(cells=cells, **options))
+    return pixel(world, PixelOptions(cells=cells, **{"crossing": "none", **options}))
 
 
 def step_of(
@@ -107,11 +111,14 @@ class GivenCells(ByCells):
         self.tree, self._stale, self._moved = CellTree(self.splits), True, True
 
 
-def with_splits(world: World, splits: tuple[Split, ...]) -> Strategy:
-    space = GivenCells(world, PixelOptions(cells=len(splits) + 1))
+def with_splits(world: World, splits: tuple[Split, ...], crossing: Literal["none", "ghosts"] = "none") -> Strategy:
+    options = PixelOptions(cells=len(splits) + 1, crossing=crossing)
+    space = GivenCells(world, options)
     space.splits = splits
+    ghosts = CellsInViews(space) if crossing == "ghosts" else None
     return replace(
-        pixel(world), placement=space, assignment=CellPixels(space), pixels=CompositePixels(space.local),
+        pixel(world, options), placement=space, assignment=CellPixels(space),
+        pixels=CompositePixels(space.local, crossing=ghosts), rows=RowsStay() if ghosts is None else RowsCross(ghosts),
     )  # fmt: skip
 
 
@@ -125,12 +132,16 @@ def where_cameras_stand() -> dict[str, tuple[Split, ...]]:
     }
 
 
-def step_within(where: str, world: World, spread_out: float) -> Outcome:
+def step_within(
+    where: str, world: World, spread_out: float, crossing: Literal["none", "ghosts", "single"] = "none"
+) -> Outcome:
     """A step of points around the cameras."""
     points = make_points(POINTS, torch.float64)
     means = (spread_out * points.params["means"]).detach().requires_grad_()
     kind = Gaussians(depth=True), Points({**points.params, "means": means})
-    return take_step(with_splits(world, where_cameras_stand()[where]), "", VIEWS, POINTS, torch.float64, kind=kind)
+    single = crossing == "single"
+    spread = STRATEGIES["single"](world) if single else with_splits(world, where_cameras_stand()[where], crossing)
+    return take_step(spread, "", VIEWS, POINTS, torch.float64, kind=kind)
 
 
 @pytest.mark.parametrize("where", where_cameras_stand())

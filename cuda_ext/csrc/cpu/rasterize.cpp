@@ -22,8 +22,8 @@ class TileRenderer {
   using Id = typename Lanes<T>::Id;
 
  public:
-  TileRenderer(const SplatTable<T>& table, int tile_size)
-      : table_(table), grid_(tile_size), dynamic_channels_(int(table.channels)),
+  TileRenderer(const SplatTable<T>& table, int tile_size, bool mark_stops)
+      : table_(table), grid_(tile_size), dynamic_channels_(int(table.channels)), mark_stops_(mark_stops),
         transmittance_(size_t(tile_size) * grid_.blocks), last_(transmittance_.size()),
         sums_(transmittance_.size() * channels()) {}
 
@@ -97,7 +97,8 @@ class TileRenderer {
         const int64_t pixel = tile.pixel + row * tile.pitch + column;
         const int block = row * grid_.blocks + column / kWidth, lane = column % kWidth;
         for (int d = 0; d < channels(); ++d) out[pixel * channels() + d] = sums_[block * channels() + d][lane];
-        alpha[pixel] = T(1) - std::abs(transmittance_[block][lane]);
+        const T covered = T(1) - std::abs(transmittance_[block][lane]);
+        alpha[pixel] = mark_stops_ && transmittance_[block][lane] < T(0) ? -covered : covered;
         last[pixel] = static_cast<int32_t>(last_[block][lane]);
       }
   }
@@ -105,16 +106,17 @@ class TileRenderer {
   const SplatTable<T>& table_;
   TileGrid<T> grid_;
   const int dynamic_channels_;
+  const bool mark_stops_;
   std::vector<V> transmittance_;  // [row, block]
   std::vector<Ids> last_;         // [row, block]
   std::vector<V> sums_;           // [row, block, channel]
 };
 
 template <typename T, int kChannels>
-void render_all(const SplatTable<T>& table, const PatchList& list, T* out, T* alpha, int32_t* last) {
+void render_all(const SplatTable<T>& table, const PatchList& list, bool mark_stops, T* out, T* alpha, int32_t* last) {
   const std::vector<Tile> tiles = list.cut();
   for_each_task(list.tiles, [&] {
-    return [&, renderer = TileRenderer<T, kChannels>(table, list.tile_size)](int64_t t) mutable {
+    return [&, renderer = TileRenderer<T, kChannels>(table, list.tile_size, mark_stops)](int64_t t) mutable {
       renderer.render(tiles[t], table.tile_offsets[t], table.tile_offsets[t + 1], out, alpha, last);
     };
   });
@@ -123,7 +125,8 @@ void render_all(const SplatTable<T>& table, const PatchList& list, T* out, T* al
 using Rendered = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // out, alpha, last, state
 
 template <typename T>
-Rendered rasterize_as(const SplatTable<T>& table, const PatchList& list, const at::TensorOptions& options) {
+Rendered rasterize_as(const SplatTable<T>& table, const PatchList& list, bool mark_stops,
+                      const at::TensorOptions& options) {
   at::Tensor out = at::empty({list.pixels, table.channels}, options);
   at::Tensor alpha = at::empty({list.pixels}, options);
   at::Tensor last = at::empty({list.pixels}, options.dtype(at::kInt));
@@ -133,32 +136,32 @@ Rendered rasterize_as(const SplatTable<T>& table, const PatchList& list, const a
   int32_t* last_ptr = last.mutable_data_ptr<int32_t>();
   if constexpr (std::is_same_v<T, float>) {
     if (table.channels == 3) {
-      render_all<T, 3>(table, list, out_ptr, alpha_ptr, last_ptr);
+      render_all<T, 3>(table, list, mark_stops, out_ptr, alpha_ptr, last_ptr);
       return {out, alpha, last, state};
     }
     if (table.channels == 4) {
-      render_all<T, 4>(table, list, out_ptr, alpha_ptr, last_ptr);
+      render_all<T, 4>(table, list, mark_stops, out_ptr, alpha_ptr, last_ptr);
       return {out, alpha, last, state};
     }
   }
-  render_all<T, 0>(table, list, out_ptr, alpha_ptr, last_ptr);
+  render_all<T, 0>(table, list, mark_stops, out_ptr, alpha_ptr, last_ptr);
   return {out, alpha, last, state};
 }
 
 Rendered rasterize(const at::Tensor& means2d_, const at::Tensor& conics_, const at::Tensor& row_opacities_,
                    const at::Tensor& features_, const at::Tensor& tile_offsets_, const at::Tensor& row_ids_,
                    at::IntArrayRef patches, int64_t tile_size,
-                   const std::optional<at::Tensor>& /* absgrad_probe: for autograd alone */) {
+                   const std::optional<at::Tensor>& /* absgrad_probe: for autograd alone */, bool mark_stops) {
   const PatchList list(patches, tile_size);
   const at::Tensor means2d = means2d_.contiguous(), conics = conics_.contiguous(),
                    row_opacities = row_opacities_.contiguous(), features = features_.contiguous(),
                    tile_offsets = tile_offsets_.contiguous(), row_ids = row_ids_.contiguous();
   if (means2d.scalar_type() == at::kDouble)
     return rasterize_as(SplatTable<double>(means2d, conics, row_opacities, features, tile_offsets, row_ids, list),
-                        list, means2d.options());
+                        list, mark_stops, means2d.options());
   TORCH_CHECK(means2d.scalar_type() == at::kFloat, "rasterize: float32 or float64, got ", means2d.scalar_type());
   return rasterize_as(SplatTable<float>(means2d, conics, row_opacities, features, tile_offsets, row_ids, list), list,
-                      means2d.options());
+                      mark_stops, means2d.options());
 }
 
 }  // namespace

@@ -76,7 +76,7 @@ class TileGradient {
         const int32_t last = column < columns ? pixels.last[pixel] : -1;
         row_last_[row] = std::max<Id>(row_last_[row], last);
         last_[block][lane] = last;
-        transmittance_[block][lane] = T(1) - pixels.alpha[pixel];
+        transmittance_[block][lane] = T(1) - std::abs(pixels.alpha[pixel]);
         behind_[block][lane] = T(0);
         v_alpha_[block][lane] = pixels.v_alpha[pixel];
         for (int d = 0; d < channels(); ++d)

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
   const int k = blockIdx.x * kThreads + threadIdx.x;
   if (k >= patch.width * patch.height) return;
   const int x = k % patch.width, y = k / patch.width;
-  float color[kChannels] = {}, through = 1.0f;
+  float color[kChannels] = {}, through = 1.0f, left = 1.0f;  // left: of the light, in the end
   for (int l = patch.first_layer; l < patch.last_layer; ++l) {
     const PixelLayer layer = layers[l];
     const int offset = within(layer, x, y);
@@ -86,12 +86,14 @@ __global__ void __launch_bounds__(kThreads)
     before[row] = through;
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) color[c] += through * pixel[c];
-    through *= 1.0f - pixel[kChannels];
+    const float covers = pixel[kChannels];
+    if (through > 0.0f) left = through * (1.0f - fabsf(covers));
+    through = covers < 0.0f ? 0.0f : through * (1.0f - covers);
   }
   const int64_t at = int64_t(patch.first) + k;
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) out[at * kChannels + c] = color[c];
-  alpha[at] = 1.0f - through;
+  alpha[at] = 1.0f - left;
 }
 
 template <int kChannels>
@@ -115,6 +117,12 @@ __global__ void __launch_bounds__(kThreads)
     if (offset < 0) continue;
     const int64_t row = int64_t(layer.row) + offset;
     const float* const pixel = received + row * (kChannels + 1);
+    const float covers = pixel[kChannels];
+    if (covers < 0.0f) {  // drawing stopped here: nothing behind counts
+      rest = 1.0f;
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) behind[c] = 0.0f;
+    }
     if (layer.back >= 0) {
       float* const gradient = v_received + (int64_t(layer.back) + offset) * (kChannels + 1);
       const float arrives = before[row];
@@ -124,9 +132,10 @@ __global__ void __launch_bounds__(kThreads)
         gradient[c] = arrives * v[c];
         along += v[c] * behind[c];
       }
-      gradient[kChannels] = arrives * (v_a * rest - along);
+      const float by_covered = arrives * (v_a * rest - along);
+      gradient[kChannels] = covers < 0.0f ? -by_covered : by_covered;
     }
-    const float through = 1.0f - pixel[kChannels];
+    const float through = 1.0f - fabsf(covers);
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) behind[c] = pixel[c] + through * behind[c];
     rest *= through;

@@ -45,7 +45,7 @@ struct DeviceLayers {
   LayeredPatch* patches;
 };
 
-// received [N, channels + 1]; out [Q, channels], alpha [Q], before [N], of which rows that are no layer's stay.
+// received [N, channels + 1], its alphas negative where the layer stopped; out [Q, channels], alpha [Q], before [N], of which rows that are no layer's stay.
 cudaError_t composite_pieces_launch(const float* received, int channels, const HostLayers& host,
                                     const DeviceLayers& device, float* out, float* alpha, float* before,
                                     cudaStream_t stream);

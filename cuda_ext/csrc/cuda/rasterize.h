@@ -74,10 +74,12 @@ struct RasterState {
 };
 
 struct RasterOutputs {
-  float *out, *alpha;
+  float *out, *alpha;  // alpha is negative where drawing stopped, if `mark_stops`
   int32_t* last;
+  bool mark_stops;
 };
 
+// alpha as it was written; v_alpha is by its absolute value.
 struct RasterGradients {
   const float *out, *alpha, *v_out, *v_alpha;
   const int32_t* last;

@@ -75,7 +75,7 @@ struct Inputs {
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> rasterize(
     const at::Tensor& means2d, const at::Tensor& conics, const at::Tensor& row_opacities, const at::Tensor& features,
     const at::Tensor& tile_offsets, const at::Tensor& row_ids, at::IntArrayRef patches, int64_t tile_size,
-    const std::optional<at::Tensor>& /* absgrad_probe: for autograd alone */) {
+    const std::optional<at::Tensor>& /* absgrad_probe: for autograd alone */, bool mark_stops) {
   const Cut cut(patches, tile_size);
   const Inputs inputs(means2d, conics, row_opacities, features, tile_offsets, row_ids, cut, tile_size);
   const RasterShape& shape = inputs.shape;
@@ -94,7 +94,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> rasterize(
   for (const PatchGroup& group : cut.groups)
     NSMG_CUDA_CHECK(launch_describe(group, inputs.in, shape, state, plan, stream));
   const RasterOutputs outputs{out.mutable_data_ptr<float>(), alpha.mutable_data_ptr<float>(),
-                              last.mutable_data_ptr<int32_t>()};
+                              last.mutable_data_ptr<int32_t>(), mark_stops};
   if (shape.fast()) {
     NSMG_CUDA_CHECK(launch_order(inputs.in, shape, state, plan, stream));
     NSMG_CUDA_CHECK(launch_forward(inputs.in, shape, state, plan, outputs, stream));

@@ -117,7 +117,7 @@ __device__ __forceinline__ PixelStart<kChannels> pixel_start(const RasterState& 
     for (int d = 0; d < kChannels; ++d) sums[d] = checkpoint[(d + 1) * kChunk];
   }
   start.v_alpha = pixels.v_alpha[place];
-  start.remainder = start.v_alpha * (start.transmittance - (1.0f - pixels.alpha[place]));
+  start.remainder = start.v_alpha * (start.transmittance - (1.0f - fabsf(pixels.alpha[place])));
 #pragma unroll
   for (int d = 0; d < kChannels; ++d) {
     if (kChannels == 3 && d >= channels) continue;

@@ -52,7 +52,8 @@ __device__ __forceinline__ void blend(Pixel<kChannels>& pixel, bool counts, floa
 template <int kChannels>
 __device__ __forceinline__ void write_pixel(const Pixel<kChannels>& pixel, const RasterOutputs& outputs, int64_t place,
                                             int channels) {
-  outputs.alpha[place] = 1.0f - fabsf(pixel.transmittance);
+  const float covered = 1.0f - fabsf(pixel.transmittance);
+  outputs.alpha[place] = outputs.mark_stops && pixel.transmittance < 0.0f ? -covered : covered;
   outputs.last[place] = pixel.last;
   if (kChannels == 4) {
     *reinterpret_cast<float4*>(outputs.out + 4 * place) =

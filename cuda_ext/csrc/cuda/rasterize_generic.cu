@@ -56,7 +56,8 @@ forward(const int32_t* __restrict__ row_ids, const float* __restrict__ features,
 #pragma unroll
     for (int d = 0; d < kPass; ++d)
       if (channel + d < channels) outputs.out[place.pixel * channels + channel + d] = sums[d];
-    outputs.alpha[place.pixel] = 1.0f - fabsf(transmittance);
+    const float covered = 1.0f - fabsf(transmittance);
+    outputs.alpha[place.pixel] = outputs.mark_stops && transmittance < 0.0f ? -covered : covered;
     outputs.last[place.pixel] = last;
   }
 }
@@ -81,7 +82,7 @@ backward(const int32_t* __restrict__ row_ids, const float* __restrict__ features
   if (place.exists) {
     last = pixels.last[place.pixel];
     v_alpha = pixels.v_alpha[place.pixel];
-    remainder = v_alpha * pixels.alpha[place.pixel];
+    remainder = v_alpha * fabsf(pixels.alpha[place.pixel]);
     for (int d = 0; d < channels; ++d) remainder = fmaf(v_out[d], pixels.out[place.pixel * channels + d], remainder);
   }
   const int end = min(info.end, __reduce_max_sync(kWholeWarp, last) + 1);  // one for the warp: all of it stays together

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from cuda_ext.ops.row_exchange import route_lines
+from ns_multigpu.core.crossing import RowsCross, route_crossing
 from ns_multigpu.core.kernels import Cameras, Kernels, Model
+from ns_multigpu.core.legs import RowLeg
 from ns_multigpu.core.pairs import Pairs, tell_pairs
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.relays import Relays
@@ -116,15 +118,17 @@ def rows_needed(
         sizes = [side for view in views for side in (view.width, view.height)]
         rows = kernels.project(model, Cameras(viewmats.float(), Ks.float(), sizes), capacity, (), None)
         ranks = [[rank] for rank in range(world.size)]
-        each = _reached(rows, plan, views, ranks, capacity)
-        whole = _reached(rows, plan, views, [list(world.ranks_of(k)) for k in machines], capacity)
+        each = _reached(strategy.rows, rows, plan, views, ranks, capacity)
+        whole = _reached(strategy.rows, rows, plan, views, [list(world.ranks_of(k)) for k in machines], capacity)
         made = int(rows.count)
         most = [max(a, -(-b * max(made, capacity) // capacity)) for a, b in zip(most, [*each, *whole], strict=True)]
     table = tell_pairs(most, world)
     return table if relays is None else relays.numbers_of(table)
 
 
-def _reached(rows: Any, plan: Plan, views: Sequence[View], groups: Sequence[Sequence[int]], capacity: int) -> list[int]:
+def _reached(
+    leg: RowLeg, rows: Any, plan: Plan, views: Sequence[View], groups: Sequence[Sequence[int]], capacity: int
+) -> list[int]:
     """How many rows reach a patch of any rank of each group."""
     found: list[int] = []
     for first in range(0, len(groups), _AT_A_TIME):
@@ -138,8 +142,11 @@ def _reached(rows: Any, plan: Plan, views: Sequence[View], groups: Sequence[Sequ
         ]
         place = torch.empty(len(some), capacity, dtype=torch.int32, device=rows.means2d.device)
         counts = torch.zeros(len(some), dtype=torch.int64, device=rows.means2d.device)
-        route_lines(
-            rows.view_ids, rows.count, rows.means2d, rows.radii, patches, 0, capacity, place, counts
-        )  # fmt: skip
+        if isinstance(leg, RowsCross):
+            route_crossing(leg.crossing, rows, views, patches, place, counts)
+        else:
+            route_lines(
+                rows.view_ids, rows.count, rows.means2d, rows.radii, patches, 0, capacity, place, counts
+            )  # fmt: skip
         found += counts.tolist()
     return found

@@ -171,7 +171,7 @@ class Training:
                     status = step.status()
                 taken.done += status.done
                 self._graphs.count_exchanges()
-                self._learn(status)
+                self._learn(status, feeds[taken.done :])
             assert step is not None
             step.flush()  # here only: where it happens must not depend on capacities, for it rounds
         self._learnt.learn(leave=0)  # what is known at a checkpoint must not depend on what was on its way
@@ -389,11 +389,12 @@ class Training:
         self._key = (signature, self._room.now)
         return self._step
 
-    def _learn(self, status: Status) -> None:
-        """Fits the capacities to what was needed."""
+    def _learn(self, status: Status, again: list[_Feed]) -> None:
+        """Fits the capacities to what was needed; where rows stay nobody is asked. `again` are to be taken still."""
         self._buffers.count_traffic(status)
         self._rows_drawn = status.rows
-        # Where rows stay nobody has to be asked.
         pairs = tell_pairs(status.segments, self._world) if self._travels else pairs_of(0, self._world.size)
         needed = (status.rows, pairs, status.intersections)
         self._room.learn(needed, status.full, status.done * self._pipeline.batch_size)
+        for feed in again:  # what their plans foresaw may not suffice either
+            feed.plan = replace(feed.plan, room=())

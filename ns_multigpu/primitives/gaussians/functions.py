@@ -133,7 +133,10 @@ class Gaussians(Primitive):
         }
         return Splats(hits, rows, probe, probe_rendered=self.absgrad)
 
-    def render(self, splats: Splats, patches: Sequence[Patch], views: Sequence[View]) -> list[Pixels]:
+    def render(
+        self, splats: Splats, patches: Sequence[Patch], views: Sequence[View], *, stops: bool = False,
+        windows: Tensor | None = None,
+    ) -> list[Pixels]:  # fmt: skip
         """See `Primitive.render`: alpha blending front to back, tile by tile."""
         rows = splats.rows
         rectangles = [patch.rendered(views[patch.view]) for patch in patches]
@@ -148,7 +151,10 @@ class Gaussians(Primitive):
             patches=flat,
             tile_size=TILE,
         )
-        out, alpha, _ = cuda_ext.rasterize(
+        if windows is not None:
+            depths = rows["depths"].detach()
+            tile_offsets, row_ids = cuda_ext.clip_lists(tile_offsets, row_ids, depths, windows.to(depths.dtype))
+        out, signed, _ = cuda_ext.rasterize(
             rows["means2d"],
             rows["conics"],
             rows["opacities"],
@@ -158,7 +164,10 @@ class Gaussians(Primitive):
             patches=flat,
             tile_size=TILE,
             absgrad_probe=splats.probe if self.absgrad else None,
+            mark_stops=stops,
         )
+        stopped = signed.detach() < 0
+        alpha = torch.where(stopped, -signed, signed) if stops else signed
         result: list[Pixels] = []
         start = 0
         for patch, (x0, y0, x1, y1) in zip(patches, rectangles, strict=True):
@@ -168,7 +177,8 @@ class Gaussians(Primitive):
             image = out[piece].reshape(height, width, -1)
             opacity = alpha[piece].reshape(height, width, 1)
             depth = image[..., 3:4] / opacity.clamp(min=1e-10) if self.depth else None
-            result.append(Pixels(patch, image[..., :3], opacity, depth))
+            where = stopped[piece].reshape(height, width, 1) if stops else None
+            result.append(Pixels(patch, image[..., :3], opacity, depth, where))
         return result
 
     def _colors(self, points: Points, hits: Hits, viewmats: Tensor) -> Tensor:

@@ -109,13 +109,13 @@ class GaussianKernels(Kernels):
             patches, tile_size=TILE, capacity=capacity,
         )  # fmt: skip
 
-    def draw(self, arrived: ArrivedRows, lists: Lists, patches: Sequence[int]) -> Drawn:
+    def draw(self, arrived: ArrivedRows, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
         tile_offsets, row_ids, _ = lists
         features = torch.cat([arrived.features, arrived.depths[:, None]], -1) if self.depth else arrived.features
         inputs: Any = (
             arrived.means2d, arrived.conics, arrived.opacities, features, tile_offsets, row_ids, patches, TILE
         )  # fmt: skip
-        color, alpha, last, state = torch.ops.ns_multigpu.rasterize(*inputs, None)
+        color, alpha, last, state = torch.ops.ns_multigpu.rasterize(*inputs, None, mark_stops)
         return Drawn(color, alpha, last, (inputs, state))
 
     def draw_back(self, drawn: Drawn, v_color: Tensor, v_alpha: Tensor, sinks: Sinks) -> None:

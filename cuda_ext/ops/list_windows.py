@@ -1,0 +1,33 @@
+"""Tile lists cut to windows of depth: what of a tile is drawn in one of several layers that lie behind one another."""
+
+import torch
+from torch import Tensor
+
+from cuda_ext.reference import list_windows as composed
+
+__all__ = ["clip_lists"]
+
+
+@torch.no_grad()
+def clip_lists(tile_offsets: Tensor, row_ids: Tensor, depths: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Leaves in each tile's list the rows whose depth lies in the tile's window.
+
+    Lists are in order of depth, so that what is left is a run of each. Made of torch's operators, on all devices;
+    nothing is read back to the host.
+
+    Args:
+        tile_offsets: [T + 1] int32, row_ids: [I] int32: lists as `intersect` and `intersect_capacity` make them.
+        depths: [M] of the rows.
+        windows: [T, 2], of `depths`' dtype: rows with first <= depth < second stay.
+
+    Returns:
+        tile_offsets [T + 1] and row_ids [I] int32, -1 behind the last list.
+
+    Raises:
+        TypeError, ValueError: shapes, or the windows' dtype, are wrong.
+    """
+    if windows.shape != (len(tile_offsets) - 1, 2):
+        raise ValueError(f"windows must be [{len(tile_offsets) - 1}, 2], got {tuple(windows.shape)}.")
+    if windows.dtype != depths.dtype:
+        raise TypeError(f"windows are {windows.dtype} and depths {depths.dtype}: rounding would part them differently.")
+    return composed.clip_lists(tile_offsets, row_ids, depths, windows)

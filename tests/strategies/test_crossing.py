@@ -1,0 +1,137 @@
+"""Splats that reach into other cells as ghosts: any cells, on any number of ranks, are `single`."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from ns_multigpu.cells.crossing import CellsInViews
+from ns_multigpu.cells.options import PixelOptions
+from ns_multigpu.core.crossing import RowsCross
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.types import TILE, View
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.gaussians.functions import Gaussians
+from strategies.pixel import pixel
+from tests.ranks import run_ranks, skip_without_gpus
+from tests.strategies.scene import make_points, make_views
+from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, take_step
+from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, check_outcomes, take_one
+from tests.strategies.test_pixel import step_within, where_cameras_stand, with_splits
+
+VIEWS, POINTS = 5, 150
+
+
+def strategy_of(cells: int, world: World) -> Strategy:
+    return pixel(world, PixelOptions(cells=cells, crossing="ghosts"))
+
+
+def step_of(
+    cells: int, world: World, primitive: str, views: int, points: int, dtype: torch.dtype,
+    size: tuple[int, int] | None = None,
+) -> Outcome:  # fmt: skip
+    return take_step(strategy_of(cells, world), primitive, views, points, dtype, size)
+
+
+@pytest.mark.parametrize(("ranks", "cells", "primitive"), [
+    (1, 5, "gaussians"), (2, 2, "gaussians, antialiased, absgrad"), (2, 5, "gaussians"), (3, 3, "gaussians"),
+    (4, 4, "gaussians, plain colours"),
+])  # fmt: skip
+def test_any_cells_are_single(ranks: int, cells: int, primitive: str) -> None:
+    dtype = torch.float64 if primitive == "gaussians" else torch.float32
+    expected = one_step(World.single(), "single", primitive, VIEWS, POINTS, dtype)
+    check(run_ranks(partial(step_of, cells), ranks, primitive, VIEWS, POINTS, dtype), expected, dtype)
+
+
+@pytest.mark.parametrize(("views", "points", "size"), [(2, 40, None), (1, 0, None), (3, 1, None), (1, 60, (40, 14))])
+def test_ranks_without_points_or_pixels(views: int, points: int, size: tuple[int, int] | None) -> None:
+    expected = one_step(World.single(), "single", "gaussians", views, points, torch.float64, size)
+    step = partial(step_of, 3)
+    check(run_ranks(step, 3, "gaussians", views, points, torch.float64, size), expected, torch.float64)
+
+
+@pytest.mark.parametrize("where", where_cameras_stand())
+def test_wherever_cameras_and_points_are(where: str) -> None:
+    step = partial(step_within, where)
+    expected = step(World.single(), 4.0, "single")
+    check(run_ranks(step, 3, 4.0, "ghosts"), expected, torch.float64)
+
+
+def windows_of(where: str) -> tuple[CellsInViews, Plan, list[View]]:
+    points, views = make_points(POINTS, torch.float64), make_views(VIEWS, torch.float64)
+    spread = with_splits(World.single(), where_cameras_stand()[where], "ghosts")
+    spread.placement.hold(points, World.single())
+    spread.observe(Gaussians(), points, 0)
+    assert isinstance(spread.rows, RowsCross) and isinstance(spread.rows.crossing, CellsInViews)
+    return spread.rows.crossing, spread.plan(views), views
+
+
+@pytest.mark.parametrize("where", where_cameras_stand())
+def test_each_depth_of_a_tile_is_one_cells(where: str) -> None:
+    """And as near as possible that in which it lies: the ray through the tile's middle says so where all draw."""
+    crossing, plan, views = windows_of(where)
+    windows, start = crossing.windows(plan, views, 0), 0
+    tree = crossing._space.tree
+    assert tree is not None
+    counted = {view: torch.zeros(-(-v.height // TILE), -(-v.width // TILE), 200) for view, v in enumerate(views)}
+    depths = torch.linspace(0.02, 9.0, 200, dtype=torch.float64)
+    drawn = {view: torch.zeros_like(one[..., 0]) for view, one in counted.items()}
+    for patch in plan.drawn[0]:
+        drawn[patch.view][patch.y0 // TILE : -(-patch.y1 // TILE), patch.x0 // TILE : -(-patch.x1 // TILE)] += 1
+    for patch in plan.drawn[0]:
+        rows, columns = -(-(patch.y1 - patch.y0) // TILE), -(-(patch.x1 - patch.x0) // TILE)
+        window = windows[start : start + rows * columns].view(rows, columns, 2)
+        start += rows * columns
+        here = (depths >= window[..., :1]) & (depths < window[..., 1:])
+        there = slice(patch.y0 // TILE, patch.y0 // TILE + rows), slice(patch.x0 // TILE, patch.x0 // TILE + columns)
+        counted[patch.view][there] += here
+        view = views[patch.view]
+        y, x = torch.meshgrid(
+            *(torch.arange(s.start, s.stop, dtype=torch.float64) * TILE + TILE / 2 for s in there), indexing="ij"
+        )
+        ray = torch.stack(
+            [(x - view.K[0, 2]) / view.K[0, 0], (y - view.K[1, 2]) / view.K[1, 1], torch.ones_like(x)], -1
+        )
+        at = (ray[..., None, :] * depths[:, None] - view.viewmat[:3, 3]) @ view.viewmat[:3, :3]
+        lies = tree.of(at.reshape(-1, 3)).view(here.shape) == patch.cell
+        everywhere = drawn[patch.view][there] == tree.cells
+        assert torch.equal(here[everywhere], lies[everywhere])
+    assert start == len(windows)
+    for view, count in counted.items():
+        assert torch.equal(count, (drawn[view] > 0).float()[..., None].expand_as(count)), (
+            "each depth once, if anybody draws"
+        )
+
+
+def fused_step(cells: int, world: World, primitive: str, mode: str, size: tuple[int, int]) -> Outcome:
+    kind = PRIMITIVES[primitive]()
+    assert isinstance(kind, Gaussians)
+    return take_one(strategy_of(cells, world), kind, CUT, size, mode)
+
+
+def check_fused(outcomes: list[Outcome], primitive: str, size: tuple[int, int]) -> None:
+    expected = one_step(World.single(), "single", primitive, CUT, POINTS, torch.float32, size)
+    check_outcomes(outcomes, expected, CUT, size, replicated=False)
+
+
+@pytest.mark.parametrize(("ranks", "cells"), [(1, 3), (2, 2), (2, 3), (4, 4)])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_is_singles(mode: str, ranks: int, cells: int) -> None:
+    primitive = KERNELS[ranks % len(KERNELS)]
+    check_fused(run_ranks(partial(fused_step, cells), ranks, primitive, mode, PORTRAIT), primitive, PORTRAIT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("ranks", "cells"), [(1, 3), (2, 2), (2, 3), (4, 4)])
+@pytest.mark.parametrize("mode", ["autograd", *MODES])
+def test_single_on_gpus(mode: str, ranks: int, cells: int) -> None:
+    skip_without_gpus(ranks)
+    if mode == "autograd":
+        rest = ("gaussians", VIEWS, POINTS, torch.float32)
+        expected = one_step(World.single("cuda:0"), "single", *rest)
+        check(run_ranks(partial(step_of, cells), ranks, *rest, device="cuda"), expected, torch.float32)
+        return
+    for primitive in KERNELS:
+        outcomes = run_ranks(partial(fused_step, cells), ranks, primitive, mode, PORTRAIT, device="cuda")
+        check_fused(outcomes, primitive, PORTRAIT)
