@@ -137,19 +137,17 @@ class RelayedRoute(Route):
 
 
 def swap(leaving: Sequence[Tensor], arriving: Sequence[int], world: World, code: Code | None) -> Sequence[Tensor]:
-    """All-to-all: [rank] rows for each rank -> [rank] rows from each. What a rank keeps is not coded.
+    """All-to-all: [rank] rows for each rank -> [rank] rows from each. What a rank keeps is neither coded nor sent.
 
     Args:
         arriving: how many come from each.
     """
-    if code is None:
-        sizes = [len(one) for one in leaving]
-        return exchange_rows(torch.cat(list(leaving)), sizes, arriving, world).split(list(arriving))
     own = leaving[world.rank]
     others = [one if rank != world.rank else one[:0] for rank, one in enumerate(leaving)]
     come = [count if rank != world.rank else 0 for rank, count in enumerate(arriving)]
-    coded = code.write(torch.cat(others))
-    arrived = code.read(exchange_rows(coded, [len(one) for one in others], come, world), own).split(come)
+    out = torch.cat(others)
+    into = exchange_rows(out if code is None else code.write(out), [len(one) for one in others], come, world)
+    arrived = (into if code is None else code.read(into, own)).split(come)
     return [own if rank == world.rank else one for rank, one in enumerate(arrived)]
 
 

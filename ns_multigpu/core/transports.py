@@ -20,7 +20,7 @@ from ns_multigpu.core.pairs import Pairs, pairs_of, step_bytes
 from ns_multigpu.core.peer_memory import PeerBuffer
 from ns_multigpu.core.relayed_rows import RelayedRows
 from ns_multigpu.core.relays import Relays
-from ns_multigpu.core.row_wire import RowWire, WireSegments
+from ns_multigpu.core.row_wire import STAYS, RowWire, WireSegments
 from ns_multigpu.core.transport import Collective, Parts, Returned, Transport
 from ns_multigpu.core.world import World
 
@@ -86,7 +86,7 @@ class ReplicatedRows(OwnRows):
 
 class CollectiveRows(Transport):
     """All-to-all, with sizes of its own for each pair of ranks: between machines, and on CPU. What a rank owns and
-    draws stays where it is.
+    draws does not pass through the buffer.
 
     Only packing can go on beside something else. Where the rows of a part end in a segment the device alone knows, so
     that parts that travel on their own would take segments of their own, each with room for all of its rows.
@@ -109,12 +109,13 @@ class CollectiveRows(Transport):
         leaving = [self.pairs[here][rank] for rank in ranks]
         coming = [self.pairs[rank][here] for rank in ranks]
         self.lines = max(coming)
-        # What leaves, what comes, what stays. Gradients come where rows left from, and leave from where they came.
+        # What leaves, what comes. Gradients come where rows left from, and leave from where they came.
         wire = kernels.wire(half=half, slots=slots)
         self._leaving, self._coming = _but(leaving, here), _but(coming, here)
         self._out = wire.row_words * sum(self._leaving)
         self._end = self._out + wire.row_words * sum(self._coming)
-        self._wire = torch.zeros(self._end + wire.own_words * leaving[here], dtype=torch.int32, device=device)
+        self._wire = torch.zeros(self._end, dtype=torch.int32, device=device)
+        self._stay = torch.empty(0)  # [rows] where own rows stay, as `leave` was told
         self._leave_at = self._segments(self._leaving, 0, wire.row_words)
         self._come_at = self._segments(self._coming, self._out, wire.row_words)
         self._sums = torch.zeros(sum(coming), kernels.record_floats, device=device)
@@ -137,6 +138,7 @@ class CollectiveRows(Transport):
         return self.kernels.wire(half=self.half, slots=self.slots)
 
     def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
+        self._stay = place[self.world.rank]
         self._format.pack(rows, place, self._wire, self._leave_at, first, end)
 
     def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
@@ -148,7 +150,9 @@ class CollectiveRows(Transport):
             all_to_all_into(self._arrived, counts, self.world)
 
         yield Collective(send)
-        return wire.unpack(self._wire, self._come_at, self._arrived, views)
+        arrived = wire.unpack(self._wire, self._come_at, self._arrived, views)
+        wire.keep(rows, self._stay, arrived, self._come_at, self.world.rank)
+        return arrived
 
     def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
         self._sums.zero_()
@@ -174,10 +178,10 @@ class CollectiveRows(Transport):
         all_to_all_parts(into, out, *parts, self.world)
 
     def _segments(self, rows: list[int], first: int, words: int) -> WireSegments:
-        """Segments of others one behind the other, from word `first` on; this rank's own is where it stays."""
+        """Segments of others one behind the other, from word `first` on."""
         starts = list(accumulate((words * n for n in rows), initial=first))[:-1]
         rank = self.world.rank
-        starts[rank] = self._end
+        starts[rank] = STAYS
         return WireSegments(tuple(starts), (*rows[:rank], self.pairs[rank][rank], *rows[rank + 1 :]), rank)
 
 
