@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cuda_ext.ops.row_exchange import MOST_RANKS, route_lines
 from cuda_ext.ops.row_wire import MOST_SEGMENTS
-from ns_multigpu.core.collectives import all_gather_into, all_to_all_parts
+from ns_multigpu.core.collectives import Wait, all_gather_into, all_to_all_parts
 from ns_multigpu.core.inside import ByCollectives, ByPeerMemory
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
 from ns_multigpu.core.pairs import Pairs
@@ -136,7 +136,8 @@ class RelayedRows(Transport):
         ways = counts[:directions]
         self._wire[self._sent_counts] = ways[world.local_size :][self._others].int()
         out, into = self._wire.split([sum(self._sent), sum(self._got)])
-        yield Collective(lambda: self._cross(into, self._got, out, self._sent, self._parts))
+        between = into, self._got, out, self._sent, self._parts
+        yield Collective(lambda: self._cross(*between)(), lambda: self._cross(*between, aside=True))
         self._met[self._others] = self._wire[self._got_counts].long()
         met = self._between.unpack(self._wire, self._meet_at, self._met, views)
         self._gives[own] = ways[: world.local_size]
@@ -194,11 +195,12 @@ class RelayedRows(Transport):
         got, sent = ([crossing * n for n in rows] for rows in (self._leaving, self._meeting))
         there, home = self._wire[sum(self._sent) :][: sum(sent)], self._wire[: sum(got)]
 
-        def send() -> None:
-            self._cross(home, got, there, sent, back)
-            all_gather_into(self._everyone, message, world)
+        def send(*, aside: bool = False) -> Wait:
+            gradients = self._cross(home, got, there, sent, back, aside=aside)
+            told = all_gather_into(self._everyone, message, world, aside=aside)
+            return lambda: (gradients(), told())[0]
 
-        yield Collective(send)
+        yield Collective(lambda: send()(), lambda: send(aside=True))
         inside, across = place.split([world.local_size, world.machines])
         records = self._collected(world.machine, inside, rows.count, gave)
         none = self._sums[:0]
@@ -236,16 +238,17 @@ class RelayedRows(Transport):
         return self._within.collect(place, count, self._inside.memory, WireSegments(starts, sizes, own), mine)
 
     def _cross(
-        self, into: Tensor, got: list[int], out: Tensor, sent: list[int], passed: Sequence[Sequence[int]]
-    ) -> None:
+        self, into: Tensor, got: list[int], out: Tensor, sent: list[int], passed: Sequence[Sequence[int]], *,
+        aside: bool = False,
+    ) -> Wait:  # fmt: skip
         """Between machines, each rank with its counterparts. Counts, too, what peers pass each other in this way."""
         world = self.world
         receive, send = ([0] * world.size for _ in range(2))
         for k, rank in enumerate(self._counterparts):
             receive[rank], send[rank] = got[k], sent[k]
-        all_to_all_parts(into, out, receive, send, world)
         if self.peer:
             world.traffic.add(4 * sum(passed[world.local_rank]))
+        return all_to_all_parts(into, out, receive, send, world, aside=aside)
 
     def _of_machine(self, patch: Sequence[int]) -> list[int]:
         """A patch with its rank's number on this machine; nothing where another machine draws it."""
