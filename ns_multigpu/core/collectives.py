@@ -67,8 +67,8 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], world:
 
 
 def begin_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> tuple[Tensor, Wait]:
-    """`exchange_rows` without autograd, beside what is launched next: the rows, which are there once the second has been
-    called. Many may be on their way; they are begun in the same order on all ranks.
+    """`exchange_rows` without autograd, beside what is launched next: the rows, which are there once the second has
+    been called. Many may be on their way; they are begun in the same order on all ranks.
 
     Raises:
         ValueError: the counts do not fit `x` or the world.
@@ -166,7 +166,7 @@ def max_in_place(x: Tensor, world: World) -> None:
 
 
 def all_gather_into(out: Tensor, x: Tensor, world: World, *, aside: bool = False) -> Wait:
-    """Every rank's `x` (one shape everywhere) into `out` [ranks, *x.shape], without autograd or waiting; nothing of none.
+    """Every rank's `x` (one shape everywhere) into `out` [ranks, *x.shape], without autograd or waiting.
 
     Args:
         aside: see `all_to_all_parts`, also for what is returned.

@@ -6,7 +6,9 @@ A row is of one view, and so of one stage: rows cross once, and each sum is that
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
+from ns_multigpu.core.pairs import Pairs
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.types import Patch, Pixels
 
@@ -21,7 +23,13 @@ def stages_of(views: int, wanted: int) -> tuple[range, ...]:
         raise ValueError(f"a step has 1 stage at least, not {wanted}.")
     count = max(1, min(wanted, views))
     cuts = [views * k // count for k in range(count + 1)]
-    return tuple(range(first, end) for first, end in zip(cuts, cuts[1:], strict=False))
+    return tuple(range(first, end) for first, end in pairwise(cuts))
+
+
+def summed(pairs: Pairs, stages: int) -> Pairs:
+    """What is counted of all stages, [ranks][numbers of each stage], summed over these."""
+    each = len(pairs[0]) // stages
+    return tuple(tuple(sum(row[number::each]) for number in range(each)) for row in pairs)
 
 
 def part_of(plan: Plan, stage: range) -> Plan:
