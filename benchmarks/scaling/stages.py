@@ -5,9 +5,9 @@
     sudo python -m benchmarks.scaling.stages --megabits 100 1000 --workers 1 2 [--json FILE]
 
 The machines are network namespaces of this host with a link of a given rate between them (see benchmarks.lib.machines):
-that takes Linux and root. They share its cores. A step is that of `locality` on the processor: Gaussians on a plain, and
-views that look down at it from one end to the other. Each turn takes one step with each number of stages, after a
-barrier; what is shown are medians over turns, so that what else the host does meets all alike. A step's time ends when
+that takes Linux and root. They share its cores. A step is that of `locality` on the processor: Gaussians on a plain,
+and views that look down at it from one end to the other. Each turn takes one step with each number of stages, after a
+barrier. What is shown are medians over turns, so that what else the host does meets all alike. A step's time ends when
 its last rank has ended. All gradients are compared, to the bit.
 """
 
