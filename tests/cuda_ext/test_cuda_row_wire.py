@@ -18,7 +18,8 @@ from cuda_ext.ops.row_wire import (
 from tests.cuda_ext.graphs import captured
 from tests.cuda_ext.test_cuda_row_exchange import assert_same_bits
 from tests.cuda_ext.test_row_exchange import Rows, bands, make_rows, numbers
-from tests.cuda_ext.test_row_wire import Layout, check_arrived, check_kept, gradients, send, splats, uneven
+from tests.cuda_ext.test_row_wire import Layout, check_arrived, gradients, send, splats, uneven
+from tests.cuda_ext.test_rows_that_stay import check_kept
 
 pytestmark = pytest.mark.gpu
 
