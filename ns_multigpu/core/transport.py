@@ -26,7 +26,7 @@ class Collective:
             the caller; None where that is not worth it.
     """
 
-    launch: Callable[[], None]
+    launch: Callable[[], object]
     begin: Callable[[], Wait] | None = None
 
 

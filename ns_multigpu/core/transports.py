@@ -151,7 +151,7 @@ class CollectiveRows(Transport):
 
     def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         wire = self._format
-        out, into = self._wire.split([self._out, self._end - self._out])
+        out, into = self._wire[: self._out], self._wire[self._out : self._end]
 
         def send(*, aside: bool = False) -> Wait:
             rows = self._exchange(into, self._coming, out, self._leaving, wire.row_words, aside=aside)
