@@ -57,11 +57,17 @@ class Task:
     fused: str
     wire: str = "full"
     relays: bool = True
+    stages: int = 1
 
     @property
     def title(self) -> str:
         """What tells it from others."""
-        rest = [name for name, there in ((self.wire, self.wire != "full"), ("no relays", not self.relays)) if there]
+        said = (
+            (self.wire, self.wire != "full"),
+            ("no relays", not self.relays),
+            (f"{self.stages} stages", self.stages > 1),
+        )
+        rest = [name for name, there in said if there]
         return ", ".join([self.strategy, *(["fused"] if self.fused == "always" else []), *rest])
 
 
@@ -107,6 +113,7 @@ def command(task: Task, machine: int, output: Path) -> list[str]:
         *("--pipeline.model.num-downscales", "0"),
         *(("--pipeline.wire", task.wire) if task.wire != "full" else ()),
         *(("--pipeline.locality.relays", "False") if not task.relays else ()),
+        *(("--pipeline.stages", str(task.stages)) if task.stages > 1 else ()),
         *("city", "--blocks", str(task.blocks), "--views", str(task.capture)),
         *("--width", str(task.width), "--height", str(task.height)),
     ]
@@ -198,6 +205,8 @@ def main() -> int:
     parser.add_argument("--fused-steps", choices=("never", "always"), default="never", help="as ns-train's")
     parser.add_argument("--wire", choices=("full", "half"), nargs="+", default=["full"], help="of tile and locality")
     parser.add_argument("--relays", choices=("yes", "no"), nargs="+", default=["yes"], help="of locality")
+    parser.add_argument("--stages", type=int, nargs="+", default=[1], help="of a step; of tile and locality")
+    parser.add_argument("--repeat", type=int, default=1, help="all runs, one after the other, so many times")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     if reason := why_none():
@@ -205,15 +214,19 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the machines are removed
     console, done = Console(width=None if sys.stdout.isatty() else 120), list[tuple[Task, Counted]]()
     with TemporaryDirectory(prefix="two-machines-") as folder:
-        kinds = itertools.product(options.strategies, options.megabits, options.wire, options.relays)
-        for strategy, megabits, wire, relays in kinds:
-            if (strategy == "batch" and wire == "half") or (strategy != "locality" and relays == "no"):
+        kinds = itertools.product(
+            range(options.repeat), options.strategies, options.megabits, options.wire, options.relays, options.stages
+        )
+        for turn, strategy, megabits, wire, relays, stages in kinds:
+            if (strategy == "batch" and (wire == "half" or stages > 1)) or (strategy != "locality" and relays == "no"):
                 continue
             task = Task(
                 strategy, megabits, options.workers, options.steps, options.views, options.width, options.height,
-                options.blocks, options.capture, options.every, options.fused_steps, wire, relays == "yes",
+                options.blocks, options.capture, options.every, options.fused_steps, wire, relays == "yes", stages,
             )  # fmt: skip
-            done.append((task, measure(task, Path(folder))))
+            place = Path(folder) / str(turn)
+            place.mkdir(exist_ok=True)
+            done.append((task, measure(task, place)))
             console.print(table(done[-1:]))
     console.print(table(done))
     if options.json:

@@ -97,6 +97,10 @@ SCHEMAS: tuple[str, ...] = (
     "unpack_wire(Tensor wire, int[] starts, int[] capacities, Tensor counts, int rank, bool half, bool slots, "
     "int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, "
     "Tensor depths, Tensor radii, Tensor owners, Tensor slots)",
+    "keep_rows(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
+    "Tensor radii, Tensor place, Tensor(a!) to_view_ids, Tensor(b!) to_means2d, Tensor(c!) to_conics, "
+    "Tensor(d!) to_opacities, Tensor(e!) to_features, Tensor(f!) to_depths, Tensor(g!) to_radii, "
+    "Tensor(h!) to_slots, int start, int capacity, bool slots) -> ()",
     "pack_gradients(Tensor records, Tensor counts, Tensor(a!) wire, int[] starts, int[] capacities, int rank, "
     "bool half, bool absgrad) -> ()",
     "collect_wire(Tensor place, Tensor count, Tensor wire, int[] starts, int[] capacities, Tensor own, int rank, "

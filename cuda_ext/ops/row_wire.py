@@ -18,7 +18,8 @@ lie between 2^14 and 2^15, and what is 2^-28 of it still has 11 bits. An inf or 
 A conic is sent as its Cholesky factor: however the factor's numbers are rounded, they are of an ellipse. Rounded
 itself, the conic of a splat 50 times as long as wide is not: xx * yy and xy^2 then agree in all bits that are left.
 
-A rank's own segment never leaves, and is not rounded.
+A rank's own segment never leaves, and is not rounded. It need not be in the buffer at all: where its start is `STAYS`
+nothing is written to it, what arrives has padding in its place, and `keep_rows` puts the rows there.
 """
 
 from collections.abc import Sequence
@@ -40,9 +41,12 @@ MOST_VIEWS = 256
 MOST_SEGMENTS = 128
 """Ranks that rows can come from."""
 
+STAYS = -1
+"""The start of a segment that is not in the buffer."""
+
 __all__ = [
-    "MOST_SEGMENTS", "MOST_VIEWS", "collect_wire", "gradient_words", "pack_gradients", "pack_wire", "row_words",
-    "unpack_wire",
+    "MOST_SEGMENTS", "MOST_VIEWS", "STAYS", "collect_wire", "gradient_words", "keep_rows", "pack_gradients",
+    "pack_wire", "row_words", "unpack_wire",
 ]  # fmt: skip
 
 
@@ -75,7 +79,7 @@ def pack_wire(
         depths: [M]. radii: [M, 2] int32. All as in `SplatRows`.
         place: [ranks, M] int32, from `route_lines`.
         wire: [W] int32, written.
-        starts: [ranks] the first word of each segment. capacities: [ranks] rows of each.
+        starts: [ranks] the first word of each segment, or `STAYS`. capacities: [ranks] rows of each.
         rank: this one, whose segment is not rounded.
         half: see above. slots: send each row's line.
         first, end: of the lines whose rows are written; all unless given.
@@ -146,6 +150,54 @@ def unpack_wire(
 
 
 @torch.no_grad()
+def keep_rows(
+    view_ids: Tensor,
+    means2d: Tensor,
+    conics: Tensor,
+    opacities: Tensor,
+    features: Tensor,
+    depths: Tensor,
+    radii: Tensor,
+    place: Tensor,
+    arrived: ArrivedRows,
+    start: int,
+    capacity: int,
+    *,
+    slots: bool,
+) -> None:
+    """Puts rows that do not leave among those that arrived: row k to line `start + place[k]`.
+
+    Rows whose place is -1, or not below the capacity, are left out, as `pack_wire` does.
+
+    Args:
+        view_ids, means2d, conics, opacities, features, depths, radii, slots: see `pack_wire`.
+        place: [M] int32, from `route_lines`: of this rank's own segment.
+        arrived: what `unpack_wire` returned, where this segment's start was `STAYS`; written. `owners` are right.
+        start, capacity: the segment's first line there, and how many it has.
+
+    Raises:
+        TypeError, ValueError: types or shapes are wrong, or the segment leaves the lines.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    rows, lines = means2d.shape[0], arrived.means2d.shape[0]
+    floats = [t.detach() for t in (means2d, conics, opacities, features, depths)]
+    for prefix, count, columns, integers in (
+        ("", rows, floats, {"view_ids": view_ids, "radii": radii, "place": place}),
+        ("arrived.", lines, arrived[1:6], {name: getattr(arrived, name) for name in ("view_ids", "radii", "slots")}),
+    ):
+        names = zip(("means2d", "conics", "opacities", "features", "depths"), (2, 3, 0, 3, 0), columns, strict=True)
+        shaped = {prefix + name: (column, (count, width) if width else (count,)) for name, width, column in names}
+        check_tensors(torch.float32, means2d.device, **shaped)
+        narrow = {prefix + k: (v, (count, 2) if k == "radii" else (count,)) for k, v in integers.items()}
+        check_tensors(torch.int32, means2d.device, **narrow)
+    if not 0 <= start <= start + capacity <= lines:
+        raise ValueError(f"lines {start} to {start + capacity} are to be kept, of {lines} that arrived.")
+    op: Any = torch.ops.ns_multigpu.keep_rows if kernels_serve(means2d) else composed.keep_rows
+    written = [column for name, column in arrived._asdict().items() if name != "owners"]
+    op(view_ids, *floats, radii, place, *written, start, capacity, slots)
+
+
+@torch.no_grad()
 def pack_gradients(
     records: Tensor,
     counts: Tensor,
@@ -161,7 +213,7 @@ def pack_gradients(
 
     Args:
         records: [L, 16] float32 as `rasterize_backward_into` writes them, of the lines of `unpack_wire`.
-        counts: [ranks] int64, as there; nothing is written for the lines behind them.
+        counts: [ranks] int64, as there; nothing is written for the lines behind them, or for segments that stay.
         wire: [W] int32, written. starts, capacities, rank, half: see `pack_wire`.
         absgrad: whether there are absolute gradients.
 
@@ -229,7 +281,8 @@ def _check_segments(
             f"{len(starts)} starts and {len(capacities)} capacities of segments, rank {rank}: there are {ranks} ranks."
         )
     for other, (start, capacity, width) in enumerate(zip(starts, capacities, words, strict=True)):
-        if min(start, capacity) < 0 or start + width * capacity > wire.shape[0]:
+        inside = start >= 0 and start + width * capacity <= wire.shape[0]
+        if capacity < 0 or not (start == STAYS or inside):
             raise ValueError(
                 f"the segment of rank {other}, {capacity} rows of {width} words from word {start} on, leaves the "
                 f"{wire.shape[0]} words of the wire."
@@ -237,6 +290,7 @@ def _check_segments(
 
 
 @torch.library.register_fake("ns_multigpu::pack_wire", lib=LIBRARY)
+@torch.library.register_fake("ns_multigpu::keep_rows", lib=LIBRARY)
 @torch.library.register_fake("ns_multigpu::pack_gradients", lib=LIBRARY)
 def _in_place_fake(*_: Any) -> None:
     return None
@@ -256,5 +310,6 @@ def _collect_fake(place: Tensor, *_: Any) -> Tensor:
 
 LIBRARY.impl("pack_wire", composed.pack_wire, "CPU")
 LIBRARY.impl("unpack_wire", composed.unpack_wire, "CPU")
+LIBRARY.impl("keep_rows", composed.keep_rows, "CPU")
 LIBRARY.impl("pack_gradients", composed.pack_gradients, "CPU")
 LIBRARY.impl("collect_wire", composed.collect_wire, "CPU")

@@ -36,6 +36,8 @@ def pack_wire(
     whole = torch.stack([*_full_row(*geometry), *rest, *ids])
     short = torch.stack([*_half_row(*geometry, rest=rest), *ids]) if half else whole
     for other, lines in enumerate(place[:, some].long()):
+        if starts[other] < 0:
+            continue
         columns = whole if other == rank else short
         chosen = ((lines >= 0) & (lines < capacities[other])).nonzero().squeeze(-1)
         segment = _segment(wire, starts[other], len(columns), capacities[other])
@@ -51,8 +53,9 @@ def unpack_wire(
     pieces: list[tuple[Tensor, ...]] = []
     for source, (start, capacity) in enumerate(zip(starts, capacities, strict=True)):
         short = half and source != rank
-        columns = _segment(wire, start, row_words(half=short, slots=slots), capacity)
-        real = torch.arange(capacity, device=wire.device) < counts[source]
+        width = row_words(half=short, slots=slots)
+        columns = _segment(wire, start, width, capacity) if start >= 0 else wire.new_zeros(width, capacity)
+        real = (torch.arange(capacity, device=wire.device) < counts[source]) & (start >= 0)
         ids = columns[-1] if slots else torch.zeros_like(columns[0])
         floats, codes = _read_half_row(columns) if short else (columns[:10].view(torch.float32), columns[10:12])
         across, view = _radius_of(codes), _view_of(codes)
@@ -67,13 +70,29 @@ def unpack_wire(
 
 
 @torch.no_grad()
+def keep_rows(
+    view_ids: Tensor, means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor,
+    radii: Tensor, place: Tensor, to_view_ids: Tensor, to_means2d: Tensor, to_conics: Tensor, to_opacities: Tensor,
+    to_features: Tensor, to_depths: Tensor, to_radii: Tensor, to_slots: Tensor, start: int, capacity: int, slots: bool,
+) -> None:  # fmt: skip
+    """See `cuda_ext.ops.row_wire.keep_rows`."""
+    chosen = ((place >= 0) & (place < capacity)).nonzero().squeeze(-1)
+    lines = start + place[chosen].long()
+    there = (to_view_ids, to_means2d, to_conics, to_opacities, to_features, to_depths, to_radii)
+    for column, own in zip(there, (view_ids, means2d, conics, opacities, features, depths, radii), strict=True):
+        column[lines] = own[chosen]
+    if slots:
+        to_slots[lines] = chosen.int()
+
+
+@torch.no_grad()
 def pack_gradients(
     records: Tensor, counts: Tensor, wire: Tensor, starts: Sequence[int], capacities: Sequence[int], rank: int,
     half: bool, absgrad: bool,
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.row_wire.pack_gradients`."""
     for source, lines in enumerate(records.split(list(capacities))):
-        if source == rank:
+        if source == rank or starts[source] < 0:
             continue
         values = [*lines[:, :9].unbind(1), *(lines[:, 10:12].unbind(1) if absgrad else ())]
         columns = torch.stack(_half_gradient(values) if half else [value.view(torch.int32) for value in values])

@@ -9,7 +9,7 @@ a step that reads nothing back are chosen by `transports.make_transport`.
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -35,6 +35,8 @@ class RowLeg(ABC):
     relays: bool | None = False
     """Whether a row crosses once to each other machine, where a rank hands it on (see `Relays`); None for fused steps
     alone, where the ranks of each machine reach each other's memory."""
+    stages: int = 1
+    """In how many stages a step's views are exchanged and drawn, one while the next is on its way (see `stages`)."""
 
     def transport(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> Any:
         """What carries the rows of fused steps, where a leg has a `Transport` of its own, which goes by collectives;
@@ -44,6 +46,12 @@ class RowLeg(ABC):
     @abstractmethod
     def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
         """Splats of this rank's points (`own`, of `points`) -> splats of the patches that this rank draws."""
+
+    def arrivals(
+        self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World
+    ) -> Iterator[tuple[Plan, Splats]]:
+        """`bring` in stages: the part of the plan that can be drawn now, and its splats. All are to be asked for."""
+        yield plan, self.bring(own, points, views, plan, world)
 
 
 class RowsStay(RowLeg):
@@ -81,7 +89,7 @@ class PixelLeg(ABC):
 
         Args:
             rendering: what was drawn here, and the splats of this rank's points.
-            splats: what it was drawn from: `RowLeg.bring`'s.
+            splats: what it was drawn from: `RowLeg.bring`'s, or of the last stage.
             views, plan, world: as there.
         """
 

@@ -16,7 +16,7 @@ from ns_multigpu.core.crossing import clipped
 from ns_multigpu.core.kernels import Arrived, Drawn, Lists, Rows
 from ns_multigpu.core.legs import PixelLeg, WholePixels
 from ns_multigpu.core.pieces import Routes, routes_of
-from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.plan import Plan, rectangles
 from ns_multigpu.core.transports import Collective, Parts
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
@@ -66,12 +66,7 @@ class PixelCarrier(ABC):
 
     def rectangles(self, plan: Plan, views: Sequence[View], ways: Sequence[int]) -> list[int]:
         """Where rows of this rank go: 6 integers a patch, the way to who draws it, the label, x0, y0, x1, y1."""
-        return [
-            n
-            for rank, patches in enumerate(plan.drawn)
-            for patch in patches
-            for n in (ways[rank], patch.view, *patch.rendered(views[patch.view]))
-        ]
+        return rectangles(plan, views, ways)
 
     def spans(self, rows: Rows, views: Sequence[View]) -> Tensor:
         """What this rank tells of `Learns.SPANS`."""

@@ -1,9 +1,9 @@
 """A plan: who draws what of a step's batch, and whose pixels are whose."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ns_multigpu.core.types import Patch
+from ns_multigpu.core.types import Patch, View
 
 
 @dataclass(frozen=True)
@@ -57,3 +57,13 @@ class Plan:
     def views_of(self, rank: int) -> list[int]:
         """Positions of the views that `rank` draws, ascending."""
         return sorted({patch.view for patch in self.drawn[rank]})
+
+
+def rectangles(plan: Plan, views: Sequence[View], numbers: Sequence[int]) -> list[int]:
+    """6 integers for each patch: the number of the rank that draws it, view, x0, y0, x1, y1, halo included."""
+    return [
+        n
+        for rank, patches in enumerate(plan.drawn)
+        for patch in patches
+        for n in (numbers[rank], patch.view, *patch.rendered(views[patch.view]))
+    ]

@@ -36,7 +36,7 @@ class PlannedRows(CollectiveRows):
         self._leaving, self._coming = ([*of[:here], 0, *of[here + 1 :]] for of in (leaving, coming))
         self._out = wire.row_words * sum(self._leaving)
         self._end = self._out + wire.row_words * sum(self._coming)
-        self._make_room(self._end + wire.own_words * leaving[here], sum(coming))
+        self._make_room(self._end, sum(coming))
         self._leave_at = self._segments(self._leaving, 0, wire.row_words)
         self._come_at = self._segments(self._coming, self._out, wire.row_words)
         self._sums = self._records[: sum(coming)]

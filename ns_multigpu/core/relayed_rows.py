@@ -21,12 +21,12 @@ from torch import Tensor
 
 from cuda_ext.ops.row_exchange import MOST_RANKS, route_lines
 from cuda_ext.ops.row_wire import MOST_SEGMENTS
-from ns_multigpu.core.collectives import all_gather_into, all_to_all_parts
+from ns_multigpu.core.collectives import Wait, all_gather_into, all_to_all_parts
 from ns_multigpu.core.inside import ByCollectives, ByPeerMemory
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
 from ns_multigpu.core.pairs import Pairs
 from ns_multigpu.core.relays import Relays
-from ns_multigpu.core.row_wire import RowWire, WireSegments
+from ns_multigpu.core.row_wire import STAYS, RowWire, WireSegments
 from ns_multigpu.core.transport import Collective, Parts, Returned, Transport
 from ns_multigpu.core.world import World
 
@@ -73,22 +73,20 @@ class RelayedRows(Transport):
         self._leave_at = self._crossing(self._leaving, 0, wide, 1)
         self._meet_at = self._crossing(self._meeting, sum(self._sent), wide, 1)
         # What is passed on inside: to each rank a number of rows by machine, and these rows. In each rank's memory what
-        # comes, what stays, and what leaves.
+        # comes, and what leaves.
         full = self._within.row_words
         own = world.local_rank
         self._parts = [
             [world.machines + full * sum(rows) if a != b else 0 for b, rows in enumerate(of)]
             for a, of in enumerate(self._passed)
         ]
-        self._out_at = [
-            sum(row[b] for row in self._parts) + full * sum(self._passed[b][b]) for b in range(world.local_size)
-        ]
+        self._out_at = [sum(row[b] for row in self._parts) for b in range(world.local_size)]
         size = self._out_at[own] + sum(self._parts[own])
         if peer:
             self._inside = ByPeerMemory(world, most_words(relays, self.pairs, full))
         else:
             self._inside = ByCollectives(world, size)
-        self._stays = self._out_at[own] - full * sum(self._passed[own][own])
+        self._stay = torch.empty(0)  # [rows] where own rows stay, as `leave` was told
         come = list(accumulate((row[own] for row in self._parts), initial=0))
         leave = list(accumulate(self._parts[own], initial=self._out_at[own]))
         self._from = [self._passing(row[own], come[a], a, full) for a, row in enumerate(self._passed)]
@@ -128,6 +126,7 @@ class RelayedRows(Transport):
 
     def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
         inside, across = place.split([self.world.local_size, self.world.machines])
+        self._stay = inside[self.world.local_rank]
         self._within.pack(rows, inside, self._inside.memory, self._own_out, first, end)
         self._between.pack(rows, across, self._wire, self._leave_at, first, end)
 
@@ -137,12 +136,14 @@ class RelayedRows(Transport):
         ways = counts[:directions]
         self._wire[self._sent_counts] = ways[world.local_size :][self._others].int()
         out, into = self._wire.split([sum(self._sent), sum(self._got)])
-        yield Collective(lambda: self._cross(into, self._got, out, self._sent, self._parts))
+        between = into, self._got, out, self._sent, self._parts
+        yield Collective(lambda: self._cross(*between)(), lambda: self._cross(*between, aside=True))
         self._met[self._others] = self._wire[self._got_counts].long()
         met = self._between.unpack(self._wire, self._meet_at, self._met, views)
         self._gives[own] = ways[: world.local_size]
         mine = [n for k in range(0, len(patches), 6) for n in self._of_machine(patches[k : k + 6])]
         ends = [0, *accumulate(self._meeting)]
+        kept = [(own, rows, self._stay)]  # by machine, what this rank draws of what it has or hands on
         for k, place in enumerate(self._places):
             if k == own:
                 continue
@@ -152,6 +153,7 @@ class RelayedRows(Transport):
             starts = tuple(starts[k] for starts, _ in self._to)
             to = WireSegments(starts, tuple(rows[k] for _, rows in self._to), world.local_rank)
             self._within.pack(some, place, memory, to, 0, size)
+            kept.append((k, some, place[world.local_rank]))
         handed = self._gives.clone()
         handed[own] = 0  # these are counted as its own rows
         counts[directions:] = handed.view(-1)
@@ -160,7 +162,10 @@ class RelayedRows(Transport):
         come = memory[self._come_counts].long().view(-1, world.machines)
         self._arrived[:, world.local_rank] = self._gives[:, world.local_rank]
         self._arrived[:, self._locals] = come.T
-        return self._within.unpack(memory, self._come_at, self._arrived.view(-1), views)
+        arrived = self._within.unpack(memory, self._come_at, self._arrived.view(-1), views)
+        for k, some, place in kept:
+            self._within.keep(some, place, arrived, self._come_at, k * world.local_size + world.local_rank)
+        return arrived
 
     def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
         self._sums.zero_()
@@ -190,11 +195,12 @@ class RelayedRows(Transport):
         got, sent = ([crossing * n for n in rows] for rows in (self._leaving, self._meeting))
         there, home = self._wire[sum(self._sent) :][: sum(sent)], self._wire[: sum(got)]
 
-        def send() -> None:
-            self._cross(home, got, there, sent, back)
-            all_gather_into(self._everyone, message, world)
+        def send(*, aside: bool = False) -> Wait:
+            gradients = self._cross(home, got, there, sent, back, aside=aside)
+            told = all_gather_into(self._everyone, message, world, aside=aside)
+            return lambda: (gradients(), told())[0]
 
-        yield Collective(send)
+        yield Collective(lambda: send()(), lambda: send(aside=True))
         inside, across = place.split([world.local_size, world.machines])
         records = self._collected(world.machine, inside, rows.count, gave)
         none = self._sums[:0]
@@ -232,16 +238,17 @@ class RelayedRows(Transport):
         return self._within.collect(place, count, self._inside.memory, WireSegments(starts, sizes, own), mine)
 
     def _cross(
-        self, into: Tensor, got: list[int], out: Tensor, sent: list[int], passed: Sequence[Sequence[int]]
-    ) -> None:
+        self, into: Tensor, got: list[int], out: Tensor, sent: list[int], passed: Sequence[Sequence[int]], *,
+        aside: bool = False,
+    ) -> Wait:  # fmt: skip
         """Between machines, each rank with its counterparts. Counts, too, what peers pass each other in this way."""
         world = self.world
         receive, send = ([0] * world.size for _ in range(2))
         for k, rank in enumerate(self._counterparts):
             receive[rank], send[rank] = got[k], sent[k]
-        all_to_all_parts(into, out, receive, send, world)
         if self.peer:
             world.traffic.add(4 * sum(passed[world.local_rank]))
+        return all_to_all_parts(into, out, receive, send, world, aside=aside)
 
     def _of_machine(self, patch: Sequence[int]) -> list[int]:
         """A patch with its rank's number on this machine; nothing where another machine draws it."""
@@ -261,12 +268,12 @@ class RelayedRows(Transport):
         """Where the rows that are passed to or from one rank of this machine stand, by machine: first words, and sizes.
 
         Args:
-            rows: by machine. first: word of the part. other: that rank; what a rank passes itself has its own place.
+            rows: by machine. first: word of the part. other: that rank; what a rank passes itself stays.
             words: of a row. head: before the rows; a number for each machine, unless given.
         """
-        start = (
-            self._stays if other == self.world.local_rank else first + (self.world.machines if head is None else head)
-        )
+        if other == self.world.local_rank:
+            return [STAYS] * len(rows), rows
+        start = first + (self.world.machines if head is None else head)
         return list(accumulate((words * n for n in rows), initial=start))[:-1], rows
 
     def _by_owner(self, parts: Sequence[tuple[list[int], list[int]]]) -> WireSegments:
@@ -280,7 +287,7 @@ class RelayedRows(Transport):
 
 
 def most_words(relays: Relays, pairs: Pairs, words: int) -> int:
-    """Words of the largest memory of any rank: what comes, stays and leaves."""
+    """Words of the largest memory of any rank: what comes and leaves."""
     each = relays.per_machine
     most = 0
     for rank in range(relays.ranks):
@@ -290,5 +297,5 @@ def most_words(relays: Relays, pairs: Pairs, words: int) -> int:
             for pairs_ in ([(first + a, rank) for a in range(each)], [(rank, first + a) for a in range(each)])
         )
         kept = sum(relays.passed(pairs, rank, rank))
-        most = max(most, words * (sum(givers) + sum(takers) - kept) + 2 * (each - 1) * relays.machines)
+        most = max(most, words * (sum(givers) + sum(takers) - 2 * kept) + 2 * (each - 1) * relays.machines)
     return most

@@ -1,20 +1,28 @@
 # torch annotates only part of itself:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""The ways of a step's rows to the ranks that draw them, and of their gradients back, for steps through autograd."""
+"""The ways of a step's rows to the ranks that draw them, and of their gradients back, for steps through autograd.
 
+What is on its way between ranks (with relays: between machines) goes on beside what is done next. A *flight* is the
+whole of it: it has begun at its one yield, and `landed` waits for the rest.
+"""
+
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import exchange_rows
+from ns_multigpu.core.collectives import begin_rows
 from ns_multigpu.core.half_rows import Code
 from ns_multigpu.core.inside import machine_world
 from ns_multigpu.core.world import World
 
 Split = Sequence[Sequence[Tensor]]
+T = TypeVar("T")
+Flight = Generator[None, None, T]
 
 
 @dataclass(frozen=True)
@@ -29,37 +37,31 @@ class Route(ABC):
     arriving: Sequence[Sequence[int]]
     first_id: int
 
-    def carry(self, columns: Sequence[Tensor], world: World, code: Code | None = None) -> list[Tensor]:
-        """[M, ...] tensors of one type -> [K, ...] what arrives of them, in the order of (view, owner, row there).
+    def there(self, rows: Tensor, world: World, code: Code | None = None) -> Flight[Tensor]:
+        """[M, columns] -> [K, columns] what arrives of them, in the order of (view, owner, row there).
 
         Args:
             code: how they are written where they leave this rank, or its machine; None for as they are.
         """
-        packed = torch.cat([_flat(column) for column in columns], dim=1)
-        with world.traffic.measured():
-            pieces = self._there(packed, world, code)
+        pieces = yield from self._there(rows, world, code)
         # Owners send each view's rows ascending: no keys need to be compared.
         views = range(len(self.arriving[0]))
-        ordered = torch.cat([packed[:0], *(of_owner[view] for view in views for of_owner in pieces)])
-        return _like(ordered, columns)
+        return torch.cat([rows[:0], *(of_owner[view] for view in views for of_owner in pieces)])
 
-    def return_sums(self, grads: Sequence[Tensor], rows: int, world: World, code: Code | None = None) -> list[Tensor]:
-        """[K, ...] gradients of what arrived -> [rows, ...] their sums where it came from; `code` as above."""
-        packed = torch.cat([_flat(grad) for grad in grads], dim=1)
+    def back(self, grads: Tensor, total: Tensor, world: World, code: Code | None = None) -> Flight[None]:
+        """Adds [K, columns] gradients of what arrived to the [M, columns] of the rows; `code` as above."""
         views, owners = len(self.arriving[0]), len(self.arriving)
-        pieces = packed.split([self.arriving[owner][view] for view in range(views) for owner in range(owners)])
-        by_owner = [torch.cat([packed[:0], *pieces[owner::owners]]) for owner in range(owners)]
-        with world.traffic.measured():
-            total = self._back(by_owner, rows, world, code)
-        return _like(total, grads)
+        pieces = grads.split([self.arriving[owner][view] for view in range(views) for owner in range(owners)])
+        by_owner = [torch.cat([grads[:0], *pieces[owner::owners]]) for owner in range(owners)]
+        yield from self._back(by_owner, total, world, code)
 
     @abstractmethod
-    def _there(self, rows: Tensor, world: World, code: Code | None) -> Split:
+    def _there(self, rows: Tensor, world: World, code: Code | None) -> Flight[Split]:
         """[M, columns] -> what arrived, [owner][view]."""
 
     @abstractmethod
-    def _back(self, by_owner: Sequence[Tensor], rows: int, world: World, code: Code | None) -> Tensor:
-        """Gradients by owner -> [rows, columns] the sums of those of this rank's rows."""
+    def _back(self, by_owner: Sequence[Tensor], total: Tensor, world: World, code: Code | None) -> Flight[None]:
+        """Adds gradients by owner to [M, columns], those of this rank's rows."""
 
     def _by_view(self, arrived: Tensor, owner: int) -> Sequence[Tensor]:
         return arrived.split(list(self.arriving[owner]))
@@ -75,14 +77,14 @@ class DirectRoute(Route):
 
     chosen: Sequence[Tensor]
 
-    def _there(self, rows: Tensor, world: World, code: Code | None) -> Split:
+    def _there(self, rows: Tensor, world: World, code: Code | None) -> Flight[Split]:
         leaving = [rows[chosen] for chosen in self.chosen]
-        arrived = swap(leaving, [sum(counts) for counts in self.arriving], world, code)
+        arrived = yield from swap(leaving, [sum(counts) for counts in self.arriving], world, code)
         return [self._by_view(one, owner) for owner, one in enumerate(arrived)]
 
-    def _back(self, by_owner: Sequence[Tensor], rows: int, world: World, code: Code | None) -> Tensor:
-        back = swap(by_owner, [len(chosen) for chosen in self.chosen], world, code)
-        return _summed(rows, back[0], zip(self.chosen, back, strict=True))
+    def _back(self, by_owner: Sequence[Tensor], total: Tensor, world: World, code: Code | None) -> Flight[None]:
+        back = yield from swap(by_owner, [len(chosen) for chosen in self.chosen], world, code)
+        _add(total, zip(self.chosen, back, strict=True))
 
 
 @dataclass(frozen=True)
@@ -105,72 +107,84 @@ class RelayedRoute(Route):
     handed: Sequence[Sequence[Tensor]]
     meeting: Sequence[int]
 
-    def _there(self, rows: Tensor, world: World, code: Code | None) -> Split:
-        came = cross([rows[chosen] for chosen in self.across], self.meeting, world, code)
+    def _there(self, rows: Tensor, world: World, code: Code | None) -> Flight[Split]:
+        came = yield from cross([rows[chosen] for chosen in self.across], self.meeting, world, code)
         giving: list[Tensor] = []
         for local, own in enumerate(self.inside):
             handed = [rows[own] if k == world.machine else came[k][self.handed[k][local]] for k in range(len(came))]
             giving.append(torch.cat(handed))
         each, machines = world.local_size, world.machines
         sizes = [[sum(self.arriving[k * each + giver]) for k in range(machines)] for giver in range(each)]
-        taken = swap(giving, [sum(of) for of in sizes], machine_world(world), None)
+        taken = landed(swap(giving, [sum(of) for of in sizes], machine_world(world), None))
         parts = [one.split(of) for one, of in zip(taken, sizes, strict=True)]
         owners = [(k, giver) for k in range(machines) for giver in range(each)]
         return [self._by_view(parts[giver][k], owner) for owner, (k, giver) in enumerate(owners)]
 
-    def _back(self, by_owner: Sequence[Tensor], rows: int, world: World, code: Code | None) -> Tensor:
+    def _back(self, by_owner: Sequence[Tensor], total: Tensor, world: World, code: Code | None) -> Flight[None]:
         each, machines, own = world.local_size, world.machines, world.machine
         returning = [torch.cat(list(by_owner[giver::each])) for giver in range(each)]
         sizes = [
             [len(self.inside[taker] if k == own else self.handed[k][taker]) for k in range(machines)]
             for taker in range(each)
         ]
-        back = swap(returning, [sum(of) for of in sizes], machine_world(world), None)
+        back = landed(swap(returning, [sum(of) for of in sizes], machine_world(world), None))
         parts = [one.split(of) for one, of in zip(back, sizes, strict=True)]
-        sums = [
-            _summed(count, back[0], ((self.handed[k][taker], parts[taker][k]) for taker in range(each) if k != own))
-            for k, count in enumerate(self.meeting)
-        ]
-        crossed = cross(sums, [len(chosen) for chosen in self.across], world, code)
+        sums = [total.new_zeros(count, total.shape[1]) for count in self.meeting]
+        for k, some in enumerate(sums):
+            _add(some, ((self.handed[k][taker], parts[taker][k]) for taker in range(each) if k != own))
+        crossed = yield from cross(sums, [len(chosen) for chosen in self.across], world, code)
         inside = ((chosen, parts[taker][own]) for taker, chosen in enumerate(self.inside))
-        return _summed(rows, back[0], [*inside, *zip(self.across, crossed, strict=True)])
+        _add(total, [*inside, *zip(self.across, crossed, strict=True)])
 
 
-def swap(leaving: Sequence[Tensor], arriving: Sequence[int], world: World, code: Code | None) -> Sequence[Tensor]:
-    """All-to-all: [rank] rows for each rank -> [rank] rows from each. What a rank keeps is not coded.
+def landed(flight: Flight[T]) -> T:
+    """Waits for a flight, whether it has begun or not; returns what it returns."""
+    while True:
+        try:
+            next(flight)
+        except StopIteration as end:
+            return end.value
+
+
+def swap(
+    leaving: Sequence[Tensor], arriving: Sequence[int], world: World, code: Code | None
+) -> Flight[Sequence[Tensor]]:
+    """All-to-all: [rank] rows for each rank -> [rank] rows from each. What a rank keeps is neither coded nor sent.
 
     Args:
         arriving: how many come from each.
     """
-    if code is None:
-        sizes = [len(one) for one in leaving]
-        return exchange_rows(torch.cat(list(leaving)), sizes, arriving, world).split(list(arriving))
     own = leaving[world.rank]
     others = [one if rank != world.rank else one[:0] for rank, one in enumerate(leaving)]
     come = [count if rank != world.rank else 0 for rank, count in enumerate(arriving)]
-    coded = code.write(torch.cat(others))
-    arrived = code.read(exchange_rows(coded, [len(one) for one in others], come, world), own).split(come)
+    out = torch.cat(others)
+    with world.traffic.measured():
+        into, wait = begin_rows(out if code is None else code.write(out), [len(one) for one in others], come, world)
+    yield
+    with world.traffic.measured():
+        wait()
+    arrived = (into if code is None else code.read(into, own)).split(come)
     return [own if rank == world.rank else one for rank, one in enumerate(arrived)]
 
 
-def cross(leaving: Sequence[Tensor], arriving: Sequence[int], world: World, code: Code | None) -> Sequence[Tensor]:
+def cross(
+    leaving: Sequence[Tensor], arriving: Sequence[int], world: World, code: Code | None
+) -> Flight[Sequence[Tensor]]:
     """[machine] rows for this rank's counterpart on each machine -> [machine] rows from each; none from its own."""
     places = range(world.local_rank, world.size, world.local_size)
     out = [leaving[0][:0]] * world.size
     come = [0] * world.size
     for place, rows, count in zip(places, leaving, arriving, strict=True):
         out[place], come[place] = rows, count
-    arrived = swap(out, come, world, code)
+    arrived = yield from swap(out, come, world, code)
     return [arrived[place] for place in places]
 
 
-def _summed(rows: int, like: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """[rows, columns] sums of parts, each of them rows' numbers and what is to be added there."""
-    total = like.new_zeros(rows, like.shape[1])
+def _add(total: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Adds parts to [rows, columns], each of them rows' numbers and what is to be added there."""
     # A part after the other, each row at most once in it: the same bits on every run, also on a GPU.
     for chosen, piece in parts:
         total.index_add_(0, chosen, piece)
-    return total
 
 
 def chosen_rows(touch: Tensor, count: int) -> Tensor:
@@ -183,15 +197,12 @@ def chosen_rows(touch: Tensor, count: int) -> Tensor:
     return torch.searchsorted(touch.cumsum(0), torch.arange(1, count + 1, device=touch.device))
 
 
-def _flat(column: Tensor) -> Tensor:
-    """[M, ...] -> [M, columns]."""
-    return column.unsqueeze(1) if column.dim() == 1 else column.flatten(1)
+def packed(columns: Sequence[Tensor]) -> Tensor:
+    """[M, ...] tensors of one type -> [M, all columns]."""
+    return torch.cat([column.unsqueeze(1) if column.dim() == 1 else column.flatten(1) for column in columns], dim=1)
 
 
-def _like(packed: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
-    """[K, all columns] -> what `_flat` made [M, ...] columns into, taken apart: [K, ...] each, contiguous."""
-    pieces = packed.split([_flat(column).shape[1] for column in columns], dim=1)
-    return [
-        piece.reshape(len(packed), *column.shape[1:]).contiguous()
-        for piece, column in zip(pieces, columns, strict=True)
-    ]
+def unpacked(rows: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """[K, all columns] -> what `packed` was given, taken apart: [K, *shape] each, contiguous."""
+    pieces = rows.split([math.prod(shape) for shape in shapes], dim=1)
+    return [piece.reshape(len(rows), *shape).contiguous() for piece, shape in zip(pieces, shapes, strict=True)]

@@ -7,19 +7,27 @@ from typing import Any
 
 from torch import Tensor
 
+STAYS = -1
+"""The start of a segment that is not in the buffer."""
+
 
 @dataclass(frozen=True)
 class WireSegments:
     """Where the rows of each pair with this rank lie in a buffer of words of 4 bytes: columns of `capacity` words.
 
     Attributes:
-        starts: [ranks] the first word of each. capacities: [ranks] rows that each has room for.
+        starts: [ranks] the first word of each; `STAYS` where rows do not leave this rank.
+        capacities: [ranks] rows that each has room for.
         rank: this one. Its own segment never leaves.
     """
 
     starts: Sequence[int]
     capacities: Sequence[int]
     rank: int
+
+    def line(self, source: int) -> int:
+        """The first line of a segment among the rows of all."""
+        return sum(self.capacities[:source])
 
 
 class RowWire(ABC):
@@ -28,11 +36,10 @@ class RowWire(ABC):
     The rows and gradients of a rank's own segment lose nothing, whatever the others do.
 
     Attributes:
-        own_words: of a row that stays. row_words: of one that leaves, at most as many.
-        gradient_words: of its gradients; at most `row_words`, because they return through the same memory.
+        row_words: of a row. gradient_words: of its gradients; at most as many, because they return through the same
+            memory.
     """
 
-    own_words: int
     row_words: int
     gradient_words: int
 
@@ -46,11 +53,16 @@ class RowWire(ABC):
 
     @abstractmethod
     def unpack(self, wire: Tensor, come: WireSegments, counts: Tensor, views: int) -> Any:
-        """The rows that arrived, source by source, of which `counts` [ranks] are there: `Arrived`.
+        """The rows that arrived, source by source, of which `counts` [ranks] are there: `Arrived`. Where a segment
+        stays, `keep` puts them.
 
         Raises:
             ValueError: there are more views than a row can tell apart.
         """
+
+    @abstractmethod
+    def keep(self, rows: Any, place: Tensor, arrived: Any, come: WireSegments, source: int) -> None:
+        """Puts this rank's rows where `place` [M] says among those of a source that arrived."""
 
     @abstractmethod
     def pack_gradients(self, records: Tensor, counts: Tensor, wire: Tensor, to: WireSegments) -> None:

@@ -30,25 +30,27 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.adam import SCALARS
-from cuda_ext.ops.band_loss import band_loss_into
 from cuda_ext.ops.lazy_adam import LazyAdam
 from cuda_ext.ops.row_exchange import route_lines
-from cuda_ext.ops.row_reach import reach_counts
 from cuda_ext.ops.row_wire import MOST_VIEWS
-from cuda_ext.ops.step_control import HEAD, step_gate, step_message
+from cuda_ext.ops.step_control import HEAD, step_gate
 from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.cell_rows import CellRows
 from ns_multigpu.core.crossing import RowsCross, route_crossing
 from ns_multigpu.core.kernels import Cameras, Kernels, Rows
 from ns_multigpu.core.legs import GradientsToOwner, RowsStay, SummedGradients
-from ns_multigpu.core.pixel_carriers import PixelsStay, Settled, carrier_of
-from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.message import StepMessage
+from ns_multigpu.core.patch_losses import PatchLosses
+from ns_multigpu.core.pixel_carriers import carrier_of
+from ns_multigpu.core.plan import Plan, rectangles
+from ns_multigpu.core.stages import part_of, stages_of
 from ns_multigpu.core.step_settings import GROUPS_FROM, Status, StepSettings
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.tile_lists import GatheredLists, TileLists
-from ns_multigpu.core.transports import Parts, Transport
+from ns_multigpu.core.transport import Begun, Returned, Transport
+from ns_multigpu.core.transports import Parts, StagedRows
 from ns_multigpu.core.travelling_rows import RowsTravel
-from ns_multigpu.core.types import TILE, Patch, View
+from ns_multigpu.core.types import View
 
 
 def why_no_step(strategy: Strategy, batch: int) -> str | None:
@@ -94,7 +96,8 @@ class Step:
         statistics: see `Model`.
         settings: see there.
         strategy: how the step is spread. Views that it splats points for follow each other in the batch.
-        transport: for `settings.rows`, `settings.segment` and `settings.words`; of `make_transport`.
+        transport: for `settings.rows`, `settings.segment` and `settings.words`; of `make_transport`. Where it has
+            stages, a stage's views are drawn while rows of the next stage are on their way (see `stages`).
         lazy: put off the steps of points that are not drawn, and keep them there (see `cuda_ext.LazyAdam`, also for
             which options of Adam). A step made anew before a flush goes on from that of the one before.
         lists: how each tile's splats are found; `GatheredLists` unless given.
@@ -124,7 +127,7 @@ class Step:
         statistics: Mapping[str, Tensor],
         settings: StepSettings,
         strategy: Strategy,
-        transport: Transport,
+        transport: Transport | StagedRows,
         lazy: LazyAdam | None = None,
         lists: TileLists | None = None,
         measure: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
@@ -157,9 +160,15 @@ class Step:
         ranks, travels = self._world.size, transport.travels
         shape = (batch, settings.tile_rows) if self._learns is Learns.WORK else (ranks, transport.words - HEAD)
         self.learnt = torch.zeros(shape, dtype=torch.int64, device=device)
-        numbers, shape = len(transport.room), (transport.directions, settings.rows if travels else 0)
+        self._stages = stages_of(batch, len(transport.stages))
+        assert len(self._stages) == len(transport.stages), "no more stages than views"
+        first = transport.stages[0]
+        shape = (len(self._stages), first.directions, settings.rows if travels else 0)
         self._place = torch.empty(shape, dtype=torch.int32, device=device)
+        numbers = len(transport.room)
         self._counts = torch.zeros(numbers, dtype=torch.int64, device=device)
+        self._counts_of = self._counts.view(len(self._stages), -1)
+        self._nothing = self._counts[:0]
         aside = travels and settings.groups > 1 and device.type == "cuda"
         # Its blocks go first: behind those of a projection they would begin when that is done.
         self._side = torch.cuda.Stream(device, priority=-1) if aside else None
@@ -173,7 +182,8 @@ class Step:
         # Of segments the message tells what is lacking: each pair has a capacity of its own.
         limits = [settings.rows, 0, settings.intersections]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
-        self._v_l1, self._v_ssim = loss_weights(settings.width, settings.height, batch, settings.ssim_lambda, device)
+        self._losses = PatchLosses(settings, self.backgrounds, self.report)
+        self._message = StepMessage(settings, carrier, self._stages, first.stays, transport.words, self._learns)
 
     @property
     def capturable(self) -> bool:
@@ -211,12 +221,13 @@ class Step:
         )  # fmt: skip
         views = [self._view(position) for position in range(s.views)]
         splatted = self._splatted(plan)
-        own = plan.drawn[world.rank]
-        patches = [n for p in own for n in (self._pixels.layer(p, splatted.start), *p.rendered(views[p.view]))]
-        drawn_by = PixelsStay().rectangles(plan, views, range(world.size))
-        transport.begin(plan, self._room)
-        routed = self._pixels.rectangles(plan, views, transport.ways) if transport.travels else []
-        leave = partial(self._leave, views, routed) if transport.travels else None
+        parts = [part_of(plan, stage) for stage in self._stages] if len(self._stages) > 1 else [plan]
+        for one, part, room in zip(transport.stages, parts, self._room.view(len(parts), -1), strict=True):
+            one.begin(part, room)
+        leave = None
+        if transport.travels:
+            ways = [self._pixels.rectangles(part, views, transport.stages[0].ways) for part in parts]
+            leave = partial(self._leave, views, ways)
         with measure("project"):
             stops = s.stops if leave else ()
             rows = kernels.project(self._model, self._cameras(splatted), s.rows, stops, leave)
@@ -227,37 +238,59 @@ class Step:
                 leave(rows, max(s.stops, default=0), s.rows)
             if self._side is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._side)
-            arrived = yield from transport.arrive(rows, self._counts, self._pixels.labels(len(splatted)), drawn_by)
-            arrived = self._pixels.layered(arrived, rows)
-        with measure("sort"):
-            lists = self._lists.finish(arrived, patches, plan, views)
-            lists = self._pixels.clipped(lists, arrived, plan, views)
-        with measure("raster"):
-            drawn = kernels.draw(arrived, lists, patches, self._pixels.marks_stops)
-        with measure("pixels"):
-            settled = yield from self._pixels.settle(drawn, plan, views)
-        with measure("loss"):
-            rgb, v_color, v_alpha = self._losses(settled, plan.owned[world.rank], views, targets)
-            del settled
-        with measure("pixels"):
-            v_color, v_alpha = yield from self._pixels.bring_back(v_color, v_alpha)
-        with measure("backward"):
-            kernels.draw_back(drawn, v_color, v_alpha, transport.sinks(arrived.owners, arrived.slots))
+            several, labels = len(parts) > 1, self._pixels.labels(len(splatted))
+            there = [
+                Begun(one.arrive(rows, counts, labels, rectangles(part, views, range(world.size))), several)
+                for one, counts, part in zip(transport.stages, self._counts_of, parts, strict=True)
+            ]
+            yield from there[0].begin()
+        self.report.zero_()
+        met: list[tuple[Tensor, Tensor]] = []  # of each stage its tiles' offsets, and how many intersections it met
+        home: list[Begun[Returned]] = []
+        rgb: list[Tensor | None] = [None] * len(targets)
+        for k, (one, part) in enumerate(zip(transport.stages, parts, strict=True)):
+            some = part.drawn[world.rank]
+            patches = [n for p in some for n in (self._pixels.layer(p, splatted.start), *p.rendered(views[p.view]))]
+            with measure("send"):
+                arrived = yield from there[k].finish()
+                if k + 1 < len(parts):
+                    yield from there[k + 1].begin()
+                arrived = self._pixels.layered(arrived, rows)
+            with measure("sort"):
+                lists = self._pixels.clipped(self._lists.finish(arrived, patches, part, views), arrived, part, views)
+                met.append((lists[0], lists[2]))
+            with measure("raster"):
+                drawn = kernels.draw(arrived, lists, patches, self._pixels.marks_stops)
+            with measure("pixels"):
+                settled = yield from self._pixels.settle(drawn, part, views)
+            with measure("loss"):
+                places = [i for i, patch in enumerate(plan.owned[world.rank]) if patch.view in self._stages[k]]
+                owned = part.owned[world.rank]
+                rgbs, v_color, v_alpha = self._losses.add(settled, owned, views, [targets[i] for i in places])
+                for i, image in zip(places, rgbs, strict=True):
+                    rgb[i] = image
+                del settled
+            with measure("pixels"):
+                v_color, v_alpha = yield from self._pixels.bring_back(v_color, v_alpha)
+            with measure("backward"):
+                kernels.draw_back(drawn, v_color, v_alpha, one.sinks(arrived.owners, arrived.slots))
+            with measure("return"):
+                last = k + 1 == len(parts)
+                message = self._nothing
+                if last:
+                    numbers = (self._counts, self._room, self._most)
+                    own = plan.drawn[world.rank]
+                    message = self._message.of(rows, numbers, plan, met, views, own, splatted.start)
+                del arrived, lists, drawn, v_color, v_alpha  # their memory is the update's, or the next stage's
+                home.append(Begun(one.bring_back(rows, self._place[k], message, splatted), several))
+                yield from home[-1].begin()
         with measure("return"):
-            tile_offsets, _, met = lists
-            message = step_message(
-                rows.count, self._counts, self._room, self._most, met, tile_offsets, self._bands(own, views),
-                transport.stays, transport.words - HEAD, s.columns,
-            )  # fmt: skip
-            if self._learns is Learns.NEEDS:
-                everyones = [n for p in plan.patches() for n in (p.view - splatted.start, *p.rendered(views[p.view]))]
-                message[HEAD:] = reach_counts(rows.view_ids, rows.count, rows.means2d, rows.radii, everyones)
-            elif self._learns is Learns.LIVE:
-                message[HEAD:] = self._pixels.live()
-            elif self._learns is Learns.SPANS:
-                message[HEAD:] = self._pixels.spans(rows, views)
-            del arrived, lists, drawn, tile_offsets, met, v_color, v_alpha  # their memory is the update's
-            back = yield from transport.bring_back(rows, self._place, message, splatted)
+            met.clear()
+            back = yield from home[0].finish()
+            records = back.records
+            for later in home[1:]:
+                back = yield from later.finish()
+                records = records.add_(back.records)  # a row has come back in one stage; in the others it is zero
         with measure("update"):
             heads, work = back.messages[:, :HEAD], back.messages[:, HEAD:]
             *counts, sent = heads.unbind(1)
@@ -272,8 +305,8 @@ class Step:
             rows = back.rows._replace(count=real)
             whole = splatted if back.witness_views is None else range(s.views)
             cameras = self._cameras(whole)
-            kernels.update(self._model, cameras, scalars, rows, back.records, self.report[-1:], back.witness_views)
-        return rgb
+            kernels.update(self._model, cameras, scalars, rows, records, self.report[-1:], back.witness_views)
+        return [image for image in rgb if image is not None]
 
     def _splatted(self, plan: Plan) -> range:
         """Positions in the batch of the views that this rank splats its points for."""
@@ -281,16 +314,21 @@ class Step:
         assert _follow_each_other(positions), "as `why_no_step` found of any batch of so many views"
         return range(positions[0], positions[-1] + 1)
 
-    def _leave(self, views: Sequence[View], drawn: Sequence[int], rows: Rows, first: int, end: int) -> None:
-        """Sends lines first to end off to the patches that they reach, behind what the device has been given so far."""
-        counts = self._counts[: len(self._place)]
+    def _leave(self, views: Sequence[View], drawn: Sequence[Sequence[int]], rows: Rows, first: int, end: int) -> None:
+        """Sends lines first to end off to the patches of each stage that they reach, behind what the device has been
+        given so far."""
         with self._beside():
             rows = self._pixels.label(rows)
-            if isinstance(self._strategy.rows, RowsCross):
-                route_crossing(self._strategy.rows.crossing, rows, views, drawn, self._place, counts)
-            else:
-                route_lines(rows.view_ids, rows.count, rows.means2d, rows.radii, drawn, first, end, self._place, counts)
-            self._transport.leave(rows, self._place, first, end)
+            for one, rectangles, place, counts in zip(
+                self._transport.stages, drawn, self._place, self._counts_of[:, : self._place.shape[1]], strict=True
+            ):
+                if isinstance(self._strategy.rows, RowsCross):
+                    route_crossing(self._strategy.rows.crossing, rows, views, rectangles, place, counts)
+                else:
+                    route_lines(
+                        rows.view_ids, rows.count, rows.means2d, rows.radii, rectangles, first, end, place, counts
+                    )
+                one.leave(rows, place, first, end)
 
     @contextmanager
     def _beside(self) -> Generator[None]:
@@ -314,44 +352,6 @@ class Step:
         some = slice(positions.start, positions.stop)
         sizes = (self.settings.width, self.settings.height) * len(positions)
         return Cameras(self.viewmats[some], self.Ks[some], sizes)
-
-    def _losses(
-        self, drawn: Settled, own: Sequence[Patch], views: Sequence[View], targets: Sequence[Tensor]
-    ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Sets this rank's losses; returns its renderings and the gradients by colour and alpha; closes the halo."""
-        s = self.settings
-        self.report.zero_()
-        rgbs: list[Tensor] = []
-        v_color, v_alpha = torch.empty_like(drawn.color), torch.empty_like(drawn.alpha)
-        start = 0
-        for patch, target in zip(own, targets, strict=True):
-            left, top, right, bottom = patch.rendered(views[patch.view])
-            inner = patch.inner(views[patch.view])
-            piece = slice(start, start + (bottom - top) * (right - left))
-            start = piece.stop
-            rgb = drawn.color.new_empty(target.shape)
-            offset = s.ssim_lambda if (patch.x0, patch.y0) == (0, 0) else 0.0
-            # Nothing comes from the halo's pixels: the way back need not look at them, says `last`.
-            band_loss_into(
-                drawn.color[piece], drawn.alpha[piece], self.backgrounds[patch.view], target, inner,
-                self._v_l1, self._v_ssim, offset=offset, scale=s.views, rgb=rgb, loss=self.report[patch.view],
-                v_out=v_color[piece], v_alpha=v_alpha[piece], last=None if drawn.last is None else drawn.last[piece],
-            )  # fmt: skip
-            x0, y0, x1, y1 = inner
-            rgbs.append(rgb[y0:y1, x0:x1])
-        return rgbs, v_color, v_alpha
-
-    def _bands(self, own: Sequence[Patch], views: Sequence[View]) -> list[int]:
-        """Where the rows of tiles of this rank's bands stand, without halos, if they count: see `step_message`."""
-        bands: list[int] = []
-        start = 0
-        for patch in own if self._learns is Learns.WORK else ():
-            _, top, _, bottom = patch.rendered(views[patch.view])
-            line = patch.view * self.settings.tile_rows + patch.y0 // TILE
-            tile = start + (patch.y0 - top) // TILE * self.settings.columns
-            bands += [line, tile, -(-(patch.y1 - patch.y0) // TILE)]
-            start += -(-(bottom - top) // TILE) * self.settings.columns
-        return bands
 
     def flush(self) -> None:
         """Takes the steps that were put off; until the next step everything is as it ought to be. All ranks do it."""
@@ -378,12 +378,3 @@ class Step:
 def scalars_of_no_step(parameters: int, device: torch.device) -> Tensor:
     """[parameters, 8] scalars of a step of Adam that changes nothing."""
     return torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).repeat(parameters, 1)
-
-
-def loss_weights(
-    width: int, height: int, batch: int, ssim_lambda: float, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The gradients [] of a batch's mean loss by the sums of a view's absolute differences and of its SSIM."""
-    windows = (width - 10) * (height - 10)
-    by_l1 = (1 - ssim_lambda) / (3 * batch * width * height)
-    return torch.tensor(by_l1, device=device), torch.tensor(-ssim_lambda / (3 * batch * windows), device=device)

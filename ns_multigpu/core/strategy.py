@@ -9,7 +9,8 @@ from ns_multigpu.core.legs import GradientLeg, PixelLeg, RowLeg
 from ns_multigpu.core.placement import Placement
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.primitive import Primitive
-from ns_multigpu.core.types import Patch, Points, Rendering, View
+from ns_multigpu.core.stages import in_order
+from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
 from ns_multigpu.core.world import World
 
 
@@ -102,6 +103,9 @@ class Strategy:
         self.gradients.render_begins(points)
         hits = primitive.cull(points, views, self.placement.views_to_splat(plan, self.world))
         own = primitive.splat(points, hits, views)
-        splats = self.rows.bring(own, points, views, plan, self.world)
-        pixels = self.pixels.draw(primitive, splats, views, plan, self.world)
+        pixels, splats = list[Pixels](), own
+        for part, splats in self.rows.arrivals(own, points, views, plan, self.world):
+            pixels += self.pixels.draw(primitive, splats, views, part, self.world)
+        if self.rows.stages > 1:
+            pixels = in_order(pixels, plan.drawn[self.world.rank])
         return self.pixels.settle(Rendering(pixels, own), splats, views, plan, self.world)

@@ -3,10 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from functools import partial
+from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
+from ns_multigpu.core.collectives import Wait
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
 from ns_multigpu.core.pairs import Pairs, most_of, pairs_of
 from ns_multigpu.core.plan import Plan
@@ -21,14 +23,49 @@ class Collective:
 
     Attributes:
         launch: does it, on the current stream, without waiting for the device.
+        begin: starts it beside what is launched next, and returns what has the current stream wait for it, or on a CPU
+            the caller; None where that is not worth it.
     """
 
-    launch: Callable[[], None]
+    launch: Callable[[], object]
+    begin: Callable[[], Wait] | None = None
 
 
 Parts = Generator[Collective, None, T]
 """Work that is given to the device as it is gone through. It yields what has to be launched in between; what lies
 between two of these can be captured in a CUDA graph. T is what it returns."""
+
+
+class Begun(Generic[T]):
+    """Parts whose work goes on beside what is launched next: from `begin`, which goes as far as the first collective
+    that can be begun, to `finish`, which waits for it and goes through the rest.
+
+    Args:
+        parts: with such a collective. aside: whether to do so; else `begin` does nothing.
+    """
+
+    def __init__(self, parts: Parts[T], aside: bool) -> None:
+        self._parts, self._aside, self._wait = parts, aside, _no_wait
+
+    def begin(self) -> Parts[None]:
+        while self._aside:
+            collective = next(self._parts)
+            if collective.begin is not None:
+                yield Collective(partial(self._start, collective.begin))
+                return
+            yield collective
+
+    def finish(self) -> Parts[T]:
+        if self._aside:
+            yield Collective(lambda: self._wait())
+        return (yield from self._parts)
+
+    def _start(self, begin: Callable[[], Wait]) -> None:
+        self._wait = begin()
+
+
+def _no_wait() -> None:
+    """Nothing has begun."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +94,7 @@ class Transport(ABC):
         rows: lines of this rank's own rows.
         capacity: rows of the segment of each pair of ranks, or one number for all of them.
         numbers: that each rank counts, where that is not one for each rank.
-        words: int64 numbers of a rank's message at the end of a step.
+        words: int64 numbers of a rank's message at the end of a step; 0 for none.
 
     Attributes:
         travels: whether rows do.
@@ -81,6 +118,11 @@ class Transport(ABC):
         self.directions, self.ways = world.size, tuple(range(world.size))
         self.room: Sequence[int] = self.pairs[world.rank]
         self.stays = world.rank
+
+    @property
+    def stages(self) -> "Sequence[Transport]":
+        """What carries the rows of each stage of a step."""
+        return (self,)
 
     def begin(self, plan: Plan, room: Tensor) -> None:
         """Told of a step's plan before anything leaves; may set `room` [numbers] int64, which `Transport.room` says."""

@@ -8,19 +8,27 @@ follows from a strategy's legs and from what the machine has: `make_transport`.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_into, all_gather_together, all_to_all_into, all_to_all_parts
+from ns_multigpu.core.collectives import (
+    Wait,
+    all_gather_into,
+    all_gather_together,
+    all_to_all_into,
+    all_to_all_parts,
+)
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
 from ns_multigpu.core.legs import GradientLeg, RowLeg
 from ns_multigpu.core.pairs import Pairs, pairs_of, step_bytes
 from ns_multigpu.core.peer_memory import PeerBuffer
 from ns_multigpu.core.relayed_rows import RelayedRows
 from ns_multigpu.core.relays import Relays
-from ns_multigpu.core.row_wire import RowWire, WireSegments
+from ns_multigpu.core.row_wire import STAYS, RowWire, WireSegments
 from ns_multigpu.core.transport import Collective, Parts, Returned, Transport
 from ns_multigpu.core.world import World
 
@@ -86,7 +94,7 @@ class ReplicatedRows(OwnRows):
 
 class CollectiveRows(Transport):
     """All-to-all, with sizes of its own for each pair of ranks: between machines, and on CPU. What a rank owns and
-    draws stays where it is.
+    draws does not pass through the buffer.
 
     Only packing can go on beside something else. Where the rows of a part end in a segment the device alone knows, so
     that parts that travel on their own would take segments of their own, each with room for all of its rows.
@@ -109,12 +117,13 @@ class CollectiveRows(Transport):
         leaving = [self.pairs[here][rank] for rank in ranks]
         coming = [self.pairs[rank][here] for rank in ranks]
         self.lines = max(coming)
-        # What leaves, what comes, what stays. Gradients come where rows left from, and leave from where they came.
+        # What leaves, what comes. Gradients come where rows left from, and leave from where they came.
         wire = kernels.wire(half=half, slots=slots)
         self._leaving, self._coming = _but(leaving, here), _but(coming, here)
         self._out = wire.row_words * sum(self._leaving)
         self._end = self._out + wire.row_words * sum(self._coming)
-        self._wire = torch.zeros(self._end + wire.own_words * leaving[here], dtype=torch.int32, device=device)
+        self._wire = torch.zeros(self._end, dtype=torch.int32, device=device)
+        self._stay = torch.empty(0)  # [rows] where own rows stay, as `leave` was told
         self._leave_at = self._segments(self._leaving, 0, wire.row_words)
         self._come_at = self._segments(self._coming, self._out, wire.row_words)
         self._sums = torch.zeros(sum(coming), kernels.record_floats, device=device)
@@ -137,18 +146,22 @@ class CollectiveRows(Transport):
         return self.kernels.wire(half=self.half, slots=self.slots)
 
     def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
+        self._stay = place[self.world.rank]
         self._format.pack(rows, place, self._wire, self._leave_at, first, end)
 
     def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         wire = self._format
+        out, into = self._wire[: self._out], self._wire[self._out : self._end]
 
-        def send() -> None:
-            self._exchange(self._wire[self._out : self._end], self._coming, self._wire[: self._out], self._leaving,
-                           wire.row_words)  # fmt: skip
-            all_to_all_into(self._arrived, counts, self.world)
+        def send(*, aside: bool = False) -> Wait:
+            rows = self._exchange(into, self._coming, out, self._leaving, wire.row_words, aside=aside)
+            numbers = all_to_all_into(self._arrived, counts, self.world, aside=aside)
+            return lambda: (rows(), numbers())[0]
 
-        yield Collective(send)
-        return wire.unpack(self._wire, self._come_at, self._arrived, views)
+        yield Collective(lambda: send()(), lambda: send(aside=True))
+        arrived = wire.unpack(self._wire, self._come_at, self._arrived, views)
+        wire.keep(rows, self._stay, arrived, self._come_at, self.world.rank)
+        return arrived
 
     def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
         self._sums.zero_()
@@ -160,24 +173,28 @@ class CollectiveRows(Transport):
         back = self._segments(self._coming, self._out, words)
         wire.pack_gradients(self._sums, self._arrived, self._wire, back)
 
-        def send() -> None:
+        def send(*, aside: bool = False) -> Wait:
             out, end = words * sum(self._leaving), self._out + words * sum(self._coming)
-            self._exchange(self._wire[:out], self._leaving, self._wire[self._out : end], self._coming, words)
-            all_gather_into(self._everyone, message, self.world)
+            home, there = self._wire[:out], self._wire[self._out : end]
+            gradients = self._exchange(home, self._leaving, there, self._coming, words, aside=aside)
+            told = all_gather_into(self._everyone, message, self.world, aside=aside)
+            return lambda: (gradients(), told())[0]
 
-        yield Collective(send)
+        yield Collective(lambda: send()(), lambda: send(aside=True))
         records = wire.collect(place, rows.count, self._wire, self._segments(self._leaving, 0, words), self._own)
         return Returned(rows, records, self._everyone)
 
-    def _exchange(self, into: Tensor, coming: list[int], out: Tensor, leaving: list[int], words: int) -> None:
+    def _exchange(
+        self, into: Tensor, coming: list[int], out: Tensor, leaving: list[int], words: int, *, aside: bool
+    ) -> Wait:
         parts = ([words * rows for rows in coming], [words * rows for rows in leaving])
-        all_to_all_parts(into, out, *parts, self.world)
+        return all_to_all_parts(into, out, *parts, self.world, aside=aside)
 
     def _segments(self, rows: list[int], first: int, words: int) -> WireSegments:
-        """Segments of others one behind the other, from word `first` on; this rank's own is where it stays."""
+        """Segments of others one behind the other, from word `first` on."""
         starts = list(accumulate((words * n for n in rows), initial=first))[:-1]
         rank = self.world.rank
-        starts[rank] = self._end
+        starts[rank] = STAYS
         return WireSegments(tuple(starts), (*rows[:rank], self.pairs[rank][rank], *rows[rank + 1 :]), rank)
 
 
@@ -257,22 +274,75 @@ class PeerRows(Transport):
         return torch.tensor(values, dtype=torch.int64, device=self.world.device)
 
 
+@dataclass
+class StagedRows:
+    """A transport for each stage of a step (see `stages`): what a `Step` takes in the place of one for all.
+
+    Attributes:
+        stages: of each; the last one carries the message at the step's end.
+    """
+
+    stages: Sequence[Transport]
+    travels: ClassVar[bool] = True
+
+    @property
+    def kernels(self) -> Kernels:
+        """They lay records out."""
+        return self.stages[0].kernels
+
+    @kernels.setter
+    def kernels(self, kernels: Kernels) -> None:
+        for stage in self.stages:
+            stage.kernels = kernels
+
+    @property
+    def words(self) -> int:
+        """See `Transport`."""
+        return self.stages[-1].words
+
+    @property
+    def lines(self) -> int:
+        """See `Transport`."""
+        return max(stage.lines for stage in self.stages)
+
+    @property
+    def room(self) -> list[int]:
+        """See `Transport`: a stage's behind those of the one before."""
+        return [number for stage in self.stages for number in stage.room]
+
+
 def make_transport(
     rows_leg: RowLeg, gradient_leg: GradientLeg, world: World, kernels: Kernels, rows: int, capacity: int | Pairs,
-    words: int, *, peer: bool, atomics: bool, half: bool = False, slots: bool = False,
-) -> Transport:  # fmt: skip
+    words: int, *, peer: bool, atomics: bool, half: bool = False, slots: bool = False, stages: int = 1,
+) -> Transport | StagedRows:  # fmt: skip
     """The transport that carries these legs.
 
     Args:
         rows, capacity, words: see `Transport`.
         peer: whether the ranks of a machine reach each other's memory. atomics: see `PeerRows`. half, slots: see
             `CollectiveRows`.
+        stages: of a step. Capacities of pairs are then [ranks][numbers of all stages].
+
+    Raises:
+        ValueError: rows are to travel in stages, and do not go by collectives.
     """
     shape = (world, kernels, rows, capacity, words)
     if world.size == 1:
         return OwnRows(*shape)
     if (own := rows_leg.transport(*shape)) is not None:
         return own
+    if stages > 1:
+        relays = Relays.of(world) if relays_serve(rows_leg, world, peer=peer) else None
+        if not rows_leg.travels or slots or (peer and relays is None):
+            raise ValueError(f"{stages} stages: rows that travel by collectives can do so in stages, and no others.")
+        each = world.size if relays is None else relays.numbers
+        table = pairs_of(capacity, world.size, stages * each)
+        made: list[Transport] = []
+        for k in range(stages):
+            pairs = tuple(row[k * each : (k + 1) * each] for row in table)
+            one = (world, kernels, rows, pairs, words if k + 1 == stages else 0)
+            made.append(CollectiveRows(*one, half=half) if relays is None else RelayedRows(*one, half=half, peer=peer))
+        return StagedRows(made)
     if rows_leg.travels and relays_serve(rows_leg, world, peer=peer) and not slots:
         return RelayedRows(*shape, half=half, peer=peer)
     if rows_leg.travels:

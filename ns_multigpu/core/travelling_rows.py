@@ -2,18 +2,29 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Splats travel from the ranks that own their points to the ranks whose patches they touch; gradients travel back."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Iterator, Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints
-from ns_multigpu.core.half_rows import HalfGradients, HalfRows
+from ns_multigpu.core.journey import Journey, Land, Leave
 from ns_multigpu.core.legs import RowLeg
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.relays import Relays
-from ns_multigpu.core.row_routes import DirectRoute, RelayedRoute, Route, chosen_rows, cross
+from ns_multigpu.core.row_routes import (
+    DirectRoute,
+    Flight,
+    RelayedRoute,
+    Route,
+    chosen_rows,
+    cross,
+    landed,
+    packed,
+    unpacked,
+)
+from ns_multigpu.core.stages import part_of, stages_of
 from ns_multigpu.core.types import Hits, Patch, Points, Splats, View
 from ns_multigpu.core.world import World
 
@@ -47,35 +58,66 @@ class RowsTravel(RowLeg):
         relays: over several machines rows cross to each once (`Relays`), or to each rank that needs them; see `RowLeg`.
         half: what leaves a rank, or with `relays` its machine, is rounded to float16 on the wire (`HalfRows`), where
             there are gradients.
+        stages: in which a step's views are exchanged and drawn (`stages`), where there are gradients; see `RowLeg`.
     """
 
     travels = True
 
-    def __init__(self, counts: RowCounts | None = None, *, relays: bool | None = None, half: bool = False) -> None:
-        self._counts, self.relays, self.half = counts, relays, half
+    def __init__(
+        self, counts: RowCounts | None = None, *, relays: bool | None = None, half: bool = False, stages: int = 1
+    ) -> None:
+        self._counts, self.relays, self.half, self.stages = counts, relays, half, stages
 
     def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
-        route = self._route(own, len(points), views, plan, world, learn=torch.is_grad_enabled())
+        ((_, splats),) = self._arrivals(own, points, views, plan, world, 1)
+        return splats
+
+    def arrivals(
+        self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World
+    ) -> Iterator[tuple[Plan, Splats]]:
+        # Without gradients nothing comes back to be overlapped, and views are few.
+        return self._arrivals(own, points, views, plan, world, self.stages if torch.is_grad_enabled() else 1)
+
+    def _arrivals(
+        self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World, wanted: int
+    ) -> Iterator[tuple[Plan, Splats]]:
+        stages = stages_of(len(views), wanted)
+        routes = self._routes(own, len(points), views, plan, world, stages, learn=torch.is_grad_enabled())
         floats = {name: row for name, row in own.rows.items() if row.is_floating_point()}
         integers = {name: row for name, row in own.rows.items() if not row.is_floating_point()}
-        probe, *arrived = cast(
-            tuple[Tensor, ...],
-            _Travel.apply(
-                route,
-                world,
-                list(floats) if self.half and torch.is_grad_enabled() else None,
-                own.probe if own.probe_rendered else None,
-                *floats.values(),
-            ),
-        )
-        ids, *others = route.carry([own.hits.point_ids + route.first_id, *integers.values()], world)
-        rows = {**dict(zip(floats, arrived, strict=True)), **dict(zip(integers, others, strict=True))}
-        per_view = torch.tensor([sum(column) for column in zip(*route.arriving, strict=True)], dtype=torch.int64)
-        view_ids = torch.arange(len(views), dtype=torch.int32).repeat_interleave(per_view).to(ids.device)
-        return Splats(Hits(view_ids, ids), {name: rows[name] for name in own.rows}, probe, own.probe_rendered)
+        probe = own.probe if own.probe_rendered else None
+        halves = list(floats) if self.half and torch.is_grad_enabled() else None
+        journey = Journey(routes, world, halves)
+        ids = [own.hits.point_ids + routes[0].first_id, *integers.values()]
+        whole, shapes = packed(ids), [row.shape[1:] for row in ids]
+        *tickets, token = cast(tuple[Tensor, ...], Leave.apply(journey, probe, *floats.values()))
+        others = self._begun(journey, 0, whole)
+        for k, (stage, ticket) in enumerate(zip(stages, tickets, strict=True)):
+            token, arrived_probe, *arrived = cast(tuple[Tensor, ...], Land.apply(journey, k, ticket, token))
+            numbers, *rest = unpacked(landed(others), shapes)
+            if k + 1 < len(stages):  # on its way while this stage is drawn
+                others = self._begun(journey, k + 1, whole)
+            rows = {**dict(zip(floats, arrived, strict=True)), **dict(zip(integers, rest, strict=True))}
+            per_view = torch.tensor([sum(of) for of in zip(*routes[k].arriving, strict=True)], dtype=torch.int64)
+            view_ids = torch.arange(len(views), dtype=torch.int32).repeat_interleave(per_view).to(numbers.device)
+            named = {name: rows[name] for name in own.rows}
+            part = part_of(plan, stage) if len(stages) > 1 else plan
+            yield part, Splats(Hits(view_ids, numbers), named, arrived_probe, own.probe_rendered)
+
+    @staticmethod
+    def _begun(journey: Journey, stage: int, whole: Tensor) -> Flight[Tensor]:
+        """Sends a stage's rows off, and then what has no gradient, whose flight it returns."""
+        journey.begin(stage)
+        others = journey.routes[stage].there(whole, journey.world)
+        next(others)
+        return others
 
     @torch.no_grad()
-    def _route(self, own: Splats, points: int, views: Sequence[View], plan: Plan, world: World, learn: bool) -> Route:
+    def _routes(
+        self, own: Splats, points: int, views: Sequence[View], plan: Plan, world: World, stages: Sequence[range],
+        learn: bool,
+    ) -> Sequence[Route]:  # fmt: skip
+        """The route of each stage's rows."""
         relays = Relays.of(world) if self.relays else None
         place = own.hits.view_ids.long()
         touch = self._touched(own, views, plan)
@@ -91,36 +133,47 @@ class RowsTravel(RowLeg):
         if learn and self._counts is not None:
             self._counts.told(views, plan, [row[1 + cells :] for row in table])
         sent = [[row[1 + way * len(views) : 1 + (way + 1) * len(views)] for way in range(len(ways))] for row in table]
-        arriving, first = [row[world.rank] for row in sent], sum(row[0] for row in table[: world.rank])
-        rows = [chosen_rows(taken, sum(of)) for taken, of in zip(ways, sent[world.rank], strict=True)]
-        if relays is None:
-            return DirectRoute(arriving, first, rows)
-        return self._relayed(arriving, first, rows, touch, sent, world)
+        first = sum(row[0] for row in table[: world.rank])
+        chosen = [chosen_rows(taken, sum(of)) for taken, of in zip(ways, sent[world.rank], strict=True)]
+        if relays is not None:
+            return self._relayed(first, chosen, touch, sent, world, stages)
+        return [
+            DirectRoute(_arriving(sent, world, stage), first, _of_stage(chosen, sent[world.rank], stage))
+            for stage in stages
+        ]
 
     def _touched(self, own: Splats, views: Sequence[View], plan: Plan) -> list[Tensor]:
         """[rank] which rows each rank needs, [M] bool."""
         return [touches(own, views, patches) for patches in plan.drawn]
 
     def _relayed(
-        self, arriving: list[list[int]], first: int, rows: list[Tensor], touch: list[Tensor],
-        sent: list[list[list[int]]], world: World,
-    ) -> RelayedRoute:  # fmt: skip
-        """The route over relays, which are told which ranks of their machine need what they are sent."""
+        self, first: int, chosen: list[Tensor], touch: list[Tensor], sent: list[list[list[int]]], world: World,
+        stages: Sequence[range],
+    ) -> Sequence[RelayedRoute]:  # fmt: skip
+        """The routes over relays, which are told which ranks of their machine need what they are sent."""
         here, machines = world.ranks_of(world.machine), range(world.machines)
-        across = rows[world.size :]
+        across = chosen[world.size :]
         needed = [
-            torch.stack([touch[rank][chosen] for rank in world.ranks_of(k)], dim=1) for k, chosen in enumerate(across)
+            torch.stack([touch[rank][rows] for rank in world.ranks_of(k)], dim=1) for k, rows in enumerate(across)
         ]
         counterparts = [k * world.local_size + world.local_rank for k in machines]
-        meeting = [sum(sent[rank][world.size + world.machine]) for rank in counterparts]
-        with world.traffic.measured():
-            told = cross([_bits(one) for one in needed], meeting, world, None)
-        handed = [
-            [chosen_rows(_bit(bits, local), sum(sent[rank][taker])) for local, taker in enumerate(here)]
-            for rank, bits in zip(counterparts, told, strict=True)
-        ]
-        handed[world.machine] = [across[world.machine]] * world.local_size
-        return RelayedRoute(arriving, first, rows[here.start : here.stop], across, handed, meeting)
+        meets = [sent[rank][world.size + world.machine] for rank in counterparts]
+        told = landed(cross([_bits(one) for one in needed], [sum(of) for of in meets], world, None))
+        routes: list[RelayedRoute] = []
+        for stage in stages:
+            some = slice(stage.start, stage.stop)
+            bits = _of_stage(told, meets, stage)
+            handed = [
+                [chosen_rows(_bit(one, local), sum(sent[rank][taker][some])) for local, taker in enumerate(here)]
+                for rank, one in zip(counterparts, bits, strict=True)
+            ]
+            rows = _of_stage(chosen, sent[world.rank], stage)
+            handed[world.machine] = [rows[world.size + world.machine]] * world.local_size
+            inside, meeting = rows[here.start : here.stop], [sum(of[some]) for of in meets]
+            routes.append(
+                RelayedRoute(_arriving(sent, world, stage), first, inside, rows[world.size :], handed, meeting)
+            )
+        return routes
 
 
 def touches(splats: Splats, views: Sequence[View], patches: Sequence[Patch]) -> Tensor:
@@ -137,27 +190,15 @@ def touches(splats: Splats, views: Sequence[View], patches: Sequence[Patch]) -> 
     return touch & (radii > 0).all(-1)
 
 
-class _Travel(torch.autograd.Function):
-    """Carries a probe and differentiable rows there, and their gradients back: one exchange each way."""
+def _arriving(sent: Sequence[Sequence[Sequence[int]]], world: World, stage: range) -> list[list[int]]:
+    """[owner][view] how many rows of a stage arrive, of all that are sent: [owner][way][view]."""
+    return [[n if view in stage else 0 for view, n in enumerate(row[world.rank])] for row in sent]
 
-    @staticmethod
-    def forward(
-        ctx: Any, route: Route, world: World, names: Sequence[str] | None, probe: Tensor | None, *rows: Tensor
-    ) -> tuple[Any, ...]:
-        """`names`: of the rows, if they are to be halves on the wire."""
-        ctx.route, ctx.world, ctx.count, ctx.probed = route, world, rows[0].shape[0], probe is not None
-        ctx.half = names is not None
-        widths = [row.shape[1:].numel() for row in rows]
-        arrived = route.carry(rows, world, None if names is None else HalfRows(names, widths))
-        # A probe is zero everywhere: only its gradient has to travel.
-        return (None if probe is None else arrived[0].new_zeros(arrived[0].shape[0], probe.shape[1])), *arrived
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        some = grads if ctx.probed else grads[1:]
-        code = HalfGradients([grad.shape[1:].numel() for grad in some]) if ctx.half else None
-        back = ctx.route.return_sums(some, ctx.count, ctx.world, code)
-        return None, None, None, *(back if ctx.probed else [None, *back])
+def _of_stage(chosen: Sequence[Tensor], counts: Sequence[Sequence[int]], stage: range) -> list[Tensor]:
+    """Of rows in the order of their views, by way, those of a stage's views; `counts` [way][view] says how many there
+    are of each."""
+    return [rows[sum(of[: stage.start]) : sum(of[: stage.stop])] for rows, of in zip(chosen, counts, strict=True)]
 
 
 def _by_machine(touch: Sequence[Tensor], world: World) -> list[Tensor]:

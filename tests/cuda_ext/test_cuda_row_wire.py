@@ -5,11 +5,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cuda_ext.ops.row_wire import collect_wire, gradient_words, pack_gradients, pack_wire, row_words, unpack_wire
+from cuda_ext.ops.row_wire import (
+    STAYS,
+    collect_wire,
+    gradient_words,
+    keep_rows,
+    pack_gradients,
+    pack_wire,
+    row_words,
+    unpack_wire,
+)
 from tests.cuda_ext.graphs import captured
 from tests.cuda_ext.test_cuda_row_exchange import assert_same_bits
 from tests.cuda_ext.test_row_exchange import Rows, bands, make_rows, numbers
 from tests.cuda_ext.test_row_wire import Layout, check_arrived, gradients, send, splats, uneven
+from tests.cuda_ext.test_rows_that_stay import check_kept
 
 pytestmark = pytest.mark.gpu
 
@@ -81,7 +91,9 @@ def test_gradients_back(real: int, padding: int, ranks: int, room: int, half: bo
 @pytest.mark.parametrize("half", [False, True])
 def test_rows_arrive_as_they_were(half: bool) -> None:
     rows = [splats(make_rows(3000 + 100 * rank, 50, seed=rank), rank).to("cuda") for rank in range(4)]
-    check_arrived(send(rows, numbers(bands(4, 2), 2), uneven(4), half, True), half, True)
+    sent = send(rows, numbers(bands(4, 2), 2), uneven(4), half, True)
+    check_arrived(sent, half, True)
+    check_kept(sent, half, True)
 
 
 def test_a_cuda_graph_holds_it() -> None:
@@ -94,8 +106,10 @@ def test_a_cuda_graph_holds_it() -> None:
 
     def step() -> list[torch.Tensor]:
         place, counts = rows.route(patches, 2)
-        pack_wire(*rows.packed(), place, wire, *where, 0, half=True, slots=False)
-        arrived = unpack_wire(wire, *where, counts, 0, 2, half=True, slots=False)
+        stays = ([STAYS, layout.starts[1]], layout.capacities)
+        pack_wire(*rows.packed(), place, wire, *stays, 0, half=True, slots=False)
+        arrived = unpack_wire(wire, *stays, counts, 0, 2, half=True, slots=False)
+        keep_rows(*rows.packed(), place[0], arrived, 0, 900, slots=False)
         pack_gradients(grads, counts, wire, *where, 0, half=True, absgrad=True)
         sums = collect_wire(place, rows.count, wire, *where, grads[:900], 0, half=True, absgrad=True)
         return [*arrived, sums]

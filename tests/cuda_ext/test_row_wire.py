@@ -10,6 +10,7 @@ from cuda_ext.ops.row_exchange import ArrivedRows
 from cuda_ext.ops.row_wire import (
     MOST_SEGMENTS,
     MOST_VIEWS,
+    STAYS,
     collect_wire,
     gradient_words,
     pack_gradients,
@@ -324,7 +325,8 @@ def test_wrong_arguments_are_named() -> None:
     options = {"half": False, "slots": False}
     pack_wire(*rows.packed(), place, wire, [0], [12], 0, **options)
     for starts, capacities, rank, text in (([1], [12], 0, "leaves the 144 words"), ([0, 0], [12], 0, "2 starts"),
-                                           ([0], [12], 1, "rank 1"), ([-1], [12], 0, "leaves")):  # fmt: skip
+                                           ([0], [12], 1, "rank 1"), ([-2], [12], 0, "leaves"),
+                                           ([STAYS], [-1], 0, "leaves")):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             pack_wire(*rows.packed(), place, wire, starts, capacities, rank, **options)
     with pytest.raises(ValueError, match="lines 3 to 13"):

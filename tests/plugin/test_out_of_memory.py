@@ -11,7 +11,7 @@ import ns_multigpu.plugin.faults.out_of_memory as out_of_memory
 import ns_multigpu.plugin.model.splat_model as splat_model
 import ns_multigpu.plugin.train.trainer as trainer_module
 from ns_multigpu.core.buckets import GradientBuckets
-from ns_multigpu.core.step import Step
+from ns_multigpu.core.patch_losses import PatchLosses
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks import point_storage
 from ns_multigpu.plugin.checkpoint.verify import read_checkpoint_file
@@ -138,14 +138,14 @@ def _block_runs_out(world: World, capture: Path, run: Path, how: str) -> tuple[s
     """Fused steps; memory runs out in the block that begins with step 4: before it, or in its third step."""
     options = {"fused_steps": "always", "background_color": "black", "steps_per_checksum": 4}
     trainer = start(world, capture, run, 12, camera_optimizer=_no_poses(options), **options)
-    begun, usual = 0, Step._losses
+    begun, usual = 0, PatchLosses.add
 
     def free(device: torch.device) -> int:
         """Of the last rank's memory nothing is left once the first block is over."""
         short = world.rank == world.size - 1 and trainer.steps_taken > 0
         return 0 if short and how == "room" else 1 << 40
 
-    def losses(self: Step, *args: Any) -> Any:
+    def losses(self: PatchLosses, *args: Any) -> Any:
         nonlocal begun
         begun += 1
         if how == "step" and begun == 8:
@@ -155,7 +155,7 @@ def _block_runs_out(world: World, capture: Path, run: Path, how: str) -> tuple[s
     said = ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(out_of_memory.memory, "free_bytes", free)
-        patch.setattr(Step, "_losses", losses)
+        patch.setattr(PatchLosses, "add", losses)
         patch.setattr(point_storage, "MOST_SPARED", 0)  # as with a large model, each refinement asks for room
         try:
             trainer.train()

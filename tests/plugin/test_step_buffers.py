@@ -13,13 +13,14 @@ from ns_multigpu.core.peer_memory import Transport
 from ns_multigpu.core.relayed_rows import RelayedRows
 from ns_multigpu.core.relays import Relays
 from ns_multigpu.core.step_settings import Status, StepSettings, with_halos
-from ns_multigpu.core.transports import CollectiveRows, ReplicatedRows
+from ns_multigpu.core.transports import CollectiveRows, ReplicatedRows, StagedRows
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks import step_buffers
 from ns_multigpu.plugin.blocks.fused_rescue import bytes_of_step
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.train.strategy import strategy_of
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from strategies import STRATEGIES
 
@@ -212,6 +213,40 @@ def test_between_machines_a_wire_may_be_half_beside_peer_memory(half: bool, monk
     before = world.traffic.sent
     buffers.count_traffic(Status(1, 0, (), 0, False, 7))
     assert world.traffic.sent == before
+
+
+def test_each_stage_has_room_of_its_own() -> None:
+    config = SimpleNamespace(transport="collective", tile_lists="gather", gradients="atomics", overlap=1, wire="full")
+    world = replace(World.single(), size=2)
+    strategy = STRATEGIES["tile"](world)
+    strategy.rows.stages = 9
+    pipeline = SimpleNamespace(config=config, strategy=strategy, batch_size=3)
+    buffers = StepBuffers(pipeline, world)
+    assert buffers.stages == 3, "a stage has a view at least"
+    assert buffers.pairs(7) == pairs_of(7, 2, 6)
+    table = ((1, 2, 3, 4, 5, 6), (10, 20, 30, 40, 50, 60))
+    made = buffers.transport(replace(SETTINGS, segment=table), GaussianKernels(degree=0))
+    assert isinstance(made, StagedRows) and made.words == SETTINGS.words(strategy.assignment)
+    assert [one.pairs for one in made.stages] == [((1, 2), (10, 20)), ((3, 4), (30, 40)), ((5, 6), (50, 60))]
+    assert [one.words for one in made.stages[:2]] == [0, 0] and made.room == [1, 2, 3, 4, 5, 6] and made.lines == 50
+    other = GaussianKernels(degree=1)
+    assert buffers.transport(replace(SETTINGS, segment=table), other) is made
+    assert all(one.kernels == other for one in made.stages)
+    alone = StepBuffers(pipeline, World.single())
+    assert alone.stages == 1, "nothing travels"
+    config.tile_lists = "sort"
+    with pytest.raises(InputError, match=r"^--pipeline\.stages 9: .* splats that go by collectives"):
+        StepBuffers(pipeline, world)
+
+
+def test_stages_are_for_splats_that_travel() -> None:
+    world = replace(World.single(), size=2)
+    options: Any = SimpleNamespace(strategy="locality", options=None, wire="full", stages=4)
+    assert strategy_of(options, world).rows.stages == 4
+    for strategy, stages, words in (("tile", 0, "0: a step has 1 stage"), ("batch", 2, "2: .* those of batch stay")):
+        options.strategy, options.stages = strategy, stages
+        with pytest.raises(InputError, match=rf"^--pipeline\.stages {words}"):
+            strategy_of(options, world)
 
 
 def test_wishes_that_cannot_be_had_are_refused() -> None:

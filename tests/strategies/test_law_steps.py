@@ -17,6 +17,7 @@ from cuda_ext.ops.adam import adam_scalars
 from ns_multigpu.core.assignment import DealtViews
 from ns_multigpu.core.legs import RowsStay, SummedGradients, WholePixels
 from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.stages import stages_of
 from ns_multigpu.core.step import Step, why_no_step
 from ns_multigpu.core.step_settings import StepSettings, with_halos
 from ns_multigpu.core.strategy import Strategy
@@ -123,7 +124,7 @@ def made(
     peer = world.device.type == "cuda" and world.size > 1 and half is None
     transport = make_transport(
         spread.rows, spread.gradients, world, kernels, settings.rows, settings.segment, words, peer=peer, atomics=True,
-        half=bool(half), slots=by_sort,
+        half=bool(half), slots=by_sort, stages=len(stages_of(len(views), spread.rows.stages)),
     )  # fmt: skip
     lists = SortedLists(settings, world, transport.lines, peer=False) if by_sort else None
     counted = statistics if world.is_main or not spread.gradients.summed else {}

@@ -128,7 +128,7 @@ class SharedFile:
         dist.barrier(group=self._world.local_group)
 
 
-def by_shared_memory(folder: Path, machines: int, world: World, count: int) -> Any:
+def by_shared_memory(folder: Path, machines: int, world: World, count: int, stages: int) -> Any:
     """A step whose rows go through memory that ranks of a machine share; what it says of its bytes is right."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
@@ -136,13 +136,16 @@ def by_shared_memory(folder: Path, machines: int, world: World, count: int) -> A
         usual = test_law_steps.make_transport
         patch.setattr(test_law_steps, "make_transport", lambda *all, **some: usual(*all, **{**some, "peer": True}))
         kind: Any = PRIMITIVES[KERNELS[0]]()
-        outcome = take_one(locality(on_machines(world, machines)), kind, count, LANDSCAPE, "step")
-    assert SharedFile.made == 1, "there was memory to share"
+        spread = locality(on_machines(world, machines))
+        spread.rows.stages = stages
+        outcome = take_one(spread, kind, count, LANDSCAPE, "step")
+    assert SharedFile.made == stages, "there was memory to share"
     return outcome
 
 
-def test_a_step_through_memory_that_ranks_of_a_machine_share(tmp_path: Path) -> None:
-    found = run_ranks(partial(by_shared_memory, tmp_path, 2), 6, count_of("locality"))
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_step_through_memory_that_ranks_of_a_machine_share(tmp_path: Path, stages: int) -> None:
+    found = run_ranks(partial(by_shared_memory, tmp_path, 2), 6, count_of("locality"), stages)
     check_step(found, "locality", KERNELS[0], LANDSCAPE)
 
 

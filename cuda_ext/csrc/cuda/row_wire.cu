@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int rank = 0; rank < to.ranks; ++rank) {
     const int line = place[int64_t(rank) * rows.count + row];
     const int64_t capacity = to.capacities[rank];
-    if (line < 0 || line >= capacity) continue;
+    if (line < 0 || line >= capacity || to.starts[rank] == kStays) continue;
     if (!loaded) numbers = load_row(rows, row);
     loaded = true;
     uint32_t* out = wire + to.starts[rank] + line;
@@ -85,12 +85,39 @@ int blocks_of(const WireSegments& segments) {
   return int(blocks);
 }
 
+__device__ __forceinline__ void store_row(const RowNumbers& row, int slot, int64_t to, const UnpackedRows& rows) {
+  reinterpret_cast<float2*>(rows.means2d)[to] = make_float2(row.values[0], row.values[1]);
+#pragma unroll
+  for (int k = 0; k < 3; ++k) {
+    rows.conics[3 * to + k] = row.values[2 + k];
+    rows.features[3 * to + k] = row.values[6 + k];
+  }
+  rows.opacities[to] = row.values[5];
+  rows.depths[to] = row.values[9];
+  reinterpret_cast<int2*>(rows.radii)[to] = row.radii;
+  rows.view_ids[to] = row.view;
+  rows.slots[to] = slot;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    keep_rows_kernel(PackRows rows, const int32_t* place, UnpackedRows out, int64_t start, int capacity, bool slots) {
+  const int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (row >= rows.count) return;
+  const int line = place[row];
+  if (line < 0 || line >= capacity) return;
+  store_row(load_row(rows, row), slots ? int(row) : 0, start + line, out);
+}
+
 __global__ void __launch_bounds__(kThreads)
     unpack_wire_kernel(const uint32_t* wire, const __grid_constant__ WireSegments come, const int64_t* counts,
                        bool slots, int views, UnpackedRows rows) {
   const BlockSource block = source_of(come);
   const int64_t line = block.first + threadIdx.x, capacity = come.capacities[block.source];
   if (line >= capacity) return;
+  const int64_t to = block.before + line;
+  rows.owners[to] = block.source;
+  const bool stays = come.starts[block.source] == kStays;
+  if (stays && line < counts[block.source]) return;  // keep_rows writes these
   const uint32_t* in = wire + come.starts[block.source] + line;
   const bool half = come.half && block.source != come.rank;
   RowNumbers row = {};
@@ -104,19 +131,7 @@ __global__ void __launch_bounds__(kThreads)
     row = half ? read_half_row(words) : read_full_row(words);
     if (slots) slot = int(in[count * capacity]);
   }
-  const int64_t to = block.before + line;
-  reinterpret_cast<float2*>(rows.means2d)[to] = make_float2(row.values[0], row.values[1]);
-#pragma unroll
-  for (int k = 0; k < 3; ++k) {
-    rows.conics[3 * to + k] = row.values[2 + k];
-    rows.features[3 * to + k] = row.values[6 + k];
-  }
-  rows.opacities[to] = row.values[5];
-  rows.depths[to] = row.values[9];
-  reinterpret_cast<int2*>(rows.radii)[to] = row.radii;
-  rows.view_ids[to] = row.view;
-  rows.owners[to] = block.source;
-  rows.slots[to] = slot;
+  store_row(row, slot, to, rows);
 }
 
 // The numbers of a record that count: 9, or 11 with absolute gradients.
@@ -135,7 +150,8 @@ __global__ void __launch_bounds__(kThreads)
                           uint32_t* wire) {
   const BlockSource block = source_of(to);
   const int64_t line = block.first + threadIdx.x, capacity = to.capacities[block.source];
-  if (block.source == to.rank || line >= capacity || line >= counts[block.source]) return;
+  if (block.source == to.rank || to.starts[block.source] == kStays) return;
+  if (line >= capacity || line >= counts[block.source]) return;
   float v[kCount];
   read_record<kCount>(records + (block.before + line) * kRecordQuads, v);
   uint32_t* out = wire + to.starts[block.source] + line;
@@ -204,6 +220,14 @@ cudaError_t pack_wire_launch(const PackRows& rows, const int32_t* place, const W
   const int blocks = blocks_of(int64_t{rows.end} - rows.first);
   if (blocks == 0) return cudaSuccess;
   pack_wire_kernel<<<blocks, kThreads, 0, stream>>>(rows, place, to, slots, wire);
+  return cudaGetLastError();
+}
+
+cudaError_t keep_rows_launch(const PackRows& rows, const int32_t* place, const UnpackedRows& to, int64_t start,
+                             int capacity, bool slots, cudaStream_t stream) {
+  const int blocks = blocks_of(int64_t{rows.count});
+  if (blocks == 0) return cudaSuccess;
+  keep_rows_kernel<<<blocks, kThreads, 0, stream>>>(rows, place, to, start, capacity, slots);
   return cudaGetLastError();
 }
 

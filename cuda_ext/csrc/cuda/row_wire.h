@@ -14,6 +14,8 @@ inline constexpr int kMostViews = 256;
 inline constexpr int kMostSegments = 128;  // 1.5 KiB of a launch's 4 KiB of arguments
 
 // A segment for each rank, of `words` columns with room for `capacities` rows: this one's in full, others' maybe rounded.
+// One whose start is kStays is not in the wire.
+inline constexpr int64_t kStays = -1;
 struct WireSegments {
   int64_t starts[kMostSegments];
   int32_t capacities[kMostSegments];
@@ -32,6 +34,10 @@ cudaError_t pack_wire_launch(const PackRows& rows, const int32_t* place, const W
 // counts [ranks]; arrays of as many rows as all capacities together.
 cudaError_t unpack_wire_launch(const uint32_t* wire, const WireSegments& come, const int64_t* counts, bool slots,
                                int views, const UnpackedRows& rows, cudaStream_t stream);
+
+// place [count]; lines start to start + capacity of the arrays are the segment's. Owners are left as they are.
+cudaError_t keep_rows_launch(const PackRows& rows, const int32_t* place, const UnpackedRows& to, int64_t start,
+                             int capacity, bool slots, cudaStream_t stream);
 
 // records [all capacities together, 16], aligned to 16 bytes.
 cudaError_t pack_gradients_launch(const float* records, const int64_t* counts, const WireSegments& to, bool absgrad,

@@ -1,4 +1,4 @@
-// `pack_wire`, `unpack_wire`, `pack_gradients` and `collect_wire` on CUDA.
+// `pack_wire`, `unpack_wire`, `keep_rows`, `pack_gradients` and `collect_wire` on CUDA.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -29,7 +29,8 @@ WireSegments checked_segments(const at::Tensor& wire, at::IntArrayRef starts, at
   int64_t lines = 0;
   for (int64_t k = 0; k < ranks; ++k) {
     const int words = k == rank ? full : others;
-    TORCH_CHECK_VALUE(starts[k] >= 0 && capacities[k] >= 0 && starts[k] + words * capacities[k] <= wire.numel(),
+    const bool inside = starts[k] >= 0 && starts[k] + words * capacities[k] <= wire.numel();
+    TORCH_CHECK_VALUE(capacities[k] >= 0 && (starts[k] == kStays || inside),
                       "the segment of rank ", k, ", ", capacities[k], " rows of ", words, " words from word ",
                       starts[k], " on, leaves the ", wire.numel(), " words of the wire.");
     segments.starts[k] = starts[k];
@@ -112,6 +113,52 @@ Arrived unpack_wire(const at::Tensor& wire_, at::IntArrayRef starts, at::IntArra
   return {view_ids, means2d, conics, opacities, features, depths, radii, owners, lines};
 }
 
+// A column of what has arrived, which is written in place.
+template <class T>
+T* column(const at::Tensor& tensor, const char* name, at::IntArrayRef shape, at::ScalarType type,
+          const at::Tensor& like) {
+  TORCH_CHECK_VALUE(cuda_checked(tensor, name, shape, type, like).is_same(tensor), name,
+                    " must be contiguous: it is written in place.");
+  return tensor.mutable_data_ptr<T>();
+}
+
+void keep_rows(const at::Tensor& view_ids_, const at::Tensor& means2d_, const at::Tensor& conics_,
+               const at::Tensor& opacities_, const at::Tensor& features_, const at::Tensor& depths_,
+               const at::Tensor& radii_, const at::Tensor& place_, const at::Tensor& to_view_ids,
+               const at::Tensor& to_means2d, const at::Tensor& to_conics, const at::Tensor& to_opacities,
+               const at::Tensor& to_features, const at::Tensor& to_depths, const at::Tensor& to_radii,
+               const at::Tensor& to_slots, int64_t start, int64_t capacity, bool slots) {
+  const int rows = cuda_count(means2d_.size(0), "rows");
+  const int64_t there = cuda_count(to_means2d.size(0), "lines that arrived");
+  TORCH_CHECK_VALUE(0 <= start && 0 <= capacity && start + capacity <= there, "lines ", start, " to ",
+                    start + capacity, " are to be kept, of ", there, " that arrived.");
+  const at::Tensor means2d = cuda_floats(means2d_, "means2d", {rows, 2}, means2d_),
+                   conics = cuda_floats(conics_, "conics", {rows, 3}, means2d_),
+                   opacities = cuda_floats(opacities_, "opacities", {rows}, means2d_),
+                   features = cuda_floats(features_, "features", {rows, 3}, means2d_),
+                   depths = cuda_floats(depths_, "depths", {rows}, means2d_),
+                   radii = cuda_ints(radii_, "radii", {rows, 2}, means2d_),
+                   view_ids = cuda_ints(view_ids_, "view_ids", {rows}, means2d_),
+                   place = cuda_ints(place_, "place", {rows}, means2d_);
+  const c10::cuda::CUDAGuard guard(means2d.device());
+  const PackRows lines{means2d.const_data_ptr<float>(),   conics.const_data_ptr<float>(),
+                       opacities.const_data_ptr<float>(), features.const_data_ptr<float>(),
+                       depths.const_data_ptr<float>(),    radii.const_data_ptr<int32_t>(),
+                       view_ids.const_data_ptr<int32_t>(), rows, 0, rows};
+  const UnpackedRows to{column<float>(to_means2d, "to_means2d", {there, 2}, at::kFloat, means2d_),
+                        column<float>(to_conics, "to_conics", {there, 3}, at::kFloat, means2d_),
+                        column<float>(to_opacities, "to_opacities", {there}, at::kFloat, means2d_),
+                        column<float>(to_features, "to_features", {there, 3}, at::kFloat, means2d_),
+                        column<float>(to_depths, "to_depths", {there}, at::kFloat, means2d_),
+                        column<int32_t>(to_radii, "to_radii", {there, 2}, at::kInt, means2d_),
+                        column<int32_t>(to_view_ids, "to_view_ids", {there}, at::kInt, means2d_),
+                        nullptr,
+                        column<int32_t>(to_slots, "to_slots", {there}, at::kInt, means2d_)};
+  NSMG_CUDA_CHECK(keep_rows_launch(lines, place.const_data_ptr<int32_t>(), to, start,
+                                   cuda_count(capacity, "rows of a segment"), slots,
+                                   c10::cuda::getCurrentCUDAStream()));
+}
+
 void pack_gradients(const at::Tensor& records_, const at::Tensor& counts_, const at::Tensor& wire,
                     at::IntArrayRef starts, at::IntArrayRef capacities, int64_t rank, bool half, bool absgrad) {
   const WireSegments to = checked_segments(wire, starts, capacities, rank, half, 0, gradient_words(half, absgrad));
@@ -145,6 +192,7 @@ at::Tensor collect_wire(const at::Tensor& place_, const at::Tensor& count_, cons
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   m.impl("pack_wire", &nsmg::pack_wire);
   m.impl("unpack_wire", &nsmg::unpack_wire);
+  m.impl("keep_rows", &nsmg::keep_rows);
   m.impl("pack_gradients", &nsmg::pack_gradients);
   m.impl("collect_wire", &nsmg::collect_wire);
 }

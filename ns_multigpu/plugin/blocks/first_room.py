@@ -16,6 +16,7 @@ from ns_multigpu.core.legs import RowLeg
 from ns_multigpu.core.pairs import Pairs, tell_pairs
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.relays import Relays
+from ns_multigpu.core.stages import part_of, stages_of, summed
 from ns_multigpu.core.step_settings import first_capacities, padded, with_halos
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import View
@@ -65,7 +66,8 @@ class FirstRoom:
         rows, segment, intersections = now or (first[0], self._buffers.pairs(first[1]), first[2])
         pairs = self._buffers.pairs(segment)
         if self._travels and not self._buffers.one_for_all and batches:
-            counted = rows_needed(kernels, model(), strategy, batches, rows, self._buffers.relays)
+            relays, stages = self._buffers.relays, self._buffers.stages
+            counted = rows_needed(kernels, model(), strategy, batches, rows, relays, stages)
             pairs = tuple(tuple(map(padded, of_rank)) for of_rank in counted)
         return rows, pairs, intersections
 
@@ -78,6 +80,7 @@ class FirstRoom:
         assert now is not None
         ranks = self._world.size
         pixels = view.width * view.height * self._pipeline.batch_size // ranks
+        now = (now[0], summed(now[1], self._buffers.stages), now[2])
         needed = bytes_of_step(now, pixels, ranks, travels=self._travels, relays=self._buffers.relays)
         check_room(needed, "a step's buffers", self._world)
 
@@ -98,7 +101,7 @@ class FirstRoom:
 @torch.no_grad()
 def rows_needed(
     kernels: Kernels, model: Model, strategy: Strategy, batches: Sequence[Sequence[View]], capacity: int,
-    relays: Relays | None,
+    relays: Relays | None, stages: int = 1,
 ) -> Pairs:  # fmt: skip
     """The most rows that ranks send each other in any of these batches; with relays, the most of all that they count.
 
@@ -107,10 +110,12 @@ def rows_needed(
     Args:
         capacity: rows that are projected at most; where there are more, the others are taken to go where these go.
         relays: that hand rows on, if any do.
+        stages: of a step. What is counted of one is behind what is counted of the one before.
     """
     world = strategy.world
     machines = range(world.machines) if relays is not None else range(0)
-    most = [0] * (world.size + len(machines))
+    each = world.size + len(machines)
+    most = [0] * (each * stages)
     for views in batches:
         plan = with_halos(strategy.plan(views), views[0].width, views[0].height)
         viewmats = torch.stack([view.viewmat for view in views]).to(world.device)
@@ -118,12 +123,19 @@ def rows_needed(
         sizes = [side for view in views for side in (view.width, view.height)]
         rows = kernels.project(model, Cameras(viewmats.float(), Ks.float(), sizes), capacity, (), None)
         ranks = [[rank] for rank in range(world.size)]
-        each = _reached(strategy.rows, rows, plan, views, ranks, capacity)
-        whole = _reached(strategy.rows, rows, plan, views, [list(world.ranks_of(k)) for k in machines], capacity)
+        whole = [list(world.ranks_of(k)) for k in machines]
+        found: list[int] = []
+        for stage in stages_of(len(views), stages):
+            part = part_of(plan, stage)
+            found += _reached(strategy.rows, rows, part, views, ranks, capacity)
+            found += _reached(strategy.rows, rows, part, views, whole, capacity)
         made = int(rows.count)
-        most = [max(a, -(-b * max(made, capacity) // capacity)) for a, b in zip(most, [*each, *whole], strict=True)]
+        most = [max(a, -(-b * max(made, capacity) // capacity)) for a, b in zip(most, found, strict=True)]
     table = tell_pairs(most, world)
-    return table if relays is None else relays.numbers_of(table)
+    of_stages = [tuple(row[k * each : (k + 1) * each] for row in table) for k in range(stages)]
+    if relays is not None:
+        of_stages = [relays.numbers_of(one) for one in of_stages]
+    return tuple(tuple(n for row in of_rank for n in row) for of_rank in zip(*of_stages, strict=True))
 
 
 def _reached(

@@ -15,9 +15,10 @@ from ns_multigpu.core.kernels import Kernels
 from ns_multigpu.core.pairs import Pairs, pairs_of
 from ns_multigpu.core.peer_memory import choose_transport
 from ns_multigpu.core.relays import Relays
+from ns_multigpu.core.stages import stages_of
 from ns_multigpu.core.step_settings import HALO, Status, StepSettings
 from ns_multigpu.core.tile_lists import GatheredLists, SortedLists, TileLists
-from ns_multigpu.core.transports import Transport, make_transport, relays_serve
+from ns_multigpu.core.transports import StagedRows, Transport, make_transport, relays_serve
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
@@ -38,17 +39,19 @@ class StepBuffers:
         peer: whether all rows are written into the memory of other GPUs.
         relays: how rows are handed on over several machines; None where they are not.
         one_for_all: whether what rows travel through has one size for all pairs of ranks.
+        stages: of a step, each with room of its own (see `core.stages`).
     """
 
     def __init__(self, pipeline: Any, world: World) -> None:
         options, self._strategy, self._world = pipeline.config, pipeline.strategy, world
-        self._transport: Transport | None = None
+        self._transport: Transport | StagedRows | None = None
         self._shape: tuple[Any, ...] = ()
         self._lists: TileLists | None = None
         self._lists_shape: tuple[int, ...] = ()
         self._pictures = torch.zeros(0)
         self.peer, self._reach, self._by_sort = False, False, options.tile_lists == "sort"
         self.relays: Relays | None = None
+        self.stages = 1
         self._atomics, self._half = options.gradients == "atomics", options.wire == "half"
         self.one_for_all = self._by_sort
         self.captures = world.device.type == "cuda" and not self._by_sort and self._strategy.assignment.recurs
@@ -75,10 +78,17 @@ class StepBuffers:
                 "--pipeline.wire half: that is for collectives, and splats travel through peer memory here. Leave it "
                 "out, or add --pipeline.transport collective."
             )
+        if self._strategy.rows.stages > 1 and world.size > 1:
+            if self.one_for_all:
+                raise InputError(
+                    f"--pipeline.stages {self._strategy.rows.stages}: stages are for splats that go by collectives. "
+                    "Leave it out, or use --pipeline.transport collective and --pipeline.tile-lists gather."
+                )
+            self.stages = len(stages_of(pipeline.batch_size, self._strategy.rows.stages))
         if world.is_main and world.size > 1:
             CONSOLE.print(choice.reason)
 
-    def transport(self, settings: StepSettings, kernels: Kernels) -> Transport:
+    def transport(self, settings: StepSettings, kernels: Kernels) -> Transport | StagedRows:
         """What carries rows, and their gradients."""
         rows, words = settings.rows, settings.words(self._strategy.assignment)
         pairs = self.pairs(settings.segment)
@@ -91,19 +101,21 @@ class StepBuffers:
         self._transport = make_transport(
             self._strategy.rows, self._strategy.gradients, self._world, kernels, rows, pairs, words,
             peer=self._reach, atomics=self._atomics, half=self._half, slots=self._by_sort,
+            stages=self.stages,
         )  # fmt: skip
         return self._transport
 
     def pairs(self, segment: int | Pairs) -> Pairs:
-        """The capacities of all pairs of ranks, or with relays of all that they count."""
-        return pairs_of(segment, self._world.size, self.relays.numbers if self.relays else 0)
+        """The capacities of all pairs of ranks, or with relays of all that they count; of each stage."""
+        each = self.relays.numbers if self.relays else self._world.size
+        return pairs_of(segment, self._world.size, self.stages * each)
 
     def forget(self) -> None:
         """The step goes. What rows travel through stays: it is made anew by all ranks together, and takes time."""
         if self._transport is not None and not self._transport.travels:
             self._transport = None
 
-    def lists(self, settings: StepSettings, kernels: Kernels, transport: Transport) -> TileLists:
+    def lists(self, settings: StepSettings, kernels: Kernels, transport: Transport | StagedRows) -> TileLists:
         """What finds each tile's splats."""
         if not self._by_sort:
             return GatheredLists(kernels, settings.intersections)

@@ -29,6 +29,14 @@ def strategy_of(config: Any, world: World) -> Strategy:
         strategy = make(world, **more) if options is None else make(world, options, **more)
     except ValueError as error:  # what does not fit these ranks
         raise InputError(str(error)) from error
+    if config.stages < 1:
+        raise InputError(f"--pipeline.stages {config.stages}: a step has 1 stage at least.")
+    if config.stages > 1 and not isinstance(strategy.rows, RowsTravel):
+        raise InputError(
+            f"--pipeline.stages {config.stages}: that is for splats that travel, and those of {strategy.name} stay. "
+            "Leave it out."
+        )
     if isinstance(strategy.rows, RowsTravel):
+        strategy.rows.stages = config.stages
         strategy.rows.half = config.wire == "half"
     return strategy

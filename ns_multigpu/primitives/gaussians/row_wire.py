@@ -6,7 +6,15 @@ from torch import Tensor
 
 from cuda_ext.ops.fused import SplatRows
 from cuda_ext.ops.row_exchange import ArrivedRows
-from cuda_ext.ops.row_wire import collect_wire, gradient_words, pack_gradients, pack_wire, row_words, unpack_wire
+from cuda_ext.ops.row_wire import (
+    collect_wire,
+    gradient_words,
+    keep_rows,
+    pack_gradients,
+    pack_wire,
+    row_words,
+    unpack_wire,
+)
 from ns_multigpu.core.row_wire import RowWire, WireSegments
 
 
@@ -21,10 +29,6 @@ class GaussianRowWire(RowWire):
     half: bool
     slots: bool
     absgrad: bool
-
-    @property
-    def own_words(self) -> int:
-        return row_words(half=False, slots=self.slots)
 
     @property
     def row_words(self) -> int:
@@ -43,6 +47,12 @@ class GaussianRowWire(RowWire):
     def unpack(self, wire: Tensor, come: WireSegments, counts: Tensor, views: int) -> ArrivedRows:
         where = (wire, come.starts, come.capacities, counts, come.rank, views)
         return unpack_wire(*where, half=self.half, slots=self.slots)
+
+    def keep(self, rows: SplatRows, place: Tensor, arrived: ArrivedRows, come: WireSegments, source: int) -> None:
+        keep_rows(
+            rows.view_ids, rows.means2d, rows.conics, rows.opacities, rows.features, rows.depths, rows.radii, place,
+            arrived, come.line(source), come.capacities[source], slots=self.slots,
+        )  # fmt: skip
 
     def pack_gradients(self, records: Tensor, counts: Tensor, wire: Tensor, to: WireSegments) -> None:
         where = (records, counts, wire, to.starts, to.capacities, to.rank)

@@ -1,0 +1,78 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""What a rank tells all others at the end of a step that reads nothing back."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.row_reach import reach_counts
+from cuda_ext.ops.step_control import HEAD, step_message
+from ns_multigpu.core.assignment import Learns
+from ns_multigpu.core.kernels import Rows
+from ns_multigpu.core.pixel_carriers import PixelCarrier
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.step_settings import StepSettings
+from ns_multigpu.core.types import TILE, Patch, View
+
+
+class StepMessage:
+    """Makes a rank's message: how much room was needed, and what the assignment learns of the step.
+
+    Args:
+        settings: the step's. carrier: of its pixels. stages: of its views.
+        stays: which number of a stage's rows is of those that stay. words: of a message. learns: see `Learns`.
+    """
+
+    def __init__(
+        self, settings: StepSettings, carrier: PixelCarrier, stages: Sequence[range], stays: int, words: int,
+        learns: Learns,
+    ) -> None:  # fmt: skip
+        self._settings, self._pixels, self._stages = settings, carrier, stages
+        self._stays, self._words, self._learns = stays, words, learns
+
+    def of(
+        self, rows: Rows, numbers: tuple[Tensor, Tensor, Tensor], plan: Plan, met: Sequence[tuple[Tensor, Tensor]],
+        views: Sequence[View], own: Sequence[Patch], first_view: int,
+    ) -> Tensor:  # fmt: skip
+        """The message [words] int64.
+
+        Args:
+            rows: of this rank's points.
+            numbers: of rows that go each way, stage by stage: how many, the room for them, and the most so far.
+            met: of each stage the offsets of the tiles that were drawn, and how many intersections there were.
+            own: what this rank draws. first_view: the position in the batch of the first view of the rows.
+        """
+        counts, room, most_rows = numbers
+        offsets, most = met[0]
+        for more, count in met[1:]:
+            offsets = torch.cat([offsets[:-1], more + offsets[-1]])
+            most = torch.maximum(most, count)
+        in_stages = [patch for stage in self._stages for patch in own if patch.view in stage]
+        message = step_message(
+            rows.count, counts, room, most_rows, most, offsets, self._bands(in_stages, views), self._stays,
+            self._words - HEAD, self._settings.columns,
+        )  # fmt: skip
+        if len(met) > 1:  # rows that stay are counted by stage
+            message[HEAD - 1] -= counts.view(len(self._stages), -1)[1:, self._stays].sum()
+        if self._learns is Learns.NEEDS:
+            everyones = [n for p in plan.patches() for n in (p.view - first_view, *p.rendered(views[p.view]))]
+            message[HEAD:] = reach_counts(rows.view_ids, rows.count, rows.means2d, rows.radii, everyones)
+        elif self._learns is Learns.LIVE:
+            message[HEAD:] = self._pixels.live()
+        elif self._learns is Learns.SPANS:
+            message[HEAD:] = self._pixels.spans(rows, views)
+        return message
+
+    def _bands(self, own: Sequence[Patch], views: Sequence[View]) -> list[int]:
+        """Where the rows of tiles of this rank's bands stand, without halos, if they count: see `step_message`."""
+        bands: list[int] = []
+        start = 0
+        for patch in own if self._learns is Learns.WORK else ():
+            _, top, _, bottom = patch.rendered(views[patch.view])
+            line = patch.view * self._settings.tile_rows + patch.y0 // TILE
+            tile = start + (patch.y0 - top) // TILE * self._settings.columns
+            bands += [line, tile, -(-(patch.y1 - patch.y0) // TILE)]
+            start += -(-(bottom - top) // TILE) * self._settings.columns
+        return bands
