@@ -102,13 +102,17 @@ def take_one(
         step.take(plan, targets)
     else:
         replay(step, lambda: step.parts(plan, targets), plan, [*moments.values()], statistics, params, begun)
-    assert step.status().done == 1
+    status, kept = step.status(), int(step._counts_of[:, step._transport.stages[0].stays].sum())
+    assert status.done == 1
+    if step._transport.travels:
+        assert status.sent == sum(status.segments) - kept, "of this rank's rows, those that went elsewhere"
     gradients = {name: first.cpu() for name, (first, _) in moments.items()}
     counted = torch.zeros(3, POINTS)
     counted[:, places.cpu()] = torch.stack(list(statistics.values())).cpu()
     images = [(replace(p, halo=0), rgb.cpu()) for p, rgb in zip(plan.owned[world.rank], step.rgb, strict=True)]
     loss = step.report[:-1].sum().cpu() / len(views)
-    return {"loss": loss, "images": images, "gradients": gradients, "statistics": counted, "places": places.cpu()}
+    found = {"loss": loss, "images": images, "gradients": gradients, "statistics": counted, "places": places.cpu()}
+    return {**found, "learnt": step.learnt.cpu()}
 
 
 def made(

@@ -1,6 +1,6 @@
 """A step in stages: bit for bit what it is without, in all modes; one stage really is drawn while the next travels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,9 @@ from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.stages import in_order, part_of, stages_of, summed
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.transports import make_transport
-from ns_multigpu.core.types import Patch, Pixels
+from ns_multigpu.core.types import Patch, Pixels, View
 from ns_multigpu.core.world import World
+from ns_multigpu.locality.patches import LocalPatches
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from strategies import STRATEGIES
@@ -84,6 +85,27 @@ def test_stages_of_bands_change_no_bit() -> None:
 def test_a_rank_that_draws_nothing_of_a_stage_takes_part() -> None:
     """One row of tiles a view: one of three ranks draws it."""
     check_all(run_ranks(partial(with_and_without, 1), 3, "tile", ("autograd",), 3, (40, 14)))
+
+
+class Turned(LocalPatches):
+    """Ranks have their patches in another order than that of the views."""
+
+    def _made(self, views: Sequence[View], chosen: Any, ranks: int) -> Plan:
+        return Plan.of(patches[::-1] for patches in super()._made(views, chosen, ranks).drawn)
+
+
+def in_any_order(world: World, mode: str, stages: int) -> Outcome:
+    spread = spread_of("locality", 1, world)
+    object.__setattr__(spread.assignment, "__class__", Turned)
+    return taken(spread, mode, stages)
+
+
+@pytest.mark.parametrize("mode", ["autograd", "step"])
+def test_patches_keep_their_order(mode: str) -> None:
+    without, with_ = (run_ranks(in_any_order, 2, mode, stages) for stages in (1, 3))
+    check_same(without, with_)
+    views = [patch.view for patch, _ in with_[0]["images"]]
+    assert views == sorted(views, reverse=True) and len(set(views)) > 2
 
 
 @pytest.mark.gpu
