@@ -20,15 +20,15 @@ from tests.plugin.radiance_scene import SMALL
 from tests.plugin.resuming import part_of
 from tests.ranks import run_ranks
 
-STEPS, SAVED, CELLS, RAYS = 6, 3, 3, 64
+STEPS, SAVED, CELLS, RAYS = 16, 12, 3, 64
 
 
-def configured(capture: Path, run: Path, *, points: bool = True, **options: Any) -> Any:
+def configured(capture: Path, run: Path, *, points: bool = True, steps: int = 3, **options: Any) -> Any:
     """The method's configuration, made small; options of the model."""
     config: Any = copy.deepcopy(nerfacto_xl.config)
     config.machine.device_type, config.vis = "cpu", ""
     config.output_dir, config.timestamp, config.experiment_name = run, "now", "run"
-    config.max_num_iterations, config.steps_per_checksum, config.steps_per_save = STEPS, 1, SAVED
+    config.max_num_iterations, config.steps_per_checksum, config.steps_per_save = steps, 1, SAVED
     config.keep_checkpoints, config.logging.steps_per_log = 0, 1
     for group in config.optimizers.values():
         group["optimizer"].eps = 1e-7  # see `course`
@@ -42,9 +42,9 @@ def configured(capture: Path, run: Path, *, points: bool = True, **options: Any)
     return config
 
 
-def trained(world: World, config: Any) -> RadianceTrainer:
+def trained(world: World, config: Any, seed: int = 3) -> RadianceTrainer:
     """The trainer at the end of a run on these ranks."""
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
     config.get_base_dir().mkdir(parents=True, exist_ok=True)
     trainer = RadianceTrainer(config)
@@ -76,17 +76,19 @@ def courses(world: World, capture: Path, out: Path) -> dict[str, dict[str, torch
     ):  # fmt: skip
         part = part_of(world, size) if size > 1 else (World.single() if world.is_main else None)
         if part is not None:
-            config = configured(capture, out / name)
+            config = configured(capture, out / name, steps=STEPS)
             if begun:
                 config.load_dir, config.load_step = out / begun / "run/nerfacto-xl/now/nerfstudio_models", SAVED
-            ends[name] = _everything(trained(part, config))
+            # Proposals learn in every fourth step from the tenth on: the first is that after the save.
+            config.pipeline.model.proposal_warmup, config.pipeline.model.proposal_update_every = 5, 3
+            ends[name] = _everything(trained(part, config, seed=4 if begun else 3))
         dist.barrier(group=world.control)
     return ends
 
 
 def _near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     """What of `a` is not nearly what it is in `b`."""
-    return [name for name, value in a.items() if not torch.allclose(value, b[name], rtol=1e-3, atol=2e-4)]
+    return [name for name, value in a.items() if not torch.allclose(value, b[name], rtol=5e-3, atol=2e-3)]
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +117,12 @@ def test_runs_and_resumed_runs(capture: Path, tmp_path: Path) -> None:
         for name in ("three", "alone")
     ]
     for three, alone in zip(*rows, strict=True):
-        assert three["loss"] == pytest.approx(alone["loss"], rel=1e-3)
+        assert three["loss"] == pytest.approx(alone["loss"], rel=5e-3)
         assert sum(three["samples_by_rank"]) == alone["samples_by_rank"][0]
         assert three["segments_a_ray"] == alone["segments_a_ray"] > 1.2 and three["rays_outside"] == 0
         assert three["bytes_a_ray"] == pytest.approx(three["segments_a_ray"] * 11 * 4)
     drift = max(float((value - whole[name]).abs().max()) for name, value in ends[0]["three"].items() if value.numel())
-    assert drift < 1e-2 < float(whole["shared.mlp_head.layers.0.weight"].abs().max())
+    assert drift < 2e-2 < float(whole["shared.mlp_head.layers.0.weight"].abs().max())
     for name in ("three", "alone"):
         assert (tmp_path / name / "run/nerfacto-xl/now/partition.png").stat().st_size > 1000
 
@@ -133,7 +135,7 @@ def test_evaluation_in_one_process_shows_what_was_trained(capture: Path, tmp_pat
     config.load_dir = config.get_checkpoint_dir()
     loaded = config.pipeline.setup(device="cpu", test_mode="test")
     loaded.eval()
-    file = config.load_dir / f"step-{STEPS - 1:09d}.ckpt"
+    file = config.load_dir / "step-000000002.ckpt"
     state = torch.load(file, map_location="cpu")
     loaded.load_pipeline(state["pipeline"], state["step"])
     found = loaded.get_average_eval_image_metrics(output_path=tmp_path / "images", get_std=True)
@@ -147,7 +149,7 @@ def test_evaluation_in_one_process_shows_what_was_trained(capture: Path, tmp_pat
     assert torch.equal(first, again), "a step's rays follow from its number"
     assert not torch.equal(first, pipeline.datamanager.next_train(10)[1]["indices"])
     # A file of the cells that is cut short is named.
-    folder = next(file.parent.with_name("nerfstudio_models_state").glob(f"step-{STEPS - 1:09d}*"))
+    folder = next(file.parent.with_name("nerfstudio_models_state").glob("step-000000002*"))
     part = next(folder.glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:-9])
     with pytest.raises(InputError, match="truncated"):

@@ -73,7 +73,6 @@ class RadianceCheckpoints:
             "steps": step + 1,
             "images": step + 1,
             "options": options_of(self._config),
-            "seed": model.seed,
             "since_update": model.since_update,
             "schedulers": {name: int(s.last_epoch) for name, s in optimizers.schedulers.items()},
         }
@@ -116,8 +115,7 @@ class RadianceCheckpoints:
         _, problem = together(put, self._world, InputError)
         if problem:
             raise InputError(problem)
-        model.since_update, model.seed = int(values["since_update"]), int(values["seed"])
-        pipeline.datamanager.seed = model.seed
+        model.since_update = int(values["since_update"])
         steps = int(values["steps"])
         if self._config.load_scheduler:
             move_schedulers(optimizers.schedulers, values["schedulers"], steps)

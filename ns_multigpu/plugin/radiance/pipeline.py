@@ -21,7 +21,7 @@ from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
 from ns_multigpu.plugin.launch.process_world import get_world
 from ns_multigpu.plugin.radiance.datamanager import RadianceDataManager, RadianceDataManagerConfig
 from ns_multigpu.plugin.radiance.model import NerfactoXLModel, NerfactoXLModelConfig
-from ns_multigpu.plugin.radiance.saved import SavedField, partition_of, read_parameters
+from ns_multigpu.plugin.radiance.saved import SavedField, field_in, read_parameters
 from ns_multigpu.radiance.partition import Partition, partition
 
 
@@ -61,11 +61,13 @@ class RadiancePipeline(VanillaPipeline):
             show_uncaught()
         self.world = get_world(str(device))
         self.cut_by: Tensor | None = None  # points [N, 3] that space was cut by
-        torch.manual_seed(broadcast_object(torch.initial_seed(), 0, self.world))
+        # A run that goes on draws what it would have drawn: from which images too.
+        begun = None if config.cells_of is None or test_mode != "val" else field_in(config.cells_of)
+        torch.manual_seed(broadcast_object(torch.initial_seed(), 0, self.world) if begun is None else begun.seed)
         # A world of one as far as nerfstudio knows: it would wrap the model in DDP.
         super().__init__(config, device, test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
         if test_mode == "val":
-            cells = self._new_cells() if config.cells_of is None else self._cells_of(config.cells_of)
+            cells = self._new_cells() if begun is None else self._checked(begun.partition)
             self.model.place(cells, self.world)
 
     @property
@@ -74,8 +76,9 @@ class RadiancePipeline(VanillaPipeline):
         assert isinstance(self._model, NerfactoXLModel)
         return self._model
 
-    def _cells_of(self, checkpoint: Path) -> Partition:
-        cells, asked, ranks = partition_of(checkpoint), self.config.model.cells, self.world.size
+    def _checked(self, cells: Partition) -> Partition:
+        """The cells of the checkpoint that a run goes on from, which are to fit the options and the workers."""
+        checkpoint, asked, ranks = self.config.cells_of, self.config.model.cells, self.world.size
         if cells.cells < ranks:
             raise InputError(
                 f"{checkpoint} has {cells.cells} cells, and each of the {ranks} workers wants one at least. Use "
@@ -143,7 +146,7 @@ class RadiancePipeline(VanillaPipeline):
         """What a .ckpt has of the model: all that is shared, and the cells."""
         assert self.model.partition is not None
         shared = {name: p.detach() for name, p in self.model.shared_parameters().items()}
-        return SavedField(self.model.partition, shared)
+        return SavedField(self.model.partition, shared, self.model.seed)
 
     def load_pipeline(self, loaded_state: dict[str, Any], step: int) -> None:
         """Loads what a .ckpt holds, and this rank's cells from the folder that it names.

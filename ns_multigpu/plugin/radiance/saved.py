@@ -24,7 +24,7 @@ from ns_multigpu.radiance.partition import Partition
 
 MODEL = "model/"
 """Before the name of a cell's parameter, among the tensors of a checkpoint."""
-_SHARED, _TREE, _DOMAIN = "_model.", "radiance.tree", "radiance.domain"
+_SHARED, _TREE, _DOMAIN, _SEED = "_model.", "radiance.tree", "radiance.domain", "radiance.seed"
 
 
 class Model(Protocol):
@@ -41,10 +41,12 @@ class SavedField:
 
     Attributes:
         partition: the cells. shared: by name, the parameters that all cells share.
+        seed: that all of the run is drawn from.
     """
 
     partition: Partition
     shared: Mapping[str, Tensor]
+    seed: int
 
     def state(self) -> dict[str, Any]:
         """For the `pipeline` of a .ckpt; cells' parameters lie in the state folder, whose name is added when it has
@@ -54,6 +56,7 @@ class SavedField:
             **{_SHARED + name: value for name, value in self.shared.items()},
             _TREE: self.partition.tree.tensor(),
             _DOMAIN: [list(domain.lower), list(domain.upper), domain.contracted],
+            _SEED: self.seed,
             SHARDS: {"cells": self.partition.cells},
         }
 
@@ -64,21 +67,21 @@ class SavedField:
         Raises:
             InputError: it is another method's.
         """
-        if not {_TREE, _DOMAIN, SHARDS} <= state.keys():
+        if not {_TREE, _DOMAIN, _SEED, SHARDS} <= state.keys():
             raise InputError("This is no checkpoint of nerfacto-xl: it has no cells. Give one of a run of nerfacto-xl.")
         low, high, contracted = state[_DOMAIN]
         cells = Partition(CellTree.from_tensor(state[_TREE]), Domain(tuple(low), tuple(high), bool(contracted)))
         names = [key for key in state if key.startswith(_SHARED)]
-        return SavedField(cells, {name.removeprefix(_SHARED): state[name] for name in names})
+        return SavedField(cells, {name.removeprefix(_SHARED): state[name] for name in names}, int(state[_SEED]))
 
 
-def partition_of(checkpoint: Path) -> Partition:
-    """The cells of a .ckpt.
+def field_in(checkpoint: Path) -> SavedField:
+    """What a .ckpt holds.
 
     Raises:
         InputError: it is damaged, or another method's.
     """
-    return SavedField.from_state(read_checkpoint_file(checkpoint)["pipeline"]).partition
+    return SavedField.from_state(read_checkpoint_file(checkpoint)["pipeline"])
 
 
 @torch.no_grad()
