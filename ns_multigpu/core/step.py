@@ -238,9 +238,9 @@ class Step:
                 leave(rows, max(s.stops, default=0), s.rows)
             if self._side is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._side)
-            several, labels = len(parts) > 1, self._pixels.labels(len(splatted))
+            several, labels, left = len(parts) > 1, self._pixels.labels(len(splatted)), self._pixels.label(rows)
             there = [
-                Begun(one.arrive(rows, counts, labels, rectangles(part, views, range(world.size))), several)
+                Begun(one.arrive(left, counts, labels, rectangles(part, views, range(world.size))), several)
                 for one, counts, part in zip(transport.stages, self._counts_of, parts, strict=True)
             ]
             yield from there[0].begin()
