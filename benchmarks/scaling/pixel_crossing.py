@@ -2,13 +2,13 @@
 
     python -m benchmarks.scaling.pixel_crossing --config RUN/config.yml --cells 2 4 8 --json FILE
 
-A trained model is drawn in its capture's held-out views: blended by depth, as one GPU does it, and cell by cell. What is
-told is the PSNR of one picture against the other, in the mean over views, and of each against the photograph. And what
-GPUs would send of a view: rows that cross, and pixels. Rows are 48 bytes there and 36 back; the number of those that
-travel is counted by the code that trains. In one process: nothing travels.
+A trained model is drawn in its capture's held-out views: blended by depth, as one GPU does it, and cell by cell. What
+is told is the PSNR of one picture against the other, in the mean over views, and of each against the photograph. And
+what GPUs would send of a view: rows that cross, and pixels. Rows are 48 bytes there and 36 back; the number of those
+that travel is counted by the code that trains. In one process: nothing travels.
 
-`filter` is Splaxel's (appendix 8.1), by tiles instead of pixels: of two neighbouring cells, a splat that reaches from one
-into the other is left out where both are in sight, if its depth lies where both have some. It is here alone, to be
+`filter` is Splaxel's (appendix 8.1), by tiles instead of pixels: of two neighbouring cells, a splat that reaches from
+one into the other is left out where both are in sight, if its depth lies where both have some. It is here alone, to be
 measured.
 """
 
@@ -214,17 +214,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows = measure(given.config, given.cells, given.views)
-    table = Table(title=f"{given.config}: {rows[0]['points']:,} points; single to photographs {rows[0]['single']:.2f} dB")
+    table = Table(
+        title=f"{given.config}: {rows[0]['points']:,} points; single to photographs {rows[0]['single']:.2f} dB"
+    )
     for name in ("cells", "none", "filter", "ghosts", "to photographs", "", "", "rows sent", "MB rows", "MB pixels"):
         table.add_column(name, justify="right")
     for row in rows:
         ways = [row[way] for way in ("none", "filter", "ghosts")]
         near, true = ([f"{way[name]:.2f}" for way in ways] for name in ("to single", "to photograph"))
-        sent = [f"{row['rows sent'] / max(row['rows'], 1):.1%}", *(f"{row[f'bytes of {n}'] / 1e6:.2f}" for n in ("rows", "pixels"))]
+        sent = [
+            f"{row['rows sent'] / max(row['rows'], 1):.1%}",
+            *(f"{row[f'bytes of {n}'] / 1e6:.2f}" for n in ("rows", "pixels")),
+        ]
         table.add_row(str(row["cells"]), *near, *true, *sent)
     Console(width=150).print(table)
     if given.json:
-        given.json.write_text(json.dumps({"environment": describe(), "config": given.config.name, "rows": rows}, indent=1))
+        given.json.write_text(
+            json.dumps({"environment": describe(), "config": given.config.name, "rows": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -90,14 +90,18 @@ def test_each_depth_of_a_tile_is_one_cells(where: str) -> None:
         y, x = torch.meshgrid(
             *(torch.arange(s.start, s.stop, dtype=torch.float64) * TILE + TILE / 2 for s in there), indexing="ij"
         )
-        ray = torch.stack([(x - view.K[0, 2]) / view.K[0, 0], (y - view.K[1, 2]) / view.K[1, 1], torch.ones_like(x)], -1)
+        ray = torch.stack(
+            [(x - view.K[0, 2]) / view.K[0, 0], (y - view.K[1, 2]) / view.K[1, 1], torch.ones_like(x)], -1
+        )
         at = (ray[..., None, :] * depths[:, None] - view.viewmat[:3, 3]) @ view.viewmat[:3, :3]
         lies = tree.of(at.reshape(-1, 3)).view(here.shape) == patch.cell
         everywhere = drawn[patch.view][there] == tree.cells
         assert torch.equal(here[everywhere], lies[everywhere])
     assert start == len(windows)
     for view, count in counted.items():
-        assert torch.equal(count, (drawn[view] > 0).float()[..., None].expand_as(count)), "each depth once, if anybody draws"
+        assert torch.equal(count, (drawn[view] > 0).float()[..., None].expand_as(count)), (
+            "each depth once, if anybody draws"
+        )
 
 
 def fused_step(cells: int, world: World, primitive: str, mode: str, size: tuple[int, int]) -> Outcome:
