@@ -171,7 +171,7 @@ def rows_that_cross(spread: Strategy, kind: Gaussians, points: Points, views: Se
 
 @torch.no_grad()
 def measure(config: Path, counts: Sequence[int], most: int) -> list[dict[str, Any]]:
-    _, pipeline, _, _ = eval_setup(config, test_mode="test")
+    pipeline: Any = eval_setup(config, test_mode="test")[1]
     model = pipeline.model
     points = Points({name: value.detach() for name, value in model.gauss_params.items()})
     kind = replace(model.primitive(depth=False), depth=False)
