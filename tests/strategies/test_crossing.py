@@ -1,5 +1,6 @@
 """Splats that reach into other cells as ghosts: any cells, on any number of ranks, are `single`."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.crossing import RowsCross
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.travelling_rows import RowsTravel
 from ns_multigpu.core.types import TILE, View
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
@@ -102,6 +104,30 @@ def test_each_depth_of_a_tile_is_one_cells(where: str) -> None:
         assert torch.equal(count, (drawn[view] > 0).float()[..., None].expand_as(count)), (
             "each depth once, if anybody draws"
         )
+
+
+def bytes_of(world: World, cross: bool) -> int:
+    """What a step sends, of rows to where they reach a cell, or to where they reach a rectangle."""
+    spread = strategy_of(2, world)
+    spread = spread if cross else replace(spread, rows=RowsTravel(relays=False))
+    world.traffic.since("step")
+    take_step(spread, "gaussians", VIEWS, 1500, torch.float64)
+    return world.traffic.since("step")
+
+
+def test_rows_go_where_they_reach_a_cell() -> None:
+    few, many = (run_ranks(bytes_of, 2, cross) for cross in (True, False))
+    assert all(a < 0.75 * b for a, b in zip(few, many, strict=True))
+    crossing, _, views = windows_of("in a cell")
+    ahead = torch.tensor([[0.0, 0.0, 2.0], [0.0, 0.0, 4.0], [0.3, 0.2, 3.0]], dtype=torch.float64)
+    view = views[0]  # three away from the middle, along x: the plane x = 0 is between the first two
+    means = ahead[:, :2] / ahead[:, 2:] * view.K[[0, 1], [0, 1]] + view.K[:2, 2]
+    inside = (ahead - view.viewmat[:3, 3]) @ view.viewmat[:3, :3]
+    tree = crossing._space.tree
+    assert tree is not None
+    crossing._space._rank_of = list(range(3))  # pyright: ignore[reportPrivateUsage]
+    reach = crossing.reach(torch.zeros(3).int(), means, torch.ones(3, 2).int(), ahead[:, 2], [view], 3)
+    assert [row.nonzero()[:, 0].tolist() for row in reach.T[:2]] == [[cell] for cell in tree.of(inside)[:2].tolist()]
 
 
 def fused_step(cells: int, world: World, primitive: str, mode: str, size: tuple[int, int]) -> Outcome:
