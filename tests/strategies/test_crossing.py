@@ -119,15 +119,17 @@ def test_rows_go_where_they_reach_a_cell() -> None:
     few, many = (run_ranks(bytes_of, 2, cross) for cross in (True, False))
     assert all(a < 0.75 * b for a, b in zip(few, many, strict=True))
     crossing, _, views = windows_of("in a cell")
-    ahead = torch.tensor([[0.0, 0.0, 2.0], [0.0, 0.0, 4.0], [0.3, 0.2, 3.0]], dtype=torch.float64)
-    view = views[0]  # three away from the middle, along x: the plane x = 0 is between the first two
-    means = ahead[:, :2] / ahead[:, 2:] * view.K[[0, 1], [0, 1]] + view.K[:2, 2]
-    inside = (ahead - view.viewmat[:3, 3]) @ view.viewmat[:3, :3]
+    view, places = views[0], torch.tensor([[10.0, 5.0], [25, 21], [19, 27], [29, 5]], dtype=torch.float64)
+    depths = torch.tensor([4.0, 4.0, 2.0, 2.5], dtype=torch.float64)
+    middles = (places / TILE).floor() * TILE + TILE / 2  # each reaches one tile, and goes by its middle
+    rays = torch.cat([(middles - view.K[:2, 2]) / view.K[[0, 1], [0, 1]], torch.ones(4, 1)], 1)
     tree = crossing._space.tree
     assert tree is not None
-    crossing._space._rank_of = list(range(3))  # pyright: ignore[reportPrivateUsage]
-    reach = crossing.reach(torch.zeros(3).int(), means, torch.ones(3, 2).int(), ahead[:, 2], [view], 3)
-    assert [row.nonzero()[:, 0].tolist() for row in reach.T[:2]] == [[cell] for cell in tree.of(inside)[:2].tolist()]
+    cells = tree.of((rays * depths[:, None] - view.viewmat[:3, 3]) @ view.viewmat[:3, :3])
+    assert len(cells.unique()) == 3
+    crossing._space._rank_of = list(range(3))  # as if each cell had a rank of its own
+    reach = crossing.reach(torch.zeros(4).int(), places, torch.full((4, 2), 2).int(), depths, [view], 3)
+    assert torch.equal(reach.T, torch.nn.functional.one_hot(cells, 3).bool())
 
 
 def fused_step(cells: int, world: World, primitive: str, mode: str, size: tuple[int, int]) -> Outcome:
