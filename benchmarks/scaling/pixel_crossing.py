@@ -2,13 +2,13 @@
 
     python -m benchmarks.scaling.pixel_crossing --config RUN/config.yml --cells 2 4 8 --json FILE
 
-A trained model is drawn in its capture's held-out views: blended by depth, as one GPU does it, and cell by cell. What is
-told is the PSNR of one picture against the other, in the mean over views, and of each against the photograph. And what
-GPUs would send of a view: rows that cross, and pixels. Rows are 48 bytes there and 36 back; the number of those that
-travel is counted by the code that trains. In one process: nothing travels.
+A trained model is drawn in its capture's held-out views: blended by depth, as one GPU does it, and cell by cell. What
+is told is the PSNR of one picture against the other, in the mean over views, and of each against the photograph. And
+what GPUs would send of a view: rows that cross, and pixels. Rows are 48 bytes there and 36 back; the number of those
+that travel is counted by the code that trains. In one process: nothing travels.
 
-`filter` is Splaxel's (appendix 8.1), by tiles instead of pixels: of two neighbouring cells, a splat that reaches from one
-into the other is left out where both are in sight, if its depth lies where both have some. It is here alone, to be
+`filter` is Splaxel's (appendix 8.1), by tiles instead of pixels: of two neighbouring cells, a splat that reaches from
+one into the other is left out where both are in sight, if its depth lies where both have some. It is here alone, to be
 measured.
 """
 
@@ -171,7 +171,7 @@ def rows_that_cross(spread: Strategy, kind: Gaussians, points: Points, views: Se
 
 @torch.no_grad()
 def measure(config: Path, counts: Sequence[int], most: int) -> list[dict[str, Any]]:
-    _, pipeline, _, _ = eval_setup(config, test_mode="test")
+    pipeline: Any = eval_setup(config, test_mode="test")[1]
     model = pipeline.model
     points = Points({name: value.detach() for name, value in model.gauss_params.items()})
     kind = replace(model.primitive(depth=False), depth=False)

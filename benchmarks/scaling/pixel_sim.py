@@ -5,8 +5,9 @@
 
 Nothing is drawn and nothing travels. Cells are cut, and plans made, by the code that trains; bytes are those of the
 plans' routes. As many cells, and views a step, as GPUs. What `tile` sends is `ns-multigpu plan`'s, with the part of the
-points that a view of this city shows. `ghosts` are the splats that cross, for `--pipeline.pixel.crossing ghosts`: counted
-on the sampled points, with standard deviations that shrink with the square root of how many there are more of a model.
+points that a view of this city shows. `ghosts` are the splats that cross, for `--pipeline.pixel.crossing ghosts`:
+counted on the sampled points, with standard deviations that shrink with the square root of how many there are more of a
+model.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from ns_multigpu.data.city import City
 from ns_multigpu.planning.work import PIXEL_BYTES, Course, share
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 
+Crossings = Literal["none", "ghosts"]
 MODELS = (8_000_000, 50_000_000, 200_000_000)
 GHOST_BYTES = 48 + 36
 """Of a row there and back (`row_words`, `gradient_words`)."""
@@ -100,7 +102,7 @@ def ghosts_of(scene: Scene, space: ByCells, plan: Plan, batch: list[View], point
     return GHOST_BYTES * max(into) * points / len(scene.means)
 
 
-def space_of(scene: Scene, gpus: int, crossing: Literal["none", "ghosts"] = "ghosts") -> ByCells:
+def space_of(scene: Scene, gpus: int, crossing: Crossings) -> ByCells:
     """A cell for each GPU, as training cuts and measures them; of rank 0."""
     world = World(0, gpus, 0, gpus, torch.device("cpu"))
     space = ByCells(world, PixelOptions(crossing=crossing))
@@ -115,9 +117,9 @@ def space_of(scene: Scene, gpus: int, crossing: Literal["none", "ghosts"] = "gho
     return space
 
 
-def row_of(scene: Scene, gpus: int, steps: int) -> dict[str, Any]:
+def row_of(scene: Scene, gpus: int, steps: int, crossing: Crossings = "ghosts") -> dict[str, Any]:
     """What so many GPUs send, and how level they are: means over steps."""
-    space = space_of(scene, gpus)
+    space = space_of(scene, gpus, crossing)
     assert space.boxes is not None
     loads = loads_of(space.boxes, scene.views)
     pixels = scene.views[0].width * scene.views[0].height
@@ -143,7 +145,7 @@ def row_of(scene: Scene, gpus: int, steps: int) -> dict[str, Any]:
             views = [scene.views[v] for v in batch]
             routes = [routes_of(plan, views, rank) for rank in range(gpus)]
             sent.append(max(PIXEL_BYTES * (sum(r.receive) + sum(r.receive_back)) for r in routes))
-            if name == "leveled" and len(sent) <= _GHOST_STEPS:
+            if crossing == "ghosts" and name == "leveled" and len(sent) <= _GHOST_STEPS:
                 for n, found in ghosts.items():
                     found.append(ghosts_of(scene, space, plan, views, n))
             naive.append(PIXEL_BYTES * (gpus - 1) * pixels * len(batch))  # all pixels of all, as Splaxel begins
@@ -161,6 +163,7 @@ def row_of(scene: Scene, gpus: int, steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=["aerial", "street"], default="aerial")
+    parser.add_argument("--crossing", choices=["none", "ghosts"], default="ghosts")
     parser.add_argument("--altitude", type=float, default=None)
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--views", type=int, default=400)
@@ -170,7 +173,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     scene = scene_of(given.kind, given.blocks, given.views, given.points, given.altitude)
-    rows = [row_of(scene, gpus, given.steps) for gpus in track(given.gpus, "planning")]
+    rows = [row_of(scene, gpus, given.steps, given.crossing) for gpus in track(given.gpus, "planning")]
     table = Table(title=f"{given.kind}: a view shows {scene.shown:.2%} of the points; MB into the busiest GPU a step")
     names = [
         "GPUs",
@@ -182,13 +185,10 @@ def main() -> None:
         "all-gather",
         "in sight, to all",
     ]
-    for name in [
-        *names,
-        "direct send",
-        *(f"tile, {n // 10**6} M" for n in MODELS),
-        *(f"ghosts, {n // 10**6} M" for n in MODELS),
-    ]:
+    for name in [*names, "direct send", *(f"tile, {n // 10**6} M" for n in MODELS)]:
         table.add_column(name, justify="right")
+    for n in MODELS if given.crossing == "ghosts" else ():
+        table.add_column(f"ghosts, {n // 10**6} M", justify="right")
     for row in rows:
         plain, level = row["as drawn"], row["leveled"]
         numbers = [plain["naive"], level["gathered"], level["sent"], *row["tile"].values(), *level["ghosts"].values()]

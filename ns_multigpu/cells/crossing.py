@@ -2,12 +2,12 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Which depths of a tile are a cell's, and which splats reach it.
 
-A splat counts as flat: it lies where its mean does along the view's axis, as blending by depth has it. Planes cut the ray
-through a tile's middle into the cells' stretches, and all of the tile goes by these. So a splat at a plane is in one cell
-in one tile and in the other in the next, and within a tile all are in order of depth.
+A splat counts as flat: it lies where its mean does along the view's axis, as blending by depth has it. Planes cut the
+ray through a tile's middle into the cells' stretches, and all of the tile goes by these. So a splat at a plane is in
+one cell in one tile and in the other in the next, and within a tile all are in order of depth.
 
-Where a cell does not draw a tile, because nothing of it is in sight there, its stretch goes half to the cell before it and
-half to that behind it, of those that draw the tile.
+Where a cell does not draw a tile, because nothing of it is in sight there, its stretch goes half to the cell before it
+and half to that behind it, of those that draw the tile.
 """
 
 from collections.abc import Sequence

@@ -23,8 +23,9 @@ class PixelOptions:
     that other strategies have. It makes no difference with one view a step."""
 
     crossing: Literal["none", "ghosts"] = "ghosts"
-    """Splats that reach into another cell: "none" draws them with their own cell, so that the image depends on the cells;
-    "ghosts" sends them to the GPUs of the cells that they reach, and all is blended by depth as one GPU does it."""
+    """Splats that reach into another cell: "none" draws them with their own cell, so that the image depends on the
+    cells; "ghosts" sends them to the GPUs of the cells that they reach, and all is blended by depth as one GPU does
+    it."""
 
     hide: bool = False
     """Do not draw a cell in the part of a view where less than 1/1000 of what is seen arrived when the view was drawn

@@ -8,8 +8,8 @@ sends back the gradients by colour and alpha. (The paper gathers all pixels on a
 gradients. Direct send is fewer bytes from three ranks on, and composites each pixel once.)
 
 A cell's drawing stops before the splat that would bring its own transmittance to 1/10000, as a whole view's does. Then
-nothing behind is seen either: the pixel's alpha travels with a minus sign, which costs no byte (`composite_pieces`). What
-is defined so does not depend on who draws which cell: N ranks equal one rank with the same cells.
+nothing behind is seen either: the pixel's alpha travels with a minus sign, which costs no byte (`composite_pieces`).
+What is defined so does not depend on who draws which cell: N ranks equal one rank with the same cells.
 """
 
 from collections.abc import Callable, Sequence
@@ -201,7 +201,8 @@ class CompositePixels(PixelLeg):
 
 
 LIVE = 1e-3
-"""What must arrive at a pixel of a layer for the layer to be drawn there. Behind a cell that stopped nothing arrives."""
+"""What must arrive at a pixel of a layer for the layer to be drawn there. Behind a cell that stopped nothing
+arrives."""
 
 
 def live_numbers(before: Tensor, routes: Routes, plan: Plan) -> Tensor:

@@ -4,8 +4,9 @@
 
 A splat goes to each rank that has a cell which it may reach, as a ghost. Of each tile every cell draws the splats in a
 window of depth of its own. The windows of all cells follow one another, in the order in which cells are composited, and
-leave no gap. So each splat is drawn once in each tile, and splats are blended by depth, as one rank with all blends them.
-What is sent is a layer of splats along the planes between cells. Gradients come back to the owner, who counts statistics.
+leave no gap. So each splat is drawn once in each tile, and splats are blended by depth, as one rank with all blends
+them. What is sent is a layer of splats along the planes between cells. Gradients come back to the owner, who counts
+statistics.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +28,7 @@ class Crossing(ABC):
 
     @abstractmethod
     def windows(self, plan: Plan, views: Sequence[View], rank: int) -> Tensor:
-        """[T, 2] float64: of each tile of the patches that a rank draws, in their order, the depths that its cell draws:
+        """[T, 2] float64: of each tile of the patches that a rank draws, in order, the depths that its cell draws:
         first <= depth < second. Nothing is read back. Of one tile all ranks' windows follow one another bit for bit.
 
         Raises:

@@ -1,6 +1,6 @@
 """What the placement of cells remembers, and when it looks."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,9 +14,9 @@ CELLS = 3
 ALONE = World.single()
 
 
-def placed() -> tuple[ByCells, torch.Tensor]:
+def placed(crossing: Literal["none", "ghosts"] = "none") -> tuple[ByCells, torch.Tensor]:
     means = torch.rand(300, 3, generator=torch.Generator().manual_seed(1)) * torch.tensor([4.0, 1.0, 1.0])
-    space = ByCells(ALONE, PixelOptions(cells=CELLS))
+    space = ByCells(ALONE, PixelOptions(cells=CELLS, crossing=crossing))
     space.shares(len(means), lambda: means, 1)
     space.moved(means)
     return space, means
@@ -59,6 +59,20 @@ def test_when_boxes_are_measured() -> None:
     inside = means[space.tree.of(means) == 1].double()
     torch.testing.assert_close(torch.from_numpy(space.boxes[1, 0]), inside.amin(0) - 0.25, rtol=0, atol=1e-6)
     torch.testing.assert_close(torch.from_numpy(space.boxes[1, 1]), inside.amax(0) + 0.25, rtol=0, atol=1e-6)
+
+
+def test_boxes_are_also_around_what_crosses() -> None:
+    """Of points that reach another cell's: boxes around all of these points, and of no other."""
+    (space, means), small = placed("ghosts"), torch.full((300, 3), 0.05)
+    assert space.tree is not None
+    space.observe(Points({"means": means}), lambda: small, 0, ALONE)
+    assert space.boxes is not None
+    of, cut = space.tree.of(means), space.tree.boxes()[1].float()
+    far = 2 * small[0].norm()
+    near = ((means + far >= cut[0]) & (means - far <= cut[1])).all(1) | (of == 1)
+    assert int((of == 1).sum()) < int(near.sum()) < 200
+    torch.testing.assert_close(torch.from_numpy(space.boxes[1, 0]), means[near].amin(0).double() - 0.05)
+    torch.testing.assert_close(torch.from_numpy(space.boxes[1, 1]), means[near].amax(0).double() + 0.05)
 
 
 def test_cells_are_cut_anew_when_work_is_not_level() -> None:

@@ -39,7 +39,7 @@ def marked(splats: Splats, marks: bool, backend: type[AbstractContextManager[Non
     probe = torch.zeros_like(splats.means2d).requires_grad_()
     with backend():
         lists = splats.intersect()
-        out, alpha, last = rasterize(*leaves.inputs(), *lists, splats.patches, 16, probe, mark_stops=marks)
+        out, alpha, last = rasterize(*leaves.inputs(), *lists, splats.patches, 16, probe, marks)
         g = torch.Generator().manual_seed(3)
         weight = torch.randn(alpha.shape, generator=g, dtype=torch.float64).to(device, alpha.dtype)
         loss = ((out.sum(1) + alpha.abs()) * weight).sum()

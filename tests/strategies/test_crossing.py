@@ -1,5 +1,6 @@
 """Splats that reach into other cells as ghosts: any cells, on any number of ranks, are `single`."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.crossing import RowsCross
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.travelling_rows import RowsTravel
 from ns_multigpu.core.types import TILE, View
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
@@ -102,6 +104,32 @@ def test_each_depth_of_a_tile_is_one_cells(where: str) -> None:
         assert torch.equal(count, (drawn[view] > 0).float()[..., None].expand_as(count)), (
             "each depth once, if anybody draws"
         )
+
+
+def bytes_of(world: World, cross: bool) -> int:
+    """What a step sends, of rows to where they reach a cell, or to where they reach a rectangle."""
+    spread = strategy_of(2, world)
+    spread = spread if cross else replace(spread, rows=RowsTravel(relays=False))
+    world.traffic.since("step")
+    take_step(spread, "gaussians", VIEWS, 1500, torch.float64)
+    return world.traffic.since("step")
+
+
+def test_rows_go_where_they_reach_a_cell() -> None:
+    few, many = (run_ranks(bytes_of, 2, cross) for cross in (True, False))
+    assert all(a < 0.75 * b for a, b in zip(few, many, strict=True))
+    crossing, _, views = windows_of("in a cell")
+    view, places = views[0], torch.tensor([[10.0, 5.0], [25, 21], [19, 27], [29, 5]], dtype=torch.float64)
+    depths = torch.tensor([4.0, 4.0, 2.0, 2.5], dtype=torch.float64)
+    middles = (places / TILE).floor() * TILE + TILE / 2  # each reaches one tile, and goes by its middle
+    rays = torch.cat([(middles - view.K[:2, 2]) / view.K[[0, 1], [0, 1]], torch.ones(4, 1)], 1)
+    tree = crossing._space.tree
+    assert tree is not None
+    cells = tree.of((rays * depths[:, None] - view.viewmat[:3, 3]) @ view.viewmat[:3, :3])
+    assert len(cells.unique()) == 3
+    crossing._space._rank_of = list(range(3))  # as if each cell had a rank of its own
+    reach = crossing.reach(torch.zeros(4).int(), places, torch.full((4, 2), 2).int(), depths, [view], 3)
+    assert torch.equal(reach.T, torch.nn.functional.one_hot(cells, 3).bool())
 
 
 def fused_step(cells: int, world: World, primitive: str, mode: str, size: tuple[int, int]) -> Outcome:

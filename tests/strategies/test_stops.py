@@ -5,14 +5,19 @@ from typing import Any
 import pytest
 import torch
 
+from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.tree import Split
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Points
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
+from strategies.pixel import pixel
 from tests.ranks import run_ranks
-from tests.strategies.test_law import Outcome, check, stitch, take_step
+from tests.strategies import test_law, test_law_steps
+from tests.strategies.scene import make_points
+from tests.strategies.test_law import PRIMITIVES, Outcome, check, stitch, take_step
+from tests.strategies.test_law_steps import CUT, KERNELS, PORTRAIT, take_one
 from tests.strategies.test_pixel import with_splits
 
 VIEWS, SIZE = 2, (60, 44)
@@ -49,6 +54,29 @@ def test_nothing_shines_through_a_cell_that_stopped() -> None:
     assert covered
     worst = max(float((images[0][view] - image).abs().max()) for view, image in images[1].items())
     assert worst < 1e-4, "the next wall would add hundredths"
+
+
+def solid(*given: Any) -> Points:
+    """The scene's points, but most of them opaque."""
+    params = dict(make_points(*given).params)
+    opacities = (params["opacities"].detach() + 4).requires_grad_()
+    return Points({**params, "opacities": opacities})
+
+
+def test_a_step_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what stopped the sign of alpha is no part of its gradient, in a fused step and through autograd."""
+    for module in (test_law, test_law_steps):
+        monkeypatch.setattr(module, "make_points", solid)
+    primitive, spread = KERNELS[0], pixel(World.single(), PixelOptions(cells=3, crossing="none"))
+    kind = PRIMITIVES[primitive]()
+    assert isinstance(kind, Gaussians)
+    found = take_one(spread, kind, CUT, PORTRAIT, "step")
+    spread = pixel(World.single(), PixelOptions(cells=3, crossing="none"))
+    wanted = take_step(spread, primitive, CUT, 150, torch.float32, PORTRAIT)
+    for name, gradient in wanted["gradients"].items():
+        there = torch.zeros_like(gradient)
+        there[found["places"]] = found["gradients"][name].view(gradient.shape)
+        assert float((there - gradient).norm() / gradient.norm()) < 1e-3, name
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
