@@ -8,7 +8,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torchvision.utils as vutils
-import tyro
 from nerfstudio.pipelines.base_pipeline import VanillaPipeline, VanillaPipelineConfig
 from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
@@ -32,10 +31,26 @@ class RadiancePipelineConfig(VanillaPipelineConfig):
     _target: type = field(default_factory=lambda: RadiancePipeline)
     datamanager: RadianceDataManagerConfig = field(default_factory=RadianceDataManagerConfig)
     model: NerfactoXLModelConfig = field(default_factory=NerfactoXLModelConfig)
-    checkpoints: tyro.conf.Suppress[Path | None] = None
-    """The folder that a .ckpt lies in which nerfstudio's commands are about to load."""
-    cells_of: tyro.conf.Suppress[Path | None] = None
-    """The .ckpt whose cells a run goes on with."""
+
+    # No options, and so nothing that ranks are to be started alike with.
+
+    @property
+    def checkpoints(self) -> Path | None:
+        """The folder that a .ckpt lies in which is about to be loaded."""
+        return vars(self).get("_checkpoints")
+
+    @checkpoints.setter
+    def checkpoints(self, folder: Path | None) -> None:
+        vars(self)["_checkpoints"] = folder
+
+    @property
+    def cells_of(self) -> Path | None:
+        """The .ckpt that a run goes on from, with its cells."""
+        return vars(self).get("_cells_of")
+
+    @cells_of.setter
+    def cells_of(self, checkpoint: Path | None) -> None:
+        vars(self)["_cells_of"] = checkpoint
 
 
 class RadiancePipeline(VanillaPipeline):
