@@ -165,5 +165,5 @@ class WholeGradients(torch.autograd.Function):
         stacked = [torch.cat(filled[k * outputs : (k + 1) * outputs], dim=-1) for k in range(len(halos.patches))]
         joined = join_gradients(stacked, halos, anchor, ctx.world)
         back = [piece for whole in joined for piece in whole.split(widths, dim=-1)]
-        # An anchor with rows has its gradient through pixels; where nothing was sent here, it is empty.
-        return None, None, None, torch.zeros_like(anchor) if len(anchor) == 0 else None, *back, *grads[count:]
+        # With pixels the anchor has its gradient through them; without, nothing was sent here and it is empty.
+        return None, None, None, None if back else torch.zeros_like(anchor), *back, *grads[count:]
