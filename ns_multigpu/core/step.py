@@ -133,6 +133,10 @@ class Step:
         reason = why_no_step(strategy, settings.views)
         if reason is not None:
             raise ValueError(f"strategy {strategy.name}: {reason}.")
+        if isinstance(strategy.rows, RowsCross) and settings.groups > 1:
+            raise ValueError(
+                f"strategy {strategy.name}: rows that cross cells leave in 1 group, not {settings.groups}."
+            )
         self.settings, self._strategy, self._world = settings, strategy, strategy.world
         self._kernels, self._transport, self._measure = kernels, transport, measure
         self._lists = lists or GatheredLists(kernels, settings.intersections)

@@ -38,8 +38,10 @@ def marked(splats: Splats, marks: bool, backend: type[AbstractContextManager[Non
     device = splats.means2d.device
     probe = torch.zeros_like(splats.means2d).requires_grad_()
     with backend():
-        lists = splats.intersect()
-        out, alpha, last = rasterize(*leaves.inputs(), *lists, splats.patches, 16, probe, marks)
+        offsets, ids = splats.intersect()
+        means2d, conics, opacities, features = leaves.inputs()
+        given = means2d, conics, opacities, features, offsets, ids
+        out, alpha, last = rasterize(*given, splats.patches, 16, probe, marks)
         g = torch.Generator().manual_seed(3)
         weight = torch.randn(alpha.shape, generator=g, dtype=torch.float64).to(device, alpha.dtype)
         loss = ((out.sum(1) + alpha.abs()) * weight).sum()

@@ -19,7 +19,7 @@ from strategies.pixel import pixel
 from tests.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, take_step
-from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, check_outcomes, take_one
+from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, ROOM, check_outcomes, take_one
 from tests.strategies.test_pixel import step_within, where_cameras_stand, with_splits
 
 VIEWS, POINTS = 5, 150
@@ -148,6 +148,12 @@ def check_fused(outcomes: list[Outcome], primitive: str, size: tuple[int, int]) 
 def test_a_step_is_singles(mode: str, ranks: int, cells: int) -> None:
     primitive = KERNELS[ranks % len(KERNELS)]
     check_fused(run_ranks(partial(fused_step, cells), ranks, primitive, mode, PORTRAIT), primitive, PORTRAIT)
+
+
+def test_rows_that_cross_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROOM, "groups", 2)
+    with pytest.raises(ValueError, match="rows that cross cells leave in 1 group, not 2"):
+        fused_step(2, World.single(), KERNELS[0], "step", PORTRAIT)
 
 
 @pytest.mark.gpu
