@@ -56,9 +56,9 @@ def _go(world: World, capture: Path, runs: Path, tile: bool, captured: bool) -> 
         made(self, *args)
         self.captures = captured
 
-    def learnt(self: Training, status: Status) -> None:
+    def learnt(self: Training, status: Status, *again: Any) -> None:
         seen["full"] += status.full
-        learn(self, status)
+        learn(self, status, *again)
 
     def flushed(self: Any) -> None:
         lazy = self._model.lazy

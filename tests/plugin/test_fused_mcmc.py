@@ -78,9 +78,9 @@ def test_noise_comes_once_where_a_step_is_taken_again(
     again: list[bool] = []
     learn = Training._learn
 
-    def told(self: Any, status: Any) -> None:
+    def told(self: Any, status: Any, *feeds: Any) -> None:
         again.append(status.full)
-        learn(self, status)
+        learn(self, status, *feeds)
 
     monkeypatch.setattr(Training, "_learn", told)
     found = train(World.single(), folder, f"small-{tile}", tile=tile)

@@ -304,6 +304,10 @@ def test_half_a_wire_is_for_shards_fused_or_not() -> None:
         run.pipeline.model.sharded = False
         with pytest.raises(InputError, match=r"^--pipeline\.wire half: .* the strategy is batch"):
             check_wishes(run.pipeline, fused=fused)
+    run.pipeline.model.sharded, run.pipeline.strategy = True, STRATEGIES["pixel"](World.single())
+    for fused in (True, False):  # it has --pipeline.pixel.wire
+        with pytest.raises(InputError, match=r"^--pipeline\.wire half: .* the strategy is pixel"):
+            check_wishes(run.pipeline, fused=fused)
 
 
 def test_half_a_wire_is_refused_where_nothing_goes_through_one() -> None:

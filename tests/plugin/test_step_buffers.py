@@ -241,9 +241,13 @@ def test_each_stage_has_room_of_its_own() -> None:
 
 def test_stages_are_for_splats_that_travel() -> None:
     world = replace(World.single(), size=2)
-    options: Any = SimpleNamespace(strategy="locality", options=None, wire="full", stages=4)
+    options: Any = SimpleNamespace(strategy="locality", options=None, wire="full", stages=4, exchange="pixels")
     assert strategy_of(options, world).rows.stages == 4
-    for strategy, stages, words in (("tile", 0, "0: a step has 1 stage"), ("batch", 2, "2: .* those of batch stay")):
+    for strategy, stages, words in (
+        ("tile", 0, "0: a step has 1 stage"),
+        ("batch", 2, "2: that is for splatfacto-tile .* the strategy is batch"),
+        ("pixel", 2, "2: that is for splatfacto-tile .* the strategy is pixel"),
+    ):
         options.strategy, options.stages = strategy, stages
         with pytest.raises(InputError, match=rf"^--pipeline\.stages {words}"):
             strategy_of(options, world)

@@ -82,7 +82,7 @@ def check_wishes(pipeline: Any, *, fused: bool) -> None:
         return
     usual = {
         "transport": ("auto", "collective"), "tile_lists": ("gather",), "overlap": (1,), "gradients": ("atomics",),
-        "wire": ("full", "half") if pipeline.model.sharded else ("full",),
+        "wire": ("full", "half") if travels else ("full",),
     }  # fmt: skip
     for name, values in usual.items():
         value = getattr(asked, name)

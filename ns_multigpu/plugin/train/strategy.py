@@ -31,12 +31,13 @@ def strategy_of(config: Any, world: World) -> Strategy:
         raise InputError(str(error)) from error
     if config.stages < 1:
         raise InputError(f"--pipeline.stages {config.stages}: a step has 1 stage at least.")
-    if config.stages > 1 and not isinstance(strategy.rows, RowsTravel):
+    travels = isinstance(strategy.rows, RowsTravel) and strategy.pixels.whole  # not in cells, beside pixels
+    if config.stages > 1 and not travels:
         raise InputError(
-            f"--pipeline.stages {config.stages}: that is for splats that travel, and those of {strategy.name} stay. "
-            "Leave it out."
+            f"--pipeline.stages {config.stages}: that is for splatfacto-tile and splatfacto-locality, and the strategy "
+            f"is {strategy.name}. Leave it out."
         )
-    if isinstance(strategy.rows, RowsTravel):
+    if isinstance(strategy.rows, RowsTravel) and travels:
         strategy.rows.stages = config.stages
         strategy.rows.half = config.wire == "half"
     return strategy
