@@ -54,3 +54,20 @@ def test_train_and_evaluate(tmp_path: Path) -> None:
     assert json.loads(output.read_text())["results"]["psnr"] > 8
     refused = _run("ns_multigpu.cli", "eval", "--load-config", str(run / "config.yml"), code=1)
     assert "it is of the method nerfacto-xl" in refused
+
+
+def test_under_torchrun_and_on_from_there(tmp_path: Path) -> None:
+    """Every rank is a program of its own, and reads its options itself."""
+    write_capture(tmp_path / "capture", wide=False)
+    torchrun = ("torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "nerfstudio.scripts.train")
+    small = "--pipeline.model.log2-hashmap-size 10 --pipeline.model.num-levels 2 --pipeline.model.max-res 32"
+    common = (
+        f"--machine.device-type cpu --steps-per-eval-image 0 {small} --pipeline.datamanager.train-num-rays-per-batch 64"
+    )
+    begin = (*torchrun, "nerfacto-xl", *common.split(), "--output-dir", str(tmp_path), "--timestamp", "now")
+    parser = ("nerfstudio-data", "--downscale-factor", "1", "--eval-mode", "filename", "--load-3D-points", "False")
+    data = ("--data", str(tmp_path / "capture"))
+    assert "4 steps, 2 cells on 2 worker(s)" in _run(*begin, *data, "--max-num-iterations", "4", *parser)
+    models = tmp_path / "capture/nerfacto-xl/now/nerfstudio_models"
+    said = _run(*begin, *data, "--max-num-iterations", "6", "--load-dir", str(models), *parser)
+    assert "Resumed from" in said and "6 steps, 2 cells on 2 worker(s)" in said

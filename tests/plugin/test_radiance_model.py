@@ -48,6 +48,17 @@ def test_one_cell_is_nerfacto(options: dict[str, Any], monkeypatch: pytest.Monke
     assert float(expected["accumulation"].min()) < 0.7 < float(expected["accumulation"].max())
 
 
+def test_cells_begin_differently_and_alike_on_any_rank() -> None:
+    """Each from the run's seed and its own number."""
+    ours, again = model(World.single(), 3), model(World.single(), 3)
+    tables = [dict(cell.named_parameters()) for cell in ours.cells.values()]
+    for name, value in tables[0].items():
+        if float(value.detach().std()) > 0:  # not biases that begin with zeros
+            assert not torch.equal(value, tables[1][name]) and not torch.equal(value, tables[2][name]), name
+    for name, value in ours.named_parameters():
+        assert torch.equal(value, dict(again.named_parameters())[name]), name
+
+
 def test_one_cell_has_nerfactos_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = _nerfacto(monkeypatch, far_plane=0.6, camera_optimizer=NerfactoModelConfig().camera_optimizer)
     ours.begin_step(0)

@@ -19,6 +19,8 @@ NS_TRAIN = "/somewhere/bin/ns-train"
     [
         (["splatfacto-tile", "--machine.num-devices", "2", "colmap"], True),
         (["splatfacto-batch", "--machine.num_devices=4"], True),
+        (["nerfacto-xl", "--machine.num-devices", "2"], True),
+        (["nerfacto", "--machine.num-devices", "2"], False),
         (["splatfacto-batch", "--load-config", "config.yml"], True),
         (["splatfacto-batch", "--machine.num-devices", "1"], False),
         (["splatfacto-batch", "--max-num-images", "2"], False),

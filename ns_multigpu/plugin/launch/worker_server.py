@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+_METHODS = ("splatfacto-", "nerfacto-xl")
+"""How the names of our methods begin."""
 _DEVICES = "--machine.num-devices"
 _FILE = "--load-config"
 _BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -29,7 +31,7 @@ def wanted(argv: Sequence[str]) -> bool:
     Args:
         argv: as in `sys.argv`.
     """
-    if len(argv) < 2 or "train" not in Path(argv[0]).name or not argv[1].startswith("splatfacto-"):
+    if len(argv) < 2 or "train" not in Path(argv[0]).name or not argv[1].startswith(_METHODS):
         return False
     if "RANK" in os.environ:  # a launcher has started this process
         return False
