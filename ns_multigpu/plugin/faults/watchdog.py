@@ -28,6 +28,8 @@ from ns_multigpu.plugin.faults.signals import StallError, end_process
 LONG_PHASES = frozenset({"start", "evaluation", "checkpoint"})
 """Phases that may take longer than others. The first step counts as `start`: kernels may be compiled in it."""
 _LONGER = 10.0
+_ANSWER = timedelta(seconds=15)
+"""How long the launcher's store may take to answer."""
 _SILENCE = 10
 """Periods after which a rank that was asked for a note and has published none counts as silent."""
 
@@ -202,10 +204,12 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(2 * self._period)
+            # A thread that is asking the store when the interpreter ends may abort the process. Who has failed does not
+            # wait for a store that may be gone.
+            self._thread.join(2 * self._period if kind is not None else _ANSWER.total_seconds() + self._period)
 
     def _run(self, store: dist.Store) -> None:
         reported = -1
@@ -280,7 +284,7 @@ def heartbeat_store(world: World) -> dist.Store | None:
     name = broadcast_object(uuid.uuid4().hex, 0, world)  # the launcher's store may outlive a life of the job
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if address and port:
-        store: dist.Store = dist.TCPStore(address, int(port), None, False, timedelta(seconds=15))
+        store: dist.Store = dist.TCPStore(address, int(port), None, False, _ANSWER)
     else:
         store = dist.distributed_c10d._get_default_store().clone()  # pyright: ignore
     return dist.PrefixStore(f"ns_multigpu/watchdog/{name}", store)
