@@ -240,6 +240,30 @@ def chosen(
     return load_checkpoint
 
 
+def to_go_on_from(config: Any, own: Path, restarts: int, world: World, tell: Callable[[str], None]) -> Path | None:
+    """The checkpoint that all ranks go on from; None for a new run. Rank 0 looks, and all know. Every rank calls it.
+
+    Args:
+        config: with nerfstudio's flags `load_dir`, `load_step` and `load_checkpoint`.
+        own, restarts, tell: see `chosen`.
+
+    Raises:
+        InputError: on every rank, where there is none at which a flag points.
+    """
+
+    def choose() -> Path | None:
+        flags = (config.load_dir, config.load_step, config.load_checkpoint)
+        return chosen(*flags, own, restarts, tell) if world.is_main else None
+
+    path, problem = together(choose, world, InputError)
+    if problem:
+        raise InputError(problem)
+    path = broadcast_object(path, 0, world)
+    if path is None and restarts > 0:
+        tell("The launcher has restarted this job, which has no whole checkpoint yet: it starts anew.")
+    return path
+
+
 def together(work: Callable[[], T], world: World, expected: type[Exception]) -> tuple[T | None, str]:
     """Runs `work` on every rank; they learn of each other's failure, so that all go on or none does.
 

@@ -5,6 +5,7 @@ PSNR is a line of arithmetic. LPIPS is built when first needed, and left out whe
 
 import contextlib
 import io
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,22 @@ from torchvision.models import AlexNet_Weights
 def psnr(target: Tensor, predicted: Tensor) -> Tensor:
     """[] peak signal-to-noise ratio in dB of images in [0, 1], any shape: -10 log10 of the mean squared error."""
     return -10 * (target - predicted).square().mean().log10()
+
+
+def means(rows: Sequence[Mapping[str, Any]], *, deviations: bool) -> dict[str, float]:
+    """Means over images, of each metric over those that have it.
+
+    Args:
+        rows: the metrics of each image by name; numbers, or tensors of one.
+        deviations: standard deviations too, as `<metric>_std`.
+    """
+    result: dict[str, float] = {}
+    for name in rows[0] if rows else ():
+        column = torch.tensor([float(row[name]) for row in rows if name in row])
+        result[name] = float(column.mean())
+        if deviations:
+            result[f"{name}_std"] = float(column.std())
+    return result
 
 
 class OptionalLpips:

@@ -10,10 +10,9 @@ from rich.text import Text
 from torch import Tensor
 
 import ns_multigpu
-from ns_multigpu.core.collectives import broadcast_object
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint.training_state import move_schedulers
-from ns_multigpu.plugin.checkpoint.whole import chosen, open_checkpoint, remove_old, save, together
+from ns_multigpu.plugin.checkpoint.whole import open_checkpoint, remove_old, save, to_go_on_from, together
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.agreement import options_of
 from ns_multigpu.plugin.launch.run_folder import restarts
@@ -43,16 +42,7 @@ class RadianceCheckpoints:
         Raises:
             InputError: there is none where a flag points.
         """
-        config = self._config
-
-        def choose() -> Path | None:
-            flags = (config.load_dir, config.load_step, config.load_checkpoint)
-            return chosen(*flags, self._models, restarts(), _tell) if self._world.is_main else None
-
-        path, problem = together(choose, self._world, InputError)
-        if problem:
-            raise InputError(problem)
-        return broadcast_object(path, 0, self._world)
+        return to_go_on_from(self._config, self._models, restarts(), self._world, _tell)
 
     def save(self, step: int, pipeline: RadiancePipeline, optimizers: Optimizers) -> str:
         """Writes a checkpoint after `step`, unless there is one, and removes the oldest.

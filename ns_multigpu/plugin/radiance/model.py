@@ -364,6 +364,8 @@ class NerfactoXLModel(NerfactoModel):
         true, seen = (image.moveaxis(-1, 0)[None] for image in (truth, outputs["rgb"].to(self.device)))
         ssim: Any = self.ssim(true, seen)
         measured = {"psnr": self.psnr(true, seen), "ssim": ssim, "lpips": self.lpips(true, seen)}
+        if self.lpips.missing:
+            del measured["lpips"]
         depth = colormaps.apply_depth_colormap(outputs["depth"], accumulation=outputs["accumulation"])
         images = {
             "img": torch.cat([truth, outputs["rgb"].to(truth)], dim=1),

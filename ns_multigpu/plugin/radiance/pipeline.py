@@ -16,8 +16,10 @@ from ns_multigpu.core.collectives import broadcast_object
 from ns_multigpu.core.placement import even_bounds
 from ns_multigpu.locality.picture import MOST_POINTS, draw
 from ns_multigpu.locality.picture import Partition as Picture
+from ns_multigpu.plugin.checkpoint.beside import BesideCheckpoints
 from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
 from ns_multigpu.plugin.launch.process_world import get_world
+from ns_multigpu.plugin.model.metrics import means
 from ns_multigpu.plugin.radiance.datamanager import RadianceDataManager, RadianceDataManagerConfig
 from ns_multigpu.plugin.radiance.model import NerfactoXLModel, NerfactoXLModelConfig
 from ns_multigpu.plugin.radiance.saved import SavedField, field_in, read_parameters
@@ -25,27 +27,16 @@ from ns_multigpu.radiance.partition import Partition, partition
 
 
 @dataclass
-class RadiancePipelineConfig(VanillaPipelineConfig):
+class RadiancePipelineConfig(BesideCheckpoints, VanillaPipelineConfig):
     """The pipeline of `nerfacto-xl`."""
 
     _target: type = field(default_factory=lambda: RadiancePipeline)
     datamanager: RadianceDataManagerConfig = field(default_factory=RadianceDataManagerConfig)
     model: NerfactoXLModelConfig = field(default_factory=NerfactoXLModelConfig)
 
-    # No options, and so nothing that ranks are to be started alike with.
-
-    @property
-    def checkpoints(self) -> Path | None:
-        """The folder that a .ckpt lies in which is about to be loaded."""
-        return vars(self).get("_checkpoints")
-
-    @checkpoints.setter
-    def checkpoints(self, folder: Path | None) -> None:
-        vars(self)["_checkpoints"] = folder
-
     @property
     def cells_of(self) -> Path | None:
-        """The .ckpt that a run goes on from, with its cells."""
+        """The .ckpt that a run goes on from, with its cells; no option, as `checkpoints`."""
         return vars(self).get("_cells_of")
 
     @cells_of.setter
@@ -206,13 +197,7 @@ class RadiancePipeline(VanillaPipeline):
                 for name, image in images.items():
                     vutils.save_image(image.permute(2, 0, 1).cpu(), output_path / f"eval_{name}_{index:04d}.png")
         self.train()
-        result: dict[str, float] = {}
-        for name in rows[0] if rows else ():
-            column = torch.tensor([float(row[name]) for row in rows])
-            result[name] = float(column.mean())
-            if get_std:
-                result[f"{name}_std"] = float(column.std())
-        return result
+        return means(rows, deviations=get_std)
 
     def _measured(self, camera: Any, batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         begun = perf_counter()

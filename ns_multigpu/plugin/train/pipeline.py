@@ -22,6 +22,7 @@ from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise_together
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.image_homes import homes_of
+from ns_multigpu.plugin.checkpoint.beside import BesideCheckpoints
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
 from ns_multigpu.plugin.checkpoint.sharded_state import learn_placement, load_points
 from ns_multigpu.plugin.checkpoint.verify import SHARDS, read_checkpoint_file, step_of
@@ -31,6 +32,7 @@ from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.process_world import get_world, set_world
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model.cameras import view_from_camera
+from ns_multigpu.plugin.model.metrics import means
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.render import team, viewer
@@ -42,7 +44,7 @@ from strategies import STRATEGIES
 
 
 @dataclass
-class DistributedPipelineConfig(VanillaPipelineConfig):
+class DistributedPipelineConfig(BesideCheckpoints, VanillaPipelineConfig):
     """Which strategy spreads the work, and over how large a batch."""
 
     _target: type = field(default_factory=lambda: DistributedPipeline)
@@ -77,15 +79,6 @@ class DistributedPipelineConfig(VanillaPipelineConfig):
     stages: int = 1
     """Where points are sharded and splats go by collectives, in how many groups the views of a step are exchanged and
     drawn: while one is drawn, splats of the next and gradients of the one before travel. The results are the same."""
-
-    @property
-    def checkpoints(self) -> Path | None:
-        """The folder that .ckpt files are loaded from, beside which the points of a sharded model lie; no option."""
-        return vars(self).get("_checkpoints")
-
-    @checkpoints.setter
-    def checkpoints(self, folder: Path | None) -> None:
-        vars(self)["_checkpoints"] = folder
 
     @property
     def options(self) -> Any:
@@ -377,14 +370,8 @@ class DistributedPipeline(VanillaPipeline):
         gathered: dict[int, dict[str, float]] = {}
         for part in all_gather_objects(rows, self.world):
             gathered.update(part)
-        result: dict[str, float] = {}
-        for name in next(iter(gathered.values()), {}):
-            # In the order of the views, so that the mean has the same bits on every world size.
-            column = torch.tensor([gathered[i][name] for i in sorted(gathered) if name in gathered[i]])
-            result[name] = float(column.mean())
-            if get_std:
-                result[f"{name}_std"] = float(column.std())
-        return result
+        # In the order of the views, so that the mean has the same bits on every world size.
+        return means([gathered[index] for index in sorted(gathered)], deviations=get_std)
 
 
 def _count(seed_points: tuple[Tensor, Tensor] | None) -> int:

@@ -10,7 +10,6 @@ from rich.text import Text
 from torch import Tensor
 
 import ns_multigpu
-from ns_multigpu.core.collectives import broadcast_object
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.schema import HARMONICS, degree_of
 from ns_multigpu.core.world import World
@@ -26,7 +25,7 @@ from ns_multigpu.plugin.checkpoint.sharded_state import (
     without_points,
 )
 from ns_multigpu.plugin.checkpoint.verify import step_of
-from ns_multigpu.plugin.checkpoint.whole import Opened, chosen, open_checkpoint, remove_old, save, together
+from ns_multigpu.plugin.checkpoint.whole import Opened, open_checkpoint, remove_old, save, to_go_on_from, together
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.agreement import options_of
 from ns_multigpu.plugin.launch.run_folder import restarts
@@ -161,18 +160,8 @@ class RunCheckpoints:
             InputError: it is missing, damaged, another method's, or does not fit this run.
         """
         config = self._config
-
-        def choose() -> Path | None:
-            flags = (config.load_dir, config.load_step, config.load_checkpoint)
-            return chosen(*flags, self._models, restarts(), _tell) if self._world.is_main else None
-
-        path, problem = together(choose, self._world, InputError)
-        if problem:
-            raise InputError(problem)
-        path = broadcast_object(path, 0, self._world)
+        path = to_go_on_from(config, self._models, restarts(), self._world, _tell)
         if path is None:
-            if restarts() > 0:
-                _tell("The launcher has restarted this job, which has no whole checkpoint yet: it starts anew.")
             return 0
         opened = open_checkpoint(path, self._world)
         present = self._pipeline.state_dict()
