@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -135,25 +136,63 @@ def test_another_render_takes_nothing_of_one_that_was_interrupted(
     assert Image.open(output / "00019.png").height == 34
 
 
-def test_frames_wait_for_their_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A queue of a few frames, and no more, is between who draws and who writes; an encoder that dies is told of."""
+@pytest.mark.parametrize("encoders", [1, 3])
+def test_frames_wait_for_their_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoders: int) -> None:
+    """So many bytes of frames, and no more, are between who draws and who writes; an encoder that dies is told of."""
+    monkeypatch.setattr(film, "_MOST_WAITING", 6 * 16 * 16 * 3)
     rendering.mediapy.set_ffmpeg(film.ffmpeg())
-    parts = Parts(tmp_path, 10.0)
-    for number in range(2):
+    parts = Parts(tmp_path, 10.0, encoders)
+    for number in range(5):
         for shade in range(20):
             parts.put(number, HostFrame(torch.full((16, 16, 3), 10 * shade, dtype=torch.uint8)))
-            assert parts._frames.qsize() <= film._WAITING
+            assert parts._waiting <= film._MOST_WAITING
         parts.put(number, None)
     parts.finish()
-    film.put_together([parts.path(0), parts.path(1)], tmp_path / "all.mp4")
+    film.put_together([parts.path(number) for number in range(5)], tmp_path / "all.mp4")
     found = _frames(tmp_path / "all.mp4")[:, 8, 8, 0].astype(int)
-    assert np.abs(found - np.tile(10 * np.arange(20), 2)).max() <= 6
+    assert np.abs(found - np.tile(10 * np.arange(20), 5)).max() <= 6
     rendering.mediapy.set_ffmpeg("/bin/false")
-    broken = Parts(tmp_path / "b", 10.0)
+    broken = Parts(tmp_path / "b", 10.0, encoders)
     with pytest.raises(SaveFailed, match="could not be written"):
         for _ in range(100):
             broken.put(0, HostFrame(torch.zeros(16, 16, 3, dtype=torch.uint8)))
     rendering.mediapy.set_ffmpeg(film.ffmpeg())
+
+
+def test_parts_are_encoded_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are encoders, and no more; what is drawn meanwhile does not wait for the first to end."""
+    together, lock, most, now = threading.Barrier(3, timeout=30), threading.Lock(), [0], [0]
+
+    class Writer:
+        def __init__(self, path: Path, shape: tuple[int, int], fps: float) -> None:
+            path.touch()
+
+        def __enter__(self) -> "Writer":
+            with lock:
+                now[0] += 1
+                most[0] = max(most[0], now[0])
+            return self
+
+        def add_image(self, image: np.ndarray[Any, Any]) -> None:
+            together.wait()  # until three are at work
+
+        def __exit__(self, *_: object) -> None:
+            with lock:
+                now[0] -= 1
+
+    monkeypatch.setattr(film.mediapy, "VideoWriter", Writer)
+    parts = Parts(tmp_path, 10.0, 3)
+    for number in range(9):
+        parts.put(number, HostFrame(torch.zeros(4, 4, 3, dtype=torch.uint8)))
+        parts.put(number, None)
+    parts.finish()
+    assert most == [3] and all(parts.path(number).is_file() for number in range(9))
+
+
+@pytest.mark.parametrize(("cores", "sharing", "expected"), [(2, 1, 1), (16, 1, 4), (16, 2, 2), (64, 1, 4), (8, 4, 1)])
+def test_encoders_share_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, sharing: int, expected: int) -> None:
+    monkeypatch.setattr(film, "cores", lambda: cores)
+    assert film.encoders(sharing) == expected
 
 
 # ---- the modes of ns-render ----

@@ -20,7 +20,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.guards import Guards
 from ns_multigpu.plugin.faults.signals import MANY
 from ns_multigpu.plugin.render import viewing
-from ns_multigpu.plugin.render.strides import LONGEST_WAIT, Strides
+from ns_multigpu.plugin.render.strides import LONGEST_WAIT, SHARE, WAIT, Strides
 from tests.plugin.guarded_toy import GuardedConfig
 from tests.plugin.rendering import make_pipeline, write_capture
 from tests.ranks import run_ranks
@@ -184,7 +184,13 @@ def test_strides_fit_the_time_that_a_page_waits(monkeypatch: pytest.MonkeyPatch)
         now[0] += 10 * seconds
         step += 10
         strides.ended(step)
-    assert strides.steps == pytest.approx(LONGEST_WAIT / 0.001, abs=1)
+    assert strides.steps == pytest.approx(WAIT / 0.001, abs=1)
+    for pictures, wait in ((0.006, 0.006 * (1 / SHARE - 1)), (0.05, LONGEST_WAIT), (0.001, WAIT)):
+        for _ in range(5):
+            strides.ended(step)
+            now[0] += pictures
+            strides.begins(step)
+        assert strides.steps == pytest.approx(wait / 0.001, abs=1), "pictures take their share of the time, and no more"
     for _ in range(5):
         strides.begins(step)
         now[0] += 1.0

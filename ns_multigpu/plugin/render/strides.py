@@ -1,34 +1,50 @@
 """How many steps training takes at once while somebody looks.
 
 A block of fused steps may be 64 long, and a page's request waits until it ends. Steps are measured, and blocks made so
-short that the wait is about `LONGEST_WAIT`. A block's end costs a millisecond or two: that is the price of a look.
+short that the wait is about `WAIT`. A block's end costs a millisecond or two: that is the price of a look. Where the
+pictures themselves take more than `SHARE` of the time, blocks are longer, so that there are fewer of them, but no wait
+is longer than `LONGEST_WAIT`.
 """
 
 import time
 from collections import deque
 from statistics import median
 
-LONGEST_WAIT = 0.05
+WAIT = 0.05
 """Seconds that a page waits for a block of steps to end, about, while one is open."""
+LONGEST_WAIT = 0.09
+"""The same where pictures take long."""
+SHARE = 0.08
+"""Of the time that pictures may take before pages wait longer."""
 
 
 class Strides:
-    """How many steps to take at once while somebody looks: as many as take `LONGEST_WAIT`, and one at least."""
+    """How many steps to take at once while somebody looks: as many as fit into a page's wait, and one at least."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=5)  # seconds a step; an evaluation in between is an exception
+        self._between: deque[float] = deque(maxlen=5)  # seconds between two blocks, in which pictures are drawn
         self._began: tuple[int, float] | None = None
+        self._ended: float | None = None
 
     def ended(self, step: int) -> None:
         """The steps before `step` have been taken."""
+        self._ended = time.perf_counter()
         if self._began is not None and step > self._began[0]:
-            self._recent.append((time.perf_counter() - self._began[1]) / (step - self._began[0]))
+            self._recent.append((self._ended - self._began[1]) / (step - self._began[0]))
 
     def begins(self, step: int) -> None:
         """`step` is about to be taken."""
-        self._began = (step, time.perf_counter())
+        now = time.perf_counter()
+        if self._ended is not None:
+            self._between.append(now - self._ended)
+        self._began = (step, now)
 
     @property
     def steps(self) -> int:
         """How many."""
-        return max(1, int(LONGEST_WAIT / max(median(self._recent), 1e-6))) if self._recent else 1
+        if not self._recent:
+            return 1
+        pictures = median(self._between) if self._between else 0.0
+        wait = min(max(WAIT, pictures * (1 / SHARE - 1)), LONGEST_WAIT)
+        return max(1, int(wait / max(median(self._recent), 1e-6)))

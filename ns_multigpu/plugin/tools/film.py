@@ -11,6 +11,7 @@ import queue
 import shutil
 import subprocess
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,12 +22,15 @@ import mediapy
 from PIL import Image
 
 from ns_multigpu.plugin.faults.errors import SaveFailed
+from ns_multigpu.plugin.launch.launcher import cores
 from ns_multigpu.plugin.tools.frames import HostFrame
 
 JOB = ".job.json"
 """The file that says of which render those beside it are."""
 _WAITING = 8
-"""Frames that wait to be written, at most: a large one takes 25 MB."""
+"""Images that wait to be written, at most: a large one takes 25 MB."""
+_MOST_WAITING = 2**31
+"""Bytes of frames that wait to be encoded, at most: two parts of a film of 4K, about."""
 _THREADS = 4
 """That encode images, of one rank."""
 ImageFormat = Literal["jpeg", "png"]
@@ -164,31 +168,51 @@ class Images:
 
 
 class Parts:
-    """Encodes parts of a film, one after the other, while the next frames are drawn.
+    """Encodes parts of a film, several at once, while the next frames are drawn.
+
+    A part is short, and an encoder looks ahead further than that: one after the other they would leave most of the
+    processor idle.
 
     Args:
         folder: of the parts. rate: frames a second.
+        encoders: how many parts are encoded at once, at most.
     """
 
-    def __init__(self, folder: Path, rate: float) -> None:
-        self._folder, self._rate = folder, rate
-        self._frames: queue.Queue[tuple[int, HostFrame | None] | None] = queue.Queue(_WAITING)
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="film", daemon=True)
-        self._thread.start()
+    def __init__(self, folder: Path, rate: float, encoders: int) -> None:
+        self._folder, self._rate, self._encoders = folder, rate, encoders
+        self._parts: deque[Future[None]] = deque()
+        self._free = threading.Semaphore(encoders)
+        self._frames: queue.SimpleQueue[HostFrame | None] = queue.SimpleQueue()
+        self._number: int | None = None  # of the part that is being put
+        self._room = threading.Condition()
+        self._waiting, self._failed = 0, False  # bytes
 
     def path(self, number: int) -> Path:
         """The file of a part."""
         return self._folder / f"{number:05d}.mp4"
 
     def put(self, number: int, frame: HostFrame | None) -> None:
-        """Adds a frame to a part, or with None ends it. Waits while too many wait.
+        """Adds a frame to a part, or with None ends it: parts follow each other. Waits while too much waits.
 
         Raises:
             Failed: an earlier one could not be encoded or written.
         """
         self._look()
-        self._frames.put((number, frame))
+        if self._number is None:
+            assert frame is not None, "a part has a frame at least"
+            while len(self._parts) > self._encoders:  # one may wait for an encoder
+                self._result(self._parts.popleft())
+            self._frames, self._number = queue.SimpleQueue(), number
+            self._parts.append(Future())
+            # A daemon: a render that is broken off ends no part, and its process must not wait for one.
+            task = (self._parts[-1], number, self._frames)
+            threading.Thread(target=self._run, args=task, name=f"film {number}", daemon=True).start()
+        assert number == self._number, "parts follow each other"
+        if frame is None:
+            self._number = None
+        else:
+            self._wait_for_room(frame.bytes)
+        self._frames.put(frame)
 
     def finish(self) -> None:
         """Waits until all parts are written.
@@ -196,29 +220,41 @@ class Parts:
         Raises:
             Failed: one could not be.
         """
-        self._frames.put(None)
-        self._thread.join()
-        self._look()
+        assert self._number is None, "the last part has been ended"
+        while self._parts:
+            self._result(self._parts.popleft())
 
     def _look(self) -> None:
-        if self._error is not None:
-            raise Failed(self._folder, self._error) from self._error
+        for part in self._parts:
+            if part.done() and part.exception() is not None:
+                self._result(part)
 
-    def _run(self) -> None:
-        task = self._frames.get()
-        while task is not None:
-            try:
-                task = self._part(*task)
-            except Exception as error:  # the thread that draws tells
-                self._error = error
-                while self._frames.get() is not None:
-                    pass
-                return
-            task = self._frames.get()
+    def _result(self, part: "Future[None]") -> None:
+        try:
+            part.result()
+        except Exception as error:
+            raise Failed(self._folder, error) from error
 
-    def _part(self, number: int, first: HostFrame | None) -> None:
-        frame = first
-        assert frame is not None, "a part has a frame at least"
+    def _wait_for_room(self, size: int) -> None:
+        with self._room:
+            self._room.wait_for(lambda: self._failed or not self._waiting or self._waiting + size <= _MOST_WAITING)
+            self._waiting += size
+
+    def _run(self, told: "Future[None]", number: int, frames: "queue.SimpleQueue[HostFrame | None]") -> None:
+        try:
+            with self._free:
+                self._part(number, frames)
+        except BaseException as error:  # the thread that draws tells
+            told.set_exception(error)
+            with self._room:  # it takes no frames any more
+                self._failed = True
+                self._room.notify_all()
+        else:  # after an encoder is free again: so one part at most waits for one, and not behind a later one
+            told.set_result(None)
+
+    def _part(self, number: int, frames: "queue.SimpleQueue[HostFrame | None]") -> None:
+        frame = frames.get()
+        assert frame is not None
         height, width, _ = frame.array().shape
         with (
             whole_file(self.path(number)) as path,
@@ -226,9 +262,21 @@ class Parts:
         ):
             while frame is not None:
                 writer.add_image(frame.array()[..., :3])
-                told = self._frames.get()
-                assert told is not None and told[0] == number, "parts follow each other"
-                frame = told[1]
+                self._taken(frame)
+                frame = frames.get()
+
+    def _taken(self, frame: HostFrame) -> None:
+        with self._room:
+            self._waiting -= frame.bytes
+            self._room.notify_all()
+
+
+def encoders(sharing: int) -> int:
+    """How many films' parts to encode at once on a machine whose cores so many processes share.
+
+    One encoder keeps about four cores busy.
+    """
+    return max(1, min(4, cores() // (4 * sharing)))
 
 
 def put_together(parts: list[Path], output: Path) -> None:

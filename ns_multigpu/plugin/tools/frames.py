@@ -34,9 +34,13 @@ class HostFrame:
 
     Args:
         frame: [h, w, channels] uint8 on any device.
+
+    Attributes:
+        bytes: of it.
     """
 
     def __init__(self, frame: Tensor) -> None:
+        self.bytes = frame.numel()
         self._done: torch.cuda.Event | None = None
         if frame.is_cuda:
             self._frame = torch.empty(frame.shape, dtype=frame.dtype, pin_memory=True)

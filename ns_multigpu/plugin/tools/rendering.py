@@ -35,6 +35,7 @@ from ns_multigpu.plugin.tools.film import (
     Images,
     Parts,
     begin,
+    encoders,
     ffmpeg,
     is_done,
     part_length,
@@ -165,7 +166,7 @@ class Rendering:
         length = part_length(len(frames))
         began = begin(folder, {**job, "rate": rate, "length": length}) if world.is_main else 0
         _meet(world)
-        parts = Parts(folder, rate)
+        parts = Parts(folder, rate, encoders(world.size // world.machines))
         units = [range(first, min(first + length, len(frames))) for first in range(0, len(frames), length)]
         for number, mine in artist.deal(units, lambda number: not is_done(parts.path(number), began)):
             for index in units[number]:
