@@ -205,6 +205,24 @@ def test_padding_behind_the_lists_changes_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 @VARIANTS
+def test_room_for_the_lists_of_no_tiles(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    """A rank that draws nothing of a step has room for lists, and no tiles. Nothing has written its state."""
+    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
+    splats = replace(make_splats(500, 47, 33), patches=())
+    lists = torch.zeros(1, dtype=torch.int32), torch.full((5_000,), -1, dtype=torch.int32)
+    arguments, (out, alpha, last, state) = _forward(splats, lists, "cuda", torch.float32)
+    state.view(torch.int32).fill_(2**30)
+    memory = torch.full((500, 16), 7.0, device="cuda")
+    sinks = torch.tensor([memory.data_ptr()], device="cuda")
+    owners, slots = torch.zeros(500, dtype=torch.int32), torch.arange(500, dtype=torch.int32)
+    torch.ops.ns_multigpu.rasterize_backward_into(
+        *arguments, alpha, last, state, out, out, alpha, True, sinks, owners.cuda(), slots.cuda(), False
+    )
+    torch.cuda.synchronize()
+    assert len(out) == 0 and bool((memory == 7.0).all())
+
+
+@VARIANTS
 @pytest.mark.parametrize("system_scope", [False, True])
 @pytest.mark.parametrize(("channels", "tile_size"), [(3, 16), (4, 16), (4, 8)])
 def test_into_two_sinks(

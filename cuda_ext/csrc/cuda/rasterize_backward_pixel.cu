@@ -151,7 +151,7 @@ auto kernel_of(bool absgrad) {
 cudaError_t launch_backward_pixel(const RasterInputs& in, const RasterShape& shape, const RasterState& state,
                                   const RasterGradients& pixels, const RecordTarget& target, bool absgrad,
                                   cudaStream_t stream) {
-  if (shape.chunk_slots() == 0 || shape.rows == 0) return cudaSuccess;
+  if (shape.tiles == 0 || shape.rows == 0) return cudaSuccess;  // without tiles nothing has written the slots
   const auto kernel = shape.packed_channels() == 4 ? kernel_of<4>(absgrad) : kernel_of<3>(absgrad);
   kernel<<<unsigned(shape.chunk_slots()), kTileThreads, 0, stream>>>(in.row_ids, int(shape.rows), shape.channels,
                                                                      state, pixels, target);
