@@ -151,6 +151,24 @@ def test_a_visit(capture: Path, tmp_path: Path, size: int) -> None:
     assert results[0]["paused"] < 20
 
 
+def test_pages_wait_until_pictures_are_due(capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = _trainer(World.single(), capture, tmp_path)
+    renders, images = trainer.pipeline.renders, trainer.viewer_state.images
+    with contextlib.closing(renders):
+        monkeypatch.setattr(Strides, "due", False)
+        while not renders.waiting:
+            time.sleep(0.01)
+        assert _steps(trainer, 0, 5) == 5 and images == [] and renders.waiting
+        trainer.training_state = "paused"  # nothing is slowed down then
+        trainer.viewer_state.then(2, lambda: setattr(trainer, "training_state", "training"))
+        _steps(trainer, 5, 6)
+        assert len(images) >= 2
+        before = len(images)
+        monkeypatch.setattr(Strides, "due", True)
+        while len(images) == before:
+            _steps(trainer, 6, 7)
+
+
 def _granted(world: World, capture: Path, folder: Path) -> list[int]:
     """How many steps all may take: with nobody there, with a page open, and when it is closed again."""
     trainer, pages = _trainer(world, capture, folder), dict[int, Any]()
@@ -185,12 +203,14 @@ def test_strides_fit_the_time_that_a_page_waits(monkeypatch: pytest.MonkeyPatch)
         step += 10
         strides.ended(step)
     assert strides.steps == pytest.approx(WAIT / 0.001, abs=1)
-    for pictures, wait in ((0.006, 0.006 * (1 / SHARE - 1)), (0.05, LONGEST_WAIT), (0.001, WAIT)):
-        for _ in range(5):
-            strides.ended(step)
-            now[0] += pictures
-            strides.begins(step)
-        assert strides.steps == pytest.approx(wait / 0.001, abs=1), "pictures take their share of the time, and no more"
+    for pictures, wait in ((0.008, 0.008 * (1 / SHARE - 1)), (0.05, LONGEST_WAIT), (0.0, 0.0)):
+        strides.ended(step)
+        now[0] += pictures
+        strides.begins(step)
+        assert strides.steps == pytest.approx(max(wait, WAIT) / 0.001, abs=1)
+        assert strides.due == (wait == 0.0), "pictures take their share of the time, and no more"
+        now[0] += wait + 1e-6
+        assert strides.due
     for _ in range(5):
         strides.begins(step)
         now[0] += 1.0

@@ -110,7 +110,7 @@ class Guards:
 
     def may_go_on(
         self, step: int, *, stop: Callable[[], bool], paused: Callable[[], bool], renders: Renders | None = None,
-        steps: int = MANY,
+        due: bool = True, steps: int = MANY,
     ) -> bool:  # fmt: skip
         """Whether all ranks take another step; every rank calls it and gets the same. It returns when a pause is over.
 
@@ -119,9 +119,10 @@ class Guards:
             stop, paused: what this rank's viewer says; rank 0 has it.
             renders: renders for rank 0's viewer: before a step an image for each page that waits then, and as many as
                 it wants in a pause.
+            due: on rank 0, whether to render before this step, if a page waits.
             steps: on rank 0, how many steps to take before all ask again.
         """
-        served, pages = 0, renders.waiting if renders is not None else 0
+        served, pages = 0, renders.waiting if renders is not None and due else 0
         while True:
             self.heart.beat("decide", step)
             wait = self._world.is_main and paused()

@@ -23,6 +23,7 @@ def may_go_on(trainer: Any, step: int) -> bool:
             stop=lambda: trainer.stop_training,
             paused=lambda: trainer.training_state != "training",
             renders=renders,
+            due=renders.strides.due,
             steps=renders.strides.steps if watched else MANY,
         )
     finally:
