@@ -22,11 +22,13 @@ from nerfstudio.data.scene_box import OrientedBox
 from torch import Tensor
 
 from ns_multigpu.core.schema import HARMONICS, POSITION, Parameter, degree_of
+from ns_multigpu.plugin.checkpoint.kind import kind_in
 from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, SavedPoints
 from ns_multigpu.plugin.checkpoint.verify import SHARDS, checkpoints_in, read_checkpoint_file, step_of
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.gaussians.init import SH_C0
 from ns_multigpu.primitives.gaussians.schema import ORDER, PLY_ORDER, SCHEMA
+from ns_multigpu.primitives.registry import FIRST, titled
 
 CHUNK = 1_000_000
 """Points held at a time: with harmonics of degree 3 some 1 GB, twice what is written of them and more."""
@@ -56,6 +58,10 @@ class PointSource:
 
     def __init__(self, path: Path) -> None:
         pipeline: Mapping[str, Any] = read_checkpoint_file(path)["pipeline"]
+        if (kind := kind_in(pipeline)) != FIRST:
+            raise InputError(
+                f"{path} is a checkpoint of {titled(kind)}. The exporter writes {titled(FIRST)} only, for now."
+            )
         self._shards: SavedPoints | None = None
         self._tensors: dict[str, Tensor] = {}
         if SHARDS in pipeline:

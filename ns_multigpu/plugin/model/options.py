@@ -6,6 +6,7 @@ from typing import Literal
 from nerfstudio.models.splatfacto import SplatfactoModelConfig
 
 from ns_multigpu.plugin.model.splat_model import SplatModel
+from ns_multigpu.primitives.registry import FIRST, PrimitiveName
 
 
 @dataclass
@@ -16,6 +17,8 @@ class SplatModelConfig(SplatfactoModelConfig):
     """
 
     _target: type = field(default_factory=lambda: SplatModel)
+    primitive: PrimitiveName = FIRST
+    """What the points are: "3dgs", 3D Gaussians. See docs/primitives.md for what each kind can do."""
     optimizer_state: Literal["full", "compact"] = "full"
     """How Adam keeps its two moments of every parameter of the Gaussians: "full", as float32, 8 bytes a parameter and
     472 a Gaussian; "compact", as bfloat16 that is rounded up or down at random, half of that. With compact a Gaussian

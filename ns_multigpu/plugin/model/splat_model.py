@@ -6,7 +6,7 @@ other ranks only that a rendering may hold some of a batch's patches.
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from nerfstudio.cameras.cameras import Cameras
@@ -32,26 +32,35 @@ from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
 from ns_multigpu.plugin.model.sharded_points import ShardedPoints, mean_of
 from ns_multigpu.primitives.gaussians.densifier import densification_info, dues
-from ns_multigpu.primitives.gaussians.functions import Gaussians
-from ns_multigpu.primitives.gaussians.init import SH_C0, initial_gaussians
+from ns_multigpu.primitives.gaussians.init import SH_C0
+from ns_multigpu.primitives.registry import KINDS, Kind
+from ns_multigpu.primitives.registry import Rendering as Wanted
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig
 
 
 class SplatModel(ShardedPoints, SplatfactoModel):
-    """3D Gaussian Splatting for any strategy.
+    """Splatting of 3D Gaussians, or of another kind of point, for any strategy.
 
     `step` is the number of images seen, so that warm-up, resolution schedule, harmonics and densification keep their
     meaning whatever the batch.
     """
 
-    schema: ClassVar[tuple[Parameter, ...]] = Gaussians.schema
-    """The parameters of its points, which are in `gauss_params`."""
     config: "SplatModelConfig"
     training_options: Any
     elsewhere: Callable[[Cameras, OrientedBox | None], MutableMapping[str, Any] | None] | None = None
     """Renders with other ranks, or for a viewer; None where this process is to do it (see `RenderService.outputs`)."""
+
+    @property
+    def kind(self) -> Kind:
+        """What its points are."""
+        return KINDS[self.config.primitive]
+
+    @property
+    def schema(self) -> tuple[Parameter, ...]:
+        """The parameters of its points, which are in `gauss_params`."""
+        return self.kind.schema
 
     def populate_modules(self) -> None:
         """Builds parameters and modules on the CPU; nothing is fetched and no GPU is needed."""
@@ -82,7 +91,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         config, seeds = self.config, self.seed_points
         if config.random_init or seeds is None or len(seeds[0]) == 0:
             seeds = None  # whether that is an error is for the pipeline to say: not when a checkpoint follows
-        return initial_gaussians(
+        return self.kind.initial(
             seeds,
             sh_degree=config.sh_degree,
             count=config.num_random,
@@ -123,12 +132,13 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         """
         config = self.config
         degree = min(self.step // config.sh_degree_interval, config.sh_degree) if config.sh_degree > 0 else None
-        return Gaussians(
+        wanted = Wanted(
             sh_degree=degree,
             antialiased=config.rasterize_mode == "antialiased",
             absgrad=counted and self.training and config.use_absgrad and self.counts(self.step),
             depth=depth,
         )
+        return self.kind.make(wanted)
 
     def in_one_color(
         self, primitive: Primitive, points: Points, color: tuple[float, float, float]
@@ -138,11 +148,11 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         Args:
             color: red, green and blue, each above 0 and below 1.
         """
-        assert isinstance(primitive, Gaussians)
         plain = points.params["features_dc"]
         constant = (torch.tensor(color, dtype=plain.dtype, device=plain.device) - 0.5) / SH_C0
         params = {**points.params, "features_dc": constant.expand_as(plain).contiguous()}
-        return replace(primitive, sh_degree=0), Points(params)
+        # Each kind of point that has harmonics is a dataclass, and has this field.
+        return replace(cast(Any, primitive), sh_degree=0), Points(params)
 
     # ---- training ----
 
@@ -225,7 +235,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         splats, views = self.rendering.splats, self.views
         self.densifier.after_step(
             self.gauss_params, self.optimizers, self.densifier_state, self.step, len(views),
-            self.rates.rate_of_one_view(POSITION), lambda: densification_info(splats, views),
+            self.rates.rate_of_one_view(POSITION), lambda: densification_info(splats, views, self.kind.screen_radii),
         )  # fmt: skip
         self.rendering = None
         if dues(self.config.refine_every, self.step, len(self.views)):

@@ -23,6 +23,7 @@ from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.image_homes import homes_of
 from ns_multigpu.plugin.checkpoint.beside import BesideCheckpoints
+from ns_multigpu.plugin.checkpoint.kind import check_kind, without_kind
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
 from ns_multigpu.plugin.checkpoint.sharded_state import learn_placement, load_points
 from ns_multigpu.plugin.checkpoint.verify import SHARDS, read_checkpoint_file, step_of
@@ -258,6 +259,9 @@ class DistributedPipeline(VanillaPipeline):
 
     def _load_own(self, loaded_state: dict[str, Any], step: int) -> None:
         model, load = self.model, super().load_pipeline
+        where = str((self.config.checkpoints or Path()) / f"step-{step:09d}.ckpt")
+        check_kind(loaded_state, model.config.primitive, where)
+        loaded_state = without_kind(loaded_state)
         if self.renders.shared and not model.sharded:
             model.hold_shard(self.strategy.placement, self.world)
         if SHARDS not in loaded_state and not model.sharded:

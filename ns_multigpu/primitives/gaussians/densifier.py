@@ -185,11 +185,16 @@ class ReplicatedDensifier(DefaultStrategy):
 
 
 @torch.no_grad()
-def densification_info(splats: Splats, views: list[View]) -> dict[str, Any]:
+def densification_info(
+    splats: Splats, views: list[View], radii_of: Callable[[Splats], Tensor] = screen_radii
+) -> dict[str, Any]:
     """The rows of a step that densification counts, once backward has filled the probe's gradient.
 
     Gradients are brought to what one view's own loss would give, in units of half an image: the step's loss is the
     mean over the views, so each is multiplied by their number.
+
+    Args:
+        radii_of: radii in pixels of splats, [M]; 3D Gaussians' by default.
 
     Returns:
         `n_cameras`; `ids` [M] int64; `gradients` [M] norms, 0 where the splat is not drawn; `visible` [M] 1 where it
@@ -212,5 +217,5 @@ def densification_info(splats: Splats, views: list[View]) -> dict[str, Any]:
         "ids": ids,
         "gradients": torch.where(radii > 0, (gradient * half[place] * len(views)).norm(dim=-1), 0.0),
         "visible": (radii != 0).float(),
-        "radii": screen_radii(splats) / longest[place],
+        "radii": radii_of(splats) / longest[place],
     }

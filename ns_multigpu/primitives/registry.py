@@ -1,0 +1,91 @@
+"""The kinds of points that there are, by the name that the user types: `--pipeline.model.primitive`.
+
+A checkpoint names its kind, and a run goes on only from one of its own. To add one: a folder beside this file, an entry
+in `KINDS`, and its name in `PrimitiveName`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from ns_multigpu.core.primitive import Primitive
+from ns_multigpu.core.schema import Parameter
+from ns_multigpu.core.types import Splats
+from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
+from ns_multigpu.primitives.gaussians.init import initial_gaussians
+from ns_multigpu.primitives.gaussians.schema import SCHEMA as GAUSSIANS
+
+PrimitiveName = Literal["3dgs"]
+"""What the option can be; the names in `KINDS`."""
+FIRST: PrimitiveName = "3dgs"
+"""What the points of a checkpoint are that names no kind: all were, once, and those of nerfstudio's own are."""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How a model wants its points rendered; a kind of point reads of it what it has a use for.
+
+    Attributes:
+        sh_degree: harmonics in use now; None for plain colours.
+        depth: render expected depth as well.
+        antialiased, absgrad: see `Gaussians`.
+        channels: further ones, by the names that the kind of point has for them.
+    """
+
+    sh_degree: int | None
+    depth: bool = False
+    antialiased: bool = False
+    absgrad: bool = False
+    channels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of point, as the trainer wants to know it.
+
+    Attributes:
+        title: what messages call its points.
+        schema: the parameters of a point.
+        make: the primitive that renders them so.
+        initial: the raw parameters that training starts from; arguments as `initial_gaussians`'s.
+        screen_radii: radii in pixels of a step's splats, [M], for densification; see `densification_info`.
+        lacks: what it cannot do yet that others can, and why: by the option that would ask for it, with its value.
+    """
+
+    title: str
+    schema: tuple[Parameter, ...]
+    make: Callable[[Rendering], Primitive]
+    initial: Callable[..., dict[str, Tensor]]
+    screen_radii: Callable[[Splats], Tensor]
+    lacks: Mapping[tuple[str, object], str] = field(default_factory=dict[tuple[str, object], str])
+
+
+def _gaussians(wanted: Rendering) -> Primitive:
+    return Gaussians(wanted.sh_degree, wanted.antialiased, wanted.absgrad, wanted.depth)
+
+
+KINDS: dict[str, Kind] = {
+    "3dgs": Kind("3D Gaussians", GAUSSIANS, _gaussians, initial_gaussians, screen_radii),
+}
+
+
+def all_parameters() -> tuple[Parameter, ...]:
+    """The parameters of all kinds of points, each name once: the groups of learning rates that a method must have.
+
+    Raises:
+        ValueError: two kinds want other learning rates for a parameter of the same name.
+    """
+    found = dict[str, Parameter]()
+    for name, kind in KINDS.items():
+        for parameter in kind.schema:
+            same = found.setdefault(parameter.name, parameter)
+            if (same.rate, same.final_rate) != (parameter.rate, parameter.final_rate):
+                raise ValueError(f"{name}: {parameter.name} has another learning rate than another kind of point's")
+    return tuple(found.values())
+
+
+def titled(name: str) -> str:
+    """A kind's title and name, for messages; also of one that this version does not know."""
+    return f"{KINDS[name].title} ({name})" if name in KINDS else f"another kind of point ({name})"
