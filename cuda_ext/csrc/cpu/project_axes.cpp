@@ -119,33 +119,31 @@ Gradients project_axes_backward(const at::Tensor& means, const at::Tensor& axes,
     const T *const depth = v_depths.const_data_ptr<T>(), *const opacity = v_row_opacities.const_data_ptr<T>();
     T *const to_means = g_means.mutable_data_ptr<T>(), *const to_axes = g_axes.mutable_data_ptr<T>();
     T *const to_opacities = g_opacities.mutable_data_ptr<T>(), *const poses = g_viewmats.mutable_data_ptr<T>();
-    const std::vector<Chunk> chunks = chunks_of(in.starts, 0, in.views());
-    std::vector<double> sums(12 * chunks.size());  // of each chunk: the pose's, the rotation's nine first
-    for_chunks(chunks, [&](int64_t number, const Chunk& chunk) {
-      const Camera<T> camera = in.camera<T>(chunk.view);
-      double* const pose = sums.data() + 12 * number;
-      for (int64_t i = chunk.begin; i < chunk.end; ++i) {
-        if (radius[2 * i] <= 0) continue;
-        const SplatGradient<T> splat = {at_mean[2 * i],   at_mean[2 * i + 1], conic[3 * i], conic[3 * i + 1],
-                                        conic[3 * i + 2], depth[i],           opacity[i]};
-        const AxesGradient<T> g = splat_vjp(camera, in.point<T>(i), T(eps2d), antialiased, splat);
-        const T mean[3] = {g.mean.x, g.mean.y, g.mean.z};
-        const T by_axes[9] = {g.axes.r0.x, g.axes.r0.y, g.axes.r0.z, g.axes.r1.x, g.axes.r1.y,
-                              g.axes.r1.z, g.axes.r2.x, g.axes.r2.y, g.axes.r2.z};
-        std::copy_n(mean, 3, to_means + 3 * i);
-        std::copy_n(by_axes, 9, to_axes + 9 * i);
-        to_opacities[i] = g.opacity;
-        const Mat3<T>& r = g.rotation;
-        const T turn[12] = {r.r0.x, r.r0.y, r.r0.z, r.r1.x,          r.r1.y,          r.r1.z,
-                            r.r2.x, r.r2.y, r.r2.z, g.translation.x, g.translation.y, g.translation.z};
-        for (int c = 0; c < 12; ++c) pose[c] += static_cast<double>(turn[c]);
-      }
-    });
     for (int64_t view = 0; view < in.views(); ++view) {
+      const std::vector<Chunk> chunks = chunks_of(in.starts, view, view + 1);
+      std::vector<double> sums(12 * chunks.size());  // of each chunk: the pose's, the rotation's nine first
+      for_chunks(chunks, [&](int64_t number, const Chunk& chunk) {
+        const Camera<T> camera = in.camera<T>(view);
+        double* const pose = sums.data() + 12 * number;
+        for (int64_t i = chunk.begin; i < chunk.end; ++i) {
+          if (radius[2 * i] <= 0) continue;
+          const SplatGradient<T> splat = {at_mean[2 * i],   at_mean[2 * i + 1], conic[3 * i], conic[3 * i + 1],
+                                          conic[3 * i + 2], depth[i],           opacity[i]};
+          const AxesGradient<T> g = splat_vjp(camera, in.point<T>(i), T(eps2d), antialiased, splat);
+          const T mean[3] = {g.mean.x, g.mean.y, g.mean.z};
+          const T by_axes[9] = {g.axes.r0.x, g.axes.r0.y, g.axes.r0.z, g.axes.r1.x, g.axes.r1.y,
+                                g.axes.r1.z, g.axes.r2.x, g.axes.r2.y, g.axes.r2.z};
+          std::copy_n(mean, 3, to_means + 3 * i);
+          std::copy_n(by_axes, 9, to_axes + 9 * i);
+          to_opacities[i] = g.opacity;
+          const Mat3<T>& r = g.rotation;
+          const T turn[12] = {r.r0.x, r.r0.y, r.r0.z, r.r1.x,          r.r1.y,          r.r1.z,
+                              r.r2.x, r.r2.y, r.r2.z, g.translation.x, g.translation.y, g.translation.z};
+          for (int c = 0; c < 12; ++c) pose[c] += static_cast<double>(turn[c]);
+        }
+      });
       double total[12] = {};
-      for (size_t k = 0; k < chunks.size(); ++k) {
-        for (int c = 0; chunks[k].view == view && c < 12; ++c) total[c] += sums[12 * k + c];
-      }
+      for (size_t i = 0; i < sums.size(); ++i) total[i % 12] += sums[i];
       for (int r = 0; r < 3; ++r) {
         for (int c = 0; c < 3; ++c) poses[16 * view + 4 * r + c] = static_cast<T>(total[3 * r + c]);
         poses[16 * view + 4 * r + 3] = static_cast<T>(total[9 + r]);
