@@ -16,15 +16,21 @@ def rotations_4d(left: Tensor, right: Tensor) -> Tensor:
     Args:
         left, right: [..., 4] quaternions (w, x, y, z) of any length but zero.
     """
-    a, b, c, d = torch.nn.functional.normalize(left, dim=-1).unbind(-1)
-    p, q, r, s = torch.nn.functional.normalize(right, dim=-1).unbind(-1)
+    (a, b, c, d), (p, q, r, s) = _unit(left), _unit(right)
     by_left = ((a, -b, -c, -d), (b, a, -d, c), (c, d, a, -b), (d, -c, b, a))
     by_right = ((p, q, r, s), (-q, p, -s, r), (-r, s, p, -q), (-s, -r, q, p))
     rows = [
-        torch.stack([sum(x[i] * by_right[i][k] for i in range(1, 4)) + x[0] * by_right[0][k] for k in range(4)], dim=-1)
-        for x in by_left
+        torch.stack([w * p_ + x * q_ + y * r_ + z * s_ for p_, q_, r_, s_ in zip(*by_right, strict=True)], dim=-1)
+        for w, x, y, z in by_left
     ]
     return torch.stack(rows, dim=-2)
+
+
+def _unit(quats: Tensor) -> tuple[Tensor, ...]:
+    """The components [...] of quaternions at length one."""
+    w, x, y, z = quats.unbind(-1)
+    length = (w * w + x * x + y * y + z * z).sqrt().clamp_min(1e-12)
+    return w / length, x / length, y / length, z / length
 
 
 def condition(

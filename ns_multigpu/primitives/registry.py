@@ -15,9 +15,14 @@ from ns_multigpu.core.schema import Parameter
 from ns_multigpu.core.types import Splats
 from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
 from ns_multigpu.primitives.gaussians.init import initial_gaussians
+from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_HALVES, Halves
 from ns_multigpu.primitives.gaussians.schema import SCHEMA as GAUSSIANS
+from ns_multigpu.primitives.moving.densifier import MovingHalves
+from ns_multigpu.primitives.moving.functions import MovingGaussians
+from ns_multigpu.primitives.moving.init import initial_moving
+from ns_multigpu.primitives.moving.schema import SCHEMA as MOVING
 
-PrimitiveName = Literal["3dgs"]
+PrimitiveName = Literal["3dgs", "4dgs"]
 """What the option can be; the names in `KINDS`."""
 FIRST: PrimitiveName = "3dgs"
 """What the points of a checkpoint are that names no kind: all were, once, and those of nerfstudio's own are."""
@@ -52,6 +57,8 @@ class Kind:
         initial: the raw parameters that training starts from; arguments as `initial_gaussians`'s.
         screen_radii: radii in pixels of a step's splats, [M], for densification; see `densification_info`.
         lacks: what it cannot do yet that others can, and why: by the option that would ask for it, with its value.
+        halves: what the halves of a split are.
+        timed: whether what they look like depends on a view's time.
     """
 
     title: str
@@ -60,14 +67,24 @@ class Kind:
     initial: Callable[..., dict[str, Tensor]]
     screen_radii: Callable[[Splats], Tensor]
     lacks: Mapping[tuple[str, object], str] = field(default_factory=dict[tuple[str, object], str])
+    halves: Halves = GAUSSIAN_HALVES
+    timed: bool = False
 
 
 def _gaussians(wanted: Rendering) -> Primitive:
     return Gaussians(wanted.sh_degree, wanted.antialiased, wanted.absgrad, wanted.depth)
 
 
+def _moving(wanted: Rendering) -> Primitive:
+    return MovingGaussians(wanted.sh_degree, wanted.antialiased, wanted.absgrad, wanted.depth)
+
+
 KINDS: dict[str, Kind] = {
     "3dgs": Kind("3D Gaussians", GAUSSIANS, _gaussians, initial_gaussians, screen_radii),
+    "4dgs": Kind(
+        "4D Gaussians", MOVING, _moving, initial_moving, screen_radii, halves=MovingHalves(), timed=True,
+        lacks={("densifier", "mcmc"): "what becomes of several where there was one is known for 3D Gaussians only"},
+    ),
 }
 
 

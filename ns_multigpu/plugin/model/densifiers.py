@@ -10,6 +10,7 @@ from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
 from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
+from ns_multigpu.primitives.registry import KINDS
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig
@@ -63,4 +64,5 @@ def make_densifier(
         absgrad=options.use_absgrad,
         world=world,
         seed=seed,
+        halves=KINDS[options.primitive].halves,
     )

@@ -18,7 +18,8 @@ class SplatModelConfig(SplatfactoModelConfig):
 
     _target: type = field(default_factory=lambda: SplatModel)
     primitive: PrimitiveName = FIRST
-    """What the points are: "3dgs", 3D Gaussians. See docs/primitives.md for what each kind can do."""
+    """What the points are: "3dgs", 3D Gaussians; "4dgs", Gaussians over space and time, for captures whose views have
+    times. See docs/primitives.md for what each kind can do."""
     optimizer_state: Literal["full", "compact"] = "full"
     """How Adam keeps its two moments of every parameter of the Gaussians: "full", as float32, 8 bytes a parameter and
     472 a Gaussian; "compact", as bfloat16 that is rounded up or down at random, half of that. With compact a Gaussian

@@ -33,6 +33,7 @@ from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.process_world import get_world, set_world
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model.cameras import view_from_camera
+from ns_multigpu.plugin.model.kinds import check_lacks, times_note
 from ns_multigpu.plugin.model.metrics import means
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.splat_model import SplatModel
@@ -164,6 +165,7 @@ class DistributedPipeline(VanillaPipeline):
             config, self.team = team.begin(config, test_mode)
         checks.check_strategy(config.strategy, STRATEGIES)
         checks.check_views_per_rank(config.views_per_rank)
+        check_lacks(config.model)
         self.world = get_world(str(device))
         self.strategy = strategy_of(config, self.world)
         sharded = not self.strategy.placement.replicated
@@ -176,6 +178,8 @@ class DistributedPipeline(VanillaPipeline):
             self.datamanager.check_capture()
             raise_together(different_points(self.model.seed_points, self.world), self.world, DIFFERENT)
             checks.check_views(len(self.datamanager.train_dataset), 1 if sharded else self.world.size)
+            if note := times_note(config.model.primitive, self.datamanager.train_dataset.cameras):
+                CONSOLE.print(note, soft_wrap=True)
             if _count(self.model.seed_points) == 0 and not config.model.random_init:
                 CONSOLE.print(
                     f"The capture has no seed points: training begins with {self.model.num_points:,} random Gaussians, "

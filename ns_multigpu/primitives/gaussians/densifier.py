@@ -20,7 +20,7 @@ from ns_multigpu.core.types import Splats, View
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.cap import allowed_growth
 from ns_multigpu.primitives.gaussians.functions import screen_radii
-from ns_multigpu.primitives.gaussians.regroup import Fates, grow_and_prune
+from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_HALVES, Fates, Halves, grow_and_prune
 
 
 def dues(period: int, first: int, count: int) -> range:
@@ -45,6 +45,7 @@ class ReplicatedDensifier(DefaultStrategy):
         morton: bring the points into the order of `morton` at each refinement.
         cap: most points of the whole model, None for any number: a refinement that would lead beyond only prunes.
         held_back: called each time that happens, with the number of points there would have been.
+        halves: what the halves of a split are.
         changes: how many points of the whole model refinements have `duplicated`, `split` and `pruned`; whoever logs it
             empties it.
     """
@@ -57,6 +58,7 @@ class ReplicatedDensifier(DefaultStrategy):
     morton: bool = False
     cap: int | None = None
     held_back: Callable[[int], None] | None = None
+    halves: Halves = GAUSSIAN_HALVES
     changes: dict[str, int] = field(default_factory=dict, init=False, compare=False)
 
     def step_post_backward(
@@ -141,6 +143,7 @@ class ReplicatedDensifier(DefaultStrategy):
             # Alike on every rank, whatever else a rank draws.
             generator=keyed_generator(self.seed, "densify", image, device=state["grad2d"].device),
             spent=("grad2d", "count", "radii"),
+            halves=self.halves,
         )
         self._note_changes(*done)
 

@@ -30,7 +30,8 @@ class MovingGaussians(Primitive):
     the axis of time, in the unit of `times`; `opacities` [N, 1] or [N], logits; `features_dc` [N, 3] and
     `features_rest` [N, R, 3], spherical harmonics, or with `sh_degree` None `features_dc` alone: logits of the colour;
     `cosines_dc` [N, C, 3] and `cosines_rest` [N, C, R, 3], harmonics that are multiplied by cos(2 pi n dt), n = 1 to C,
-    where dt is the view's time less the point's (4D spherindrical harmonics with a period of 1; section 3.2 there).
+    where dt is the view's time less the point's (4D spherindrical harmonics with a period of 1; section 3.2 there). The
+    cosines count from degree 1 on.
 
     A point is culled from views outside of which it is seen, and from those at whose time its opacity is below 1/255.
 
@@ -134,7 +135,7 @@ class MovingGaussians(Primitive):
         apart = view_times[hits.view_ids.long()] - params["times"].reshape(-1)[place]
         plain, rest = params["features_dc"][place], params["features_rest"][place]
         for n in range(COSINES):
-            wave = torch.cos(2 * math.pi * (n + 1) * apart)
+            wave = torch.cos(2 * math.pi * (n + 1) * apart) * (self.sh_degree > 0)
             plain = plain + wave[:, None] * params["cosines_dc"][place, n]
             rest = rest + wave[:, None, None] * params["cosines_rest"][place, n]
         rows = torch.arange(len(hits), dtype=torch.int32, device=place.device)

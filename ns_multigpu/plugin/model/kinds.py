@@ -1,0 +1,54 @@
+"""What a kind of point and the options or the capture of a run have to do with each other, known before it trains."""
+
+from typing import Any
+
+from nerfstudio.cameras.cameras import Cameras
+
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.primitives.registry import KINDS, titled
+
+
+def check_lacks(options: Any) -> None:
+    """Whether the kind of point can do what the model's options ask for.
+
+    Raises:
+        InputError: it cannot.
+    """
+    kind = KINDS[options.primitive]
+    for (name, value), why in kind.lacks.items():
+        if getattr(options, name) == value:
+            flag = f"--pipeline.model.{name.replace('_', '-')}"
+            raise InputError(
+                f"{flag} {value} does not go with {titled(options.primitive)}: {why}. Leave {flag} out, or use another "
+                "--pipeline.model.primitive."
+            )
+
+
+def times_note(primitive: str, cameras: Cameras) -> str:
+    """What is to be said about the times of a capture's training views before points of this kind learn from them; ""
+    for nothing.
+
+    Raises:
+        InputError: points with times are to learn from times outside of 0 to 1.
+    """
+    kind, times = KINDS[primitive], cameras.times
+    several = times is not None and bool((times != times.flatten()[0]).any())
+    if not kind.timed:
+        return (
+            "The views have different times, and these points have none: what moves will be blurred. "
+            "--pipeline.model.primitive 4dgs learns it."
+            if several
+            else ""
+        )
+    if times is not None and not bool(((times >= 0) & (times <= 1)).all()):
+        raise InputError(
+            f"The views' times go from {float(times.min()):g} to {float(times.max()):g}; {titled(primitive)} learn "
+            "those from 0 to 1. Scale the times in the capture's file: 0 for the first view, 1 for the last."
+        )
+    if several:
+        return ""
+    return (
+        f"This capture stands still: its views {'have no times' if times is None else 'all have the same time'}. "
+        f"{titled(primitive)} will learn that one moment, and take more memory and time than "
+        "--pipeline.model.primitive 3dgs would."
+    )
