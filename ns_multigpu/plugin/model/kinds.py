@@ -1,5 +1,6 @@
 """What a kind of point and the options or the capture of a run have to do with each other, known before it trains."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from nerfstudio.cameras.cameras import Cameras
@@ -51,4 +52,20 @@ def times_note(primitive: str, cameras: Cameras) -> str:
         f"This capture stands still: its views {'have no times' if times is None else 'all have the same time'}. "
         f"{titled(primitive)} will learn that one moment, and take more memory and time than "
         "--pipeline.model.primitive 3dgs would."
+    )
+
+
+def frames_note(primitive: str, cameras: Sequence[Cameras]) -> str:
+    """What is to be said about the times of frames that are to be drawn of points of this kind; "" for nothing."""
+    if not KINDS[primitive].timed or not cameras:
+        return ""
+    times = [float(camera.times.reshape(-1)[0]) for camera in cameras if camera.times is not None]
+    if not times:
+        return "The frames have no times: all show the moment 0. A path from the viewer has times (Default Time)."
+    beyond = sum(not 0 <= time <= 1 for time in times)
+    return (
+        f"{beyond} of {len(cameras)} frames have times outside of 0 to 1 ({min(times):g} to {max(times):g}), of which "
+        "nothing was learned: points fade there."
+        if beyond
+        else ""
     )
