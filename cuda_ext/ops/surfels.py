@@ -1,7 +1,7 @@
 """2D Gaussians (Huang et al. 2024, "2D Gaussian Splatting"): `project_surfels` and `rasterize_surfels`.
 
-A surfel is a flat Gaussian in the plane of its first two axes. Its `transform` takes (u, v, 1), a place in that plane in
-standard deviations, to homogeneous pixels: T = K [s_u a_u, s_v a_v, mean], all in camera space (section 4.1, equation 6).
+A surfel is a flat Gaussian in the plane of its first two axes. Its `transform` takes (u, v, 1), a place in that plane
+in standard deviations, to homogeneous pixels: T = K [s_u a_u, s_v a_v, mean], all in camera space (section 4.1).
 Rows, views, ids, sizes and padding are as in `cuda_ext.ops.projection`, patches and lists as in
 `cuda_ext.ops.rasterization`: `intersect` makes the lists, by boxes (`box_lists`).
 """
@@ -124,7 +124,7 @@ def rasterize_surfels(
     """Composites surfels over the pixels of the patches, front to back by the depths of their centres.
 
     A pixel's ray meets a surfel's plane at (u, v); sigma = min(u^2 + v^2, 2 |pixel - means2d|^2) / 2 is the Gaussian's
-    exponent with the low-pass filter of equation 11 (Huang et al. 2024, sections 4.1 and 4.2). Constants and stopping
+    exponent with the low-pass filter on the screen (Huang et al. 2024, section 4.2). Constants and stopping
     are those of `rasterize`. Where the ray meets the plane behind the camera the filter alone counts; where it is
     parallel to it, nothing does. Median depth and distortion are gsplat 1.4.0's: of the depths of centres, not of the
     ray's crossing, and the distortion is that of absolute differences.

@@ -6,7 +6,7 @@ in `KINDS`, and its name in `PrimitiveName`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -16,8 +16,11 @@ from ns_multigpu.core.types import Splats
 from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
 from ns_multigpu.primitives.gaussians.init import initial_gaussians
 from ns_multigpu.primitives.gaussians.schema import SCHEMA as GAUSSIANS
+from ns_multigpu.primitives.surfels.functions import Surfels
+from ns_multigpu.primitives.surfels.functions import screen_radii as surfel_radii
+from ns_multigpu.primitives.surfels.schema import SCHEMA as SURFELS
 
-PrimitiveName = Literal["3dgs"]
+PrimitiveName = Literal["3dgs", "2dgs"]
 """What the option can be; the names in `KINDS`."""
 FIRST: PrimitiveName = "3dgs"
 """What the points of a checkpoint are that names no kind: all were, once, and those of nerfstudio's own are."""
@@ -66,8 +69,29 @@ def _gaussians(wanted: Rendering) -> Primitive:
     return Gaussians(wanted.sh_degree, wanted.antialiased, wanted.absgrad, wanted.depth)
 
 
+def _surfels(wanted: Rendering) -> Primitive:
+    return Surfels(wanted.sh_degree, wanted.depth, wanted.channels)
+
+
+def _initial_surfels(*seeds: Any, **options: Any) -> dict[str, Tensor]:
+    """3D Gaussians', without the third scale: as the published code begins."""
+    params = initial_gaussians(*seeds, **options)
+    return {**params, "scales": params["scales"][:, :2].contiguous()}
+
+
+_NO_OPERATORS = "only fused steps do that, and 2D Gaussians have no operators for them yet"
+_WITHOUT = {
+    ("rasterize_mode", "antialiased"): "2D Gaussians have a low-pass filter of their own; use classic",
+    ("use_absgrad", True): "the published statistic of 2D Gaussians is the gradient itself; use False",
+    ("densifier", "mcmc"): "MCMC's noise and relocation are those of 3D Gaussians; use default",
+    ("use_scale_regularization", True): "needles of 3D Gaussians are meant; use False",
+    ("selective_adam", True): _NO_OPERATORS,
+    ("optimizer_state", "compact"): _NO_OPERATORS,
+}
+
 KINDS: dict[str, Kind] = {
     "3dgs": Kind("3D Gaussians", GAUSSIANS, _gaussians, initial_gaussians, screen_radii),
+    "2dgs": Kind("2D Gaussians", SURFELS, _surfels, _initial_surfels, surfel_radii, _WITHOUT),
 }
 
 

@@ -160,8 +160,8 @@ def grow_and_prune(
 
     Args:
         rules: the thresholds.
-        params: `means` [N, 3], `scales` [N, 3] (log), `quats` [N, 4], `opacities` [N, 1] or [N] (logits), any others
-            with a line for each point. Replaced by new `Parameter`s.
+        params: `means` [N, 3], `scales` [N, 3], or [N, 2] of flat points (log), `quats` [N, 4], `opacities` [N, 1] or
+            [N] (logits), any others with a line for each point. Replaced by new `Parameter`s.
         optimizers: by parameter; may lack some. They go on with the new parameters.
         state: `grad2d`, `count` and, where the rules ask for it, `radii`, [N] each; `scene_scale`. Tensors follow.
         image: the clock, which some rules look at.
@@ -233,7 +233,10 @@ def regroup(params: Mapping[str, Tensor], fates: Fates, drawn: Tensor | None) ->
     if drawn is None or fates.n_born == 0:
         return Listing(source, fates.n_kept, scales.new_empty(0, 3))
     parents = source[fates.total - fates.n_born :]
-    along = scales.index_select(0, parents).exp() * drawn.index_select(1, torch.searchsorted(split, parents))
+    along = scales.index_select(0, parents).exp()
+    if along.shape[1] == 2:  # flat: its children lie in its plane
+        along = torch.nn.functional.pad(along, (0, 1))
+    along = along * drawn.index_select(1, torch.searchsorted(split, parents))
     offsets = rotate(rotations(params["quats"].index_select(0, parents)), along).reshape(-1, 3)
     return Listing(source, fates.n_kept, offsets.to(scales.dtype))
 
