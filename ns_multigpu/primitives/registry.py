@@ -82,9 +82,7 @@ def _initial_surfels(*seeds: Any, **options: Any) -> dict[str, Tensor]:
 _NO_OPERATORS = "only fused steps do that, and 2D Gaussians have no operators for them yet"
 _WITHOUT = {
     ("rasterize_mode", "antialiased"): "2D Gaussians have a low-pass filter of their own; use classic",
-    ("use_absgrad", True): "the published statistic of 2D Gaussians is the gradient itself; use False",
     ("densifier", "mcmc"): "MCMC's noise and relocation are those of 3D Gaussians; use default",
-    ("use_scale_regularization", True): "needles of 3D Gaussians are meant; use False",
     ("selective_adam", True): _NO_OPERATORS,
     ("optimizer_state", "compact"): _NO_OPERATORS,
 }
