@@ -48,12 +48,12 @@ def condition(
 
     A point's covariance over (t, x, y, z) is M M^T, M = R diag(scales), where R makes of a quaternion v the product
     left v conj(right). With the row m of M that belongs to time, and the others N: the mean is
-    N m (t - time) / |m|^2 away from the point's, the covariance N (I - m m^T / |m|^2) N^T, and the opacity is multiplied
-    by exp(-(t - time)^2 / (2 |m|^2)). The covariance comes as a factor, N times three perpendicular vectors that are
-    perpendicular to m (those of the Householder reflection of m), so that nothing cancels.
+    N m (t - time) / |m|^2 away from the point's, the covariance N (I - m m^T / |m|^2) N^T, and the opacity is
+    multiplied by exp(-(t - time)^2 / (2 |m|^2)). The covariance comes as a factor, N times three perpendicular vectors
+    that are perpendicular to m (those of the Householder reflection of m), so that nothing cancels.
 
-    Where `left` and `right` are the same the point does not move: it is the 3D Gaussian of that rotation and of the last
-    three scales.
+    Where `left` and `right` are the same the point does not move: it is the 3D Gaussian of that rotation and of the
+    last three scales.
 
     Differentiable with respect to all points' parameters.
 

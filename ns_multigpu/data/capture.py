@@ -75,7 +75,7 @@ class CityCapture:
             raise ValueError(f"eval_interval is {eval_interval}: give 2 or more, or 0 to hold out no view")
         if altitude is not None and altitude <= 0.5:
             raise ValueError(f"altitude is {altitude} m: cameras must be above the ground, at 0.5 m or more")
-        if rig is not None and not (2 <= rig and 2 * rig <= views):
+        if rig is not None and not (rig >= 2 and 2 * rig <= views):
             raise ValueError(f"rig is {rig}: give 2 cameras or more, and at least two views for each of them")
         self._arguments = (
             city, kind, views, width, height, samples, seed, eval_interval, time_varying, altitude, cache_bytes, rig

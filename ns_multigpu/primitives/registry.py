@@ -6,7 +6,7 @@ in `KINDS`, and its name in `PrimitiveName`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -21,8 +21,11 @@ from ns_multigpu.primitives.moving.densifier import MovingHalves
 from ns_multigpu.primitives.moving.functions import MovingGaussians
 from ns_multigpu.primitives.moving.init import initial_moving
 from ns_multigpu.primitives.moving.schema import SCHEMA as MOVING
+from ns_multigpu.primitives.surfels.functions import Surfels
+from ns_multigpu.primitives.surfels.functions import screen_radii as surfel_radii
+from ns_multigpu.primitives.surfels.schema import SCHEMA as SURFELS
 
-PrimitiveName = Literal["3dgs", "4dgs"]
+PrimitiveName = Literal["3dgs", "2dgs", "4dgs"]
 """What the option can be; the names in `KINDS`."""
 FIRST: PrimitiveName = "3dgs"
 """What the points of a checkpoint are that names no kind: all were, once, and those of nerfstudio's own are."""
@@ -79,11 +82,30 @@ def _moving(wanted: Rendering) -> Primitive:
     return MovingGaussians(wanted.sh_degree, wanted.antialiased, wanted.absgrad, wanted.depth)
 
 
+def _surfels(wanted: Rendering) -> Primitive:
+    return Surfels(wanted.sh_degree, wanted.depth, wanted.channels)
+
+
+def _initial_surfels(*seeds: Any, **options: Any) -> dict[str, Tensor]:
+    """3D Gaussians', without the third scale: as the published code begins."""
+    params = initial_gaussians(*seeds, **options)
+    return {**params, "scales": params["scales"][:, :2].contiguous()}
+
+
+_NO_OPERATORS = "only fused steps do that, and these points have no operators for them yet"
+_WITHOUT = {
+    ("rasterize_mode", "antialiased"): "2D Gaussians have a low-pass filter of their own; use classic",
+    ("densifier", "mcmc"): "MCMC's noise and relocation are those of 3D Gaussians; use default",
+    ("selective_adam", True): _NO_OPERATORS,
+    ("optimizer_state", "compact"): _NO_OPERATORS,
+}
+_STILL_ONLY = {asked: why for asked, why in _WITHOUT.items() if asked[0] != "rasterize_mode"}
+
 KINDS: dict[str, Kind] = {
     "3dgs": Kind("3D Gaussians", GAUSSIANS, _gaussians, initial_gaussians, screen_radii),
+    "2dgs": Kind("2D Gaussians", SURFELS, _surfels, _initial_surfels, surfel_radii, _WITHOUT),
     "4dgs": Kind(
-        "4D Gaussians", MOVING, _moving, initial_moving, screen_radii, halves=MovingHalves(), timed=True,
-        lacks={("densifier", "mcmc"): "what becomes of several where there was one is known for 3D Gaussians only"},
+        "4D Gaussians", MOVING, _moving, initial_moving, screen_radii, _STILL_ONLY, halves=MovingHalves(), timed=True
     ),
 }
 

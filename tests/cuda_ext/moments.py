@@ -11,9 +11,7 @@ from tests.cuda_ext.scenes import Scene, random_scene
 MOVING = ("means", "times", "left", "right", "scales", "opacities")
 
 
-def moving(
-    scene: Scene, seed: int = 0, duration: float = 0.4
-) -> tuple[list[Tensor], Tensor]:
+def moving(scene: Scene, seed: int = 0, duration: float = 0.4) -> tuple[list[Tensor], Tensor]:
     """The scene's points as 4D Gaussians that move, as leaves in the order of `MOVING`, and its views' times."""
     g = torch.Generator().manual_seed(seed)
     points, like = len(scene.means), {"dtype": scene.means.dtype}
@@ -32,9 +30,7 @@ def moving_scene(**options: int | torch.dtype) -> tuple[Scene, list[Tensor], Ten
     return (scene, *moving(scene))
 
 
-def with_gradients(
-    run: Callable[..., tuple[Tensor, ...]], leaves: list[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
+def with_gradients(run: Callable[..., tuple[Tensor, ...]], leaves: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs of `run(*leaves)`, and the leaves' gradients for fixed random gradients of the floating ones."""
     out = run(*leaves)
     floats = [o for o in out if o.requires_grad]
@@ -43,9 +39,7 @@ def with_gradients(
     return list(out), list(torch.autograd.grad(floats, leaves, given))
 
 
-def projected_rows(
-    scene: Scene, leaves: list[Tensor], view_times: Tensor, rows: tuple[Tensor, Tensor]
-) -> list[Tensor]:
+def projected_rows(scene: Scene, leaves: list[Tensor], view_times: Tensor, rows: tuple[Tensor, Tensor]) -> list[Tensor]:
     """What `project_axes` takes of the points at their views' times: leaves, and last the view matrices."""
     moment = cuda_ext.condition(*leaves, view_times, *rows)
     return [part.detach().clone().requires_grad_() for part in (*moment, scene.viewmats)]

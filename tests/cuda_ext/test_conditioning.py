@@ -144,10 +144,12 @@ def test_wrong_arguments_are_named() -> None:
     rows = scene.all_rows()
     with pytest.raises(ValueError, match=r"scales must have the shape \[5, 4\]"):
         cuda_ext.condition(*leaves[:4], leaves[4][:, 1:], leaves[5], view_times, *rows)
-    with pytest.raises(TypeError, match="view_times is torch.float64"):
+    with pytest.raises(TypeError, match=r"view_times is torch\.float64"):
         cuda_ext.condition(*leaves, view_times.double(), *rows)
     moment = cuda_ext.condition(*leaves, view_times, *rows)
     with pytest.raises(ValueError, match=r"axes must have the shape \[5, 3, 3\]"):
-        cuda_ext.project_axes(moment.means, moment.axes[:, 0], moment.opacities, scene.viewmats, scene.Ks, scene.sizes, rows[0])
+        cuda_ext.project_axes(
+            moment.means, moment.axes[:, 0], moment.opacities, scene.viewmats, scene.Ks, scene.sizes, rows[0]
+        )
     with pytest.raises(IndexError, match="view or point that does not exist"):
         cuda_ext.condition(*leaves, view_times, rows[0], rows[1] + 1)

@@ -62,12 +62,14 @@ def test_project_axes(points: int, views: int, antialiased: bool) -> None:
     for got, want in zip(out[:4], expected[:4], strict=True):
         assert_close(got.cpu()[agree], want[agree], rtol=1e-4, atol=1e-4)
     if agree.all():
-        for name, got, want in zip(("means", "axes", "opacities", "viewmats"), gradients, expected_gradients, strict=True):
+        for name, got, want in zip(
+            ("means", "axes", "opacities", "viewmats"), gradients, expected_gradients, strict=True
+        ):
             close(name, got, want, 1e-3)
 
 
 def test_padding_and_nothing() -> None:
-    scene, leaves, view_times = moving_scene(points=5, views=1)
+    _, leaves, view_times = moving_scene(points=5, views=1)
     rows = (torch.tensor([0, 0, 0], dtype=torch.int32).cuda(), torch.tensor([1, 4, -1], dtype=torch.int32).cuda())
     inputs = on_gpu(leaves)
     moment = cuda_ext.condition(*inputs, view_times.cuda(), *rows)

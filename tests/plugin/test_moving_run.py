@@ -1,5 +1,5 @@
-"""A run of 4D Gaussians on a capture in D-NeRF's layout: it trains alike on any number of ranks, with its points replicated
-or spread, goes on from its checkpoints, and renders each view at its time."""
+"""A run of 4D Gaussians on a capture in D-NeRF's layout: it trains alike on any number of ranks, its points replicated or
+spread, goes on from its checkpoints, and renders each view at its time."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(scene: Path, strategy: str, **more: Any) -> dict[str, Any]:
     model = {
         "primitive": "4dgs", "num_downscales": 0, "random_init": True, "num_random": 300, "random_scale": 2.0,
-        "warmup_length": 4, "refine_every": 8, "densify_grad_thresh": 1e-5, "cull_alpha_thresh": 0.05, "sh_degree_interval": 8, "sh_degree": 1,
+        "warmup_length": 4, "refine_every": 8, "densify_grad_thresh": 1e-5, "cull_alpha_thresh": 0.05,
+        "sh_degree_interval": 8, "sh_degree": 1,
     }  # fmt: skip
     return {
         "pipeline.strategy": strategy, "pipeline.views_per_step": 2,

@@ -1,7 +1,8 @@
-"""4D Gaussians: what they are at a moment, when they are culled, how they split, and what they have to do with options and
-captures."""
+"""4D Gaussians: what they are at a moment, when they are culled, how they split, and what they have to do with options
+and captures."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from ns_multigpu.core.schema import floats, names
 from ns_multigpu.core.types import Patch, Points, Splats, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.model.kinds import check_lacks, frames_note, times_note
+from ns_multigpu.plugin.model.kinds import frames_note, times_note
+from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.functions import REACH, Gaussians
 from ns_multigpu.primitives.gaussians.init import initial_gaussians
@@ -50,7 +52,9 @@ def test_at_first_they_stand_still_and_look_as_3d_gaussians_do() -> None:
     theirs = rows_of(Gaussians(), Points(still), views)
     both = set(zip(theirs.hits.view_ids.tolist(), theirs.hits.point_ids.tolist(), strict=True))
     place = [
-        k for k, hit in enumerate(zip(mine.hits.view_ids.tolist(), mine.hits.point_ids.tolist(), strict=True)) if hit in both
+        k
+        for k, hit in enumerate(zip(mine.hits.view_ids.tolist(), mine.hits.point_ids.tolist(), strict=True))
+        if hit in both
     ]
     assert len(place) == len(theirs) > 50  # it may cull less
     for name, rows in theirs.rows.items():
@@ -128,7 +132,10 @@ def test_drawing_is_that_of_3d_gaussians() -> None:
     kind = MovingGaussians(sh_degree=2, depth=True)
     splats = rows_of(kind, points, views)
     patches = [Patch.whole(0, views[0]), Patch(1, 3, 4, 20, 22, halo=5)]
-    mine, theirs = kind.render(splats, patches, views), Gaussians(sh_degree=2, depth=True).render(splats, patches, views)
+    mine, theirs = (
+        kind.render(splats, patches, views),
+        Gaussians(sh_degree=2, depth=True).render(splats, patches, views),
+    )
     for one, other in zip(mine, theirs, strict=True):
         assert torch.equal(one.color, other.color) and torch.equal(one.depth, other.depth)  # type: ignore[arg-type]
 
@@ -163,10 +170,11 @@ def test_halves_lie_in_space_and_time_and_are_smaller() -> None:
 
 
 def test_what_they_cannot_do_is_refused() -> None:
-    check_lacks(SimpleNamespace(primitive="4dgs", densifier="default"))
-    check_lacks(SimpleNamespace(primitive="3dgs", densifier="mcmc"))
-    with pytest.raises(InputError, match=r"--pipeline.model.densifier mcmc does not go with 4D Gaussians \(4dgs\)"):
-        check_lacks(SimpleNamespace(primitive="4dgs", densifier="mcmc"))
+    usual = {"selective_adam": False, "optimizer_state": "full"}
+    check_primitive(SimpleNamespace(primitive="4dgs", densifier="default", **usual), "tile")  # type: ignore[arg-type]
+    wanted: Any = SimpleNamespace(primitive="4dgs", densifier="mcmc", **usual)
+    with pytest.raises(InputError, match=r"--pipeline.model.densifier mcmc is not for 4D Gaussians \(.*4dgs\): MCMC's"):
+        check_primitive(wanted, "tile")
 
 
 def cameras(times: list[float] | None) -> Cameras:
@@ -181,7 +189,7 @@ def test_what_is_said_of_times() -> None:
     assert "stands still: its views have no times" in times_note("4dgs", cameras(None))
     assert "stands still: its views all have the same time" in times_note("4dgs", cameras([0.5, 0.5]))
     assert "--pipeline.model.primitive 4dgs" in times_note("3dgs", cameras([0.0, 1.0]))
-    with pytest.raises(InputError, match="times go from 0 to 30; .*4D Gaussians .*Scale the times"):
+    with pytest.raises(InputError, match=r"times go from 0 to 30; .*4D Gaussians .*Scale the times"):
         times_note("4dgs", cameras([0.0, 30.0]))
 
 

@@ -19,8 +19,11 @@ from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Points
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.densifier import densification_info
-from ns_multigpu.primitives.gaussians.functions import Gaussians
+from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
 from ns_multigpu.primitives.moving.functions import MovingGaussians
+from ns_multigpu.primitives.surfels.functions import Surfels
+from ns_multigpu.primitives.surfels.functions import screen_radii as surfel_radii
+from ns_multigpu.primitives.surfels.losses import distortion_loss, normal_loss
 from strategies import STRATEGIES
 from tests.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_image, make_moving_points, make_points, make_views
@@ -93,10 +96,13 @@ def take_step(
         x0, y0, x1, y1 = pixels.patch.inner(view)
         images.append((pixels.patch, rgb.detach()[y0:y1, x0:x1].cpu()))
         if pixels.depth is not None:
-            depths.append((pixels.patch, (pixels.depth * (pixels.alpha > 0.01)).detach()[y0:y1, x0:x1].cpu()))
+            deep = [pixels.depth * (pixels.alpha > 0.01), *pixels.extra.values()]
+            depths.append((pixels.patch, torch.cat(deep, -1).detach()[y0:y1, x0:x1].cpu()))
         left, top, right, bottom = pixels.patch.rendered(view)
         target = make_image(view).to(world.device)[top:bottom, left:right]
         loss = loss + photometric_loss(rgb, target, pixels.patch, view, 0.2) / len(batch)
+        if pixels.extra:
+            loss = loss + (normal_loss(pixels, view) + 0.1 * distortion_loss(pixels, view)) / len(batch)
     leaves = [*poses, *held.params.values()]
     spread.gradients.begin_backward(leaves)
     loss.backward()
@@ -107,7 +113,8 @@ def take_step(
         gradients = {name: all_gather_rows(grad, world)[0][order] for name, grad in gradients.items()}
     statistics = torch.zeros(2, points, device=world.device)
     if rendering.splats.probe is not None:  # else nothing is counted
-        info = densification_info(rendering.splats, batch)
+        counted_by = surfel_radii if isinstance(drawn, Surfels) else screen_radii
+        info = densification_info(rendering.splats, batch, counted_by)
         statistics[0].index_add_(0, places[info["ids"]], info["gradients"].float() * info["visible"])
         statistics[1].index_add_(0, places[info["ids"]], info["visible"])
     return {

@@ -50,7 +50,7 @@ def make_densifier(
     )
     return default(
         prune_opa=options.cull_alpha_thresh,
-        grow_grad2d=options.densify_grad_thresh,
+        grow_grad2d=options.densify_grad_thresh if options.primitive != "2dgs" else options.densify_grad_thresh_2dgs,
         grow_scale3d=options.densify_size_thresh,
         grow_scale2d=options.split_screen_size,
         prune_scale3d=options.cull_scale_thresh,

@@ -1,28 +1,11 @@
-"""What a kind of point and the options or the capture of a run have to do with each other, known before it trains."""
+"""What is to be said of the times of views and frames, by the kind of point: some have times, and some have none."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from nerfstudio.cameras.cameras import Cameras
 
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.registry import KINDS, titled
-
-
-def check_lacks(options: Any) -> None:
-    """Whether the kind of point can do what the model's options ask for.
-
-    Raises:
-        InputError: it cannot.
-    """
-    kind = KINDS[options.primitive]
-    for (name, value), why in kind.lacks.items():
-        if getattr(options, name) == value:
-            flag = f"--pipeline.model.{name.replace('_', '-')}"
-            raise InputError(
-                f"{flag} {value} does not go with {titled(options.primitive)}: {why}. Leave {flag} out, or use another "
-                "--pipeline.model.primitive."
-            )
 
 
 def times_note(primitive: str, cameras: Cameras) -> str:

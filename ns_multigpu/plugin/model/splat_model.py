@@ -27,6 +27,7 @@ from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.schema import POSITION, Parameter, names
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.model import surfaces
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
@@ -132,11 +133,13 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         """
         config = self.config
         degree = min(self.step // config.sh_degree_interval, config.sh_degree) if config.sh_degree > 0 else None
+        counted_here = surfaces.weights(config, self.step) if counted and self.training else {}
         wanted = Wanted(
             sh_degree=degree,
             antialiased=config.rasterize_mode == "antialiased",
             absgrad=counted and self.training and config.use_absgrad and self.counts(self.step),
-            depth=depth,
+            depth=depth or "normals" in counted_here,
+            channels=tuple(counted_here),
         )
         return self.kind.make(wanted)
 
@@ -197,6 +200,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             # A rank without patches still takes part in the sum of gradients.
             loss = loss + 0.0 * sum(row.sum() for row in rendering.splats.rows.values() if row.requires_grad)
         squared = torch.zeros((), device=self.device)
+        shaped = surfaces.weights(self.config, self.step)
+        losses = {surfaces.loss_name(name): torch.zeros((), device=self.device) for name in shaped}
         for pixels in rendering.pixels:
             view = views[pixels.patch.view]
             background = self._training_background(pixels.patch.view)
@@ -209,12 +214,13 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             share = photometric_loss(rgb, target, pixels.patch, view, self.config.ssim_lambda) / len(views)
             self.view_losses[view.index] = share.detach()
             loss = loss + share
+            surfaces.add_shares(losses, shaped, pixels, view, len(views))
             if metrics:
                 x0, y0, x1, y1 = pixels.patch.inner(view)
                 scale = 1.0 if target.dtype.is_floating_point else 255.0
                 error = (rgb.detach() - target / scale)[y0:y1, x0:x1]
                 squared = squared + error.square().sum() / (3 * view.width * view.height * len(views))
-        losses = {"main_loss": loss}
+        losses["main_loss"] = loss
         share = self.share_of_points(world)
         losses.update({name: value * share for name, value in self.regularisation(len(views)).items()})
         extra = dict[str, Tensor]()

@@ -111,8 +111,8 @@ class CameraPath:
         time = view.get("render_time", 0.0)
         if not isinstance(time, (int, float)) or not math.isfinite(time):
             raise InputError(
-                f"{self._name}: camera {number} has a render_time of {time!r}. Give a number, 0 for the first moment of "
-                "the capture and 1 for its last."
+                f"{self._name}: camera {number} has a render_time of {time!r}. Give a number, 0 for the capture's "
+                "first moment and 1 for its last."
             )
 
     @property
@@ -182,10 +182,9 @@ class Interpolated:
         path.times = self._times(cameras, len(path))
         return Shots(_numbered(path), self.steps * len(cameras) / self.rate)
 
-
     def _times(self, cameras: Cameras, frames: int) -> torch.Tensor | None:
-        """Of the frames, [frames, 1]: between those of the views; from the first to the last at an even pace where views
-        are not in their order. None where views have none."""
+        """Of the frames, [frames, 1]: between those of the views; from the first to the last at an even pace where
+        views are not in their order. None where views have none."""
         if cameras.times is None:
             return None
         times = cameras.times.reshape(-1).cpu()

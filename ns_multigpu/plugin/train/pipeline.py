@@ -33,10 +33,11 @@ from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.process_world import get_world, set_world
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model.cameras import view_from_camera
-from ns_multigpu.plugin.model.kinds import check_lacks, times_note
+from ns_multigpu.plugin.model.kinds import times_note
 from ns_multigpu.plugin.model.metrics import means
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.splat_model import SplatModel
+from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.render import team, viewer
 from ns_multigpu.plugin.render.evaluation import RenderedView, rendered_views, spread
 from ns_multigpu.plugin.render.service import RenderService
@@ -164,8 +165,9 @@ class DistributedPipeline(VanillaPipeline):
         if test_mode != "val":
             config, self.team = team.begin(config, test_mode)
         checks.check_strategy(config.strategy, STRATEGIES)
+        if test_mode == "val":
+            check_primitive(config.model, config.strategy)
         checks.check_views_per_rank(config.views_per_rank)
-        check_lacks(config.model)
         self.world = get_world(str(device))
         self.strategy = strategy_of(config, self.world)
         sharded = not self.strategy.placement.replicated

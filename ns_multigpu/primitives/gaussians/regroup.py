@@ -38,12 +38,15 @@ class Halves:
     shrunk: ClassVar[Collection[str]] = ("scales",)
 
     def offsets(self, params: Mapping[str, Tensor], drawn: Tensor) -> Tensor:
-        """How far halves lie from their parents [C]: [2, C, 3 or more], in space first, by normal numbers [2, C, draws].
+        """How far halves lie from their parents [C]: [2, C, 3 or more], in space first.
 
         Args:
-            params: of the parents.
+            params: of the parents. drawn: [2, C, draws] normal numbers.
         """
-        return rotate(rotations(params["quats"]), params["scales"].exp() * drawn)
+        along = params["scales"].exp()
+        if along.shape[1] == 2:  # flat: its children lie in its plane
+            along = torch.nn.functional.pad(along, (0, 1))
+        return rotate(rotations(params["quats"]), along * drawn)
 
     def move(self, name: str, rows: Tensor, offsets: Tensor) -> None:
         """Adds to a parameter's rows [2 C, ...] what is theirs of the offsets, in place."""
@@ -193,8 +196,8 @@ def grow_and_prune(
 
     Args:
         rules: the thresholds.
-        params: `means` [N, 3], `scales` [N, 3] (log), `quats` [N, 4], `opacities` [N, 1] or [N] (logits), any others
-            with a line for each point. Replaced by new `Parameter`s.
+        params: `means` [N, 3], `scales` [N, 3], or [N, 2] of flat points (log), `quats` [N, 4], `opacities` [N, 1] or
+            [N] (logits), any others with a line for each point. Replaced by new `Parameter`s.
         optimizers: by parameter; may lack some. They go on with the new parameters.
         state: `grad2d`, `count` and, where the rules ask for it, `radii`, [N] each; `scene_scale`. Tensors follow.
         image: the clock, which some rules look at.
@@ -221,7 +224,9 @@ def grow_and_prune(
         drawn = torch.randn(2, fates.n_split, halves.draws, device=params["means"].device, generator=generator)
     listing = regroup(params, fates, drawn, halves)
     regrouping = listing.ordered(dealt_order(listing.positions(params["means"]))) if morton else listing
-    gather_points(params, optimizers, regrouping, lambda name, rows: edit_children(rules, name, rows, regrouping, halves))
+    gather_points(
+        params, optimizers, regrouping, lambda name, rows: edit_children(rules, name, rows, regrouping, halves)
+    )
     for name, value in sums.items():
         follows = name not in spent
         state[name] = value.index_select(0, regrouping.source) if follows else value.new_zeros(fates.total)

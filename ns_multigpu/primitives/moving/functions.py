@@ -1,5 +1,5 @@
-"""The 4D Gaussian as a primitive (Yang et al. 2024, "Real-time Photorealistic Dynamic Scene Representation and Rendering
-with 4D Gaussian Splatting"): at a view's time it is a 3D Gaussian, and drawn as one."""
+"""The 4D Gaussian as a primitive (Yang et al. 2024, "Real-time Photorealistic Dynamic Scene Representation and
+Rendering with 4D Gaussian Splatting"): at a view's time it is a 3D Gaussian, and drawn as one."""
 
 import math
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ class MovingGaussians(Primitive):
     """4D Gaussians.
 
     `Points.params`: `means` [N, 3], where a point is at its time; `times` [N, 1], that time, in the unit of `View.time`;
-    `quats` and `quats_right` [N, 4] (w, x, y, z) of any length, which turn the four axes (see `cuda_ext.condition`):
-    where they are the same, a point stands still; `scales` [N, 3], natural logarithms; `durations` [N, 1], the same for
+    `quats` and `quats_right` [N, 4] (w, x, y, z) of any length, which turn the four axes (see
+    `cuda_ext.condition`): where they are the same, a point stands still; `scales` [N, 3], natural logarithms; `durations` [N, 1], the same for
     the axis of time, in the unit of `times`; `opacities` [N, 1] or [N], logits; `features_dc` [N, 3] and
     `features_rest` [N, R, 3], spherical harmonics, or with `sh_degree` None `features_dc` alone: logits of the colour;
     `cosines_dc` [N, C, 3] and `cosines_rest` [N, C, R, 3], harmonics that are multiplied by cos(2 pi n dt), n = 1 to C,
@@ -73,7 +73,10 @@ class MovingGaussians(Primitive):
         """See `Primitive.cull`: points that are there at the view's time, and whose bound reaches its rectangle."""
         nothing = torch.empty(0, dtype=torch.int32, device=points.params["means"].device)
         found = [(nothing, nothing)]
-        times, ids = [views[v].time for v in wanted], torch.arange(len(points), dtype=torch.int32, device=nothing.device)
+        times, ids = (
+            [views[v].time for v in wanted],
+            torch.arange(len(points), dtype=torch.int32, device=nothing.device),
+        )
         at_a_time: dict[float, tuple[Tensor, cuda_ext.Moment, Tensor]] = {}
         for position, time in zip(wanted, times, strict=True):
             if time not in at_a_time:

@@ -19,4 +19,3 @@ def turn(params: Mapping[str, Tensor]) -> Tensor:
     """
     scales = torch.cat([params["durations"], params["scales"]], dim=-1).exp()
     return rotations_4d(params["quats"], params["quats_right"]) * scales[:, None, :]
-
