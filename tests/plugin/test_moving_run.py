@@ -1,5 +1,5 @@
-"""A run of 4D Gaussians on a capture in D-NeRF's layout: it trains alike on any number of ranks, its points replicated or
-spread, goes on from its checkpoints, and renders each view at its time."""
+"""A run of 4D Gaussians on a capture in D-NeRF's layout: it trains alike on any number of ranks, its points spread
+or not, goes on from its checkpoints, and renders each view at its time."""
 
 from pathlib import Path
 from typing import Any

@@ -79,11 +79,11 @@ def test_it_culls_what_is_not_there_and_nothing_else_that_shows() -> None:
 
 def test_they_come_move_and_go() -> None:
     """A point with a velocity: it is drawn where it is by then, and not at all long before and after."""
-    right = torch.tensor([[1.0, 0.0, 0.3, 0.0]], dtype=F64)
+    motion = torch.tensor([[1.0, 0.0, 0.3, 0.0]], dtype=F64)
     params = {name: value.detach()[:1].clone() for name, value in make_moving_points(1, F64).params.items()}
     params |= {
         "means": torch.zeros(1, 3, dtype=F64), "times": torch.full((1, 1), 0.5, dtype=F64),
-        "quats": torch.tensor([[1.0, 0, 0, 0]], dtype=F64), "quats_right": right,
+        "quats": torch.tensor([[1.0, 0, 0, 0]], dtype=F64), "motions": motion,
         "scales": torch.full((1, 3), -1.5, dtype=F64), "durations": torch.full((1, 1), -2.3, dtype=F64),
         "opacities": torch.full((1, 1), 3.0, dtype=F64),
     }  # fmt: skip
@@ -102,7 +102,8 @@ def test_they_come_move_and_go() -> None:
 
 def test_colours_change_with_time() -> None:
     points, (view,) = make_moving_points(50, F64, seed=1), make_views(1, F64)
-    params = {**points.params, "durations": torch.full((50, 1), 9.0, dtype=F64), "quats_right": points.params["quats"]}
+    still = torch.tensor([[1.0, 0, 0, 0]], dtype=F64).repeat(50, 1)
+    params = {**points.params, "durations": torch.full((50, 1), 9.0, dtype=F64), "motions": still}
 
     def colors(time: float, degree: int) -> torch.Tensor:
         seen = View(view.viewmat, view.K, view.width, view.height, time=time)

@@ -59,7 +59,7 @@ def make_moving_points(count: int, dtype: torch.dtype, device: torch.device | st
     params = dict(make_points(count, torch.float64, seed=seed).params)
     params |= {
         "times": torch.rand(count, 1, generator=g, dtype=torch.float64),
-        "quats_right": params["quats"] + 0.3 * torch.randn(count, 4, generator=g, dtype=torch.float64),
+        "motions": torch.tensor([1.0, 0, 0, 0]) + 0.3 * torch.randn(count, 4, generator=g, dtype=torch.float64),
         "durations": torch.log(0.1 + 0.5 * torch.rand(count, 1, generator=g, dtype=torch.float64)),
         "cosines_dc": 0.2 * torch.randn(count, 2, 3, generator=g, dtype=torch.float64),
         "cosines_rest": 0.1 * torch.randn(count, 2, 15, 3, generator=g, dtype=torch.float64),

@@ -14,7 +14,7 @@ from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.primitives.gaussians.functions import REACH, Gaussians, camera_centers, sizes_of
 from ns_multigpu.primitives.moving.schema import COSINES, SCHEMA
-from ns_multigpu.primitives.moving.turning import turn
+from ns_multigpu.primitives.moving.turning import right_of, turn
 
 _AT_ONCE = 1 << 20
 """Points whose factors are computed at once."""
@@ -24,14 +24,15 @@ _AT_ONCE = 1 << 20
 class MovingGaussians(Primitive):
     """4D Gaussians.
 
-    `Points.params`: `means` [N, 3], where a point is at its time; `times` [N, 1], that time, in the unit of `View.time`;
-    `quats` and `quats_right` [N, 4] (w, x, y, z) of any length, which turn the four axes (see
-    `cuda_ext.condition`): where they are the same, a point stands still; `scales` [N, 3], natural logarithms; `durations` [N, 1], the same for
-    the axis of time, in the unit of `times`; `opacities` [N, 1] or [N], logits; `features_dc` [N, 3] and
-    `features_rest` [N, R, 3], spherical harmonics, or with `sh_degree` None `features_dc` alone: logits of the colour;
-    `cosines_dc` [N, C, 3] and `cosines_rest` [N, C, R, 3], harmonics that are multiplied by cos(2 pi n dt), n = 1 to C,
-    where dt is the view's time less the point's (4D spherindrical harmonics with a period of 1; section 3.2 there). The
-    cosines count from degree 1 on.
+    `Points.params`: `means` [N, 3], where a point is at its time; `times` [N, 1], that time, in the unit of
+    `View.time`; `quats` and `motions` [N, 4] (w, x, y, z) of any length: the two rotors that turn the four axes are
+    `quats` and `quats` times `motions` (see `cuda_ext.condition`), so that `quats` turns a point in space as that of a
+    3D Gaussian does, and one whose `motions` is (1, 0, 0, 0) stands still; `scales` [N, 3], natural logarithms;
+    `durations` [N, 1], the same for the axis of time, in the unit of `times`; `opacities` [N, 1] or [N], logits;
+    `features_dc` [N, 3] and `features_rest` [N, R, 3], spherical harmonics, or with `sh_degree` None `features_dc`
+    alone: logits of the colour; `cosines_dc` [N, C, 3] and `cosines_rest` [N, C, R, 3], harmonics that are multiplied
+    by cos(2 pi n dt), n = 1 to C, where dt is the view's time less the point's (4D spherindrical harmonics with a
+    period of 1; section 3.2 there). The cosines count from degree 1 on.
 
     A point is culled from views outside of which it is seen, and from those at whose time its opacity is below 1/255.
 
@@ -64,7 +65,7 @@ class MovingGaussians(Primitive):
         params = points.params
         for start in range(0, len(points), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
-            axes = turn({name: params[name][some] for name in ("quats", "quats_right", "scales", "durations")})
+            axes = turn({name: params[name][some] for name in ("quats", "motions", "scales", "durations")})
             reached.append(REACH * axes[:, 1:].square().sum(-1).sqrt())
         return torch.cat(reached)
 
@@ -126,7 +127,7 @@ class MovingGaussians(Primitive):
     def _condition(self, points: Points, view_ids: Tensor, point_ids: Tensor, view_times: Tensor) -> cuda_ext.Moment:
         params = points.params
         return cuda_ext.condition(
-            params["means"], params["times"].reshape(-1), params["quats"], params["quats_right"],
+            params["means"], params["times"].reshape(-1), params["quats"], right_of(params),
             torch.cat([params["durations"], params["scales"]], dim=-1).exp(),
             self.activated(points, "opacities").reshape(-1), view_times, view_ids, point_ids,
         )  # fmt: skip

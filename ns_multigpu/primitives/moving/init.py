@@ -27,7 +27,7 @@ def initial_moving(
     n = len(still["means"])
     return still | {
         "times": torch.rand(n, 1, generator=generator),
-        "quats_right": still["quats"].clone(),
+        "motions": torch.tensor([[1.0, 0.0, 0.0, 0.0]]).repeat(n, 1),
         "durations": torch.full((n, 1), 0.5 * math.log(FIRST_VARIANCE)),
         "cosines_dc": torch.zeros(n, COSINES, 3),
         "cosines_rest": torch.zeros(n, COSINES, *still["features_rest"].shape[1:]),

@@ -10,7 +10,7 @@ SCHEMA = (
     Parameter("means", (3,), rate=1.6e-4, final_rate=1.6e-6),
     Parameter("times", (1,), rate=1.6e-4, final_rate=1.6e-6),
     Parameter("quats", (4,), rate=0.001),
-    Parameter("quats_right", (4,), rate=0.001),
+    Parameter("motions", (4,), rate=5e-4, final_rate=5e-6),
     Parameter("scales", (3,), "exp", rate=0.005),
     Parameter("durations", (1,), "exp", rate=0.005),
     Parameter("opacities", (1,), "sigmoid", rate=0.05),
@@ -20,4 +20,4 @@ SCHEMA = (
     Parameter("cosines_rest", (COSINES, HARMONICS, 3), rate=0.0025 / 20),
 )
 """See `MovingGaussians` for what each means. Learning rates are Splatfacto's and, for what it does not have, those that
-Yang et al. give to its likes."""
+Yang et al. give to its likes; but that of `motions` is near that of positions, for it moves points."""
