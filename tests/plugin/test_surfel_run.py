@@ -4,12 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ns_multigpu.core.collectives import all_gather_rows
 from ns_multigpu.core.types import Patch, Pixels, View
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
+from ns_multigpu.plugin.export.ply import export_ply
+from ns_multigpu.plugin.export.splat import export_splat
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.surfaces import check_primitive, weights
@@ -25,12 +29,14 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def train(world: World, folder: Path, strategy: str, begun: Path | None) -> tuple[dict[str, Any], int]:
+def train(
+    world: World, folder: Path, strategy: str, begun: Path | None = None, double: bool = True
+) -> tuple[dict[str, Any], int]:
     """Trains and leaves a checkpoint in `folder`; returns sums over points, and the first step."""
     options = OPTIONS | {"pipeline.strategy": strategy, "load_dir": begun}
     runs, saved = folder / f"runs-{strategy}-{world.size}", folder / f"{strategy}-{world.size}"
     steps = 10 if begun is None else 12
-    trainer = follow(world, folder / "tiny", runs, options, steps, 1, double=begun is None)
+    trainer = follow(world, folder / "tiny", runs, options, steps, 1, double=double)
     saved.mkdir(exist_ok=True)
     assert trainer.checkpoints.write(steps - 1, saved) == ""
     model = trainer.pipeline.model
@@ -44,17 +50,29 @@ def train(world: World, folder: Path, strategy: str, begun: Path | None) -> tupl
 
 def test_a_run_is_as_on_one_worker_and_goes_on(tmp_path: Path) -> None:
     write_capture(tmp_path / "tiny", wide=False)
-    expected, start = train(World.single(), tmp_path, "tile", None)
+    expected, start = train(World.single(), tmp_path, "tile")
     assert start == 0 and expected["count"] > 80, "it has been densified"
-    for found, _ in run_ranks(train, 2, tmp_path, "tile", None):
+    for found, _ in run_ranks(train, 2, tmp_path, "tile"):
         assert found.pop("count") == expected["count"]
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
-    found, start = train(World.single(), tmp_path, "batch", tmp_path / "tile-2")
-    assert start == 10 and found["count"] == expected["count"]
-    torch.testing.assert_close(found["means"].double(), expected["means"], rtol=0.1, atol=0.1)
+    single, _ = train(World.single(), tmp_path, "batch", double=False)
+    found, start = train(World.single(), tmp_path, "locality", tmp_path / "batch-1", double=False)
+    assert start == 10 and found["count"] == single["count"] > 80
+    torch.testing.assert_close(found["means"], single["means"], rtol=0.1, atol=0.1)
+    (checkpoint,) = checkpoints_in(tmp_path / "tile-2")
+    kept, total = export_ply(checkpoint, tmp_path / "points.ply")
+    header, _, body = (tmp_path / "points.ply").read_bytes().partition(b"end_header\n")
+    properties = [line.split()[-1] for line in header.decode().splitlines() if line.startswith("property")]
+    assert [name for name in properties if name.startswith("scale")] == ["scale_0", "scale_1"]
+    table = np.frombuffer(body, "<f4").reshape(kept, len(properties))
+    assert kept <= total == expected["count"] and len(properties) == 61
+    scale = float(table[:, properties.index("scale_1")].sum())
+    assert kept < total or abs(scale - float(expected["scales"][1])) < 0.1
+    with pytest.raises(InputError, match="three scales"):
+        export_splat(checkpoint, tmp_path / "points.splat")
     with pytest.raises(InputError, match=r"2D Gaussians \(2dgs\), and this run is of 3D Gaussians \(3dgs\)"):
-        options = OPTIONS | {"pipeline.model.primitive": "3dgs", "load_dir": tmp_path / "tile-2"}
+        options = OPTIONS | {"pipeline.model.primitive": "3dgs", "load_dir": tmp_path / "batch-1"}
         follow(World.single(), tmp_path / "tiny", tmp_path / "other", options, 14, 1, double=False)
 
 
