@@ -170,6 +170,21 @@ def test_halves_lie_in_space_and_time_and_are_smaller() -> None:
     assert 0.01 < float(drawn.abs().max()) < 5
 
 
+def test_halves_of_what_lasts_longer_than_the_capture_keep_their_time() -> None:
+    points = make_moving_points(5, torch.float32, seed=2)
+    still = torch.tensor([[1.0, 0, 0, 0]]).repeat(5, 1)
+    params = {name: value.detach() for name, value in points.params.items()} | {"motions": still}
+    params["durations"] = torch.tensor([-0.1, 0.0, 0.1, -2.0, 2.0])[:, None]
+    halves, drawn = MovingHalves(), torch.ones(2, 5, 4)
+    offsets = halves.offsets(params, drawn)
+    assert (offsets[..., 3] != 0).tolist() == [[True, False, False, True, False]] * 2
+    assert bool((offsets[..., :3].norm(dim=-1) > 0.01).all())
+    durations = params["durations"].clone()
+    halves.move("durations", durations, offsets[0])
+    shrunk = torch.tensor([True, False, False, True, False])
+    torch.testing.assert_close((params["durations"] - durations).exp()[:, 0], torch.where(shrunk, SHRINK, 1.0))
+
+
 def test_what_they_cannot_do_is_refused() -> None:
     usual = {"selective_adam": False, "optimizer_state": "full"}
     check_primitive(SimpleNamespace(primitive="4dgs", densifier="default", **usual), "tile")  # type: ignore[arg-type]
