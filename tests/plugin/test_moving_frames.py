@@ -98,7 +98,7 @@ def test_nerfstudio_reads_a_city_in_d_nerfs_layout(tmp_path: Path) -> None:
         assert found.cameras.times is not None
         torch.testing.assert_close(found.cameras.times.flatten(), made.times[views])
         torch.testing.assert_close(found.cameras.camera_to_worlds[:, :, :3], made.c2w[views][:, :, :3])
-        torch.testing.assert_close(found.cameras.fx.flatten(), torch.full((len(views),), made.fx))
+        torch.testing.assert_close(found.cameras.fx.flatten().float(), torch.full((len(views),), made.fx))
         assert float(found.cameras.camera_to_worlds[:, :, 3].abs().max()) <= 1.0
     with pytest.raises(ValueError, match="give --time-varying"):
         write_dnerf(CityCapture(City(1, 0), views=9, width=24, height=16), tmp_path / "b")
