@@ -13,6 +13,7 @@ from cuda_ext.ops.adam import AdamStep, FusedAdam, adam_step, fused_step
 from cuda_ext.ops.band_loss import BandLoss, band_loss, band_loss_into
 from cuda_ext.ops.boxes import box_views, new_boxes, splat_boxes
 from cuda_ext.ops.compositing import composite
+from cuda_ext.ops.conditioning import Moment, condition, project_axes
 from cuda_ext.ops.culling import cull
 from cuda_ext.ops.fused import RowGradients, SplatRows, splat_forward, splat_update
 from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves, splat_flush
@@ -32,6 +33,7 @@ __all__ = [
     "BandLoss",
     "FusedAdam",
     "LazyAdam",
+    "Moment",
     "NativeBuildError",
     "Projection",
     "RowGradients",
@@ -49,6 +51,7 @@ __all__ = [
     "composite",
     "composite_pieces",
     "composite_pieces_backward",
+    "condition",
     "cull",
     "fused_step",
     "gather_pieces",
@@ -62,6 +65,7 @@ __all__ = [
     "new_boxes",
     "pack",
     "project",
+    "project_axes",
     "publish_count",
     "rasterize",
     "reach_counts",

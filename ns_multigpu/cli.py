@@ -29,7 +29,9 @@ def city(
     points: int | None = None,
     time_varying: bool = False,
     car_density: float = 1.0,
+    rig: int | None = None,
     altitude: float | None = None,
+    layout: Literal["colmap", "dnerf"] = "colmap",
     image_format: Literal["png", "jpg"] = "png",
     depth: Literal["none", "png", "npy"] = "none",
     depth_unit: float = 0.01,
@@ -37,10 +39,10 @@ def city(
     workers: int = 2,
     overwrite: bool = False,
 ) -> None:
-    """Write a capture of a procedural city in COLMAP's layout.
+    """Write a capture of a procedural city, in COLMAP's layout or that of D-NeRF's scenes.
 
     Args:
-        output: Folder to write: images/, sparse/0/ and, if asked for, depth/.
+        output: Folder to write: images/, sparse/0/ and, if asked for, depth/; with dnerf train/, val/ and test/.
         blocks: Blocks along each side of the city; a block and its road measure 70 m.
         capture: Nadir and oblique views from the air, or views along the roads.
         views: How many views.
@@ -53,7 +55,9 @@ def city(
         points: Seed points; by default a number that suits the city and the views.
         time_varying: Cars move from view to view; times.txt tells each view's time.
         car_density: 1 for an ordinary day, 0 for no cars.
+        rig: So many cameras stand still and film at the same moments, instead of one that goes along.
         altitude: Height of the cameras above the ground, metres; by default what suits the capture.
+        layout: COLMAP's; or D-NeRF's, for --time-varying: views with times, png pictures, no points and no depth.
         image_format: Of the pictures.
         depth: Write depth along the camera's axis too: 16-bit png, or float32 npy in metres.
         depth_unit: Metres of one step of a 16-bit depth; 0.01 reaches 655 m.
@@ -63,7 +67,7 @@ def city(
     """
     import torch
 
-    from ns_multigpu.data import City, CityCapture, write_colmap
+    from ns_multigpu.data import City, CityCapture, write_colmap, write_dnerf
 
     if workers < 1:
         raise ValueError(f"workers is {workers}: give at least 1")
@@ -74,8 +78,12 @@ def city(
     where = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     made = CityCapture(
         City(blocks, seed, car_density), capture, views, width, height, samples, seed, eval_interval, time_varying,
-        altitude, cache_bytes=0,
+        altitude, cache_bytes=0, rig=rig,
     )  # fmt: skip
+    if layout == "dnerf":
+        write_dnerf(made, output, overwrite=overwrite, device=where, workers=workers, progress=_progress)
+        print(f"{views} views in {output}: ns-train METHOD --pipeline.model.primitive 4dgs dnerf --data {output}")
+        return
     write_colmap(
         made, output, points=points, image_format=image_format, depth=depth, depth_unit=depth_unit,
         overwrite=overwrite, device=where, workers=workers, progress=_progress,

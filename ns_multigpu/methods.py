@@ -31,7 +31,7 @@ from ns_multigpu.plugin.radiance.pipeline import RadiancePipelineConfig
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig
 from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig, LocalityPipelineConfig, PixelPipelineConfig
 from ns_multigpu.plugin.train.terminal import TerminalLog
-from ns_multigpu.primitives.gaussians.schema import SCHEMA
+from ns_multigpu.primitives.registry import all_parameters
 
 if len(sys.argv) > 1 and sys.argv[1].startswith(("splatfacto-", "nerfacto-xl")) and "train" in Path(sys.argv[0]).name:
     show_uncaught()  # Ctrl-C, from here on, is no traceback
@@ -56,10 +56,11 @@ def splatfacto(
     strategy: str,
     *,
     views_per_step: int | None = None,
-    schema: Sequence[Parameter] = SCHEMA,
+    schema: Sequence[Parameter] = all_parameters(),
     pipeline: type[DistributedPipelineConfig] = DistributedPipelineConfig,
 ) -> DistributedTrainerConfig:
-    """Splatfacto's recipe (nerfstudio 1.1.5) under a strategy of ours, for points with these parameters."""
+    """Splatfacto's recipe (nerfstudio 1.1.5) under a strategy of ours, for points with these parameters; by default,
+    with those of any kind of point."""
     return DistributedTrainerConfig(
         method_name=f"splatfacto-{strategy}",
         steps_per_eval_image=100,

@@ -9,6 +9,14 @@ _PROJECT_INPUTS = (
     "Tensor means, Tensor quats, Tensor scales, Tensor opacities, Tensor viewmats, Tensor Ks, int[] sizes, "
     "Tensor view_ids, Tensor point_ids, float eps2d, float near, float far, bool antialiased"
 )
+_CONDITION_INPUTS = (
+    "Tensor means, Tensor times, Tensor left, Tensor right, Tensor scales, Tensor opacities, Tensor view_times, "
+    "Tensor view_ids, Tensor point_ids"
+)
+_AXES_INPUTS = (
+    "Tensor means, Tensor axes, Tensor opacities, Tensor viewmats, Tensor Ks, int[] sizes, Tensor view_ids, "
+    "float eps2d, float near, float far, bool antialiased"
+)
 _SH_INPUTS = (
     "int degree, Tensor means, Tensor camera_centers, Tensor sh_dc, Tensor sh_rest, Tensor view_ids, Tensor point_ids"
 )
@@ -29,6 +37,14 @@ _SPLAT_INPUTS = (
     "Tensor Ks, int[] sizes, int degree, float eps2d, float near, float far, bool antialiased, bool depth, int capacity"
 )
 _PUT_OFF = "Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor? last, Tensor? table, Tensor? steps"
+_PROJECT_SURFELS_INPUTS = (
+    "Tensor means, Tensor quats, Tensor scales, Tensor opacities, Tensor viewmats, Tensor Ks, int[] sizes, "
+    "Tensor view_ids, Tensor point_ids, float near, float far"
+)
+_RASTERIZE_SURFELS_INPUTS = (
+    "Tensor means2d, Tensor transforms, Tensor normals, Tensor row_opacities, Tensor colors, Tensor depths, "
+    "Tensor tile_offsets, Tensor row_ids, int[] patches, int tile_size"
+)
 _BAND_INPUTS = "Tensor out, Tensor alpha, Tensor background, Tensor target, int[] inner, Tensor v_l1, Tensor v_ssim"
 _SPLAT_OUTPUTS = (
     "(Tensor view_ids, Tensor point_ids, Tensor count, Tensor means2d, Tensor conics, Tensor opacities, "
@@ -42,6 +58,13 @@ SCHEMAS: tuple[str, ...] = (
     f"project_backward({_PROJECT_INPUTS}, Tensor conics, Tensor radii, Tensor v_means2d, Tensor v_conics, "
     "Tensor v_depths, Tensor v_row_opacities) -> "
     "(Tensor v_means, Tensor v_quats, Tensor v_scales, Tensor v_opacities, Tensor v_viewmats)",
+    f"condition({_CONDITION_INPUTS}) -> (Tensor row_means, Tensor axes, Tensor row_opacities)",
+    f"condition_backward({_CONDITION_INPUTS}, Tensor v_row_means, Tensor v_axes, Tensor v_row_opacities) -> "
+    "(Tensor v_means, Tensor v_times, Tensor v_left, Tensor v_right, Tensor v_scales, Tensor v_opacities)",
+    f"project_axes({_AXES_INPUTS}) -> "
+    "(Tensor means2d, Tensor conics, Tensor depths, Tensor row_opacities, Tensor radii)",
+    f"project_axes_backward({_AXES_INPUTS}, Tensor radii, Tensor v_means2d, Tensor v_conics, Tensor v_depths, "
+    "Tensor v_row_opacities) -> (Tensor v_means, Tensor v_axes, Tensor v_opacities, Tensor v_viewmats)",
     f"sh_colors({_SH_INPUTS}) -> Tensor colors",
     f"sh_colors_backward({_SH_INPUTS}, Tensor colors, Tensor v_colors) -> "
     "(Tensor v_means, Tensor v_camera_centers, Tensor v_sh_dc, Tensor v_sh_rest)",
@@ -54,6 +77,15 @@ SCHEMAS: tuple[str, ...] = (
     # Writes through the addresses in `sinks`, which no dispatcher sees.
     f"rasterize_backward_into({_RASTERIZE_BACKWARD_INPUTS}, Tensor sinks, Tensor owners, Tensor slots, "
     "bool system_scope) -> ()",
+    f"project_surfels({_PROJECT_SURFELS_INPUTS}) -> (Tensor means2d, Tensor transforms, Tensor normals, "
+    "Tensor depths, Tensor row_opacities, Tensor radii)",
+    f"project_surfels_backward({_PROJECT_SURFELS_INPUTS}, Tensor radii, Tensor v_means2d, Tensor v_transforms, "
+    "Tensor v_normals, Tensor v_depths, Tensor v_row_opacities) -> "
+    "(Tensor v_means, Tensor v_quats, Tensor v_scales, Tensor v_opacities, Tensor v_viewmats)",
+    f"rasterize_surfels({_RASTERIZE_SURFELS_INPUTS}) -> (Tensor out, Tensor geometry, Tensor alpha, Tensor last)",
+    f"rasterize_surfels_backward({_RASTERIZE_SURFELS_INPUTS}, Tensor out, Tensor geometry, Tensor alpha, "
+    "Tensor last, Tensor v_out, Tensor v_geometry, Tensor v_alpha) -> (Tensor v_means2d, Tensor v_transforms, "
+    "Tensor v_normals, Tensor v_row_opacities, Tensor v_colors, Tensor v_depths)",
     "composite(Tensor out, Tensor alpha, Tensor background) -> Tensor rgb",
     "composite_backward(Tensor out, Tensor alpha, Tensor background, Tensor v_rgb) -> (Tensor v_out, Tensor v_alpha)",
     "l1_ssim(Tensor pred, Tensor target, int[] inner) -> (Tensor l1_sum, Tensor ssim_sum, Tensor dssim_dpred)",

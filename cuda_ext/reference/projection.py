@@ -1,4 +1,5 @@
-"""The reference of `cull`, `project` and `sh_colors`. Shapes, units and sources: `cuda_ext.ops.projection`."""
+"""The reference of `cull`, `project`, `project_axes` and `sh_colors`. Shapes, units and sources:
+`cuda_ext.ops.projection` and `cuda_ext.ops.conditioning`."""
 
 from collections.abc import Sequence
 
@@ -110,20 +111,54 @@ def project(
     far: float,
     antialiased: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `cuda_ext.project`. Dead rows are computed on harmless stand-ins, so that their gradient is zero, not NaN."""
-    view, point = view_ids.long(), point_ids.long()
+    """See `cuda_ext.project`."""
+    point = point_ids.long()
+    axes = rotation_matrices(_take(quats, point)) * _take(scales, point)[:, None, :]
+    return _project(
+        _take(means, point), axes, _take(opacities, point), viewmats, Ks, sizes, view_ids, point >= 0,
+        eps2d, near, far, antialiased,
+    )  # fmt: skip
+
+
+def project_axes(
+    means: Tensor,
+    axes: Tensor,
+    opacities: Tensor,
+    viewmats: Tensor,
+    Ks: Tensor,
+    sizes: Sequence[int],
+    view_ids: Tensor,
+    eps2d: float,
+    near: float,
+    far: float,
+    antialiased: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `cuda_ext.project_axes`."""
+    there = torch.ones_like(view_ids, dtype=torch.bool)
+    return _project(means, axes, opacities, viewmats, Ks, sizes, view_ids, there, eps2d, near, far, antialiased)
+
+
+def _project(
+    means: Tensor, points_axes: Tensor, row_opacities: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int],
+    view_ids: Tensor, there: Tensor, eps2d: float, near: float, far: float, antialiased: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What rows become, by their mean [M, 3], axes [M, 3, 3] and opacity [M], where they are no padding.
+
+    Dead rows are computed on harmless stand-ins, so that their gradient is zero, not NaN.
+    """
+    view = view_ids.long()
     size = means.new_tensor(list(sizes)).view(-1, 2)
     lower, upper = _clamps(Ks, size)
     R, t, K = viewmats[view, :3, :3], viewmats[view, :3, 3], Ks[view]
     focal, center = torch.stack([K[:, 0, 0], K[:, 1, 1]], dim=-1), K[:, :2, 2]
 
-    seen = (R @ _take(means, point)[..., None]).squeeze(-1) + t
-    in_depth = (seen[:, 2] >= near) & (seen[:, 2] <= far) & (point >= 0)
+    seen = (R @ means[..., None]).squeeze(-1) + t
+    in_depth = (seen[:, 2] >= near) & (seen[:, 2] <= far) & there
     z = torch.where(in_depth, seen[:, 2], 1.0)
     slope = seen[:, :2] / z[:, None]
     means2d = slope * focal + center
 
-    axes = R @ (rotation_matrices(_take(quats, point)) * _take(scales, point)[:, None, :])
+    axes = R @ points_axes
     clamped = slope.clamp(lower[view], upper[view])
     # The two rows of (Jacobian of the perspective division) times axes; the covariance is their Gram matrix.
     a = (focal / z[:, None])[..., None] * (axes[:, :2] - clamped[..., None] * axes[:, 2:])
@@ -135,7 +170,6 @@ def project(
     xx, yy = xx + eps2d, yy + eps2d
     conics = torch.stack([yy / det, -xy / det, xx / det], dim=-1)
 
-    row_opacities = _take(opacities, point)
     if antialiased:
         visible = sharp_det > 0
         ratio = torch.where(visible, sharp_det / det, 1.0)

@@ -155,6 +155,11 @@ class CompositePixels(PixelLeg):
     ) -> list[Pixels]:
         cells, drawn = self.cells, plan.drawn[world.rank]
         self._deep = primitive.depth
+        if channels := getattr(primitive, "channels", ()):
+            raise ValueError(
+                f"pixels that are composited of cells' layers have colour, alpha and depth; {', '.join(channels)} "
+                "cannot be put together so. Use another strategy than pixel for them."
+            )
         if self.crossing is not None:
             windows = self.crossing.windows(plan, views, world.rank)
             return primitive.render(splats, drawn, views, stops=True, windows=windows)

@@ -108,7 +108,7 @@ class WholePixels(PixelLeg):
         if splats is own and not any(patch.halo for patches in plan.drawn for patch in patches):
             return rendering
         outputs = [
-            [tensor for tensor in (pixels.color, pixels.alpha, pixels.depth) if tensor is not None]
+            [t for t in (pixels.color, pixels.alpha, pixels.depth, *pixels.extra.values()) if t is not None]
             for pixels in rendering.pixels
         ]
         widths = [tensor.shape[-1] for tensor in outputs[0]] if outputs else []
@@ -120,10 +120,13 @@ class WholePixels(PixelLeg):
             tuple[Tensor, ...],
             WholeGradients.apply(halos, widths, world, anchor, *flat, *(own.rows[name] for name in named)),
         )
-        pixels = [
-            replace(one, color=tied[k], alpha=tied[k + 1], depth=None if one.depth is None else tied[k + 2])
-            for one, k in zip(rendering.pixels, range(0, len(flat), len(widths) or 1), strict=True)
-        ]
+        pixels: list[Pixels] = []
+        for one in rendering.pixels:
+            color, alpha, *rest = tied[len(pixels) * len(widths) :][: len(widths)]
+            depth = None if one.depth is None else rest.pop(0)
+            pixels.append(
+                replace(one, color=color, alpha=alpha, depth=depth, extra=dict(zip(one.extra, rest, strict=True)))
+            )
         rows = {**own.rows, **dict(zip(named, tied[len(flat) :], strict=True))}
         return Rendering(pixels, replace(own, rows=rows))
 

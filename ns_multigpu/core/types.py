@@ -145,6 +145,7 @@ class Pixels:
         depth: [h, w, 1] expected depth, or None if it was not asked for.
         stops: [h, w, 1] bool, where drawing stopped before a splat, so that nobody looked at what is behind; None if it
             was not asked for.
+        extra: [h, w, C] each, what else the primitive was asked to render, by its names.
     """
 
     patch: Patch
@@ -152,6 +153,7 @@ class Pixels:
     alpha: Tensor
     depth: Tensor | None = None
     stops: Tensor | None = None
+    extra: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 @dataclass(frozen=True)

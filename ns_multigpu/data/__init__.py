@@ -12,7 +12,8 @@ matrices with OpenGL axes (nerfstudio's), `capture.viewmats()` world-to-camera o
 from ns_multigpu.data.capture import CityCapture
 from ns_multigpu.data.city import City
 from ns_multigpu.data.colmap_writer import write_colmap
+from ns_multigpu.data.dnerf_writer import write_dnerf
 from ns_multigpu.data.render import Pinhole, render_depth, render_rgb
 from ns_multigpu.data.seed_points import SeedPoints
 
-__all__ = ["City", "CityCapture", "Pinhole", "SeedPoints", "render_depth", "render_rgb", "write_colmap"]
+__all__ = ["City", "CityCapture", "Pinhole", "SeedPoints", "render_depth", "render_rgb", "write_colmap", "write_dnerf"]

@@ -36,11 +36,13 @@ class CityCapture:
         time_varying: moving cars are where they are at each view's time; otherwise they stand where they are at time 0.
         altitude: of the cameras, metres above the ground; None for the kind's own choice.
         cache_bytes: at most this much is kept of pictures already rendered.
+        rig: so many cameras stand still and film at the same moments: view v is camera v % rig at moment v // rig. None
+            for one that goes along, with a time for each view.
 
     Attributes:
         c2w: [views, 3, 4] float32 camera to world, OpenGL axes (x right, y up, looking along -z) as nerfstudio has
             them; metres.
-        times: [views] float32 in [0, 1], increasing; all 0 unless time_varying.
+        times: [views] float32 in [0, 1], never falling; all 0 unless time_varying.
         fx, fy, cx, cy: intrinsics in pixels, the same for all views; the middle of the first pixel is (0.5, 0.5).
 
     Raises:
@@ -60,6 +62,7 @@ class CityCapture:
         time_varying: bool = False,
         altitude: float | None = None,
         cache_bytes: int = 256 << 20,
+        rig: int | None = None,
     ) -> None:
         if kind not in get_args(Kind):
             raise ValueError(f"capture is {kind!r}: choose one of {', '.join(get_args(Kind))}")
@@ -72,15 +75,21 @@ class CityCapture:
             raise ValueError(f"eval_interval is {eval_interval}: give 2 or more, or 0 to hold out no view")
         if altitude is not None and altitude <= 0.5:
             raise ValueError(f"altitude is {altitude} m: cameras must be above the ground, at 0.5 m or more")
+        if rig is not None and not (rig >= 2 and 2 * rig <= views):
+            raise ValueError(f"rig is {rig}: give 2 cameras or more, and at least two views for each of them")
         self._arguments = (
-            city, kind, views, width, height, samples, seed, eval_interval, time_varying, altitude, cache_bytes
+            city, kind, views, width, height, samples, seed, eval_interval, time_varying, altitude, cache_bytes, rig
         )  # fmt: skip
         self.city, self.kind, self.views = city, kind, views
         self.width, self.height, self.samples = width, height, samples
         self.seed, self.eval_interval, self.time_varying = seed, eval_interval, time_varying
-        planned = _TRAJECTORIES[kind](city, views, seed, altitude)
-        self.c2w = torch.from_numpy(planned.c2w).float()
-        self.times = torch.from_numpy(planned.times).float() * float(time_varying)
+        planned = _TRAJECTORIES[kind](city, rig or views, seed, altitude)
+        c2w, times = planned.c2w, planned.times
+        if rig is not None:
+            numbers = np.arange(views)
+            c2w, times = c2w[numbers % rig], (numbers // rig) / ((views - 1) // rig)
+        self.c2w = torch.from_numpy(c2w).float()
+        self.times = torch.from_numpy(times).float() * float(time_varying)
         # The field of view is that of the longer side, so that a tall picture does not look straight up and down.
         self.fx = self.fy = 0.5 * max(width, height) / math.tan(math.radians(planned.fov) / 2)
         self.cx, self.cy = 0.5 * width, 0.5 * height

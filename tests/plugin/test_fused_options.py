@@ -26,6 +26,7 @@ def make_run(fused_steps: str = "always") -> SimpleNamespace:
     """A run without any obstacle, as far as `obstacle` looks at it."""
     options = SimpleNamespace(
         num_downscales=1,
+        primitive="3dgs",
         optimizer_state="full",
         selective_adam=False,
         camera_optimizer=SimpleNamespace(mode="off"),

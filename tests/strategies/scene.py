@@ -22,7 +22,7 @@ def look_at(eye: list[float], target: list[float]) -> torch.Tensor:
 def make_views(
     count: int, dtype: torch.dtype, device: torch.device | str = "cpu", size: tuple[int, int] | None = None
 ) -> list[View]:
-    """Views around the scene, each of another size unless one is given; the last looks away from it."""
+    """Views around the scene, each of another size unless one is given, and of another time; the last looks away."""
     views = []
     for i in range(count):
         width, height = size or (40 + 13 * i, 35 + 7 * (i % 3))
@@ -32,7 +32,7 @@ def make_views(
         matrix = look_at(eye, [3 * v for v in eye] if away else [0.0, 0.0, 0.0])
         focal = 45.0 + 3 * i
         K = torch.tensor([[focal, 0, width / 2], [0, focal * 1.05, height / 2 + 1], [0, 0, 1]], dtype=dtype)
-        views.append(View(matrix.to(device, dtype), K.to(device), width, height, index=i))
+        views.append(View(matrix.to(device, dtype), K.to(device), width, height, index=i, time=(0.4 * i) % 1))
     return views
 
 
@@ -51,6 +51,20 @@ def make_points(count: int, dtype: torch.dtype, device: torch.device | str = "cp
         "features_rest": torch.randn(count, 15, 3, generator=g, dtype=torch.float64) * 0.2,
     }
     return Points({k: v.to(device, dtype).requires_grad_() for k, v in params.items()})
+
+
+def make_moving_points(count: int, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Points:
+    """`make_points` as 4D Gaussians that move, come and go."""
+    g = torch.Generator().manual_seed(seed + 1)
+    params = dict(make_points(count, torch.float64, seed=seed).params)
+    params |= {
+        "times": torch.rand(count, 1, generator=g, dtype=torch.float64),
+        "motions": torch.tensor([1.0, 0, 0, 0]) + 0.3 * torch.randn(count, 4, generator=g, dtype=torch.float64),
+        "durations": torch.log(0.1 + 0.5 * torch.rand(count, 1, generator=g, dtype=torch.float64)),
+        "cosines_dc": 0.2 * torch.randn(count, 2, 3, generator=g, dtype=torch.float64),
+        "cosines_rest": 0.1 * torch.randn(count, 2, 15, 3, generator=g, dtype=torch.float64),
+    }
+    return Points({k: v.detach().to(device, dtype).requires_grad_() for k, v in params.items()})
 
 
 def make_image(view: View, seed: int = 9) -> torch.Tensor:

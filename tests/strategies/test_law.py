@@ -19,15 +19,20 @@ from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Points
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.densifier import densification_info
-from ns_multigpu.primitives.gaussians.functions import Gaussians
+from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
+from ns_multigpu.primitives.moving.functions import MovingGaussians
+from ns_multigpu.primitives.surfels.functions import Surfels
+from ns_multigpu.primitives.surfels.functions import screen_radii as surfel_radii
+from ns_multigpu.primitives.surfels.losses import distortion_loss, normal_loss
 from strategies import STRATEGIES
 from tests.ranks import run_ranks, skip_without_gpus
-from tests.strategies.scene import make_image, make_points, make_views
+from tests.strategies.scene import make_image, make_moving_points, make_points, make_views
 
 PRIMITIVES: dict[str, Callable[[], Primitive]] = {
     "gaussians": lambda: Gaussians(sh_degree=3, depth=True),
     "gaussians, antialiased, absgrad": lambda: Gaussians(sh_degree=2, antialiased=True, absgrad=True),
     "gaussians, plain colours": lambda: Gaussians(sh_degree=None),
+    "4D gaussians": lambda: MovingGaussians(sh_degree=3, depth=True),
 }
 
 # Forward and gradients: rounding of a changed order of summation, far inside KERNELS.md's tolerances for the operators.
@@ -73,7 +78,7 @@ def take_step(
     """Renders a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given.
     `kind`: a primitive that is not in the table, and so many points of it."""
     world = spread.world
-    drawn, whole = kind or (PRIMITIVES[primitive](), make_points(points, dtype, world.device))
+    drawn, whole = kind or points_of(primitive, points, dtype, world.device)
     batch = seen = make_views(views, dtype, world.device, size)
     spread.placement.look(lambda: seen)
     held, places = held_at(spread, whole)
@@ -91,10 +96,13 @@ def take_step(
         x0, y0, x1, y1 = pixels.patch.inner(view)
         images.append((pixels.patch, rgb.detach()[y0:y1, x0:x1].cpu()))
         if pixels.depth is not None:
-            depths.append((pixels.patch, (pixels.depth * (pixels.alpha > 0.01)).detach()[y0:y1, x0:x1].cpu()))
+            deep = [pixels.depth * (pixels.alpha > 0.01), *pixels.extra.values()]
+            depths.append((pixels.patch, torch.cat(deep, -1).detach()[y0:y1, x0:x1].cpu()))
         left, top, right, bottom = pixels.patch.rendered(view)
         target = make_image(view).to(world.device)[top:bottom, left:right]
         loss = loss + photometric_loss(rgb, target, pixels.patch, view, 0.2) / len(batch)
+        if pixels.extra:
+            loss = loss + (normal_loss(pixels, view) + 0.1 * distortion_loss(pixels, view)) / len(batch)
     leaves = [*poses, *held.params.values()]
     spread.gradients.begin_backward(leaves)
     loss.backward()
@@ -105,7 +113,8 @@ def take_step(
         gradients = {name: all_gather_rows(grad, world)[0][order] for name, grad in gradients.items()}
     statistics = torch.zeros(2, points, device=world.device)
     if rendering.splats.probe is not None:  # else nothing is counted
-        info = densification_info(rendering.splats, batch)
+        counted_by = surfel_radii if isinstance(drawn, Surfels) else screen_radii
+        info = densification_info(rendering.splats, batch, counted_by)
         statistics[0].index_add_(0, places[info["ids"]], info["gradients"].float() * info["visible"])
         statistics[1].index_add_(0, places[info["ids"]], info["visible"])
     return {
@@ -116,6 +125,15 @@ def take_step(
         "gradients": {name: grad.cpu() for name, grad in gradients.items()},
         "poses": {str(i): _gradient(pose).cpu() for i, pose in enumerate(poses)},
     }
+
+
+def points_of(
+    primitive: str, count: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[Primitive, Points]:
+    """A primitive of the table, and so many points of its kind."""
+    drawn = PRIMITIVES[primitive]()
+    make = make_moving_points if isinstance(drawn, MovingGaussians) else make_points
+    return drawn, make(count, dtype, device)
 
 
 def held_at(spread: Strategy, whole: Points) -> tuple[Points, torch.Tensor]:
@@ -171,7 +189,7 @@ def check(outcomes: list[Outcome], expected: Outcome, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", LIKE_SINGLE)
 def test_equals_single(strategy: str, size: int, primitive: str) -> None:
-    dtype = torch.float64 if primitive == "gaussians" else torch.float32
+    dtype = torch.float64 if primitive in ("gaussians", "4D gaussians") else torch.float32
     expected = one_step(World.single(), "single", primitive, 5, 150, dtype)
     # The scene must be able to show a difference.
     assert sum(float(image.std()) > 0.02 for image in stitch(expected["images"]).values()) >= 4

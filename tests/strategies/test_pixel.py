@@ -46,7 +46,7 @@ def step_of(
 @pytest.mark.parametrize("primitive", PRIMITIVES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_equal_one_with_the_same_cells(ranks: int, primitive: str) -> None:
-    dtype = torch.float64 if primitive == "gaussians" else torch.float32
+    dtype = torch.float64 if primitive in ("gaussians", "4D gaussians") else torch.float32
     step = partial(step_of, ranks)
     expected = step(World.single(), primitive, VIEWS, POINTS, dtype)
     assert sum(float(image.std()) > 0.02 for image in stitch(expected["images"]).values()) >= 4

@@ -55,10 +55,18 @@ struct Point {
   T opacity;
 };
 
+// A point by any factor of its covariance, which is axes axes^T: the columns need not be perpendicular.
+template <typename T>
+struct AxesPoint {
+  Vec3<T> mean;
+  Mat3<T> axes;
+  T opacity;
+};
+
 // What forward and backward both need on the way to the splat.
 template <typename T>
 struct Footprint {
-  Quat<T> unit;           // the quaternion at length one
+  Quat<T> unit;           // the quaternion at length one; of an AxesPoint nothing, as the next two
   T inverse_length;
   Mat3<T> turn;           // its rotation matrix
   Mat3<T> axes;           // turn diag(scale)
@@ -74,12 +82,22 @@ struct Footprint {
 };
 
 template <typename T>
-NSMG_HD Footprint<T> footprint(const Camera<T>& camera, const Point<T>& point, T eps2d) {
-  Footprint<T> f;
+NSMG_HD void set_axes(Footprint<T>& f, const Point<T>& point) {
   f.inverse_length = inverse_length(point.quat);
   f.unit = scaled(point.quat, f.inverse_length);
   f.turn = rotation(f.unit);
   f.axes = scale_columns(f.turn, point.scale);
+}
+
+template <typename T>
+NSMG_HD void set_axes(Footprint<T>& f, const AxesPoint<T>& point) {
+  f.axes = point.axes;
+}
+
+template <typename T, template <typename> class P>
+NSMG_HD Footprint<T> footprint(const Camera<T>& camera, const P<T>& point, T eps2d) {
+  Footprint<T> f;
+  set_axes(f, point);
   f.camera_axes = camera.rotation * f.axes;
   f.seen = to_camera(camera, point.mean);
   f.inverse_depth = T(1) / f.seen.z;
@@ -130,8 +148,8 @@ struct Splat {
   bool alive;          // regular, and opaque enough to be drawn
 };
 
-template <typename T>
-NSMG_HD Splat<T> make_splat(const Camera<T>& camera, const Point<T>& point, T eps2d, bool antialiased) {
+template <typename T, template <typename> class P>
+NSMG_HD Splat<T> make_splat(const Camera<T>& camera, const P<T>& point, T eps2d, bool antialiased) {
   const Footprint<T> f = footprint(camera, point, eps2d);
   const T inverse_det = T(1) / f.det;
   Splat<T> s;
@@ -183,8 +201,8 @@ struct ProjectedRow {
   bool alive;  // whether it is drawn anywhere in its whole view; if not, the splat means nothing
 };
 
-template <typename T>
-NSMG_HD ProjectedRow<T> project_row(const Camera<T>& camera, const Point<T>& point, T eps2d, bool antialiased) {
+template <typename T, template <typename> class P>
+NSMG_HD ProjectedRow<T> project_row(const Camera<T>& camera, const P<T>& point, T eps2d, bool antialiased) {
   ProjectedRow<T> row;
   row.splat = make_splat(camera, point, eps2d, antialiased);
   const T reach2 = row.splat.alive ? reach(row.splat.opacity) : T(0);
@@ -237,12 +255,20 @@ struct PointGradient {
   Vec3<T> translation;  // of the camera
 };
 
-// The gradient of make_splat at a splat that is alive.
 template <typename T>
-NSMG_HD PointGradient<T> splat_vjp(const Camera<T>& camera, const Point<T>& point, T eps2d, bool antialiased,
-                                   const SplatGradient<T>& g) {
-  const Footprint<T> f = footprint(camera, point, eps2d);
-  PointGradient<T> out;
+struct AxesGradient {
+  Vec3<T> mean;
+  Mat3<T> axes;
+  T opacity;
+  Mat3<T> rotation;     // of the camera
+  Vec3<T> translation;  // of the camera
+};
+
+// The gradient of make_splat, by the point's axes, at a splat that is alive. f: its footprint.
+template <typename T>
+NSMG_HD AxesGradient<T> axes_vjp(const Camera<T>& camera, const Footprint<T>& f, const Vec3<T>& mean, T opacity,
+                                 T eps2d, bool antialiased, const SplatGradient<T>& g) {
+  AxesGradient<T> out;
   const T inverse_det = T(1) / f.det;
   const T pa = f.yy * inverse_det, pb = -f.xy * inverse_det, pc = f.xx * inverse_det;
 
@@ -257,7 +283,7 @@ NSMG_HD PointGradient<T> splat_vjp(const Camera<T>& camera, const Point<T>& poin
   // r = det / blurred det, opacity = o sqrt(r).
   const T root = compensation(f);
   const T ratio = root * root;
-  const T g_ratio = antialiased ? T(0.5) * point.opacity * g.opacity / root : T(0);
+  const T g_ratio = antialiased ? T(0.5) * opacity * g.opacity / root : T(0);
   out.opacity = antialiased ? root * g.opacity : g.opacity;
   g_xx += g_ratio * ((f.yy - eps2d) * inverse_det - ratio * pa);
   g_xy += g_ratio * T(-2) * f.xy * (1 - ratio) * inverse_det;
@@ -278,14 +304,35 @@ NSMG_HD PointGradient<T> splat_vjp(const Camera<T>& camera, const Point<T>& poin
   const Vec3<T> g_seen = {g_u * f.inverse_depth, g_v * f.inverse_depth,
                           g.depth - g_inverse_depth * f.inverse_depth * f.inverse_depth};
 
-  // seen = R mean + t and W = R axes, axes = turn diag(scale).
-  const Mat3<T> g_axes = transpose(camera.rotation) * g_camera_axes;
+  // seen = R mean + t and W = R axes.
+  out.axes = transpose(camera.rotation) * g_camera_axes;
   out.mean = g_seen * camera.rotation;
   out.translation = g_seen;
-  out.rotation = g_camera_axes * transpose(f.axes) + outer(g_seen, point.mean);
+  out.rotation = g_camera_axes * transpose(f.axes) + outer(g_seen, mean);
+  return out;
+}
+
+// The gradient of make_splat at a splat that is alive.
+template <typename T>
+NSMG_HD PointGradient<T> splat_vjp(const Camera<T>& camera, const Point<T>& point, T eps2d, bool antialiased,
+                                   const SplatGradient<T>& g) {
+  const Footprint<T> f = footprint(camera, point, eps2d);
+  const AxesGradient<T> by_axes = axes_vjp(camera, f, point.mean, point.opacity, eps2d, antialiased, g);
+  const Mat3<T>& g_axes = by_axes.axes;  // axes = turn diag(scale)
+  PointGradient<T> out;
+  out.mean = by_axes.mean;
+  out.opacity = by_axes.opacity;
+  out.rotation = by_axes.rotation;
+  out.translation = by_axes.translation;
   out.scale = times(g_axes.r0, f.turn.r0) + times(g_axes.r1, f.turn.r1) + times(g_axes.r2, f.turn.r2);
   out.quat = rotation_vjp(f.unit, f.inverse_length, scale_columns(g_axes, point.scale));
   return out;
+}
+
+template <typename T>
+NSMG_HD AxesGradient<T> splat_vjp(const Camera<T>& camera, const AxesPoint<T>& point, T eps2d, bool antialiased,
+                                  const SplatGradient<T>& g) {
+  return axes_vjp(camera, footprint(camera, point, eps2d), point.mean, point.opacity, eps2d, antialiased, g);
 }
 
 }  // namespace nsmg

@@ -8,6 +8,7 @@ from cuda_ext.ops.adam import FusedAdam, is_plain
 from ns_multigpu.core.step import why_no_step
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.primitives.registry import FIRST, titled
 
 _MOST_VIEWS = 128
 
@@ -37,7 +38,8 @@ def fuses(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bo
     if yes:
         return True, "Steps are fused."
     # On a CPU that is the usual, and nothing to speak of.
-    return False, f"Steps are not fused: {reason}." if config.fused_steps == "never" or _on_gpu(world) else ""
+    speaks = config.fused_steps == "never" or _on_gpu(world) or options.primitive != FIRST
+    return False, f"Steps are not fused: {reason}." if speaks else ""
 
 
 def _decided(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bool, str]:
@@ -115,7 +117,7 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         (options.camera_optimizer.mode != "off", lambda: "camera poses are optimized"),
         (options.use_bilateral_grid, lambda: "there is a bilateral grid"),
         (options.sh_degree == 0, lambda: "there are no spherical harmonics"),
-        (kernels is None, lambda: "this kind of point has no operators for it"),
+        (kernels is None, lambda: f"{titled(options.primitive)} have no operators for it"),
         (options.use_scale_regularization, lambda: "scales are regularised"),
         (options.output_depth_during_training, lambda: "depth is asked for in training"),
         (config.on_nonfinite == "skip", lambda: "steps with NaN are to be skipped"),

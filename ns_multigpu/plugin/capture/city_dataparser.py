@@ -97,6 +97,8 @@ class CityDataParserConfig(DataParserConfig):
     """Standard deviation of the seed points' places, metres."""
     time_varying: bool = False
     """Cars move from view to view; every view has its time in [0, 1]."""
+    rig: int | None = None
+    """So many cameras stand still and film at the same moments, instead of one that goes along."""
     car_density: float = 1.0
     """1 for an ordinary day, 0 for no cars."""
     altitude: float | None = None
@@ -136,7 +138,7 @@ class CityDataParser(DataParser):
             c = self.config
             self._capture = CityCapture(
                 City(c.blocks, c.seed, c.car_density), c.capture, c.views, c.width, c.height, c.samples, c.seed,
-                c.eval_interval, c.time_varying, c.altitude, c.cache_mb << 20,
+                c.eval_interval, c.time_varying, c.altitude, c.cache_mb << 20, c.rig,
             )  # fmt: skip
         return self._capture
 

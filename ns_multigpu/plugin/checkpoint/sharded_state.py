@@ -106,7 +106,7 @@ def counts_in(pipeline: Mapping[str, Any]) -> list[int]:
 def shapes_in(pipeline: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The shapes in a pipeline's state, those of the points whole."""
     marker = pipeline.get(SHARDS, {"shapes": {}})
-    shapes = {key: tuple(value.shape) for key, value in pipeline.items() if key != SHARDS}
+    shapes = {key: tuple(value.shape) for key, value in pipeline.items() if isinstance(value, Tensor)}
     return {**shapes, **{f"{POINTS}{name}": tuple(shape) for name, shape in marker["shapes"].items()}}
 
 

@@ -22,11 +22,13 @@ from nerfstudio.data.scene_box import OrientedBox
 from torch import Tensor
 
 from ns_multigpu.core.schema import HARMONICS, POSITION, Parameter, degree_of
+from ns_multigpu.plugin.checkpoint.kind import kind_in
 from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, SavedPoints
 from ns_multigpu.plugin.checkpoint.verify import SHARDS, checkpoints_in, read_checkpoint_file, step_of
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.gaussians.init import SH_C0
-from ns_multigpu.primitives.gaussians.schema import ORDER, PLY_ORDER, SCHEMA
+from ns_multigpu.primitives.gaussians.schema import PLY_ORDER
+from ns_multigpu.primitives.registry import KINDS, titled
 
 CHUNK = 1_000_000
 """Points held at a time: with harmonics of degree 3 some 1 GB, twice what is written of them and more."""
@@ -37,8 +39,6 @@ _OPACITY_LIMIT = -5.5373
 _NORMAL = ("nx", "ny", "nz")
 _RGB = ("red", "green", "blue")
 _PLAIN = "features_dc"
-_PARAMETERS = tuple(one for name in PLY_ORDER for one in SCHEMA if one.name == name)
-_BY_DEGREE = next(one.name for one in SCHEMA if HARMONICS in one.shape)
 
 Progress = Callable[[Iterable[int], int], Iterable[int]]
 """Shows that so many of a number of chunks are done, while it passes them on."""
@@ -56,6 +56,13 @@ class PointSource:
 
     def __init__(self, path: Path) -> None:
         pipeline: Mapping[str, Any] = read_checkpoint_file(path)["pipeline"]
+        self.kind = kind_in(pipeline)
+        schema = KINDS[self.kind].schema if self.kind in KINDS else ()
+        self.parameters = tuple(one for name in PLY_ORDER for one in schema if one.name == name and one.ply)
+        if len(self.parameters) != len(PLY_ORDER) or len(schema) != len(PLY_ORDER):
+            raise InputError(
+                f"{path} is a checkpoint of {titled(self.kind)}, which have no place in PLY and .splat files."
+            )
         self._shards: SavedPoints | None = None
         self._tensors: dict[str, Tensor] = {}
         if SHARDS in pipeline:
@@ -65,13 +72,14 @@ class PointSource:
             for key, value in pipeline.items():
                 name = key.removeprefix("module.").replace("_model.module.", "_model.", 1)
                 name = name.removeprefix(POINTS).removeprefix("_model.")  # the second: as nerfstudio once named them
-                if name in ORDER:
+                if name in PLY_ORDER:
                     self._tensors[name] = value
             shapes = {name: tuple(value.shape) for name, value in self._tensors.items()}
         if missing := [name for name in PLY_ORDER if name not in shapes]:
-            raise InputError(f"{path} is not a checkpoint of 3D Gaussians: it has no {', '.join(missing)}.")
+            raise InputError(f"{path} is not a checkpoint of {KINDS[self.kind].title}: it has no {', '.join(missing)}.")
         self.count = shapes[POSITION][0]
-        self.degree = degree_of(shapes[_BY_DEGREE][1])
+        by_degree = next(one.name for one in self.parameters if HARMONICS in one.shape)
+        self.degree = degree_of(shapes[by_degree][1])
 
     def rows(self, names: Iterable[str], rows: range) -> dict[str, Tensor]:
         """Rows of parameters, on the CPU."""
@@ -90,7 +98,8 @@ def export_ply(
     crop: OrientedBox | None = None,
     rgb: bool = False,
 ) -> tuple[int, int]:
-    """Writes a checkpoint's points to a PLY file, which is there when it is whole.
+    """Writes a checkpoint's points to a PLY file, which is there when it is whole. Of 2D Gaussians, as the published
+    code writes them: the same columns without `scale_2`.
 
     Args:
         checkpoint: a .ckpt.
@@ -125,7 +134,7 @@ def export_ply(
             longer, kept = len(str(written)) != len(str(kept)), written
             if not longer:
                 with part.open("r+b") as file:
-                    file.write(_header(kept, source.degree, rgb))
+                    file.write(_header(kept, source, rgb))
                 break
         if kept == 0:
             raise nothing_to_write(checkpoint, source.count, crop)
@@ -169,16 +178,16 @@ def nothing_to_write(checkpoint: Path, count: int, crop: OrientedBox | None) -> 
     return InputError(f"{checkpoint}: none of its {count} Gaussians is finite and opaque{where}: nothing is written.")
 
 
-def columns(degree: int) -> list[str]:
-    """The properties of a vertex, in order, of a model with harmonics of this degree."""
-    position, *others = (one.properties(degree) for one in _PARAMETERS)
+def columns(source: PointSource) -> list[str]:
+    """The properties of a vertex, in order."""
+    position, *others = (one.properties(source.degree) for one in source.parameters)
     return [*position, *_NORMAL, *(name for names in others for name in names)]
 
 
-def _rgb_type() -> "np.dtype[Any]":
+def _rgb_type(parameters: Iterable[Parameter]) -> "np.dtype[Any]":
     """A vertex with plain colours."""
     fields: list[tuple[str, str]] = []
-    for one in _PARAMETERS:
+    for one in parameters:
         if one.name == _PLAIN:
             fields += [(name, "u1") for name in _RGB]
         elif HARMONICS not in one.shape:
@@ -188,11 +197,11 @@ def _rgb_type() -> "np.dtype[Any]":
     return np.dtype(fields)
 
 
-def _header(count: int, degree: int, rgb: bool = False) -> bytes:
+def _header(count: int, source: PointSource, rgb: bool = False) -> bytes:
     kinds = {"<f4": "float", "|u1": "uchar"}
-    properties = [f"property float {name}" for name in columns(degree)]
+    properties = [f"property float {name}" for name in columns(source)]
     if rgb:
-        fields = _rgb_type()
+        fields = _rgb_type(source.parameters)
         properties = [f"property {kinds[fields[name].str]} {name}" for name in fields.names or ()]
     lines = [
         "ply",
@@ -218,25 +227,21 @@ def _write(
     """Writes a header for `expected` points, and all that are kept; returns how many."""
     written = 0
     with path.open("wb") as file:
-        file.write(_header(expected, source.degree, rgb))
+        file.write(_header(expected, source, rgb))
         total = -(-source.count // chunk)
         for begin in progress(range(0, source.count, chunk), total):
             rows = range(begin, min(begin + chunk, source.count))
-            points = source.rows(ORDER, rows)
+            points = source.rows(PLY_ORDER, rows)
             wanted = visible(points, crop).numpy()
-            written += (
-                _write_rgb(file, points, source.degree, wanted)
-                if rgb
-                else _write_rows(file, points, source.degree, wanted)
-            )
+            written += _write_rgb(file, points, source, wanted) if rgb else _write_rows(file, points, source, wanted)
     return written
 
 
-def _write_rows(file: BinaryIO, points: Mapping[str, Tensor], degree: int, wanted: Any) -> int:
+def _write_rows(file: BinaryIO, points: Mapping[str, Tensor], source: PointSource, wanted: Any) -> int:
     count = len(points[POSITION])
-    parts = [_column(points[one.name], one, degree) for one in _PARAMETERS]
+    parts = [_column(points[one.name], one, source.degree) for one in source.parameters]
     parts.insert(1, torch.zeros(count, len(_NORMAL)))
-    table = np.empty((count, len(columns(degree))), dtype="<f4")
+    table = np.empty((count, len(columns(source))), dtype="<f4")
     at = 0
     for value in parts:
         width = value.shape[1]
@@ -249,19 +254,21 @@ def _write_rows(file: BinaryIO, points: Mapping[str, Tensor], degree: int, wante
     return len(table)
 
 
-def _write_rgb(file: BinaryIO, points: Mapping[str, Tensor], degree: int, wanted: Any) -> int:
-    fields = _rgb_type()
+def _write_rgb(file: BinaryIO, points: Mapping[str, Tensor], source: PointSource, wanted: Any) -> int:
+    fields = _rgb_type(source.parameters)
     table = np.zeros(len(points[POSITION]), dtype=fields)
     kept = wanted.copy()
-    for one in _PARAMETERS:
+    for one in source.parameters:
         value = points[one.name]
         if one.name == _PLAIN:
-            colors = plain_colors(value, degree)
+            colors = plain_colors(value, source.degree)
             kept &= np.isfinite(colors.numpy()).all(axis=1)
             for name, channel in zip(_RGB, (colors.nan_to_num() * 255).to(torch.uint8).unbind(1), strict=True):
                 table[name] = channel.numpy()
         elif HARMONICS not in one.shape:
-            for name, column in zip(one.properties(degree), value.reshape(len(value), -1).unbind(1), strict=True):
+            for name, column in zip(
+                one.properties(source.degree), value.reshape(len(value), -1).unbind(1), strict=True
+            ):
                 table[name] = column.numpy()
                 kept &= np.isfinite(table[name])
     file.write(table[kept].data)

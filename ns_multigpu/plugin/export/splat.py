@@ -28,6 +28,7 @@ from ns_multigpu.plugin.export.ply import (
     visible,
 )  # fmt: skip
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.primitives.registry import FIRST, titled
 
 RECORD = np.dtype([("position", "<f4", 3), ("scale", "<f4", 3), ("rgba", "u1", 4), ("rotation", "u1", 4)])
 """A Gaussian of the file."""
@@ -55,6 +56,10 @@ def export_splat(
     if output.exists() and not overwrite:
         raise InputError(f"{output} exists already: give another name, or --overwrite.")
     source, kept = PointSource(checkpoint), 0
+    if source.kind != FIRST:
+        raise InputError(
+            f"{checkpoint} is a checkpoint of {titled(source.kind)}: .splat files have three scales. Write a .ply."
+        )
     output.parent.mkdir(parents=True, exist_ok=True)
     part = output.with_name(f"{output.name}.{os.getpid()}.part")
     try:

@@ -10,6 +10,7 @@ from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
 from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
+from ns_multigpu.primitives.registry import KINDS
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig
@@ -49,7 +50,7 @@ def make_densifier(
     )
     return default(
         prune_opa=options.cull_alpha_thresh,
-        grow_grad2d=options.densify_grad_thresh,
+        grow_grad2d=options.densify_grad_thresh if options.primitive != "2dgs" else options.densify_grad_thresh_2dgs,
         grow_scale3d=options.densify_size_thresh,
         grow_scale2d=options.split_screen_size,
         prune_scale3d=options.cull_scale_thresh,
@@ -63,4 +64,5 @@ def make_densifier(
         absgrad=options.use_absgrad,
         world=world,
         seed=seed,
+        halves=KINDS[options.primitive].halves,
     )

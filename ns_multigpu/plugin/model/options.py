@@ -6,6 +6,7 @@ from typing import Literal
 from nerfstudio.models.splatfacto import SplatfactoModelConfig
 
 from ns_multigpu.plugin.model.splat_model import SplatModel
+from ns_multigpu.primitives.registry import FIRST, PrimitiveName
 
 
 @dataclass
@@ -16,6 +17,22 @@ class SplatModelConfig(SplatfactoModelConfig):
     """
 
     _target: type = field(default_factory=lambda: SplatModel)
+    primitive: PrimitiveName = FIRST
+    """What the points are: "3dgs", 3D Gaussians; "2dgs", flat ones, which lie on surfaces (Huang et al. 2024);
+    "4dgs", Gaussians over space and time, for captures whose views have times (Yang et al. 2024). See
+    docs/primitives.md for what each kind can do."""
+    densify_grad_thresh_2dgs: float = 0.0002
+    """With 2dgs, what densify-grad-thresh is for 3dgs. Of 2D Gaussians the gradient itself counts, as published, and
+    use-absgrad is not read."""
+    normal_loss: float = 0.05
+    """With 2dgs, weight of the loss by which rendered normals and those of the depth agree; 0 for none."""
+    normal_loss_start: int = 7000
+    """With 2dgs, how many images are seen before the normal loss counts."""
+    distortion_loss: float = 0.0
+    """With 2dgs, weight of the depth distortion, which brings the splats of a ray together; 0 for none. It is in the
+    capture's units: larger for smaller scenes."""
+    distortion_loss_start: int = 3000
+    """With 2dgs, how many images are seen before the depth distortion counts."""
     optimizer_state: Literal["full", "compact"] = "full"
     """How Adam keeps its two moments of every parameter of the Gaussians: "full", as float32, 8 bytes a parameter and
     472 a Gaussian; "compact", as bfloat16 that is rounded up or down at random, half of that. With compact a Gaussian

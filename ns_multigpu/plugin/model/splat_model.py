@@ -6,7 +6,7 @@ other ranks only that a rendering may hold some of a batch's patches.
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from nerfstudio.cameras.cameras import Cameras
@@ -27,31 +27,41 @@ from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.schema import POSITION, Parameter, names
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.model import surfaces
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
 from ns_multigpu.plugin.model.sharded_points import ShardedPoints, mean_of
 from ns_multigpu.primitives.gaussians.densifier import densification_info, dues
-from ns_multigpu.primitives.gaussians.functions import Gaussians
-from ns_multigpu.primitives.gaussians.init import SH_C0, initial_gaussians
+from ns_multigpu.primitives.gaussians.init import SH_C0
+from ns_multigpu.primitives.registry import KINDS, Kind
+from ns_multigpu.primitives.registry import Rendering as Wanted
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig
 
 
 class SplatModel(ShardedPoints, SplatfactoModel):
-    """3D Gaussian Splatting for any strategy.
+    """Splatting of 3D Gaussians, or of another kind of point, for any strategy.
 
     `step` is the number of images seen, so that warm-up, resolution schedule, harmonics and densification keep their
     meaning whatever the batch.
     """
 
-    schema: ClassVar[tuple[Parameter, ...]] = Gaussians.schema
-    """The parameters of its points, which are in `gauss_params`."""
     config: "SplatModelConfig"
     training_options: Any
     elsewhere: Callable[[Cameras, OrientedBox | None], MutableMapping[str, Any] | None] | None = None
     """Renders with other ranks, or for a viewer; None where this process is to do it (see `RenderService.outputs`)."""
+
+    @property
+    def kind(self) -> Kind:
+        """What its points are."""
+        return KINDS[self.config.primitive]
+
+    @property
+    def schema(self) -> tuple[Parameter, ...]:
+        """The parameters of its points, which are in `gauss_params`."""
+        return self.kind.schema
 
     def populate_modules(self) -> None:
         """Builds parameters and modules on the CPU; nothing is fetched and no GPU is needed."""
@@ -82,7 +92,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         config, seeds = self.config, self.seed_points
         if config.random_init or seeds is None or len(seeds[0]) == 0:
             seeds = None  # whether that is an error is for the pipeline to say: not when a checkpoint follows
-        return initial_gaussians(
+        return self.kind.initial(
             seeds,
             sh_degree=config.sh_degree,
             count=config.num_random,
@@ -123,12 +133,15 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         """
         config = self.config
         degree = min(self.step // config.sh_degree_interval, config.sh_degree) if config.sh_degree > 0 else None
-        return Gaussians(
+        counted_here = surfaces.weights(config, self.step) if counted and self.training else {}
+        wanted = Wanted(
             sh_degree=degree,
             antialiased=config.rasterize_mode == "antialiased",
             absgrad=counted and self.training and config.use_absgrad and self.counts(self.step),
-            depth=depth,
+            depth=depth or "normals" in counted_here,
+            channels=tuple(counted_here),
         )
+        return self.kind.make(wanted)
 
     def in_one_color(
         self, primitive: Primitive, points: Points, color: tuple[float, float, float]
@@ -138,11 +151,11 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         Args:
             color: red, green and blue, each above 0 and below 1.
         """
-        assert isinstance(primitive, Gaussians)
         plain = points.params["features_dc"]
         constant = (torch.tensor(color, dtype=plain.dtype, device=plain.device) - 0.5) / SH_C0
         params = {**points.params, "features_dc": constant.expand_as(plain).contiguous()}
-        return replace(primitive, sh_degree=0), Points(params)
+        # Each kind of point that has harmonics is a dataclass, and has this field.
+        return replace(cast(Any, primitive), sh_degree=0), Points(params)
 
     # ---- training ----
 
@@ -187,6 +200,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             # A rank without patches still takes part in the sum of gradients.
             loss = loss + 0.0 * sum(row.sum() for row in rendering.splats.rows.values() if row.requires_grad)
         squared = torch.zeros((), device=self.device)
+        shaped = surfaces.weights(self.config, self.step)
+        losses = {surfaces.loss_name(name): torch.zeros((), device=self.device) for name in shaped}
         for pixels in rendering.pixels:
             view = views[pixels.patch.view]
             background = self._training_background(pixels.patch.view)
@@ -199,12 +214,13 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             share = photometric_loss(rgb, target, pixels.patch, view, self.config.ssim_lambda) / len(views)
             self.view_losses[view.index] = share.detach()
             loss = loss + share
+            surfaces.add_shares(losses, shaped, pixels, view, len(views))
             if metrics:
                 x0, y0, x1, y1 = pixels.patch.inner(view)
                 scale = 1.0 if target.dtype.is_floating_point else 255.0
                 error = (rgb.detach() - target / scale)[y0:y1, x0:x1]
                 squared = squared + error.square().sum() / (3 * view.width * view.height * len(views))
-        losses = {"main_loss": loss}
+        losses["main_loss"] = loss
         share = self.share_of_points(world)
         losses.update({name: value * share for name, value in self.regularisation(len(views)).items()})
         extra = dict[str, Tensor]()
@@ -225,7 +241,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         splats, views = self.rendering.splats, self.views
         self.densifier.after_step(
             self.gauss_params, self.optimizers, self.densifier_state, self.step, len(views),
-            self.rates.rate_of_one_view(POSITION), lambda: densification_info(splats, views),
+            self.rates.rate_of_one_view(POSITION), lambda: densification_info(splats, views, self.kind.screen_radii),
         )  # fmt: skip
         self.rendering = None
         if dues(self.config.refine_every, self.step, len(self.views)):

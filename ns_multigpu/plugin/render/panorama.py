@@ -34,7 +34,9 @@ def faces(camera: Cameras) -> list[Cameras]:
     for face in range(6):
         turned = torch.cat([pose[:, :3] @ _axes(face).to(pose), pose[:, 3:]], 1)
         focal, center = torch.tensor([[side / 2]]), torch.tensor([[whole / 2]])
-        result.append(Cameras(turned[None], focal, focal, center, center, width=whole, height=whole))
+        result.append(
+            Cameras(turned[None], focal, focal, center, center, width=whole, height=whole, times=camera.times)
+        )
     return result
 
 

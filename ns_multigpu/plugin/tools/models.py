@@ -30,6 +30,7 @@ from ns_multigpu.plugin.render.team import RENDER_MEMORY, asked_for, free_memory
 from ns_multigpu.plugin.tools.rendering import Rendering
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig, prepare_operators, read_config
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline, DistributedPipelineConfig
+from ns_multigpu.primitives.registry import titled
 
 _LONGEST_PAUSE = timedelta(days=30)
 """Rank 0 may write a long video between two images; the others wait. One that dies is noticed at once all the same."""
@@ -195,7 +196,8 @@ def run_tool(
     checkpoint = run_checkpoint(load_config, step)
     shapes = {k: s for k, s in shapes_in(read_checkpoint_file(checkpoint)["pipeline"]).items() if k.startswith(POINTS)}
     if not shapes:
-        raise InputError(f"{checkpoint} is not a checkpoint of 3D Gaussians: it has no {POINTS}means.")
+        title = titled(run.pipeline.model.primitive)
+        raise InputError(f"{checkpoint} is not a checkpoint of {title}: it has no {POINTS}means.")
     points, size = next(iter(shapes.values()))[0], 4 * sum(math.prod(shape[1:]) for shape in shapes.values())
     memory = asked_for(RENDER_MEMORY, float, 0)
     room = memory * 1e9 if memory is not None else free_memory() if kind == "cuda" else None

@@ -26,6 +26,7 @@ from torch import Tensor
 from ns_multigpu.core.collectives import broadcast_object, max_int
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.model.kinds import frames_note
 from ns_multigpu.plugin.render.panorama import panorama
 from ns_multigpu.plugin.render.pictures import Outputs, Pictures, RenderRequest
 from ns_multigpu.plugin.tools.film import (
@@ -118,6 +119,8 @@ class Rendering:
         for shot in shots.frames:
             shot.camera.rescale_output_resolution(1.0 / self.downscale)
         self._check_sizes(shots)
+        if note := frames_note(pipeline.model.config.primitive, [shot.camera for shot in shots.frames]):
+            CONSOLE.print(note, soft_wrap=True)
         if self.nearest:
             shots = with_nearest(shots, pipeline.datamanager.train_dataset)
         artist = _Artist(pipeline, shots)
@@ -319,6 +322,8 @@ def _digest(shots: Shots) -> str:
         camera = shot.camera
         for value in (camera.camera_to_worlds, camera.fx, camera.fy, camera.cx, camera.cy, camera.width, camera.height):
             known.update(value.cpu().numpy().tobytes())
+        if camera.times is not None:
+            known.update(camera.times.cpu().numpy().tobytes())
         known.update(shot.name.encode())
     for value in () if shots.crop is None else (shots.crop.R, shots.crop.T, shots.crop.S):
         known.update(torch.as_tensor(value).cpu().numpy().tobytes())

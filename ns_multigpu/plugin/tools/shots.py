@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,6 +108,12 @@ class CameraPath:
         fov = view.get("fov")
         if kind == "perspective" and not (isinstance(fov, (int, float)) and 0 < fov < 180):
             raise InputError(f"{self._name}: camera {number} has a fov of {fov!r}. Give degrees between 0 and 180.")
+        time = view.get("render_time", 0.0)
+        if not isinstance(time, (int, float)) or not math.isfinite(time):
+            raise InputError(
+                f"{self._name}: camera {number} has a render_time of {time!r}. Give a number, 0 for the capture's "
+                "first moment and 1 for its last."
+            )
 
     @property
     def _name(self) -> str:
@@ -172,7 +179,19 @@ class Interpolated:
                 "something in between. Choose the other source."
             )
         path = get_interpolated_camera_path(cameras=cameras, steps=self.steps, order_poses=self.ordered)
+        path.times = self._times(cameras, len(path))
         return Shots(_numbered(path), self.steps * len(cameras) / self.rate)
+
+    def _times(self, cameras: Cameras, frames: int) -> torch.Tensor | None:
+        """Of the frames, [frames, 1]: between those of the views; from the first to the last at an even pace where
+        views are not in their order. None where views have none."""
+        if cameras.times is None:
+            return None
+        times = cameras.times.reshape(-1).cpu()
+        if self.ordered:
+            return torch.linspace(float(times.min()), float(times.max()), frames)[:, None]
+        pieces = [torch.linspace(float(a), float(b), self.steps) for a, b in pairwise(times)]
+        return torch.cat(pieces)[:, None]
 
 
 @dataclass(frozen=True)

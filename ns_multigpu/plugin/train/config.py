@@ -44,6 +44,7 @@ from ns_multigpu.plugin.launch.run_folder import (
 )
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model.batch_scaling import RateCourse, ScalingChoice, scaling_rule
+from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from strategies import STRATEGIES
 
@@ -180,7 +181,8 @@ class DistributedTrainerConfig(TrainerConfig):
 
     def check_method(self) -> None:
         """Whether what the method alone has to do with is possible; raises an InputError if it is not."""
-        checks.check_strategy(str(getattr(self.pipeline, "strategy", "")), STRATEGIES)
+        checks.check_strategy(strategy := str(getattr(self.pipeline, "strategy", "")), STRATEGIES)
+        check_primitive(cast(Any, self.pipeline).model, strategy)
 
     def prepare(self) -> None:
         """Makes ready what all workers use."""

@@ -23,6 +23,7 @@ from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.image_homes import homes_of
 from ns_multigpu.plugin.checkpoint.beside import BesideCheckpoints
+from ns_multigpu.plugin.checkpoint.kind import check_kind, without_kind
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
 from ns_multigpu.plugin.checkpoint.sharded_state import learn_placement, load_points
 from ns_multigpu.plugin.checkpoint.verify import SHARDS, read_checkpoint_file, step_of
@@ -32,9 +33,11 @@ from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.process_world import get_world, set_world
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model.cameras import view_from_camera
+from ns_multigpu.plugin.model.kinds import times_note
 from ns_multigpu.plugin.model.metrics import means
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.splat_model import SplatModel
+from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.render import team, viewer
 from ns_multigpu.plugin.render.evaluation import RenderedView, rendered_views, spread
 from ns_multigpu.plugin.render.service import RenderService
@@ -162,6 +165,8 @@ class DistributedPipeline(VanillaPipeline):
         if test_mode != "val":
             config, self.team = team.begin(config, test_mode)
         checks.check_strategy(config.strategy, STRATEGIES)
+        if test_mode == "val":
+            check_primitive(config.model, config.strategy)
         checks.check_views_per_rank(config.views_per_rank)
         self.world = get_world(str(device))
         self.strategy = strategy_of(config, self.world)
@@ -175,6 +180,8 @@ class DistributedPipeline(VanillaPipeline):
             self.datamanager.check_capture()
             raise_together(different_points(self.model.seed_points, self.world), self.world, DIFFERENT)
             checks.check_views(len(self.datamanager.train_dataset), 1 if sharded else self.world.size)
+            if note := times_note(config.model.primitive, self.datamanager.train_dataset.cameras):
+                CONSOLE.print(note, soft_wrap=True)
             if _count(self.model.seed_points) == 0 and not config.model.random_init:
                 CONSOLE.print(
                     f"The capture has no seed points: training begins with {self.model.num_points:,} random Gaussians, "
@@ -258,6 +265,9 @@ class DistributedPipeline(VanillaPipeline):
 
     def _load_own(self, loaded_state: dict[str, Any], step: int) -> None:
         model, load = self.model, super().load_pipeline
+        where = str((self.config.checkpoints or Path()) / f"step-{step:09d}.ckpt")
+        check_kind(loaded_state, model.config.primitive, where)
+        loaded_state = without_kind(loaded_state)
         if self.renders.shared and not model.sharded:
             model.hold_shard(self.strategy.placement, self.world)
         if SHARDS not in loaded_state and not model.sharded:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from ns_multigpu.core.schema import HARMONICS, degree_of
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import training_state as state
 from ns_multigpu.plugin.checkpoint.background import CheckpointWriter, Content
+from ns_multigpu.plugin.checkpoint.kind import check_kind, named
 from ns_multigpu.plugin.checkpoint.sharded_state import (
     KNOWLEDGE,
     POINTS,
@@ -114,7 +116,8 @@ class RunCheckpoints:
 
     def _content(self, step: int) -> Content:
         tensors, values = self._take(step)
-        model, pipeline = self._pipeline.model, self._pipeline.state_dict
+        model = self._pipeline.model
+        pipeline = partial(named, self._pipeline.state_dict, model.config.primitive)
         if not model.sharded:
             return Content(pipeline, tensors, values)
         rows, marker = split_state(tensors, dict(model.gauss_params.items()), self._world, model.holding)
@@ -129,6 +132,7 @@ class RunCheckpoints:
         values = {
             "method": self._config.method_name,
             "strategy": self._pipeline.config.strategy,
+            "primitive": model.config.primitive,
             "version": ns_multigpu.__version__,
             "ranks": world.size,
             "batch": clock.batch,
@@ -165,6 +169,7 @@ class RunCheckpoints:
             return 0
         opened = open_checkpoint(path, self._world)
         present = self._pipeline.state_dict()
+        check_kind(opened.content["pipeline"], self._pipeline.model.config.primitive, str(opened.path))
         loaded = fitting(opened, present, str(config.method_name), self._pipeline.model.primitive(depth=False))
         _, problem = together(lambda: self._put(opened, loaded), self._world, InputError)
         if problem:

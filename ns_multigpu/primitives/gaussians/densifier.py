@@ -20,7 +20,7 @@ from ns_multigpu.core.types import Splats, View
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.cap import allowed_growth
 from ns_multigpu.primitives.gaussians.functions import screen_radii
-from ns_multigpu.primitives.gaussians.regroup import Fates, grow_and_prune
+from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_HALVES, Fates, Halves, grow_and_prune
 
 
 def dues(period: int, first: int, count: int) -> range:
@@ -45,6 +45,7 @@ class ReplicatedDensifier(DefaultStrategy):
         morton: bring the points into the order of `morton` at each refinement.
         cap: most points of the whole model, None for any number: a refinement that would lead beyond only prunes.
         held_back: called each time that happens, with the number of points there would have been.
+        halves: what the halves of a split are.
         changes: how many points of the whole model refinements have `duplicated`, `split` and `pruned`; whoever logs it
             empties it.
     """
@@ -57,6 +58,7 @@ class ReplicatedDensifier(DefaultStrategy):
     morton: bool = False
     cap: int | None = None
     held_back: Callable[[int], None] | None = None
+    halves: Halves = GAUSSIAN_HALVES
     changes: dict[str, int] = field(default_factory=dict, init=False, compare=False)
 
     def step_post_backward(
@@ -141,6 +143,7 @@ class ReplicatedDensifier(DefaultStrategy):
             # Alike on every rank, whatever else a rank draws.
             generator=keyed_generator(self.seed, "densify", image, device=state["grad2d"].device),
             spent=("grad2d", "count", "radii"),
+            halves=self.halves,
         )
         self._note_changes(*done)
 
@@ -185,11 +188,16 @@ class ReplicatedDensifier(DefaultStrategy):
 
 
 @torch.no_grad()
-def densification_info(splats: Splats, views: list[View]) -> dict[str, Any]:
+def densification_info(
+    splats: Splats, views: list[View], radii_of: Callable[[Splats], Tensor] = screen_radii
+) -> dict[str, Any]:
     """The rows of a step that densification counts, once backward has filled the probe's gradient.
 
     Gradients are brought to what one view's own loss would give, in units of half an image: the step's loss is the
     mean over the views, so each is multiplied by their number.
+
+    Args:
+        radii_of: radii in pixels of splats, [M]; 3D Gaussians' by default.
 
     Returns:
         `n_cameras`; `ids` [M] int64; `gradients` [M] norms, 0 where the splat is not drawn; `visible` [M] 1 where it
@@ -212,5 +220,5 @@ def densification_info(splats: Splats, views: list[View]) -> dict[str, Any]:
         "ids": ids,
         "gradients": torch.where(radii > 0, (gradient * half[place] * len(views)).norm(dim=-1), 0.0),
         "visible": (radii != 0).float(),
-        "radii": screen_radii(splats) / longest[place],
+        "radii": radii_of(splats) / longest[place],
     }

@@ -16,7 +16,7 @@ from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
 from ns_multigpu.primitives.steady import rotations
 
-_REACH = (2 * math.log(255)) ** 0.5
+REACH = (2 * math.log(255)) ** 0.5
 """Standard deviations at which exp(-d^2 / 2) is 1/255."""
 _AT_ONCE = 1 << 22
 """Points whose extents are computed at once."""
@@ -66,7 +66,7 @@ class Gaussians(Primitive):
         for start in range(0, len(points), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
             axes = rotations(quats[some]) * scales[some].exp()[:, None, :]
-            reached.append(_REACH * axes.square().sum(-1).sqrt())
+            reached.append(REACH * axes.square().sum(-1).sqrt())
         return torch.cat(reached)
 
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
@@ -83,7 +83,7 @@ class Gaussians(Primitive):
                 self.activated(points, "opacities").reshape(-1),
                 stack_viewmats(some).detach(),
                 stack_intrinsics(some),
-                sizes=_sizes(some),
+                sizes=sizes_of(some),
                 rects=[n for view in some for n in (0, 0, view.width, view.height)],
                 eps2d=self.eps2d,
                 near=self.near,
@@ -102,14 +102,14 @@ class Gaussians(Primitive):
         """
         params = points.params
         viewmats = stack_viewmats(views)
-        means2d, conics, depths, opacities, radii = cuda_ext.project(
+        projection = cuda_ext.project(
             params["means"],
             params["quats"],
             self.activated(points, "scales"),
             self.activated(points, "opacities").reshape(-1),
             viewmats,
             stack_intrinsics(views),
-            sizes=_sizes(views),
+            sizes=sizes_of(views),
             view_ids=hits.view_ids,
             point_ids=hits.point_ids,
             eps2d=self.eps2d,
@@ -117,9 +117,12 @@ class Gaussians(Primitive):
             far=self.far,
             antialiased=self.antialiased,
         )
-        features = self._colors(points, hits, viewmats)
-        if self.depth:
-            features = torch.cat([features, depths[:, None]], dim=-1)
+        return self.splats(hits, projection, self._colors(points, hits, viewmats))
+
+    def splats(self, hits: Hits, projection: cuda_ext.Projection, colors: Tensor) -> Splats:
+        """The rows of `splat`, by what they are on screen and their colours [M, 3]."""
+        means2d, conics, depths, opacities, radii = projection
+        features = torch.cat([colors, depths[:, None]], dim=-1) if self.depth else colors
         probe = torch.zeros_like(means2d, requires_grad=torch.is_grad_enabled())
         if not self.absgrad:
             means2d = means2d + probe
@@ -185,12 +188,10 @@ class Gaussians(Primitive):
         params = points.params
         if self.sh_degree is None:
             return params["features_dc"].sigmoid()[hits.point_ids.long()]
-        rotation, translation = viewmats[:, :3, :3], viewmats[:, :3, 3:]
-        centers = -(rotation.transpose(1, 2) @ translation).squeeze(-1)
         return cuda_ext.sh_colors(
             self.sh_degree,
             params["means"],
-            centers,
+            camera_centers(viewmats),
             params["features_dc"],
             params["features_rest"],
             view_ids=hits.view_ids,
@@ -208,5 +209,11 @@ def screen_radii(splats: Splats) -> Tensor:
     return torch.where(radii > 0, of_drawn, -radii.to(of_drawn.dtype))
 
 
-def _sizes(views: Sequence[View]) -> list[int]:
+def camera_centers(viewmats: Tensor) -> Tensor:
+    """Where cameras are, [V, 3], by their world-to-camera matrices [V, 4, 4]."""
+    return -(viewmats[:, :3, :3].transpose(1, 2) @ viewmats[:, :3, 3:]).squeeze(-1)
+
+
+def sizes_of(views: Sequence[View]) -> list[int]:
+    """Width and height of each view, flat."""
     return [n for view in views for n in (view.width, view.height)]

@@ -13,7 +13,7 @@ A GPU is done with an operator on some 100,000 points before the host has launch
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from gsplat.strategy import DefaultStrategy
@@ -26,6 +26,41 @@ SHRINK = 1.6
 """A split's two children have their parent's scales divided by this (Kerbl et al. 2023, section 5.2)."""
 
 
+class Halves:
+    """What the halves of a split are: those of 3D Gaussians.
+
+    Attributes:
+        draws: normal numbers that a half's place takes.
+        shrunk: parameters, logarithms of sizes, of which a half has its parent's divided by `SHRINK`.
+    """
+
+    draws: ClassVar[int] = 3
+    shrunk: ClassVar[Collection[str]] = ("scales",)
+
+    def offsets(self, params: Mapping[str, Tensor], drawn: Tensor) -> Tensor:
+        """How far halves lie from their parents [C]: [2, C, 3 or more], in space first.
+
+        Args:
+            params: of the parents. drawn: [2, C, draws] normal numbers.
+        """
+        along = params["scales"].exp()
+        if along.shape[1] == 2:  # flat: its children lie in its plane
+            along = torch.nn.functional.pad(along, (0, 1))
+        return rotate(rotations(params["quats"]), along * drawn)
+
+    def move(self, name: str, rows: Tensor, offsets: Tensor) -> None:
+        """Adds to a parameter's rows [2 C, ...] what is theirs of the offsets, in place."""
+        if name == "means":
+            rows += offsets[:, :3]
+
+    def moved(self) -> Collection[str]:
+        """The parameters that `move` changes."""
+        return ("means",)
+
+
+GAUSSIAN_HALVES = Halves()
+
+
 @dataclass(frozen=True)
 class Regrouping:
     """Where T new points come from, in any order.
@@ -34,7 +69,7 @@ class Regrouping:
         source: [T] int64, the old point that each new one is a copy of.
         fresh: [F] int64, the new points that are not what they were: their moments start from zero.
         children: [2 C] int64, the new points among `fresh` that came out of a split: first halves, then second halves.
-        offsets: [2 C, 3] how far each child lies from its parent.
+        offsets: [2 C, 3 or more] how far each child lies from its parent: in space, and in what else `Halves` draw.
     """
 
     source: Tensor
@@ -55,7 +90,7 @@ class Listing:
     Attributes:
         source: [T] int64, the old point that each new one is a copy of.
         n_kept: how many are what they were: the first. The others are fresh.
-        offsets: [2 C, 3] how far each child, one of the last 2 C, lies from its parent.
+        offsets: [2 C, 3 or more] how far each child, one of the last 2 C, lies from its parent: see `Regrouping`.
     """
 
     source: Tensor
@@ -75,7 +110,7 @@ class Listing:
     def positions(self, means: Tensor, order: Tensor | None = None) -> Tensor:
         """The new points' means, [T, 3], from the old ones'; the k-th that of `order[k]`, [T] int64, if given."""
         new = means.detach().index_select(0, self.source)
-        new[self.children] += self.offsets
+        new[self.children] += self.offsets[:, :3]
         return new if order is None else new[order]
 
     def ordered(self, order: Tensor) -> Regrouping:
@@ -153,6 +188,7 @@ def grow_and_prune(
     cap: Callable[[Fates], Fates] | None = None,
     generator: torch.Generator | None = None,
     spent: Collection[str] = (),
+    halves: Halves = GAUSSIAN_HALVES,
 ) -> tuple[int, int, int]:
     """Does what `DefaultStrategy._grow_gs` and `_prune_gs` do, one after the other. Waits for the device once.
 
@@ -160,8 +196,8 @@ def grow_and_prune(
 
     Args:
         rules: the thresholds.
-        params: `means` [N, 3], `scales` [N, 3] (log), `quats` [N, 4], `opacities` [N, 1] or [N] (logits), any others
-            with a line for each point. Replaced by new `Parameter`s.
+        params: `means` [N, 3], `scales` [N, 3], or [N, 2] of flat points (log), `quats` [N, 4], `opacities` [N, 1] or
+            [N] (logits), any others with a line for each point. Replaced by new `Parameter`s.
         optimizers: by parameter; may lack some. They go on with the new parameters.
         state: `grad2d`, `count` and, where the rules ask for it, `radii`, [N] each; `scene_scale`. Tensors follow.
         image: the clock, which some rules look at.
@@ -169,6 +205,7 @@ def grow_and_prune(
         cap: may take growth out of what has been decided.
         generator: what to draw from, of the points' device; None for the device's default generator, as gsplat.
         spent: those of `state` that do not follow, but count anew from zero, whatever is done.
+        halves: what the halves of a split are.
 
     Returns:
         how many points were duplicated, split and pruned.
@@ -184,10 +221,12 @@ def grow_and_prune(
     drawn = None
     if fates.n_split:
         # A number for every split, pruned or not: the draw must not depend on what is pruned.
-        drawn = torch.randn(2, fates.n_split, 3, device=params["means"].device, generator=generator)
-    listing = regroup(params, fates, drawn)
+        drawn = torch.randn(2, fates.n_split, halves.draws, device=params["means"].device, generator=generator)
+    listing = regroup(params, fates, drawn, halves)
     regrouping = listing.ordered(dealt_order(listing.positions(params["means"]))) if morton else listing
-    gather_points(params, optimizers, regrouping, lambda name, rows: edit_children(rules, name, rows, regrouping))
+    gather_points(
+        params, optimizers, regrouping, lambda name, rows: edit_children(rules, name, rows, regrouping, halves)
+    )
     for name, value in sums.items():
         follows = name not in spent
         state[name] = value.index_select(0, regrouping.source) if follows else value.new_zeros(fates.total)
@@ -220,22 +259,26 @@ def decide(rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[
 
 
 @torch.no_grad()
-def regroup(params: Mapping[str, Tensor], fates: Fates, drawn: Tensor | None) -> Listing:
+def regroup(
+    params: Mapping[str, Tensor], fates: Fates, drawn: Tensor | None, halves: Halves = GAUSSIAN_HALVES
+) -> Listing:
     """The new points: those kept, then copies, then first halves of splits, then second halves, each by parent.
 
     Args:
         params: see `grow_and_prune`.
         fates: the points'.
-        drawn: [2, n_split, 3] normal numbers for the two halves of each split; None if there is none.
+        drawn: [2, n_split, draws] normal numbers for the two halves of each split; None if there is none.
+        halves: see `grow_and_prune`.
     """
-    scales = params["scales"]
+    means = params["means"]
     source, split = fates.listed()[1].split([fates.total, fates.n_split])
     if drawn is None or fates.n_born == 0:
-        return Listing(source, fates.n_kept, scales.new_empty(0, 3))
+        return Listing(source, fates.n_kept, means.new_empty(0, halves.draws))
     parents = source[fates.total - fates.n_born :]
-    along = scales.index_select(0, parents).exp() * drawn.index_select(1, torch.searchsorted(split, parents))
-    offsets = rotate(rotations(params["quats"].index_select(0, parents)), along).reshape(-1, 3)
-    return Listing(source, fates.n_kept, offsets.to(scales.dtype))
+    numbers = drawn.index_select(1, torch.searchsorted(split, parents))
+    of_parents = {name: param.detach().index_select(0, parents) for name, param in params.items() if param.dim() == 2}
+    offsets = halves.offsets(of_parents, numbers).flatten(0, 1)
+    return Listing(source, fates.n_kept, offsets.to(means.dtype))
 
 
 @torch.no_grad()
@@ -287,18 +330,20 @@ def replace_parameter(
     return moments
 
 
-def edit_children(rules: DefaultStrategy, name: str, rows: Tensor, regrouping: Regrouping | Listing) -> None:
+def edit_children(
+    rules: DefaultStrategy, name: str, rows: Tensor, regrouping: Regrouping | Listing, halves: Halves = GAUSSIAN_HALVES
+) -> None:
     """Makes children of a parameter's rows [T, ...] that are still their parents', in place."""
-    edited = {"means", "scales", "opacities"} if rules.revised_opacity else {"means", "scales"}
-    if name not in edited or len(regrouping.offsets) == 0:
+    faded = ("opacities",) if rules.revised_opacity else ()
+    if name not in (*halves.moved(), *halves.shrunk, *faded) or len(regrouping.offsets) == 0:
         return
     chosen = rows[regrouping.children]  # of a slice the rows themselves, of an index a copy
-    if name == "means":
-        chosen += regrouping.offsets
-    elif name == "scales":
+    if name in halves.shrunk:
         _child_scales(chosen.exp(), out=chosen)
-    else:
+    elif name in faded:
         _child_logits(sigmoid(chosen), out=chosen)
+    else:
+        halves.move(name, chosen, regrouping.offsets)
     if isinstance(regrouping, Regrouping):
         rows[regrouping.children] = chosen
 

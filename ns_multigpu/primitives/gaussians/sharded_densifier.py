@@ -66,9 +66,9 @@ class ShardedDensifier(ReplicatedDensifier):
         if sum(splits) > 0:
             # What one rank draws for all splits, of which these are some.
             generator = keyed_generator(self.seed, "densify", image, device=device)
-            drawn = torch.randn(2, sum(splits), 3, device=device, generator=generator)
+            drawn = torch.randn(2, sum(splits), self.halves.draws, device=device, generator=generator)
             drawn = drawn.index_select(1, self.holding.among(fates.masks[4].nonzero().flatten(), count, world))
-        listing = regroup(params, fates, drawn)
+        listing = regroup(params, fates, drawn, self.halves)
         keys = order_keys(listing.positions(params["means"]), fates.listed()[0][: fates.total], world)
         del fates, drawn
         keys, order = torch.sort(keys, stable=True)
@@ -81,7 +81,9 @@ class ShardedDensifier(ReplicatedDensifier):
         del keys, weights, source
         regrouping = listing.ordered(move.leaving(order))
         del listing, order
-        row_bytes = move_rows(params, optimizers, regrouping, move, world, lambda *rows: edit_children(self, *rows))
+        row_bytes = move_rows(
+            params, optimizers, regrouping, move, world, lambda *rows: edit_children(self, *rows, self.halves)
+        )
         self.holding.hold(move.places, params["means"])
         for name, value in statistics.items():
             state[name] = value.new_zeros(len(params["means"]))

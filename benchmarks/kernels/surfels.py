@@ -1,0 +1,131 @@
+"""Times 2D Gaussians, forward and backward, against gsplat 1.4.0's `rasterization_2dgs` on one GPU; checks that both
+draw the same.
+
+    python -m benchmarks.kernels.surfels [--scenes garden-11 ...] [--garden PATH] [--quick] [--json FILE]
+
+The scenes are those of `benchmarks.kernels.rasterizer`: 0.07, 1.64 and 7.93 M points; the first two scales count.
+gsplat is called with packed False, RGB and expected depth. "all losses": the loss has normals and distortion in it as
+well as the image. Ours go through the public operators and autograd: there is no fused path of 2D Gaussians yet.
+
+What is drawn differs where a splat reaches beyond 3 standard deviations (ours are cut where alpha is 1/255, gsplat's by
+tiles at 3), and where the disc of one standard deviation reaches the camera's plane (ours draw none of these). So the
+images' difference is reported, not judged. On a CPU gsplat cannot run: ours alone is timed.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks.kernels.sections import Line, Scenes, Sections, finish, parse, parser, ratio, show
+from benchmarks.kernels.ways import joined
+from benchmarks.lib.stopwatch import Stopwatch, peak_bytes
+from benchmarks.scenes.garden import DEGREE, Scene
+from ns_multigpu.core.types import Patch, Points, View
+from ns_multigpu.primitives.surfels.functions import Surfels
+
+Picture = tuple[Tensor, Tensor, Tensor]
+"""Colours [H W, 3], normals [H W, 3] in camera space or the world's, distortion [H W]."""
+
+
+def gsplat_way(scene: Scene, distorted: bool) -> Callable[[list[Tensor]], Picture]:
+    """gsplat's, from means, quats, log scales [N, 3], logits and harmonics."""
+    from gsplat.rendering import rasterization_2dgs
+
+    cameras: Any = (scene.viewmats, scene.Ks, scene.width, scene.height)
+
+    def render(leaves: list[Tensor]) -> Picture:
+        means, quats, scales, logits, dc, rest = leaves
+        options: Any = {"sh_degree": DEGREE, "packed": False, "render_mode": "RGB+ED", "distloss": distorted}
+        three = torch.nn.functional.pad(scales.exp(), (0, 1), value=1.0)
+        drawn = rasterization_2dgs(means, quats, three, logits.sigmoid(), joined(dc, rest), *cameras, **options)
+        image, _, normals, _, distortion, _, _ = drawn
+        return image[..., :3].reshape(-1, 3), normals.reshape(-1, 3), distortion.reshape(-1)
+
+    return render
+
+
+def our_way(scene: Scene, distorted: bool) -> Callable[[list[Tensor]], Picture]:
+    """Ours, as a step of training draws a whole view."""
+    kind = Surfels(DEGREE, depth=True, channels=("normals", "distortion"))
+    view = View(scene.viewmats[0], scene.Ks[0], scene.width, scene.height)
+
+    def render(leaves: list[Tensor]) -> Picture:
+        means, quats, scales, logits, dc, rest = leaves
+        names = ("means", "quats", "scales", "opacities", "features_dc", "features_rest")
+        points = Points(dict(zip(names, (means, quats, scales, logits, dc, rest), strict=True)))
+        splats = kind.splat(points, kind.cull(points, [view], [0]), [view])
+        pixels = kind.render(splats, [Patch.whole(0, view)], [view])[0]
+        extra = pixels.extra
+        return pixels.color.view(-1, 3), extra["normals"].view(-1, 3), extra["distortion"].view(-1)
+
+    return render
+
+
+def time_way(name: str, scene: Scene, watch: Stopwatch, way: Callable[[Scene, bool], Any]) -> tuple[list[Line], Tensor]:
+    """Forward, forward and backward of the image, and of all losses; and the image."""
+    parameters = scene.raw()
+    parameters[2] = parameters[2][:, :2]
+    leaves = [p.detach().clone().requires_grad_() for p in parameters]
+    target = scene.floats().view(-1, 3)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return way(scene, False)(leaves)
+
+    def both(distorted: bool) -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        image, normals, distortion = way(scene, distorted)(leaves)
+        loss = (image - target).square().mean()
+        if distorted:
+            loss = loss + (1 - normals.square().sum(-1)).mean() + distortion.mean()
+        loss.backward()
+
+    lines = [Line(f"{name}: forward", watch.median(forward), peak_bytes=peak_bytes(scene.device, forward))]
+    for what, distorted in (("forward and backward", False), ("all losses", True)):
+        peak = peak_bytes(scene.device, lambda d=distorted: both(d))
+        lines.append(Line(f"{name}: {what}", watch.median(lambda d=distorted: both(d)), peak_bytes=peak))
+    return lines, forward()[0]
+
+
+def measure(scene: Scene, sections: Sections, watch: Stopwatch) -> dict[str, Any]:
+    """All of one scene."""
+    lines, images = list[Line](), dict[str, Tensor]()
+    ways = {"gsplat": gsplat_way, "ours": our_way} if scene.device.type == "cuda" else {"ours": our_way}
+    for name, way in ways.items():
+        with sections.section(f"{scene.name}: {name}"):
+            found, images[name] = time_way(name, scene, watch, way)
+            lines += found
+    show(sections.console, scene.describe(), lines)
+    report: dict[str, Any] = {"name": scene.name, "points": scene.points, "width": scene.width, "height": scene.height}
+    if len(images) == 2:
+        apart = (images["ours"] - images["gsplat"]).abs()
+        report["apart"] = {"mean": float(apart.mean()), "largest": float(apart.max())}
+        report["share above 1/255"] = float((apart.amax(-1) > 1 / 255).float().mean())
+        ms = {line.what: line.ms for line in lines}
+        report["times faster"] = {
+            what: ratio(ms.get(f"gsplat: {what}"), ms.get(f"ours: {what}"))
+            for what in ("forward", "forward and backward", "all losses")
+        }
+        sections.console.print(f"apart: {report['apart']}; times faster: {report['times faster']}")
+    return report | {"lines": lines}
+
+
+def main() -> int:
+    options = parse(parser(__doc__))
+    device = torch.device(options.device)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    sections, watch = Sections(console, device), Stopwatch(device, options.iterations)
+    scenes, reports = Scenes(options, device), list[dict[str, Any]]()
+    for name in options.scenes:
+        with sections.section(f"{name}: scene"):
+            reports.append(measure(scenes.scene(name), sections, watch))
+    return finish("surfels", options, sections, reports)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The 4D Gaussian as a primitive (Yang et al. 2024, "Real-time Photorealistic Dynamic Scene Representation and
+Rendering with 4D Gaussian Splatting"): at a view's time it is a 3D Gaussian, and drawn as one."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import cuda_ext
+from cuda_ext.reference.projection import MIN_ALPHA
+from ns_multigpu.core.primitive import Primitive
+from ns_multigpu.core.types import Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
+from ns_multigpu.primitives.gaussians.functions import REACH, Gaussians, camera_centers, sizes_of
+from ns_multigpu.primitives.moving.schema import COSINES, SCHEMA
+from ns_multigpu.primitives.moving.turning import right_of, turn
+
+_AT_ONCE = 1 << 20
+"""Points whose factors are computed at once."""
+
+
+@dataclass(frozen=True)
+class MovingGaussians(Primitive):
+    """4D Gaussians.
+
+    `Points.params`: `means` [N, 3], where a point is at its time; `times` [N, 1], that time, in the unit of
+    `View.time`; `quats` and `motions` [N, 4] (w, x, y, z) of any length: the two rotors that turn the four axes are
+    `quats` and `quats` times `motions` (see `cuda_ext.condition`), so that `quats` turns a point in space as that of a
+    3D Gaussian does, and one whose `motions` is (1, 0, 0, 0) stands still; `scales` [N, 3], natural logarithms;
+    `durations` [N, 1], the same for the axis of time, in the unit of `times`; `opacities` [N, 1] or [N], logits;
+    `features_dc` [N, 3] and `features_rest` [N, R, 3], spherical harmonics, or with `sh_degree` None `features_dc`
+    alone: logits of the colour; `cosines_dc` [N, C, 3] and `cosines_rest` [N, C, R, 3], harmonics that are multiplied
+    by cos(2 pi n dt), n = 1 to C, where dt is the view's time less the point's (4D spherindrical harmonics with a
+    period of 1; section 3.2 there). The cosines count from degree 1 on.
+
+    A point is culled from views outside of which it is seen, and from those at whose time its opacity is below 1/255.
+
+    Attributes:
+        sh_degree, antialiased, absgrad, depth, eps2d, near, far: see `Gaussians`.
+    """
+
+    sh_degree: int | None = 3
+    antialiased: bool = False
+    absgrad: bool = False
+    depth: bool = False
+    eps2d: float = 0.3
+    near: float = 0.01
+    far: float = 1e10
+
+    schema = SCHEMA
+
+    @property
+    def momentary(self) -> Gaussians:
+        """How 3D Gaussians are drawn, which these are at a time."""
+        return Gaussians(
+            self.sh_degree, self.antialiased, self.absgrad, self.depth, self.eps2d, self.near, self.far
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def extents(self, points: Points) -> Tensor:
+        """See `Primitive.extents`: of the ellipsoid in space and time beyond which an opaque point's alpha is below
+        1/255, whenever one looks."""
+        reached = [points.params["means"].new_zeros(0, 3)]
+        params = points.params
+        for start in range(0, len(points), _AT_ONCE):
+            some = slice(start, start + _AT_ONCE)
+            axes = turn({name: params[name][some] for name in ("quats", "motions", "scales", "durations")})
+            reached.append(REACH * axes[:, 1:].square().sum(-1).sqrt())
+        return torch.cat(reached)
+
+    @torch.no_grad()
+    def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
+        """See `Primitive.cull`: points that are there at the view's time, and whose bound reaches its rectangle."""
+        nothing = torch.empty(0, dtype=torch.int32, device=points.params["means"].device)
+        found = [(nothing, nothing)]
+        times, ids = (
+            [views[v].time for v in wanted],
+            torch.arange(len(points), dtype=torch.int32, device=nothing.device),
+        )
+        at_a_time: dict[float, tuple[Tensor, cuda_ext.Moment, Tensor]] = {}
+        for position, time in zip(wanted, times, strict=True):
+            if time not in at_a_time:
+                at_a_time = {time: self._present(points, ids, time)}  # of one time: views of a video come in its order
+            there, moment, bound = at_a_time[time]
+            view = views[position]
+            _, rows = cuda_ext.cull(
+                moment.means, bound, moment.opacities, stack_viewmats([view]).detach(), stack_intrinsics([view]),
+                sizes=sizes_of([view]), rects=[0, 0, view.width, view.height], eps2d=self.eps2d, near=self.near,
+                far=self.far,
+            )  # fmt: skip
+            found.append((torch.full_like(rows, position), there[rows.long()]))
+        view_ids, point_ids = (torch.cat(column) for column in zip(*found, strict=True))
+        return Hits(view_ids, point_ids)
+
+    def _present(self, points: Points, ids: Tensor, time: float) -> tuple[Tensor, cuda_ext.Moment, Tensor]:
+        """The points [K] int32 that are there at a time, what they are then, and bounds [K, 3] on their scales."""
+        view_times = points.params["means"].new_tensor([time])
+        moment = self._condition(points, torch.zeros_like(ids), ids, view_times)
+        there = (moment.opacities >= MIN_ALPHA).nonzero()[:, 0]
+        moment = cuda_ext.Moment(*(part[there] for part in moment))
+        # An eigenvalue is at most the largest sum of a row's magnitudes (Gershgorin).
+        axes = moment.axes
+        covariances = torch.stack([(axes * axes[:, i : i + 1]).sum(-1) for i in range(3)], dim=-1)
+        largest = covariances.abs().sum(-1).amax(-1).sqrt()
+        return ids[there], moment, largest[:, None].expand(-1, 3).contiguous()
+
+    def splat(self, points: Points, hits: Hits, views: Sequence[View]) -> Splats:
+        """See `Primitive.splat`; rows are those of `Gaussians.splat`."""
+        viewmats = stack_viewmats(views)
+        view_times = viewmats.new_tensor([view.time for view in views])
+        moment = self._condition(points, hits.view_ids, hits.point_ids, view_times)
+        projection = cuda_ext.project_axes(
+            *moment, viewmats, stack_intrinsics(views), sizes=sizes_of(views), view_ids=hits.view_ids,
+            eps2d=self.eps2d, near=self.near, far=self.far, antialiased=self.antialiased,
+        )  # fmt: skip
+        colors = self._colors(points, hits, viewmats, view_times, moment.means)
+        return self.momentary.splats(hits, projection, colors)
+
+    def render(
+        self, splats: Splats, patches: Sequence[Patch], views: Sequence[View], *, stops: bool = False,
+        windows: Tensor | None = None,
+    ) -> list[Pixels]:  # fmt: skip
+        """See `Gaussians.render`."""
+        return self.momentary.render(splats, patches, views, stops=stops, windows=windows)
+
+    def _condition(self, points: Points, view_ids: Tensor, point_ids: Tensor, view_times: Tensor) -> cuda_ext.Moment:
+        params = points.params
+        return cuda_ext.condition(
+            params["means"], params["times"].reshape(-1), params["quats"], right_of(params),
+            torch.cat([params["durations"], params["scales"]], dim=-1).exp(),
+            self.activated(points, "opacities").reshape(-1), view_times, view_ids, point_ids,
+        )  # fmt: skip
+
+    def _colors(self, points: Points, hits: Hits, viewmats: Tensor, view_times: Tensor, means: Tensor) -> Tensor:
+        params, place = points.params, hits.point_ids.long()
+        if self.sh_degree is None:
+            return params["features_dc"].sigmoid()[place]
+        apart = view_times[hits.view_ids.long()] - params["times"].reshape(-1)[place]
+        plain, rest = params["features_dc"][place], params["features_rest"][place]
+        for n in range(COSINES):
+            wave = torch.cos(2 * math.pi * (n + 1) * apart) * (self.sh_degree > 0)
+            plain = plain + wave[:, None] * params["cosines_dc"][place, n]
+            rest = rest + wave[:, None, None] * params["cosines_rest"][place, n]
+        rows = torch.arange(len(hits), dtype=torch.int32, device=place.device)
+        return cuda_ext.sh_colors(
+            self.sh_degree, means, camera_centers(viewmats), plain, rest, view_ids=hits.view_ids, point_ids=rows
+        )

@@ -1,0 +1,34 @@
+"""The 4D Gaussians that training starts from."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ns_multigpu.primitives.gaussians.init import initial_gaussians
+from ns_multigpu.primitives.moving.schema import COSINES
+
+FIRST_VARIANCE = 4.0
+"""Of the first points in time, of which all there is is 1 (Yang et al. 2024's code)."""
+
+
+def initial_moving(
+    seeds: tuple[Tensor, Tensor] | None, *, sh_degree: int, count: int, extent: float, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Raw parameters of the first 4D Gaussians: those of `initial_gaussians`, which stand still, at random times.
+
+    Args:
+        seeds, sh_degree, count, extent, generator: see `initial_gaussians`.
+
+    Raises:
+        ValueError: there is no seed point.
+    """
+    still = initial_gaussians(seeds, sh_degree=sh_degree, count=count, extent=extent, generator=generator)
+    n = len(still["means"])
+    return still | {
+        "times": torch.rand(n, 1, generator=generator),
+        "motions": torch.tensor([[1.0, 0.0, 0.0, 0.0]]).repeat(n, 1),
+        "durations": torch.full((n, 1), 0.5 * math.log(FIRST_VARIANCE)),
+        "cosines_dc": torch.zeros(n, COSINES, 3),
+        "cosines_rest": torch.zeros(n, COSINES, *still["features_rest"].shape[1:]),
+    }

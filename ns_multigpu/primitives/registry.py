@@ -1,0 +1,130 @@
+"""The kinds of points that there are, by the name that the user types: `--pipeline.model.primitive`.
+
+A checkpoint names its kind, and a run goes on only from one of its own. To add one: a folder beside this file, an entry
+in `KINDS`, and its name in `PrimitiveName`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ns_multigpu.core.primitive import Primitive
+from ns_multigpu.core.schema import Parameter
+from ns_multigpu.core.types import Splats
+from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
+from ns_multigpu.primitives.gaussians.init import initial_gaussians
+from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_HALVES, Halves
+from ns_multigpu.primitives.gaussians.schema import SCHEMA as GAUSSIANS
+from ns_multigpu.primitives.moving.densifier import MovingHalves
+from ns_multigpu.primitives.moving.functions import MovingGaussians
+from ns_multigpu.primitives.moving.init import initial_moving
+from ns_multigpu.primitives.moving.schema import SCHEMA as MOVING
+from ns_multigpu.primitives.surfels.functions import Surfels
+from ns_multigpu.primitives.surfels.functions import screen_radii as surfel_radii
+from ns_multigpu.primitives.surfels.schema import SCHEMA as SURFELS
+
+PrimitiveName = Literal["3dgs", "2dgs", "4dgs"]
+"""What the option can be; the names in `KINDS`."""
+FIRST: PrimitiveName = "3dgs"
+"""What the points of a checkpoint are that names no kind: all were, once, and those of nerfstudio's own are."""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How a model wants its points rendered; a kind of point reads of it what it has a use for.
+
+    Attributes:
+        sh_degree: harmonics in use now; None for plain colours.
+        depth: render expected depth as well.
+        antialiased, absgrad: see `Gaussians`.
+        channels: further ones, by the names that the kind of point has for them.
+    """
+
+    sh_degree: int | None
+    depth: bool = False
+    antialiased: bool = False
+    absgrad: bool = False
+    channels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of point, as the trainer wants to know it.
+
+    Attributes:
+        title: what messages call its points.
+        schema: the parameters of a point.
+        make: the primitive that renders them so.
+        initial: the raw parameters that training starts from; arguments as `initial_gaussians`'s.
+        screen_radii: radii in pixels of a step's splats, [M], for densification; see `densification_info`.
+        lacks: what it cannot do yet that others can, and why: by the option that would ask for it, with its value.
+        halves: what the halves of a split are.
+        timed: whether what they look like depends on a view's time.
+    """
+
+    title: str
+    schema: tuple[Parameter, ...]
+    make: Callable[[Rendering], Primitive]
+    initial: Callable[..., dict[str, Tensor]]
+    screen_radii: Callable[[Splats], Tensor]
+    lacks: Mapping[tuple[str, object], str] = field(default_factory=dict[tuple[str, object], str])
+    halves: Halves = GAUSSIAN_HALVES
+    timed: bool = False
+
+
+def _gaussians(wanted: Rendering) -> Primitive:
+    return Gaussians(wanted.sh_degree, wanted.antialiased, wanted.absgrad, wanted.depth)
+
+
+def _moving(wanted: Rendering) -> Primitive:
+    return MovingGaussians(wanted.sh_degree, wanted.antialiased, wanted.absgrad, wanted.depth)
+
+
+def _surfels(wanted: Rendering) -> Primitive:
+    return Surfels(wanted.sh_degree, wanted.depth, wanted.channels)
+
+
+def _initial_surfels(*seeds: Any, **options: Any) -> dict[str, Tensor]:
+    """3D Gaussians', without the third scale: as the published code begins."""
+    params = initial_gaussians(*seeds, **options)
+    return {**params, "scales": params["scales"][:, :2].contiguous()}
+
+
+_NO_OPERATORS = "only fused steps do that, and these points have no operators for them yet"
+_WITHOUT = {
+    ("rasterize_mode", "antialiased"): "2D Gaussians have a low-pass filter of their own; use classic",
+    ("densifier", "mcmc"): "MCMC's noise and relocation are those of 3D Gaussians; use default",
+    ("selective_adam", True): _NO_OPERATORS,
+    ("optimizer_state", "compact"): _NO_OPERATORS,
+}
+_STILL_ONLY = {asked: why for asked, why in _WITHOUT.items() if asked[0] != "rasterize_mode"}
+
+KINDS: dict[str, Kind] = {
+    "3dgs": Kind("3D Gaussians", GAUSSIANS, _gaussians, initial_gaussians, screen_radii),
+    "2dgs": Kind("2D Gaussians", SURFELS, _surfels, _initial_surfels, surfel_radii, _WITHOUT),
+    "4dgs": Kind(
+        "4D Gaussians", MOVING, _moving, initial_moving, screen_radii, _STILL_ONLY, halves=MovingHalves(), timed=True
+    ),
+}
+
+
+def all_parameters() -> tuple[Parameter, ...]:
+    """The parameters of all kinds of points, each name once: the groups of learning rates that a method must have.
+
+    Raises:
+        ValueError: two kinds want other learning rates for a parameter of the same name.
+    """
+    found = dict[str, Parameter]()
+    for name, kind in KINDS.items():
+        for parameter in kind.schema:
+            same = found.setdefault(parameter.name, parameter)
+            if (same.rate, same.final_rate) != (parameter.rate, parameter.final_rate):
+                raise ValueError(f"{name}: {parameter.name} has another learning rate than another kind of point's")
+    return tuple(found.values())
+
+
+def titled(name: str) -> str:
+    """A kind's title and name, for messages; also of one that this version does not know."""
+    return f"{KINDS[name].title} ({name})" if name in KINDS else f"another kind of point ({name})"

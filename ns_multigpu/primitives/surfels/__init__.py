@@ -1,0 +1,1 @@
+"""2D Gaussians (Huang et al. 2024): flat points, which lie on surfaces."""

@@ -1,0 +1,186 @@
+"""2D Gaussians: the reference by what the paper says, by finite differences and by gsplat's; the C++ twin by it."""
+
+from typing import Any
+
+import pytest
+import torch
+from gsplat.cuda._torch_impl_2dgs import _fully_fused_projection_2dgs
+
+import cuda_ext
+from cuda_ext.ops.surfels import box_lists, rasterize_surfels
+from cuda_ext.reference.surfels import surfel_radii
+from tests.cuda_ext.surfel_scene import HEIGHT, WIDTH, Scene, draw, gradients, make_scene, project, whole
+
+DRAWN = {0, 1, 3, 6}
+"""Of the scene's special surfels those that are drawn: see `make_scene`."""
+
+
+def test_rows_are_gsplats() -> None:
+    scene = make_scene(400, 1, spread=4.0, grad=False)
+    scales = torch.cat([scene.scales, torch.ones(400, 1).double()], dim=1)
+    radii, means2d, depths, M, normals = _fully_fused_projection_2dgs(
+        scene.means, scene.quats, scales, scene.viewmats, scene.Ks, WIDTH, HEIGHT, near_plane=0.2
+    )
+    rows = project(scene)
+    drawn = (rows.radii[:, 0] > 0) & (radii[0] > 0)
+    assert int(drawn.sum()) > 100
+    for ours, theirs in (
+        (rows.means2d, means2d[0]), (rows.depths, depths[0]), (rows.normals, normals[0]),
+        (rows.transforms.view(-1, 3, 3), M[0].transpose(1, 2)),
+    ):  # fmt: skip
+        torch.testing.assert_close(ours[drawn], theirs[drawn], rtol=1e-9, atol=1e-9)
+    assert torch.equal(surfel_radii(rows.transforms)[drawn].int(), radii[0][drawn])
+    # Seen by gsplat's square of 3 sigma, and not drawn here: counted by its radius.
+    counted = rows.radii[:, 0] < 0
+    assert bool(counted.any()) and torch.equal(-rows.radii[counted, 0], radii[0][counted])
+    # Whatever gsplat sees is drawn here or counted, but for discs that reach the camera's plane.
+    lost = (radii[0] > 0) & (rows.radii[:, 0] == 0)
+    reaches = (M[0, :, :2, 2].square().sum(-1) - depths[0].square()) >= -1e-6 * depths[0].square()
+    assert bool(reaches[2]) and not bool((lost & ~reaches).any())
+
+
+def test_special_surfels_are_drawn_or_not() -> None:
+    rows = project(make_scene(views=1, grad=False))
+    assert {k for k in range(7) if int(rows.radii[k, 0]) > 0} == DRAWN
+    # A bound that reaches the camera's plane is the whole view.
+    assert float(rows.means2d[3, 0] - rows.radii[3, 0]) < 0 and float(rows.means2d[3, 0] + rows.radii[3, 0]) > WIDTH
+
+
+def test_the_crossing_is_where_the_ray_meets_the_plane() -> None:
+    """By the plane's equation in camera space, not by the transform."""
+    scene = make_scene(60, 1, spread=0.8, seed=4, grad=False)
+    rows = project(scene)
+    for k in range(8, 60):
+        if int(rows.radii[k, 0]) <= 0:
+            continue
+        normal, mean = rows.normals[k], scene.means[k]
+        pixel = torch.tensor([rows.means2d[k, 0] + 1.3, rows.means2d[k, 1] - 0.8, 1.0]).double()
+        ray = torch.linalg.inv(scene.Ks[0]) @ pixel
+        place = ray * (normal @ mean) / (normal @ ray) - mean
+        w, x, y, z = torch.nn.functional.normalize(scene.quats[k], dim=0)
+        first = torch.stack([1 - 2 * (y * y + z * z), 2 * (x * y + w * z), 2 * (x * z - w * y)])
+        second = torch.linalg.cross(
+            torch.stack([2 * (x * z + w * y), 2 * (y * z - w * x), 1 - 2 * (x * x + y * y)]), first
+        )
+        u, v = place @ first / scene.scales[k, 0], place @ second / scene.scales[k, 1]
+        at = rows.transforms[k].view(3, 3) @ torch.stack([u, v, torch.ones_like(u)])
+        torch.testing.assert_close(at[:2] / at[2], pixel[:2], rtol=1e-8, atol=1e-8)
+
+
+def test_nothing_shows_outside_of_its_radii() -> None:
+    scene = make_scene(60, 1, spread=2.0, seed=2, grad=False)
+    rows, patches = project(scene), whole(1)
+    y, x = torch.meshgrid(torch.arange(HEIGHT) + 0.5, torch.arange(WIDTH) + 0.5, indexing="ij")
+    shown = 0
+    for k in (rows.radii[:, 0] > 0).nonzero()[:, 0].tolist():
+        # Every tile has it: what is drawn is what its alpha says.
+        tiles = -(-WIDTH // 16) * -(-HEIGHT // 16)
+        lists = (torch.arange(tiles + 1).int(), torch.full((tiles,), k).int())
+        alpha = rasterize_surfels(rows, scene.colors, *lists, patches).alphas.view(HEIGHT, WIDTH)
+        away = torch.maximum(
+            (x - rows.means2d[k, 0]).abs() - rows.radii[k, 0], (y - rows.means2d[k, 1]).abs() - rows.radii[k, 1]
+        )
+        assert not bool((alpha[away > 0] > 0).any())
+        shown += bool((alpha > 0).any())
+    assert shown > 20
+
+
+def test_a_pixel_does_not_depend_on_its_patch() -> None:
+    scene = make_scene(grad=False)
+    _, pixels = draw(scene, [1, 0, 0, WIDTH, HEIGHT])
+    _, part = draw(scene, [1, 7, 5, 30, 29])
+    for found, expected in zip(part, pixels, strict=True):
+        cut = expected.view(HEIGHT, WIDTH, -1)[5:29, 7:30].reshape(found.shape)
+        assert torch.equal(found, cut)
+
+
+def test_distortion_and_median_are_what_they_say() -> None:
+    scene = make_scene(30, 1, spread=0.7, grad=False)
+    rows = project(scene)
+    lists = box_lists(rows, scene.view_ids, whole(1))
+    _, pixels = draw(scene)
+    order = rows.depths.argsort(stable=True)
+    single = torch.eye(30).double()  # colour by colour: the weights of single splats
+    weights = torch.stack(
+        [
+            rasterize_surfels(rows, single[:, k : k + 1].expand(-1, 3).contiguous(), *lists, whole(1)).colors[:, 0]
+            for k in order
+        ]
+    )
+    depths = rows.depths[order]
+    apart = (depths[:, None] - depths[None]).abs()
+    expected = torch.einsum("ip,jp,ij->p", weights, weights, apart)
+    torch.testing.assert_close(pixels.distortion, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(pixels.depths, (weights * depths[:, None]).sum(0))
+    torch.testing.assert_close(pixels.normals, weights.T @ rows.normals[order])
+    before = 1 - torch.cat([torch.zeros_like(weights[:1]), weights.cumsum(0)[:-1]])
+    for p in range(0, WIDTH * HEIGHT, 17):
+        counted = [k for k in range(30) if weights[k, p] > 0 and before[k, p] > 0.5]
+        assert float(pixels.median[p]) == (float(depths[counted[-1]]) if counted else 0.0)
+
+
+def test_reference_by_finite_differences() -> None:
+    scene = make_scene(9, 1, spread=0.6, seed=5)
+
+    def render(*floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with cuda_ext.use_reference():
+            _, pixels = draw(Scene(*floats, *scene[6:]), [0, 14, 10, 24, 20])
+        # The median's depth is that of one splat or another.
+        return tuple(value.abs() if name == "alphas" else value for name, value in pixels._asdict().items())
+
+    assert torch.autograd.gradcheck(render, scene.floats, eps=1e-7, atol=1e-4, rtol=1e-3, fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_the_twin_equals_the_reference(count: int, dtype: torch.dtype) -> None:
+    scene = make_scene(count, dtype=dtype, spread=1.2)
+    close = {"rtol": 1e-8, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 2e-3, "atol": 2e-4}
+    rows, pixels = draw(scene)
+    found = gradients(scene)
+    with cuda_ext.use_reference():
+        expected_rows, expected = draw(scene)
+        wanted = gradients(scene)
+    assert count == 0 or float(pixels.alphas.abs().sum()) > 1
+    for group, others in ((rows, expected_rows), (pixels, expected)):
+        for one, other in zip(group, others, strict=True):
+            torch.testing.assert_close(one, other, **close)
+    for one, other in zip(found, wanted, strict=True):
+        scale = float(other.abs().max()) if other.numel() else 1.0
+        torch.testing.assert_close(one, other, rtol=close["rtol"], atol=close["atol"] * max(scale, 1.0))
+
+
+def test_gradients_have_the_same_bits_on_any_number_of_threads() -> None:
+    scene, before = make_scene(40, dtype=torch.float32), torch.get_num_threads()
+    found: list[Any] = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(gradients(scene))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_operators_keep_their_promises() -> None:
+    scene = make_scene(12, 1)
+    sizes, ids = [WIDTH, HEIGHT], (scene.view_ids, scene.point_ids)
+    arguments = (*scene[:4], scene.viewmats, scene.Ks, sizes, *ids, 0.2, 1e10)
+    torch.library.opcheck(torch.ops.ns_multigpu.project_surfels, arguments)
+    rows = project(scene)
+    lists = box_lists(rows, scene.view_ids, whole(1))
+    floats = [rows.means2d, rows.transforms, rows.normals, rows.row_opacities, scene.colors, rows.depths]
+    leaves = [value.detach().requires_grad_() for value in floats]
+    torch.library.opcheck(torch.ops.ns_multigpu.rasterize_surfels, (*leaves, *lists, whole(1), 16))
+
+
+def test_bad_input_is_named() -> None:
+    scene = make_scene(12, 1, grad=False)
+    with pytest.raises(ValueError, match=r"scales must have the shape \[12, 2\]"):
+        project(scene._replace(scales=torch.ones(12, 3).double()))
+    rows = project(scene)
+    lists = box_lists(rows, scene.view_ids, whole(1))
+    with pytest.raises(ValueError, match=r"colors must have the shape \[12, 3\]"):
+        rasterize_surfels(rows, torch.ones(12, 4).double(), *lists, whole(1))
+    with pytest.raises(IndexError, match="take both from intersect"):
+        rasterize_surfels(rows, scene.colors, lists[0], lists[1] + 100, whole(1))
