@@ -1,7 +1,7 @@
 """What a kind of point must say of itself to be trained by any strategy: Gaian's three functions."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,15 +21,21 @@ class Primitive(ABC):
     Attributes:
         schema: the parameters of a point, in the order in which its kernels take them.
         depth: whether what it renders has depth.
+        shown: what else its pictures show, by its names in `Pixels.extra`: numbers of a pixel.
     """
 
     schema: ClassVar[tuple[Parameter, ...]]
     depth: bool = False
+    shown: ClassVar[Mapping[str, int]] = {}
 
     def activated(self, points: Points, name: str) -> Tensor:
         """A parameter of the points after its activation, [N, ...]."""
         activation = next(parameter.activation for parameter in self.schema if parameter.name == name)
         return getattr(torch, activation)(points.params[name]) if activation else points.params[name]
+
+    def showing(self) -> "Primitive":
+        """The same, rendering what is `shown`."""
+        return self
 
     def extents(self, points: Points) -> Tensor | None:
         """How far from its position each point can be seen, along each axis of the world, [N, 3]; None if no bound is

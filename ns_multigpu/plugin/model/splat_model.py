@@ -326,6 +326,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             params = {name: value[kept] for name, value in params.items()}
         view = view_from_camera(camera, camera.camera_to_worlds.reshape(-1, 3, 4)[0], 0, self._get_downscale_factor())
         primitive = self.primitive(depth=True)
+        if not self.training:
+            primitive = primitive.showing()
         points = Points(params)
         splats = primitive.splat(points, primitive.cull(points, [view], [0]), [view])
         return self.outputs_of(primitive.render(splats, [Patch.whole(0, view)], [view])[0], view)
@@ -339,7 +341,19 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         depth = torch.where(pixels.alpha > 0, depth, depth.detach().max())
         if not self.training:
             background = background.expand(view.height, view.width, 3)
-        return {"rgb": rgb, "depth": depth, "accumulation": pixels.alpha, "background": background}
+        # Directions as colours: 0.5 is none.
+        shown = {name: 0.5 + 0.5 * pixels.extra[name] for name in self.shown if name in pixels.extra}
+        return {"rgb": rgb, "depth": depth, "accumulation": pixels.alpha, **shown, "background": background}
+
+    @property
+    def shown(self) -> list[str]:
+        """The names of further outputs that its kind of point has."""
+        return list(self.primitive(depth=False, counted=False).shown)
+
+    def get_empty_outputs(self, width: int, height: int, background: Tensor) -> dict[str, Any]:
+        """See `SplatfactoModel.get_empty_outputs`: of a view of nothing."""
+        grey = background.new_full((height, width, 3), 0.5)
+        return super().get_empty_outputs(width, height, background) | dict.fromkeys(self.shown, grey)
 
     def get_image_metrics_and_images(
         self, outputs: dict[str, Tensor], batch: dict[str, Tensor]

@@ -4,7 +4,7 @@ It takes the forward half of a step (`core.forward`) where the primitive has ker
 without gradients where it has none. A picture that is too large for the memory that is left is drawn in parts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +23,6 @@ from ns_multigpu.locality.palette import rank_colors
 from ns_multigpu.plugin.model.cameras import view_from_camera
 
 Outputs = dict[str, Any]
-_CHANNELS = 5
-"""Of a pixel: colour, opacity, depth."""
 _NO_TRAINING_VIEW = -1
 """Index of views that are not the capture's: their work is not what was learned of a training view."""
 _INVISIBLE = -30.0
@@ -98,7 +96,10 @@ class Pictures:
         if request.owners:
             colors = rank_colors(world.machines, world.size // world.machines)
             primitive, points = model.in_one_color(primitive, points, colors[world.rank])
-        pixels = self._gather(*self._drawn(primitive, points, view), view, roots)
+        shown: dict[str, int] = {}
+        if self._strategy.pixels.whole:
+            primitive, shown = primitive.showing(), dict(primitive.shown)
+        pixels = self._gather(*self._drawn(primitive, points, view), view, roots, shown)
         if pixels is None:
             return None
         was_training = model.training
@@ -132,27 +133,33 @@ class Pictures:
             self._passes = {size: passes}
             return drawn
 
-    def _gather(self, plan: Plan, own: Sequence[Pixels], view: View, roots: Sequence[int]) -> Pixels | None:
-        """The whole image on `roots`, from each rank's patches."""
-        world = self._world
+    def _gather(
+        self, plan: Plan, own: Sequence[Pixels], view: View, roots: Sequence[int], shown: Mapping[str, int]
+    ) -> Pixels | None:
+        """The whole image on `roots`, from each rank's patches, with what is `shown` besides."""
+        world, widths = self._world, [3, 1, 1, *shown.values()]
+        channels = sum(widths)
         counts = [sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in patches) for patches in plan.owned]
-        parts = [torch.cat([one.color, one.alpha, _depth(one)], -1).flatten(0, 1) for one in own]
+        parts = [
+            torch.cat([one.color, one.alpha, _depth(one), *(one.extra[name] for name in shown)], -1).flatten(0, 1)
+            for one in own
+        ]
         dtype = parts[0].dtype if parts else torch.float32 if self._forward is not None else view.viewmat.dtype
-        mine = torch.cat([torch.empty(0, _CHANNELS, dtype=dtype, device=world.device), *parts])
+        mine = torch.cat([torch.empty(0, channels, dtype=dtype, device=world.device), *parts])
         send = [len(mine) if rank in roots else 0 for rank in range(world.size)]
         receive = counts if world.rank in roots else [0] * world.size
         rows = exchange_rows(mine.repeat(len(set(roots)), 1), send, receive, world)
         if world.rank not in roots:
             return None
-        image = rows.new_empty(view.height, view.width, _CHANNELS)
+        image = rows.new_empty(view.height, view.width, channels)
         start = 0
         for patch in (patch for patches in plan.owned for patch in patches):
             height, width = patch.y1 - patch.y0, patch.x1 - patch.x0
             piece = rows[start : start + height * width]
-            image[patch.y0 : patch.y1, patch.x0 : patch.x1] = piece.view(height, width, _CHANNELS)
+            image[patch.y0 : patch.y1, patch.x0 : patch.x1] = piece.view(height, width, channels)
             start += height * width
-        color, alpha, depth = (part.contiguous() for part in image.split([3, 1, 1], dim=-1))
-        return Pixels(Patch.whole(0, view), color, alpha, depth)
+        color, alpha, depth, *rest = (part.contiguous() for part in image.split(widths, dim=-1))
+        return Pixels(Patch.whole(0, view), color, alpha, depth, extra=dict(zip(shown, rest, strict=True)))
 
 
 def _depth(pixels: Pixels) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,10 +46,15 @@ class Surfels(Primitive):
     far: float = 1e10
 
     schema = SCHEMA
+    shown = {"normals": 3}  # noqa: RUF012 - a class's, and never changed
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.channels if name not in CHANNELS]:
             raise ValueError(f"2D Gaussians have no channel {unknown[0]!r}; they have {', '.join(CHANNELS)}.")
+
+    def showing(self) -> "Surfels":
+        """See `Primitive.showing`."""
+        return replace(self, channels=tuple(self.shown))
 
     @torch.no_grad()
     def extents(self, points: Points) -> Tensor:

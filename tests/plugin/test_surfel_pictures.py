@@ -1,0 +1,40 @@
+"""Pictures of 2D Gaussians have an image of normals, whoever draws them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from nerfstudio.data.scene_box import OrientedBox
+
+from ns_multigpu.core.world import World
+from tests.plugin.rendering import camera, make_pipeline, write_capture
+from tests.ranks import run_ranks
+
+SIZE = (50, 71)
+
+
+def look(world: World, capture: Path, strategy: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"primitive": "2dgs", "background_color": "white", "normal_loss": 0.0}
+    pipeline = make_pipeline(world, capture, strategy, (0, 50, 90), **options)
+    params = pipeline.model.gauss_params
+    params["scales"] = torch.nn.Parameter(params["scales"].detach()[:, :2].clone())
+    pipeline.eval()
+    with torch.no_grad():
+        if world.size == 1:
+            return dict(pipeline.model.get_outputs_for_camera(camera(*SIZE)))
+        pipeline.model.crop_box = OrientedBox.from_params((9.0, 9.0, 9.0), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+        empty = pipeline.renders.render(camera(*SIZE), roots=range(world.size)) or {}
+        assert empty["normals"].shape == (SIZE[1], SIZE[0], 3)
+        pipeline.model.crop_box = None
+        return dict(pipeline.renders.render(camera(*SIZE), roots=range(world.size)) or {})
+
+
+def test_normals_are_drawn_by_all_ranks(tmp_path: Path) -> None:
+    capture = write_capture(tmp_path / "tiny")
+    expected = look(World.single(), capture, "single")
+    directions = (expected["normals"] - 0.5) * 2 / expected["accumulation"].clamp(min=1e-6)
+    lengths = directions.norm(dim=-1)[expected["accumulation"][..., 0] > 0.5]
+    assert len(lengths) > 20 and float(lengths.max()) <= 1 + 1e-4
+    for found in run_ranks(look, 2, capture, "tile"):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
