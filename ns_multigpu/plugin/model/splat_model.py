@@ -88,6 +88,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             count=config.num_random,
             extent=config.random_scale,
             generator=keyed_generator(torch.initial_seed(), "initial gaussians"),
+            opacity=config.initial_opacity,
+            scale=config.initial_scale,
         )
 
     def get_gaussian_param_groups(self) -> dict[str, list[torch.nn.Parameter]]:
