@@ -312,7 +312,7 @@ def main() -> None:
         (r["capture"], r["recipe"], r["images"], r["seed"]) for r in runs.results
     }]  # fmt: skip
     if missing:
-        raise SystemExit(f"{len(missing)} of {len(runs.jobs)} runs are missing: give the command again, or see the logs.")
+        raise SystemExit(f"{len(missing)} of {len(runs.jobs)} runs are missing: run it again, or see the logs")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
 from ns_multigpu.plugin.model.sharded_points import ShardedPoints, mean_of
+from ns_multigpu.primitives.gaussians.cap import ChosenCap
 from ns_multigpu.primitives.gaussians.densifier import densification_info, dues
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.gaussians.init import SH_C0, initial_gaussians
@@ -50,6 +51,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     """The parameters of its points, which are in `gauss_params`."""
     config: "SplatModelConfig"
     training_options: Any
+    chosen_cap: ChosenCap | None = None
+    """With mcmc, how many Gaussians suit the capture, where that is what caps them."""
     elsewhere: Callable[[Cameras, OrientedBox | None], MutableMapping[str, Any] | None] | None = None
     """Renders with other ranks, or for a viewer; None where this process is to do it (see `RenderService.outputs`)."""
 

@@ -1,0 +1,80 @@
+"""`--recipe`: many options at once. What the command line says of one of them counts more.
+
+A recipe's schedules are parts of the run's length: a run of 7,000 images has had the whole course, as one of 30,000.
+Splatfacto's own count images from the start, so that a short run ends in the middle of them.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from ns_multigpu.plugin.faults.errors import InputError
+
+Recipe = Literal["splatfacto", "best"]
+
+_TOLD = "_recipe_told"
+"""Name of a config's attribute that says what its recipe has set; never saved."""
+
+
+def best(images: int) -> dict[str, Any]:
+    """The recipe that is measured in docs/recipes.md, for a run that sees so many images: options and their values.
+
+    MCMC (Kheradmand et al. 2024) with a cap that suits the capture. See docs/recipes.md for what each option gains.
+    """
+    return {
+        "pipeline.model.densifier": "mcmc",
+        "pipeline.model.max_gs_num": None,
+        "pipeline.model.stop_split_at": round(0.83 * images),
+        "pipeline.model.warmup_length": min(500, round(0.05 * images)),
+        "pipeline.model.sh_degree_interval": max(1, min(1000, round(0.07 * images))),
+        "pipeline.model.num_downscales": 0,
+        "pipeline.model.initial_opacity": 0.5,
+        "pipeline.model.initial_scale": 0.1,
+        "optimizers.means.scheduler.max_steps": images,
+    }
+
+
+def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> None:
+    """Sets the options of `config.recipe` that the command line does not name.
+
+    A config that was read from a run's file has had its recipe, and keeps what it has.
+
+    Args:
+        config: a `DistributedTrainerConfig`, as the command line gave it; changed in place.
+        ranks: of the run.
+        argv: the words of the command line; by default this process's.
+
+    Raises:
+        InputError: the recipe is not for this method.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    named = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    if config.recipe == "splatfacto":
+        return
+    if "load_config" in named:
+        if "recipe" in named:
+            raise InputError(
+                f"--recipe {config.recipe}: a run that goes on keeps the recipe that it began with. Leave --recipe out, "
+                "or begin another run, without --load-config."
+            )
+        return
+    batch = config.pipeline.batch(ranks)
+    told: list[str] = []
+    for name, value in best(config.steps_for(batch) * batch).items():
+        if name in named:
+            continue
+        *parents, last = name.split(".")
+        place: Any = config
+        for parent in parents:
+            place = place[parent] if isinstance(place, dict) else getattr(place, parent)
+        if not hasattr(place, last):
+            raise InputError(f"--recipe {config.recipe}: the method {config.method_name} has no option --{name}.")
+        setattr(place, last, value)
+        if value is not None:
+            told.append(f"--{name.replace('_', '-')} {value}")
+    vars(config)[_TOLD] = f"Recipe {config.recipe}: {' '.join(told)} (docs/recipes.md)"
+
+
+def told(config: Any) -> list[str]:
+    """What the start of a run says of its recipe: a line, or none where it is splatfacto's."""
+    return [vars(config)[_TOLD]] if _TOLD in vars(config) else []
