@@ -153,7 +153,8 @@ def describe(
         each = "GPU" if found.on_gpu else "worker"
         text += f" Memory has room for about {found.fits:,} ({gib(found.memory)} GiB a {each}, strategy {strategy})."
     if cap is not None:
-        text += f" Densification stops at {cap:,} (--pipeline.model.{option}{f'; chosen: {why}' if why else ''})."
+        chosen = f"; chosen: {why}" if why else ""
+        text += f" Densification stops at {cap:,} (--pipeline.model.{option}{chosen})."
     worries = []
     if found.fits is not None and found.now > found.fits:
         worries.append("The model may not fit: use splatfacto-tile on more GPUs, fewer views a step, smaller images.")

@@ -54,8 +54,8 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
     if "load_config" in named:
         if "recipe" in named:
             raise InputError(
-                f"--recipe {config.recipe}: a run that goes on keeps the recipe that it began with. Leave --recipe out, "
-                "or begin another run, without --load-config."
+                f"--recipe {config.recipe}: a run that goes on keeps the recipe that it began with. Leave --recipe "
+                "out, or begin another run, without --load-config."
             )
         return
     batch = config.pipeline.batch(ranks)
