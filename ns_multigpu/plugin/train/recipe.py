@@ -58,6 +58,8 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
                 "out, or begin another run, without --load-config."
             )
         return
+    if not hasattr(config.pipeline.model, "densifier"):
+        raise InputError(f"--recipe {config.recipe}: {config.method_name} has no Gaussians. Leave --recipe out.")
     batch = config.pipeline.batch(ranks)
     told: list[str] = []
     for name, value in best(config.steps_for(batch) * batch).items():
@@ -67,8 +69,6 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
         place: Any = config
         for parent in parents:
             place = place[parent] if isinstance(place, dict) else getattr(place, parent)
-        if not hasattr(place, last):
-            raise InputError(f"--recipe {config.recipe}: the method {config.method_name} has no option --{name}.")
         setattr(place, last, value)
         if value is not None:
             told.append(f"--{name.replace('_', '-')} {value}")

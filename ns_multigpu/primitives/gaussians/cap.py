@@ -36,10 +36,8 @@ def chosen_cap(start: int, seeds: int, pixels: int) -> ChosenCap:
         pixels: of all training views.
     """
     if seeds == 0:
-        by_pixels = pixels // PIXELS_WITHOUT_SEEDS
-        return _at_least(
-            start, by_pixels, f"one for {PIXELS_WITHOUT_SEEDS} pixels of the training views, without seeds"
-        )
+        why = f"one for {PIXELS_WITHOUT_SEEDS} pixels of the training views, for there are no seed points"
+        return _at_least(start, pixels // PIXELS_WITHOUT_SEEDS, why)
     by_seeds, by_pixels = PER_SEED * seeds, pixels // PIXELS_EACH
     if by_seeds <= by_pixels:
         return _at_least(start, by_seeds, f"{PER_SEED} for each of {seeds:,} seed points")
