@@ -4,7 +4,8 @@
         --recipes splatfacto mcmc best --images 7000 15000 30000 --seeds 42 43 44 --at-once 4 --json recipes.json
 
 A capture is a folder in COLMAP's layout (NAME=FOLDER, or FOLDER alone), every 8th view held out at full size; or a city
-of ours, `aerial-SEED` or `street-SEED`, which is rendered into --cities first. A recipe is one of
+of ours, `aerial-SEED` or `street-SEED`, which is rendered into --cities first. In a --plan, `fox~0.2` is fox with a
+fifth of its views to train on, evenly spread, and the others held out. A recipe is one of
 
 - `splatfacto`: nerfstudio's own, with gsplat; one run is scored at each of --images, for its schedules do not differ;
 - `ours`: splatfacto's recipe in `splatfacto-batch`; `mcmc`: that with gsplat's settings of MCMC and a cap of a million;
@@ -55,7 +56,7 @@ RECIPES: dict[str, list[str] | None] = {
 """Options of ns-train by the recipe's name; None is nerfstudio's own method. MCMC's settings are those of gsplat's
 `examples/benchmarks/mcmc.sh` (`simple_trainer.py mcmc`), its cap apart."""
 
-EVAL = ["--downscale-factor", "1", "--eval-mode", "interval", "--eval-interval", "8"]
+INTERVAL = ["--eval-mode", "interval", "--eval-interval", "8"]
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,24 @@ class Job:
     images: tuple[int, ...]
     seed: int
 
+    @property
+    def name(self) -> str:
+        """The capture's, as in the results."""
+        return Path(self.capture.partition("=")[0]).name
+
+    @property
+    def of(self) -> str:
+        """The name of the capture's folder."""
+        return self.name.partition("~")[0]
+
+    @property
+    def split(self) -> list[str]:
+        """Options of which views are held out."""
+        _, few, fraction = self.name.partition("~")
+        return ["--eval-mode", "fraction", "--train-split-fraction", fraction] if few else INTERVAL
+
     def rows(self) -> list[tuple[str, str, int, int]]:
-        return [(self.capture, self.recipe, images, self.seed) for images in self.images]
+        return [(self.name, self.recipe, images, self.seed) for images in self.images]
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -133,7 +150,7 @@ def folders_of(options: argparse.Namespace, jobs: Sequence[Job]) -> tuple[dict[s
     for word in options.captures:
         name, equals, folder = word.partition("=")
         folders[name if equals else Path(word).name] = Path(folder if equals else word)
-    asked = dict.fromkeys(Path(job.capture.partition("=")[0]).name for job in jobs)
+    asked = dict.fromkeys(job.of for job in jobs)
     cities = [n for n in asked if n.partition("-")[0] in ("aerial", "street") and n.partition("-")[2].isdigit()]
     for name in asked:
         if name in cities:
@@ -145,7 +162,7 @@ def folders_of(options: argparse.Namespace, jobs: Sequence[Job]) -> tuple[dict[s
 
 def words_of(job: Job, option_words: list[str] | None, folder: Path, output: Path, options: Any) -> list[str]:
     """The command line of a run."""
-    data = ["colmap", "--data", str(folder), "--colmap-path", "sparse/0", *EVAL]
+    data = ["colmap", "--data", str(folder), "--colmap-path", "sparse/0", "--downscale-factor", "1", *job.split]
     if option_words is None:
         words = ["--images", str(job.images[-1]), "--seed", str(job.seed), "--output", str(output)]
         return [*words, "--also-at", *map(str, job.images[:-1]), "--", *data]
@@ -172,7 +189,7 @@ class Runs:
         before = json.loads(options.json.read_text()) if options.json.exists() else {"results": []}
         self.results: list[dict[str, Any]] = before["results"]
         done = {(r["capture"], r["recipe"], r["images"], r["seed"]) for r in self.results}
-        self.waiting = [job for job in self.jobs if not done.issuperset(self._named(job))]
+        self.waiting = [job for job in self.jobs if not done.issuperset(job.rows())]
         self.ready = {name for name in self.folders if name not in self.cities or self.folders[name].is_dir()}
         self.changed = Condition()
         self.took: dict[tuple[str, str, tuple[int, ...]], float] = {}
@@ -180,11 +197,6 @@ class Runs:
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         forkserver.set_forkserver_preload(["benchmarks.captures.recipe_run"])
         self.processes = multiprocessing.get_context("forkserver")
-
-    @staticmethod
-    def _named(job: Job) -> list[tuple[str, str, int, int]]:
-        name = Path(job.capture.partition("=")[0]).name
-        return [(name, *rest) for _, *rest in job.rows()]  # type: ignore[misc]
 
     def left(self) -> float:
         return self.options.seconds - (time.perf_counter() - self.began)
@@ -210,7 +222,7 @@ class Runs:
         Console().print(f"{city}: " + ("not made; see " + str(log) if took is None else f"made in {took:.0f} s"))
         with self.changed:
             if took is None:
-                self.waiting = [job for job in self.waiting if self._named(job)[0][0] != city]
+                self.waiting = [job for job in self.waiting if job.of != city]
             else:
                 self.ready.add(city)
             self.changed.notify_all()
@@ -220,12 +232,11 @@ class Runs:
         with self.changed:
             while self.waiting and self.left() > 0:
                 for job in self.waiting:
-                    name = self._named(job)[0][0]
-                    expected = self.took.get((name, self._kind(job), job.images), 0.0)
-                    if name in self.ready and expected < self.left():
+                    expected = self.took.get((job.of, self._kind(job), job.images), 0.0)
+                    if job.of in self.ready and expected < self.left():
                         self.waiting.remove(job)
                         return job
-                if all(self._named(job)[0][0] in self.ready for job in self.waiting):
+                if all(job.of in self.ready for job in self.waiting):
                     return None
                 self.changed.wait(timeout=max(min(self.left(), 60.0), 0.0))
             return None
@@ -238,11 +249,10 @@ class Runs:
             self.one(job)
 
     def one(self, job: Job) -> None:
-        name = self._named(job)[0][0]
-        label = f"{name}-{job.recipe}-{job.images[-1]}-{job.seed}"
+        label = f"{job.name}-{job.recipe}-{job.images[-1]}-{job.seed}"
         folder, log, output = self.logs / label, self.logs / f"{label}.log", self.logs / label / "recipe.json"
         folder.mkdir(parents=True, exist_ok=True)
-        words = words_of(job, self.recipes[job.recipe], self.folders[name], folder, self.options)
+        words = words_of(job, self.recipes[job.recipe], self.folders[job.of], folder, self.options)
         took = self.call("train_" + self._kind(job), words, log, output)
         if took is None or not output.exists():
             Console().print(f"{label}: " + ("time is up" if self.left() <= 0 else f"failed; see {log}"))
@@ -253,10 +263,10 @@ class Runs:
         looks = [*found.pop("looks", []), found | {"images": job.images[-1]}]
         more = {"options": " ".join(self.recipes[job.recipe] or []), "alone": self.options.at_once == 1, "wall_s": took}
         with self.changed:
-            self.took[name, self._kind(job), job.images] = took
+            self.took[job.of, self._kind(job), job.images] = took
             for look in looks:
                 kept = {k: v for k, v in look.items() if k not in ("earlier", "refinements", "bytes_per_step")}
-                self.results.append({**asdict(job), "capture": name, **more, **kept})
+                self.results.append({**asdict(job), "capture": job.name, **more, **kept})
             self._write()
         Console().print(f"{label}: {found['psnr']:.2f} dB, {found['gaussians']:,} Gaussians, {took:.0f} s")
 
@@ -267,7 +277,7 @@ class Runs:
         unfinished.replace(self.options.json)
 
     def go(self) -> None:
-        wanted = {self._named(job)[0][0] for job in self.waiting}
+        wanted = {job.of for job in self.waiting}
         cities = [city for city in self.cities if city not in self.ready and city in wanted]
         makers: list[Callable[[], None]] = [lambda city=city: self.make(city) for city in cities]
         with ThreadPoolExecutor(self.options.at_once + len(makers) + 1) as pool:
@@ -308,9 +318,8 @@ def main() -> None:
     runs = Runs(arguments())
     runs.go()
     Console(width=130).print(table(runs.results))
-    missing = [job for job in runs.jobs if not {*map(tuple, runs._named(job))} <= {
-        (r["capture"], r["recipe"], r["images"], r["seed"]) for r in runs.results
-    }]  # fmt: skip
+    done = {(r["capture"], r["recipe"], r["images"], r["seed"]) for r in runs.results}
+    missing = [job for job in runs.jobs if not done.issuperset(job.rows())]
     if missing:
         raise SystemExit(f"{len(missing)} of {len(runs.jobs)} runs are missing: run it again, or see the logs")
 

@@ -53,6 +53,20 @@ def test_a_plan_says_what_runs(tmp_path: Path) -> None:
         jobs_of(given, variants(""))
 
 
+def test_few_views(tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    plan.write_text("fox~0.2 fox | ours | 7 | 1\n")
+    given = options(tmp_path, "--captures", str(tmp_path / "fox"), "--plan", str(plan))
+    few, all_ = jobs_of(given, variants(""))
+    assert folders_of(given, [few, all_])[0] == {"fox": tmp_path / "fox"}
+    assert few.rows() == [("fox~0.2", "ours", 7, 1)]
+    for job, held_out in (
+        (few, "--eval-mode fraction --train-split-fraction 0.2"),
+        (all_, "interval --eval-interval 8"),
+    ):
+        assert " ".join(words_of(job, [], tmp_path / "fox", Path("out"), given)).endswith(held_out)
+
+
 def test_a_capture_without_a_folder_is_named(tmp_path: Path) -> None:
     given = options(tmp_path, "--captures", str(tmp_path / "nowhere"))
     with pytest.raises(SystemExit, match="nowhere"):
