@@ -113,9 +113,10 @@ def test_the_cap_is_chosen_from_the_capture_and_said(tmp_path: Path, monkeypatch
 
 def test_gaussians_begin_as_asked(tmp_path: Path) -> None:
     write_capture(tmp_path / "capture", wide=False)
+    cases: list[tuple[str, dict[str, Any]]] = [("a", {}), ("b", {"initial_opacity": 0.5, "initial_scale": 0.25})]
     usual, other = (
         start(World.single(), tmp_path / "capture", tmp_path / name, 1, **options).pipeline.model
-        for name, options in (("a", {}), ("b", {"initial_opacity": 0.5, "initial_scale": 0.25}))
+        for name, options in cases
     )
     assert torch.allclose(usual.opacities.sigmoid(), torch.full_like(usual.opacities, 0.1))
     assert torch.allclose(other.opacities.sigmoid(), torch.full_like(usual.opacities, 0.5))

@@ -269,13 +269,13 @@ def check_no_accumulation(steps: Mapping[str, int]) -> None:
         )
 
 
-def check_cap(points: int, densifier: str, cap: int) -> None:
-    """Whether the model starts below the cap that its densifier keeps.
+def check_cap(points: int, densifier: str, cap: int | None) -> None:
+    """Whether the model starts below the cap that its densifier keeps; None is none.
 
     Raises:
         InputError: it starts with more points.
     """
-    if densifier == "mcmc" and points > cap:
+    if densifier == "mcmc" and cap is not None and points > cap:
         raise InputError(
             f"The model starts with {points} Gaussians, more than --pipeline.model.max-gs-num {cap}. Raise the cap, or "
             "start with fewer (--pipeline.model.random-init True --pipeline.model.num-random N)."
