@@ -111,6 +111,13 @@ def test_the_cap_is_chosen_from_the_capture_and_said(tmp_path: Path, monkeypatch
     assert "pixels of the training views" in said[0] and f"stops at {expected:,}" in said[0]
 
 
+@pytest.mark.parametrize("wrong", [{"initial_opacity": 1.0}, {"initial_opacity": 0.0}, {"initial_scale": 0.0}])
+def test_gaussians_that_cannot_be_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    write_capture(tmp_path / "capture", wide=False)
+    with pytest.raises(InputError, match=r"--pipeline.model.initial-(opacity|scale) .*: give a number above 0"):
+        start(World.single(), tmp_path / "capture", tmp_path / "run", 1, **wrong)
+
+
 def test_gaussians_begin_as_asked(tmp_path: Path) -> None:
     write_capture(tmp_path / "capture", wide=False)
     cases: list[tuple[str, dict[str, Any]]] = [("a", {}), ("b", {"initial_opacity": 0.5, "initial_scale": 0.25})]

@@ -27,6 +27,7 @@ from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.schema import POSITION, Parameter, names
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.launch.checks import check_first_points
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
@@ -83,6 +84,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     def initial_points(self) -> dict[str, Tensor]:
         """The parameters that training starts from."""
         config, seeds = self.config, self.seed_points
+        check_first_points(config.initial_opacity, config.initial_scale)
         if config.random_init or seeds is None or len(seeds[0]) == 0:
             seeds = None  # whether that is an error is for the pipeline to say: not when a checkpoint follows
         return initial_gaussians(
