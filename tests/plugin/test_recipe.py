@@ -53,20 +53,22 @@ def test_every_method_has_it(method: str) -> None:
 
 def test_what_the_command_line_names_counts_more() -> None:
     """Also where it names the value that is the option's own default."""
-    words = ("--pipeline.model.max-gs-num", "5000", "--pipeline.model.num_downscales=2")
-    config = given("--recipe", "best", *words, "--optimizers.means.scheduler.max-steps", "77")
-    assert config.pipeline.model.max_gs_num == 5000 and config.pipeline.model.num_downscales == 2
-    assert config.optimizers["means"]["scheduler"].max_steps == 77
+    words = ("--pipeline.model.max-gs-num", "5000", "--pipeline.model.initial_scale=1.0")
+    config = given("--recipe", "best", *words, "--pipeline.model.refine-every", "77")
+    assert config.pipeline.model.max_gs_num == 5000 and config.pipeline.model.initial_scale == 1.0
+    assert config.pipeline.model.refine_every == 77
     assert config.pipeline.model.densifier == "mcmc", "the others are the recipe's"
-    assert "max-gs-num" not in told(config)[0] and "max-steps" not in told(config)[0]
+    assert "max-gs-num" not in told(config)[0] and "refine-every" not in told(config)[0]
 
 
-def test_schedules_are_parts_of_the_run() -> None:
-    long, short = best(30000), best(7000)
-    for name in ("pipeline.model.stop_split_at", "optimizers.means.scheduler.max_steps"):
-        assert long[name] / 30000 == pytest.approx(short[name] / 7000, rel=0.01)
-    config = given("--recipe", "best", "--max-num-iterations", "100", "--pipeline.views-per-rank", "2", ranks=3)
-    assert config.optimizers["means"]["scheduler"].max_steps == 600, "images, not steps"
+def test_short_runs_refine_more_often_and_long_ones_longer() -> None:
+    every, stop = "pipeline.model.refine_every", "pipeline.model.stop_split_at"
+    assert [best(n)[every] for n in (100, 7000, 12000, 15000, 30000)] == [50, 50, 80, 100, 100]
+    assert [best(n)[stop] for n in (7000, 30000, 60000)] == [25000, 25000, 50000]
+    config = given("--recipe", "best", "--max-num-iterations", "6000", "--pipeline.views-per-rank", "2", ranks=3)
+    assert config.pipeline.model.refine_every == 50, "at most 6,000 images"
+    config = given("--recipe", "best", "--max-num-images", "60000", "--pipeline.views-per-rank", "2", ranks=3)
+    assert config.pipeline.model.stop_split_at == 50000, "images, not steps"
 
 
 def test_a_run_that_goes_on_keeps_what_it_has() -> None:

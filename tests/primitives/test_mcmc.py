@@ -100,7 +100,7 @@ def test_gradients_may_say_where_gaussians_go() -> None:
     params, optimizers = model(200)
     densifier = McmcDensifier(
         cap_max=210, noise_lr=0.0, refine_start_iter=0, refine_every=10, refine_stop_iter=50, min_opacity=0.3,
-        guided=True,
+        picks="gradient",
     )  # fmt: skip
     before = {name: value.detach().clone() for name, value in params.items()}
     dead = before["opacities"].sigmoid().flatten() <= 0.3
@@ -118,9 +118,17 @@ def test_gradients_may_say_where_gaussians_go() -> None:
     assert all(len(value) == 210 and not value.any() for value in state.values()) and set(state) == {"grad2d", "count"}
 
 
+def test_both_are_multiplied() -> None:
+    opacities, steep = torch.tensor([0.9, 0.5, 0.001]), torch.tensor([0.1, 1.0, 1.0])
+    weights = {picks: McmcDensifier(picks=picks)._weights(opacities, steep) for picks in ("gradient", "both")}
+    torch.testing.assert_close(weights["both"], torch.tensor([0.09, 0.5, 0.0]))
+    torch.testing.assert_close(weights["gradient"], torch.tensor([0.1, 1.0, 0.0]))
+    torch.testing.assert_close(McmcDensifier()._weights(opacities, None), torch.tensor([0.9, 0.5, 0.0]))
+
+
 def test_what_a_step_draws_is_counted() -> None:
     params, optimizers = model(4)
-    densifier = McmcDensifier(guided=True, refine_start_iter=10**9, noise_lr=0.0)
+    densifier = McmcDensifier(picks="gradient", refine_start_iter=10**9, noise_lr=0.0)
     state: dict[str, Any] = {}
     rows = {"ids": torch.tensor([1, 3, 3]), "gradients": torch.tensor([0.5, 0.25, 1.0]), "visible": torch.ones(3)}
     densifier.after_step(params, optimizers, state, 0, 2, 1e-3, lambda: rows)

@@ -44,7 +44,7 @@ def make_densifier(
             refine_stop_iter=options.stop_split_at,
             refine_every=options.refine_every,
             min_opacity=options.mcmc_min_opacity,
-            guided=options.mcmc_picks == "gradient",
+            picks=options.mcmc_picks,
             world=world,
             seed=seed,
         )

@@ -47,9 +47,9 @@ class SplatModelConfig(SplatfactoModelConfig):
     """With mcmc, weight of the mean scale in the loss."""
     mcmc_min_opacity: float = 0.005
     """With mcmc, a Gaussian of at most this opacity is dead and gets relocated."""
-    mcmc_picks: Literal["opacity", "gradient"] = "opacity"
-    """With mcmc, where relocated and added Gaussians go: onto those of high opacity, as in the paper, or onto those of
-    steep gradients on screen, which default densification would split."""
+    mcmc_picks: Literal["opacity", "gradient", "both"] = "opacity"
+    """With mcmc, where relocated and added Gaussians go: onto those of high opacity, as in the paper; onto those of
+    steep gradients on screen, which default densification would split; or by the product of both."""
     initial_opacity: float = 0.1
     """Opacity of the Gaussians that training starts from."""
     initial_scale: float = 1.0

@@ -9,7 +9,7 @@ GPU may come out differently twice, and replicas must pick the same.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -56,9 +56,10 @@ class McmcDensifier:
         min_opacity: a Gaussian of at most this opacity is dead.
         seed: the run's seed.
         morton: bring the Gaussians into the order of `morton` at each refinement.
-        guided: relocated and added Gaussians go where gradients on screen are steep, rather than where opacities are
-            high: to what default densification would split. (After a step that several refinements follow, the first
-            alone; nothing has been counted since for the others.)
+        picks: where relocated and added Gaussians go: onto those drawn by "opacity", as in the paper; by "gradient",
+            their mean gradient on screen, to what default densification would split; or by the product of "both".
+            (After a step that several refinements follow, the first alone goes by gradients: none has been counted
+            since for the others.)
         world: the ranks whose statistics are summed, where each has all Gaussians.
     """
 
@@ -73,7 +74,7 @@ class McmcDensifier:
     min_opacity: float = 0.005
     seed: int = 0
     morton: bool = False
-    guided: bool = False
+    picks: Literal["opacity", "gradient", "both"] = "opacity"
     world: World = field(default_factory=World.single)
 
     def initialize_state(self) -> dict[str, Any]:
@@ -82,11 +83,11 @@ class McmcDensifier:
 
     def counts(self, images: int) -> bool:
         """See `Densifier`: where gradients say what is picked, until refining stops."""
-        return self.guided and images < self.refine_stop_iter
+        return self.picks != "opacity" and images < self.refine_stop_iter
 
     def statistics(self, params: Any, state: dict[str, Any]) -> dict[str, Tensor]:
         """See `Densifier`: where gradients say what is picked, their sums and how many they are of."""
-        if not self.guided:
+        if self.picks == "opacity":
             return {}
         for name in ("grad2d", "count"):
             if not isinstance(state.get(name), Tensor):
@@ -154,7 +155,7 @@ class McmcDensifier:
 
     def _steepness(self, params: Any, state: dict[str, Any]) -> Tensor | None:
         """What Gaussians are picked by besides being alive, [N] in [0, 1]; None for their opacities."""
-        if not self.guided:
+        if self.picks == "opacity":
             return None
         sums = self.statistics(params, state)
         self._sum_over_ranks(sums)
@@ -169,6 +170,8 @@ class McmcDensifier:
     def _weights(self, opacities: Tensor, steep: Tensor | None) -> Tensor:
         """What living Gaussians are picked by; dead ones are not."""
         weights = opacities if steep is None else steep.to(opacities.dtype)
+        if self.picks == "both" and steep is not None:
+            weights = weights * opacities
         return weights.masked_fill(opacities <= self.min_opacity, 0.0)
 
     @torch.no_grad()
