@@ -48,7 +48,7 @@ def test_every_method_has_it(method: str) -> None:
     for name, wanted in best(IMAGES).items():
         assert value(config, name) == wanted
     assert "--pipeline.model.densifier mcmc" in told(config)[0] and "best" in told(config)[0]
-    assert told(config)[0] in config._in_short()
+    assert told(config)[0] in config._in_short() and "None" not in told(config)[0]
 
 
 def test_what_the_command_line_names_counts_more() -> None:

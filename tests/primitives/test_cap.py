@@ -30,4 +30,5 @@ def test_memory_may_have_room_for_fewer() -> None:
     chosen = ChosenCap(1000, "why")
     assert chosen.within(None, 10) == chosen.within(1000, 10) == chosen
     assert chosen.within(700, 10).points == 700 and "memory" in chosen.within(700, 10).why
+    assert ChosenCap(900, "why").within(700, 900).why == "why", "it is not memory that decides"
     assert chosen.within(700, 900).points == 900, "what there is stays"

@@ -118,6 +118,12 @@ def test_gradients_may_say_where_gaussians_go() -> None:
     assert all(len(value) == 210 and not value.any() for value in state.values()) and set(state) == {"grad2d", "count"}
 
 
+def test_a_gradient_is_the_mean_over_the_views_that_drew_it() -> None:
+    sums = {"grad2d": torch.tensor([0.0064, 0.0064, 0.0, 9.0]), "count": torch.tensor([1.0, 4.0, 0.0, 3.0])}
+    steep = McmcDensifier(picks="gradient")._steepness({"means": torch.zeros(4, 3)}, sums)
+    torch.testing.assert_close(steep, torch.tensor([0.5, 0.125, 0.0, 1.0]))
+
+
 def test_both_are_multiplied() -> None:
     opacities, steep = torch.tensor([0.9, 0.5, 0.001]), torch.tensor([0.1, 1.0, 1.0])
     weights = {picks: McmcDensifier(picks=picks)._weights(opacities, steep) for picks in ("gradient", "both")}
