@@ -51,7 +51,7 @@ def course(world: World, case: str, sharded: bool, holding: Holding | None = Non
     values = initial(case)
     held = Holding(Sharded()) if holding is None else holding
     where: dict[str, Any] = {"world": world, "holding": held} if sharded else {}
-    picks = {"picked by gradients": "gradient", "picked by both": "both"}.get(case, "opacity")
+    picks: Any = {"picked by gradients": "gradient", "picked by both": "both"}.get(case, "opacity")
     densifier = (ShardedMcmc if sharded else McmcDensifier)(**RULES, **where, morton=True, picks=picks)
     state: dict[str, Any] = {}
     bounds = bounds_of(case, COUNT, world)
