@@ -9,6 +9,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +30,40 @@ class _NoLpips(torch.nn.Module):
 
 
 class _Earlier:
-    """Takes the scores once in the middle of a run, in the place of nerfstudio's evaluation, which is switched off."""
+    """Takes the scores in the middle of a run, in the place of nerfstudio's evaluation, which is switched off."""
 
-    def __init__(self, trainer: Any, images: int) -> None:
-        self._trainer, self._images = trainer, images
-        self.seconds, self.result = 0.0, dict[str, float]()
+    def __init__(self, trainer: Any, images: Sequence[int]) -> None:
+        self._trainer, self._images, self._began = trainer, set(images), time.perf_counter()
+        self.seconds, self.results = 0.0, list[dict[str, float]]()
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
 
     def look(self, step: int) -> None:
-        if step + 1 != self._images:
+        if step + 1 not in self._images:
             return
         torch.cuda.synchronize()
         start = time.perf_counter()
         pipeline = self._trainer.pipeline
         scores = pipeline.get_average_eval_image_metrics()
-        self.result = {
-            "images": self._images,
-            "psnr": scores["psnr"],
-            "ssim": scores["ssim"],
-            "gaussians": pipeline.model.num_points,
-        }
+        self.results.append(
+            {
+                "images": step + 1,
+                "psnr": scores["psnr"],
+                "ssim": scores["ssim"],
+                "gaussians": pipeline.model.num_points,
+                "train_seconds": start - self._began - self.seconds,
+                "peak_mib": peak_mib(),
+            }
+        )
         pipeline.train()
         torch.cuda.synchronize()
-        self.seconds = time.perf_counter() - start
+        self.seconds += time.perf_counter() - start
+
+
+def peak_mib() -> float:
+    """The most memory of the GPU that tensors have taken so far, MiB."""
+    return torch.cuda.max_memory_allocated() / 2**20
 
 
 def recorded(strategy: Any) -> list[dict[str, int]]:
@@ -77,7 +90,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=15000)
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--also-at", type=int, default=0, help="evaluate after so many images too, off the clock")
+    parser.add_argument(
+        "--also-at", type=int, nargs="*", default=[], help="evaluate after so many images too, off the clock"
+    )
     parser.add_argument("--operators", choices=("gsplat", "ours"), default="gsplat", help="whose draw")
     parser.add_argument("--options", default="", help="further options of ns-train, as one string")
     parser.add_argument("--output", type=Path, required=True)
@@ -108,9 +123,11 @@ def main() -> None:
     refinements = recorded(trainer.pipeline.model.strategy)
     torch.cuda.synchronize()
     start = time.perf_counter()
+    earlier.begin()
     trainer.train()
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start - earlier.seconds
+    peak = peak_mib()
     scores = trainer.pipeline.get_average_eval_image_metrics()
     result = {
         "psnr": scores["psnr"],
@@ -119,7 +136,9 @@ def main() -> None:
         "images_per_s": options.images / seconds,
         "gaussians": trainer.pipeline.model.num_points,
         "bytes_per_step": 0.0,
-        "earlier": earlier.result,
+        "peak_mib": peak,
+        "earlier": earlier.results[0] if earlier.results else {},
+        "looks": earlier.results,
         "refinements": refinements,
     }
     (options.output / "result.json").write_text(json.dumps(result))

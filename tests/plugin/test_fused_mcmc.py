@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.first_room import FirstRoom
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.primitives.gaussians.schema import ORDER
-from tests.plugin.course import POINTS, write_capture
+from tests.plugin.course import POINTS, follow, write_capture
 from tests.plugin.tile_course import MODEL, Outcome, course, furthest
 from tests.ranks import run_ranks
 
@@ -98,3 +99,31 @@ def test_relocation_and_growth(tile: bool, folder: Path) -> None:
     assert counts[0] > POINTS and counts[-1] == 70
     assert [count for _, count in found["points"]] == counts
     assert found["metrics"]["psnr"] == pytest.approx(expected["metrics"]["psnr"], abs=1.0)
+
+
+def sums_of(fused: str, world: World, folder: Path, tile: bool) -> dict[str, Any]:
+    """What has been counted by the end of a course without refinements, of this rank's Gaussians."""
+    options = {
+        **STILL, MODEL + "morton_order": True, MODEL + "mcmc_picks": "gradient", MODEL + "refine_every": 1000,
+        "fused_steps": fused,
+    }  # fmt: skip
+    if tile:
+        options["pipeline.views_per_step"] = VIEWS
+    method = "splatfacto-tile" if tile else "splatfacto-batch"
+    runs = folder / f"sums-{fused}-{world.size}-{tile}"
+    views = VIEWS if tile else VIEWS // world.size
+    trainer = follow(world, folder / "capture", runs, options, 6, views, method=method, double=False)
+    return {name: value.clone() for name, value in trainer.pipeline.model.densifier_state.items()}
+
+
+@pytest.mark.parametrize("tile", [False, True])
+def test_gradients_that_say_what_is_picked_are_those_of_ordinary_steps(tile: bool, folder: Path) -> None:
+    """On one rank, and as the sum over two, or side by side where each has a part."""
+    expected = sums_of("never", World.single(), folder, tile)
+    assert set(expected) == {"grad2d", "count"} and float(expected["grad2d"].sum()) > 0
+    one = sums_of("always", World.single(), folder, tile)
+    two = run_ranks(partial(sums_of, "always"), 2, folder, tile)
+    for name, value in expected.items():
+        both = torch.cat([part[name] for part in two]) if tile else two[0][name] + two[1][name]
+        for found in (one[name], both):
+            torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-3 * float(value.max()))

@@ -53,6 +53,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         MODEL + "densifier": "mcmc", MODEL + "max_gs_num": 64, MODEL + "mcmc_min_opacity": 0.095,
         MODEL + "noise_lr": 5e3,
     },
+    "densifier mcmc, mcmc-picks gradient": {
+        MODEL + "densifier": "mcmc", MODEL + "max_gs_num": 64, MODEL + "mcmc_min_opacity": 0.095,
+        MODEL + "noise_lr": 5e3, MODEL + "mcmc_picks": "gradient",
+    },
+    "initial-opacity, initial-scale": {MODEL + "initial_opacity": 0.3, MODEL + "initial_scale": 0.5},
     "split-screen-size, cull-screen-size, stop-screen-size-at": {
         MODEL + "split_screen_size": 0.3, MODEL + "cull_screen_size": 0.9, MODEL + "stop_screen_size_at": 45,
     },

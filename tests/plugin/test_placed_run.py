@@ -30,6 +30,13 @@ STEPS, SAVED, VIEWS = 24, 12, 2
 DENSIFIERS: dict[str, dict[str, Any]] = {
     "splits": {},
     "mcmc": {"densifier": "mcmc", "max_gs_num": 80, "mcmc_min_opacity": 0.095, "noise_lr": 5e3},
+    "mcmc by gradients": {
+        "densifier": "mcmc",
+        "max_gs_num": 80,
+        "mcmc_min_opacity": 0.095,
+        "noise_lr": 5e3,
+        "mcmc_picks": "both",
+    },
 }
 OTHERS = {"three ranks": (3, "halves"), "ranges": (2, "tile"), "scattered": (2, "scattered"), "replicas": (1, "batch")}
 Model = dict[str, Tensor]

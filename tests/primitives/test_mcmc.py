@@ -2,6 +2,7 @@
 
 import math
 from decimal import Decimal, localcontext
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,55 @@ def test_dead_gaussians_move_onto_living_ones() -> None:
     kept = ~dead
     kept[moved_from] = False
     assert bool((moments[kept] != 0).all())
+
+
+def test_gradients_may_say_where_gaussians_go() -> None:
+    """Onto living ones of steep gradients, relocated and new ones alike; then sums begin anew."""
+    params, optimizers = model(200)
+    densifier = McmcDensifier(
+        cap_max=210, noise_lr=0.0, refine_start_iter=0, refine_every=10, refine_stop_iter=50, min_opacity=0.3,
+        picks="gradient",
+    )  # fmt: skip
+    before = {name: value.detach().clone() for name, value in params.items()}
+    dead = before["opacities"].sigmoid().flatten() <= 0.3
+    steep = torch.zeros(200, dtype=torch.bool)
+    steep[::5] = True
+    state: dict[str, Any] = {}
+    sums = densifier.statistics(params, state)
+    sums["grad2d"][steep], sums["count"][:] = 0.02, 2.0
+    assert densifier.counts(49) and not densifier.counts(50) and not McmcDensifier().counts(0)
+    densifier.step_post_backward(params, optimizers, step=10, images=1, rate=1.0, state=state)
+    assert len(params["means"]) == 210
+    sources = torch.cdist(params["means"].detach(), before["means"]).argmin(1)
+    moved = torch.cat([sources[:200][dead], sources[200:]])
+    assert bool((steep & ~dead)[moved].all())
+    assert all(len(value) == 210 and not value.any() for value in state.values()) and set(state) == {"grad2d", "count"}
+
+
+def test_a_gradient_is_the_mean_over_the_views_that_drew_it() -> None:
+    sums = {"grad2d": torch.tensor([0.0064, 0.0064, 0.0, 9.0]), "count": torch.tensor([1.0, 4.0, 0.0, 3.0])}
+    steep = McmcDensifier(picks="gradient")._steepness({"means": torch.zeros(4, 3)}, sums)
+    torch.testing.assert_close(steep, torch.tensor([0.5, 0.125, 0.0, 1.0]))
+
+
+def test_both_are_multiplied() -> None:
+    opacities, steep = torch.tensor([0.9, 0.5, 0.001]), torch.tensor([0.1, 1.0, 1.0])
+    weights = {picks: McmcDensifier(picks=picks)._weights(opacities, steep) for picks in ("gradient", "both")}
+    torch.testing.assert_close(weights["both"], torch.tensor([0.09, 0.5, 0.0]))
+    torch.testing.assert_close(weights["gradient"], torch.tensor([0.1, 1.0, 0.0]))
+    torch.testing.assert_close(McmcDensifier()._weights(opacities, None), torch.tensor([0.9, 0.5, 0.0]))
+
+
+def test_what_a_step_draws_is_counted() -> None:
+    params, optimizers = model(4)
+    densifier = McmcDensifier(picks="gradient", refine_start_iter=10**9, noise_lr=0.0)
+    state: dict[str, Any] = {}
+    rows = {"ids": torch.tensor([1, 3, 3]), "gradients": torch.tensor([0.5, 0.25, 1.0]), "visible": torch.ones(3)}
+    densifier.after_step(params, optimizers, state, 0, 2, 1e-3, lambda: rows)
+    assert state["grad2d"].tolist() == [0, 0.5, 0, 1.25] and state["count"].tolist() == [0, 1, 0, 2]
+    plain: dict[str, Any] = {}
+    McmcDensifier(noise_lr=0.0).after_step(params, optimizers, plain, 0, 2, 1e-3, lambda: pytest.fail("not asked for"))
+    assert plain == {}
 
 
 def test_growth_up_to_the_cap_of_the_whole_model() -> None:

@@ -28,6 +28,8 @@ CASES = (
     "a rank is dead",
     "none is dead",
     "all are dead",
+    "picked by gradients",
+    "picked by both",
 )
 Outcome = tuple[dict[str, Tensor], list[Reordering], list[int]]
 
@@ -49,14 +51,21 @@ def course(world: World, case: str, sharded: bool, holding: Holding | None = Non
     values = initial(case)
     held = Holding(Sharded()) if holding is None else holding
     where: dict[str, Any] = {"world": world, "holding": held} if sharded else {}
-    densifier = (ShardedMcmc if sharded else McmcDensifier)(**RULES, **where, morton=True)
+    picks: Any = {"picked by gradients": "gradient", "picked by both": "both"}.get(case, "opacity")
+    densifier = (ShardedMcmc if sharded else McmcDensifier)(**RULES, **where, morton=True, picks=picks)
+    state: dict[str, Any] = {}
     bounds = bounds_of(case, COUNT, world)
     model = shard({name: value.to(world.device) for name, value in values.items()}, bounds, world.rank, held.places)
     step, records, totals = 0, list[Reordering](), list[int]()
     for images in (1, 5, 4, 7, 6, 11, 6):
         counts = [row[0] for row in all_gather_ints([len(model[0]["means"])], world)]
         take_step(model, sum(counts[: world.rank]), sum(counts), step, case, held.places)
-        densifier.step_post_backward(*model, step=step, images=images, rate=1e-2)
+        # What of a point's gradients is known follows from where it is: the same wherever it is held.
+        sums = densifier.statistics(model[0], state)
+        if sums:
+            sums["grad2d"].add_(0.01 * model[0]["means"].detach()[:, 0].abs())
+            sums["count"].add_(1.0)
+        densifier.step_post_backward(*model, step=step, images=images, rate=1e-2, state=state)
         step += images
         totals.append(sum(row[0] for row in all_gather_ints([len(model[0]["means"])], world)))
         if isinstance(densifier, ShardedMcmc) and densifier.reordering is not None:

@@ -5,6 +5,7 @@ Pure functions: they look at what they are given (and, where it cannot be otherw
 """
 
 import difflib
+import math
 import shlex
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -269,17 +270,29 @@ def check_no_accumulation(steps: Mapping[str, int]) -> None:
         )
 
 
-def check_cap(points: int, densifier: str, cap: int) -> None:
-    """Whether the model starts below the cap that its densifier keeps.
+def check_cap(points: int, densifier: str, cap: int | None) -> None:
+    """Whether the model starts below the cap that its densifier keeps; None is none.
 
     Raises:
         InputError: it starts with more points.
     """
-    if densifier == "mcmc" and points > cap:
+    if densifier == "mcmc" and cap is not None and points > cap:
         raise InputError(
             f"The model starts with {points} Gaussians, more than --pipeline.model.max-gs-num {cap}. Raise the cap, or "
             "start with fewer (--pipeline.model.random-init True --pipeline.model.num-random N)."
         )
+
+
+def check_first_points(opacity: float, scale: float) -> None:
+    """Whether the Gaussians that training starts from can be drawn.
+
+    Raises:
+        InputError: they have no opacity, or no size.
+    """
+    if not 0 < opacity < 1:
+        raise InputError(f"--pipeline.model.initial-opacity {opacity}: give a number above 0 and below 1.")
+    if not 0 < scale < math.inf:
+        raise InputError(f"--pipeline.model.initial-scale {scale}: give a number above 0.")
 
 
 def check_precision(mixed: bool, scaler: bool) -> None:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig
 
 
+ANY_NUMBER = 1 << 40
+"""A cap that caps nothing: one that suits the capture is chosen where the capture is known (`train/capacity.py`)."""
+
+
 def make_densifier(
     options: "SplatModelConfig", views: int, world: World, seed: int, *, holding: Holding | None = None
 ) -> Densifier:
@@ -30,17 +34,19 @@ def make_densifier(
     """
     if options.densifier == "mcmc":
         mcmc = (
-            partial(ShardedMcmc, world=world, holding=holding, threshold=options.rebalance_above)
+            partial(ShardedMcmc, holding=holding, threshold=options.rebalance_above)
             if holding is not None
             else partial(McmcDensifier, morton=options.morton_order)
         )
         return mcmc(
-            cap_max=options.max_gs_num,
+            cap_max=ANY_NUMBER if options.max_gs_num is None else options.max_gs_num,
             noise_lr=options.noise_lr,
             refine_start_iter=options.warmup_length,
             refine_stop_iter=options.stop_split_at,
             refine_every=options.refine_every,
             min_opacity=options.mcmc_min_opacity,
+            picks=options.mcmc_picks,
+            world=world,
             seed=seed,
         )
     default = (

@@ -53,8 +53,9 @@ class SplatModelConfig(SplatfactoModelConfig):
     max_gaussians: int | None = None
     """With default, the most Gaussians the whole model may have, over all ranks: a refinement that would exceed it only
     prunes. By default what fits the GPUs' memory (see docs/planning.md); on a CPU any number."""
-    max_gs_num: int = 1_000_000
-    """With mcmc, the most Gaussians the whole model may have, over all ranks."""
+    max_gs_num: int | None = 1_000_000
+    """With mcmc, the most Gaussians the whole model may have, over all ranks; "None": as many as suit the capture. The
+    start of a run says how many that are."""
     noise_lr: float = 5e5
     """With mcmc, noise on positions in units of their learning rate."""
     mcmc_opacity_reg: float = 0.01
@@ -63,3 +64,11 @@ class SplatModelConfig(SplatfactoModelConfig):
     """With mcmc, weight of the mean scale in the loss."""
     mcmc_min_opacity: float = 0.005
     """With mcmc, a Gaussian of at most this opacity is dead and gets relocated."""
+    mcmc_picks: Literal["opacity", "gradient", "both"] = "opacity"
+    """With mcmc, where relocated and added Gaussians go: onto those of high opacity, as in the paper; onto those of
+    steep gradients on screen, which default densification would split; or by the product of both."""
+    initial_opacity: float = 0.1
+    """Opacity of the Gaussians that training starts from."""
+    initial_scale: float = 1.0
+    """Standard deviations of the Gaussians that training starts from, in units of the mean distance to the three
+    nearest seed points."""

@@ -28,10 +28,12 @@ from ns_multigpu.core.schema import POSITION, Parameter, names
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.model import surfaces
+from ns_multigpu.plugin.launch.checks import check_first_points
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
 from ns_multigpu.plugin.model.sharded_points import ShardedPoints, mean_of
+from ns_multigpu.primitives.gaussians.cap import ChosenCap
 from ns_multigpu.primitives.gaussians.densifier import densification_info, dues
 from ns_multigpu.primitives.gaussians.init import SH_C0
 from ns_multigpu.primitives.registry import KINDS, Kind
@@ -50,6 +52,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     config: "SplatModelConfig"
     training_options: Any
+    chosen_cap: ChosenCap | None = None
+    """With mcmc, how many Gaussians suit the capture, where that is what caps them."""
     elsewhere: Callable[[Cameras, OrientedBox | None], MutableMapping[str, Any] | None] | None = None
     """Renders with other ranks, or for a viewer; None where this process is to do it (see `RenderService.outputs`)."""
 
@@ -90,6 +94,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     def initial_points(self) -> dict[str, Tensor]:
         """The parameters that training starts from."""
         config, seeds = self.config, self.seed_points
+        check_first_points(config.initial_opacity, config.initial_scale)
         if config.random_init or seeds is None or len(seeds[0]) == 0:
             seeds = None  # whether that is an error is for the pipeline to say: not when a checkpoint follows
         return self.kind.initial(
@@ -98,6 +103,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             count=config.num_random,
             extent=config.random_scale,
             generator=keyed_generator(torch.initial_seed(), "initial gaussians"),
+            opacity=config.initial_opacity,
+            scale=config.initial_scale,
         )
 
     def get_gaussian_param_groups(self) -> dict[str, list[torch.nn.Parameter]]:

@@ -10,6 +10,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.batch_scaling import ScalingChoice
 from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig
+from ns_multigpu.plugin.train.recipe import Recipe
 
 
 @dataclass
@@ -26,6 +27,7 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
     batch_scaling: tyro.conf.Suppress[ScalingChoice] = "auto"
     rates_at_end: tyro.conf.Suppress[float] = 1.0
     rates_fall_from: tyro.conf.Suppress[float] = 0.5
+    recipe: tyro.conf.Suppress[Recipe] = "splatfacto"
     fused_steps: tyro.conf.Suppress[Literal["auto", "always", "never"]] = "never"
     save_in_background: tyro.conf.Suppress[bool] = False
     save_fallback_dir: tyro.conf.Suppress[Path | None] = None

@@ -24,11 +24,12 @@ from ns_multigpu.plugin.export.ply import run_checkpoint
 from ns_multigpu.plugin.faults.errors import InputError, WorkerFailed
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.launcher import run_workers, use_own_share_of_cores
+from ns_multigpu.plugin.launch.operators import prepare_operators
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.launch.ranks import Ranks, rendezvous_explained
 from ns_multigpu.plugin.render.team import RENDER_MEMORY, asked_for, free_memory, size_for
 from ns_multigpu.plugin.tools.rendering import Rendering
-from ns_multigpu.plugin.train.config import DistributedTrainerConfig, prepare_operators, read_config
+from ns_multigpu.plugin.train.config import DistributedTrainerConfig, read_config
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline, DistributedPipelineConfig
 from ns_multigpu.primitives.registry import titled
 

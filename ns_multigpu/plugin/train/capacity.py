@@ -16,6 +16,7 @@ from ns_multigpu.planning.work import STRATEGIES, Course
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.faults.memory import free_bytes
+from ns_multigpu.primitives.gaussians.cap import chosen_cap
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,21 @@ def _model_bytes(model: Any, optimizers: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor.device == model.device)
 
 
+def choose_cap(model: Any, cameras: Any) -> None:
+    """With mcmc and no cap given, caps the model at as many Gaussians as suit the capture, the same on every rank.
+
+    Args:
+        model: a `SplatModel` that holds all of the points that training starts from. cameras: the training views'.
+    """
+    options, seeds = model.config, model.seed_points
+    if options.densifier != "mcmc" or options.max_gs_num is not None:
+        return
+    count = 0 if options.random_init or seeds is None else len(seeds[0])
+    pixels = int((cameras.width.long() * cameras.height.long()).sum())
+    model.chosen_cap = chosen_cap(model.num_points, count, pixels)
+    options.max_gs_num = model.chosen_cap.points
+
+
 def cap_of(found: Capacity, wanted: int | None) -> int | None:
     """The most points that densification may make: `wanted`, or on GPUs what fits; None for any number."""
     return wanted if wanted is not None else found.fits if found.on_gpu else None
@@ -102,11 +118,15 @@ def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Ca
             f"--pipeline.model.max-gaussians {options.max_gaussians}: give how many Gaussians there may be, "
             "1 or more, or leave it out."
         )
-    found = measure(pipeline, optimizers, world, fused=fused)
+    found, model = measure(pipeline, optimizers, world, fused=fused), pipeline.model
+    why = None
+    if model.chosen_cap is not None:
+        chosen = model.chosen_cap.within(found.fits if found.on_gpu else None, found.now)
+        model.densifier.cap_max, why = chosen.points, chosen.why
     cap = cap_of(found, options.max_gaussians)
     cap = pipeline.model.densifier.limit(cap, _Told(cap, world))
     if world.is_main:
-        text, worrying = describe(found, pipeline.strategy.name, cap, options.densifier)
+        text, worrying = describe(found, pipeline.strategy.name, cap, options.densifier, why)
         CONSOLE.print(Text(text, "bold yellow" if worrying else ""))
         for line in expectations(found, pipeline.strategy.name, cap, options.densifier):
             CONSOLE.print(Text(line), soft_wrap=True)
@@ -123,7 +143,9 @@ def expectations(found: Capacity, strategy: str, cap: int | None, densifier: str
     return described([outlook(strategy, found.course, points, memory) for points in sizes], strategy, found.course.gpus)
 
 
-def describe(found: Capacity, strategy: str, cap: int | None, densifier: str) -> tuple[str, bool]:
+def describe(
+    found: Capacity, strategy: str, cap: int | None, densifier: str, why: str | None = None
+) -> tuple[str, bool]:
     """The line on capacity, and whether there is something to worry about."""
     option = "max-gs-num" if densifier == "mcmc" else "max-gaussians"
     text = f"{found.now:,} Gaussians to begin with."
@@ -131,7 +153,8 @@ def describe(found: Capacity, strategy: str, cap: int | None, densifier: str) ->
         each = "GPU" if found.on_gpu else "worker"
         text += f" Memory has room for about {found.fits:,} ({gib(found.memory)} GiB a {each}, strategy {strategy})."
     if cap is not None:
-        text += f" Densification stops at {cap:,} (--pipeline.model.{option})."
+        chosen = f"; chosen: {why}" if why else ""
+        text += f" Densification stops at {cap:,} (--pipeline.model.{option}{chosen})."
     worries = []
     if found.fits is not None and found.now > found.fits:
         worries.append("The model may not fit: use splatfacto-tile on more GPUs, fewer views a step, smaller images.")

@@ -21,7 +21,6 @@ from nerfstudio.engine.trainer import TrainerConfig
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 
-import cuda_ext
 from ns_multigpu.core.world import gpu_places
 from ns_multigpu.plugin.capture.first_look import first_look
 from ns_multigpu.plugin.capture.reading import FAULTS
@@ -33,6 +32,7 @@ from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.agreement import manifest_of
 from ns_multigpu.plugin.launch.commands import named_config, resume_command, with_options
 from ns_multigpu.plugin.launch.launcher import WorkerLauncher, cores, use_own_share_of_cores
+from ns_multigpu.plugin.launch.operators import prepare_operators
 from ns_multigpu.plugin.launch.ranks import Ranks, Start, agree, check_layout
 from ns_multigpu.plugin.launch.run_folder import (
     abandoned_unless_begun,
@@ -45,6 +45,7 @@ from ns_multigpu.plugin.launch.run_folder import (
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model.batch_scaling import RateCourse, ScalingChoice, scaling_rule
 from ns_multigpu.plugin.model.surfaces import check_primitive
+from ns_multigpu.plugin.train.recipe import Recipe, apply_recipe, told
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from strategies import STRATEGIES
 
@@ -104,6 +105,9 @@ class DistributedTrainerConfig(TrainerConfig):
     """Where to save the model in the end if the run's own folder does not take it: another disk."""
     save_retry_seconds: float = 60.0
     """For how long to try again, every few seconds, to save the model in the end: time to make room on a disk."""
+    recipe: Recipe = "splatfacto"
+    """Sets the options that decide how good the pictures get, all but those that you give: "splatfacto" as nerfstudio's
+    splatfacto has them; "best" for the best held-out pictures that we know how to get (docs/recipes.md)."""
     start_over: bool = False
     """Begin at step 0 in a run folder that holds checkpoints, which the new ones replace. Otherwise that is refused."""
     verbose: bool = False
@@ -155,6 +159,7 @@ class DistributedTrainerConfig(TrainerConfig):
         if (named := named_config()) is not None:
             self._follow(named)
             machine = self.machine
+        apply_recipe(self, machine.num_devices * machine.num_machines if ranks is None else ranks.size)
         checks.check_rates_at_end(self.rates_at_end, self.rates_fall_from)
         checks.check_lengths(self.max_num_images, self.max_num_iterations)
         checks.check_retries(self.save_retry_seconds)
@@ -319,7 +324,7 @@ class DistributedTrainerConfig(TrainerConfig):
         return (
             f"{self.method_name} on {devices}: {self.steps_for(batch) * batch:,} images{of}\n"
             f"Run folder {self.get_base_dir()} (config.yml there has all options; --verbose True prints them)"
-        )
+        ) + "".join(f"\n{line}" for line in told(self))
 
     def save_config(self) -> None:
         """Writes config.yml, on one rank of the job, and keeps nerfstudio from starting processes of its own."""
@@ -388,13 +393,3 @@ def read_config(path: Path) -> DistributedTrainerConfig:
             "splatfacto-batch, -tile, -locality or -pixel. Of other methods: ns-eval and ns-render."
         )
     return config
-
-
-def prepare_operators(device_type: Literal["cpu", "cuda", "mps"]) -> None:
-    """Builds the native operators here, once and in sight, before several workers ask for them at the same time."""
-    checks.check_operators(device_type, cuda_ext.compiler_problem(device_type))
-    if cuda_ext.backend(device_type) == "native":
-        try:
-            cuda_ext.build_native(device_type)
-        except cuda_ext.NativeBuildError as error:
-            raise InputError(str(error)) from error

@@ -42,6 +42,7 @@ from ns_multigpu.plugin.render import team, viewer
 from ns_multigpu.plugin.render.evaluation import RenderedView, rendered_views, spread
 from ns_multigpu.plugin.render.service import RenderService
 from ns_multigpu.plugin.render.spiral import let_spirals_begin
+from ns_multigpu.plugin.train.capacity import choose_cap
 from ns_multigpu.plugin.train.strategy import strategy_of
 from strategies import STRATEGIES
 
@@ -188,6 +189,7 @@ class DistributedPipeline(VanillaPipeline):
                     "as Splatfacto's does (--pipeline.model.num-random and random-scale say how many, and where).",
                     soft_wrap=True,
                 )
+            choose_cap(self.model, self.datamanager.train_dataset.cameras)
             checks.check_cap(self.model.num_points, config.model.densifier, config.model.max_gs_num)
             self.strategy.placement.look(self._training_views)
             if sharded:

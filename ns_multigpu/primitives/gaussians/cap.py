@@ -1,4 +1,51 @@
-"""The most points that a model may have, and what a densifier does about it."""
+"""The most points that a model may have: what a densifier does about it, and how many suit a capture."""
+
+from dataclasses import dataclass
+
+PER_SEED = 9
+"""Gaussians for each seed point: there are more of these where there is more to see."""
+PIXELS_EACH = 200
+"""Pixels of training views for each Gaussian, at least: with fewer, Gaussians fit the views rather than the scene."""
+PIXELS_WITHOUT_SEEDS = 600
+"""The same where no seed point says how much there is to see."""
+
+
+@dataclass(frozen=True)
+class ChosenCap:
+    """Gaussians that suit a capture, and a clause that says why."""
+
+    points: int
+    why: str
+
+    def within(self, fits: int | None, now: int) -> "ChosenCap":
+        """The same, or as many as memory has room for.
+
+        Args:
+            fits: how many that is; None for any number. now: how many there are, whatever fits.
+        """
+        if fits is None or self.points <= max(fits, now):
+            return self
+        return ChosenCap(max(fits, now), f"{self.why}, but memory has room for no more")
+
+
+def chosen_cap(start: int, seeds: int, pixels: int) -> ChosenCap:
+    """How many Gaussians suit a capture.
+
+    Args:
+        start: Gaussians that training begins with. seeds: seed points of the capture; 0 for none.
+        pixels: of all training views.
+    """
+    if seeds == 0:
+        why = f"one for {PIXELS_WITHOUT_SEEDS} pixels of the training views, for there are no seed points"
+        return _at_least(start, pixels // PIXELS_WITHOUT_SEEDS, why)
+    by_seeds, by_pixels = PER_SEED * seeds, pixels // PIXELS_EACH
+    if by_seeds <= by_pixels:
+        return _at_least(start, by_seeds, f"{PER_SEED} for each of {seeds:,} seed points")
+    return _at_least(start, by_pixels, f"one for {PIXELS_EACH} pixels of the training views")
+
+
+def _at_least(start: int, points: int, why: str) -> ChosenCap:
+    return ChosenCap(points, why) if points >= start else ChosenCap(start, "as many as training begins with")
 
 
 def allowed_growth(total_now: int, total_after: int, cap: int | None) -> bool:

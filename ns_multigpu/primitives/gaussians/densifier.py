@@ -179,12 +179,21 @@ class ReplicatedDensifier(DefaultStrategy):
     def _count(self, params: MutableMapping[str, Tensor], state: dict[str, Any], info: Mapping[str, Any]) -> None:
         """Adds this rank's rows to the running statistics; `info` holds the rows of the points that it owns."""
         self.statistics(params, state)
-        ids, gradients, radii = info["ids"], info["gradients"], info["radii"]
-        visible = info["visible"].to(gradients.dtype)
-        state["grad2d"].index_add_(0, ids, gradients * visible)
-        state["count"].index_add_(0, ids, visible)
+        add_gradients(state, info)
         if self.refine_scale2d_stop_iter > 0:
-            state["radii"].scatter_reduce_(0, ids, radii, "amax")
+            state["radii"].scatter_reduce_(0, info["ids"], info["radii"], "amax")
+
+
+def add_gradients(state: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
+    """Adds the gradients of a step's rows to the sums `grad2d` and the number of these rows to `count`, [N] each.
+
+    Args:
+        info: see `densification_info`.
+    """
+    ids, gradients = info["ids"], info["gradients"]
+    visible = info["visible"].to(gradients.dtype)
+    state["grad2d"].index_add_(0, ids, gradients * visible)
+    state["count"].index_add_(0, ids, visible)
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """The Gaussians that training starts from."""
 
+import math
+
 import numpy as np
 import torch
 from scipy.spatial import KDTree
@@ -13,8 +15,9 @@ SMALLEST_SPACING = 1e-7
 
 
 def initial_gaussians(
-    seeds: tuple[Tensor, Tensor] | None, *, sh_degree: int, count: int, extent: float, generator: torch.Generator
-) -> dict[str, Tensor]:
+    seeds: tuple[Tensor, Tensor] | None, *, sh_degree: int, count: int, extent: float, generator: torch.Generator,
+    opacity: float = 0.1, scale: float = 1.0,
+) -> dict[str, Tensor]:  # fmt: skip
     """Raw parameters of the first Gaussians (Kerbl et al. 2023, section 5.1; Splatfacto's conventions).
 
     Args:
@@ -22,14 +25,18 @@ def initial_gaussians(
         sh_degree: highest degree of spherical harmonics; 0 means plain colours, stored as logits.
         count, extent: how many random ones, in a cube of which side.
         generator: for all that is random.
+        opacity: of each, in (0, 1).
+        scale: standard deviations in units of the mean distance to the three nearest others.
 
     Returns:
-        means [N, 3], scales [N, 3] (log), quats [N, 4], opacities [N, 1] (logits of 0.1), features_dc [N, 3],
+        means [N, 3], scales [N, 3] (log), quats [N, 4], opacities [N, 1] (logits of `opacity`), features_dc [N, 3],
         features_rest [N, (sh_degree + 1)^2 - 1, 3], float32.
 
     Raises:
-        ValueError: there is no seed point.
+        ValueError: there is no seed point, or opacity or scale is out of range.
     """
+    if not 0 < opacity < 1 or not 0 < scale < math.inf:
+        raise ValueError(f"opacity {opacity} must be above 0 and below 1, and scale {scale} above 0")
     if seeds is None:
         means = (torch.rand(count, 3, generator=generator) - 0.5) * extent
     else:
@@ -47,9 +54,9 @@ def initial_gaussians(
     quats = torch.nn.functional.normalize(torch.randn(n, 4, generator=generator), dim=-1)
     return {
         "means": means.clone(),
-        "scales": spacing.log()[:, None].repeat(1, 3),
+        "scales": (spacing.log() + math.log(scale))[:, None].repeat(1, 3),
         "quats": quats,
-        "opacities": torch.logit(torch.full((n, 1), 0.1)),
+        "opacities": torch.logit(torch.full((n, 1), opacity)),
         "features_dc": features_dc,
         "features_rest": features_rest,
     }

@@ -8,14 +8,16 @@ GPU may come out differently twice, and replicas must pick the same.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.collectives import sum_in_place
 from ns_multigpu.core.random import keyed_generator, keyed_normals
-from ns_multigpu.primitives.gaussians.densifier import dues
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.gaussians.densifier import add_gradients, dues
 from ns_multigpu.primitives.gaussians.regroup import Listing, gather_points
 from ns_multigpu.primitives.morton import dealt_order
 from ns_multigpu.primitives.steady import logit, rotate, rotations, sigmoid
@@ -35,6 +37,10 @@ NOISE = "mcmc noise"
 _QUANTA = 1 << 24
 """Opacities are picked by in units of 1 / this. 2^24 of 2^24 Gaussians still add up far inside an int64."""
 
+STEEPEST = 0.0128
+"""Mean gradients on screen, as densification counts them, from which on Gaussians are picked alike where gradients say
+what is picked: sixteen times what splatfacto splits at. A bound, so that no Gaussian takes all picks."""
+
 _PIECE = 1 << 20
 """Gaussians that get their noise at once: hundreds of bytes each on the way."""
 
@@ -50,6 +56,11 @@ class McmcDensifier:
         min_opacity: a Gaussian of at most this opacity is dead.
         seed: the run's seed.
         morton: bring the Gaussians into the order of `morton` at each refinement.
+        picks: where relocated and added Gaussians go: onto those drawn by "opacity", as in the paper; by "gradient",
+            their mean gradient on screen, to what default densification would split; or by the product of "both".
+            (After a step that several refinements follow, the first alone goes by gradients: none has been counted
+            since for the others.)
+        world: the ranks whose statistics are summed, where each has all Gaussians.
     """
 
     kind: ClassVar[str] = "McmcDensifier"
@@ -63,18 +74,25 @@ class McmcDensifier:
     min_opacity: float = 0.005
     seed: int = 0
     morton: bool = False
+    picks: Literal["opacity", "gradient", "both"] = "opacity"
+    world: World = field(default_factory=World.single)
 
     def initialize_state(self) -> dict[str, Any]:
-        """What must be kept between steps: nothing."""
+        """What must be kept between steps: nothing yet."""
         return {}
 
     def counts(self, images: int) -> bool:
-        """See `Densifier`: never."""
-        return False
+        """See `Densifier`: where gradients say what is picked, until refining stops."""
+        return self.picks != "opacity" and images < self.refine_stop_iter
 
     def statistics(self, params: Any, state: dict[str, Any]) -> dict[str, Tensor]:
-        """See `Densifier`: none."""
-        return {}
+        """See `Densifier`: where gradients say what is picked, their sums and how many they are of."""
+        if self.picks == "opacity":
+            return {}
+        for name in ("grad2d", "count"):
+            if not isinstance(state.get(name), Tensor):
+                state[name] = params["means"].new_zeros(len(params["means"]))
+        return {name: state[name] for name in ("grad2d", "count")}
 
     def limit(self, cap: int | None, held_back: Callable[[int], None]) -> int | None:
         """See `Densifier`: `cap_max` limits it."""
@@ -85,7 +103,10 @@ class McmcDensifier:
         rate: float, info: Callable[[], Mapping[str, Any]],
     ) -> None:  # fmt: skip
         """See `Densifier`."""
-        self.step_post_backward(params, optimizers, step, images, rate)
+        if self.counts(step):
+            self.statistics(params, state)
+            add_gradients(state, info())
+        self.step_post_backward(params, optimizers, step, images, rate, state)
 
     @torch.no_grad()
     def step_post_backward(
@@ -95,6 +116,7 @@ class McmcDensifier:
         step: int,
         images: int,
         rate: float,
+        state: dict[str, Any] | None = None,
     ) -> None:
         """Refines when due, then adds noise.
 
@@ -104,8 +126,9 @@ class McmcDensifier:
             step: images seen before this step.
             images: images in this step.
             rate: the means' learning rate that a step of one image would have.
+            state: the statistics, where they are counted.
         """
-        self.refine_when_due(params, optimizers, {}, step, images)
+        self.refine_when_due(params, optimizers, {} if state is None else state, step, images)
         self.move(params, step, images, rate)
 
     def due_after(self, step: int, images: int) -> bool:
@@ -120,12 +143,36 @@ class McmcDensifier:
     def refine_when_due(
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int
     ) -> None:
-        """Relocates and grows as often as is due. `state` is not looked at; the rest as in `step_post_backward`."""
+        """Relocates and grows as often as is due. Statistics are spent by it; the rest as in `step_post_backward`."""
         for image in self._dues(step, images):
-            self._relocate(params, optimizers, image)
-            sources = self._growth(params, image)
+            steep = self._steepness(params, state)
+            self._relocate(params, optimizers, image, steep)
+            sources = self._growth(params, image, steep)
             self._share_out(params, sources)
             self._rearrange(params, optimizers, sources)
+            for name in self.statistics(params, state):
+                state[name] = params["means"].new_zeros(len(params["means"]))
+
+    def _steepness(self, params: Any, state: dict[str, Any]) -> Tensor | None:
+        """What Gaussians are picked by besides being alive, [N] in [0, 1]; None for their opacities."""
+        if self.picks == "opacity":
+            return None
+        sums = self.statistics(params, state)
+        self._sum_over_ranks(sums)
+        mean = sums["grad2d"] / sums["count"].clamp(min=1)
+        return (mean / STEEPEST).clamp(max=1.0)
+
+    def _sum_over_ranks(self, sums: dict[str, Tensor]) -> None:
+        """Replicas have counted what they have drawn; together that is all."""
+        for value in sums.values():
+            sum_in_place(value, self.world)
+
+    def _weights(self, opacities: Tensor, steep: Tensor | None) -> Tensor:
+        """What living Gaussians are picked by; dead ones are not."""
+        weights = opacities if steep is None else steep.to(opacities.dtype)
+        if self.picks == "both" and steep is not None:
+            weights = weights * opacities
+        return weights.masked_fill(opacities <= self.min_opacity, 0.0)
 
     @torch.no_grad()
     def move(self, params: Any, step: int, images: int, rate: float, taken: Tensor | None = None) -> None:
@@ -148,12 +195,12 @@ class McmcDensifier:
         """The normal numbers [N, 3] of the Gaussians that are here: those of their places in the whole model."""
         return keyed_normals(self.seed, NOISE, step, 0, len(means), 3, means.device)
 
-    def _relocate(self, params: Any, optimizers: dict[str, Any], image: int) -> None:
-        """Moves every dead Gaussian onto a living one, drawn by opacity."""
+    def _relocate(self, params: Any, optimizers: dict[str, Any], image: int, steep: Tensor | None) -> None:
+        """Moves every dead Gaussian onto a living one, drawn by opacity or by `steep`."""
         opacities = sigmoid(params["opacities"].detach().flatten())
         dead = opacities <= self.min_opacity
         targets = torch.where(dead)[0]
-        sources = pick(opacities.masked_fill(dead, 0.0), len(targets), keyed_generator(self.seed, "relocate", image))
+        sources = pick(self._weights(opacities, steep), len(targets), keyed_generator(self.seed, "relocate", image))
         if len(sources) == 0:
             return
         self._share_out(params, sources)
@@ -162,11 +209,12 @@ class McmcDensifier:
             value.data[targets] = value.data[sources]
             clear_moments(optimizers.get(name), value, sources)
 
-    def _growth(self, params: Any, image: int) -> Tensor:
-        """Which Gaussians get a copy, once for each, drawn by opacity, up to the cap."""
+    def _growth(self, params: Any, image: int, steep: Tensor | None) -> Tensor:
+        """Which Gaussians get a copy, once for each, drawn by opacity or by `steep`, up to the cap."""
         count = len(params["means"])
         opacities = sigmoid(params["opacities"].detach().flatten())
-        return pick(opacities, self._room(count), keyed_generator(self.seed, "grow", image))
+        weights = opacities if steep is None else self._weights(opacities, steep)
+        return pick(weights, self._room(count), keyed_generator(self.seed, "grow", image))
 
     def _room(self, count: int) -> int:
         """How many a whole model of `count` Gaussians grows by."""

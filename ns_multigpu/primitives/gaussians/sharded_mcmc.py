@@ -17,7 +17,6 @@ from ns_multigpu.core.collectives import all_gather_ints, exchange_rows, sum_in_
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.random import keyed_generator, keyed_normals, keyed_normals_at
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.mcmc import NOISE, McmcDensifier, clear_moments, grown, quanta
 from ns_multigpu.primitives.gaussians.sharded_rows import move_rows
 from ns_multigpu.primitives.sharded_order import Reordering, clock, order_keys, plan_move
@@ -44,14 +43,12 @@ class ShardedMcmc(McmcDensifier):
     Gaussians, every rank calls all methods together, and the work of every Gaussian counts the same.
 
     Attributes:
-        world: the ranks.
         holding: what this rank holds, and who says which rank owns what; ranges of equal work by default.
         threshold: Gaussians are dealt out anew where a rank has more than this times their mean number.
         reordering: what the last refinement did; whoever logs it sets it to None.
     """
 
     morton: bool = True
-    world: World = field(default_factory=World.single)
     holding: Holding = field(default_factory=lambda: Holding(Sharded()))
     threshold: float = 1.1
     reordering: Reordering | None = field(default=None, init=False)
@@ -83,13 +80,16 @@ class ShardedMcmc(McmcDensifier):
         self.holding.check(len(means), self.world)
         return keyed_normals_at(self.seed, NOISE, step, places, 3)
 
-    def _relocate(self, params: Any, optimizers: dict[str, Any], image: int) -> None:
+    def _sum_over_ranks(self, sums: dict[str, Tensor]) -> None:
+        """Nothing: a rank counts all that is drawn of its own Gaussians."""
+
+    def _relocate(self, params: Any, optimizers: dict[str, Any], image: int, steep: Tensor | None) -> None:
         world = self.world
         opacities = sigmoid(params["opacities"].detach().flatten())
         dead = opacities <= self.min_opacity
         targets = torch.where(dead)[0]
         wanted = sum(row[0] for row in all_gather_ints([len(targets)], world))
-        draws = self._draw(opacities.masked_fill(dead, 0.0), wanted, keyed_generator(self.seed, "relocate", image))
+        draws = self._draw(self._weights(opacities, steep), wanted, keyed_generator(self.seed, "relocate", image))
         if draws.count == 0:
             return
         # The draws go to the dead by their places: the first to the one that stands before all others.
@@ -105,10 +105,11 @@ class ShardedMcmc(McmcDensifier):
             value.data[places] = exchange_rows(value.data[leaving], send, receive, world)
             clear_moments(optimizers.get(name), value, draws.rows)
 
-    def _growth(self, params: Any, image: int) -> Tensor:
+    def _growth(self, params: Any, image: int, steep: Tensor | None) -> Tensor:
         opacities = sigmoid(params["opacities"].detach().flatten())
+        weights = opacities if steep is None else self._weights(opacities, steep)
         count = sum(row[0] for row in all_gather_ints([len(opacities)], self.world))
-        return self._draw(opacities, self._room(count), keyed_generator(self.seed, "grow", image)).rows
+        return self._draw(weights, self._room(count), keyed_generator(self.seed, "grow", image)).rows
 
     @torch.no_grad()
     def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor) -> None:

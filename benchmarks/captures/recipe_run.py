@@ -1,0 +1,78 @@
+"""One run of `benchmarks.captures.recipes`: a process of its own that trains, takes the scores and writes them down.
+
+It is forked from a server that has imported all this module imports, so that a run of seconds does not wait for
+imports as long again.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from nerfstudio.configs.method_configs import AnnotatedBaseConfigUnion
+from nerfstudio.scripts.train import _set_random_seed
+
+from benchmarks.captures import splatfacto_baseline
+from benchmarks.captures.splatfacto_baseline import peak_mib
+from ns_multigpu.data import City, CityCapture, write_colmap
+from ns_multigpu.plugin.train import trainer as _imported_for_the_runs  # noqa: F401
+
+
+def begin(log: Path) -> None:
+    """Sends what this process prints to a file."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+def train_ours(words: Sequence[str], log: Path, output: Path) -> None:
+    """Trains as `ns-train` does with these words; all held-out views are scored, and `output` gets it as JSON."""
+    begin(log)
+    sys.argv = ["ns-train", *words]  # it is looked at for what was given
+    config: Any = tyro.cli(AnnotatedBaseConfigUnion, args=list(words))
+    config.set_timestamp()
+    config.print_to_terminal()
+    config.save_config()
+    config.viewer.quit_on_train_completion = True
+    _set_random_seed(config.machine.seed)
+    trainer = config.setup(local_rank=0, world_size=1)
+    trainer.setup()
+    trainer.train()
+    peak = peak_mib() if torch.cuda.is_available() else None
+    start = time.perf_counter()
+    scores = trainer.pipeline.get_average_eval_image_metrics()
+    seconds = trainer.progress.seconds
+    result = {
+        "psnr": scores["psnr"],
+        "ssim": scores["ssim"],
+        "train_seconds": seconds,
+        "images_per_s": config.max_num_images / seconds,
+        "gaussians": trainer.pipeline.model.total_points,
+        "peak_mib": peak,
+        "eval_seconds": time.perf_counter() - start,
+    }
+    output.write_text(json.dumps(result))
+
+
+def train_splatfacto(words: Sequence[str], log: Path, output: Path) -> None:
+    """Trains nerfstudio's own; the words are those of `splatfacto_baseline`, which writes `result.json` itself."""
+    begin(log)
+    sys.argv = ["splatfacto_baseline", *words]
+    splatfacto_baseline.main()
+    (Path(output.parent) / "result.json").replace(output)
+
+
+def make_city(kind: Any, seed: int, folder: Path, size: tuple[int, int, int, int], device: str, log: Path) -> None:
+    """Writes a city's capture: `size` is blocks along each side, views, width and height."""
+    begin(log)
+    blocks, views, width, height = size
+    made = CityCapture(City(blocks, seed), kind, views, width, height, 4, seed, 8, cache_bytes=0)
+    where = "cuda" if device == "cuda" else "cpu"
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    write_colmap(made, unfinished, image_format="jpg", overwrite=True, device=where, workers=2)
+    unfinished.rename(folder)

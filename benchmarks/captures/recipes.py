@@ -1,0 +1,328 @@
+"""Recipes side by side on several captures: held-out PSNR and SSIM, Gaussians, memory and time, one table.
+
+    python -m benchmarks.captures.recipes --captures fox=../data/fox ../data/bonsai aerial-1 street-1 \\
+        --recipes splatfacto mcmc best --images 7000 15000 30000 --seeds 42 43 44 --at-once 4 --json recipes.json
+
+A capture is a folder in COLMAP's layout (NAME=FOLDER, or FOLDER alone), every 8th view held out at full size; or a city
+of ours, `aerial-SEED` or `street-SEED`, which is rendered into --cities first. In a --plan, `fox~0.2` is fox with a
+fifth of its views to train on, evenly spread, and the others held out. A recipe is one of
+
+- `splatfacto`: nerfstudio's own, with gsplat; one run is scored at each of --images, for its schedules do not differ;
+- `ours`: splatfacto's recipe in `splatfacto-batch`; `mcmc`: that with gsplat's settings of MCMC and a cap of a million;
+- `best`: `--recipe best`;
+- a name from the file --variants, whose lines are `NAME = RECIPE OPTIONS`: a recipe of ours with options of ns-train,
+  in which `@0.5` is half of the run's images.
+
+With --plan FILE the runs are those of its lines instead, in that order, `CAPTURES | RECIPES | IMAGES | SEEDS`, each
+separated by blanks. Runs that --json holds already are not repeated. After --seconds no run begins that would not end
+in time, by what its like have taken, and runs that are under way are ended.
+
+With --at-once above 1 runs share the GPU: their times say nothing, and each result says so (`alone`).
+
+No perceptual measure is taken: LPIPS needs weights of a network that no package brings along.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from threading import Condition
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.lib.environment import describe
+
+MODEL = "--pipeline.model."
+RECIPES: dict[str, list[str] | None] = {
+    "splatfacto": None,
+    "ours": [],
+    "mcmc": [
+        MODEL + "densifier", "mcmc", MODEL + "stop-split-at", "25000", MODEL + "initial-opacity", "0.5",
+        MODEL + "initial-scale", "0.1",
+    ],
+    "best": ["--recipe", "best"],
+}  # fmt: skip
+"""Options of ns-train by the recipe's name; None is nerfstudio's own method. MCMC's settings are those of gsplat's
+`examples/benchmarks/mcmc.sh` (`simple_trainer.py mcmc`), its cap apart."""
+
+INTERVAL = ["--eval-mode", "interval", "--eval-interval", "8"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run: `images` are the numbers after which it is scored, the last of which ends it."""
+
+    capture: str
+    recipe: str
+    images: tuple[int, ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The capture's, as in the results."""
+        return Path(self.capture.partition("=")[0]).name
+
+    @property
+    def of(self) -> str:
+        """The name of the capture's folder."""
+        return self.name.partition("~")[0]
+
+    @property
+    def split(self) -> list[str]:
+        """Options of which views are held out."""
+        _, few, fraction = self.name.partition("~")
+        return ["--eval-mode", "fraction", "--train-split-fraction", fraction] if few else INTERVAL
+
+    def rows(self) -> list[tuple[str, str, int, int]]:
+        return [(self.name, self.recipe, images, self.seed) for images in self.images]
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--captures", nargs="+", default=[], help="NAME=FOLDER, FOLDER, aerial-SEED or street-SEED")
+    parser.add_argument("--recipes", nargs="+", default=["ours", "mcmc", "best"])
+    parser.add_argument("--images", nargs="+", type=int, default=[7000])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42])
+    parser.add_argument("--variants", type=Path, help="a file with further recipes")
+    parser.add_argument("--plan", type=Path, help="a file with the runs, in their order")
+    parser.add_argument("--at-once", type=int, default=1, help="runs that share the GPU")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for all of it")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--method", default="splatfacto-batch", help="of the runs of ours")
+    parser.add_argument("--cities", type=Path, help="folder for cities' captures; by default a temporary one")
+    parser.add_argument("--city-size", nargs=4, type=int, default=[3, 160, 960, 540], help="blocks, views, W, H")
+    parser.add_argument("--output", type=Path, help="folder for the runs' logs; by default a temporary one")
+    parser.add_argument("--json", type=Path, required=True)
+    return parser.parse_args(argv)
+
+
+def variants(text: str) -> dict[str, list[str] | None]:
+    """The recipes of a file of variants, and those that there always are."""
+    found = dict(RECIPES)
+    for line in text.splitlines():
+        name, equals, rest = line.partition("=")
+        if not line.strip() or line.startswith("#"):
+            continue
+        base, *options = rest.split()[:1], *rest.split()[1:]
+        if not equals or not base or found.get(base[0]) is None:
+            raise SystemExit(f"--variants: {line!r} is no NAME = RECIPE OPTIONS with a recipe of ours before it")
+        found[name.strip()] = [*(found[base[0]] or []), *options]
+    return found
+
+
+def jobs_of(options: argparse.Namespace, recipes: Mapping[str, Any]) -> list[Job]:
+    """The runs, in their order."""
+    lines = [[options.captures, options.recipes, options.images, options.seeds]]
+    if options.plan is not None:
+        text = options.plan.read_text().splitlines()
+        lines = [[part.split() for part in line.split("|")] for line in text if line.strip() and line[0] != "#"]
+    found: dict[Job, None] = {}
+    for line in lines:
+        if len(line) != 4:
+            raise SystemExit("--plan: a line is CAPTURES | RECIPES | IMAGES | SEEDS")
+        captures, names, images, seeds = line
+        lengths = sorted(int(n) for n in images)
+        for seed in seeds:
+            for capture in captures:
+                for name in names:
+                    if name not in recipes:
+                        raise SystemExit(f"there is no recipe {name!r}: {', '.join(recipes)}")
+                    whole = recipes[name] is None
+                    for some in [tuple(lengths)] if whole else [(n,) for n in lengths]:
+                        found[Job(capture, name, some, int(seed))] = None
+    return list(found)
+
+
+def folders_of(options: argparse.Namespace, jobs: Sequence[Job]) -> tuple[dict[str, Path], list[str]]:
+    """Where captures lie, by name, and the cities among those asked for."""
+    folders = {}
+    for word in options.captures:
+        name, equals, folder = word.partition("=")
+        folders[name if equals else Path(word).name] = Path(folder if equals else word)
+    asked = dict.fromkeys(job.of for job in jobs)
+    cities = [n for n in asked if n.partition("-")[0] in ("aerial", "street") and n.partition("-")[2].isdigit()]
+    for name in asked:
+        if name in cities:
+            folders[name] = (options.cities or Path(mkdtemp(prefix="cities-"))) / name
+        elif name not in folders or not folders[name].is_dir():
+            raise SystemExit(f"there is no folder of the capture {name}: give --captures {name}=FOLDER")
+    return folders, cities
+
+
+def words_of(job: Job, option_words: list[str] | None, folder: Path, output: Path, options: Any) -> list[str]:
+    """The command line of a run."""
+    data = ["colmap", "--data", str(folder), "--colmap-path", "sparse/0", "--downscale-factor", "1", *job.split]
+    if option_words is None:
+        words = ["--images", str(job.images[-1]), "--seed", str(job.seed), "--output", str(output)]
+        return [*words, "--also-at", *map(str, job.images[:-1]), "--", *data]
+    words = [options.method, "--output-dir", str(output), "--timestamp", "run", "--experiment-name", "recipe"]
+    words += ["--machine.device-type", options.device, "--machine.seed", str(job.seed), "--vis", "tensorboard"]
+    words += ["--pipeline.datamanager.train-cameras-sampling-seed", str(job.seed)]
+    words += ["--max-num-images", str(job.images[-1]), "--logging.steps-per-log", "500", "--steps-per-save", "1000000"]
+    words += ["--steps-per-eval-image", "0", "--steps-per-eval-all-images", "0"]
+    if job.images[-1] > 30000:
+        words += ["--max-num-iterations", str(job.images[-1])]
+    return [*words, *(str(round(float(w[1:]) * job.images[-1])) if w[:1] == "@" else w for w in option_words), *data]
+
+
+class Runs:
+    """The runs of one command, as many at once as were asked for."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.began = options, time.perf_counter()
+        self.recipes = variants(options.variants.read_text() if options.variants else "")
+        self.jobs = jobs_of(options, self.recipes)
+        self.folders, self.cities = folders_of(options, self.jobs)
+        self.logs = options.output or Path(mkdtemp(prefix="recipes-"))
+        self.logs.mkdir(parents=True, exist_ok=True)
+        before = json.loads(options.json.read_text()) if options.json.exists() else {"results": []}
+        self.results: list[dict[str, Any]] = before["results"]
+        done = {(r["capture"], r["recipe"], r["images"], r["seed"]) for r in self.results}
+        self.waiting = [job for job in self.jobs if not done.issuperset(job.rows())]
+        self.ready = {name for name in self.folders if name not in self.cities or self.folders[name].is_dir()}
+        self.changed = Condition()
+        self.took: dict[tuple[str, str, tuple[int, ...]], float] = {}
+        # Forked, the server must not have looked at a GPU: see `ns_multigpu.plugin.launch.worker_server`.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        forkserver.set_forkserver_preload(["benchmarks.captures.recipe_run"])
+        self.processes = multiprocessing.get_context("forkserver")
+
+    def left(self) -> float:
+        return self.options.seconds - (time.perf_counter() - self.began)
+
+    def call(self, function: str, *given: Any) -> float | None:
+        """Calls a function of `recipe_run` in a process of its own: seconds, or None where it failed or time is up."""
+        start = time.perf_counter()
+        process = self.processes.Process(target=_call, args=(function, *given))
+        process.start()
+        process.join(None if self.left() == float("inf") else max(self.left(), 0.0))
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return None
+        return time.perf_counter() - start if process.exitcode == 0 else None
+
+    def make(self, city: str) -> None:
+        kind, _, seed = city.partition("-")
+        self.folders[city].parent.mkdir(parents=True, exist_ok=True)
+        log = self.logs / f"{city}.log"
+        size = tuple(self.options.city_size)
+        took = self.call("make_city", kind, int(seed), self.folders[city], size, self.options.device, log)
+        Console().print(f"{city}: " + ("not made; see " + str(log) if took is None else f"made in {took:.0f} s"))
+        with self.changed:
+            if took is None:
+                self.waiting = [job for job in self.waiting if job.of != city]
+            else:
+                self.ready.add(city)
+            self.changed.notify_all()
+
+    def next(self) -> Job | None:
+        """The first run that can begin, and end in time; None where there is none any more."""
+        with self.changed:
+            while self.waiting and self.left() > 0:
+                for job in self.waiting:
+                    expected = self.took.get((job.of, self._kind(job), job.images), 0.0)
+                    if job.of in self.ready and expected < self.left():
+                        self.waiting.remove(job)
+                        return job
+                if all(job.of in self.ready for job in self.waiting):
+                    return None
+                self.changed.wait(timeout=max(min(self.left(), 60.0), 0.0))
+            return None
+
+    def _kind(self, job: Job) -> str:
+        return "splatfacto" if self.recipes[job.recipe] is None else "ours"
+
+    def work(self) -> None:
+        while (job := self.next()) is not None:
+            self.one(job)
+
+    def one(self, job: Job) -> None:
+        label = f"{job.name}-{job.recipe}-{job.images[-1]}-{job.seed}"
+        folder, log, output = self.logs / label, self.logs / f"{label}.log", self.logs / label / "recipe.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        words = words_of(job, self.recipes[job.recipe], self.folders[job.of], folder, self.options)
+        took = self.call("train_" + self._kind(job), words, log, output)
+        if took is None or not output.exists():
+            Console().print(f"{label}: " + ("time is up" if self.left() <= 0 else f"failed; see {log}"))
+            rmtree(folder, ignore_errors=True)
+            return
+        found = json.loads(output.read_text())
+        rmtree(folder, ignore_errors=True)  # checkpoints are large, and nobody asks for them
+        looks = [*found.pop("looks", []), found | {"images": job.images[-1]}]
+        more = {"options": " ".join(self.recipes[job.recipe] or []), "alone": self.options.at_once == 1, "wall_s": took}
+        with self.changed:
+            self.took[job.of, self._kind(job), job.images] = took
+            for look in looks:
+                kept = {k: v for k, v in look.items() if k not in ("earlier", "refinements", "bytes_per_step")}
+                self.results.append({**asdict(job), "capture": job.name, **more, **kept})
+            self._write()
+        Console().print(f"{label}: {found['psnr']:.2f} dB, {found['gaussians']:,} Gaussians, {took:.0f} s")
+
+    def _write(self) -> None:
+        text = json.dumps({**describe(), "city_size": self.options.city_size, "results": self.results}, indent=1)
+        unfinished = self.options.json.with_suffix(".unfinished")
+        unfinished.write_text(text + "\n")
+        unfinished.replace(self.options.json)
+
+    def go(self) -> None:
+        wanted = {job.of for job in self.waiting}
+        cities = [city for city in self.cities if city not in self.ready and city in wanted]
+        makers: list[Callable[[], None]] = [lambda city=city: self.make(city) for city in cities]
+        with ThreadPoolExecutor(self.options.at_once + len(makers) + 1) as pool:
+            tasks = [pool.submit(task) for task in [*makers, *[self.work] * self.options.at_once]]
+            for task in tasks:
+                task.result()
+
+
+def _call(function: str, *given: Any) -> None:
+    """In the forked process."""
+    from benchmarks.captures import recipe_run
+
+    getattr(recipe_run, function)(*given)
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """Means over seeds, by capture, images and recipe."""
+    shown = Table()
+    for head in ("capture", "images", "recipe", "seeds", "PSNR", "SSIM", "Gaussians", "MiB", "training s"):
+        shown.add_column(head, justify="left" if head in ("capture", "recipe") else "right")
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for result in sorted(results, key=lambda r: (r["capture"], r["images"])):
+        groups.setdefault((result["capture"], result["images"], result["recipe"]), []).append(result)
+    for (capture, images, recipe), rows in groups.items():
+        timed = [row["train_seconds"] for row in rows if row["alone"]]
+        memory = [row["peak_mib"] for row in rows if row.get("peak_mib")]
+        psnr, ssim, gaussians = (statistics.mean(row[k] for row in rows) for k in ("psnr", "ssim", "gaussians"))
+        spread = max(row["psnr"] for row in rows) - min(row["psnr"] for row in rows)
+        shown.add_row(
+            capture, f"{images:,}", recipe, str(len(rows)), f"{psnr:.2f}" + (f" ±{spread / 2:.2f}" if spread else ""),
+            f"{ssim:.4f}", f"{gaussians:,.0f}", f"{max(memory):,.0f}" if memory else "",
+            f"{statistics.mean(timed):.1f}" if timed else "",
+        )  # fmt: skip
+    return shown
+
+
+def main() -> None:
+    runs = Runs(arguments())
+    runs.go()
+    Console(width=130).print(table(runs.results))
+    done = {(r["capture"], r["recipe"], r["images"], r["seed"]) for r in runs.results}
+    missing = [job for job in runs.jobs if not done.issuperset(job.rows())]
+    if missing:
+        raise SystemExit(f"{len(missing)} of {len(runs.jobs)} runs are missing: run it again, or see the logs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""`--recipe`: many options at once. What the command line says of one of them counts more.
+
+Schedules count images from the start and span 30,000, as splatfacto's do, so that a short run ends in the middle of
+them: fitted to a run of 7,000 they cost up to 0.4 dB (benchmarks/results/recipes.md). Only refinements come more often
+in a short run, which would else be half over before the model has grown to its cap.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from ns_multigpu.plugin.faults.errors import InputError
+
+Recipe = Literal["splatfacto", "best"]
+
+_TOLD = "_recipe_told"
+"""Name of a config's attribute that says what its recipe has set; never saved."""
+
+
+def best(images: int) -> dict[str, Any]:
+    """The recipe that is measured in docs/recipes.md, for a run that sees so many images: options and their values.
+
+    MCMC (Kheradmand et al. 2024) with a cap that suits the capture. See docs/recipes.md for what each option gains.
+    """
+    return {
+        "pipeline.model.densifier": "mcmc",
+        "pipeline.model.max_gs_num": None,
+        "pipeline.model.stop_split_at": max(25000, round(images * 5 / 6)),
+        "pipeline.model.refine_every": min(max(round(images / 150), 50), 100),
+        "pipeline.model.initial_opacity": 0.5,
+        "pipeline.model.initial_scale": 0.1,
+    }
+
+
+def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> None:
+    """Sets the options of `config.recipe` that the command line does not name.
+
+    A config that was read from a run's file has had its recipe, and keeps what it has.
+
+    Args:
+        config: a `DistributedTrainerConfig`, as the command line gave it; changed in place.
+        ranks: of the run.
+        argv: the words of the command line; by default this process's.
+
+    Raises:
+        InputError: the recipe is not for this method.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    named = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    if config.recipe == "splatfacto":
+        return
+    if "load_config" in named:
+        if "recipe" in named:
+            raise InputError(
+                f"--recipe {config.recipe}: a run that goes on keeps the recipe that it began with. Leave --recipe "
+                "out, or begin another run, without --load-config."
+            )
+        return
+    if not hasattr(config.pipeline.model, "densifier"):
+        raise InputError(f"--recipe {config.recipe}: {config.method_name} has no Gaussians. Leave --recipe out.")
+    batch = config.pipeline.batch(ranks)
+    told: list[str] = []
+    for name, value in best(config.steps_for(batch) * batch).items():
+        if name in named:
+            continue
+        *parents, last = name.split(".")
+        place: Any = config
+        for parent in parents:
+            place = place[parent] if isinstance(place, dict) else getattr(place, parent)
+        setattr(place, last, value)
+        if value is not None:
+            told.append(f"--{name.replace('_', '-')} {value}")
+    vars(config)[_TOLD] = f"Recipe {config.recipe}: {' '.join(told)} (docs/recipes.md)"
+
+
+def told(config: Any) -> list[str]:
+    """What the start of a run says of its recipe: a line, or none where it is splatfacto's."""
+    return [vars(config)[_TOLD]] if _TOLD in vars(config) else []

@@ -1,0 +1,34 @@
+"""How many Gaussians suit a capture."""
+
+from ns_multigpu.primitives.gaussians.cap import PER_SEED, PIXELS_EACH, PIXELS_WITHOUT_SEEDS, ChosenCap, chosen_cap
+
+MANY = 10**9
+
+
+def test_seed_points_say_how_much_there_is_to_see() -> None:
+    found = chosen_cap(1000, 1000, MANY)
+    assert found.points == PER_SEED * 1000 and f"{PER_SEED} for each of 1,000 seed points" in found.why
+
+
+def test_few_pixels_allow_fewer() -> None:
+    found = chosen_cap(1000, 1000, 1500 * PIXELS_EACH)
+    assert found.points == 1500 and f"one for {PIXELS_EACH} pixels" in found.why
+
+
+def test_without_seeds_pixels_decide() -> None:
+    found = chosen_cap(500, 0, 2000 * PIXELS_WITHOUT_SEEDS)
+    assert found.points == 2000 and "no seed points" in found.why
+
+
+def test_never_fewer_than_there_are() -> None:
+    for seeds in (0, 50_000):
+        found = chosen_cap(50_000, seeds, 10_000)
+        assert found.points == 50_000 and "begins with" in found.why
+
+
+def test_memory_may_have_room_for_fewer() -> None:
+    chosen = ChosenCap(1000, "why")
+    assert chosen.within(None, 10) == chosen.within(1000, 10) == chosen
+    assert chosen.within(700, 10).points == 700 and "memory" in chosen.within(700, 10).why
+    assert ChosenCap(900, "why").within(700, 900).why == "why", "it is not memory that decides"
+    assert chosen.within(700, 900).points == 900, "what there is stays"
