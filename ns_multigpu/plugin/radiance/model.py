@@ -135,7 +135,7 @@ class NerfactoXLModel(NerfactoModel):
         extents, images = partition.extents(), self.num_train_data
         made = {str(c): Cell(c, extents[c], partition.domain, self.config, self.shared, images, self.seed) for c in own}
         self.cells = nn.ModuleDict(made).to(self.device)
-        self._boxes = partition.boxes()
+        self._boxes = partition.boxes().to(self.device)
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """By name, those of this rank's cells."""
@@ -225,12 +225,12 @@ class NerfactoXLModel(NerfactoModel):
         states: list[Tensor] = []
         longest, base = segments.order.shape[1], [int(c) for c in self.cells]
         lines, ends = slice(first, segments.begins[base[-1] + 1]), segments.counts[segments.ray]
-        cells = torch.repeat_interleave(
-            torch.arange(len(base), device=ends.device),
-            torch.tensor([segments.begins[c + 1] - segments.begins[c] for c in base], device=ends.device),
+        # Cells begin where host numbers say, so that nothing is read back for it; the sizes below are the one wait.
+        cells = torch.cat(
+            [ends.new_full((segments.begins[c + 1] - segments.begins[c],), i) for i, c in enumerate(base)]
         )
         key = cells * (longest + 1) + ends[lines]
-        sizes = torch.bincount(key, minlength=len(base) * (longest + 1)).tolist()
+        sizes = key.new_zeros(len(base) * (longest + 1)).index_add_(0, key, torch.ones_like(key)).tolist()
         for number, rows in enumerate(key.argsort(stable=True).split(sizes)):
             local, parts = divmod(number, longest + 1)
             if len(rows):
