@@ -110,9 +110,8 @@ class Run:
             shared = sum(p.numel() for p in model.shared_parameters().values())
             result["parameters"] = int(self._total(own - shared)) + shared
             if model.figures is not None:
-                segments = model.figures.segments
-                result["segments_a_ray"] = len(segments) / max(segments.rays, 1)
-                result["samples_a_ray"] = self._total(model.figures.samples) / max(segments.rays, 1)
+                result["segments_a_ray"] = len(model.figures.segments) / model.figures.rays
+                result["samples_a_ray"] = self._total(model.figures.samples) / model.figures.rays
             if model.partition is not None:
                 result["cells"] = model.partition.cells
         return result

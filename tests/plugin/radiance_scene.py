@@ -31,7 +31,8 @@ def model(world: World, cells: int, **options: Any) -> NerfactoXLModel:
         metadata={}, device="cpu", grad_scaler=None,
     )  # fmt: skip
     points = torch.randn(400, 3, generator=torch.Generator().manual_seed(1)) * torch.tensor([0.6, 0.4, 0.2])
-    made.place(partition(points, cells, made.domain), world)
+    cut = partition(points, cells, made.domain)
+    made.place(cut, world, made.way.focus(points, cut))
     with torch.no_grad():
         for name, param in sorted(made.named_parameters()):
             if "hash_table" in name:

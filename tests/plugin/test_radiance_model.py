@@ -1,6 +1,7 @@
 """nerfacto in cells: one cell is nerfacto, and N cells on N ranks are N cells on one."""
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def _step(world: World, cells: int, options: dict[str, Any]) -> dict[str, Any]:
         "rgb": outputs["rgb"].detach().cpu(), "rgb_loss": losses["rgb_loss"].detach().cpu(),
         "distortion": losses["distortion_loss"].detach().cpu(), "gradients": gradients, "pixels": pixels,
         "interlevel": losses["interlevel_loss"].detach().cpu(),
-        "outside": int((ours.figures.segments.counts == 0).sum()), "samples": ours.figures.samples,
+        "outside": float(ours.figures.outside), "samples": ours.figures.samples,
     }  # fmt: skip
 
 
@@ -124,19 +125,87 @@ def _compare(one: dict[str, Any], found: list[dict[str, Any]], exact: bool) -> N
 
 @pytest.mark.parametrize(
     ("cells", "ranks", "options"),
-    [(2, 2, {}), (4, 3, {"disable_scene_contraction": True}), (4, 4, {"background_color": "random"})],
+    [
+        (2, 2, {}),
+        (4, 3, {"disable_scene_contraction": True}),
+        (4, 4, {"background_color": "random"}),
+        (3, 2, {"spread": "ddp"}),
+        (3, 2, {"spread": "mega"}),
+        (3, 2, {"spread": "block", "disable_scene_contraction": True}),
+    ],
 )
 def test_any_number_of_ranks_is_one(cells: int, ranks: int, options: dict[str, Any]) -> None:
     one = _step(World.single(), cells, options)
-    assert {name.split(".")[0] for name in one["gradients"]} == {"cells", "shared", "camera_optimizer"}
+    alone = options.get("spread") in ("mega", "block")
+    groups = {"cells", "camera_optimizer"} | ({"shared"} if not alone else set())
+    assert {name.split(".")[0] for name in one["gradients"]} == groups
     assert (one["outside"] > 0) == ("disable_scene_contraction" in options), "some rays miss a box"
-    _compare(one, run_ranks(_step, ranks, cells, options), exact=True)
+    found = run_ranks(_step, ranks, cells, options)
+    _compare(one, found, exact=options.get("spread") != "mega")  # it adds blended samples up over the ranks
 
 
 @pytest.mark.gpu
 def test_any_number_of_gpus_is_one() -> None:
     skip_without_gpus(2)
     _compare(_step(World.single("cuda:0"), 4, {}), run_ranks(_step, 2, 4, {}, device="cuda"), exact=False)
+
+
+def test_data_parallel_is_one_field() -> None:
+    """Three shares of the rays, on whatever ranks, are the batch of one field."""
+    one, three = (_step(World.single(), cells, {"spread": "ddp"}) for cells in (1, 3))
+    assert three["gradients"].keys() == one["gradients"].keys()
+    for name, value in one["pixels"].items():
+        assert torch.equal(three["pixels"][name], value), name
+    assert three["samples"] == one["samples"] == 48 * 8
+    together = _step(World.single(), 1, {})  # what is drawn at random depends on shares; one share is one cell
+    torch.testing.assert_close(one["rgb_loss"], together["rgb_loss"], rtol=0, atol=0)
+
+
+def test_fields_that_are_trained_alone_do_not_learn_from_each_other() -> None:
+    """With Mega-NeRF's or Block-NeRF's rays, a field's gradients are those of its own rays, and heads are its own."""
+    for spread in ("mega", "block"):
+        ours = model(World.single(), 3, spread=spread)
+        ours.begin_step(3)
+        outputs = ours(rays(2.0))
+        bounds = ours.figures.segments.begins
+        assert all(b > a for a, b in itertools.pairwise(bounds)) and bounds[-1] > 48, "rays are seen by several"
+        outputs["rgb"][bounds[1] : bounds[2]].sum().backward()
+        graded = {name[:8] for name, p in ours.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+        assert graded == {"cells.1.", "camera_o"}, f"{spread}: poses alone are learnt together"
+        assert ours.shared_parameters().keys() <= {"camera_optimizer.pose_adjustment"}
+
+
+def test_blends_show_what_all_fields_show() -> None:
+    """Where each field has the same fog, blended samples and blended pixels are it, without seams."""
+    for spread in ("xl", "mega", "block"):
+        ours = model(World.single(), 3, spread=spread, average_init_density=1.0, far_plane=0.9)
+        with torch.no_grad():
+            for name, param in ours.named_parameters():
+                if name.startswith("cells."):
+                    param.zero_()
+        ours.eval()
+        with torch.no_grad():
+            through = 1 - ours(rays(2.0))["accumulation"][:, 0]
+        assert float((0.85 + through.log()).abs().max()) < 0.15, spread
+
+
+def test_a_blend_is_of_the_fields_that_are_near() -> None:
+    """Only one of three fields has fog: pixels have more of it, the more of the ray (or of the camera) is its."""
+    for spread in ("mega", "block"):
+        ours = model(World.single(), 3, spread=spread, average_init_density=1.0, far_plane=0.9)
+        with torch.no_grad():
+            for name, param in ours.named_parameters():
+                if name.startswith("cells."):
+                    param.zero_()
+            for number in (1, 2):
+                for module in ours.cells[str(number)].modules():
+                    if hasattr(module, "average_init_density"):
+                        module.average_init_density = 0.0
+        ours.eval()
+        with torch.no_grad():
+            seen = ours(rays(2.0))["accumulation"][:, 0]
+        assert float(seen.min()) < 0.01 and float(seen.max()) > 0.5
+        assert int(((seen > 0.02) & (seen < 0.5)).sum()) > 3, f"{spread}: some are blended"
 
 
 def test_segments_of_a_ray_share_its_samples() -> None:
@@ -150,9 +219,9 @@ def test_proposals_learn_from_what_light_reaches() -> None:
     ours = model(World.single(), 4)
     bundle = ours.collider(rays(2.0))
     segments = clip(bundle.origins, bundle.directions, bundle.nears[:, 0], bundle.fars[:, 0], ours.partition.boxes())
-    _, groups = ours._own_segments(bundle, segments, 0)
+    groups = ours._own_segments(bundle, segments, 0)
     whole = torch.ones(len(segments), 1)
-    full, half, none = (float(ours._interlevel(groups, part * whole, 48)) for part in (1.0, 0.5, 0.0))
+    full, half, none = (float(ours.sampling.losses(groups, part * whole, 48)["interlevel"]) for part in (1.0, 0.5, 0.0))
     assert full > 1e-5 and none == 0 and half == pytest.approx(full / 2, rel=1e-3)
 
 

@@ -127,11 +127,12 @@ def test_runs_and_resumed_runs(capture: Path, tmp_path: Path) -> None:
         assert (tmp_path / name / "run/nerfacto-xl/now/partition.png").stat().st_size > 1000
 
 
-def test_evaluation_in_one_process_shows_what_was_trained(capture: Path, tmp_path: Path) -> None:
-    trainer = trained(World.single(), configured(capture, tmp_path))
+@pytest.mark.parametrize("spread", ["xl", "ddp", "mega", "block"])
+def test_evaluation_in_one_process_shows_what_was_trained(capture: Path, tmp_path: Path, spread: str) -> None:
+    trainer = trained(World.single(), configured(capture, tmp_path, spread=spread))
     pipeline = trainer.pipeline
     expected = pipeline.get_average_eval_image_metrics()
-    config = configured(capture, tmp_path)
+    config = configured(capture, tmp_path, spread=spread)
     config.load_dir = config.get_checkpoint_dir()
     loaded = config.pipeline.setup(device="cpu", test_mode="test")
     loaded.eval()
@@ -156,11 +157,46 @@ def test_evaluation_in_one_process_shows_what_was_trained(capture: Path, tmp_pat
         loaded.load_pipeline(state["pipeline"], state["step"])
 
 
+def _as_baselines(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str, torch.Tensor], ...]]:
+    """Of each baseline: a run of two ranks, one that goes on from its middle on one rank, and what that was before."""
+    ends: dict[str, tuple[dict[str, torch.Tensor], ...]] = {}
+    for spread in ("ddp", "mega", "block"):
+        config = configured(capture, out / spread, steps=8, spread=spread)
+        config.steps_per_save, config.save_only_latest_checkpoint = 4, False
+        found = [_everything(trained(world, config))]
+        if world.is_main:
+            config = configured(capture, out / f"{spread} again", steps=8, spread=spread)
+            config.load_dir, config.load_step = out / spread / "run/nerfacto-xl/now/nerfstudio_models", 4
+            found.append(_everything(trained(World.single(), config, seed=9)))
+        ends[spread] = tuple(found)
+        dist.barrier(group=world.control)
+    return ends
+
+
+def test_baselines_go_on_with_other_numbers_of_ranks(capture: Path, tmp_path: Path) -> None:
+    ends = run_ranks(_as_baselines, 2, capture, tmp_path)
+    for spread, (two, again) in ends[0].items():
+        assert _near(two, again) == [], spread
+        theirs = ends[1][spread][0]
+        assert _near(theirs, again) == [], spread
+        fields = {name[:8] for name in two if name.startswith("cells.")}
+        assert fields == {"cells.0."}, f"{spread}: rank 0 of two has one of three fields, or the one that there is"
+        assert {name[:8] for name in again if name.startswith("cells.")} == (
+            {"cells.0."} if spread == "ddp" else {f"cells.{c}." for c in range(3)}
+        )
+
+
 def test_bad_options_are_named(capture: Path, tmp_path: Path) -> None:
     config = configured(capture, tmp_path)
     config.vis, config.machine.num_devices = "viewer+tensorboard", 2
     with pytest.raises(InputError, match="no viewer while it trains"):
         config.check_method()
+    config = configured(capture, tmp_path, spread="mega", disable_scene_contraction=True)
+    with pytest.raises(InputError, match="spread mega"):
+        config.check_method()
+    config = configured(capture, tmp_path, spread="block", cells=40)
+    with pytest.raises(InputError, match="groups of cameras are empty"):
+        config.pipeline.setup(device="cpu", test_mode="val")
     config = configured(capture, tmp_path, cells=-1)
     with pytest.raises(InputError, match="cells -1"):
         config.check_method()

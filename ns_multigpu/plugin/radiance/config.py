@@ -40,6 +40,11 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
         model: Any = self.pipeline.model
         if model.cells < 0:
             raise InputError(f"--pipeline.model.cells {model.cells}: give how many cells, or 0 for one a GPU.")
+        if model.spread == "mega" and model.disable_scene_contraction:
+            raise InputError(
+                "--pipeline.model.spread mega: each field has what is outside of its tile contracted around it. Leave "
+                "out --pipeline.model.disable-scene-contraction."
+            )
         workers = self.machine.num_devices * self.machine.num_machines
         if workers > 1 and "viewer" in self.vis:
             raise InputError(
@@ -56,8 +61,11 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
         pipeline: Any = self.pipeline
         data = pipeline.datamanager
         where = data.data or data.dataparser.data
+        what = {"ddp": "one field, a share of the rays", "block": "a field of a group of cameras"}.get(
+            pipeline.model.spread, "a cell"
+        )
         return (
-            f"{self.method_name} on {devices}, a cell or more each: {self.max_num_iterations:,} steps of "
+            f"{self.method_name} on {devices}, {what} or more each: {self.max_num_iterations:,} steps of "
             f"{data.train_num_rays_per_batch:,} rays of {where}\n"
             f"Run folder {self.get_base_dir()} (config.yml there has all options; --verbose True prints them)"
         )

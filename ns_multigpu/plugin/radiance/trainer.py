@@ -181,11 +181,11 @@ class RadianceTrainer(Trainer):
         samples = [row[0] for row in all_gather_ints([figures.samples], self.world)]
         if not self.world.is_main:
             return
-        naive, sent = bytes_a_ray(figures.segments, sum(samples), FAMILY.width)
-        rays = max(figures.segments.rays, 1)
+        rays = max(figures.rays, 1)
+        naive, sent = bytes_a_ray(rays, len(figures.segments), sum(samples), FAMILY.width)
         more = {
             "segments_a_ray": len(figures.segments) / rays,
-            "rays_outside": float((figures.segments.counts == 0).float().mean()),
+            "rays_outside": float(figures.outside),
             "samples_a_ray": sum(samples) / rays,
             "samples_imbalance": balance(samples),
             "bytes_a_ray": sent,
