@@ -21,11 +21,13 @@ SMALL: dict[str, Any] = {
     ],
 }  # fmt: skip
 
+GRIDS: dict[str, Any] = {"grid_resolution": 8, "march_steps": 40}
+
 
 def model(world: World, cells: int, **options: Any) -> NerfactoXLModel:
     """A model with its cells, whose grids are not nearly zero, as they are at first."""
     torch.manual_seed(11)
-    config = NerfactoXLModelConfig(**{**SMALL, **options})
+    config = NerfactoXLModelConfig(**{**SMALL, **GRIDS, **options})
     made = config.setup(
         scene_box=SceneBox(torch.tensor([[-1.0, -1, -1], [1, 1, 1]])), num_train_data=IMAGES, seed_points=None,
         metadata={}, device="cpu", grad_scaler=None,

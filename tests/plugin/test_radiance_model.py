@@ -92,7 +92,7 @@ def _step(world: World, cells: int, options: dict[str, Any]) -> dict[str, Any]:
     loss = functools.reduce(torch.add, losses.values())
     if loss.requires_grad:
         loss.backward()
-    sum_gradients(ours.shared_parameters().values(), world)
+    sum_gradients([p for p in ours.shared_parameters().values() if p.requires_grad], world)
     gradients = {name: p.grad.cpu() for name, p in ours.named_parameters() if p.grad is not None}
     ours.eval()
     with torch.no_grad():
@@ -101,7 +101,7 @@ def _step(world: World, cells: int, options: dict[str, Any]) -> dict[str, Any]:
     return {
         "rgb": outputs["rgb"].detach().cpu(), "rgb_loss": losses["rgb_loss"].detach().cpu(),
         "distortion": losses["distortion_loss"].detach().cpu(), "gradients": gradients, "pixels": pixels,
-        "interlevel": losses["interlevel_loss"].detach().cpu(),
+        "interlevel": losses.get("interlevel_loss", torch.zeros(())).detach().cpu(),
         "outside": float(ours.figures.outside), "samples": ours.figures.samples,
     }  # fmt: skip
 
@@ -129,6 +129,7 @@ def _compare(one: dict[str, Any], found: list[dict[str, Any]], exact: bool) -> N
         (2, 2, {}),
         (4, 3, {"disable_scene_contraction": True}),
         (4, 4, {"background_color": "random"}),
+        (3, 2, {"sampling": "occupancy"}),
         (3, 2, {"spread": "ddp"}),
         (3, 2, {"spread": "mega"}),
         (3, 2, {"spread": "block", "disable_scene_contraction": True}),
@@ -206,6 +207,40 @@ def test_a_blend_is_of_the_fields_that_are_near() -> None:
             seen = ours(rays(2.0))["accumulation"][:, 0]
         assert float(seen.min()) < 0.01 and float(seen.max()) > 0.5
         assert int(((seen > 0.02) & (seen < 0.5)).sum()) > 3, f"{spread}: some are blended"
+
+
+def test_grids_leave_out_what_is_empty() -> None:
+    """Where only half of a cell has fog, its grid finds so; pixels are the same with half the samples."""
+    grids = {"sampling": "occupancy", "grid_resolution": 16, "march_steps": 200}
+    ours = model(World.single(), 1, **grids, average_init_density=1.0, background_color="white")
+    cell = ours.cells["0"]
+    density = cell.field.get_density
+
+    def half(samples: Any) -> Any:
+        value, features = density(samples)
+        return 40 * value * (samples.frustums.get_positions()[..., :1] > 0), features
+
+    cell.field.get_density = half
+    with torch.no_grad():
+        for name, param in ours.named_parameters():
+            if ".field." in name:
+                param.zero_()
+    seen: list[tuple[int, dict[str, torch.Tensor]]] = []
+    for _ in range(2):
+        ours.eval()
+        with torch.no_grad():
+            pixels = ours(rays(2.0))
+        ours.train()
+        ours(rays(2.0))
+        seen.append((ours.figures.samples, pixels))
+        ours.sampling.step = 0
+        for _ in range(200):  # what was taken for occupied fades
+            ours.sampling.end_step({0: cell})
+    (every, expected), (few, found) = seen
+    assert 0.2 * every < few < 0.7 * every
+    for name in ("rgb", "accumulation", "depth", "expected_depth"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=2e-2, msg=name)
+    assert float(expected["accumulation"].amin()) < 0.1 and float(expected["accumulation"].amax()) > 0.9
 
 
 def test_segments_of_a_ray_share_its_samples() -> None:

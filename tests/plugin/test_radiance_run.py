@@ -16,7 +16,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
 from tests.plugin.course import TinyDataParserConfig, write_capture
-from tests.plugin.radiance_scene import SMALL
+from tests.plugin.radiance_scene import GRIDS, SMALL
 from tests.plugin.resuming import part_of
 from tests.ranks import run_ranks
 
@@ -36,7 +36,7 @@ def configured(capture: Path, run: Path, *, points: bool = True, steps: int = 3,
     parser = TinyDataParserConfig if points else NerfstudioDataParserConfig
     data.dataparser = parser(data=capture, downscale_factor=1, load_3D_points=False)
     data.train_num_rays_per_batch = data.eval_num_rays_per_batch = RAYS
-    for name, value in {**SMALL, "cells": CELLS, **options}.items():
+    for name, value in {**SMALL, **GRIDS, "cells": CELLS, **options}.items():
         assert hasattr(config.pipeline.model, name), name
         setattr(config.pipeline.model, name, value)
     return config
@@ -127,12 +127,17 @@ def test_runs_and_resumed_runs(capture: Path, tmp_path: Path) -> None:
         assert (tmp_path / name / "run/nerfacto-xl/now/partition.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("spread", ["xl", "ddp", "mega", "block"])
-def test_evaluation_in_one_process_shows_what_was_trained(capture: Path, tmp_path: Path, spread: str) -> None:
-    trainer = trained(World.single(), configured(capture, tmp_path, spread=spread))
+@pytest.mark.parametrize(
+    ("spread", "sampling"),
+    [("xl", "proposals"), ("ddp", "proposals"), ("mega", "proposals"), ("block", "proposals"), ("xl", "occupancy")],
+)
+def test_evaluation_in_one_process_shows_what_was_trained(
+    capture: Path, tmp_path: Path, spread: str, sampling: str
+) -> None:
+    trainer = trained(World.single(), configured(capture, tmp_path, spread=spread, sampling=sampling))
     pipeline = trainer.pipeline
     expected = pipeline.get_average_eval_image_metrics()
-    config = configured(capture, tmp_path, spread=spread)
+    config = configured(capture, tmp_path, spread=spread, sampling=sampling)
     config.load_dir = config.get_checkpoint_dir()
     loaded = config.pipeline.setup(device="cpu", test_mode="test")
     loaded.eval()
@@ -157,24 +162,26 @@ def test_evaluation_in_one_process_shows_what_was_trained(capture: Path, tmp_pat
         loaded.load_pipeline(state["pipeline"], state["step"])
 
 
-def _as_baselines(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str, torch.Tensor], ...]]:
-    """Of each baseline: a run of two ranks, one that goes on from its middle on one rank, and what that was before."""
+def _all_ways(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str, torch.Tensor], ...]]:
+    """Of each way: a run of two ranks, one that goes on from its middle on one rank, and what that was before."""
     ends: dict[str, tuple[dict[str, torch.Tensor], ...]] = {}
-    for spread in ("ddp", "mega", "block"):
-        config = configured(capture, out / spread, steps=8, spread=spread)
+    for way in ("ddp", "mega", "block", "xl occupancy", "ddp occupancy"):
+        spread, *grids = way.split()
+        options = {"spread": spread, "sampling": "occupancy" if grids else "proposals"}
+        config = configured(capture, out / way, steps=8, **options)
         config.steps_per_save, config.save_only_latest_checkpoint = 4, False
         found = [_everything(trained(world, config))]
         if world.is_main:
-            config = configured(capture, out / f"{spread} again", steps=8, spread=spread)
-            config.load_dir, config.load_step = out / spread / "run/nerfacto-xl/now/nerfstudio_models", 4
+            config = configured(capture, out / f"{way} again", steps=8, **options)
+            config.load_dir, config.load_step = out / way / "run/nerfacto-xl/now/nerfstudio_models", 4
             found.append(_everything(trained(World.single(), config, seed=9)))
-        ends[spread] = tuple(found)
+        ends[way] = tuple(found)
         dist.barrier(group=world.control)
     return ends
 
 
-def test_baselines_go_on_with_other_numbers_of_ranks(capture: Path, tmp_path: Path) -> None:
-    ends = run_ranks(_as_baselines, 2, capture, tmp_path)
+def test_all_ways_go_on_with_other_numbers_of_ranks(capture: Path, tmp_path: Path) -> None:
+    ends = run_ranks(_all_ways, 2, capture, tmp_path)
     for spread, (two, again) in ends[0].items():
         assert _near(two, again) == [], spread
         theirs = ends[1][spread][0]
@@ -182,7 +189,7 @@ def test_baselines_go_on_with_other_numbers_of_ranks(capture: Path, tmp_path: Pa
         fields = {name[:8] for name in two if name.startswith("cells.")}
         assert fields == {"cells.0."}, f"{spread}: rank 0 of two has one of three fields, or the one that there is"
         assert {name[:8] for name in again if name.startswith("cells.")} == (
-            {"cells.0."} if spread == "ddp" else {f"cells.{c}." for c in range(3)}
+            {"cells.0."} if spread.startswith("ddp") else {f"cells.{c}." for c in range(3)}
         )
 
 

@@ -12,7 +12,7 @@ from nerfstudio.models.nerfacto import NerfactoModelConfig
 from torch import Tensor, nn
 
 from ns_multigpu.plugin.radiance.draws import drawn
-from ns_multigpu.radiance.contraction import Domain, contract
+from ns_multigpu.radiance.contraction import Domain, contract, expand
 
 _SHARED, _CELL = 1, 2
 """First numbers of the seeds of what is shared, and of cells."""
@@ -42,6 +42,11 @@ class CellCoordinates(SpatialDistortion):
         inside = (self.domain.inward(positions) - self.low) / self.size
         return inside.clamp(_INSIDE, 1 - _INSIDE) * 4 - 2
 
+    def outward(self, inside: Tensor) -> Tensor:
+        """Positions in the world, of what `forward` gives; finite."""
+        part = ((inside + 2) / 4).clamp(_INSIDE, 1 - _INSIDE)
+        return self.domain.outward(part * self.size + self.low)
+
 
 class FocusCoordinates(SpatialDistortion):
     """All of space as nerfacto's fields take it, contracted around a box (Mip-NeRF 360), each axis by itself.
@@ -61,6 +66,10 @@ class FocusCoordinates(SpatialDistortion):
     def forward(self, positions: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Of positions in the world, [..., 3]."""
         return contract((positions - self.middle) / self.reach).clamp(-2 + 4 * _INSIDE, 2 - 4 * _INSIDE)
+
+    def outward(self, inside: Tensor) -> Tensor:
+        """Positions in the world, of what `forward` gives; finite."""
+        return expand(inside.clamp(-2 + 4 * _INSIDE, 2 - 4 * _INSIDE)) * self.reach + self.middle
 
 
 class Head(nn.Module):
@@ -103,18 +112,23 @@ class Cell(nn.Module):
         number: the cell's. coordinates: what its fields take positions in. config: the model's.
         shared: what all cells share; None for a head of its own.
         images: how many are trained on. seed: that parameters are drawn from, together with the number.
+        resolution: of an occupancy grid, voxels along each axis; 0 for proposal networks instead.
     """
 
     def __init__(
-        self, number: int, coordinates: SpatialDistortion, config: NerfactoModelConfig, shared: Head | None,
-        images: int, seed: int,
+        self, number: int, coordinates: CellCoordinates | FocusCoordinates, config: NerfactoModelConfig,
+        shared: Head | None, images: int, seed: int, resolution: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.coordinates = coordinates
+        # A parameter, so that it is kept and moved as those are; it has no gradient.
+        self.occupancy = nn.Parameter(torch.ones(resolution**3), requires_grad=False) if resolution else None
         if shared is None:
             shared = self.head = Head(config, images, seed, number)
         with drawn("cpu", seed, _CELL, number):
             self.field = CellField(coordinates, shared, field_options(config, images))
             count = 1 if config.use_same_proposal_network else config.num_proposal_iterations
+            count = 0 if resolution else count
             listed = config.proposal_net_args_list
             self.proposal_networks = nn.ModuleList(
                 HashMLPDensityField(

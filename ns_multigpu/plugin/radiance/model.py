@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -19,11 +19,12 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor, nn
 from torchmetrics.functional import structural_similarity_index_measure
 
-from ns_multigpu.core.collectives import sum_in_place
+from ns_multigpu.core.collectives import max_int, sum_in_place
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
 from ns_multigpu.plugin.radiance.draws import drawn
 from ns_multigpu.plugin.radiance.fields import Cell, Head
+from ns_multigpu.plugin.radiance.marching import OccupancySampling
 from ns_multigpu.plugin.radiance.sampling import Group, ProposalSampling
 from ns_multigpu.plugin.radiance.spread import WAYS, Mega, Spread, Taken, blended_samples
 from ns_multigpu.radiance.contraction import Domain
@@ -57,10 +58,19 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     """Into how many cells space is cut, each with a hash grid, a density and proposal networks of its own; 0 for one a
     GPU. A run that goes on from a checkpoint keeps the checkpoint's."""
     spread: Spread = "xl"
-    """How the field is spread. xl: cells that are trained together as one field, as in NeRF-XL. For comparison: ddp, one
-    field on every GPU, rays dealt out to as many shares as cells; mega, a field a tile, each trained alone, samples
-    blended where they overlap by 15 % (Mega-NeRF); block, a field a group of cameras, each trained alone, pixels blended
-    (Block-NeRF, 50 %)."""
+    """How the field is spread. xl: cells that are trained together as one field, as in NeRF-XL. For comparison: ddp,
+    one field on every GPU, rays dealt out to as many shares as cells; mega, a field a tile, each trained alone, samples
+    blended where they overlap by 15 % (Mega-NeRF); block, a field a group of cameras, each trained alone, pixels
+    blended (Block-NeRF, 50 %)."""
+    sampling: Literal["proposals", "occupancy"] = "proposals"
+    """Where samples are taken: by nerfacto's proposal networks, or in even steps through what an occupancy grid has not
+    as empty (Instant-NGP)."""
+    grid_resolution: int = 128
+    """Voxels of a cell's occupancy grid along each axis."""
+    alpha_thre: float = 0.01
+    """How opaque a voxel of it is to be found, to be occupied."""
+    march_steps: int = 512
+    """Even steps of a whole ray, with an occupancy grid."""
     predict_normals: tyro.conf.Suppress[bool] = False  # not there yet
 
 
@@ -100,7 +110,10 @@ class NerfactoXLModel(NerfactoModel):
         self.cells = nn.ModuleDict()
         self.partition: Partition | None = None
         self.world = World.single()
-        self.sampling = ProposalSampling(config, self.seed)
+        self.sampling: ProposalSampling | OccupancySampling = ProposalSampling(config, self.seed)
+        if config.sampling == "occupancy":
+            scaled = config.use_gradient_scaling
+            self.sampling = OccupancySampling(self.seed, config.march_steps, config.alpha_thre, scaled)
         self.collider = NearFarCollider(near_plane=config.near_plane, far_plane=config.far_plane)
         self.renderer_rgb = RGBRenderer(background_color=config.background_color)
         self.rgb_loss = MSELoss()
@@ -117,9 +130,10 @@ class NerfactoXLModel(NerfactoModel):
         self.partition, self.world = partition, world
         self.numbers = cells_of(world.rank, partition.cells, world.size)
         self.spread = self.way(partition, boxes, self.device)
-        shared = self.shared if isinstance(self.shared, Head) else None
+        shared, config = self.shared if isinstance(self.shared, Head) else None, self.config
+        grid = config.grid_resolution if config.sampling == "occupancy" else 0
         made = {
-            str(c): Cell(c, self.spread.coordinates(c), self.config, shared, self.num_train_data, self.seed)
+            str(c): Cell(c, self.spread.coordinates(c), config, shared, self.num_train_data, self.seed, grid)
             for c in ([0] if self.way.replicated else self.numbers)
         }
         self.cells = nn.ModuleDict(made).to(self.device)
@@ -146,8 +160,9 @@ class NerfactoXLModel(NerfactoModel):
         every = self.cells.named_parameters()
         proposals, fields = [], list(self.shared.parameters())
         for name, p in every:
-            (proposals if ".proposal_networks." in name else fields).append(p)
-        groups = {"proposal_networks": proposals, "fields": fields}
+            if p.requires_grad:
+                (proposals if ".proposal_networks." in name else fields).append(p)
+        groups = {"fields": fields, **({"proposal_networks": proposals} if proposals else {})}
         self.camera_optimizer.get_param_groups(param_groups=groups)
         return groups
 
@@ -167,16 +182,16 @@ class NerfactoXLModel(NerfactoModel):
 
     def _end_step(self, step: int) -> None:
         del step
-        self.sampling.end_step()
+        self.sampling.end_step({int(number): self._cell(int(number)) for number in self.cells})
 
     # ---- rays ----
 
     def get_outputs(self, ray_bundle: RayBundle) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Renders rays with all ranks together; every rank calls it with the same rays, and gets the same pixels.
 
-        In training each rank's outputs have gradients to its own cells and to what is shared, of its own segments; where
-        fields are trained alone, they are of M rays, each once for each field that it is shown to, and "ray" [M] says
-        which of the batch they are.
+        In training each rank's outputs have gradients to its own cells and to what is shared, of its own segments;
+        where fields are trained alone, they are of M rays, each once for each field that it is shown to, and "ray" [M]
+        says which of the batch they are.
 
         Args:
             ray_bundle: [R], with `nears` and `fars`.
@@ -190,8 +205,10 @@ class NerfactoXLModel(NerfactoModel):
         bundle, segments = taken.bundle, taken.segments
         first = segments_of_ranks(segments, self.world.size)[self.world.rank]
         groups = self._own_segments(bundle, segments, first)
-        own = [FAMILY.within(group.taken) for group in groups]
-        rows = all_segments(_in_order(own, groups, bundle.origins.new_zeros(0, FAMILY.width)), segments, self.world)
+        own = _in_order(
+            [FAMILY.within(group.taken) for group in groups], groups, FAMILY.empty(self._held(segments), bundle.origins)
+        )
+        rows = all_segments(own, segments, self.world)
         whole, before = FAMILY.fold(rows, segments.order)
         outputs = self._pixels(whole, bundle)
         if self.training:
@@ -232,8 +249,13 @@ class NerfactoXLModel(NerfactoModel):
                 bundle = rays[ray]
                 bundle.nears, bundle.fars = segments.near[at, None], segments.far[at, None]
                 cell, whole = self._cell(base[local]), (nears[ray], fars[ray])
-                groups.append(self.sampling.sample(cell, base[local], parts, rows, bundle, whole, self.training))
+                group = self.sampling.sample(cell, base[local], parts, rows, bundle, whole, self.training)
+                groups += [] if group is None else [group]
         return groups
+
+    def _held(self, segments: Segments) -> int:
+        """How many of the segments are in this rank's cells."""
+        return segments.begins[self.numbers[-1] + 1] - segments.begins[self.numbers[0]]
 
     def _pixels(self, whole: State, rays: RayBundle) -> dict[str, Any]:
         """What is shown of whole rays."""
@@ -257,10 +279,11 @@ class NerfactoXLModel(NerfactoModel):
         segments = spread.cut(rays)
         first = segments_of_ranks(segments, self.world.size)[self.world.rank]
         groups = self._own_segments(rays, segments, first)
-        most = self.config.num_nerf_samples_per_ray + 1
+        most = max_int(max((group.taken.edges.shape[1] for group in groups), default=1), self.world)
         # Segments with fewer samples have some of no length behind them.
         own = [torch.cat([e := group.taken.edges, e[:, -1:].expand(-1, most - e.shape[1])], 1) for group in groups]
-        edges = all_segments(_in_order(own, groups, rays.origins.new_zeros(0, most)), segments, self.world)
+        none = rays.origins.new_zeros(self._held(segments), most)
+        edges = all_segments(_in_order(own, groups, none), segments, self.world)
         density, colour = blended_samples(
             edges, rays, segments, spread,
             {number: functools.partial(self._looked, number, rays) for number in self.numbers},
@@ -289,7 +312,7 @@ class NerfactoXLModel(NerfactoModel):
     @staticmethod
     @torch.no_grad()
     def _median_depth(groups: list[Group], before: Tensor, whole: State, segments: Segments, first: int) -> Tensor:
-        """[R, 1] where a ray's weights reach one half, or its last sample; of rays whose place is not in these groups, 0.
+        """[R, 1] where a ray's weights reach one half, or its last sample; 0 where that is in none of these groups.
 
         Args:
             groups: samples of segments from number `first` on. before: [M, 1] the light that reaches segments.
@@ -338,7 +361,8 @@ class NerfactoXLModel(NerfactoModel):
             )
         losses = {"rgb_loss": self.rgb_loss(truth, predicted)}
         if self.training:
-            losses["interlevel_loss"] = self.config.interlevel_loss_mult * outputs["interlevel"]
+            if "interlevel" in outputs:
+                losses["interlevel_loss"] = self.config.interlevel_loss_mult * outputs["interlevel"]
             losses["distortion_loss"] = self.config.distortion_loss_mult * outputs["distortion"].mean()
             if self.world.is_main:
                 self.camera_optimizer.get_loss_dict(losses)
@@ -364,10 +388,10 @@ class NerfactoXLModel(NerfactoModel):
 
 
 def _in_order(parts: list[Tensor], groups: list[Group], none: Tensor) -> Tensor:
-    """What groups have of their segments, in the segments' order; `none` where there are no groups."""
+    """What groups have of their segments, in the segments' order; as in `none`, of segments without samples."""
     if not groups:
         return none
-    return torch.cat(parts)[torch.cat([group.rows for group in groups]).argsort()]
+    return none.index_copy(0, torch.cat([group.rows for group in groups]), torch.cat(parts))
 
 
 def _truth(outputs: dict[str, Any], batch: dict[str, Any], device: torch.device) -> Tensor:

@@ -71,8 +71,9 @@ class ProposalSampling:
             slope = config.proposal_weights_anneal_slope
             self.sampler.set_anneal(slope * done / ((slope - 1) * done + 1))
 
-    def end_step(self) -> None:
+    def end_step(self, cells: dict[int, Cell]) -> None:
         """Counts the steps in which proposal networks have not learnt."""
+        del cells
         if self.since_update > self.sampler.update_sched(self.step) or self.step < 10:  # as nerfstudio's sampler
             self.since_update = 0
         self.since_update += 1

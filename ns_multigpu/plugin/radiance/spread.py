@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from nerfstudio.cameras.rays import RayBundle
-from nerfstudio.field_components.spatial_distortions import SpatialDistortion
 from torch import Tensor
 
 from ns_multigpu.plugin.faults.errors import InputError
@@ -63,7 +62,7 @@ class Joint:
         del cls, points, cells
         return None
 
-    def coordinates(self, number: int) -> SpatialDistortion:
+    def coordinates(self, number: int) -> CellCoordinates | FocusCoordinates:
         """Of positions in the world, for the field of a cell."""
         return CellCoordinates(self._extents[number], self.cells.domain)
 
@@ -90,7 +89,7 @@ class Replicated(Joint):
         super().__init__(cells, boxes, device)
         self._all = cells.domain.outward(self._domain()).to(device)
 
-    def coordinates(self, number: int) -> SpatialDistortion:
+    def coordinates(self, number: int) -> CellCoordinates | FocusCoordinates:
         return CellCoordinates(self._domain()[0], self.cells.domain)
 
     def take(self, rays: RayBundle) -> Taken:
@@ -113,7 +112,7 @@ class Mega(Joint):
     def focus(cls, points: Tensor, cells: Partition) -> Tensor | None:
         return focuses(points, cells, MEGA_OVERLAP)
 
-    def coordinates(self, number: int) -> SpatialDistortion:
+    def coordinates(self, number: int) -> CellCoordinates | FocusCoordinates:
         assert self.boxes is not None
         return FocusCoordinates(self.boxes[number])
 
@@ -150,7 +149,7 @@ class Block(Joint):
             )
         return focuses(points, cells, BLOCK_OVERLAP, trim=False)
 
-    def coordinates(self, number: int) -> SpatialDistortion:
+    def coordinates(self, number: int) -> CellCoordinates | FocusCoordinates:
         return CellCoordinates(self._domain()[0], self.cells.domain)
 
     def take(self, rays: RayBundle) -> Taken:

@@ -160,7 +160,7 @@ class RadianceTrainer(Trainer):
         loss = functools.reduce(torch.add, losses.values())
         if loss.requires_grad:  # not where no ray of the batch meets this rank's cells
             loss.backward()
-        sum_gradients(model.shared_parameters().values(), self.world)
+        sum_gradients([p for p in model.shared_parameters().values() if p.requires_grad], self.world)
         if self.guards.numbers.watch(step, {}, dict(model.named_parameters()), self.optimizers.optimizers):
             self.optimizers.optimizer_scaler_step_all(self.grad_scaler)
         for scheduler in self.optimizers.schedulers.values():
@@ -172,9 +172,10 @@ class RadianceTrainer(Trainer):
         """Writes what a step measured. Every rank calls it at the same steps."""
         del loss
         # Proposals' losses are each rank's own; a regulariser of poses is rank 0's; the others are the same everywhere.
-        own = losses["interlevel_loss"].detach().clone()
-        sum_in_place(own, self.world)
-        losses = {**losses, "interlevel_loss": own}
+        if "interlevel_loss" in losses:
+            own = losses["interlevel_loss"].detach().clone()
+            sum_in_place(own, self.world)
+            losses = {**losses, "interlevel_loss": own}
         total = functools.reduce(torch.add, losses.values())
         figures = self.pipeline.model.figures
         assert figures is not None
