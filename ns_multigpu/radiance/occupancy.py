@@ -1,4 +1,4 @@
-"""Which parts of a cell are empty, and steps along rays that leave these out (Instant-NGP, Mueller et al. 2022, appendix E).
+"""Which parts of a cell are empty, and steps along rays that leave these out (Instant-NGP, Mueller 2022, appendix E).
 
 nerfacc has grids like these, but no way to march through them on a CPU or through an axis-wise contraction.
 """

@@ -39,7 +39,7 @@ class OccupancySampling:
 
     @torch.no_grad()
     def end_step(self, cells: dict[int, Cell]) -> None:
-        """Every few steps, looks at voxels of grids: at all of them at first, later at some and at the occupied ones."""
+        """Every few steps, looks at voxels of grids: at all of them at first, later at some and at occupied ones."""
         if self.step % _EVERY:
             return
         for number, cell in cells.items():
@@ -110,7 +110,7 @@ class OccupancySampling:
     def _looked(
         self, cell: Cell, bundle: RayBundle, starts: Tensor, stops: Tensor, there: Tensor
     ) -> tuple[Tensor, Tensor, int]:
-        """Density [n, K] and colour [n, K, 3] of samples; the field is asked for those only that are there: how many."""
+        """Density [n, K] and colour [n, K, 3] of samples; and how many are there, which alone the field is asked for."""
         line, place = there.nonzero(as_tuple=True)
         rays, begin, end = bundle[line], starts[line, place, None], stops[line, place, None]
         frustums = Frustums(
