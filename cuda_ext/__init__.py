@@ -14,6 +14,7 @@ from cuda_ext.ops.band_loss import BandLoss, band_loss, band_loss_into
 from cuda_ext.ops.boxes import box_views, new_boxes, splat_boxes
 from cuda_ext.ops.compositing import composite
 from cuda_ext.ops.culling import cull
+from cuda_ext.ops.encode_grid import encode_grid
 from cuda_ext.ops.fused import RowGradients, SplatRows, splat_forward, splat_update
 from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves, splat_flush
 from cuda_ext.ops.list_windows import clip_lists
@@ -50,6 +51,7 @@ __all__ = [
     "composite_pieces",
     "composite_pieces_backward",
     "cull",
+    "encode_grid",
     "fused_step",
     "gather_pieces",
     "intersect",

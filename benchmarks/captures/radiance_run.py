@@ -28,6 +28,8 @@ from benchmarks.captures.splatfacto_baseline import NoLpips
 
 _AVERAGED = 50
 """Steps whose training PSNR is averaged."""
+_LOOKED = 10
+"""Steps after which the clock is looked at."""
 _EVALUATED = 1 << 15
 """Rays of a picture at once."""
 
@@ -75,7 +77,7 @@ class Run:
         while step < options.steps:
             recent.append(self._step(step)["psnr"].detach())
             step += 1
-            if step % _AVERAGED == 0 or step in (*options.at, options.steps):
+            if step % _LOOKED == 0 or step in (*options.at, options.steps):
                 now = self._now()
                 spent = now - begun - off
                 rates.append((step, spent))

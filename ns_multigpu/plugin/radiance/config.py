@@ -9,7 +9,7 @@ import tyro
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.batch_scaling import ScalingChoice
 from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
-from ns_multigpu.plugin.train.config import DistributedTrainerConfig
+from ns_multigpu.plugin.train.config import DistributedTrainerConfig, prepare_operators
 
 
 @dataclass
@@ -53,7 +53,9 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
             )
 
     def prepare(self) -> None:
-        """Nothing: no operators of ours are used."""
+        """Builds the operators on GPUs, once and in sight, before several workers ask for them; a CPU needs none."""
+        if self.machine.device_type != "cpu":
+            prepare_operators(self.machine.device_type)
 
     def _in_short(self) -> str:
         ranks = self.machine.num_devices * self.machine.num_machines

@@ -1,9 +1,11 @@
 """The fields of a cell, made of nerfstudio's; and what all cells share (NeRF-XL, appendix A.1)."""
 
+import functools
 from typing import Any
 
 import torch
 from nerfstudio.cameras.rays import Frustums, RayBundle, RaySamples
+from nerfstudio.field_components.encodings import HashEncoding
 from nerfstudio.field_components.field_heads import FieldHeadNames
 from nerfstudio.field_components.spatial_distortions import SpatialDistortion
 from nerfstudio.fields.density_fields import HashMLPDensityField
@@ -11,6 +13,7 @@ from nerfstudio.fields.nerfacto_field import NerfactoField
 from nerfstudio.models.nerfacto import NerfactoModelConfig
 from torch import Tensor, nn
 
+import cuda_ext
 from ns_multigpu.plugin.radiance.draws import drawn
 from ns_multigpu.radiance.contraction import Domain, contract, expand
 
@@ -141,6 +144,10 @@ class Cell(nn.Module):
                 for i in range(count)
             )
 
+        for module in self.modules():
+            if isinstance(module, HashEncoding) and module.tcnn_encoding is None:
+                module.pytorch_fwd = functools.partial(_encoded, module)  # type: ignore[method-assign]
+
     def look(self, positions: Tensor, rays: RayBundle) -> tuple[Tensor, Tensor]:
         """Density [K] and colour [K, 3] at positions [K, 3] of rays [K]."""
         zero = torch.zeros_like(positions[:, None, :1])
@@ -153,6 +160,14 @@ class Cell(nn.Module):
         """What nerfstudio's sampler asks for densities, of each level of proposals."""
         networks = list(self.proposal_networks)
         return [networks[min(level, len(networks) - 1)].density_fn for level in range(levels)]
+
+
+def _encoded(grid: HashEncoding, positions: Tensor) -> Tensor:
+    """What nerfstudio's `HashEncoding.pytorch_fwd` computes, [..., L F]: in one operator of ours."""
+    flat = positions.reshape(-1, 3).float()
+    # The size is a power of two.
+    found = cuda_ext.encode_grid(flat, grid.hash_table, grid.scalings.float(), grid.hash_table_size.bit_length() - 1)
+    return found.view(*positions.shape[:-1], found.shape[1])
 
 
 def field_options(config: NerfactoModelConfig, images: int) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class OccupancySampling:
     def _looked(
         self, cell: Cell, bundle: RayBundle, starts: Tensor, stops: Tensor, there: Tensor
     ) -> tuple[Tensor, Tensor, int]:
-        """Density [n, K] and colour [n, K, 3] of samples; and how many are there, which alone the field is asked for."""
+        """Density [n, K] and colour [n, K, 3] of samples; how many are there, which alone the field is asked for."""
         line, place = there.nonzero(as_tuple=True)
         rays, begin, end = bundle[line], starts[line, place, None], stops[line, place, None]
         frustums = Frustums(
