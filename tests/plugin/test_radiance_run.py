@@ -2,6 +2,7 @@
 
 import copy
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -193,11 +194,50 @@ def test_all_ways_go_on_with_other_numbers_of_ranks(capture: Path, tmp_path: Pat
         )
 
 
+def _looked_at(world: World, capture: Path, out: Path) -> list[Any]:
+    """Images that a thread of rank 0 has asked for while two ranks trained, and what all ranks see after training."""
+    config = configured(capture, out, steps=6)
+    asked: list[Any] = []
+    threads: list[threading.Thread] = []
+    started = RadianceTrainer._train
+
+    def train(trainer: RadianceTrainer) -> None:
+        def look() -> None:  # as nerfstudio's viewer
+            for _ in range(2):
+                with trainer.train_lock, torch.no_grad():
+                    step = trainer.step
+                    asked.append((step, trainer.pipeline.model.get_outputs_for_camera(camera)))
+
+        camera = trainer.pipeline.datamanager.eval_dataset.cameras[0:1]
+        if world.is_main:
+            threads.append(threading.Thread(target=look))
+            threads[0].start()
+        started(trainer)
+
+    RadianceTrainer._train = train  # type: ignore[method-assign]
+    trainer = trained(world, config)
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    model = trainer.pipeline.model
+    model.eval()
+    with torch.no_grad():
+        end = model.get_outputs_for_camera(trainer.pipeline.datamanager.eval_dataset.cameras[0:1])
+    return [asked, {name: value.clone() for name, value in end.items()}, _everything(trainer)]
+
+
+def test_a_viewer_looks_while_two_ranks_train(capture: Path, tmp_path: Path) -> None:
+    (asked, end, one), (none, same, _) = run_ranks(_looked_at, 2, capture, tmp_path)
+    assert len(asked) == 2 and none == []
+    for _, seen in asked:
+        assert seen.keys() == end.keys() and seen["rgb"].shape == end["rgb"].shape == (24, 28, 3)
+    assert torch.equal(end["rgb"], same["rgb"]) and not torch.equal(asked[0][1]["rgb"], end["rgb"])
+    # Who looks changes nothing.
+    alone = _everything(trained(World.single(), configured(capture, tmp_path / "alone", steps=6)))
+    assert _near(one, alone) == []
+
+
 def test_bad_options_are_named(capture: Path, tmp_path: Path) -> None:
-    config = configured(capture, tmp_path)
-    config.vis, config.machine.num_devices = "viewer+tensorboard", 2
-    with pytest.raises(InputError, match="no viewer while it trains"):
-        config.check_method()
     config = configured(capture, tmp_path, spread="mega", disable_scene_contraction=True)
     with pytest.raises(InputError, match="spread mega"):
         config.check_method()

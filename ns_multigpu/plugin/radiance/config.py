@@ -45,12 +45,6 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
                 "--pipeline.model.spread mega: each field has what is outside of its tile contracted around it. Leave "
                 "out --pipeline.model.disable-scene-contraction."
             )
-        workers = self.machine.num_devices * self.machine.num_machines
-        if workers > 1 and "viewer" in self.vis:
-            raise InputError(
-                f"--vis {self.vis}: with several workers nerfacto-xl has no viewer while it trains. Leave the viewer "
-                "out (--vis tensorboard), and look at the run with ns-viewer."
-            )
 
     def prepare(self) -> None:
         """Builds the operators on GPUs, once and in sight, before several workers ask for them; a CPU needs none."""

@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 import torch
 import tyro
+from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.cameras.rays import RayBundle
+from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttributes, TrainingCallbackLocation
 from nerfstudio.model_components import renderers
 from nerfstudio.model_components.losses import MSELoss
@@ -25,7 +27,8 @@ from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
 from ns_multigpu.plugin.radiance.draws import drawn
 from ns_multigpu.plugin.radiance.fields import Cell, Head
 from ns_multigpu.plugin.radiance.marching import OccupancySampling
-from ns_multigpu.plugin.radiance.sampling import Group, ProposalSampling
+from ns_multigpu.plugin.radiance.renders import Renders
+from ns_multigpu.plugin.radiance.sampling import Group, ProposalSampling, in_order, median_depth
 from ns_multigpu.plugin.radiance.spread import WAYS, Mega, Spread, Taken, blended_samples
 from ns_multigpu.radiance.contraction import Domain
 from ns_multigpu.radiance.exchange import all_segments, cells_of, segments_of_ranks
@@ -120,6 +123,7 @@ class NerfactoXLModel(NerfactoModel):
         self.psnr, self.ssim, self.lpips = psnr, structural_similarity_index_measure, OptionalLpips()
         self.step = 0
         self.figures: Figures | None = None
+        self.elsewhere: Renders | None = None  # what renders for a viewer that is not alone
 
     def place(self, partition: Partition, world: World, boxes: Tensor | None = None) -> None:
         """Makes this rank's fields, with parameters that follow from the seed and a cell's number.
@@ -186,6 +190,12 @@ class NerfactoXLModel(NerfactoModel):
 
     # ---- rays ----
 
+    def get_outputs_for_camera(self, camera: Cameras, obb_box: OrientedBox | None = None) -> dict[str, Tensor]:
+        """An image. All ranks ask for the same; of a viewer, rank 0 alone: see `Renders`."""
+        if self.elsewhere is not None and self.elsewhere.serves():
+            return self.elsewhere.ask(camera, obb_box)
+        return super().get_outputs_for_camera(camera, obb_box)
+
     def get_outputs(self, ray_bundle: RayBundle) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Renders rays with all ranks together; every rank calls it with the same rays, and gets the same pixels.
 
@@ -205,7 +215,7 @@ class NerfactoXLModel(NerfactoModel):
         bundle, segments = taken.bundle, taken.segments
         first = segments_of_ranks(segments, self.world.size)[self.world.rank]
         groups = self._own_segments(bundle, segments, first)
-        own = _in_order(
+        own = in_order(
             [FAMILY.within(group.taken) for group in groups], groups, FAMILY.empty(self._held(segments), bundle.origins)
         )
         rows = all_segments(own, segments, self.world)
@@ -218,7 +228,7 @@ class NerfactoXLModel(NerfactoModel):
                 outputs["ray"] = taken.ray
             self.figures = self._counted(taken, groups, len(ray_bundle))
             return outputs
-        outputs["depth"] = self._median_depth(groups, before, whole, segments, first)
+        outputs["depth"] = median_depth(groups, before, whole, segments, first)
         sum_in_place(outputs["depth"], self.world)
         if taken.ray is not None and taken.weights is not None:
             outputs = {
@@ -283,7 +293,7 @@ class NerfactoXLModel(NerfactoModel):
         # Segments with fewer samples have some of no length behind them.
         own = [torch.cat([e := group.taken.edges, e[:, -1:].expand(-1, most - e.shape[1])], 1) for group in groups]
         none = rays.origins.new_zeros(self._held(segments), most)
-        edges = all_segments(_in_order(own, groups, none), segments, self.world)
+        edges = all_segments(in_order(own, groups, none), segments, self.world)
         density, colour = blended_samples(
             edges, rays, segments, spread,
             {number: functools.partial(self._looked, number, rays) for number in self.numbers},
@@ -294,7 +304,7 @@ class NerfactoXLModel(NerfactoModel):
         taken = Samples(edges, density, self.sampling.coordinates(edges, near, far), {"colour": colour})
         whole, before = FAMILY.fold(FAMILY.within(taken), segments.order)
         every = Group(torch.arange(len(segments), device=edges.device), taken, 0)
-        return {**self._pixels(whole, rays), "depth": self._median_depth([every], before, whole, segments, 0)}
+        return {**self._pixels(whole, rays), "depth": median_depth([every], before, whole, segments, 0)}
 
     def _looked(self, number: int, rays: RayBundle, positions: Tensor, ray: Tensor) -> tuple[Tensor, Tensor]:
         return self._cell(number).look(positions, rays[ray])
@@ -308,32 +318,6 @@ class NerfactoXLModel(NerfactoModel):
                 return colour
             chosen = last if chosen == "last_sample" else colors.COLORS_DICT[chosen]
         return colour + through * chosen.to(colour)
-
-    @staticmethod
-    @torch.no_grad()
-    def _median_depth(groups: list[Group], before: Tensor, whole: State, segments: Segments, first: int) -> Tensor:
-        """[R, 1] where a ray's weights reach one half, or its last sample; 0 where that is in none of these groups.
-
-        Args:
-            groups: samples of segments from number `first` on. before: [M, 1] the light that reaches segments.
-            whole: the states of rays.
-        """
-        depth = torch.zeros_like(whole[TRANSMITTANCE])
-        place = segments.counts - 1
-        last = segments.order.gather(1, place.clamp_min(0)[:, None])[:, 0] if segments.order.shape[1] else place
-        for group in groups:
-            at = first + group.rows
-            ray = segments.ray[at]
-            sums = 1 - before[at] * (1 - group.taken.weights.cumsum(1))
-            half = torch.full_like(before[at], 0.5)
-            index = torch.searchsorted(sums.contiguous(), half)
-            ends = (last[ray] == at)[:, None]
-            here = (before[at] > 0.5) & ((index < sums.shape[1]) | ends)
-            edges = group.taken.edges
-            middles = (edges[:, 1:] + edges[:, :-1]) / 2
-            found = middles.gather(1, index.clamp_max(sums.shape[1] - 1))
-            depth.index_add_(0, ray, torch.where(here, found, 0.0))
-        return depth
 
     # ---- losses and metrics ----
 
@@ -385,13 +369,6 @@ class NerfactoXLModel(NerfactoModel):
             "depth": depth,
         }
         return {name: float(value) for name, value in measured.items()}, images
-
-
-def _in_order(parts: list[Tensor], groups: list[Group], none: Tensor) -> Tensor:
-    """What groups have of their segments, in the segments' order; as in `none`, of segments without samples."""
-    if not groups:
-        return none
-    return none.index_copy(0, torch.cat([group.rows for group in groups]), torch.cat(parts))
 
 
 def _truth(outputs: dict[str, Any], batch: dict[str, Any], device: torch.device) -> Tensor:

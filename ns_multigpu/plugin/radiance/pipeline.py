@@ -22,6 +22,7 @@ from ns_multigpu.plugin.launch.process_world import get_world
 from ns_multigpu.plugin.model.metrics import means
 from ns_multigpu.plugin.radiance.datamanager import RadianceDataManager, RadianceDataManagerConfig
 from ns_multigpu.plugin.radiance.model import NerfactoXLModel, NerfactoXLModelConfig
+from ns_multigpu.plugin.radiance.renders import Renders
 from ns_multigpu.plugin.radiance.saved import SavedField, field_in, read_parameters
 from ns_multigpu.radiance.partition import Partition, partition
 
@@ -75,6 +76,7 @@ class RadiancePipeline(VanillaPipeline):
         if test_mode == "val":
             cells, boxes = self._new_cells() if begun is None else (self._checked(begun), begun.boxes)
             self.model.place(cells, self.world, boxes)
+        self.renders = Renders(self.model)
 
     @property
     def model(self) -> NerfactoXLModel:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ns_multigpu.plugin.radiance.draws import drawn
 from ns_multigpu.plugin.radiance.fields import Cell, up_to_faces
-from ns_multigpu.radiance.integrals import Samples
+from ns_multigpu.radiance.integrals import TRANSMITTANCE, Samples, State
 from ns_multigpu.radiance.partition import spacing
+from ns_multigpu.radiance.segments import Segments
 
 _SAMPLES = 3
 """First number of the seeds of what is drawn."""
@@ -141,3 +142,36 @@ class ProposalSampling:
                 bound = proposed[..., 0] * reaches
                 total = total + lossfun_outer(edges, weights, ray_samples_to_sdist(samples), bound).sum()
         return {"interlevel": total / max(rays * self.config.num_nerf_samples_per_ray, 1)}
+
+
+def in_order(parts: list[Tensor], groups: list[Group], none: Tensor) -> Tensor:
+    """What groups have of their segments, in the segments' order; as in `none`, of segments without samples."""
+    if not groups:
+        return none
+    return none.index_copy(0, torch.cat([group.rows for group in groups]), torch.cat(parts))
+
+
+@torch.no_grad()
+def median_depth(groups: list[Group], before: Tensor, whole: State, segments: Segments, first: int) -> Tensor:
+    """[R, 1] where a ray's weights reach one half, or its last sample; 0 where that is in none of these groups.
+
+    Args:
+        groups: samples of segments from number `first` on. before: [M, 1] the light that reaches segments.
+        whole: the states of rays.
+    """
+    depth = torch.zeros_like(whole[TRANSMITTANCE])
+    place = segments.counts - 1
+    last = segments.order.gather(1, place.clamp_min(0)[:, None])[:, 0] if segments.order.shape[1] else place
+    for group in groups:
+        at = first + group.rows
+        ray = segments.ray[at]
+        sums = 1 - before[at] * (1 - group.taken.weights.cumsum(1))
+        half = torch.full_like(before[at], 0.5)
+        index = torch.searchsorted(sums.contiguous(), half)
+        ends = (last[ray] == at)[:, None]
+        here = (before[at] > 0.5) & ((index < sums.shape[1]) | ends)
+        edges = group.taken.edges
+        middles = (edges[:, 1:] + edges[:, :-1]) / 2
+        found = middles.gather(1, index.clamp_max(sums.shape[1] - 1))
+        depth.index_add_(0, ray, torch.where(here, found, 0.0))
+    return depth

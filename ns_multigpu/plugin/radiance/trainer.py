@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from nerfstudio.engine.callbacks import TrainingCallbackLocation
+from nerfstudio.engine.optimizers import Optimizers
 from nerfstudio.engine.trainer import Trainer
 from nerfstudio.utils import writer
 from nerfstudio.utils.misc import step_check
@@ -31,6 +32,7 @@ from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun
 from ns_multigpu.plugin.radiance.checkpoints import RadianceCheckpoints
 from ns_multigpu.plugin.radiance.model import FAMILY
 from ns_multigpu.plugin.radiance.pipeline import RadiancePipeline, RadiancePipelineConfig
+from ns_multigpu.plugin.render import viewing
 from ns_multigpu.radiance.exchange import balance, bytes_a_ray, sum_gradients
 
 if TYPE_CHECKING:
@@ -69,6 +71,11 @@ class RadianceTrainer(Trainer):
                 broadcast_in_place(param.data, self.world)
             barrier(self.world)
 
+    def setup_optimizers(self) -> Optimizers:
+        """As nerfstudio's; and the lock, which nerfstudio hands to its viewer next."""
+        self.train_lock = self.pipeline.renders.lock
+        return super().setup_optimizers()
+
     def _load_checkpoint(self) -> None:
         """Goes on from the checkpoint that the flags, or a restart by the launcher, ask for."""
         self._start_step = 0
@@ -84,7 +91,7 @@ class RadianceTrainer(Trainer):
             RanOutOfMemory: a rank has no memory left.
         """
         self.guards.numbers.prepare(self.optimizers.optimizers)
-        with self.guards.on_duty(self._circumstances), self._explained():
+        with self.guards.on_duty(self._circumstances), contextlib.closing(self.pipeline.renders), self._explained():
             self._train()
 
     def _train(self) -> None:
@@ -116,9 +123,7 @@ class RadianceTrainer(Trainer):
             CONSOLE.print(Text(f"{file} cannot be written: {error}. Training goes on.", "bold yellow"), soft_wrap=True)
 
     def _may_go_on(self, step: int) -> bool:
-        return self.guards.may_go_on(
-            step, stop=lambda: self.stop_training, paused=lambda: self.training_state == "paused"
-        )
+        return viewing.may_go_on(self, step)
 
     def _one_step(self, step: int, last: bool) -> None:
         self.step = step
@@ -228,12 +233,14 @@ class RadianceTrainer(Trainer):
         raise self.guards.interrupted(taken, saved, self.checkpoint_dir, command)
 
     def _after_train(self) -> None:
-        """What nerfstudio says and does at the end, on rank 0."""
+        """Says how it went, and keeps the viewer open if there is one. Every rank calls it."""
         barrier(self.world)
-        if self.world.is_main:
-            self.save_checkpoint = lambda step: None  # type: ignore[method-assign]  # it is saved
-            super()._after_train()
-            self._say_goodbye()
+        self.training_state = "completed"
+        writer.write_out_storage()
+        self._say_goodbye()
+        self._run_callbacks(self.step, TrainingCallbackLocation.AFTER_TRAIN)
+        if not self.config.viewer.quit_on_train_completion:
+            viewing.stay_open(self)
 
     def _say_goodbye(self) -> None:
         model = self.pipeline.model
