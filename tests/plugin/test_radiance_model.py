@@ -11,7 +11,9 @@ from nerfstudio.models.nerfacto import NerfactoModelConfig
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.radiance.draws import drawn, mixed
+from ns_multigpu.plugin.radiance.model import NerfactoXLModel
 from ns_multigpu.radiance.exchange import sum_gradients
+from ns_multigpu.radiance.integrals import Weighted
 from ns_multigpu.radiance.segments import clip
 from tests.plugin.radiance_scene import IMAGES, SMALL, model, rays, truth
 from tests.ranks import run_ranks, skip_without_gpus
@@ -149,6 +151,36 @@ def test_any_number_of_ranks_is_one(cells: int, ranks: int, options: dict[str, A
 def test_any_number_of_gpus_is_one() -> None:
     skip_without_gpus(2)
     _compare(_step(World.single("cuda:0"), 4, {}), run_ranks(_step, 2, 4, {}, device="cuda"), exact=False)
+
+
+class _WithSpread(NerfactoXLModel):
+    """The example of docs/nerfacto-xl.md: how uncertain the depth is."""
+
+    integrals = (Weighted("depth_squared", 1, lambda samples: samples.middles[:, :, None] ** 2),)
+
+    def get_outputs(self, ray_bundle: Any) -> dict[str, Any]:
+        outputs = super().get_outputs(ray_bundle)
+        mean = outputs["expected_depth"] * outputs["accumulation"]
+        outputs["depth_variance"] = outputs["depth_squared"] - mean**2
+        return outputs
+
+
+def _uncertain(world: World, cells: int) -> dict[str, torch.Tensor]:
+    ours = model(world, cells, _target=_WithSpread)
+    ours.eval()
+    with torch.no_grad():
+        return ours(rays(2.0))
+
+
+def test_an_integral_of_ones_own() -> None:
+    one = _uncertain(World.single(), 3)
+    for found in run_ranks(_uncertain, 2, 3):
+        assert torch.equal(found["depth_squared"], one["depth_squared"])
+    opaque = one["accumulation"][:, 0] > 0.99
+    assert int(opaque.sum()) > 3
+    # A mean of squares is the square of the mean, at least.
+    assert float(one["depth_variance"][opaque].min()) > -1e-3
+    assert float(one["depth_variance"][opaque].max()) > 1e-3
 
 
 def test_data_parallel_is_one_field() -> None:

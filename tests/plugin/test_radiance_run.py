@@ -226,6 +226,27 @@ def _looked_at(world: World, capture: Path, out: Path) -> list[Any]:
     return [asked, {name: value.clone() for name, value in end.items()}, _everything(trainer)]
 
 
+def _in_half(world: World, capture: Path, out: Path) -> dict[str, torch.Tensor]:
+    config = configured(capture, out, steps=6)
+    config.mixed_precision = True
+    return _everything(trained(world, config))
+
+
+def test_networks_in_bfloat16(capture: Path, tmp_path: Path) -> None:
+    """Near what single precision comes to, and not the same; parameters stay in single precision."""
+    half, single = (
+        _in_half(World.single(), capture, tmp_path / "half"),
+        _everything(trained(World.single(), configured(capture, tmp_path / "single", steps=6))),
+    )
+    weight = "shared.mlp_head.layers.0.weight"
+    assert all(value.dtype != torch.bfloat16 for value in half.values())
+    assert not torch.equal(half[weight], single[weight])
+    assert float((half[weight] - single[weight]).norm()) < 0.1 * float(single[weight].norm())
+    for found in run_ranks(_in_half, 2, capture, tmp_path / "two"):
+        assert all(name in half for name in found)
+        assert float((found[weight] - half[weight]).abs().max()) < 2e-2
+
+
 def test_a_viewer_looks_while_two_ranks_train(capture: Path, tmp_path: Path) -> None:
     (asked, end, one), (none, same, _) = run_ranks(_looked_at, 2, capture, tmp_path)
     assert len(asked) == 2 and none == []

@@ -62,11 +62,12 @@ __device__ void add_row(float* row, const float* v, float weight) {
     for (int f = 0; f < kWidth; f += 2) {
       atomicAdd(reinterpret_cast<float2*>(row + f), make_float2(weight * v[f], weight * v[f + 1]));
     }
-    return;
-  }
+  } else
 #endif
+  {
 #pragma unroll
-  for (int f = 0; f < kWidth; ++f) atomicAdd(row + f, weight * v[f]);
+    for (int f = 0; f < kWidth; ++f) atomicAdd(row + f, weight * v[f]);
+  }
 }
 
 template <int kWidth>

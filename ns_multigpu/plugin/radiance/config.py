@@ -17,9 +17,10 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
     """Configuration of a training run of a radiance field with any number of workers."""
 
     _target: type = field(default_factory=lambda: RadianceTrainer)
-    # Half precision is not there yet. The others are of splats alone: a step of rays has no views to scale by and no
-    # fused operators, and is counted in steps.
-    mixed_precision: tyro.conf.Suppress[bool] = False
+    mixed_precision: bool = False
+    """Networks run in bfloat16 in training, as torch's autocast chooses; parameters and sums are float32."""
+    # The others are of splats alone: a step of rays has no views to scale by and no fused operators, and is counted in
+    # steps.
     use_grad_scaler: tyro.conf.Suppress[bool] = False
     eval_at_start: tyro.conf.Suppress[bool] = False
     max_num_images: tyro.conf.Suppress[int | None] = None

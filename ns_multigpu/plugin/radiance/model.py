@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import tyro
@@ -38,6 +38,7 @@ from ns_multigpu.radiance.integrals import (
     DEPTH,
     MOMENT,
     TRANSMITTANCE,
+    Breakable,
     Distortion,
     Family,
     Samples,
@@ -49,7 +50,7 @@ from ns_multigpu.radiance.segments import Segments, cell_of
 _BACKGROUND = 4
 """First number of the seeds of what is drawn in a step."""
 
-FAMILY = Family([COLOUR, DEPTH, MOMENT, Distortion(), BACKGROUND])
+_STANDARD: tuple[Breakable, ...] = (COLOUR, DEPTH, MOMENT, Distortion(), BACKGROUND)
 
 
 @dataclass
@@ -96,6 +97,8 @@ class NerfactoXLModel(NerfactoModel):
     """nerfacto over cells. It has no cells before `place`."""
 
     config: NerfactoXLModelConfig
+    integrals: ClassVar[tuple[Breakable, ...]] = ()
+    """Integrals along rays beside the model's own, which a subclass may have: each is an output of its name."""
 
     def populate_modules(self) -> None:
         """Sets up all that does not depend on cells."""
@@ -104,6 +107,7 @@ class NerfactoXLModel(NerfactoModel):
         if config.implementation == "tcnn" and not TCNN_EXISTS:
             CONSOLE.print("tiny-cuda-nn is not installed: fields run in torch, which is slower.")
             config.implementation = "torch"  # nerfstudio would do so, and say it of each part of each cell
+        self.family = Family([*_STANDARD, *self.integrals])
         self.seed = torch.initial_seed() & (1 << 62) - 1
         self.domain = Domain.box(self.scene_box.aabb) if config.disable_scene_contraction else Domain.unbounded()
         self.way = WAYS[config.spread]
@@ -216,10 +220,10 @@ class NerfactoXLModel(NerfactoModel):
         first = segments_of_ranks(segments, self.world.size)[self.world.rank]
         groups = self._own_segments(bundle, segments, first)
         own = in_order(
-            [FAMILY.within(group.taken) for group in groups], groups, FAMILY.empty(self._held(segments), bundle.origins)
+            [self.family.within(group.taken) for group in groups], groups, self.family.empty(self._held(segments), bundle.origins)
         )
         rows = all_segments(own, segments, self.world)
-        whole, before = FAMILY.fold(rows, segments.order)
+        whole, before = self.family.fold(rows, segments.order)
         outputs = self._pixels(whole, bundle)
         if self.training:
             outputs["distortion"] = whole["distortion"]
@@ -273,6 +277,7 @@ class NerfactoXLModel(NerfactoModel):
         through = whole[TRANSMITTANCE]
         colour = self._on_background(whole["colour"], through, whole["background"][:, :3])
         return {
+            **{one.name: whole[one.name] for one in self.integrals},
             "rgb": colour if self.training else colour.nan_to_num().clamp(0.0, 1.0),
             "accumulation": 1 - through,
             "expected_depth": (whole["depth"] / (1 - through + 1e-10)).clip(rays.nears, rays.fars),
@@ -302,7 +307,7 @@ class NerfactoXLModel(NerfactoModel):
         assert rays.nears is not None and rays.fars is not None
         near, far = (end[segments.ray] for end in (rays.nears, rays.fars))
         taken = Samples(edges, density, self.sampling.coordinates(edges, near, far), {"colour": colour})
-        whole, before = FAMILY.fold(FAMILY.within(taken), segments.order)
+        whole, before = self.family.fold(self.family.within(taken), segments.order)
         every = Group(torch.arange(len(segments), device=edges.device), taken, 0)
         return {**self._pixels(whole, rays), "depth": median_depth([every], before, whole, segments, 0)}
 

@@ -30,7 +30,6 @@ from ns_multigpu.plugin.launch.commands import resume_command
 from ns_multigpu.plugin.launch.entering import enter_world
 from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun
 from ns_multigpu.plugin.radiance.checkpoints import RadianceCheckpoints
-from ns_multigpu.plugin.radiance.model import FAMILY
 from ns_multigpu.plugin.radiance.pipeline import RadiancePipeline, RadiancePipelineConfig
 from ns_multigpu.plugin.render import viewing
 from ns_multigpu.radiance.exchange import balance, bytes_a_ray, sum_gradients
@@ -56,6 +55,9 @@ class RadianceTrainer(Trainer):
         self.world = enter_world(config)
         super().__init__(config, local_rank=local_rank, world_size=world_size)
         self.local_rank, self.device = self.world.rank, str(self.world.device)
+        # bfloat16 has the range of single precision: no loss has to be scaled, which ranks would have to agree on.
+        self.mixed_precision, self.use_grad_scaler = config.mixed_precision, False
+        self.grad_scaler = torch.amp.GradScaler(enabled=False)  # type: ignore[assignment]
         self.guards = Guards(config, self.world, "view {}".format, self._last_checkpoint)
         self.guards.numbers.replicated = False
         self.checkpoints = RadianceCheckpoints(config, self.checkpoint_dir, self.world)
@@ -154,7 +156,8 @@ class RadianceTrainer(Trainer):
         """One step: all ranks' segments of the same rays, and the update of this rank's cells and of what is shared."""
         model = self.pipeline.model
         self.optimizers.zero_grad_all()
-        _, losses, metrics = self.pipeline.get_train_loss_dict(step=step)
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.mixed_precision):
+            _, losses, metrics = self.pipeline.get_train_loss_dict(step=step)
         assert model.figures is not None
         if len(model.figures.segments) == 0:
             raise InputError(
@@ -188,7 +191,7 @@ class RadianceTrainer(Trainer):
         if not self.world.is_main:
             return
         rays = max(figures.rays, 1)
-        naive, sent = bytes_a_ray(rays, len(figures.segments), sum(samples), FAMILY.width)
+        naive, sent = bytes_a_ray(rays, len(figures.segments), sum(samples), self.pipeline.model.family.width)
         more = {
             "segments_a_ray": len(figures.segments) / rays,
             "rays_outside": float(figures.outside),
