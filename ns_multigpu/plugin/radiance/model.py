@@ -220,7 +220,9 @@ class NerfactoXLModel(NerfactoModel):
         first = segments_of_ranks(segments, self.world.size)[self.world.rank]
         groups = self._own_segments(bundle, segments, first)
         own = in_order(
-            [self.family.within(group.taken) for group in groups], groups, self.family.empty(self._held(segments), bundle.origins)
+            [self.family.within(group.taken) for group in groups],
+            groups,
+            self.family.empty(self._held(segments), bundle.origins),
         )
         rows = all_segments(own, segments, self.world)
         whole, before = self.family.fold(rows, segments.order)
