@@ -99,7 +99,7 @@ class CellField(NerfactoField):
         coordinates: of the cell. shared: what it shares. options: see `field_options`.
     """
 
-    def __init__(self, coordinates: CellCoordinates, shared: Head, options: dict[str, Any]) -> None:
+    def __init__(self, coordinates: SpatialDistortion, shared: Head, options: dict[str, Any]) -> None:
         super().__init__(torch.zeros(2, 3), spatial_distortion=coordinates, **options)
         for name in ("mlp_head", "embedding_appearance"):
             if getattr(self, name) is not None:

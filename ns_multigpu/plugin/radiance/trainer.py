@@ -170,7 +170,7 @@ class RadianceTrainer(Trainer):
             loss.backward()
         sum_gradients([p for p in model.shared_parameters().values() if p.requires_grad], self.world)
         if self.guards.numbers.watch(step, {}, dict(model.named_parameters()), self.optimizers.optimizers):
-            self.optimizers.optimizer_scaler_step_all(self.grad_scaler)
+            self.optimizers.optimizer_step_all()
         for scheduler in self.optimizers.schedulers.values():
             scheduler.step()
         return loss.detach(), losses, metrics
