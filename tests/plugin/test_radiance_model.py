@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from nerfstudio.cameras.rays import RayBundle
 from nerfstudio.data.scene_box import SceneBox
 from nerfstudio.models.nerfacto import NerfactoModelConfig
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.radiance.draws import drawn, mixed
 from ns_multigpu.plugin.radiance.model import NerfactoXLModel
+from ns_multigpu.plugin.radiance.spread import blended_samples
 from ns_multigpu.radiance.exchange import sum_gradients
 from ns_multigpu.radiance.integrals import Weighted
 from ns_multigpu.radiance.segments import clip
@@ -206,6 +208,8 @@ def test_fields_that_are_trained_alone_do_not_learn_from_each_other() -> None:
         graded = {name[:8] for name, p in ours.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
         assert graded == {"cells.1.", "camera_o"}, f"{spread}: poses alone are learnt together"
         assert ours.shared_parameters().keys() <= {"camera_optimizer.pose_adjustment"}
+        heads = [cell.head.mlp_head.layers[0].weight for cell in ours.cells.values()]
+        assert not torch.equal(heads[0], heads[1]), "each begins with numbers of its own"
 
 
 def test_blends_show_what_all_fields_show() -> None:
@@ -220,6 +224,32 @@ def test_blends_show_what_all_fields_show() -> None:
         with torch.no_grad():
             through = 1 - ours(rays(2.0))["accumulation"][:, 0]
         assert float((0.85 + through.log()).abs().max()) < 0.15, spread
+
+
+def test_samples_are_blended_by_their_place_in_the_overlap() -> None:
+    """A ray across the face between two tiles, of densities 1 and 3: over the overlap it rises from one to the other."""
+    ours = model(World.single(), 2, spread="mega")
+    (split,) = ours.partition.tree.splits
+    direction = torch.eye(3)[split.axis][None]
+    bundle = RayBundle(direction * (split.plane - 0.5), direction, torch.ones(1, 1), torch.zeros(1, 1).long())
+    bundle.nears, bundle.fars = torch.zeros(1, 1), torch.ones(1, 1)
+    segments = ours.spread.cut(bundle)
+    edges = torch.stack(
+        [torch.linspace(float(a), float(b), 41) for a, b in zip(segments.near, segments.far, strict=True)]
+    )
+
+    def field(density: float) -> Any:
+        return lambda positions, _: (torch.full_like(positions[:, 0], density), positions * 0 + density)
+
+    fields = {0: field(1.0), 1: field(3.0)}
+    density, colour = blended_samples(edges, bundle, segments, ours.spread, fields, lambda _: None)
+    places = ((edges[:, 1:] + edges[:, :-1]) / 2)[segments.order[0]].flatten()
+    found = density[segments.order[0]].flatten()
+    assert (found.diff() >= -1e-5).all() and float(found[0]) == 1 and float(found[-1]) == 3
+    between = (found > 1.01) & (found < 2.99)
+    assert int(between.sum()) >= 4 and len(found[between].unique()) >= 4, "not the mean wherever both count"
+    assert float(found[(places - 0.5).abs().argmin()]) == pytest.approx(2, abs=0.5)
+    torch.testing.assert_close(colour, density[..., None].expand(-1, -1, 3))
 
 
 def test_a_blend_is_of_the_fields_that_are_near() -> None:
