@@ -15,6 +15,7 @@ from cuda_ext.ops.boxes import box_views, new_boxes, splat_boxes
 from cuda_ext.ops.compositing import composite
 from cuda_ext.ops.conditioning import Moment, condition, project_axes
 from cuda_ext.ops.culling import cull
+from cuda_ext.ops.encode_grid import encode_grid
 from cuda_ext.ops.fused import RowGradients, SplatRows, splat_forward, splat_update
 from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves, splat_flush
 from cuda_ext.ops.list_windows import clip_lists
@@ -53,6 +54,7 @@ __all__ = [
     "composite_pieces_backward",
     "condition",
     "cull",
+    "encode_grid",
     "fused_step",
     "gather_pieces",
     "intersect",

@@ -21,7 +21,9 @@ import tyro
 from benchmarks.captures.our_rasterization import rasterization
 
 
-class _NoLpips(torch.nn.Module):
+class NoLpips(torch.nn.Module):
+    """In the place of LPIPS, whose weights would be downloaded."""
+
     def __init__(self, **_: object) -> None:
         super().__init__()
 
@@ -98,7 +100,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("dataparser", nargs="+")
     options = parser.parse_args()
-    lpip.LearnedPerceptualImagePatchSimilarity = _NoLpips  # pyright: ignore
+    lpip.LearnedPerceptualImagePatchSimilarity = NoLpips  # pyright: ignore
     from nerfstudio.configs.method_configs import AnnotatedBaseConfigUnion
     from nerfstudio.models import splatfacto
 

@@ -158,6 +158,9 @@ SCHEMAS: tuple[str, ...] = (
     "composite_pieces(Tensor received, int[] layers, int[] sizes) -> (Tensor out, Tensor alpha, Tensor before)",
     "composite_pieces_backward(Tensor received, Tensor before, Tensor v_out, Tensor v_alpha, int[] layers, "
     "int[] sizes, int count) -> Tensor gradients",
+    "encode_grid(Tensor positions, Tensor table, Tensor scalings, int log2_size) -> Tensor features",
+    "encode_grid_backward(Tensor positions, Tensor table, Tensor scalings, int log2_size, Tensor v_features, "
+    "bool moves) -> (Tensor v_positions, Tensor v_table)",
     "live_boxes(Tensor before, int[] pieces, int slots, float least) -> Tensor boxes",
     # On the host alone: a batch is planned while the device works.
     "assign_patches(Tensor counts, Tensor totals, Tensor sent, Tensor? start, float alpha, float beta, float gamma, "

@@ -87,18 +87,17 @@ def sum_gradients(shared: Iterable[Tensor], world: World) -> None:
         param.grad = part.view_as(param).clone()
 
 
-def bytes_a_ray(segments: Segments, samples: int, width: int, value_bytes: int = 4) -> tuple[float, float]:
+def bytes_a_ray(rays: int, segments: int, samples: int, width: int, value_bytes: int = 4) -> tuple[float, float]:
     """What a ray sends, on average: all of its samples (section 4.2), and its segments (section 4.3).
 
     Args:
-        samples: of all rays together, in all cells. width: numbers a segment.
+        rays: how many. segments, samples: of all rays together, in all cells. width: numbers a segment.
         value_bytes: of a number.
 
     Returns:
         bytes of samples, each with its density, colour, and two ends; and of segments.
     """
-    rays = max(segments.rays, 1)
-    return samples * 6 * value_bytes / rays, len(segments) * width * value_bytes / rays
+    return samples * 6 * value_bytes / max(rays, 1), segments * width * value_bytes / max(rays, 1)
 
 
 def balance(counts: Sequence[int]) -> float:

@@ -35,6 +35,11 @@ class Samples:
     coordinates: Tensor
     values: Mapping[str, Tensor]
 
+    @property
+    def middles(self) -> Tensor:
+        """[n, S] the distance of each sample's middle."""
+        return _middles(self.edges)
+
     @cached_property
     def depth(self) -> Tensor:
         """[n, S] optical depth of each sample."""
@@ -161,7 +166,7 @@ def _middles(edges: Tensor) -> Tensor:
 
 
 COLOUR = Weighted("colour", 3, lambda samples: samples.values["colour"])
-DEPTH = Weighted("depth", 1, lambda samples: _middles(samples.edges)[:, :, None])
+DEPTH = Weighted("depth", 1, lambda samples: samples.middles[:, :, None])
 MOMENT = Weighted("moment", 1, lambda samples: _middles(samples.coordinates)[:, :, None])
 BACKGROUND = Last("background", 4, lambda samples: samples.values["colour"])
 """The colour of the last sample, and whether there is one."""

@@ -1,6 +1,7 @@
 """Rays clipped at cells: the segments, and their order along each ray."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,6 +30,12 @@ class Segments:
 
     def __len__(self) -> int:
         return self.begins[-1]
+
+
+def cell_of(segments: Segments) -> Tensor:
+    """[M] int64, the cell of each segment. Nothing is read back: cells begin where host numbers say."""
+    parts = [b - a for a, b in pairwise(segments.begins)]
+    return torch.cat([segments.ray.new_full((part,), cell) for cell, part in enumerate(parts)])
 
 
 @torch.no_grad()

@@ -21,17 +21,20 @@ SMALL: dict[str, Any] = {
     ],
 }  # fmt: skip
 
+GRIDS: dict[str, Any] = {"grid_resolution": 8, "march_steps": 40}
+
 
 def model(world: World, cells: int, **options: Any) -> NerfactoXLModel:
     """A model with its cells, whose grids are not nearly zero, as they are at first."""
     torch.manual_seed(11)
-    config = NerfactoXLModelConfig(**{**SMALL, **options})
+    config = NerfactoXLModelConfig(**{**SMALL, **GRIDS, **options})
     made = config.setup(
         scene_box=SceneBox(torch.tensor([[-1.0, -1, -1], [1, 1, 1]])), num_train_data=IMAGES, seed_points=None,
         metadata={}, device="cpu", grad_scaler=None,
     )  # fmt: skip
     points = torch.randn(400, 3, generator=torch.Generator().manual_seed(1)) * torch.tensor([0.6, 0.4, 0.2])
-    made.place(partition(points, cells, made.domain), world)
+    cut = partition(points, cells, made.domain)
+    made.place(cut, world, made.way.focus(points, cut))
     with torch.no_grad():
         for name, param in sorted(made.named_parameters()):
             if "hash_table" in name:

@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,13 +18,17 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
-def _run(*command: str, code: int = 0) -> str:
+def _environment() -> dict[str, str]:
     keep = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK", "WORLD", "LOCAL_"))}
     # Also where the package was installed before it had the method.
     more = {"NERFSTUDIO_METHOD_CONFIGS": "nerfacto-xl=ns_multigpu.methods:nerfacto_xl", "COLUMNS": "120"}
+    return {**keep, "PYTHONPATH": str(ROOT), **more}
+
+
+def _run(*command: str, code: int = 0) -> str:
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", *command], env={**keep, "PYTHONPATH": str(ROOT), **more},
-        capture_output=True, text=True, timeout=300, check=False,
+        [sys.executable, "-W", "ignore", "-m", *command], env=_environment(), capture_output=True, text=True,
+        timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == code, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
     return result.stdout + result.stderr
@@ -75,3 +81,33 @@ def test_under_torchrun_and_on_from_there(tmp_path: Path) -> None:
     models = tmp_path / "capture/nerfacto-xl/now/nerfstudio_models"
     said = _run(*begin, *data, "--max-num-iterations", "6", "--load-dir", str(models), *parser)
     assert "Resumed from" in said and "6 steps, 2 cells on 2 worker(s)" in said
+
+
+def test_torchrun_restarts_after_a_killed_worker(tmp_path: Path) -> None:
+    """A worker is killed once there is a checkpoint: all of them start anew, and go on from there."""
+    write_capture(tmp_path / "capture", wide=False)
+    torchrun = "torch.distributed.run --nproc-per-node 2 --max-restarts 1 --standalone -m nerfstudio.scripts.train"
+    small = "--pipeline.model.log2-hashmap-size 10 --pipeline.model.num-levels 2 --pipeline.model.max-res 32"
+    options = (
+        f"nerfacto-xl --machine.device-type cpu --steps-per-eval-image 0 {small} --max-num-iterations 300 "
+        f"--pipeline.datamanager.train-num-rays-per-batch 64 --steps-per-save 20 --output-dir {tmp_path} "
+        f"--timestamp now --data {tmp_path / 'capture'}"
+    )
+    parser = "nerfstudio-data --downscale-factor 1 --eval-mode filename --load-3D-points False"
+    log, models = tmp_path / "log.txt", tmp_path / "capture/nerfacto-xl/now/nerfstudio_models"
+    with log.open("w") as out:
+        command = [sys.executable, "-W", "ignore", "-m", *f"{torchrun} {options} {parser}".split()]
+        run = subprocess.Popen(command, env=_environment(), stdout=out, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + 120
+        while not list(models.glob("*.ckpt")):
+            assert run.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.1)
+        workers = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        assert len(workers) >= 2
+        os.kill(int(workers[-1]), signal.SIGKILL)
+        assert run.wait(timeout=180) == 0, log.read_text()[-3000:]
+    finally:
+        run.kill()
+    said = log.read_text()
+    assert "Resumed from" in said and "300 steps, 2 cells on 2 worker(s)" in said

@@ -1,16 +1,21 @@
 """nerfacto in cells: one cell is nerfacto, and N cells on N ranks are N cells on one."""
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from nerfstudio.cameras.rays import RayBundle
 from nerfstudio.data.scene_box import SceneBox
 from nerfstudio.models.nerfacto import NerfactoModelConfig
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.radiance.draws import drawn, mixed
+from ns_multigpu.plugin.radiance.model import NerfactoXLModel
+from ns_multigpu.plugin.radiance.spread import blended_samples
 from ns_multigpu.radiance.exchange import sum_gradients
+from ns_multigpu.radiance.integrals import Weighted
 from ns_multigpu.radiance.segments import clip
 from tests.plugin.radiance_scene import IMAGES, SMALL, model, rays, truth
 from tests.ranks import run_ranks, skip_without_gpus
@@ -91,7 +96,7 @@ def _step(world: World, cells: int, options: dict[str, Any]) -> dict[str, Any]:
     loss = functools.reduce(torch.add, losses.values())
     if loss.requires_grad:
         loss.backward()
-    sum_gradients(ours.shared_parameters().values(), world)
+    sum_gradients([p for p in ours.shared_parameters().values() if p.requires_grad], world)
     gradients = {name: p.grad.cpu() for name, p in ours.named_parameters() if p.grad is not None}
     ours.eval()
     with torch.no_grad():
@@ -100,8 +105,8 @@ def _step(world: World, cells: int, options: dict[str, Any]) -> dict[str, Any]:
     return {
         "rgb": outputs["rgb"].detach().cpu(), "rgb_loss": losses["rgb_loss"].detach().cpu(),
         "distortion": losses["distortion_loss"].detach().cpu(), "gradients": gradients, "pixels": pixels,
-        "interlevel": losses["interlevel_loss"].detach().cpu(),
-        "outside": int((ours.figures.segments.counts == 0).sum()), "samples": ours.figures.samples,
+        "interlevel": losses.get("interlevel_loss", torch.zeros(())).detach().cpu(),
+        "outside": float(ours.figures.outside), "samples": ours.figures.samples,
     }  # fmt: skip
 
 
@@ -124,19 +129,182 @@ def _compare(one: dict[str, Any], found: list[dict[str, Any]], exact: bool) -> N
 
 @pytest.mark.parametrize(
     ("cells", "ranks", "options"),
-    [(2, 2, {}), (4, 3, {"disable_scene_contraction": True}), (4, 4, {"background_color": "random"})],
+    [
+        (2, 2, {}),
+        (4, 3, {"disable_scene_contraction": True}),
+        (4, 4, {"background_color": "random"}),
+        (3, 2, {"sampling": "occupancy"}),
+        (3, 2, {"spread": "ddp"}),
+        (3, 2, {"spread": "mega"}),
+        (3, 2, {"spread": "block", "disable_scene_contraction": True}),
+    ],
 )
 def test_any_number_of_ranks_is_one(cells: int, ranks: int, options: dict[str, Any]) -> None:
     one = _step(World.single(), cells, options)
-    assert {name.split(".")[0] for name in one["gradients"]} == {"cells", "shared", "camera_optimizer"}
+    alone = options.get("spread") in ("mega", "block")
+    groups = {"cells", "camera_optimizer"} | ({"shared"} if not alone else set())
+    assert {name.split(".")[0] for name in one["gradients"]} == groups
     assert (one["outside"] > 0) == ("disable_scene_contraction" in options), "some rays miss a box"
-    _compare(one, run_ranks(_step, ranks, cells, options), exact=True)
+    found = run_ranks(_step, ranks, cells, options)
+    _compare(one, found, exact=options.get("spread") != "mega")  # it adds blended samples up over the ranks
 
 
 @pytest.mark.gpu
 def test_any_number_of_gpus_is_one() -> None:
     skip_without_gpus(2)
     _compare(_step(World.single("cuda:0"), 4, {}), run_ranks(_step, 2, 4, {}, device="cuda"), exact=False)
+
+
+class _WithSpread(NerfactoXLModel):
+    """The example of docs/nerfacto-xl.md: how uncertain the depth is."""
+
+    integrals = (Weighted("depth_squared", 1, lambda samples: samples.middles[:, :, None] ** 2),)
+
+    def get_outputs(self, ray_bundle: Any) -> dict[str, Any]:
+        outputs = super().get_outputs(ray_bundle)
+        mean = outputs["expected_depth"] * outputs["accumulation"]
+        outputs["depth_variance"] = outputs["depth_squared"] - mean**2
+        return outputs
+
+
+def _uncertain(world: World, cells: int) -> dict[str, torch.Tensor]:
+    ours = model(world, cells, _target=_WithSpread)
+    ours.eval()
+    with torch.no_grad():
+        return ours(rays(2.0))
+
+
+def test_an_integral_of_ones_own() -> None:
+    one = _uncertain(World.single(), 3)
+    for found in run_ranks(_uncertain, 2, 3):
+        assert torch.equal(found["depth_squared"], one["depth_squared"])
+    opaque = one["accumulation"][:, 0] > 0.99
+    assert int(opaque.sum()) > 3
+    # A mean of squares is the square of the mean, at least.
+    assert float(one["depth_variance"][opaque].min()) > -1e-3
+    assert float(one["depth_variance"][opaque].max()) > 1e-3
+
+
+def test_data_parallel_is_one_field() -> None:
+    """Three shares of the rays, on whatever ranks, are the batch of one field."""
+    one, three = (_step(World.single(), cells, {"spread": "ddp"}) for cells in (1, 3))
+    assert three["gradients"].keys() == one["gradients"].keys()
+    for name, value in one["pixels"].items():
+        assert torch.equal(three["pixels"][name], value), name
+    assert three["samples"] == one["samples"] == 48 * 8
+    together = _step(World.single(), 1, {})  # what is drawn at random depends on shares; one share is one cell
+    torch.testing.assert_close(one["rgb_loss"], together["rgb_loss"], rtol=0, atol=0)
+
+
+def test_fields_that_are_trained_alone_do_not_learn_from_each_other() -> None:
+    """With Mega-NeRF's or Block-NeRF's rays, a field's gradients are those of its own rays, and heads are its own."""
+    for spread in ("mega", "block"):
+        ours = model(World.single(), 3, spread=spread)
+        ours.begin_step(3)
+        outputs = ours(rays(2.0))
+        bounds = ours.figures.segments.begins
+        assert all(b > a for a, b in itertools.pairwise(bounds)) and bounds[-1] > 48, "rays are seen by several"
+        outputs["rgb"][bounds[1] : bounds[2]].sum().backward()
+        graded = {name[:8] for name, p in ours.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+        assert graded == {"cells.1.", "camera_o"}, f"{spread}: poses alone are learnt together"
+        assert ours.shared_parameters().keys() <= {"camera_optimizer.pose_adjustment"}
+        heads = [cell.head.mlp_head.layers[0].weight for cell in ours.cells.values()]
+        assert not torch.equal(heads[0], heads[1]), "each begins with numbers of its own"
+
+
+def test_blends_show_what_all_fields_show() -> None:
+    """Where each field has the same fog, blended samples and blended pixels are it, without seams."""
+    for spread in ("xl", "mega", "block"):
+        ours = model(World.single(), 3, spread=spread, average_init_density=1.0, far_plane=0.9)
+        with torch.no_grad():
+            for name, param in ours.named_parameters():
+                if name.startswith("cells."):
+                    param.zero_()
+        ours.eval()
+        with torch.no_grad():
+            through = 1 - ours(rays(2.0))["accumulation"][:, 0]
+        assert float((0.85 + through.log()).abs().max()) < 0.15, spread
+
+
+def test_samples_are_blended_by_their_place_in_the_overlap() -> None:
+    """A ray across the face between two tiles, of densities 1 and 3: over the overlap it rises from one to the other."""
+    ours = model(World.single(), 2, spread="mega")
+    (split,) = ours.partition.tree.splits
+    direction = torch.eye(3)[split.axis][None]
+    bundle = RayBundle(direction * (split.plane - 0.5), direction, torch.ones(1, 1), torch.zeros(1, 1).long())
+    bundle.nears, bundle.fars = torch.zeros(1, 1), torch.ones(1, 1)
+    segments = ours.spread.cut(bundle)
+    edges = torch.stack(
+        [torch.linspace(float(a), float(b), 41) for a, b in zip(segments.near, segments.far, strict=True)]
+    )
+
+    def field(density: float) -> Any:
+        return lambda positions, _: (torch.full_like(positions[:, 0], density), positions * 0 + density)
+
+    fields = {0: field(1.0), 1: field(3.0)}
+    density, colour = blended_samples(edges, bundle, segments, ours.spread, fields, lambda _: None)
+    places = ((edges[:, 1:] + edges[:, :-1]) / 2)[segments.order[0]].flatten()
+    found = density[segments.order[0]].flatten()
+    assert (found.diff() >= -1e-5).all() and float(found[0]) == 1 and float(found[-1]) == 3
+    between = (found > 1.01) & (found < 2.99)
+    assert int(between.sum()) >= 4 and len(found[between].unique()) >= 4, "not the mean wherever both count"
+    assert float(found[(places - 0.5).abs().argmin()]) == pytest.approx(2, abs=0.5)
+    torch.testing.assert_close(colour, density[..., None].expand(-1, -1, 3))
+
+
+def test_a_blend_is_of_the_fields_that_are_near() -> None:
+    """Only one of three fields has fog: pixels have more of it, the more of the ray (or of the camera) is its."""
+    for spread in ("mega", "block"):
+        ours = model(World.single(), 3, spread=spread, average_init_density=1.0, far_plane=0.9)
+        with torch.no_grad():
+            for name, param in ours.named_parameters():
+                if name.startswith("cells."):
+                    param.zero_()
+            for number in (1, 2):
+                for module in ours.cells[str(number)].modules():
+                    if hasattr(module, "average_init_density"):
+                        module.average_init_density = 0.0
+        ours.eval()
+        with torch.no_grad():
+            seen = ours(rays(2.0))["accumulation"][:, 0]
+        assert float(seen.min()) < 0.01 and float(seen.max()) > 0.5
+        assert int(((seen > 0.02) & (seen < 0.5)).sum()) > 3, f"{spread}: some are blended"
+
+
+def test_grids_leave_out_what_is_empty() -> None:
+    """Where only half of a cell has fog, its grid finds so; pixels are the same with half the samples."""
+    grids = {"sampling": "occupancy", "grid_resolution": 16, "march_steps": 200}
+    ours = model(World.single(), 1, **grids, average_init_density=1.0, background_color="white")
+    cell = ours.cells["0"]
+    density = cell.field.get_density
+
+    def half(samples: Any) -> Any:
+        value, features = density(samples)
+        return 40 * value * (samples.frustums.get_positions()[..., :1] > 0), features
+
+    cell.field.get_density = half
+    with torch.no_grad():
+        for name, param in ours.named_parameters():
+            if ".field." in name:
+                param.zero_()
+    seen: list[tuple[int, dict[str, torch.Tensor]]] = []
+    for _ in range(2):
+        ours.eval()
+        with torch.no_grad():
+            pixels = ours(rays(2.0))
+        ours.train()
+        ours(rays(2.0))
+        seen.append((ours.figures.samples, pixels))
+        ours.sampling.step = 0
+        for _ in range(200):  # what was taken for occupied fades
+            ours.sampling.end_step({0: cell})
+    (every, expected), (few, found) = seen
+    assert 0.2 * every < few < 0.7 * every
+    opaque = expected["accumulation"][:, 0] > 0.9
+    for name in ("rgb", "accumulation", "depth"):
+        which = opaque if name == "depth" else slice(None)
+        torch.testing.assert_close(found[name][which], expected[name][which], rtol=1e-3, atol=2e-2)
+    assert float(expected["accumulation"].amin()) < 0.1 and float(expected["accumulation"].amax()) > 0.9
 
 
 def test_segments_of_a_ray_share_its_samples() -> None:
@@ -150,9 +318,9 @@ def test_proposals_learn_from_what_light_reaches() -> None:
     ours = model(World.single(), 4)
     bundle = ours.collider(rays(2.0))
     segments = clip(bundle.origins, bundle.directions, bundle.nears[:, 0], bundle.fars[:, 0], ours.partition.boxes())
-    _, groups = ours._own_segments(bundle, segments, 0)
+    groups = ours._own_segments(bundle, segments, 0)
     whole = torch.ones(len(segments), 1)
-    full, half, none = (float(ours._interlevel(groups, part * whole, 48)) for part in (1.0, 0.5, 0.0))
+    full, half, none = (float(ours.sampling.losses(groups, part * whole, 48)["interlevel"]) for part in (1.0, 0.5, 0.0))
     assert full > 1e-5 and none == 0 and half == pytest.approx(full / 2, rel=1e-3)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
 from tests.plugin.course import TinyDataParserConfig, write_capture
-from tests.plugin.radiance_scene import SMALL
+from tests.plugin.radiance_scene import GRIDS, SMALL
 from tests.plugin.resuming import part_of
 from tests.ranks import run_ranks
 
@@ -36,7 +37,7 @@ def configured(capture: Path, run: Path, *, points: bool = True, steps: int = 3,
     parser = TinyDataParserConfig if points else NerfstudioDataParserConfig
     data.dataparser = parser(data=capture, downscale_factor=1, load_3D_points=False)
     data.train_num_rays_per_batch = data.eval_num_rays_per_batch = RAYS
-    for name, value in {**SMALL, "cells": CELLS, **options}.items():
+    for name, value in {**SMALL, **GRIDS, "cells": CELLS, **options}.items():
         assert hasattr(config.pipeline.model, name), name
         setattr(config.pipeline.model, name, value)
     return config
@@ -127,11 +128,17 @@ def test_runs_and_resumed_runs(capture: Path, tmp_path: Path) -> None:
         assert (tmp_path / name / "run/nerfacto-xl/now/partition.png").stat().st_size > 1000
 
 
-def test_evaluation_in_one_process_shows_what_was_trained(capture: Path, tmp_path: Path) -> None:
-    trainer = trained(World.single(), configured(capture, tmp_path))
+@pytest.mark.parametrize(
+    ("spread", "sampling"),
+    [("xl", "proposals"), ("ddp", "proposals"), ("mega", "proposals"), ("block", "proposals"), ("xl", "occupancy")],
+)
+def test_evaluation_in_one_process_shows_what_was_trained(
+    capture: Path, tmp_path: Path, spread: str, sampling: str
+) -> None:
+    trainer = trained(World.single(), configured(capture, tmp_path, spread=spread, sampling=sampling))
     pipeline = trainer.pipeline
     expected = pipeline.get_average_eval_image_metrics()
-    config = configured(capture, tmp_path)
+    config = configured(capture, tmp_path, spread=spread, sampling=sampling)
     config.load_dir = config.get_checkpoint_dir()
     loaded = config.pipeline.setup(device="cpu", test_mode="test")
     loaded.eval()
@@ -156,11 +163,108 @@ def test_evaluation_in_one_process_shows_what_was_trained(capture: Path, tmp_pat
         loaded.load_pipeline(state["pipeline"], state["step"])
 
 
+def _all_ways(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str, torch.Tensor], ...]]:
+    """Of each way: a run of two ranks, one that goes on from its middle on one rank, and what that was before."""
+    ends: dict[str, tuple[dict[str, torch.Tensor], ...]] = {}
+    for way in ("ddp", "mega", "block", "xl occupancy", "ddp occupancy"):
+        spread, *grids = way.split()
+        options = {"spread": spread, "sampling": "occupancy" if grids else "proposals"}
+        config = configured(capture, out / way, steps=8, **options)
+        config.steps_per_save, config.save_only_latest_checkpoint = 4, False
+        found = [_everything(trained(world, config))]
+        if world.is_main:
+            config = configured(capture, out / f"{way} again", steps=8, **options)
+            config.load_dir, config.load_step = out / way / "run/nerfacto-xl/now/nerfstudio_models", 4
+            found.append(_everything(trained(World.single(), config, seed=9)))
+        ends[way] = tuple(found)
+        dist.barrier(group=world.control)
+    return ends
+
+
+def test_all_ways_go_on_with_other_numbers_of_ranks(capture: Path, tmp_path: Path) -> None:
+    ends = run_ranks(_all_ways, 2, capture, tmp_path)
+    for spread, (two, again) in ends[0].items():
+        assert _near(two, again) == [], spread
+        theirs = ends[1][spread][0]
+        assert _near(theirs, again) == [], spread
+        fields = {name[:8] for name in two if name.startswith("cells.")}
+        assert fields == {"cells.0."}, f"{spread}: rank 0 of two has one of three fields, or the one that there is"
+        assert {name[:8] for name in again if name.startswith("cells.")} == (
+            {"cells.0."} if spread.startswith("ddp") else {f"cells.{c}." for c in range(3)}
+        )
+
+
+def _looked_at(world: World, capture: Path, out: Path) -> list[Any]:
+    """Images that a thread of rank 0 has asked for while two ranks trained, and what all ranks see after training."""
+    config = configured(capture, out, steps=6)
+    asked: list[Any] = []
+    threads: list[threading.Thread] = []
+    started = RadianceTrainer._train
+
+    def train(trainer: RadianceTrainer) -> None:
+        def look() -> None:  # as nerfstudio's viewer
+            for _ in range(2):
+                with trainer.train_lock, torch.no_grad():
+                    step = trainer.step
+                    asked.append((step, trainer.pipeline.model.get_outputs_for_camera(camera)))
+
+        camera = trainer.pipeline.datamanager.eval_dataset.cameras[0:1]
+        if world.is_main:
+            threads.append(threading.Thread(target=look))
+            threads[0].start()
+        started(trainer)
+
+    RadianceTrainer._train = train  # type: ignore[method-assign]
+    trainer = trained(world, config)
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    model = trainer.pipeline.model
+    model.eval()
+    with torch.no_grad():
+        end = model.get_outputs_for_camera(trainer.pipeline.datamanager.eval_dataset.cameras[0:1])
+    return [asked, {name: value.clone() for name, value in end.items()}, _everything(trainer)]
+
+
+def _in_half(world: World, capture: Path, out: Path) -> dict[str, torch.Tensor]:
+    config = configured(capture, out, steps=6)
+    config.mixed_precision = True
+    return _everything(trained(world, config))
+
+
+def test_networks_in_bfloat16(capture: Path, tmp_path: Path) -> None:
+    """Near what single precision comes to, and not the same; parameters stay in single precision."""
+    half, single = (
+        _in_half(World.single(), capture, tmp_path / "half"),
+        _everything(trained(World.single(), configured(capture, tmp_path / "single", steps=6))),
+    )
+    weight = "shared.mlp_head.layers.0.weight"
+    assert all(value.dtype != torch.bfloat16 for value in half.values())
+    assert not torch.equal(half[weight], single[weight])
+    assert float((half[weight] - single[weight]).norm()) < 0.1 * float(single[weight].norm())
+    for found in run_ranks(_in_half, 2, capture, tmp_path / "two"):
+        assert all(name in half for name in found)
+        assert float((found[weight] - half[weight]).abs().max()) < 2e-2
+
+
+def test_a_viewer_looks_while_two_ranks_train(capture: Path, tmp_path: Path) -> None:
+    (asked, end, one), (none, same, _) = run_ranks(_looked_at, 2, capture, tmp_path)
+    assert len(asked) == 2 and none == []
+    for _, seen in asked:
+        assert seen.keys() == end.keys() and seen["rgb"].shape == end["rgb"].shape == (24, 28, 3)
+    assert torch.equal(end["rgb"], same["rgb"]) and not torch.equal(asked[0][1]["rgb"], end["rgb"])
+    # Who looks changes nothing.
+    alone = _everything(trained(World.single(), configured(capture, tmp_path / "alone", steps=6)))
+    assert _near(one, alone) == []
+
+
 def test_bad_options_are_named(capture: Path, tmp_path: Path) -> None:
-    config = configured(capture, tmp_path)
-    config.vis, config.machine.num_devices = "viewer+tensorboard", 2
-    with pytest.raises(InputError, match="no viewer while it trains"):
+    config = configured(capture, tmp_path, spread="mega", disable_scene_contraction=True)
+    with pytest.raises(InputError, match="spread mega"):
         config.check_method()
+    config = configured(capture, tmp_path, spread="block", cells=40)
+    with pytest.raises(InputError, match="groups of cameras are empty"):
+        config.pipeline.setup(device="cpu", test_mode="val")
     config = configured(capture, tmp_path, cells=-1)
     with pytest.raises(InputError, match="cells -1"):
         config.check_method()

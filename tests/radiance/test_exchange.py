@@ -78,6 +78,6 @@ def test_figures() -> None:
     origins, directions = rays()
     near = torch.zeros(len(origins), dtype=torch.float64)
     segments = clip(origins, directions, near, near + 3, cut(2).boxes())
-    naive, composited = bytes_a_ray(segments, 48 * len(origins), FAMILY.width)
+    naive, composited = bytes_a_ray(len(origins), len(segments), 48 * len(origins), FAMILY.width)
     assert naive == 48 * 24 and composited == pytest.approx(len(segments) / len(origins) * FAMILY.width * 4)
     assert balance([3, 1]) == 1.5 and balance([0, 0]) == 1.0

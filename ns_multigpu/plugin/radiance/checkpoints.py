@@ -63,7 +63,7 @@ class RadianceCheckpoints:
             "steps": step + 1,
             "images": step + 1,
             "options": options_of(self._config),
-            "since_update": model.since_update,
+            "since_update": model.sampling.since_update,
             "schedulers": {name: int(s.last_epoch) for name, s in optimizers.schedulers.items()},
         }
         problem = save(self._models, step, lambda: pipeline.saved_field().state(), tensors, values, self._world)
@@ -105,7 +105,7 @@ class RadianceCheckpoints:
         _, problem = together(put, self._world, InputError)
         if problem:
             raise InputError(problem)
-        model.since_update = int(values["since_update"])
+        model.sampling.since_update = int(values["since_update"])
         steps = int(values["steps"])
         if self._config.load_scheduler:
             move_schedulers(optimizers.schedulers, values["schedulers"], steps)

@@ -9,7 +9,7 @@ import tyro
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.batch_scaling import ScalingChoice
 from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
-from ns_multigpu.plugin.train.config import DistributedTrainerConfig
+from ns_multigpu.plugin.train.config import DistributedTrainerConfig, prepare_operators
 from ns_multigpu.plugin.train.recipe import Recipe
 
 
@@ -18,9 +18,10 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
     """Configuration of a training run of a radiance field with any number of workers."""
 
     _target: type = field(default_factory=lambda: RadianceTrainer)
-    # Half precision is not there yet. The others are of splats alone: a step of rays has no views to scale by and no
-    # fused operators, and is counted in steps.
-    mixed_precision: tyro.conf.Suppress[bool] = False
+    mixed_precision: bool = False
+    """Networks run in bfloat16 in training, as torch's autocast chooses; parameters and sums are float32."""
+    # The others are of splats alone: a step of rays has no views to scale by and no fused operators, and is counted in
+    # steps.
     use_grad_scaler: tyro.conf.Suppress[bool] = False
     eval_at_start: tyro.conf.Suppress[bool] = False
     max_num_images: tyro.conf.Suppress[int | None] = None
@@ -42,15 +43,16 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
         model: Any = self.pipeline.model
         if model.cells < 0:
             raise InputError(f"--pipeline.model.cells {model.cells}: give how many cells, or 0 for one a GPU.")
-        workers = self.machine.num_devices * self.machine.num_machines
-        if workers > 1 and "viewer" in self.vis:
+        if model.spread == "mega" and model.disable_scene_contraction:
             raise InputError(
-                f"--vis {self.vis}: with several workers nerfacto-xl has no viewer while it trains. Leave the viewer "
-                "out (--vis tensorboard), and look at the run with ns-viewer."
+                "--pipeline.model.spread mega: each field has what is outside of its tile contracted around it. Leave "
+                "out --pipeline.model.disable-scene-contraction."
             )
 
     def prepare(self) -> None:
-        """Nothing: no operators of ours are used."""
+        """Builds the operators on GPUs, once and in sight, before several workers ask for them; a CPU needs none."""
+        if self.machine.device_type != "cpu":
+            prepare_operators(self.machine.device_type)
 
     def _in_short(self) -> str:
         ranks = self.machine.num_devices * self.machine.num_machines
@@ -58,8 +60,11 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
         pipeline: Any = self.pipeline
         data = pipeline.datamanager
         where = data.data or data.dataparser.data
+        what = {"ddp": "one field, a share of the rays", "block": "a field of a group of cameras"}.get(
+            pipeline.model.spread, "a cell"
+        )
         return (
-            f"{self.method_name} on {devices}, a cell or more each: {self.max_num_iterations:,} steps of "
+            f"{self.method_name} on {devices}, {what} or more each: {self.max_num_iterations:,} steps of "
             f"{data.train_num_rays_per_batch:,} rays of {where}\n"
             f"Run folder {self.get_base_dir()} (config.yml there has all options; --verbose True prints them)"
         )

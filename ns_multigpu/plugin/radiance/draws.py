@@ -23,9 +23,12 @@ def mixed(*key: int) -> int:
 def drawn(device: torch.device | str, *key: int) -> Iterator[None]:
     """Within, torch and Python draw what follows from `key`; their own generators go on behind it as if nothing was."""
     place, before = torch.device(device), random.getstate()
-    with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[place] if place.type == "cuda" else [], device_type="cuda"):
         seed = mixed(*key)
-        torch.manual_seed(seed)
+        if place.type == "cuda":
+            with torch.cuda.device(place):
+                torch.cuda.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed: that would be of all GPUs, too, and stay
         random.seed(seed)
         try:
             yield

@@ -1,17 +1,21 @@
 """The fields of a cell, made of nerfstudio's; and what all cells share (NeRF-XL, appendix A.1)."""
 
+import functools
 from typing import Any
 
 import torch
-from nerfstudio.cameras.rays import RayBundle, RaySamples
+from nerfstudio.cameras.rays import Frustums, RayBundle, RaySamples
+from nerfstudio.field_components.encodings import HashEncoding
+from nerfstudio.field_components.field_heads import FieldHeadNames
 from nerfstudio.field_components.spatial_distortions import SpatialDistortion
 from nerfstudio.fields.density_fields import HashMLPDensityField
 from nerfstudio.fields.nerfacto_field import NerfactoField
 from nerfstudio.models.nerfacto import NerfactoModelConfig
 from torch import Tensor, nn
 
+import cuda_ext
 from ns_multigpu.plugin.radiance.draws import drawn
-from ns_multigpu.radiance.contraction import Domain
+from ns_multigpu.radiance.contraction import Domain, contract, expand
 
 _SHARED, _CELL = 1, 2
 """First numbers of the seeds of what is shared, and of cells."""
@@ -41,17 +45,46 @@ class CellCoordinates(SpatialDistortion):
         inside = (self.domain.inward(positions) - self.low) / self.size
         return inside.clamp(_INSIDE, 1 - _INSIDE) * 4 - 2
 
+    def outward(self, inside: Tensor) -> Tensor:
+        """Positions in the world, of what `forward` gives; finite."""
+        part = ((inside + 2) / 4).clamp(_INSIDE, 1 - _INSIDE)
+        return self.domain.outward(part * self.size + self.low)
 
-class Shared(nn.Module):
-    """What all cells share: the colour head and the appearance embedding; equal on every rank.
+
+class FocusCoordinates(SpatialDistortion):
+    """All of space as nerfacto's fields take it, contracted around a box (Mip-NeRF 360), each axis by itself.
 
     Args:
-        config: the model's. images: how many are trained on. seed: that parameters are drawn from.
+        box: [2, 3] finite, in the world: within [-1, 1] in the field's coordinates.
     """
 
-    def __init__(self, config: NerfactoModelConfig, images: int, seed: int) -> None:
+    middle: Tensor
+    reach: Tensor
+
+    def __init__(self, box: Tensor) -> None:
         super().__init__()
-        with drawn("cpu", seed, _SHARED):
+        self.register_buffer("middle", box.mean(0).float(), persistent=False)
+        self.register_buffer("reach", ((box[1] - box[0]) / 2).float(), persistent=False)
+
+    def forward(self, positions: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Of positions in the world, [..., 3]."""
+        return contract((positions - self.middle) / self.reach).clamp(-2 + 4 * _INSIDE, 2 - 4 * _INSIDE)
+
+    def outward(self, inside: Tensor) -> Tensor:
+        """Positions in the world, of what `forward` gives; finite."""
+        return expand(inside.clamp(-2 + 4 * _INSIDE, 2 - 4 * _INSIDE)) * self.reach + self.middle
+
+
+class Head(nn.Module):
+    """The colour head and the appearance embedding: what all cells share, or what a field that is trained alone has.
+
+    Args:
+        config: the model's. images: how many are trained on. seed, number: what parameters are drawn from.
+    """
+
+    def __init__(self, config: NerfactoModelConfig, images: int, seed: int, *number: int) -> None:
+        super().__init__()
+        with drawn("cpu", seed, _SHARED, *number):
             # The smallest field that has them: they do not depend on its grid.
             field = NerfactoField(
                 torch.zeros(2, 3), **{**field_options(config, images), "num_levels": 1, "log2_hashmap_size": 1}
@@ -66,7 +99,7 @@ class CellField(NerfactoField):
         coordinates: of the cell. shared: what it shares. options: see `field_options`.
     """
 
-    def __init__(self, coordinates: CellCoordinates, shared: Shared, options: dict[str, Any]) -> None:
+    def __init__(self, coordinates: SpatialDistortion, shared: Head, options: dict[str, Any]) -> None:
         super().__init__(torch.zeros(2, 3), spatial_distortion=coordinates, **options)
         for name in ("mlp_head", "embedding_appearance"):
             if getattr(self, name) is not None:
@@ -79,19 +112,26 @@ class Cell(nn.Module):
     """All that one cell owns.
 
     Args:
-        number: the cell's. extent, domain: see `CellCoordinates`. config: the model's. shared: what all cells share.
+        number: the cell's. coordinates: what its fields take positions in. config: the model's.
+        shared: what all cells share; None for a head of its own.
         images: how many are trained on. seed: that parameters are drawn from, together with the number.
+        resolution: of an occupancy grid, voxels along each axis; 0 for proposal networks instead.
     """
 
     def __init__(
-        self, number: int, extent: Tensor, domain: Domain, config: NerfactoModelConfig, shared: Shared, images: int,
-        seed: int,
+        self, number: int, coordinates: CellCoordinates | FocusCoordinates, config: NerfactoModelConfig,
+        shared: Head | None, images: int, seed: int, resolution: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
-        coordinates = CellCoordinates(extent, domain)
+        self.coordinates = coordinates
+        # A parameter, so that it is kept and moved as those are; it has no gradient.
+        self.occupancy = nn.Parameter(torch.ones(resolution**3), requires_grad=False) if resolution else None
+        if shared is None:
+            shared = self.head = Head(config, images, seed, number)
         with drawn("cpu", seed, _CELL, number):
             self.field = CellField(coordinates, shared, field_options(config, images))
             count = 1 if config.use_same_proposal_network else config.num_proposal_iterations
+            count = 0 if resolution else count
             listed = config.proposal_net_args_list
             self.proposal_networks = nn.ModuleList(
                 HashMLPDensityField(
@@ -104,10 +144,30 @@ class Cell(nn.Module):
                 for i in range(count)
             )
 
+        for module in self.modules():
+            if isinstance(module, HashEncoding) and module.tcnn_encoding is None:
+                module.pytorch_fwd = functools.partial(_encoded, module)  # type: ignore[method-assign]
+
+    def look(self, positions: Tensor, rays: RayBundle) -> tuple[Tensor, Tensor]:
+        """Density [K] and colour [K, 3] at positions [K, 3] of rays [K]."""
+        zero = torch.zeros_like(positions[:, None, :1])
+        frustums = Frustums(positions[:, None], rays.directions[:, None], zero, zero, rays.pixel_area[:, None])
+        cameras = None if rays.camera_indices is None else rays.camera_indices[:, None]
+        found = self.field(RaySamples(frustums=frustums, camera_indices=cameras))
+        return found[FieldHeadNames.DENSITY][:, 0, 0], found[FieldHeadNames.RGB][:, 0]
+
     def density_fns(self, levels: int) -> list[Any]:
         """What nerfstudio's sampler asks for densities, of each level of proposals."""
         networks = list(self.proposal_networks)
         return [networks[min(level, len(networks) - 1)].density_fn for level in range(levels)]
+
+
+def _encoded(grid: HashEncoding, positions: Tensor) -> Tensor:
+    """What nerfstudio's `HashEncoding.pytorch_fwd` computes, [..., L F]: in one operator of ours."""
+    flat = positions.reshape(-1, 3).float()
+    # The size is a power of two.
+    found = cuda_ext.encode_grid(flat, grid.hash_table, grid.scalings.float(), grid.hash_table_size.bit_length() - 1)
+    return found.view(*positions.shape[:-1], found.shape[1])
 
 
 def field_options(config: NerfactoModelConfig, images: int) -> dict[str, Any]:

@@ -1,23 +1,17 @@
 """nerfacto in cells: what of it this rank has, and how it takes part in rendering rays."""
 
+import functools
 from dataclasses import dataclass, field
-from math import ceil
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 import tyro
-from nerfstudio.cameras.rays import RayBundle, RaySamples
+from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.cameras.rays import RayBundle
+from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttributes, TrainingCallbackLocation
-from nerfstudio.field_components.field_heads import FieldHeadNames
 from nerfstudio.model_components import renderers
-from nerfstudio.model_components.losses import (
-    MSELoss,
-    lossfun_outer,
-    ray_samples_to_sdist,
-    scale_gradients_by_distance_squared,
-)
-from nerfstudio.model_components.ray_samplers import ProposalNetworkSampler, UniformSampler
+from nerfstudio.model_components.losses import MSELoss
 from nerfstudio.model_components.renderers import RGBRenderer
 from nerfstudio.model_components.scene_colliders import NearFarCollider
 from nerfstudio.models.nerfacto import NerfactoModel, NerfactoModelConfig
@@ -27,11 +21,15 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor, nn
 from torchmetrics.functional import structural_similarity_index_measure
 
-from ns_multigpu.core.collectives import sum_in_place
+from ns_multigpu.core.collectives import max_int, sum_in_place
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
 from ns_multigpu.plugin.radiance.draws import drawn
-from ns_multigpu.plugin.radiance.fields import Cell, Shared, up_to_faces
+from ns_multigpu.plugin.radiance.fields import Cell, Head
+from ns_multigpu.plugin.radiance.marching import OccupancySampling
+from ns_multigpu.plugin.radiance.renders import Renders
+from ns_multigpu.plugin.radiance.sampling import Group, ProposalSampling, in_order, median_depth
+from ns_multigpu.plugin.radiance.spread import WAYS, Mega, Spread, Taken, blended_samples
 from ns_multigpu.radiance.contraction import Domain
 from ns_multigpu.radiance.exchange import all_segments, cells_of, segments_of_ranks
 from ns_multigpu.radiance.integrals import (
@@ -40,17 +38,19 @@ from ns_multigpu.radiance.integrals import (
     DEPTH,
     MOMENT,
     TRANSMITTANCE,
+    Breakable,
     Distortion,
     Family,
     Samples,
+    State,
 )
-from ns_multigpu.radiance.partition import Partition, spacing
-from ns_multigpu.radiance.segments import Segments, clip
+from ns_multigpu.radiance.partition import Partition
+from ns_multigpu.radiance.segments import Segments, cell_of
 
-_SAMPLES, _BACKGROUND = 3, 4
-"""First numbers of the seeds of what is drawn in a step."""
+_BACKGROUND = 4
+"""First number of the seeds of what is drawn in a step."""
 
-FAMILY = Family([COLOUR, DEPTH, MOMENT, Distortion(), BACKGROUND])
+_STANDARD: tuple[Breakable, ...] = (COLOUR, DEPTH, MOMENT, Distortion(), BACKGROUND)
 
 
 @dataclass
@@ -61,36 +61,44 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     cells: int = 0
     """Into how many cells space is cut, each with a hash grid, a density and proposal networks of its own; 0 for one a
     GPU. A run that goes on from a checkpoint keeps the checkpoint's."""
+    spread: Spread = "xl"
+    """How the field is spread. xl: cells that are trained together as one field, as in NeRF-XL. For comparison: ddp,
+    one field on every GPU, rays dealt out to as many shares as cells; mega, a field a tile, each trained alone, samples
+    blended where they overlap by 15 % (Mega-NeRF); block, a field a group of cameras, each trained alone, pixels
+    blended (Block-NeRF, 50 %)."""
+    sampling: Literal["proposals", "occupancy"] = "proposals"
+    """Where samples are taken: by nerfacto's proposal networks, or in even steps through what an occupancy grid has not
+    as empty (Instant-NGP)."""
+    grid_resolution: int = 128
+    """Voxels of a cell's occupancy grid along each axis."""
+    alpha_thre: float = 0.01
+    """How opaque a voxel of it is to be found, to be occupied."""
+    march_steps: int = 512
+    """Even steps of a whole ray, with an occupancy grid."""
     predict_normals: tyro.conf.Suppress[bool] = False  # not there yet
-
-
-@dataclass
-class _Group:
-    """Segments of one cell that are sampled together.
-
-    Attributes:
-        rows: [n] which of this rank's segments they are. samples: the last ones. weights: [n, S] from the segment's
-            beginning on. proposals: of each level, weights and samples.
-    """
-
-    rows: Tensor
-    samples: RaySamples
-    weights: Tensor
-    proposals: list[tuple[Tensor, RaySamples]]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the last batch: segments of all cells, samples on this rank, and of all rays together if they are known."""
+    """Of the last batch in training.
+
+    Attributes:
+        segments: of all cells. samples: on this rank.
+        rays: how many there were. outside: [] the part of them that meets no cell.
+    """
 
     segments: Segments
     samples: int
+    rays: int
+    outside: Tensor
 
 
 class NerfactoXLModel(NerfactoModel):
     """nerfacto over cells. It has no cells before `place`."""
 
     config: NerfactoXLModelConfig
+    integrals: ClassVar[tuple[Breakable, ...]] = ()
+    """Integrals along rays beside the model's own, which a subclass may have: each is an output of its name."""
 
     def populate_modules(self) -> None:
         """Sets up all that does not depend on cells."""
@@ -99,59 +107,70 @@ class NerfactoXLModel(NerfactoModel):
         if config.implementation == "tcnn" and not TCNN_EXISTS:
             CONSOLE.print("tiny-cuda-nn is not installed: fields run in torch, which is slower.")
             config.implementation = "torch"  # nerfstudio would do so, and say it of each part of each cell
+        self.family = Family([*_STANDARD, *self.integrals])
         self.seed = torch.initial_seed() & (1 << 62) - 1
         self.domain = Domain.box(self.scene_box.aabb) if config.disable_scene_contraction else Domain.unbounded()
-        self.shared = Shared(config, self.num_train_data, self.seed)
+        self.way = WAYS[config.spread]
+        # Fields that are trained alone have heads of their own.
+        self.shared = nn.Module() if self.way.independent else Head(config, self.num_train_data, self.seed)
         self.camera_optimizer = config.camera_optimizer.setup(num_cameras=self.num_train_data, device="cpu")
         self.cells = nn.ModuleDict()
         self.partition: Partition | None = None
         self.world = World.single()
-        uniform = config.proposal_initial_sampler == "uniform"
-        self.proposal_sampler = ProposalNetworkSampler(
-            num_nerf_samples_per_ray=config.num_nerf_samples_per_ray,
-            num_proposal_samples_per_ray=config.num_proposal_samples_per_ray,
-            num_proposal_network_iterations=config.num_proposal_iterations,
-            single_jitter=config.use_single_jitter,
-            update_sched=lambda step: np.clip(
-                np.interp(step, [0, config.proposal_warmup], [0, config.proposal_update_every]),
-                1,
-                config.proposal_update_every,
-            ),
-            initial_sampler=UniformSampler(single_jitter=config.use_single_jitter) if uniform else None,
-        )
-        self.since_update = 0
-        """Steps since proposal networks have learnt."""
+        self.sampling: ProposalSampling | OccupancySampling = ProposalSampling(config, self.seed)
+        if config.sampling == "occupancy":
+            scaled = config.use_gradient_scaling
+            self.sampling = OccupancySampling(self.seed, config.march_steps, config.alpha_thre, scaled)
         self.collider = NearFarCollider(near_plane=config.near_plane, far_plane=config.far_plane)
         self.renderer_rgb = RGBRenderer(background_color=config.background_color)
         self.rgb_loss = MSELoss()
         self.psnr, self.ssim, self.lpips = psnr, structural_similarity_index_measure, OptionalLpips()
         self.step = 0
         self.figures: Figures | None = None
+        self.elsewhere: Renders | None = None  # what renders for a viewer that is not alone
 
-    def place(self, partition: Partition, world: World) -> None:
-        """Makes this rank's cells, with parameters that follow from the seed and a cell's number."""
+    def place(self, partition: Partition, world: World, boxes: Tensor | None = None) -> None:
+        """Makes this rank's fields, with parameters that follow from the seed and a cell's number.
+
+        Args:
+            partition: of space. world: the ranks. boxes: what `spread` has fields attend to, see `Joint.focus`.
+        """
         self.partition, self.world = partition, world
-        own = cells_of(world.rank, partition.cells, world.size)
-        extents, images = partition.extents(), self.num_train_data
-        made = {str(c): Cell(c, extents[c], partition.domain, self.config, self.shared, images, self.seed) for c in own}
+        self.numbers = cells_of(world.rank, partition.cells, world.size)
+        self.spread = self.way(partition, boxes, self.device)
+        shared, config = self.shared if isinstance(self.shared, Head) else None, self.config
+        grid = config.grid_resolution if config.sampling == "occupancy" else 0
+        made = {
+            str(c): Cell(c, self.spread.coordinates(c), config, shared, self.num_train_data, self.seed, grid)
+            for c in ([0] if self.way.replicated else self.numbers)
+        }
         self.cells = nn.ModuleDict(made).to(self.device)
-        self._boxes = partition.boxes()
+
+    def _cell(self, number: int) -> Cell:
+        cell = self.cells["0" if self.way.replicated else str(number)]
+        assert isinstance(cell, Cell)
+        return cell
+
+    def _is_own(self, name: str) -> bool:
+        return name.startswith("cells.") and not self.way.replicated
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """By name, those of this rank's cells."""
-        return {name: p for name, p in self.named_parameters() if name.startswith("cells.")}
+        return {name: p for name, p in self.named_parameters() if self._is_own(name)}
 
     def shared_parameters(self) -> dict[str, nn.Parameter]:
-        """By name, those that are equal on every rank: the colour head, and embeddings of appearance and pose."""
-        return {name: p for name, p in self.named_parameters() if not name.startswith("cells.") and p.numel()}
+        """By name, those that are equal on every rank: the colour head, embeddings of appearance and pose; in data
+        parallel training all."""
+        return {name: p for name, p in self.named_parameters() if not self._is_own(name) and p.numel()}
 
     def get_param_groups(self) -> dict[str, list[nn.Parameter]]:
         """As nerfacto's, of this rank's cells; the colour head and the appearance embedding are with the fields."""
-        own = self.own_parameters().items()
-        groups = {
-            "proposal_networks": [p for name, p in own if ".proposal_networks." in name],
-            "fields": [*self.shared.parameters(), *(p for name, p in own if ".field." in name)],
-        }
+        every = self.cells.named_parameters()
+        proposals, fields = [], list(self.shared.parameters())
+        for name, p in every:
+            if p.requires_grad:
+                (proposals if ".proposal_networks." in name else fields).append(p)
+        groups = {"fields": fields, **({"proposal_networks": proposals} if proposals else {})}
         self.camera_optimizer.get_param_groups(param_groups=groups)
         return groups
 
@@ -166,27 +185,27 @@ class NerfactoXLModel(NerfactoModel):
 
     def begin_step(self, step: int) -> None:
         """Makes the model that of a step: how sharp proposals are, and what is drawn at random."""
-        self.step, config = step, self.config
-        if config.use_proposal_weight_anneal:
-            done = min(step / config.proposal_weights_anneal_max_num_iters, 1.0)
-            slope = config.proposal_weights_anneal_slope
-            self.proposal_sampler.set_anneal(slope * done / ((slope - 1) * done + 1))
+        self.step = step
+        self.sampling.begin_step(step)
 
     def _end_step(self, step: int) -> None:
-        if self._learns():
-            self.since_update = 0
-        self.since_update += 1
-
-    def _learns(self) -> bool:
-        """Whether proposal networks learn in this step, as nerfstudio's sampler decides."""
-        return self.since_update > self.proposal_sampler.update_sched(self.step) or self.step < 10
+        del step
+        self.sampling.end_step({int(number): self._cell(int(number)) for number in self.cells})
 
     # ---- rays ----
+
+    def get_outputs_for_camera(self, camera: Cameras, obb_box: OrientedBox | None = None) -> dict[str, Tensor]:
+        """An image. All ranks ask for the same; of a viewer, rank 0 alone: see `Renders`."""
+        if self.elsewhere is not None and self.elsewhere.serves():
+            return self.elsewhere.ask(camera, obb_box)
+        return super().get_outputs_for_camera(camera, obb_box)
 
     def get_outputs(self, ray_bundle: RayBundle) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Renders rays with all ranks together; every rank calls it with the same rays, and gets the same pixels.
 
-        In training each rank's outputs have gradients to its own cells and to what is shared, of its own segments.
+        In training each rank's outputs have gradients to its own cells and to what is shared, of its own segments;
+        where fields are trained alone, they are of M rays, each once for each field that it is shown to, and "ray" [M]
+        says which of the batch they are.
 
         Args:
             ray_bundle: [R], with `nears` and `fars`.
@@ -194,89 +213,108 @@ class NerfactoXLModel(NerfactoModel):
         assert self.partition is not None, "there are no cells yet"
         if self.training:
             self.camera_optimizer.apply_to_raybundle(ray_bundle)
-        nears, fars = ray_bundle.nears, ray_bundle.fars
-        assert nears is not None and fars is not None
-        segments = clip(ray_bundle.origins, ray_bundle.directions, nears[:, 0], fars[:, 0], self._boxes)
+        if isinstance(self.spread, Mega) and not self.training:
+            return self._blended_samples(ray_bundle, self.spread)
+        taken = self.spread.take(ray_bundle)
+        bundle, segments = taken.bundle, taken.segments
         first = segments_of_ranks(segments, self.world.size)[self.world.rank]
-        own, groups = self._own_segments(ray_bundle, segments, first)
+        groups = self._own_segments(bundle, segments, first)
+        own = in_order(
+            [self.family.within(group.taken) for group in groups],
+            groups,
+            self.family.empty(self._held(segments), bundle.origins),
+        )
         rows = all_segments(own, segments, self.world)
-        whole, before = FAMILY.fold(rows, segments.order)
-        through = whole[TRANSMITTANCE]
-        outputs: dict[str, Any] = {
-            "rgb": self._on_background(whole["colour"], through, whole["background"][:, :3]),
-            "accumulation": 1 - through,
-            "expected_depth": (whole["depth"] / (1 - through + 1e-10)).clip(nears, fars),
-        }
+        whole, before = self.family.fold(rows, segments.order)
+        outputs = self._pixels(whole, bundle)
         if self.training:
             outputs["distortion"] = whole["distortion"]
-            outputs["interlevel"] = self._interlevel(groups, before[first:], segments.rays)
-            self.figures = Figures(segments, sum(group.weights.numel() for group in groups))
-        else:
-            outputs["rgb"] = outputs["rgb"].nan_to_num().clamp(0.0, 1.0)
-            outputs["depth"] = self._median_depth(groups, before, through, segments, first)
+            outputs |= self.sampling.losses(groups, before[first:], segments.rays)
+            if taken.ray is not None:
+                outputs["ray"] = taken.ray
+            self.figures = self._counted(taken, groups, len(ray_bundle))
+            return outputs
+        outputs["depth"] = median_depth(groups, before, whole, segments, first)
+        sum_in_place(outputs["depth"], self.world)
+        if taken.ray is not None and taken.weights is not None:
+            outputs = {
+                name: value.new_zeros(len(ray_bundle), value.shape[1]).index_add_(
+                    0, taken.ray, value * taken.weights[:, None].to(value)
+                )
+                for name, value in outputs.items()
+            }
         return outputs
 
-    def _own_segments(self, rays: RayBundle, segments: Segments, first: int) -> tuple[Tensor, list[_Group]]:
-        """The states [m, F] of this rank's segments, in their order; and what their losses and depths are made of.
+    def _own_segments(self, rays: RayBundle, segments: Segments, first: int) -> list[Group]:
+        """The samples of this rank's segments.
 
         A ray has as many samples as nerfacto's, or a few more: each of its k segments has a k-th of them.
         """
-        groups: list[_Group] = []
-        states: list[Tensor] = []
-        longest, base = segments.order.shape[1], [int(c) for c in self.cells]
+        nears, fars = rays.nears, rays.fars
+        assert nears is not None and fars is not None
+        groups: list[Group] = []
+        longest, base = segments.order.shape[1], list(self.numbers)
         lines, ends = slice(first, segments.begins[base[-1] + 1]), segments.counts[segments.ray]
-        cells = torch.repeat_interleave(
-            torch.arange(len(base), device=ends.device),
-            torch.tensor([segments.begins[c + 1] - segments.begins[c] for c in base], device=ends.device),
-        )
-        key = cells * (longest + 1) + ends[lines]
-        sizes = torch.bincount(key, minlength=len(base) * (longest + 1)).tolist()
+        key = (cell_of(segments)[lines] - base[0]) * (longest + 1) + ends[lines]
+        sizes = key.new_zeros(len(base) * (longest + 1)).index_add_(0, key, torch.ones_like(key)).tolist()
         for number, rows in enumerate(key.argsort(stable=True).split(sizes)):
             local, parts = divmod(number, longest + 1)
             if len(rows):
-                state, group = self._sampled(base[local], parts, rows, rays, segments, first)
-                states.append(state)
-                groups.append(group)
-        if not groups:
-            return rays.origins.new_zeros(0, FAMILY.width), groups
-        back = torch.cat([group.rows for group in groups]).argsort()
-        return torch.cat(states)[back], groups
+                at = first + rows
+                ray = segments.ray[at]
+                bundle = rays[ray]
+                bundle.nears, bundle.fars = segments.near[at, None], segments.far[at, None]
+                cell, whole = self._cell(base[local]), (nears[ray], fars[ray])
+                group = self.sampling.sample(cell, base[local], parts, rows, bundle, whole, self.training)
+                groups += [] if group is None else [group]
+        return groups
 
-    def _sampled(
-        self, number: int, parts: int, rows: Tensor, rays: RayBundle, segments: Segments, first: int
-    ) -> tuple[Tensor, _Group]:
-        """The states of some segments of a cell, of rays that have `parts` segments each."""
-        config, cell, sampler = self.config, self.cells[str(number)], self.proposal_sampler
-        assert isinstance(cell, Cell)
-        at, ray = first + rows, segments.ray[first + rows]
-        bundle = rays[ray]
-        bundle.nears, bundle.fars = segments.near[at, None], segments.far[at, None]
-        sampler.num_nerf_samples_per_ray = ceil(config.num_nerf_samples_per_ray / parts)
-        sampler.num_proposal_samples_per_ray = tuple(ceil(n / parts) for n in config.num_proposal_samples_per_ray)
-        sampler._step, sampler._steps_since_update = self.step, self.since_update  # it would count calls
-        fns = cell.density_fns(config.num_proposal_iterations)
-        if self.training:
-            with drawn(self.device, self.seed, _SAMPLES, self.step, number, parts):
-                samples, weights, proposed = sampler(bundle, density_fns=fns)
-        else:
-            samples, weights, proposed = sampler(bundle, density_fns=fns)
+    def _held(self, segments: Segments) -> int:
+        """How many of the segments are in this rank's cells."""
+        return segments.begins[self.numbers[-1] + 1] - segments.begins[self.numbers[0]]
+
+    def _pixels(self, whole: State, rays: RayBundle) -> dict[str, Any]:
+        """What is shown of whole rays."""
         assert rays.nears is not None and rays.fars is not None
-        begins, stops = rays.nears[ray], rays.fars[ray]
-        samples = up_to_faces(samples, bundle, (bundle.nears > begins)[:, 0], (bundle.fars < stops)[:, 0])
-        found = cell.field(samples)
-        if config.use_gradient_scaling:
-            found = scale_gradients_by_distance_squared(found, samples)
-        edges = torch.cat([samples.frustums.starts[..., 0], samples.frustums.ends[:, -1:, 0]], 1)
-        density, colour = found[FieldHeadNames.DENSITY][..., 0], found[FieldHeadNames.RGB]
-        taken = Samples(edges, density, self._coordinates(edges, begins, stops), {"colour": colour})
-        group = _Group(rows, samples, taken.weights, list(zip(weights, proposed, strict=True)))
-        return FAMILY.within(taken), group
+        through = whole[TRANSMITTANCE]
+        colour = self._on_background(whole["colour"], through, whole["background"][:, :3])
+        return {
+            **{one.name: whole[one.name] for one in self.integrals},
+            "rgb": colour if self.training else colour.nan_to_num().clamp(0.0, 1.0),
+            "accumulation": 1 - through,
+            "expected_depth": (whole["depth"] / (1 - through + 1e-10)).clip(rays.nears, rays.fars),
+        }
 
-    def _coordinates(self, t: Tensor, near: Tensor, far: Tensor) -> Tensor:
-        """Distances along whole rays in the coordinate of the first sampler, from 0 to 1: distortion is of these."""
-        if self.config.proposal_initial_sampler != "uniform":
-            t, near, far = spacing(t), spacing(near), spacing(far)
-        return (t - near) / (far - near)
+    def _counted(self, taken: Taken, groups: list[Group], rays: int) -> Figures:
+        met = taken.segments.counts > 0
+        if taken.ray is not None:
+            met = torch.zeros(rays, dtype=torch.bool, device=taken.ray.device).index_fill_(0, taken.ray, True)
+        return Figures(taken.segments, sum(group.count for group in groups), rays, 1 - met.float().mean())
+
+    def _blended_samples(self, rays: RayBundle, spread: Mega) -> dict[str, Any]:
+        """Pixels of Mega-NeRF: samples as each tile's proposals have them, blended where tiles overlap."""
+        segments = spread.cut(rays)
+        first = segments_of_ranks(segments, self.world.size)[self.world.rank]
+        groups = self._own_segments(rays, segments, first)
+        most = max_int(max((group.taken.edges.shape[1] for group in groups), default=1), self.world)
+        # Segments with fewer samples have some of no length behind them.
+        own = [torch.cat([e := group.taken.edges, e[:, -1:].expand(-1, most - e.shape[1])], 1) for group in groups]
+        none = rays.origins.new_zeros(self._held(segments), most)
+        edges = all_segments(in_order(own, groups, none), segments, self.world)
+        density, colour = blended_samples(
+            edges, rays, segments, spread,
+            {number: functools.partial(self._looked, number, rays) for number in self.numbers},
+            lambda table: sum_in_place(table, self.world),
+        )  # fmt: skip
+        assert rays.nears is not None and rays.fars is not None
+        near, far = (end[segments.ray] for end in (rays.nears, rays.fars))
+        taken = Samples(edges, density, self.sampling.coordinates(edges, near, far), {"colour": colour})
+        whole, before = self.family.fold(self.family.within(taken), segments.order)
+        every = Group(torch.arange(len(segments), device=edges.device), taken, 0)
+        return {**self._pixels(whole, rays), "depth": median_depth([every], before, whole, segments, 0)}
+
+    def _looked(self, number: int, rays: RayBundle, positions: Tensor, ray: Tensor) -> tuple[Tensor, Tensor]:
+        return self._cell(number).look(positions, rays[ray])
 
     def _on_background(self, colour: Tensor, through: Tensor, last: Tensor) -> Tensor:
         """As `RGBRenderer.combine_rgb` does, of integrals."""
@@ -288,47 +326,11 @@ class NerfactoXLModel(NerfactoModel):
             chosen = last if chosen == "last_sample" else colors.COLORS_DICT[chosen]
         return colour + through * chosen.to(colour)
 
-    def _interlevel(self, groups: list[_Group], before: Tensor, rays: int) -> Tensor:
-        """This rank's part of nerfacto's proposal loss (Mip-NeRF 360, equation 13).
-
-        Weights are a whole ray's: a segment counts by the light that reaches it, as its samples would in nerfacto.
-        """
-        total = before.new_zeros(())
-        for group in groups:
-            reaches = before[group.rows]
-            weights, edges = group.weights.detach() * reaches, ray_samples_to_sdist(group.samples).detach()
-            for proposed, samples in group.proposals:
-                bound = proposed[..., 0] * reaches
-                total = total + lossfun_outer(edges, weights, ray_samples_to_sdist(samples), bound).sum()
-        return total / max(rays * self.config.num_nerf_samples_per_ray, 1)
-
-    @torch.no_grad()
-    def _median_depth(
-        self, groups: list[_Group], before: Tensor, through: Tensor, segments: Segments, first: int
-    ) -> Tensor:
-        """[R, 1] where a ray's weights reach one half, or its last sample. Every rank calls it: one more exchange."""
-        depth = torch.zeros_like(through)
-        place = segments.counts - 1
-        last = segments.order.gather(1, place.clamp_min(0)[:, None])[:, 0] if segments.order.shape[1] else place
-        for group in groups:
-            at = first + group.rows
-            ray = segments.ray[at]
-            sums = 1 - before[at] * (1 - group.weights.cumsum(1))
-            half = torch.full_like(before[at], 0.5)
-            index = torch.searchsorted(sums.contiguous(), half)
-            ends = (last[ray] == at)[:, None]
-            here = (before[at] > 0.5) & ((index < sums.shape[1]) | ends)
-            middles = (group.samples.frustums.starts + group.samples.frustums.ends)[..., 0] / 2
-            found = middles.gather(1, index.clamp_max(sums.shape[1] - 1))
-            depth.index_add_(0, ray, torch.where(here, found, 0.0))
-        sum_in_place(depth, self.world)
-        return depth
-
     # ---- losses and metrics ----
 
     def get_metrics_dict(self, outputs: dict[str, Any], batch: dict[str, Any]) -> dict[str, Tensor]:
         """PSNR of a batch of rays, its distortion, and what the camera optimizer has to say; the same on every rank."""
-        truth = self.renderer_rgb.blend_background(batch["image"].to(self.device))
+        truth = self.renderer_rgb.blend_background(_truth(outputs, batch, self.device))
         metrics = {"psnr": self.psnr(truth, outputs["rgb"])}
         if self.training:
             metrics["distortion"] = outputs["distortion"].mean()
@@ -343,14 +345,15 @@ class NerfactoXLModel(NerfactoModel):
         The proposal loss is this rank's part, and what keeps poses near where they were is rank 0's, for its gradient
         is to be there once.
         """
-        image = batch["image"].to(self.device)
+        image = _truth(outputs, batch, self.device)
         with drawn(self.device, self.seed, _BACKGROUND, self.step):  # a random background, the same on every rank
             predicted, truth = self.renderer_rgb.blend_background_for_loss_computation(
                 pred_image=outputs["rgb"], pred_accumulation=outputs["accumulation"], gt_image=image
             )
         losses = {"rgb_loss": self.rgb_loss(truth, predicted)}
         if self.training:
-            losses["interlevel_loss"] = self.config.interlevel_loss_mult * outputs["interlevel"]
+            if "interlevel" in outputs:
+                losses["interlevel_loss"] = self.config.interlevel_loss_mult * outputs["interlevel"]
             losses["distortion_loss"] = self.config.distortion_loss_mult * outputs["distortion"].mean()
             if self.world.is_main:
                 self.camera_optimizer.get_loss_dict(losses)
@@ -373,3 +376,9 @@ class NerfactoXLModel(NerfactoModel):
             "depth": depth,
         }
         return {name: float(value) for name, value in measured.items()}, images
+
+
+def _truth(outputs: dict[str, Any], batch: dict[str, Any], device: torch.device) -> Tensor:
+    """What the pixels of a batch should be; of rays as fields that are trained alone take them, where they do."""
+    image = batch["image"].to(device)
+    return image[outputs["ray"]] if "ray" in outputs else image

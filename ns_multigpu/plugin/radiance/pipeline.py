@@ -22,6 +22,7 @@ from ns_multigpu.plugin.launch.process_world import get_world
 from ns_multigpu.plugin.model.metrics import means
 from ns_multigpu.plugin.radiance.datamanager import RadianceDataManager, RadianceDataManagerConfig
 from ns_multigpu.plugin.radiance.model import NerfactoXLModel, NerfactoXLModelConfig
+from ns_multigpu.plugin.radiance.renders import Renders
 from ns_multigpu.plugin.radiance.saved import SavedField, field_in, read_parameters
 from ns_multigpu.radiance.partition import Partition, partition
 
@@ -73,8 +74,9 @@ class RadiancePipeline(VanillaPipeline):
         # A world of one as far as nerfstudio knows: it would wrap the model in DDP.
         super().__init__(config, device, test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
         if test_mode == "val":
-            cells = self._new_cells() if begun is None else self._checked(begun.partition)
-            self.model.place(cells, self.world)
+            cells, boxes = self._new_cells() if begun is None else (self._checked(begun), begun.boxes)
+            self.model.place(cells, self.world, boxes)
+        self.renders = Renders(self.model)
 
     @property
     def model(self) -> NerfactoXLModel:
@@ -82,9 +84,10 @@ class RadiancePipeline(VanillaPipeline):
         assert isinstance(self._model, NerfactoXLModel)
         return self._model
 
-    def _checked(self, cells: Partition) -> Partition:
+    def _checked(self, begun: SavedField) -> Partition:
         """The cells of the checkpoint that a run goes on from, which are to fit the options and the workers."""
         checkpoint, asked, ranks = self.config.cells_of, self.config.model.cells, self.world.size
+        cells = begun.partition
         if cells.cells < ranks:
             raise InputError(
                 f"{checkpoint} has {cells.cells} cells, and each of the {ranks} workers wants one at least. Use "
@@ -98,7 +101,8 @@ class RadiancePipeline(VanillaPipeline):
             )
         return cells
 
-    def _new_cells(self) -> Partition:
+    def _new_cells(self) -> tuple[Partition, Tensor | None]:
+        """Cells, and what fields attend to: see `Joint.focus`."""
         config, world, model = self.config.model, self.world, self.model
         count = config.cells or world.size
         if count < world.size:
@@ -107,7 +111,9 @@ class RadiancePipeline(VanillaPipeline):
                 f"{world.size} or more, or 0."
             )
         points = None if model.kwargs["seed_points"] is None else model.kwargs["seed_points"][0]
-        if points is None or not len(points):
+        if config.spread == "block":
+            points = self._centres()
+        elif points is None or not len(points):
             points = self.datamanager.points_along_rays(config.near_plane, config.far_plane)
             if count > 1:
                 CONSOLE.print(
@@ -116,14 +122,15 @@ class RadiancePipeline(VanillaPipeline):
                 )
         # One decision for all, though all have read the same points.
         cells: Partition = broadcast_object(partition(points, count, model.domain), 0, world)
-        self.cut_by = points[model.domain.holds(points)]
-        if empty := count - len(cells.of(self.cut_by).unique()):
+        boxes = broadcast_object(model.way.focus(points, cells), 0, world)
+        self.cut_by = None if model.way.replicated else points[model.domain.holds(points)]
+        if self.cut_by is not None and (empty := count - len(cells.of(self.cut_by).unique())):
             CONSOLE.print(
                 f"[yellow]{empty} of {count} cells have none of the {len(points):,} points that space is cut by: fewer "
                 "cells would do.[/yellow]",
                 soft_wrap=True,
             )
-        return cells
+        return cells, boxes
 
     def partition_picture(self, file: Path) -> None:
         """Draws which rank owns which part of space, by the points that it was cut by; nothing where a run goes on.
@@ -152,7 +159,9 @@ class RadiancePipeline(VanillaPipeline):
         """What a .ckpt has of the model: all that is shared, and the cells."""
         assert self.model.partition is not None
         shared = {name: p.detach() for name, p in self.model.shared_parameters().items()}
-        return SavedField(self.model.partition, shared, self.model.seed)
+        return SavedField(
+            self.model.partition, shared, self.model.seed, self.config.model.spread, self.model.spread.boxes
+        )
 
     def load_pipeline(self, loaded_state: dict[str, Any], step: int) -> None:
         """Loads what a .ckpt holds, and this rank's cells from the folder that it names.
@@ -161,8 +170,13 @@ class RadiancePipeline(VanillaPipeline):
             InputError: they are missing, damaged, or do not fit the model.
         """
         saved = SavedField.from_state(loaded_state)
+        if saved.spread != self.config.model.spread:
+            raise InputError(
+                f"The checkpoint is of a run with --pipeline.model.spread {saved.spread}, and this has "
+                f"{self.config.model.spread}. Give {saved.spread}."
+            )
         if self.model.partition is None or self.model.partition.tree != saved.partition.tree:
-            self.model.place(saved.partition, self.world)
+            self.model.place(saved.partition, self.world, saved.boxes)
         assert self.config.checkpoints is not None
         read_parameters(self.model, saved, loaded_state, self.config.checkpoints)
         self.model.begin_step(step)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from nerfstudio.engine.callbacks import TrainingCallbackLocation
+from nerfstudio.engine.optimizers import Optimizers
 from nerfstudio.engine.trainer import Trainer
 from nerfstudio.utils import writer
 from nerfstudio.utils.misc import step_check
@@ -29,8 +30,8 @@ from ns_multigpu.plugin.launch.commands import resume_command
 from ns_multigpu.plugin.launch.entering import enter_world
 from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun
 from ns_multigpu.plugin.radiance.checkpoints import RadianceCheckpoints
-from ns_multigpu.plugin.radiance.model import FAMILY
 from ns_multigpu.plugin.radiance.pipeline import RadiancePipeline, RadiancePipelineConfig
+from ns_multigpu.plugin.render import viewing
 from ns_multigpu.radiance.exchange import balance, bytes_a_ray, sum_gradients
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class RadianceTrainer(Trainer):
         self.world = enter_world(config)
         super().__init__(config, local_rank=local_rank, world_size=world_size)
         self.local_rank, self.device = self.world.rank, str(self.world.device)
+        # bfloat16 has the range of single precision: no loss has to be scaled, which ranks would have to agree on.
+        self.mixed_precision, self.use_grad_scaler = config.mixed_precision, False
+        self.grad_scaler = torch.amp.GradScaler(enabled=False)  # type: ignore[assignment]
         self.guards = Guards(config, self.world, "view {}".format, self._last_checkpoint)
         self.guards.numbers.replicated = False
         self.checkpoints = RadianceCheckpoints(config, self.checkpoint_dir, self.world)
@@ -68,6 +72,11 @@ class RadianceTrainer(Trainer):
             for param in self.pipeline.model.shared_parameters().values():
                 broadcast_in_place(param.data, self.world)
             barrier(self.world)
+
+    def setup_optimizers(self) -> Optimizers:
+        """As nerfstudio's; and the lock, which nerfstudio hands to its viewer next."""
+        self.train_lock = self.pipeline.renders.lock
+        return super().setup_optimizers()
 
     def _load_checkpoint(self) -> None:
         """Goes on from the checkpoint that the flags, or a restart by the launcher, ask for."""
@@ -84,7 +93,7 @@ class RadianceTrainer(Trainer):
             RanOutOfMemory: a rank has no memory left.
         """
         self.guards.numbers.prepare(self.optimizers.optimizers)
-        with self.guards.on_duty(self._circumstances), self._explained():
+        with self.guards.on_duty(self._circumstances), contextlib.closing(self.pipeline.renders), self._explained():
             self._train()
 
     def _train(self) -> None:
@@ -116,9 +125,7 @@ class RadianceTrainer(Trainer):
             CONSOLE.print(Text(f"{file} cannot be written: {error}. Training goes on.", "bold yellow"), soft_wrap=True)
 
     def _may_go_on(self, step: int) -> bool:
-        return self.guards.may_go_on(
-            step, stop=lambda: self.stop_training, paused=lambda: self.training_state == "paused"
-        )
+        return viewing.may_go_on(self, step)
 
     def _one_step(self, step: int, last: bool) -> None:
         self.step = step
@@ -149,7 +156,8 @@ class RadianceTrainer(Trainer):
         """One step: all ranks' segments of the same rays, and the update of this rank's cells and of what is shared."""
         model = self.pipeline.model
         self.optimizers.zero_grad_all()
-        _, losses, metrics = self.pipeline.get_train_loss_dict(step=step)
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.mixed_precision):
+            _, losses, metrics = self.pipeline.get_train_loss_dict(step=step)
         assert model.figures is not None
         if len(model.figures.segments) == 0:
             raise InputError(
@@ -160,9 +168,9 @@ class RadianceTrainer(Trainer):
         loss = functools.reduce(torch.add, losses.values())
         if loss.requires_grad:  # not where no ray of the batch meets this rank's cells
             loss.backward()
-        sum_gradients(model.shared_parameters().values(), self.world)
+        sum_gradients([p for p in model.shared_parameters().values() if p.requires_grad], self.world)
         if self.guards.numbers.watch(step, {}, dict(model.named_parameters()), self.optimizers.optimizers):
-            self.optimizers.optimizer_scaler_step_all(self.grad_scaler)
+            self.optimizers.optimizer_step_all()
         for scheduler in self.optimizers.schedulers.values():
             scheduler.step()
         return loss.detach(), losses, metrics
@@ -172,20 +180,21 @@ class RadianceTrainer(Trainer):
         """Writes what a step measured. Every rank calls it at the same steps."""
         del loss
         # Proposals' losses are each rank's own; a regulariser of poses is rank 0's; the others are the same everywhere.
-        own = losses["interlevel_loss"].detach().clone()
-        sum_in_place(own, self.world)
-        losses = {**losses, "interlevel_loss": own}
+        if "interlevel_loss" in losses:
+            own = losses["interlevel_loss"].detach().clone()
+            sum_in_place(own, self.world)
+            losses = {**losses, "interlevel_loss": own}
         total = functools.reduce(torch.add, losses.values())
         figures = self.pipeline.model.figures
         assert figures is not None
         samples = [row[0] for row in all_gather_ints([figures.samples], self.world)]
         if not self.world.is_main:
             return
-        naive, sent = bytes_a_ray(figures.segments, sum(samples), FAMILY.width)
-        rays = max(figures.segments.rays, 1)
+        rays = max(figures.rays, 1)
+        naive, sent = bytes_a_ray(rays, len(figures.segments), sum(samples), self.pipeline.model.family.width)
         more = {
             "segments_a_ray": len(figures.segments) / rays,
-            "rays_outside": float((figures.segments.counts == 0).float().mean()),
+            "rays_outside": float(figures.outside),
             "samples_a_ray": sum(samples) / rays,
             "samples_imbalance": balance(samples),
             "bytes_a_ray": sent,
@@ -227,12 +236,14 @@ class RadianceTrainer(Trainer):
         raise self.guards.interrupted(taken, saved, self.checkpoint_dir, command)
 
     def _after_train(self) -> None:
-        """What nerfstudio says and does at the end, on rank 0."""
+        """Says how it went, and keeps the viewer open if there is one. Every rank calls it."""
         barrier(self.world)
-        if self.world.is_main:
-            self.save_checkpoint = lambda step: None  # type: ignore[method-assign]  # it is saved
-            super()._after_train()
-            self._say_goodbye()
+        self.training_state = "completed"
+        writer.write_out_storage()
+        self._say_goodbye()
+        self._run_callbacks(self.step, TrainingCallbackLocation.AFTER_TRAIN)
+        if not self.config.viewer.quit_on_train_completion:
+            viewing.stay_open(self)
 
     def _say_goodbye(self) -> None:
         model = self.pipeline.model

@@ -1,0 +1,219 @@
+"""One way of training a radiance field, in one process or one of several: what `benchmarks.captures.radiance` starts.
+
+The steps of all ways are taken by the same loop here, without a viewer, logs or checkpoints. Evaluations are off the
+clock. Nerfstudio's own `nerfacto` is as it comes, but for LPIPS, whose weights would be downloaded; on several GPUs it
+is wrapped in DDP, as its own launcher does it.
+"""
+
+import argparse
+import json
+import os
+import random
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torchmetrics.image.lpip as lpip
+import tyro
+from nerfstudio.configs.method_configs import AnnotatedBaseConfigUnion
+from nerfstudio.engine.callbacks import TrainingCallbackLocation
+from nerfstudio.utils import comms
+from torch import Tensor
+
+from benchmarks.captures.splatfacto_baseline import NoLpips
+
+_AVERAGED = 50
+"""Steps whose training PSNR is averaged."""
+_LOOKED = 10
+"""Steps after which the clock is looked at."""
+_EVALUATED = 1 << 15
+"""Rays of a picture at once."""
+
+
+class Run:
+    """A trainer, its clock and what was measured.
+
+    Args:
+        options: see `main`.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self._theirs = options.method == "nerfacto"
+        self._device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if options.device == "cuda" else "cpu")
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        words = [options.method, "--machine.device-type", options.device, "--output-dir", str(options.output)]
+        words += ["--experiment-name", "run", "--timestamp", "now", "--vis", "tensorboard", "--steps-per-save"]
+        words += ["1000000", "--steps-per-eval-image", "0", "--steps-per-eval-batch", "0"]
+        words += ["--steps-per-eval-all-images", "0", "--max-num-iterations", str(options.steps)]
+        words += ["--pipeline.model.eval-num-rays-per-chunk", str(_EVALUATED)]
+        words += [*options.options.split(), *options.dataparser]
+        config: Any = tyro.cli(AnnotatedBaseConfigUnion, args=words)
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(options.seed + (self.rank if self._theirs else 0))
+        if self._theirs and self.ranks > 1:
+            dist.init_process_group("nccl" if self._device.type == "cuda" else "gloo")
+            comms.LOCAL_PROCESS_GROUP = dist.group.WORLD  # pyright: ignore[reportAttributeAccessIssue]
+        self.rays = config.pipeline.datamanager.train_num_rays_per_batch
+        config.get_base_dir().mkdir(parents=True, exist_ok=True)
+        self.trainer = config.setup(local_rank=self.rank, world_size=self.ranks)
+        self.trainer.setup()
+        if not self._theirs:
+            self.trainer.guards.numbers.prepare(self.trainer.optimizers.optimizers)
+
+    def train(self) -> dict[str, Any]:
+        """Takes steps until there are enough of them, or the time is over."""
+        options = self._options
+        recent: deque[Tensor] = deque(maxlen=_AVERAGED)
+        courses: list[dict[str, float]] = []
+        rates: list[tuple[int, float]] = []
+        off, begun, step = 0.0, self._now(), 0
+        while step < options.steps:
+            recent.append(self._step(step)["psnr"].detach())
+            step += 1
+            if step % _LOOKED == 0 or step in (*options.at, options.steps):
+                now = self._now()
+                spent = now - begun - off
+                rates.append((step, spent))
+                over = self._any(spent > options.seconds)
+                if step in options.at or over or step == options.steps:
+                    training = float(torch.stack(list(recent)).mean())
+                    row = {"steps": step, "rays": step * self._rays_a_step(), "seconds": spent, "training": training}
+                    courses.append({**row, **self._evaluated()})
+                if over:
+                    break
+                off += self._now() - now
+        return {"courses": courses, "steps": step, **self._speed(rates)}
+
+    def profile(self, first: int, steps: int = 5) -> str:
+        """Where the time of a few more steps goes, by operator."""
+        cuda = self._device.type == "cuda"
+        kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
+        with torch.profiler.profile(activities=kinds) as seen:
+            for step in range(first, first + steps):
+                self._step(step)
+            self._now()
+        by = "self_device_time_total" if cuda else "self_cpu_time_total"
+        return seen.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=60)
+
+    def figures(self) -> dict[str, Any]:
+        """Parameters of all ranks together, and the most memory that a rank has used."""
+        model = self.trainer.pipeline.model
+        own = sum(p.numel() for p in model.parameters())
+        memory = torch.cuda.max_memory_allocated() / 2**20 if self._device.type == "cuda" else 0.0
+        result: dict[str, Any] = {"parameters": own, "peak_mib": memory, "ranks": self.ranks, "rays_a_step": self.rays}
+        if not self._theirs:
+            shared = sum(p.numel() for p in model.shared_parameters().values())
+            result["parameters"] = int(self._total(own - shared)) + shared
+            if model.figures is not None:
+                result["segments_a_ray"] = len(model.figures.segments) / model.figures.rays
+                result["samples_a_ray"] = self._total(model.figures.samples) / model.figures.rays
+            if model.partition is not None:
+                result["cells"] = model.partition.cells
+        return result
+
+    # ---- helpers ----
+
+    def _step(self, step: int) -> dict[str, Tensor]:
+        """Takes a step; its metrics."""
+        trainer = self.trainer
+        trainer.pipeline.train()
+        self._call(step, TrainingCallbackLocation.BEFORE_TRAIN_ITERATION)
+        trainer.step = step
+        metrics = trainer.train_iteration(step)[2]
+        self._call(step, TrainingCallbackLocation.AFTER_TRAIN_ITERATION)
+        if not self._theirs:
+            trainer._look_for_nan(now=False)
+        return metrics
+
+    def _rays_a_step(self) -> int:
+        """Of all ranks: DDP gives each rank its own."""
+        return self.rays * (self.ranks if self._theirs else 1)
+
+    def _call(self, step: int, location: TrainingCallbackLocation) -> None:
+        for callback in self.trainer.callbacks:
+            callback.run_callback_at_location(step, location=location)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _speed(self, rates: list[tuple[int, float]]) -> dict[str, float]:
+        """Over the second half: allocators have settled, and proposals learn as seldom as they will."""
+        if len(rates) < 2:
+            return {}
+        (a, begin), (b, end) = rates[len(rates) // 2 - 1], rates[-1]
+        return {
+            "rays_per_s": (b - a) * self._rays_a_step() / (end - begin),
+            "ms_per_step": 1e3 * (end - begin) / (b - a),
+        }
+
+    @torch.no_grad()
+    def _evaluated(self) -> dict[str, float]:
+        """PSNR of held-out views, of each way in the same manner."""
+        pipeline = self.trainer.pipeline
+        data, model = pipeline.datamanager, pipeline.model
+        pipeline.eval()
+        dataset, found = data.eval_dataset, []
+        count = min(self._options.views, len(dataset)) or len(dataset)
+        if self._theirs and self.rank:
+            count = 0  # every rank has all of the model
+        for index in range(count):
+            camera = dataset.cameras[index * len(dataset) // count].reshape((1,)).to(self._device)
+            image = model.get_outputs_for_camera(camera)["rgb"]
+            if self.rank == 0:
+                truth = dataset.get_data(index * len(dataset) // count)["image"][..., :3].to(image)
+                found.append(-10 * float((image - truth).square().mean().log10()))
+        pipeline.train()
+        if self.ranks > 1:
+            dist.barrier()
+        return {"psnr": float(np.mean(found)), "views": count} if found else {}
+
+    def _any(self, here: bool) -> bool:
+        return self._total(float(here)) > 0
+
+    def _total(self, value: float) -> float:
+        if self.ranks == 1:
+            return value
+        box = torch.tensor([value], dtype=torch.float64, device=self._device)
+        dist.all_reduce(box)
+        return float(box)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=("nerfacto", "nerfacto-xl"), required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--at", type=int, nargs="*", default=[])
+    parser.add_argument("--views", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--options", default="", help="further options of ns-train, as one string")
+    parser.add_argument("--profile", action="store_true", help="see what the last steps take their time for")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("dataparser", nargs="+")
+    options = parser.parse_args()
+    lpip.LearnedPerceptualImagePatchSimilarity = NoLpips  # pyright: ignore
+    started = time.perf_counter()
+    run = Run(options)
+    ready = time.perf_counter() - started
+    result = {**run.train(), **run.figures(), "startup_s": ready}
+    if options.profile:
+        result["profile"] = run.profile(result["steps"])
+    if run.rank == 0:
+        (options.output / "result.json").write_text(json.dumps(result))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
