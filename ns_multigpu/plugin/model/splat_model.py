@@ -27,8 +27,8 @@ from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.schema import POSITION, Parameter, names
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.model import surfaces
 from ns_multigpu.plugin.launch.checks import check_first_points
+from ns_multigpu.plugin.model import surfaces
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr

@@ -1,6 +1,7 @@
 """The 4D Gaussians that training starts from."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +14,17 @@ FIRST_VARIANCE = 4.0
 
 
 def initial_moving(
-    seeds: tuple[Tensor, Tensor] | None, *, sh_degree: int, count: int, extent: float, generator: torch.Generator
+    seeds: tuple[Tensor, Tensor] | None, *, generator: torch.Generator, **options: Any
 ) -> dict[str, Tensor]:
     """Raw parameters of the first 4D Gaussians: those of `initial_gaussians`, which stand still, at random times.
 
     Args:
-        seeds, sh_degree, count, extent, generator: see `initial_gaussians`.
+        seeds, generator, options: see `initial_gaussians`.
 
     Raises:
         ValueError: there is no seed point.
     """
-    still = initial_gaussians(seeds, sh_degree=sh_degree, count=count, extent=extent, generator=generator)
+    still = initial_gaussians(seeds, generator=generator, **options)
     n = len(still["means"])
     return still | {
         "times": torch.rand(n, 1, generator=generator),
