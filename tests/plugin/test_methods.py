@@ -6,11 +6,15 @@ from nerfstudio.configs.method_configs import method_configs
 from ns_multigpu.dataparsers import city
 from ns_multigpu.methods import nerfacto_xl, splatfacto_batch
 from ns_multigpu.plugin._moved import MOVED
+from ns_multigpu.primitives.gaussians.schema import SCHEMA
+from ns_multigpu.primitives.registry import KINDS
 
 
 def test_recipe_is_splatfactos() -> None:
     ours, theirs = splatfacto_batch.config, method_configs["splatfacto"]
-    assert ours.optimizers == theirs.optimizers
+    assert {name: ours.optimizers[name] for name in theirs.optimizers} == theirs.optimizers
+    others = {parameter.name for kind in KINDS.values() for parameter in kind.schema} - {p.name for p in SCHEMA}
+    assert ours.optimizers.keys() - theirs.optimizers.keys() == others, "those of other kinds of points, and no more"
     for name in ("steps_per_eval_image", "steps_per_eval_batch", "steps_per_save", "steps_per_eval_all_images"):
         assert getattr(ours, name) == getattr(theirs, name)
     assert ours.max_num_iterations == theirs.max_num_iterations

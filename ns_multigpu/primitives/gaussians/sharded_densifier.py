@@ -81,9 +81,8 @@ class ShardedDensifier(ReplicatedDensifier):
         del keys, weights, source
         regrouping = listing.ordered(move.leaving(order))
         del listing, order
-        row_bytes = move_rows(
-            params, optimizers, regrouping, move, world, lambda *rows: edit_children(self, *rows, self.halves)
-        )
+        edit = partial(edit_children, self, halves=self.halves)
+        row_bytes = move_rows(params, optimizers, regrouping, move, world, edit)
         self.holding.hold(move.places, params["means"])
         for name, value in statistics.items():
             state[name] = value.new_zeros(len(params["means"]))
