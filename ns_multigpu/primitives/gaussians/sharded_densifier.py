@@ -82,7 +82,7 @@ class ShardedDensifier(ReplicatedDensifier):
         regrouping = listing.ordered(move.leaving(order))
         del listing, order
         row_bytes = move_rows(
-            params, optimizers, regrouping, move, world, lambda *rows: edit_children(self, *rows, self.halves)
+            params, optimizers, regrouping, move, world, partial(edit_children, self, halves=self.halves)
         )
         self.holding.hold(move.places, params["means"])
         for name, value in statistics.items():
