@@ -39,7 +39,8 @@ def psnr(squared: float, count: int) -> float:
 @torch.no_grad()
 def measure(config: Path, shown: int | None, frames: dict[str, Tensor], name: str) -> dict[str, Any]:
     """Quality of a run on its held-out views; puts the view numbered `shown` among them into `frames`."""
-    run, pipeline, _, step = eval_setup(config, test_mode="test")
+    setup: tuple[Any, Any, Path, int] = eval_setup(config, test_mode="test")
+    run, pipeline, _, step = setup
     data, parser = pipeline.datamanager, run.pipeline.datamanager.dataparser
     outputs = data.dataparser.get_dataparser_outputs(split="test")
     capture, numbers = outputs.metadata[CAPTURE], outputs.metadata[VIEWS].tolist()

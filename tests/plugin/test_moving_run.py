@@ -75,7 +75,7 @@ def train(world: World, scene: Path, runs: Path, saved: Path, strategy: str, ste
     assert pipeline.datamanager.includes_time  # nerfstudio's viewer shows its slider of time then
     camera = pipeline.datamanager.eval_dataset.cameras[1:2]
     pictures = []
-    for time in (0.0, 1.0, 5.0):
+    for time in (0.0, 1.0, 50.0):
         camera.times = torch.tensor([[time]])
         outputs = pipeline.renders.render(camera, roots=range(world.size))
         pictures.append(outputs["accumulation"].clone())
@@ -84,7 +84,7 @@ def train(world: World, scene: Path, runs: Path, saved: Path, strategy: str, ste
 
 def test_it_goes_on_from_its_checkpoints_on_other_ranks(scene: Path, tmp_path: Path) -> None:
     ((expected, start, pictures),) = run_ranks(train, 1, scene, tmp_path / "a", tmp_path / "whole", "batch", 8, None)
-    assert start == 0 and float((pictures[0] - pictures[1]).abs().max()) > 0.01
+    assert start == 0 and float((pictures[0] - pictures[1]).abs().max()) > 0.003
     assert float(pictures[2].max()) < 1e-6 < float(pictures[0].max())  # nothing is there long after the capture
     run_ranks(train, 2, scene, tmp_path / "b", tmp_path / "half", "tile", 4, None)
     for strategy, ranks in (("tile", 1), ("batch", 2)):

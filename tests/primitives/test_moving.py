@@ -25,6 +25,7 @@ from ns_multigpu.primitives.moving.init import initial_moving
 from ns_multigpu.primitives.moving.schema import SCHEMA
 from ns_multigpu.primitives.moving.turning import turn
 from ns_multigpu.primitives.registry import KINDS
+from ns_multigpu.primitives.steady import rotations
 from tests.strategies.scene import make_moving_points, make_views
 
 F64 = torch.float64
@@ -126,6 +127,16 @@ def test_extents_bound_a_point_at_all_times() -> None:
         away = (moment.means - points.params["means"]).abs() + rest * moment.axes.square().sum(-1).sqrt()
         reached = torch.maximum(reached, torch.where(rest > 0, away, 0.0).detach())
     assert bool((reached <= extents * (1 + 1e-9)).all()) and float((reached / extents).min()) > 0.98
+
+
+def test_quats_turn_a_point_with_its_motion_in_space() -> None:
+    params = {name: value.detach() for name, value in make_moving_points(20, F64, seed=4).params.items()}
+    params |= {"scales": torch.zeros(20, 3, dtype=F64), "durations": torch.zeros(20, 1, dtype=F64)}
+    one = torch.tensor([[1.0, 0, 0, 0]], dtype=F64).repeat(20, 1)
+    unturned = turn({**params, "quats": one})
+    turned = turn(params)
+    torch.testing.assert_close(turned[:, 0], unturned[:, 0])
+    torch.testing.assert_close(turned[:, 1:], rotations(params["quats"]) @ unturned[:, 1:])
 
 
 def test_drawing_is_that_of_3d_gaussians() -> None:
