@@ -53,9 +53,9 @@ def test_every_method_has_it(method: str) -> None:
 
 def test_what_the_command_line_names_counts_more() -> None:
     """Also where it names the value that is the option's own default."""
-    words = ("--pipeline.model.max-gs-num", "5000", "--pipeline.model.initial_scale=1.0")
+    words = ("--pipeline.model.max-gs-num", "5000", "--pipeline.model.stop_split_at=15000")
     config = given("--recipe", "best", *words, "--pipeline.model.refine-every", "77")
-    assert config.pipeline.model.max_gs_num == 5000 and config.pipeline.model.initial_scale == 1.0
+    assert config.pipeline.model.max_gs_num == 5000 and config.pipeline.model.stop_split_at == 15000
     assert config.pipeline.model.refine_every == 77
     assert config.pipeline.model.densifier == "mcmc", "the others are the recipe's"
     assert "max-gs-num" not in told(config)[0] and "refine-every" not in told(config)[0]
@@ -96,7 +96,7 @@ def test_the_cap_is_chosen_from_the_capture_and_said(tmp_path: Path, monkeypatch
     said: list[str] = []
     monkeypatch.setattr(capacity, "CONSOLE", SimpleNamespace(print=lambda text, **_: said.append(str(text))))
     monkeypatch.setattr("ns_multigpu.primitives.gaussians.cap.PIXELS_EACH", 80)
-    monkeypatch.setattr("ns_multigpu.primitives.gaussians.cap.PER_SEED", 9)
+    monkeypatch.setattr("ns_multigpu.primitives.gaussians.cap.LEAST_PER_SEED", 1)
     trainer = start(
         World.single(), tmp_path / "capture", tmp_path / "run", 24,
         densifier="mcmc", max_gs_num=None, mcmc_min_opacity=1e-6, refine_every=2, warmup_length=1,

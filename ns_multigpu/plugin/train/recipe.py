@@ -18,17 +18,16 @@ _TOLD = "_recipe_told"
 
 
 def best(images: int) -> dict[str, Any]:
-    """The recipe that is measured in docs/recipes.md, for a run that sees so many images: options and their values.
+    """The recipe of docs/recipes.md, for a run that sees so many images: options and their values.
 
-    MCMC (Kheradmand et al. 2024) with a cap that suits the capture. See docs/recipes.md for what each option gains.
+    MCMC (Kheradmand et al. 2024) with a cap that suits the capture. Gaussians begin as splatfacto's do: as small as
+    gsplat's MCMC has them, they leave holes where few views look (benchmarks/results/recipes.md).
     """
     return {
         "pipeline.model.densifier": "mcmc",
         "pipeline.model.max_gs_num": None,
         "pipeline.model.stop_split_at": max(25000, round(images * 5 / 6)),
         "pipeline.model.refine_every": min(max(round(images / 150), 50), 100),
-        "pipeline.model.initial_opacity": 0.5,
-        "pipeline.model.initial_scale": 0.1,
     }
 
 

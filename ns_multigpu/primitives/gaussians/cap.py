@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 PER_SEED = 9
 """Gaussians for each seed point: there are more of these where there is more to see."""
+LEAST_PER_SEED = 4
+"""The same where pixels are few: a model that cannot grow loses more than one that fits its views too well."""
 PIXELS_EACH = 200
 """Pixels of training views for each Gaussian, at least: with fewer, Gaussians fit the views rather than the scene."""
 PIXELS_WITHOUT_SEEDS = 600
@@ -38,10 +40,12 @@ def chosen_cap(start: int, seeds: int, pixels: int) -> ChosenCap:
     if seeds == 0:
         why = f"one for {PIXELS_WITHOUT_SEEDS} pixels of the training views, for there are no seed points"
         return _at_least(start, pixels // PIXELS_WITHOUT_SEEDS, why)
-    by_seeds, by_pixels = PER_SEED * seeds, pixels // PIXELS_EACH
+    by_seeds, by_pixels, least = PER_SEED * seeds, pixels // PIXELS_EACH, LEAST_PER_SEED * seeds
     if by_seeds <= by_pixels:
         return _at_least(start, by_seeds, f"{PER_SEED} for each of {seeds:,} seed points")
-    return _at_least(start, by_pixels, f"one for {PIXELS_EACH} pixels of the training views")
+    if least <= by_pixels:
+        return _at_least(start, by_pixels, f"one for {PIXELS_EACH} pixels of the training views")
+    return _at_least(start, least, f"{LEAST_PER_SEED} for each of {seeds:,} seed points, for there are few pixels")
 
 
 def _at_least(start: int, points: int, why: str) -> ChosenCap:
