@@ -102,6 +102,7 @@ def test_they_can_be_captured_and_repeat_their_bits() -> None:
 def test_opcheck() -> None:
     scene, leaves, view_times = moving_scene(points=20, views=2)
     rows, inputs, there = cuda_rows(scene), on_gpu(leaves), scene.on("cuda")
+    conditioned(view_times.cuda(), rows, *inputs)  # compiles and loads the operators
     torch.library.opcheck(OPS.condition, (*inputs, view_times.cuda(), *rows))
     parts = on_gpu(projected_rows(scene, leaves, view_times, scene.all_rows()))
     torch.library.opcheck(OPS.project_axes, (*parts, there.Ks, there.sizes, rows[0], 0.3, 0.01, 1e10, True))

@@ -227,7 +227,6 @@ def test_blends_show_what_all_fields_show() -> None:
 
 
 def test_samples_are_blended_by_their_place_in_the_overlap() -> None:
-    """A ray across the face of two tiles, of densities 1 and 3: over the overlap it rises from one to the other."""
     """A ray from a tile of density 1 into one of density 3: over the overlap it rises from one to the other."""
     ours = model(World.single(), 2, spread="mega")
     (split,) = ours.partition.tree.splits

@@ -20,12 +20,14 @@ _TOLD = "_recipe_told"
 def best(images: int) -> dict[str, Any]:
     """The recipe of docs/recipes.md, for a run that sees so many images: options and their values.
 
-    MCMC (Kheradmand et al. 2024) with a cap that suits the capture. Gaussians begin as splatfacto's do: as small as
+    MCMC (Kheradmand et al. 2024) with a cap that suits the capture, and Gaussians added where opacity and gradients on
+    screen say so. Gaussians begin as splatfacto's do: as small as
     gsplat's MCMC has them, they leave holes where few views look (benchmarks/results/recipes.md).
     """
     return {
         "pipeline.model.densifier": "mcmc",
         "pipeline.model.max_gs_num": None,
+        "pipeline.model.mcmc_picks": "both",
         "pipeline.model.stop_split_at": max(25000, round(images * 5 / 6)),
         "pipeline.model.refine_every": min(max(round(images / 150), 50), 100),
     }

@@ -6,7 +6,7 @@ PER_SEED = 9
 """Gaussians for each seed point: there are more of these where there is more to see."""
 LEAST_PER_SEED = 4
 """The same where pixels are few: a model that cannot grow loses more than one that fits its views too well."""
-PIXELS_EACH = 200
+PIXELS_EACH = 50
 """Pixels of training views for each Gaussian, at least: with fewer, Gaussians fit the views rather than the scene."""
 PIXELS_WITHOUT_SEEDS = 600
 """The same where no seed point says how much there is to see."""

@@ -83,9 +83,6 @@ class ShardedDensifier(ReplicatedDensifier):
         del listing, order
         edit = partial(edit_children, self, halves=self.halves)
         row_bytes = move_rows(params, optimizers, regrouping, move, world, edit)
-        row_bytes = move_rows(
-            params, optimizers, regrouping, move, world, partial(edit_children, self, halves=self.halves)
-        )
         self.holding.hold(move.places, params["means"])
         for name, value in statistics.items():
             state[name] = value.new_zeros(len(params["means"]))
