@@ -193,9 +193,9 @@ def test_absgrad_is_computed_where_somebody_reads_it(
         computed.append(self.absgrad)
         return kernels(self, **wanted)
 
-    def ordinary(self: SplatModel, *, depth: bool) -> Any:
-        kind = primitive(self, depth=depth)
-        if self.training:
+    def ordinary(self: SplatModel, *, depth: bool, counted: bool = True) -> Any:
+        kind = primitive(self, depth=depth, counted=counted)
+        if self.training and counted:
             computed.append(kind.absgrad)
         return kind
 

@@ -46,8 +46,8 @@ from tests.strategies.test_law import (
     stitch,
 )
 
-KERNELS = [name for name, make in PRIMITIVES.items() if getattr(make(), "sh_degree", None)]
-"""The primitives that have kernels: plain colours take ordinary steps."""
+KERNELS = [name for name, make in PRIMITIVES.items() if isinstance(kind := make(), Gaussians) and kind.sh_degree]
+"""The primitives that have kernels: plain colours, and other kinds of points, take ordinary steps."""
 MODES = ("step", "captured")
 POINTS, LAMBDA, BACKGROUND = 150, 0.2, 0.3
 DEALT, CUT = 12, 11
