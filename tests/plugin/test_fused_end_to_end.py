@@ -81,8 +81,10 @@ def test_goes_on_from_its_checkpoint(fused: Path, tmp_path: Path) -> None:
     assert sorted(ours) == [step for step in sorted(theirs) if step > SAVED]
     assert all(ours[step]["main_loss"] == theirs[step]["main_loss"] for step in ours)
     found, expected = _parameters(run, STEPS - 1), _parameters(fused, STEPS - 1)
-    assert found.keys() == expected.keys() and len(found) >= 6
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert found.keys() == expected.keys()
+    tensors = {name for name, value in found.items() if isinstance(value, torch.Tensor)}
+    assert len(tensors) >= 6 and all(torch.equal(found[name], expected[name]) for name in tensors)
+    assert all(found[name] == expected[name] for name in found.keys() - tensors)
 
 
 def test_what_stands_in_the_way_is_named_before_the_first_step(tmp_path: Path) -> None:
