@@ -146,6 +146,9 @@ class Cell(nn.Module):
 
         for module in self.modules():
             if isinstance(module, HashEncoding) and module.tcnn_encoding is None:
+                # nerfstudio's is a plain tensor, which stays on the host.
+                scalings = vars(module).pop("scalings").float()
+                module.register_buffer("scalings", scalings, persistent=False)
                 module.pytorch_fwd = functools.partial(_encoded, module)  # type: ignore[method-assign]
 
     def look(self, positions: Tensor, rays: RayBundle) -> tuple[Tensor, Tensor]:
@@ -166,7 +169,7 @@ def _encoded(grid: HashEncoding, positions: Tensor) -> Tensor:
     """What nerfstudio's `HashEncoding.pytorch_fwd` computes, [..., L F]: in one operator of ours."""
     flat = positions.reshape(-1, 3).float()
     # The size is a power of two.
-    found = cuda_ext.encode_grid(flat, grid.hash_table, grid.scalings.float(), grid.hash_table_size.bit_length() - 1)
+    found = cuda_ext.encode_grid(flat, grid.hash_table, grid.scalings, grid.hash_table_size.bit_length() - 1)
     return found.view(*positions.shape[:-1], found.shape[1])
 
 
