@@ -255,20 +255,28 @@ class Runs:
         words = words_of(job, self.recipes[job.recipe], self.folders[job.of], folder, self.options)
         took = self.call("train_" + self._kind(job), words, log, output)
         if took is None or not output.exists():
-            Console().print(f"{label}: " + ("time is up" if self.left() <= 0 else f"failed; see {log}"))
+            looks = folder / "looks.json"
+            self._keep(job, json.loads(looks.read_text()) if looks.exists() else [], {"wall_s": None})
             rmtree(folder, ignore_errors=True)
+            Console().print(f"{label}: " + ("time is up" if self.left() <= 0 else f"failed; see {log}"))
             return
         found = json.loads(output.read_text())
         rmtree(folder, ignore_errors=True)  # checkpoints are large, and nobody asks for them
-        looks = [*found.pop("looks", []), found | {"images": job.images[-1]}]
-        more = {"options": " ".join(self.recipes[job.recipe] or []), "alone": self.options.at_once == 1, "wall_s": took}
+        self.took[job.of, self._kind(job), job.images] = took
+        self._keep(job, [*found.pop("looks", []), found | {"images": job.images[-1]}], {"wall_s": took})
+        Console().print(f"{label}: {found['psnr']:.2f} dB, {found['gaussians']:,} Gaussians, {took:.0f} s")
+
+    def _keep(self, job: Job, looks: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> None:
+        """Writes down the scores that there are not yet."""
+        options = " ".join(self.recipes[job.recipe] or [])
+        more = {"options": options, "alone": self.options.at_once == 1, **more}
         with self.changed:
-            self.took[job.of, self._kind(job), job.images] = took
+            done = {(r["capture"], r["recipe"], r["images"], r["seed"]) for r in self.results}
             for look in looks:
                 kept = {k: v for k, v in look.items() if k not in ("earlier", "refinements", "bytes_per_step")}
-                self.results.append({**asdict(job), "capture": job.name, **more, **kept})
+                if (job.name, job.recipe, look["images"], job.seed) not in done:
+                    self.results.append({**asdict(job), "capture": job.name, **more, **kept})
             self._write()
-        Console().print(f"{label}: {found['psnr']:.2f} dB, {found['gaussians']:,} Gaussians, {took:.0f} s")
 
     def _write(self) -> None:
         text = json.dumps({**describe(), "city_size": self.options.city_size, "results": self.results}, indent=1)

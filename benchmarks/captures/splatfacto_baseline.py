@@ -34,8 +34,9 @@ class NoLpips(torch.nn.Module):
 class _Earlier:
     """Takes the scores in the middle of a run, in the place of nerfstudio's evaluation, which is switched off."""
 
-    def __init__(self, trainer: Any, images: Sequence[int]) -> None:
+    def __init__(self, trainer: Any, images: Sequence[int], output: Path) -> None:
         self._trainer, self._images, self._began = trainer, set(images), time.perf_counter()
+        self._output = output
         self.seconds, self.results = 0.0, list[dict[str, float]]()
 
     def begin(self) -> None:
@@ -58,6 +59,8 @@ class _Earlier:
                 "peak_mib": peak_mib(),
             }
         )
+        # A run that is cut off later leaves these behind.
+        self._output.write_text(json.dumps(self.results))
         pipeline.train()
         torch.cuda.synchronize()
         self.seconds += time.perf_counter() - start
@@ -120,7 +123,7 @@ def main() -> None:
     trainer.setup()
     config.viewer.quit_on_train_completion = True
     _ = trainer.pipeline.datamanager.cached_train  # loading is not training, as in our own summaries
-    earlier = _Earlier(trainer, options.also_at)
+    earlier = _Earlier(trainer, options.also_at, options.output / "looks.json")
     trainer.eval_iteration = earlier.look
     refinements = recorded(trainer.pipeline.model.strategy)
     torch.cuda.synchronize()

@@ -77,7 +77,7 @@ class _Calls:
     """Stands in for processes: each run takes the seconds that it is told, and leaves a result."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.called, self.now = seconds, list[str](), 0.0
+        self.seconds, self.called, self.now, self.cut = seconds, list[str](), 0.0, False
 
     def __call__(self, runs: Runs, function: str, *given: Any) -> float | None:
         self.called.append(function)
@@ -88,6 +88,9 @@ class _Calls:
         if "fails" in words:
             return None
         found = {"psnr": 20.0, "ssim": 0.5, "gaussians": 7, "train_seconds": 1.0, "peak_mib": 2.0}
+        if self.cut:
+            (output.parent / "looks.json").write_text(json.dumps([found | {"images": 5, "psnr": 18.0}]))
+            return None
         looks = [found | {"images": 5, "psnr": 19.0}] if function == "train_splatfacto" else []
         output.write_text(json.dumps(found | ({"looks": looks} if looks else {})))
         return self.seconds
@@ -118,6 +121,16 @@ def test_what_is_there_is_not_run_again(tmp_path: Path, calls: _Calls) -> None:
     again.go()
     assert len(calls.called) == 6, "the new seed alone"
     assert len(again.results) == 8
+
+
+def test_a_run_that_is_cut_off_leaves_its_scores(tmp_path: Path, calls: _Calls) -> None:
+    words = ("--captures", str(tmp_path / "fox"), "--recipes", "splatfacto", "--images", "5", "9")
+    calls.cut = True
+    Runs(options(tmp_path, *words)).go()
+    calls.cut = False
+    runs = Runs(options(tmp_path, *words))
+    runs.go()
+    assert [(r["images"], r["psnr"], r["wall_s"]) for r in runs.results] == [(5, 18.0, None), (9, 20.0, 10.0)]
 
 
 def test_no_run_begins_that_would_not_end_in_time(tmp_path: Path, calls: _Calls) -> None:
