@@ -81,7 +81,10 @@ def splatfacto(
             "bilateral_grid": _group(2e-3, final=1e-4, warmup=1000),
         },
         # A table of what nerfstudio's own profiler saw would follow the end of a run; `metrics.jsonl` has our times.
-        logging=LoggingConfig(local_writer=LocalWriterConfig(_target=TerminalLog, enable=True), profiler="none"),
+        # A log ends a block of fused steps, and that takes as long as a small capture's step.
+        logging=LoggingConfig(
+            local_writer=LocalWriterConfig(_target=TerminalLog, enable=True), profiler="none", steps_per_log=50
+        ),
         viewer=ViewerConfig(num_rays_per_chunk=1 << 15),
         vis="viewer",
     )

@@ -70,3 +70,10 @@ def test_alone_nobody_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     row = _rows(tmp_path)[-1]
     assert (row["data_ms"], row["compute_ms"], row["exchange_ms"], row["waiting_ms"]) == (10.0, 50.0, 50.0, 0.0)
     assert row["loss"] == 0.5
+
+
+def test_a_fall_of_a_thousand_steps_is_told_however_often_a_run_logs(tmp_path: Path) -> None:
+    for period, after in ((10, 100), (50, 20), (500, 20)):
+        watch = ProgressLog(World.single(), tmp_path, period).psnr
+        said = [bool(watch.look(25.0 if log < 200 else 5.0, log * period)) for log in range(400)]
+        assert said.index(True) - 200 == pytest.approx(after, rel=0.4), period

@@ -24,6 +24,12 @@ from ns_multigpu.plugin.train.terminal import PsnrWatch
 
 _PARTS = ("data", "compute", "exchange")
 
+_PATIENCE = 1000
+"""Steps that training's PSNR may be far below its best before somebody is warned."""
+
+_FEWEST_LOGS = 20
+"""Logs that it has to be below for, at least: a few views say little."""
+
 
 class ProgressLog:
     """Writes `metrics.jsonl` (a line each time the run logs) and `training_summary.json` into the run folder.
@@ -31,13 +37,18 @@ class ProgressLog:
     Times are of this kind: `data` (choosing views, bringing images), `compute` (render, loss, backward, update),
     `exchange` (what the exchange adds after backward) and `waiting` (for the slowest rank), milliseconds a step.
 
+    Args:
+        world: the ranks.
+        folder: the run's.
+        period: steps from log to log.
+
     Attributes:
         start_metrics: held-out metrics before the first step, where they were asked for.
         psnr: what has become of training's PSNR.
         seconds: what training alone took, once it is over.
     """
 
-    def __init__(self, world: World, folder: Path) -> None:
+    def __init__(self, world: World, folder: Path, period: int = 10) -> None:
         self._world = world
         self._folder = folder
         self._began = self._last_time = time.perf_counter()
@@ -49,7 +60,7 @@ class ProgressLog:
         world.traffic.since("log")
         world.traffic.between_since("log")
         self.start_metrics: dict[str, float] = {}
-        self.psnr = PsnrWatch()
+        self.psnr = PsnrWatch(max(_PATIENCE // max(period, 1), _FEWEST_LOGS))
         self.seconds = 0.0
         self._disk_told = False
         self._images = write_images_late()

@@ -126,7 +126,7 @@ class DistributedTrainer(Trainer):
         self.partition_picture = PartitionPicture(self.pipeline.model, poses, self.world, self.base_dir)
         if self.partition_picture.due:
             self.partition_picture.draw()
-        self.progress = ProgressLog(self.world, self.base_dir)
+        self.progress = ProgressLog(self.world, self.base_dir, self.config.logging.steps_per_log)
         if self.config.eval_at_start:
             self.progress.start_metrics = self.pipeline.get_average_eval_image_metrics(step=self._start_step)
         fused = FusedBlocks.if_asked_for(self.config, self.pipeline, self.optimizers, self.world, self.guards)
