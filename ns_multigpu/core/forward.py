@@ -174,7 +174,8 @@ class _Try:
 
     def _project(self, room: _Room) -> tuple[Rows, CollectiveRows | None, Tensor]:
         view, kernels, world = self._view, self._kernels, self._world
-        cameras = Cameras(view.viewmat[None].contiguous(), view.K[None].contiguous(), (view.width, view.height))
+        size, times = (view.width, view.height), view.K.new_full((1,), view.time)
+        cameras = Cameras(view.viewmat[None].contiguous(), view.K[None].contiguous(), size, times)
         rows = kernels.project(self._model, cameras, room.rows, (), None)
         counts = torch.zeros(world.size, dtype=torch.int64, device=world.device)
         if not self._travels:

@@ -29,11 +29,18 @@ class Cameras:
     Attributes:
         viewmats: [V, 4, 4]. Ks: [V, 3, 3].
         sizes: (width, height) of each, 2 V ints.
+        times: [V], of captures that move: see `View.time`.
     """
 
     viewmats: Tensor
     Ks: Tensor
     sizes: Sequence[int]
+    times: Tensor
+
+    def of(self, view: int) -> "Cameras":
+        """One of the views."""
+        one = slice(view, view + 1)
+        return Cameras(self.viewmats[one], self.Ks[one], self.sizes[2 * view : 2 * view + 2], self.times[one])
 
 
 @dataclass(frozen=True)
@@ -120,10 +127,12 @@ class Kernels(ABC):
     Attributes:
         parameters: the names of the parameters in the order that operators take them.
         record_floats: numbers of a row's record: as it travels, and of its gradients.
+        puts_off: whether `model` takes `lazy`.
     """
 
     parameters: tuple[str, ...]
     record_floats: int
+    puts_off: bool = True
 
     @abstractmethod
     def model(

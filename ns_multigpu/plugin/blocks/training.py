@@ -30,6 +30,7 @@ from ns_multigpu.core.late_counts import LateCounts
 from ns_multigpu.core.pairs import pairs_of, tell_pairs
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.core.schema import names
 from ns_multigpu.core.step import Step
 from ns_multigpu.core.step_settings import Status, StepSettings, with_halos
 from ns_multigpu.core.types import View
@@ -45,7 +46,6 @@ from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.plugin.faults.out_of_memory import Counts
 from ns_multigpu.plugin.model.cameras import view_from_camera
-from ns_multigpu.primitives.gaussians.schema import ORDER
 
 MOST_STEPS = 64
 """Steps of a block at most: so long a signal, or the viewer, may have to wait."""
@@ -100,7 +100,8 @@ class Training:
         self._lazy: LazyAdam | None = None
         self._key: object = None
         # Ranks with shards of different lengths would not all make their steps anew together.
-        self._points = PointStorage(spare=not self._model.sharded)
+        self._names = names(self._model.schema)
+        self._points = PointStorage(spare=not self._model.sharded, names=self._names)
         self._noise = StepNoise(pipeline, optimizers)
         self._wants_lazy = self._may_put_off()
         self._rows_drawn: int | None = None  # by one rank in one step, at most
@@ -134,11 +135,9 @@ class Training:
         coming = data.coming(range(first, steps[-1] + 1 + MOST_STEPS), batch)
         self._foreseen = first + len(coming)
         factors = [self._signature(step)[1] for step in range(first, self._foreseen)]
+        batches = zip(coming, factors, strict=True)
         self._pipeline.strategy.assignment.foresee(
-            [
-                [self._camera(index, factor)[0] for index in indices]
-                for indices, factor in zip(coming, factors, strict=True)
-            ]
+            [[self._camera(index, factor)[0] for index in indices] for indices, factor in batches]
         )
 
     def run(self, steps: range) -> BlockResult:
@@ -191,8 +190,11 @@ class Training:
             self._wants_lazy, self._key = wanted, None
 
     def _may_put_off(self) -> bool:
-        """Not where the points that are not drawn take no step, or noise moves all of them."""
-        return not self._model.config.selective_adam and not self._noise.active
+        """Not where the points that are not drawn take no step, noise moves all of them, or kernels put nothing off."""
+        model = self._model
+        return model.primitive(depth=False).kernels().puts_off and not (
+            model.config.selective_adam or self._noise.active
+        )
 
     def refine(self, steps: range) -> None:
         """Densification after a block."""
@@ -216,7 +218,7 @@ class Training:
 
     def go_back(self, counts: Counts, done: int) -> None:
         """Leaves everything as after `done` steps of a block, which the device has taken, and holds no buffers."""
-        go_back(self._points, self._optimizers, self._lazy, counts, done)
+        go_back(self._points, self._names, self._optimizers, self._lazy, counts, done)
         self._release()
 
     def _release(self) -> None:
@@ -229,14 +231,12 @@ class Training:
 
     def _render(self, step: Step, feed: _Feed) -> None:
         """Takes a step whose numbers are in place: its images, and the step itself."""
-        timer, plan = self._pipeline.timer, with_halos(feed.plan, step.settings.width, step.settings.height)
-        mine = plan.owned[self._world.rank]
-        with timer.measure("data"):
-            batch, factor = (feed.indices, plan, feed.views), self._signature(feed.step)[1]
+        plan, factor = with_halos(feed.plan, step.settings.width, step.settings.height), self._signature(feed.step)[1]
+        mine, batch = plan.owned[self._world.rank], (feed.indices, plan, feed.views)
+        with self._pipeline.timer.measure("data"):
             parts = self._images.get_smaller(*batch, factor, lambda image: self._small(image, feed.step))
-            self._targets = self._buffers.targets(parts, mine, feed.views)
+            self._targets, self._drawn = self._buffers.targets(parts, mine, feed.views), plan
         step.rgb = self._graphs.take(plan, lambda: step.parts(plan, self._targets))
-        self._drawn = plan
         if self._pipeline.strategy.assignment.learns is not Learns.NOTHING:
             self._learnt.send(feed.views, step.learnt)
 
@@ -308,7 +308,7 @@ class Training:
         return degree, factor, self._model.counts(images)
 
     def _camera(self, index: int, factor: int) -> tuple[View, Tensor]:
-        """A view on the host, and its 25 numbers: world-to-camera matrix and intrinsics."""
+        """A view on the host, and its 25 numbers for a step: world-to-camera matrix and intrinsics."""
         key = (index, factor)
         if key not in self._cameras:
             camera = self._pipeline.datamanager.train_camera(index)
@@ -324,7 +324,7 @@ class Training:
         indices = pipeline.datamanager.train_batch(step, batch)
         _, factor, _ = self._signature(step)
         cameras = [self._camera(index, factor) for index in indices]
-        views = [view for view, _ in cameras]
+        views, matrices = [view for view, _ in cameras], torch.stack([of_view for _, of_view in cameras])
         self._learnt.learn()
         plan = pipeline.strategy.plan_alike(views)
         mine = {patch.view for patch in plan.owned[self._world.rank]}
@@ -333,8 +333,8 @@ class Training:
         numbers = torch.tensor(self._adam.count()).reshape(-1)
         for scheduler in self._optimizers.schedulers.values():
             scheduler.step()
-        matrices = torch.stack([numbers_ for _, numbers_ in cameras])
-        inputs = torch.cat([matrices[:, :16].reshape(-1), matrices[:, 16:].reshape(-1), *backgrounds, numbers])
+        cameras, times = [matrices[:, :16], matrices[:, 16:]], torch.tensor([view.time for view in views])
+        inputs = torch.cat([*(part.reshape(-1) for part in cameras), *backgrounds, numbers, times])
         return _Feed(step, indices, views, inputs, plan, self._noise.rate())
 
     def _background(self, image: int) -> Tensor:
@@ -366,7 +366,7 @@ class Training:
         model, pipeline = self._model, self._pipeline
         if counts:
             model.densifier.statistics(model.gauss_params, model.densifier_state)
-        groups = [self._optimizers.optimizers[name] for name in ORDER]
+        groups = [self._optimizers.optimizers[name] for name in self._names]
         self._adam = AdamStep(groups, with_grads=False)
         stays = self._points.hold(model.gauss_params, self._adam, model.densifier_state)
         if stays and self._step is not None and self._key == key:
