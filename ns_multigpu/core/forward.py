@@ -212,7 +212,9 @@ class _Try:
         message[first : first + len(work)] = work
         height, width = own.y1 - own.y0, own.x1 - own.x0
         image, alpha = drawn.color.view(height, width, -1), drawn.alpha.view(height, width, 1)
-        return Pixels(own, image[..., :3], alpha, image[..., 3:4] / alpha.clamp(min=1e-10))
+        shown = kernels.shown(drawn, self._view)
+        extra = {name: values.view(height, width, -1) for name, values in shown.items()}
+        return Pixels(own, image[..., :3], alpha, image[..., 3:4] / alpha.clamp(min=1e-10), extra=extra)
 
 
 def launched(parts: Parts[T]) -> T:

@@ -272,6 +272,7 @@ class Step:
                 places = [i for i, patch in enumerate(plan.owned[world.rank]) if patch.view in self._stages[k]]
                 owned = part.owned[world.rank]
                 rgbs, v_color, v_alpha = self._losses.add(settled, owned, views, [targets[i] for i in places])
+                drawn = kernels.more_losses(drawn, owned, views, self.report)
                 for i, image in zip(places, rgbs, strict=True):
                     rgb[i] = image
                 del settled

@@ -79,10 +79,10 @@ def step_on(machines: int, world: World, *rest: Any) -> Outcome:
 
 def take_one(
     spread: Strategy, kind: Any, count: int, size: tuple[int, int], mode: str, by_sort: bool = False,
-    half: bool | None = None, whole: Points | None = None,
+    half: bool | None = None, whole: Points | None = None, **more: Any,
 ) -> Outcome:  # fmt: skip
     """What `one_step` returns, of a step that reads nothing back. With `half` given rows travel by collectives. The
-    points are 3D Gaussians, unless given."""
+    points are 3D Gaussians, unless given; `more` are options of their kernels."""
     world = spread.world
     device = world.device
     views = make_views(count, torch.float32, device, size)
@@ -93,7 +93,7 @@ def take_one(
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
     statistics = {name: torch.zeros(len(held), device=device) for name in ("grad2d", "count", "radii")}
     spread.observe(kind, held, 0)
-    step = made(spread, kind, views, params, moments, statistics, by_sort, half)
+    step = made(spread, kind, views, params, moments, statistics, by_sort, half, **more)
     fill(step, views)
     plan = with_halos(spread.plan_alike(views), *size)
     targets = []
@@ -119,12 +119,12 @@ def take_one(
 
 def made(
     spread: Strategy, kind: Any, views: list[View], params: Any, moments: Any, statistics: Any, by_sort: bool,
-    half: bool | None = None,
+    half: bool | None = None, **more: Any,
 ) -> Step:  # fmt: skip
     """The step of a strategy and a primitive, with what carries its rows."""
     world = spread.world
     settings = StepSettings(views[0].width, views[0].height, len(views), LAMBDA, **ROOM)
-    kernels = replace(kind, depth=False).kernels()
+    kernels = replace(kind, depth=False).kernels(**more)
     assert kernels is not None
     words = settings.words(spread.assignment)
     peer = world.device.type == "cuda" and world.size > 1 and half is None
