@@ -104,7 +104,7 @@ class ComposedKernels(Kernels):
             return
         lines, real = Lines(rows.view_ids, rows.point_ids), _real(rows.point_ids, rows.count)
         if rows.count.numel() > 1:  # operators want padding at the end, not behind each segment
-            order = real.logical_not().sort(stable=True).indices
+            order = real.logical_not().byte().sort(stable=True).indices
             real, records = real[order], records[order]
             last = len(cameras.viewmats) - 1
             ids = ((lines.view_ids, last), (lines.point_ids, -1))
