@@ -49,7 +49,9 @@ class _Notes(TorchDispatchMode):
             if argument.name in kwargs:
                 self._keep(argument, kwargs[argument.name])
         result = _run(func, args, kwargs)
-        self.calls.append((func, args, kwargs, [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]))
+        # The same memory without what autograd knows of it: a graph knows none of that.
+        args, kwargs, noted = tree_map(_plain, (args, kwargs, tree_leaves(result)))
+        self.calls.append((func, args, kwargs, [x for x in noted if isinstance(x, torch.Tensor)]))
         return result
 
     def undo(self) -> None:
@@ -63,6 +65,10 @@ class _Notes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 memory = tensor.untyped_storage()
                 self.before.setdefault(memory.data_ptr(), (memory, memory.clone()))
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:

@@ -59,6 +59,7 @@ class OurStep:
         self._target = torch.empty_like(scene.target)
         cameras = [scene.viewmats.reshape(-1).cpu(), scene.Ks.reshape(-1).cpu()]
         self._cameras = torch.cat([*cameras, scene.background().cpu()])
+        self._times = torch.zeros(len(scene.viewmats))
         self._ring = ScalarRing(scene.device, self.fused.inputs.numel(), slots=16)
         self._graph = graph
         self._run: Work | None = None
@@ -66,7 +67,7 @@ class OurStep:
 
     def __call__(self) -> None:
         numbers = torch.tensor(self.adam.count()).reshape(-1)
-        inputs = torch.cat([self._cameras, numbers])
+        inputs = torch.cat([self._cameras, numbers, self._times])
         self._ring.upload(inputs[None], torch.float32, into=self.fused.inputs[None])
         self._target.copy_(self._scene.target)
         if self._run is not None:

@@ -180,7 +180,8 @@ class Run(ABC):
         views = self.batches[b]
         parts = [view.viewmat.reshape(-1) for view in views] + [view.K.reshape(-1) for view in views]
         backgrounds = torch.zeros(self.step.backgrounds.numel())
-        self._take(b, torch.cat([*parts, backgrounds, torch.tensor(lines).reshape(-1)]))
+        times = torch.zeros(len(views))
+        self._take(b, torch.cat([*parts, backgrounds, torch.tensor(lines).reshape(-1), times]))
 
     def flush(self) -> None:
         self.step.flush()

@@ -122,6 +122,7 @@ SCHEMAS: tuple[str, ...] = (
     "unpack(Tensor records, Tensor counts, int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, "
     "Tensor opacities, Tensor features, Tensor depths, Tensor radii, Tensor owners, Tensor slots)",
     "collect(Tensor place, Tensor count, Tensor sources, int capacity) -> Tensor records",
+    "add_records(Tensor records, Tensor sinks, Tensor owners, Tensor slots, bool system_scope) -> ()",
     # Segments of one buffer, by rank.
     "pack_wire(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
     "Tensor radii, Tensor place, Tensor(a!) wire, int[] starts, int[] capacities, int rank, bool half, bool slots, "

@@ -209,6 +209,28 @@ def collect(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Ten
     return op(place, count, sources, capacity)
 
 
+@torch.no_grad()
+def add_records(records: Tensor, sinks: Tensor, owners: Tensor, slots: Tensor, system_scope: bool = False) -> None:
+    """Adds each row's record to the one at `sinks[owners[row]]`, line `slots[row]`, as `rasterize_backward_into`
+    does with what it finds.
+
+    Args:
+        records: [M, K] float32. Rows that are zero are not looked at any further, and may have no owner.
+        sinks: [S] int64, addresses of records of K float32. owners: [M] int32, below S. slots: [M] int32.
+        system_scope: whether other GPUs add to the same records.
+
+    Raises:
+        TypeError, ValueError: types or shapes are wrong.
+        RuntimeError: on CUDA without our kernels: nothing else writes to an address there.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    _check_floats(records, records=(records, (-1, -1)))
+    _check(records, torch.int32, owners=(owners, (len(records),)), slots=(slots, (len(records),)))
+    _check(records, torch.int64, sinks=(sinks, (-1,)))
+    op: Any = torch.ops.ns_multigpu.add_records if _kernels_serve_addresses(records) else composed.add_records
+    op(records.detach(), sinks, owners, slots, system_scope)
+
+
 def _checked_patches(patches: Sequence[int], ranks: int) -> list[int]:
     numbers = [int(number) for number in patches]
     if len(numbers) % 6:
@@ -265,6 +287,7 @@ def _check_lines(first: int, end: int, rows: int) -> None:
 
 @torch.library.register_fake("ns_multigpu::route_lines", lib=LIBRARY)
 @torch.library.register_fake("ns_multigpu::pack", lib=LIBRARY)
+@torch.library.register_fake("ns_multigpu::add_records", lib=LIBRARY)
 def _in_place_fake(*_: Any) -> None:
     return None
 
@@ -288,3 +311,4 @@ LIBRARY.impl("route_lines", composed.route_lines, "CPU")
 LIBRARY.impl("pack", composed.pack, "CPU")
 LIBRARY.impl("unpack", composed.unpack, "CPU")
 LIBRARY.impl("collect", composed.collect, "CPU")
+LIBRARY.impl("add_records", composed.add_records, "CPU")

@@ -1,4 +1,4 @@
-"""`route_lines`, `pack`, `unpack` and `collect` in torch's operators. See `cuda_ext.ops.row_exchange`.
+"""`route_lines`, `pack`, `unpack`, `collect` and `add_records` in torch's operators. See `cuda_ext.ops.row_exchange`.
 
 Addresses are those of memory of this process: where they lie on a GPU, only our kernels can follow them.
 """
@@ -82,7 +82,18 @@ def collect(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Ten
     return records
 
 
-def _records_at(address: int, capacity: int) -> Tensor:
-    """The records [capacity, 16] that lie at an address of this process's own memory; nothing keeps them alive."""
-    memory = (ctypes.c_float * (capacity * RECORD_FLOATS)).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.float32).view(capacity, RECORD_FLOATS)
+@torch.no_grad()
+def add_records(records: Tensor, sinks: Tensor, owners: Tensor, slots: Tensor, system_scope: bool) -> None:
+    """See `cuda_ext.ops.row_exchange.add_records`."""
+    named = (records != 0).any(-1)
+    for owner, address in enumerate(sinks.tolist()):
+        rows = (named & (owners == owner)).nonzero().squeeze(-1)
+        if len(rows) > 0:
+            there = slots[rows].long()
+            _records_at(address, int(there.max()) + 1, records.shape[1]).index_add_(0, there, records[rows])
+
+
+def _records_at(address: int, capacity: int, floats: int = RECORD_FLOATS) -> Tensor:
+    """The records [capacity, floats] that lie at an address of this process's own memory; nothing keeps them alive."""
+    memory = (ctypes.c_float * (capacity * floats)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.float32).view(capacity, floats)

@@ -174,7 +174,8 @@ class _Try:
 
     def _project(self, room: _Room) -> tuple[Rows, CollectiveRows | None, Tensor]:
         view, kernels, world = self._view, self._kernels, self._world
-        cameras = Cameras(view.viewmat[None].contiguous(), view.K[None].contiguous(), (view.width, view.height))
+        size, times = (view.width, view.height), view.K.new_full((1,), view.time)
+        cameras = Cameras(view.viewmat[None].contiguous(), view.K[None].contiguous(), size, times)
         rows = kernels.project(self._model, cameras, room.rows, (), None)
         counts = torch.zeros(world.size, dtype=torch.int64, device=world.device)
         if not self._travels:
@@ -211,7 +212,9 @@ class _Try:
         message[first : first + len(work)] = work
         height, width = own.y1 - own.y0, own.x1 - own.x0
         image, alpha = drawn.color.view(height, width, -1), drawn.alpha.view(height, width, 1)
-        return Pixels(own, image[..., :3], alpha, image[..., 3:4] / alpha.clamp(min=1e-10))
+        shown = kernels.shown(drawn, self._view)
+        extra = {name: values.view(height, width, -1) for name, values in shown.items()}
+        return Pixels(own, image[..., :3], alpha, image[..., 3:4] / alpha.clamp(min=1e-10), extra=extra)
 
 
 def launched(parts: Parts[T]) -> T:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cuda_ext.ops.lazy_adam import LazyAdam
 from ns_multigpu.core.row_wire import RowWire
+from ns_multigpu.core.types import Patch, View
 
 Rows = Any
 """The rows of a rank's own points, in lines of a fixed number, padding included: what `Kernels.project` returns. A
@@ -29,11 +30,18 @@ class Cameras:
     Attributes:
         viewmats: [V, 4, 4]. Ks: [V, 3, 3].
         sizes: (width, height) of each, 2 V ints.
+        times: [V], of captures that move: see `View.time`.
     """
 
     viewmats: Tensor
     Ks: Tensor
     sizes: Sequence[int]
+    times: Tensor
+
+    def of(self, view: int) -> "Cameras":
+        """One of the views."""
+        one = slice(view, view + 1)
+        return Cameras(self.viewmats[one], self.Ks[one], self.sizes[2 * view : 2 * view + 2], self.times[one])
 
 
 @dataclass(frozen=True)
@@ -120,10 +128,13 @@ class Kernels(ABC):
     Attributes:
         parameters: the names of the parameters in the order that operators take them.
         record_floats: numbers of a row's record: as it travels, and of its gradients.
+        puts_off: whether `model` takes `lazy`. halves: whether `wire` takes `half`.
     """
 
     parameters: tuple[str, ...]
     record_floats: int
+    puts_off: bool = True
+    halves: bool = True
 
     @abstractmethod
     def model(
@@ -197,6 +208,22 @@ class Kernels(ABC):
     @abstractmethod
     def draw(self, arrived: Arrived, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
         """The patches. With `mark_stops` alpha is negative where drawing stopped before a row."""
+
+    def shown(self, drawn: Drawn, view: View) -> Mapping[str, Tensor]:
+        """What pictures show of patches of a view, by the names of `Primitive.shown`: [P, numbers] each."""
+        return {}
+
+    def more_losses(self, drawn: Drawn, patches: Sequence[Patch], views: Sequence[View], report: Tensor) -> Drawn:
+        """Takes the losses of what patches show beside their image, where the kernels were made with any.
+
+        Args:
+            drawn: the patches, as they were drawn by whom they belong to.
+            report: the views' losses are added to it, by view; they are a batch's divided by its views.
+
+        Returns:
+            what `draw_back` is to be given.
+        """
+        return drawn
 
     @abstractmethod
     def draw_back(self, drawn: Drawn, v_color: Tensor, v_alpha: Tensor, sinks: Sinks) -> None:

@@ -63,3 +63,20 @@ def loss_weights(
     windows = (width - 10) * (height - 10)
     by_l1 = (1 - ssim_lambda) / (3 * batch * width * height)
     return torch.tensor(by_l1, device=device), torch.tensor(-ssim_lambda / (3 * batch * windows), device=device)
+
+
+def share_of_mse(
+    images: Sequence[Tensor], targets: Sequence[Tensor], patches: Sequence[Patch], view: View, views: int
+) -> Tensor:
+    """What patches contribute [] to a batch's mean squared error.
+
+    Args:
+        images: renderings [h, w, 3], without halo. targets: see `PatchLosses.add`. patches: which they are.
+        view: one of the size that all `views` have.
+    """
+    squared = torch.zeros((), device=view.K.device)
+    for patch, image, target in zip(patches, images, targets, strict=True):
+        x0, y0, x1, y1 = patch.inner(view)
+        own = target[y0:y1, x0:x1]
+        squared = squared + (image - (own.float() / 255 if own.dtype == torch.uint8 else own)).square().sum()
+    return squared / (3 * view.width * view.height * views)

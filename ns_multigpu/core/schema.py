@@ -4,6 +4,10 @@ and planner read. Arithmetic only, as the planner is."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt, prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the planner reads this, which is arithmetic
+    from torch import Tensor
 
 HARMONICS = -1
 """In a shape: as many as a model's spherical harmonics have coefficients beyond the first (`harmonics`)."""
@@ -63,3 +67,8 @@ def harmonics(degree: int) -> int:
 def degree_of(count: int) -> int:
     """The degree with so many `harmonics`."""
     return isqrt(count + 1) - 1
+
+
+def flat(name: str, tensor: "Tensor") -> "Tensor":
+    """Opacities are [N, 1] to an optimizer and [N] to the operators."""
+    return tensor.view(-1) if name == "opacities" else tensor

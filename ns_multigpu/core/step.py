@@ -108,9 +108,10 @@ class Step:
         ValueError: no step is composed of the strategy's pieces, or steps are to be put off where they cannot.
 
     Attributes:
-        inputs: one vector that holds the next four, in this order.
+        inputs: one vector that holds the next five, in this order.
         viewmats: [B, 4, 4] the batch's world-to-camera matrices. Ks: [B, 3, 3] its intrinsics.
         backgrounds: [B, 3]. scalars: [parameters, 8] Adam's, see `cuda_ext.ops.adam.AdamStep`.
+        times: [B] the views', see `View.time`.
         report: [B + 1] this rank's shares of the views' losses (summed over ranks they are the views', not divided by
             B), and a number that is finite where all gradients of the rows drawn here, or that arrived here, are. It is
             finite, too, where the step is not taken.
@@ -154,9 +155,9 @@ class Step:
         self._pixels = carrier
         device, batch, count = self._model.params[0].device, settings.views, len(kernels.parameters)
         self._device = device
-        parts = (16 * batch, 9 * batch, 3 * batch, count * SCALARS)
+        parts = (16 * batch, 9 * batch, 3 * batch, count * SCALARS, batch)
         self.inputs = torch.zeros(sum(parts), device=device)
-        viewmats, Ks, backgrounds, scalars = self.inputs.split(parts)
+        viewmats, Ks, backgrounds, scalars, self.times = self.inputs.split(parts)
         self.viewmats, self.Ks = viewmats.view(batch, 4, 4), Ks.view(batch, 3, 3)
         self.backgrounds, self.scalars = backgrounds.view(-1, 3), scalars.view(-1, SCALARS)
         self.report = torch.zeros(batch + 1, device=device)
@@ -271,6 +272,7 @@ class Step:
                 places = [i for i, patch in enumerate(plan.owned[world.rank]) if patch.view in self._stages[k]]
                 owned = part.owned[world.rank]
                 rgbs, v_color, v_alpha = self._losses.add(settled, owned, views, [targets[i] for i in places])
+                drawn = kernels.more_losses(drawn, owned, views, self.report)
                 for i, image in zip(places, rgbs, strict=True):
                     rgb[i] = image
                 del settled
@@ -355,7 +357,7 @@ class Step:
     def _cameras(self, positions: range) -> Cameras:
         some = slice(positions.start, positions.stop)
         sizes = (self.settings.width, self.settings.height) * len(positions)
-        return Cameras(self.viewmats[some], self.Ks[some], sizes)
+        return Cameras(self.viewmats[some], self.Ks[some], sizes, self.times[some])
 
     def flush(self) -> None:
         """Takes the steps that were put off; until the next step everything is as it ought to be. All ranks do it."""

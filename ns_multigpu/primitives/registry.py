@@ -92,7 +92,7 @@ def _initial_surfels(*seeds: Any, **options: Any) -> dict[str, Tensor]:
     return {**params, "scales": params["scales"][:, :2].contiguous()}
 
 
-_NO_OPERATORS = "only fused steps do that, and these points have no operators for them yet"
+_NO_OPERATORS = "only the fused steps of 3D Gaussians do that"
 _WITHOUT = {
     ("rasterize_mode", "antialiased"): "2D Gaussians have a low-pass filter of their own; use classic",
     ("densifier", "mcmc"): "MCMC's noise and relocation are those of 3D Gaussians; use default",

@@ -65,6 +65,23 @@ def test_it_trains_and_densifies_alike_on_any_number_of_ranks(scene: Path, tmp_p
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
 
 
+def fused_course(world: World, scene: Path, runs: Path, fused: str) -> list[dict[str, torch.Tensor]]:
+    """Courses with `tile` and `batch` in single precision, whose rounding Adam's eps is to be far from."""
+    more = {"fused_steps": fused, **{f"optimizers.{name}.optimizer.eps": 1e-4 for name in names(SCHEMA)}}
+    found = []
+    for strategy in ("tile", "batch"):
+        trainer = follow(world, scene, runs / strategy, options(scene, strategy, **more), 14, 1, double=False)
+        found.append(sums(trainer, world))
+    return found
+
+
+def test_fused_steps_are_the_ordinary_ones(scene: Path, tmp_path: Path) -> None:
+    (expected,) = run_ranks(fused_course, 1, scene, tmp_path / "one", "never")
+    for ranks in (1, 2):
+        for found in run_ranks(fused_course, ranks, scene, tmp_path / f"fused-{ranks}", "always"):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
 def train(world: World, scene: Path, runs: Path, saved: Path, strategy: str, steps: int, begun: Path | None) -> Any:
     """Trains without densification, leaves a checkpoint, and renders held-out view 1 at several times."""
     more = {"pipeline.model.stop_split_at": 0, "load_dir": begun}

@@ -67,6 +67,7 @@ def test_where_rows_stay_their_buffers_go_with_the_step() -> None:
 def test_what_peers_write_to_each_other_is_counted(peer: bool) -> None:
     """Rows there, and their gradients back, 64 bytes each. Collectives count for themselves."""
     buffers = make_buffers("tile")
+    buffers.transport(SETTINGS, GaussianKernels(degree=0))
     buffers.peer = peer
     before = buffers._world.traffic.sent
     buffers.count_traffic(Status(done=2, rows=9, segments=(2, 5), intersections=30, full=False, sent=7))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ns_multigpu.core.collectives import all_gather_rows
+from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Patch, Pixels, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
@@ -18,6 +19,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.surfaces import check_primitive, weights
 from ns_multigpu.primitives.surfels.losses import distortion_loss, normal_loss, normals_of_depth
+from ns_multigpu.primitives.surfels.schema import SCHEMA
 from tests.plugin.course import follow, write_capture
 from tests.ranks import run_ranks
 
@@ -76,6 +78,29 @@ def test_a_run_is_as_on_one_worker_and_goes_on(tmp_path: Path) -> None:
         follow(World.single(), tmp_path / "tiny", tmp_path / "other", options, 14, 1, double=False)
 
 
+def fused_course(world: World, folder: Path, strategy: str, fused: str) -> dict[str, Any]:
+    """A course in single precision, whose rounding Adam's eps is to be far from; sums over points."""
+    calm = {f"optimizers.{name}.optimizer.eps": 1e-4 for name in names(SCHEMA)}
+    options = {**OPTIONS, **calm, "pipeline.strategy": strategy, "fused_steps": fused}
+    runs = folder / f"{fused}-{strategy}-{world.size}"
+    model = follow(world, folder / "tiny", runs, options, 12, 1, double=False).pipeline.model
+    whole = {
+        name: all_gather_rows(value.detach(), world)[0] if model.sharded else value.detach()
+        for name, value in model.gauss_params.items()
+    }
+    return {**{name: value.sum(0) for name, value in whole.items()}, "count": len(whole["means"])}
+
+
+def test_fused_steps_are_the_ordinary_ones(tmp_path: Path) -> None:
+    """With both losses, from their starts on, and refinements between."""
+    write_capture(tmp_path / "tiny", wide=False)
+    for strategy, ranks in (("tile", 2), ("batch", 1)):
+        expected = fused_course(World.single(), tmp_path, strategy, "never")
+        assert expected["count"] > 80
+        for found in run_ranks(fused_course, ranks, tmp_path, strategy, "always"):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-3)
+
+
 def test_losses_count_from_their_starts_and_for_2d_gaussians_alone() -> None:
     options: Any = SplatModelConfig(primitive="2dgs", distortion_loss=0.5)
     assert weights(options, 2999) == {} and weights(options, 3000) == {"distortion": 0.5}
@@ -86,8 +111,8 @@ def test_losses_count_from_their_starts_and_for_2d_gaussians_alone() -> None:
 REFUSED = [
     ({"rasterize_mode": "antialiased"}, "tile", "rasterize-mode antialiased.*filter of their own; use classic"),
     ({"densifier": "mcmc"}, "tile", "densifier mcmc is not for 2D Gaussians"),
-    ({"selective_adam": True}, "tile", "selective-adam True .*no operators"),
-    ({"optimizer_state": "compact"}, "tile", "optimizer-state compact .*no operators"),
+    ({"selective_adam": True}, "tile", "selective-adam True .*only the fused steps of 3D Gaussians"),
+    ({"optimizer_state": "compact"}, "tile", "optimizer-state compact .*only the fused steps of 3D Gaussians"),
     ({}, "pixel", "normal-loss 0.05: with the strategy pixel.*Add --pipeline.model.normal-loss 0"),
     ({"distortion_loss": -1.0}, "tile", "distortion-loss -1.0: give a weight of 0 or more"),
     ({"normal_loss": float("nan")}, "tile", "normal-loss nan: give a weight"),

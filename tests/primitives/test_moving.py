@@ -74,7 +74,7 @@ def test_it_culls_what_is_not_there_and_nothing_else_that_shows() -> None:
     drawn = every.rows["radii"][:, 0] > 0
     wanted = {int(k) for k in drawn.nonzero()[:, 0] if int(k) // 400 != 1}
     assert wanted <= {int(k) for k in keys} and len(wanted) > 100
-    moment = kind._condition(points, hits.view_ids, hits.point_ids, torch.tensor([v.time for v in views], dtype=F64))
+    moment = kind.moment(points, hits.view_ids, hits.point_ids, torch.tensor([v.time for v in views], dtype=F64))
     assert float(moment.opacities.detach().min()) >= 1 / 255
 
 
@@ -121,7 +121,7 @@ def test_extents_bound_a_point_at_all_times() -> None:
     extents = kind.extents(points)
     reached = torch.zeros(40, 3, dtype=F64)
     for time in torch.linspace(-3, 4, 701, dtype=F64):
-        moment = kind._condition(points, torch.zeros_like(ids), ids, time[None])
+        moment = kind.moment(points, torch.zeros_like(ids), ids, time[None])
         presence = moment.opacities / kind.activated(points, "opacities")[:, 0]
         rest = (REACH**2 + 2 * presence.log()).clamp(min=0).sqrt()[:, None]
         away = (moment.means - points.params["means"]).abs() + rest * moment.axes.square().sum(-1).sqrt()

@@ -23,12 +23,11 @@ from ns_multigpu.core.step_settings import StepSettings, with_halos
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.tile_lists import SortedLists
 from ns_multigpu.core.transports import make_transport
-from ns_multigpu.core.types import Patch, View
+from ns_multigpu.core.types import Patch, Points, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.primitives.gaussians.functions import Gaussians
-from ns_multigpu.primitives.gaussians.schema import ORDER
 from strategies import STRATEGIES
 from tests.ranks import run_ranks, skip_without_gpus
 from tests.recorded import RecordedPool
@@ -43,11 +42,14 @@ from tests.strategies.test_law import (
     held_at,
     on_machines,
     one_step,
+    points_of,
     stitch,
 )
 
 KERNELS = [name for name, make in PRIMITIVES.items() if isinstance(kind := make(), Gaussians) and kind.sh_degree]
-"""The primitives that have kernels: plain colours, and other kinds of points, take ordinary steps."""
+"""The 3D Gaussians that have kernels: those of plain colours take ordinary steps."""
+OTHERS = ["4D gaussians"]
+"""The other kinds of points that have kernels."""
 MODES = ("step", "captured")
 POINTS, LAMBDA, BACKGROUND = 150, 0.2, 0.3
 DEALT, CUT = 12, 11
@@ -66,9 +68,8 @@ def step_of(
     half: bool | None = None,
 ) -> Outcome:  # fmt: skip
     """`take_one` with a strategy and a primitive of those names."""
-    kind = PRIMITIVES[primitive]()
-    assert isinstance(kind, Gaussians)
-    return take_one(STRATEGIES[strategy](world), kind, count_of(strategy), size, mode, by_sort, half)
+    kind, whole = points_of(primitive, POINTS, torch.float32, world.device)
+    return take_one(STRATEGIES[strategy](world), kind, count_of(strategy), size, mode, by_sort, half, whole)
 
 
 def step_on(machines: int, world: World, *rest: Any) -> Outcome:
@@ -77,21 +78,22 @@ def step_on(machines: int, world: World, *rest: Any) -> Outcome:
 
 
 def take_one(
-    spread: Strategy, kind: Gaussians, count: int, size: tuple[int, int], mode: str, by_sort: bool = False,
-    half: bool | None = None,
+    spread: Strategy, kind: Any, count: int, size: tuple[int, int], mode: str, by_sort: bool = False,
+    half: bool | None = None, whole: Points | None = None, **more: Any,
 ) -> Outcome:  # fmt: skip
-    """What `one_step` returns, of a step that reads nothing back. With `half` given rows travel by collectives."""
+    """What `one_step` returns, of a step that reads nothing back. With `half` given rows travel by collectives. The
+    points are 3D Gaussians, unless given; `more` are options of their kernels."""
     world = spread.world
     device = world.device
     views = make_views(count, torch.float32, device, size)
     spread.placement.look(lambda: views)
-    held, places = held_at(spread, make_points(POINTS, torch.float32, device))
+    held, places = held_at(spread, whole or make_points(POINTS, torch.float32, device))
     params = {name: value.detach().clone() for name, value in held.params.items()}
     begun = {name: value.clone() for name, value in params.items()}
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
     statistics = {name: torch.zeros(len(held), device=device) for name in ("grad2d", "count", "radii")}
     spread.observe(kind, held, 0)
-    step = made(spread, kind, views, params, moments, statistics, by_sort, half)
+    step = made(spread, kind, views, params, moments, statistics, by_sort, half, **more)
     fill(step, views)
     plan = with_halos(spread.plan_alike(views), *size)
     targets = []
@@ -116,13 +118,13 @@ def take_one(
 
 
 def made(
-    spread: Strategy, kind: Gaussians, views: list[View], params: Any, moments: Any, statistics: Any, by_sort: bool,
-    half: bool | None = None,
+    spread: Strategy, kind: Any, views: list[View], params: Any, moments: Any, statistics: Any, by_sort: bool,
+    half: bool | None = None, **more: Any,
 ) -> Step:  # fmt: skip
     """The step of a strategy and a primitive, with what carries its rows."""
     world = spread.world
     settings = StepSettings(views[0].width, views[0].height, len(views), LAMBDA, **ROOM)
-    kernels = replace(kind, depth=False).kernels()
+    kernels = replace(kind, depth=False).kernels(**more)
     assert kernels is not None
     words = settings.words(spread.assignment)
     peer = world.device.type == "cuda" and world.size > 1 and half is None
@@ -160,7 +162,8 @@ def fill(step: Step, views: list[View]) -> None:
     step.viewmats.copy_(torch.stack([view.viewmat for view in views]))
     step.Ks.copy_(torch.stack([view.K for view in views]))
     step.backgrounds.fill_(BACKGROUND)
-    step.scalars.copy_(torch.tensor([adam_scalars(0.0, (0.0, 0.999), 1e-15, 1) for _ in ORDER]))
+    step.times.copy_(torch.tensor([view.time for view in views]))
+    step.scalars.copy_(torch.tensor(adam_scalars(0.0, (0.0, 0.999), 1e-15, 1)).expand_as(step.scalars))
 
 
 def check_step(outcomes: list[Outcome], strategy: str, primitive: str, size: tuple[int, int]) -> None:
@@ -203,6 +206,16 @@ def test_a_step_equals_single(strategy: str, mode: str, ranks: int, primitive: s
     check_step(run_ranks(step_of, ranks, strategy, primitive, size, mode), strategy, primitive, size)
 
 
+@pytest.mark.parametrize("primitive", OTHERS)
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "mode"),
+    [("single", 1, "captured"), ("batch", 2, "captured"), ("batch", 3, "step"), ("tile", 3, "captured"),
+     ("tile", 4, "step"), ("locality", 2, "step"), ("locality", 4, "captured")],
+)  # fmt: skip
+def test_a_step_of_other_points_equals_single(strategy: str, ranks: int, mode: str, primitive: str) -> None:
+    check_step(run_ranks(step_of, ranks, strategy, primitive, PORTRAIT, mode), strategy, primitive, PORTRAIT)
+
+
 @pytest.mark.parametrize(("ranks", "machines"), MACHINES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", KNOW_MACHINES)
@@ -231,7 +244,7 @@ def test_lists_from_a_sort_over_all_ranks(ranks: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("primitive", KERNELS)
+@pytest.mark.parametrize("primitive", [*KERNELS, *OTHERS])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", ["single", *LIKE_SINGLE])

@@ -1,5 +1,6 @@
 """The law for 2D Gaussians: all that they render, their losses and all gradients are those of one rank."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from strategies import STRATEGIES
 from tests.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_points
 from tests.strategies.test_law import Outcome, check, stitch, take_step
+from tests.strategies.test_law_steps import POINTS, PORTRAIT, check_outcomes, count_of, take_one
 
 CASES = [("batch", 2), ("tile", 1), ("tile", 3), ("tile", 4), ("locality", 2), ("locality", 4)]
 ALL = Surfels(sh_degree=3, depth=True, channels=CHANNELS)
@@ -55,6 +57,50 @@ def test_pixel_equals_single_without_further_channels_and_refuses_them() -> None
     check(run_ranks(plain, 2, "pixel", 4, 120), expected, torch.float64)
     with pytest.raises(ValueError, match="normals, distortion, median cannot be put together"):
         step(World.single(), "pixel", 2, 10)
+
+
+LOSSES = {"normals": 1.0, "distortion": 0.1}
+"""The weights of `take_step`."""
+STEPS = [
+    ("single", 1, "captured"), ("batch", 2, "captured"), ("batch", 3, "step"), ("tile", 2, "captured"),
+    ("tile", 4, "step"), ("locality", 3, "captured"),
+]  # fmt: skip
+
+
+def fused_step(
+    world: World, strategy: str, mode: str, losses: dict[str, float], by_sort: bool = False, half: bool | None = None
+) -> Outcome:
+    whole = surfels(POINTS, torch.float32, world.device)
+    return take_one(
+        STRATEGIES[strategy](world), PLAIN, count_of(strategy), PORTRAIT, mode, by_sort, half, whole, losses=losses
+    )  # fmt: skip
+
+
+def check_fused(outcomes: list[Outcome], strategy: str, losses: dict[str, float]) -> None:
+    """Whether ranks together did what one rank does through autograd."""
+    kind = replace(PLAIN, channels=("normals", "distortion") if losses else ())
+    made, count = surfels(POINTS, torch.float32), count_of(strategy)
+    spread = STRATEGIES["single"](World.single())
+    expected = take_step(spread, "surfels", count, POINTS, torch.float32, PORTRAIT, kind=(kind, made))
+    replicated = STRATEGIES[strategy](World.single()).placement.replicated
+    check_outcomes(outcomes, expected, count, PORTRAIT, replicated=replicated)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "mode"), STEPS)
+def test_a_fused_step_equals_single(strategy: str, ranks: int, mode: str) -> None:
+    check_fused(run_ranks(fused_step, ranks, strategy, mode, LOSSES), strategy, LOSSES)
+
+
+def test_a_fused_step_without_losses_and_with_sorted_lists() -> None:
+    check_fused(run_ranks(fused_step, 2, "tile", "step", {}, True), "tile", {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("losses", [LOSSES, {}], ids=["losses", "plain"])
+@pytest.mark.parametrize(("strategy", "ranks", "mode"), STEPS)
+def test_a_fused_step_equals_single_on_gpus(strategy: str, ranks: int, mode: str, losses: dict[str, float]) -> None:
+    skip_without_gpus(ranks)
+    check_fused(run_ranks(fused_step, ranks, strategy, mode, losses, device="cuda"), strategy, losses)
 
 
 @pytest.mark.gpu

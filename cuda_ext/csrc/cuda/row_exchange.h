@@ -65,4 +65,8 @@ cudaError_t unpack_launch(const float* records, const int64_t* counts, int ranks
 cudaError_t collect_launch(const int32_t* place, const int64_t* real, const int64_t* sources, int ranks, int capacity,
                            int count, float* records, cudaStream_t stream);
 
+// Adds records [count, floats] to those at sinks[owners[row]] + 4 floats slots[row] bytes. Rows of zeros may have no owner.
+cudaError_t add_records_launch(const float* records, int count, int floats, const int64_t* sinks, int sink_count,
+                               const int32_t* owners, const int32_t* slots, bool system_scope, cudaStream_t stream);
+
 }  // namespace nsmg

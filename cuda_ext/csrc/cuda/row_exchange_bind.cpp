@@ -137,6 +137,19 @@ at::Tensor collect(const at::Tensor& place_, const at::Tensor& count_, const at:
   return records;
 }
 
+void add_records(const at::Tensor& records_, const at::Tensor& sinks_, const at::Tensor& owners_,
+                 const at::Tensor& slots_, bool system_scope) {
+  const at::Tensor records = cuda_floats(records_, "records", {-1, -1}, records_);
+  const int rows = cuda_count(records.size(0), "rows"), floats = cuda_count(records.size(1), "numbers of a record");
+  const at::Tensor sinks = cuda_checked(sinks_, "sinks", {-1}, at::kLong, records_);
+  const at::Tensor owners = cuda_ints(owners_, "owners", {rows}, records_), slots = cuda_ints(slots_, "slots", {rows}, records_);
+  const c10::cuda::CUDAGuard guard(records.device());
+  NSMG_CUDA_CHECK(add_records_launch(records.const_data_ptr<float>(), rows, floats, sinks.const_data_ptr<int64_t>(),
+                                     cuda_count(sinks.size(0), "sinks"), owners.const_data_ptr<int32_t>(),
+                                     slots.const_data_ptr<int32_t>(), system_scope,
+                                     c10::cuda::getCurrentCUDAStream()));
+}
+
 }  // namespace
 }  // namespace nsmg
 
@@ -145,4 +158,5 @@ TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   m.impl("pack", &nsmg::pack);
   m.impl("unpack", &nsmg::unpack);
   m.impl("collect", &nsmg::collect);
+  m.impl("add_records", &nsmg::add_records);
 }

@@ -121,7 +121,8 @@ def rows_needed(
         viewmats = torch.stack([view.viewmat for view in views]).to(world.device)
         Ks = torch.stack([view.K for view in views]).to(world.device)
         sizes = [side for view in views for side in (view.width, view.height)]
-        rows = kernels.project(model, Cameras(viewmats.float(), Ks.float(), sizes), capacity, (), None)
+        times = viewmats.new_tensor([view.time for view in views], dtype=torch.float32)
+        rows = kernels.project(model, Cameras(viewmats.float(), Ks.float(), sizes, times), capacity, (), None)
         ranks = [[rank] for rank in range(world.size)]
         whole = [list(world.ranks_of(k)) for k in machines]
         found: list[int] = []

@@ -118,6 +118,10 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         (options.use_bilateral_grid, lambda: "there is a bilateral grid"),
         (options.sh_degree == 0, lambda: "there are no spherical harmonics"),
         (kernels is None, lambda: f"{titled(options.primitive)} have no operators for it"),
+        (
+            kernels is not None and not kernels.halves and pipeline.config.wire == "half",
+            lambda: f"rows of {titled(options.primitive)} cross the wire whole, and --pipeline.wire half is asked for",
+        ),
         (options.use_scale_regularization, lambda: "scales are regularised"),
         (options.output_depth_during_training, lambda: "depth is asked for in training"),
         (config.on_nonfinite == "skip", lambda: "steps with NaN are to be skipped"),

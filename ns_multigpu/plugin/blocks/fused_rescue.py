@@ -15,6 +15,7 @@ import torch
 from cuda_ext.ops.adam import AdamStep
 from cuda_ext.ops.lazy_adam import splat_flush
 from ns_multigpu.core.relays import Relays
+from ns_multigpu.core.schema import flat
 from ns_multigpu.core.world import World
 from ns_multigpu.planning.room import step_buffers
 from ns_multigpu.planning.work import Share
@@ -22,7 +23,7 @@ from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.step_capacities import Capacities
 from ns_multigpu.plugin.faults import memory
 from ns_multigpu.plugin.faults.out_of_memory import Counts, GivenUp, NoRoom, forget_frames
-from ns_multigpu.primitives.gaussians.schema import ORDER, flat
+from ns_multigpu.primitives.gaussians.schema import ORDER
 
 
 @dataclass
@@ -57,9 +58,15 @@ def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) 
         raise GivenUp(steps[0] + taken.done - 1, error if not agreed or error.here else None) from None
 
 
-def go_back(points: PointStorage, optimizers: Any, lazy: Any, counts: Counts, done: int) -> None:
-    """Takes the steps that points have been put off, and counts `done` steps from where `counts` was taken."""
-    groups = [optimizers.optimizers[name] for name in ORDER]
+def go_back(
+    points: PointStorage, names: Sequence[str], optimizers: Any, lazy: Any, counts: Counts, done: int
+) -> None:  # fmt: skip
+    """Takes the steps that points have been put off, and counts `done` steps from where `counts` was taken.
+
+    Args:
+        names: of the parameters, in their kernels' order.
+    """
+    groups = [optimizers.optimizers[name] for name in names]
     adam = AdamStep(groups, with_grads=False)
     if lazy is not None and points.params:  # else no step has been made that could put anything off
         moments = [[points.moments[name][i] for name in ORDER] for i in (0, 1)]

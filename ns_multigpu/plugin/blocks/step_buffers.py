@@ -7,7 +7,6 @@ import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
 
-from cuda_ext.ops.row_exchange import RECORD_FLOATS
 from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.cell_rows import CellRows
 from ns_multigpu.core.image_part import ImagePart
@@ -154,4 +153,5 @@ class StepBuffers:
     def count_traffic(self, status: Status) -> None:
         """Counts what peers wrote to each other; collectives count for themselves."""
         if self.peer:
-            self._world.traffic.add(2 * 4 * RECORD_FLOATS * status.sent)
+            assert self._transport is not None, "which a step has gone through"
+            self._world.traffic.add(2 * 4 * self._transport.kernels.record_floats * status.sent)

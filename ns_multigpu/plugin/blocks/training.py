@@ -14,7 +14,7 @@ at the model, they are taken. With selective Adam they are not taken at all, and
 noise moves all of them after each step (`fused_noise`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,8 +28,10 @@ from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.kernels import Kernels
 from ns_multigpu.core.late_counts import LateCounts
 from ns_multigpu.core.pairs import pairs_of, tell_pairs
+from ns_multigpu.core.patch_losses import share_of_mse
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.core.schema import names
 from ns_multigpu.core.step import Step
 from ns_multigpu.core.step_settings import Status, StepSettings, with_halos
 from ns_multigpu.core.types import View
@@ -44,8 +46,8 @@ from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.plugin.faults.out_of_memory import Counts
+from ns_multigpu.plugin.model import surfaces
 from ns_multigpu.plugin.model.cameras import view_from_camera
-from ns_multigpu.primitives.gaussians.schema import ORDER
 
 MOST_STEPS = 64
 """Steps of a block at most: so long a signal, or the viewer, may have to wait."""
@@ -100,7 +102,8 @@ class Training:
         self._lazy: LazyAdam | None = None
         self._key: object = None
         # Ranks with shards of different lengths would not all make their steps anew together.
-        self._points = PointStorage(spare=not self._model.sharded)
+        self._names = names(self._model.schema)
+        self._points = PointStorage(spare=not self._model.sharded, names=self._names)
         self._noise = StepNoise(pipeline, optimizers)
         self._wants_lazy = self._may_put_off()
         self._rows_drawn: int | None = None  # by one rank in one step, at most
@@ -134,11 +137,9 @@ class Training:
         coming = data.coming(range(first, steps[-1] + 1 + MOST_STEPS), batch)
         self._foreseen = first + len(coming)
         factors = [self._signature(step)[1] for step in range(first, self._foreseen)]
+        batches = zip(coming, factors, strict=True)
         self._pipeline.strategy.assignment.foresee(
-            [
-                [self._camera(index, factor)[0] for index in indices]
-                for indices, factor in zip(coming, factors, strict=True)
-            ]
+            [[self._camera(index, factor)[0] for index in indices] for indices, factor in batches]
         )
 
     def run(self, steps: range) -> BlockResult:
@@ -191,8 +192,11 @@ class Training:
             self._wants_lazy, self._key = wanted, None
 
     def _may_put_off(self) -> bool:
-        """Not where the points that are not drawn take no step, or noise moves all of them."""
-        return not self._model.config.selective_adam and not self._noise.active
+        """Not where the points that are not drawn take no step, noise moves all of them, or kernels put nothing off."""
+        model = self._model
+        return model.primitive(depth=False).kernels().puts_off and not (
+            model.config.selective_adam or self._noise.active
+        )
 
     def refine(self, steps: range) -> None:
         """Densification after a block."""
@@ -216,7 +220,7 @@ class Training:
 
     def go_back(self, counts: Counts, done: int) -> None:
         """Leaves everything as after `done` steps of a block, which the device has taken, and holds no buffers."""
-        go_back(self._points, self._optimizers, self._lazy, counts, done)
+        go_back(self._points, self._names, self._optimizers, self._lazy, counts, done)
         self._release()
 
     def _release(self) -> None:
@@ -229,14 +233,12 @@ class Training:
 
     def _render(self, step: Step, feed: _Feed) -> None:
         """Takes a step whose numbers are in place: its images, and the step itself."""
-        timer, plan = self._pipeline.timer, with_halos(feed.plan, step.settings.width, step.settings.height)
-        mine = plan.owned[self._world.rank]
-        with timer.measure("data"):
-            batch, factor = (feed.indices, plan, feed.views), self._signature(feed.step)[1]
+        plan, factor = with_halos(feed.plan, step.settings.width, step.settings.height), self._signature(feed.step)[1]
+        mine, batch = plan.owned[self._world.rank], (feed.indices, plan, feed.views)
+        with self._pipeline.timer.measure("data"):
             parts = self._images.get_smaller(*batch, factor, lambda image: self._small(image, feed.step))
-            self._targets = self._buffers.targets(parts, mine, feed.views)
+            self._targets, self._drawn = self._buffers.targets(parts, mine, feed.views), plan
         step.rgb = self._graphs.take(plan, lambda: step.parts(plan, self._targets))
-        self._drawn = plan
         if self._pipeline.strategy.assignment.learns is not Learns.NOTHING:
             self._learnt.send(feed.views, step.learnt)
 
@@ -259,7 +261,7 @@ class Training:
             )
         )  # fmt: skip
 
-    def _made(self, view: View, degree: int, counts: bool, kind: torch.dtype) -> Step:
+    def _made(self, view: View, kernels: Kernels, counts: bool, kind: torch.dtype) -> Step:
         """The step for the present capacities."""
         assert self._room.now is not None
         options, strategy = self._model.config, self._pipeline.strategy
@@ -268,7 +270,6 @@ class Training:
             width=view.width, height=view.height, views=self._pipeline.batch_size, ssim_lambda=options.ssim_lambda,
             rows=rows, segment=pairs, intersections=intersections, groups=self._pipeline.config.overlap,
         )  # fmt: skip
-        kernels = self._kernels(degree, counts)
         # Where every rank sees every row, rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
         counted = counts and (self._world.is_main or not strategy.gradients.summed)
         transport = self._buffers.transport(settings, kernels)
@@ -280,35 +281,32 @@ class Training:
             group_culling=False if self._noise.active else None,
         )  # fmt: skip
 
-    def _kernels(self, degree: int, counts: bool) -> Kernels:
-        model, options = self._model, self._model.config
-        primitive = replace(model.primitive(depth=False), sh_degree=degree, absgrad=options.use_absgrad and counts)
-        kernels = primitive.kernels(selective=options.selective_adam, **self._noise.weights())
+    def _kernels(self, degree: int, counts: bool, losses: Sequence[tuple[str, float]]) -> Kernels:
+        options, primitive = self._model.config, self._model.primitive(depth=False)
+        now = {"sh_degree": degree, "absgrad": options.use_absgrad and counts}
+        primitive = replace(primitive, **{name: value for name, value in now.items() if hasattr(primitive, name)})
+        more = {"losses": dict(losses)} if losses else {}
+        kernels = primitive.kernels(selective=options.selective_adam, **self._noise.weights(), **more)
         assert kernels is not None, "asked before: see `fused_options.obstacle`"
         return kernels
 
     def _mse(self, step: Step) -> Tensor:
         """[] this rank's share of the last step's mean squared error."""
-        s = step.settings
-        squared = torch.zeros((), device=self._world.device)
-        for patch, rgb, target in zip(self._drawn.owned[self._world.rank], step.rgb, self._targets, strict=True):
-            view = View(step.viewmats[0], step.Ks[0], s.width, s.height)
-            x0, y0, x1, y1 = patch.inner(view)
-            own = target[y0:y1, x0:x1]
-            squared = squared + (rgb - (own.float() / 255 if own.dtype == torch.uint8 else own)).square().sum()
-        return squared / (3 * s.width * s.height * s.views)
+        view = View(step.viewmats[0], step.Ks[0], step.settings.width, step.settings.height)
+        return share_of_mse(step.rgb, self._targets, self._drawn.owned[self._world.rank], view, step.settings.views)
 
     # ---- the host's part of a step ----
 
-    def _signature(self, step: int) -> tuple[int, int, bool]:
-        """What a step depends on that changes on its own: harmonics, resolution, whether statistics count."""
+    def _signature(self, step: int) -> tuple[int, int, bool, tuple[tuple[str, float], ...]]:
+        """What a step depends on that changes on its own: harmonics, resolution, whether statistics count, and weights
+        of further losses."""
         config, images = self._model.config, step * self._pipeline.batch_size
         degree = min(images // config.sh_degree_interval, config.sh_degree)
         factor = 2 ** max(config.num_downscales - images // config.resolution_schedule, 0)
-        return degree, factor, self._model.counts(images)
+        return degree, factor, self._model.counts(images), tuple(surfaces.weights(config, images).items())
 
     def _camera(self, index: int, factor: int) -> tuple[View, Tensor]:
-        """A view on the host, and its 25 numbers: world-to-camera matrix and intrinsics."""
+        """A view on the host, and its 25 numbers for a step: world-to-camera matrix and intrinsics."""
         key = (index, factor)
         if key not in self._cameras:
             camera = self._pipeline.datamanager.train_camera(index)
@@ -322,9 +320,9 @@ class Training:
         self._prepared(step)
         assert self._adam is not None
         indices = pipeline.datamanager.train_batch(step, batch)
-        _, factor, _ = self._signature(step)
+        factor = self._signature(step)[1]
         cameras = [self._camera(index, factor) for index in indices]
-        views = [view for view, _ in cameras]
+        views, matrices = [view for view, _ in cameras], torch.stack([of_view for _, of_view in cameras])
         self._learnt.learn()
         plan = pipeline.strategy.plan_alike(views)
         mine = {patch.view for patch in plan.owned[self._world.rank]}
@@ -333,8 +331,8 @@ class Training:
         numbers = torch.tensor(self._adam.count()).reshape(-1)
         for scheduler in self._optimizers.schedulers.values():
             scheduler.step()
-        matrices = torch.stack([numbers_ for _, numbers_ in cameras])
-        inputs = torch.cat([matrices[:, :16].reshape(-1), matrices[:, 16:].reshape(-1), *backgrounds, numbers])
+        cameras, times = [matrices[:, :16], matrices[:, 16:]], torch.tensor([view.time for view in views])
+        inputs = torch.cat([*(part.reshape(-1) for part in cameras), *backgrounds, numbers, times])
         return _Feed(step, indices, views, inputs, plan, self._noise.rate())
 
     def _background(self, image: int) -> Tensor:
@@ -362,11 +360,11 @@ class Training:
         key = (signature, self._room.now)
         if self._step is not None and self._adam is not None and self._key == key:
             return self._step
-        degree, factor, counts = signature
+        degree, factor, counts, losses = signature
         model, pipeline = self._model, self._pipeline
         if counts:
             model.densifier.statistics(model.gauss_params, model.densifier_state)
-        groups = [self._optimizers.optimizers[name] for name in ORDER]
+        groups = [self._optimizers.optimizers[name] for name in self._names]
         self._adam = AdamStep(groups, with_grads=False)
         stays = self._points.hold(model.gauss_params, self._adam, model.densifier_state)
         if stays and self._step is not None and self._key == key:
@@ -380,12 +378,13 @@ class Training:
         self._buffers.forget()
         self._step = None
         view, _ = self._camera(0, factor)
+        kernels = self._kernels(degree, counts, losses)
         if self._first.due(self._room.now):
-            self._begin_room(step, self._kernels(degree, counts))
+            self._begin_room(step, kernels)
         self._first.check(self._room.now, view)
         as_bytes = factor == 1 and pipeline.config.datamanager.cache_images_type == "uint8"
         kind = torch.uint8 if as_bytes else torch.float32
-        self._step = self._made(view, degree, counts, kind)
+        self._step = self._made(view, kernels, counts, kind)
         self._key = (signature, self._room.now)
         return self._step
 

@@ -8,13 +8,11 @@ from torch import Tensor
 from ns_multigpu.core.types import Pixels, View
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.registry import KINDS
-from ns_multigpu.primitives.surfels.losses import distortion_loss, normal_loss
+from ns_multigpu.primitives.surfels.losses import TERMS
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig
 
-TERMS = {"normals": normal_loss, "distortion": distortion_loss}
-"""A patch's share of a loss, by the channel that it is of."""
 SURFACES = "2dgs"
 """The kind of point that has these channels."""
 

@@ -2,20 +2,18 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import cuda_ext
 from cuda_ext.ops.boxes import new_boxes, splat_boxes
 from cuda_ext.ops.fused import SplatRows, splat_forward, splat_update
 from cuda_ext.ops.lazy_adam import LazyAdam, splat_flush
-from cuda_ext.ops.row_exchange import RECORD_FLOATS, ArrivedRows, collect, pack, unpack
-from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Lists, Model, ReplicaRows, Sinks
-from ns_multigpu.core.types import TILE
-from ns_multigpu.primitives.gaussians.row_wire import GaussianRowWire
-from ns_multigpu.primitives.gaussians.schema import ORDER, flat
+from cuda_ext.ops.row_exchange import RECORD_FLOATS
+from ns_multigpu.core.kernels import Cameras, Model, ReplicaRows
+from ns_multigpu.core.schema import flat
+from ns_multigpu.primitives.gaussians.row_kernels import GaussianRowKernels
+from ns_multigpu.primitives.gaussians.schema import ORDER
 
 _MEANS, _LOG_SCALES = ORDER.index("means"), ORDER.index("scales")
 _COLORS = slice(6, 9)
@@ -23,7 +21,7 @@ _COLORS = slice(6, 9)
 
 
 @dataclass(frozen=True)
-class GaussianKernels(Kernels):
+class GaussianKernels(GaussianRowKernels):
     """See `Kernels`; rows and records as in `cuda_ext.ops.fused` and `cuda_ext.ops.row_exchange`.
 
     Attributes:
@@ -49,7 +47,6 @@ class GaussianKernels(Kernels):
     depth: bool = False
 
     parameters = ORDER
-    record_floats = RECORD_FLOATS
 
     def model(
         self,
@@ -82,48 +79,8 @@ class GaussianKernels(Kernels):
             boxes=model.boxes,
         )  # fmt: skip
 
-    def stay(self, rows: SplatRows, owners: Tensor, slots: Tensor) -> ArrivedRows:
-        geometry = (rows.means2d, rows.conics, rows.opacities)
-        return ArrivedRows(rows.view_ids, *geometry, rows.features, rows.depths, rows.radii, owners, slots)
-
-    def pack(self, rows: SplatRows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
-        geometry = (rows.means2d, rows.conics, rows.opacities)
-        parts = (rows.view_ids, *geometry, rows.features, rows.depths, rows.radii)
-        pack(*parts, place, segments, capacity, first, end)
-
-    def unpack(self, records: Tensor, counts: Tensor, views: int) -> ArrivedRows:
-        return unpack(records, counts, views)
-
-    def collect(self, place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
-        return collect(place, count, sources, capacity)
-
-    def wire(self, *, half: bool, slots: bool) -> GaussianRowWire:
-        return GaussianRowWire(half, slots, self.absgrad)
-
     def replicas(self, ranks: int, capacity: int, device: torch.device) -> "GaussianReplicaRows":
         return GaussianReplicaRows(ranks * capacity, device)
-
-    def intersect(self, arrived: ArrivedRows, patches: Sequence[int], capacity: int) -> Lists:
-        return cuda_ext.intersect_capacity(
-            arrived.means2d, arrived.conics, arrived.opacities, arrived.radii, arrived.depths, arrived.view_ids,
-            patches, tile_size=TILE, capacity=capacity,
-        )  # fmt: skip
-
-    def draw(self, arrived: ArrivedRows, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
-        tile_offsets, row_ids, _ = lists
-        features = torch.cat([arrived.features, arrived.depths[:, None]], -1) if self.depth else arrived.features
-        inputs: Any = (
-            arrived.means2d, arrived.conics, arrived.opacities, features, tile_offsets, row_ids, patches, TILE
-        )  # fmt: skip
-        color, alpha, last, state = torch.ops.ns_multigpu.rasterize(*inputs, None, mark_stops)
-        return Drawn(color, alpha, last, (inputs, state))
-
-    def draw_back(self, drawn: Drawn, v_color: Tensor, v_alpha: Tensor, sinks: Sinks) -> None:
-        inputs, state = drawn.rest
-        torch.ops.ns_multigpu.rasterize_backward_into(
-            *inputs, drawn.alpha, drawn.last, state, drawn.color, v_color, v_alpha, self.absgrad,
-            sinks.addresses, sinks.owners, sinks.slots, sinks.system_scope,
-        )  # fmt: skip
 
     def update(
         self, model: Model, cameras: Cameras, scalars: Tensor, rows: SplatRows, records: Tensor, witness: Tensor,

@@ -1,11 +1,6 @@
 """What a 3D Gaussian consists of: the one list of its parameters that everything else reads, and a row's record."""
 
-from typing import TYPE_CHECKING
-
 from ns_multigpu.core.schema import HARMONICS, Parameter, names
-
-if TYPE_CHECKING:  # the planner reads this, which is arithmetic
-    from torch import Tensor
 
 SCHEMA = (
     Parameter("means", (3,), rate=1.6e-4, final_rate=1.6e-6, ply=("x", "y", "z")),
@@ -26,8 +21,3 @@ ROW = {"means2d": 2, "conics": 3, "opacities": 1, "features": 3, "depths": 1, "r
 RECORD_FLOATS = 16
 """Numbers of 4 bytes of a row, or of its gradients, as they travel: `ROW`, two ids and zeros. See
 `cuda_ext.ops.row_exchange`."""
-
-
-def flat(name: str, tensor: "Tensor") -> "Tensor":
-    """Opacities are [N, 1] to an optimizer and [N] to the operators."""
-    return tensor.view(-1) if name == "opacities" else tensor

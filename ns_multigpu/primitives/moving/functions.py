@@ -4,6 +4,7 @@ Rendering with 4D Gaussian Splatting"): at a view's time it is a 3D Gaussian, an
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,12 @@ import cuda_ext
 from cuda_ext.reference.projection import MIN_ALPHA
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
+from ns_multigpu.primitives.composed_kernels import refuse_options
 from ns_multigpu.primitives.gaussians.functions import REACH, Gaussians, camera_centers, sizes_of
+from ns_multigpu.primitives.moving.kernels import MovingKernels
 from ns_multigpu.primitives.moving.schema import COSINES, SCHEMA
 from ns_multigpu.primitives.moving.turning import right_of, turn
+from ns_multigpu.primitives.taking import spread, take
 
 _AT_ONCE = 1 << 20
 """Points whose factors are computed at once."""
@@ -96,7 +100,7 @@ class MovingGaussians(Primitive):
     def _present(self, points: Points, ids: Tensor, time: float) -> tuple[Tensor, cuda_ext.Moment, Tensor]:
         """The points [K] int32 that are there at a time, what they are then, and bounds [K, 3] on their scales."""
         view_times = points.params["means"].new_tensor([time])
-        moment = self._condition(points, torch.zeros_like(ids), ids, view_times)
+        moment = self.moment(points, torch.zeros_like(ids), ids, view_times)
         there = (moment.opacities >= MIN_ALPHA).nonzero()[:, 0]
         moment = cuda_ext.Moment(*(part[there] for part in moment))
         # An eigenvalue is at most the largest sum of a row's magnitudes (Gershgorin).
@@ -109,12 +113,9 @@ class MovingGaussians(Primitive):
         """See `Primitive.splat`; rows are those of `Gaussians.splat`."""
         viewmats = stack_viewmats(views)
         view_times = viewmats.new_tensor([view.time for view in views])
-        moment = self._condition(points, hits.view_ids, hits.point_ids, view_times)
-        projection = cuda_ext.project_axes(
-            *moment, viewmats, stack_intrinsics(views), sizes=sizes_of(views), view_ids=hits.view_ids,
-            eps2d=self.eps2d, near=self.near, far=self.far, antialiased=self.antialiased,
-        )  # fmt: skip
-        colors = self._colors(points, hits, viewmats, view_times, moment.means)
+        moment = self.moment(points, hits.view_ids, hits.point_ids, view_times)
+        projection = self.project(moment, hits.view_ids, viewmats, stack_intrinsics(views), sizes_of(views))
+        colors = self.colors(points, hits.view_ids, hits.point_ids, viewmats, view_times, moment.means)
         return self.momentary.splats(hits, projection, colors)
 
     def render(
@@ -124,7 +125,20 @@ class MovingGaussians(Primitive):
         """See `Gaussians.render`."""
         return self.momentary.render(splats, patches, views, stops=stops, windows=windows)
 
-    def _condition(self, points: Points, view_ids: Tensor, point_ids: Tensor, view_times: Tensor) -> cuda_ext.Moment:
+    def kernels(self, **options: Any) -> MovingKernels | None:
+        """See `Primitive.kernels`: `depth` for pictures without a way back. None for plain colours, or where depth is
+        to be learned from.
+
+        Raises:
+            ValueError: another option is asked for that only 3D Gaussians' kernels know.
+        """
+        refuse_options(options, "4D Gaussians")
+        if self.sh_degree is None or (self.depth and not options.get("depth")):
+            return None
+        return MovingKernels(self, self.absgrad, bool(options.get("depth")))
+
+    def moment(self, points: Points, view_ids: Tensor, point_ids: Tensor, view_times: Tensor) -> cuda_ext.Moment:
+        """What rows' points are at their views' times; see `cuda_ext.condition`."""
         params = points.params
         return cuda_ext.condition(
             params["means"], params["times"].reshape(-1), params["quats"], right_of(params),
@@ -132,17 +146,30 @@ class MovingGaussians(Primitive):
             self.activated(points, "opacities").reshape(-1), view_times, view_ids, point_ids,
         )  # fmt: skip
 
-    def _colors(self, points: Points, hits: Hits, viewmats: Tensor, view_times: Tensor, means: Tensor) -> Tensor:
-        params, place = points.params, hits.point_ids.long()
+    def project(
+        self, moment: cuda_ext.Moment, view_ids: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int]
+    ) -> cuda_ext.Projection:
+        """What rows are on the screen; see `cuda_ext.project_axes`."""
+        return cuda_ext.project_axes(
+            *moment, viewmats, Ks, sizes=sizes, view_ids=view_ids, eps2d=self.eps2d, near=self.near, far=self.far,
+            antialiased=self.antialiased,
+        )  # fmt: skip
+
+    def colors(
+        self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor, view_times: Tensor, means: Tensor
+    ) -> Tensor:
+        """The colours [M, 3] of rows whose points are at `means` [M, 3] then."""
+        params, place = points.params, spread(point_ids, len(points))
         if self.sh_degree is None:
-            return params["features_dc"].sigmoid()[place]
-        apart = view_times[hits.view_ids.long()] - params["times"].reshape(-1)[place]
-        plain, rest = params["features_dc"][place], params["features_rest"][place]
+            return take(params["features_dc"].sigmoid(), place)
+        apart = view_times[view_ids.long()] - take(params["times"].reshape(-1), place)
+        plain, rest = take(params["features_dc"], place), take(params["features_rest"], place)
+        plain_of, rest_of = take(params["cosines_dc"], place), take(params["cosines_rest"], place)
         for n in range(COSINES):
             wave = torch.cos(2 * math.pi * (n + 1) * apart) * (self.sh_degree > 0)
-            plain = plain + wave[:, None] * params["cosines_dc"][place, n]
-            rest = rest + wave[:, None, None] * params["cosines_rest"][place, n]
-        rows = torch.arange(len(hits), dtype=torch.int32, device=place.device)
+            plain = plain + wave[:, None] * plain_of[:, n]
+            rest = rest + wave[:, None, None] * rest_of[:, n]
+        rows = torch.arange(len(place), dtype=torch.int32, device=place.device)
         return cuda_ext.sh_colors(
-            self.sh_degree, means, camera_centers(viewmats), plain, rest, view_ids=hits.view_ids, point_ids=rows
+            self.sh_degree, means, camera_centers(viewmats), plain, rest, view_ids=view_ids, point_ids=rows
         )

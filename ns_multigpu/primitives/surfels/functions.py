@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from cuda_ext.ops.surfels import SurfelProjection, box_lists, project_surfels, r
 from cuda_ext.reference.surfels import surfel_radii
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
+from ns_multigpu.primitives.composed_kernels import refuse_options
 from ns_multigpu.primitives.steady import rotations
+from ns_multigpu.primitives.surfels.kernels import SurfelKernels
 from ns_multigpu.primitives.surfels.schema import CHANNELS, SCHEMA
 
 _REACH = (2 * math.log(255)) ** 0.5
@@ -101,21 +104,9 @@ class Surfels(Primitive):
         The probe's gradient is that of the centre on the screen, as the published code and gsplat count it: by the
         third column of the transform, times the depth (gsplat's `gradient_2dgs`).
         """
-        params = points.params
         viewmats = stack_viewmats(views)
-        rows = project_surfels(
-            params["means"],
-            params["quats"],
-            self.activated(points, "scales"),
-            self.activated(points, "opacities").reshape(-1),
-            viewmats,
-            stack_intrinsics(views),
-            sizes=[n for view in views for n in (view.width, view.height)],
-            view_ids=hits.view_ids,
-            point_ids=hits.point_ids,
-            near=self.near,
-            far=self.far,
-        )
+        sizes = [n for view in views for n in (view.width, view.height)]
+        rows = self.project(points, hits.view_ids, hits.point_ids, viewmats, stack_intrinsics(views), sizes)
         probe = torch.zeros_like(rows.means2d, requires_grad=torch.is_grad_enabled())
         moved = probe * rows.transforms[:, 8:].detach()
         still = torch.zeros_like(rows.transforms[:, :2])
@@ -125,7 +116,7 @@ class Surfels(Primitive):
             "transforms": transforms,
             "normals": rows.normals,
             "opacities": rows.row_opacities,
-            "features": self._colors(points, hits, viewmats),
+            "features": self.colors(points, hits.view_ids, hits.point_ids, viewmats),
             "depths": rows.depths,
             "radii": rows.radii,
         }
@@ -175,21 +166,41 @@ class Surfels(Primitive):
             result.append(Pixels(patch, image(pixels.colors), alpha, depth, where, extra))
         return result
 
-    def _colors(self, points: Points, hits: Hits, viewmats: Tensor) -> Tensor:
+    def kernels(self, **options: Any) -> SurfelKernels | None:
+        """See `Primitive.kernels`: `depth` for pictures without a way back, and `losses`, see `SurfelKernels`. None for
+        plain colours.
+
+        Raises:
+            ValueError: another option is asked for that only 3D Gaussians' kernels know.
+        """
+        losses = options.pop("losses", {})
+        refuse_options(options, "2D Gaussians")
+        if self.sh_degree is None:
+            return None
+        return SurfelKernels(self, bool(options.get("depth")), losses)
+
+    def project(
+        self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int]
+    ) -> SurfelProjection:
+        """What rows are on the screen; see `cuda_ext.ops.surfels.project_surfels`."""
+        params = points.params
+        return project_surfels(
+            params["means"], params["quats"], self.activated(points, "scales"),
+            self.activated(points, "opacities").reshape(-1), viewmats, Ks, sizes=sizes, view_ids=view_ids,
+            point_ids=point_ids, near=self.near, far=self.far,
+        )  # fmt: skip
+
+    def colors(self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor) -> Tensor:
+        """The colours [M, 3] of rows."""
         params = points.params
         if self.sh_degree is None:
-            return params["features_dc"].sigmoid()[hits.point_ids.long()]
+            return params["features_dc"].sigmoid()[point_ids.long()]
         rotation, translation = viewmats[:, :3, :3], viewmats[:, :3, 3:]
         centers = -(rotation.transpose(1, 2) @ translation).squeeze(-1)
         return cuda_ext.sh_colors(
-            self.sh_degree,
-            params["means"],
-            centers,
-            params["features_dc"],
-            params["features_rest"],
-            view_ids=hits.view_ids,
-            point_ids=hits.point_ids,
-        )
+            self.sh_degree, params["means"], centers, params["features_dc"], params["features_rest"],
+            view_ids=view_ids, point_ids=point_ids,
+        )  # fmt: skip
 
 
 def screen_radii(splats: Splats) -> Tensor:

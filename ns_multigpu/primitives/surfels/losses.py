@@ -58,3 +58,7 @@ def distortion_loss(pixels: Pixels, view: View) -> Tensor:
     """A patch's share of the mean over the image of the distortion, []. `pixels` has that channel."""
     left, top, right, bottom = pixels.patch.inner(view)
     return pixels.extra["distortion"][top:bottom, left:right].sum() / (view.width * view.height)
+
+
+TERMS = {"normals": normal_loss, "distortion": distortion_loss}
+"""A patch's share of a loss, by the channel that it is of."""

@@ -1,0 +1,147 @@
+"""A training step of each kind of point on one GPU: captured in a CUDA graph, and through autograd.
+
+    python -m benchmarks.kernels.kinds_step [--points 1000000] [--size 1920 1080] [--steps 20]
+
+Points are random in a box before the camera, and so is the image. The captured step has no stage that the ordinary one
+has not: projection, lists, compositing, loss, the way back, Adam. 2D Gaussians have their normal loss in both. Nothing
+is densified.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cuda_ext.ops.adam import AdamStep, FusedAdam, fused_step
+from ns_multigpu.core.loss import photometric_loss
+from ns_multigpu.core.schema import HARMONICS, harmonics
+from ns_multigpu.core.step import Step
+from ns_multigpu.core.step_settings import StepSettings
+from ns_multigpu.core.transports import OwnRows
+from ns_multigpu.core.types import Patch, Points, View
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
+from ns_multigpu.plugin.blocks.timing import StepTimer
+from ns_multigpu.primitives.registry import KINDS, Rendering
+from ns_multigpu.primitives.surfels.losses import normal_loss
+from strategies import STRATEGIES
+
+LAMBDA, WEIGHT, DEGREE = 0.2, 0.05, 3
+
+
+def make(kind: str, count: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Random parameters of so many points."""
+    g = torch.Generator(device).manual_seed(1)
+    params: dict[str, torch.Tensor] = {}
+    for one in KINDS[kind].schema:
+        shape = [harmonics(DEGREE) if size == HARMONICS else size for size in one.shape]
+        params[one.name] = torch.randn(count, *shape, generator=g, device=device) * 0.1
+    box = torch.rand(count, 3, generator=g, device=device)
+    params["means"] = (box - 0.5) * torch.tensor([8.0, 4.5, 4.0], device=device) + torch.tensor([0.0, 0.0, 6.0]).to(
+        device
+    )
+    params["scales"] += torch.log(torch.tensor(0.4 * (count / 144) ** (-1 / 3)))
+    params["quats"] += torch.randn(count, 4, generator=g, device=device)
+    if "motions" in params:
+        params["motions"][:, 0] += 1
+        params["times"] += 0.5
+    return params
+
+
+class Both:
+    """A kind's step, in both ways."""
+
+    def __init__(self, kind: str, count: int, size: tuple[int, int], device: torch.device) -> None:
+        width, height = size
+        K = torch.tensor([[width * 0.8, 0, width / 2], [0, width * 0.8, height / 2], [0, 0, 1]], device=device)
+        self.view = View(torch.eye(4, device=device), K, width, height, time=0.5)
+        params = make(kind, count, device)
+        self.params = {name: torch.nn.Parameter(value) for name, value in params.items()}
+        self.adams = [FusedAdam([value], lr=1e-5, eps=1e-15) for value in self.params.values()]
+        self.adam = AdamStep(self.adams, with_grads=False)
+        self.image = torch.randint(0, 256, (height, width, 3), device=device, dtype=torch.uint8)
+        self.kind, self.device = kind, device
+        self.flat = kind == "2dgs"
+
+    def ordinary(self) -> Callable[[], None]:
+        channels = ("normals",) if self.flat else ()
+        primitive = KINDS[self.kind].make(Rendering(DEGREE, depth=self.flat, channels=channels))
+        points, view = Points(dict(self.params)), self.view
+
+        def step() -> None:
+            splats = primitive.splat(points, primitive.cull(points, [view], [0]), [view])
+            pixels = primitive.render(splats, [Patch.whole(0, view)], [view])[0]
+            loss = photometric_loss(pixels.color.clamp(0, 1), self.image, pixels.patch, view, LAMBDA)
+            (loss + WEIGHT * normal_loss(pixels, view) if self.flat else loss).backward()
+            fused_step(self.adams, set_grads_to_zero=True)
+
+        return step
+
+    def captured(self) -> tuple[Callable[[], None], Any]:
+        world, view, count = World.single(str(self.device)), self.view, len(self.params["means"])
+        primitive = KINDS[self.kind].make(Rendering(DEGREE))
+        kernels = primitive.kernels(**({"losses": {"normals": WEIGHT}} if self.flat else {}))
+        assert kernels is not None
+        strategy = STRATEGIES["single"](world)
+        plan = strategy.plan([view])
+        params = {name: value.detach() for name, value in self.params.items()}
+        moments = dict(zip(params, zip(self.adam.exp_avgs, self.adam.exp_avg_sqs, strict=True), strict=True))
+        intersections = 16 * count
+        while True:
+            settings = StepSettings(view.width, view.height, 1, LAMBDA, count, 0, intersections)
+            transport = OwnRows(world, kernels, count, 0, settings.words(strategy.assignment))
+            step = Step(kernels, params, moments, {}, settings, strategy, transport)
+            step.viewmats[0], step.Ks[0], step.times[0] = view.viewmat, view.K, view.time
+            self.adam.upload()
+            step.scalars.copy_(self.adam.scalars)
+            step.take(plan, [self.image])
+            status = step.status()
+            if not status.full:
+                break
+            intersections = status.intersections + 1024
+        graphs = StepGraphs(StepTimer(self.device), lambda: None, GraphPool(self.device))
+        return lambda: graphs.take(plan, lambda: step.parts(plan, [self.image])), step
+
+
+def milliseconds(step: Callable[[], Any], steps: int) -> float:
+    """Of a step, the mean of so many after five."""
+    for _ in range(5):
+        step()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began) / steps
+
+
+def main() -> None:
+    """Prints a line a kind."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--points", type=int, default=1_000_000)
+    parser.add_argument("--size", type=int, nargs=2, default=(1920, 1080))
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    device = torch.device("cuda")
+    print(f"{torch.cuda.get_device_name()}, {options.points} points, {options.size[0]}x{options.size[1]}")
+    for kind in ("3dgs", "2dgs", "4dgs"):
+        both = Both(kind, options.points, tuple(options.size), device)
+        ordinary = milliseconds(both.ordinary(), options.steps)
+        work, step = both.captured()
+        captured = milliseconds(work, options.steps)
+        status = step.status()
+        assert not status.full and float(step.report[-1]) == 0, "all steps were taken, and nothing is NaN"
+        print(
+            f"{kind}: captured {captured:.2f} ms, through autograd {ordinary:.2f} ms: {ordinary / captured:.2f} times; "
+            f"{status.rows} rows, {status.intersections} intersections, "
+            f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most"
+        )
+        del both, work, step
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+if __name__ == "__main__":
+    main()

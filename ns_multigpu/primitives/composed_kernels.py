@@ -1,0 +1,227 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""A step's two ends for kinds of points that have no fused operators of their own: from parameters to rows, and from
+the gradients of rows to parameters that have taken Adam's step, put together from differentiable operators.
+
+Shapes follow from capacities alone, and nothing is read back, so that CUDA graphs can hold both.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.adam import adam_step
+from cuda_ext.ops.lazy_adam import LazyAdam
+from ns_multigpu.core.kernels import Cameras, Kernels, Model, ReplicaRows, Rows
+from ns_multigpu.core.schema import POSITION, flat
+from ns_multigpu.primitives.taking import spread
+
+_AT_ONCE = 1 << 21
+"""Points that are looked at for one view at once: what they become there takes some 100 bytes each for the moment."""
+
+
+class Lines(NamedTuple):
+    """Which point in which view a line is, sorted so; padding is of the last view and of the point -1."""
+
+    view_ids: Tensor
+    point_ids: Tensor
+
+
+class Told(NamedTuple):
+    """Rows as other ranks tell them: all else follows from the points, which every rank has."""
+
+    view_ids: Tensor
+    point_ids: Tensor
+    count: Tensor
+
+
+class ComposedKernels(Kernels):
+    """See `Kernels`. Adam is dense: points that are not drawn take the step of a gradient of zero, in each step."""
+
+    puts_off = False
+
+    @abstractmethod
+    def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> Any:
+        """What lines become, differentiable by the parameters: a NamedTuple that has at least `radii` [M, 2] int32, as
+        `Projection` has them."""
+
+    @abstractmethod
+    def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> Tensor:
+        """Which lines [M] are drawn, or count as seen. Only of these there are rows."""
+
+    @abstractmethod
+    def rows(self, made: Any, lines: Lines, count: Tensor) -> Rows:
+        """The rows that lines have become."""
+
+    @abstractmethod
+    def returned(self, made: Any, records: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What in `made` has a gradient, and that, of gradient records [M, record_floats]."""
+
+    @abstractmethod
+    def moved(self, made: Any, records: Tensor) -> tuple[Tensor, Tensor]:
+        """What densification counts of each line: the gradient of its place on the screen [M, 2], by pixels; and the
+        radius on the screen [M] of one that is drawn, pixels."""
+
+    def model(
+        self,
+        params: Mapping[str, Tensor],
+        moments: Mapping[str, tuple[Tensor, Tensor]],
+        statistics: Mapping[str, Tensor],
+        lazy: LazyAdam | None,
+    ) -> Model:
+        if lazy is not None:
+            raise ValueError("These points take each step when it comes: leave lazy out.")
+        of_params = [flat(name, params[name].detach()) for name in self.parameters]
+        first, second = ([flat(name, moments[name][i]) for name in self.parameters] for i in (0, 1))
+        return Model(of_params, first, second, dict(statistics), None)
+
+    @torch.no_grad()
+    def project(
+        self, model: Model, cameras: Cameras, capacity: int, stops: Sequence[int],
+        reached: Callable[[Rows, int, int], None] | None,
+    ) -> Rows:  # fmt: skip
+        params = self._named(model.params)
+        lines, count = self._seen(params, cameras, capacity)
+        rows = self.rows(self.made(params, cameras, lines), lines, count)
+        if reached is not None:
+            for first, stop in zip((0, *stops), stops, strict=False):
+                reached(rows, first, stop)
+        return rows
+
+    def replicas(self, ranks: int, capacity: int, device: torch.device) -> "ToldRows":
+        return ToldRows(ranks * capacity, self.record_floats, device)
+
+    @torch.no_grad()
+    def update(
+        self, model: Model, cameras: Cameras, scalars: Tensor, rows: Rows, records: Tensor, witness: Tensor,
+        witness_views: range | None,
+    ) -> None:  # fmt: skip
+        if len(model.params[0]) == 0:
+            witness.zero_()
+            return
+        lines, real = Lines(rows.view_ids, rows.point_ids), _real(rows.point_ids, rows.count)
+        if rows.count.numel() > 1:  # operators want padding at the end, not behind each segment
+            order = real.logical_not().byte().sort(stable=True).indices
+            real, records = real[order], records[order]
+            last = len(cameras.viewmats) - 1
+            ids = ((lines.view_ids, last), (lines.point_ids, -1))
+            lines = Lines(*(torch.where(real, column[order], padding) for column, padding in ids))
+        with torch.enable_grad():
+            leaves = [param.detach().requires_grad_() for param in model.params]
+            made = self.made(self._named(leaves), cameras, lines)
+        drawn = real & (made.radii > 0).all(-1)
+        records = torch.where(drawn[:, None], records, 0.0)
+        pairs = self.returned(made, records)
+        finite = torch.stack([given.reshape(len(drawn), -1).isfinite().all(-1) for _, given in pairs]).all(0)
+        if witness_views is not None:
+            finite |= (lines.view_ids < witness_views.start) | (lines.view_ids >= witness_views.stop)
+        outputs, given = ([pair[i] for pair in pairs] for i in (0, 1))
+        found = torch.autograd.grad(outputs, leaves, given, allow_unused=True, materialize_grads=True)
+        gradients = [gradient.contiguous() for gradient in found]
+        if model.statistics:
+            self._count(model.statistics, made, records, cameras.sizes, lines, real)
+        witness.copy_(torch.where(finite.all(), 0.0, torch.nan).view(1))
+        adam_step(model.params, gradients, model.exp_avgs, model.exp_avg_sqs, scalars)
+
+    def flush(self, model: Model) -> None:
+        return  # no step was put off
+
+    def _named(self, params: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.parameters, params, strict=True))
+
+    def _seen(self, params: Mapping[str, Tensor], cameras: Cameras, capacity: int) -> tuple[Lines, Tensor]:
+        """The first `capacity` lines that show in views, or count as seen; and how many there are, [1] int64."""
+        means = params[POSITION]
+        device, points, views = means.device, len(means), len(cameras.viewmats)
+        # One line more takes what has no room.
+        view_ids = torch.full((capacity + 1,), max(views - 1, 0), dtype=torch.int32, device=device)
+        point_ids = torch.full((capacity + 1,), -1, dtype=torch.int32, device=device)
+        count = torch.zeros(1, dtype=torch.int64, device=device)
+        for v in range(views):
+            one = cameras.of(v)
+            for first in range(0, points, _AT_ONCE):
+                ids = torch.arange(first, min(first + _AT_ONCE, points), dtype=torch.int32, device=device)
+                shows = self.shows(params, one, Lines(torch.zeros_like(ids), ids))
+                # Room for more points is full of such as have no position.
+                shows = shows & means[first : first + _AT_ONCE].isfinite().all(-1)
+                place = shows.cumsum(0) - 1 + count
+                count = count + shows.sum()
+                place = torch.where(shows & (place < capacity), place, capacity)
+                point_ids.scatter_(0, place, ids)
+                view_ids.scatter_(0, place, torch.full_like(ids, v))
+        return Lines(view_ids[:capacity], point_ids[:capacity]), count
+
+    def _count(
+        self, statistics: Mapping[str, Tensor], made: Any, records: Tensor, sizes: Sequence[int], lines: Lines,
+        real: Tensor,
+    ) -> None:  # fmt: skip
+        """Adds lines to the densification's statistics; see `splat_update`."""
+        by_place, radius = self.moved(made, records)
+        seen = real & (made.radii[:, 0] != 0)
+        drawn = real & (made.radii > 0).all(-1)
+        views = len(sizes) // 2
+        size = _of_views(sizes, lines.view_ids, by_place)
+        lengths = torch.where(drawn, (by_place * (size / 2 * views)).norm(dim=-1), 0.0)
+        radius = torch.where(drawn, radius, -made.radii[:, 0].to(radius.dtype)) / size.amax(-1)
+        points = spread(lines.point_ids, len(next(iter(statistics.values()))))
+        if "grad2d" in statistics:
+            statistics["grad2d"].index_add_(0, points, lengths)
+        if "count" in statistics:
+            statistics["count"].index_add_(0, points, seen.to(statistics["count"].dtype))
+        if "radii" in statistics:
+            statistics["radii"].scatter_reduce_(0, points, torch.where(seen, radius, 0.0), "amax")
+
+
+class ToldRows(ReplicaRows):
+    """View ids, point ids and gradient records: from them and the points each rank takes the same step.
+
+    Args:
+        lines: of all ranks.
+    """
+
+    def __init__(self, lines: int, record_floats: int, device: torch.device) -> None:
+        ids = [torch.full((lines,), value, dtype=torch.int32, device=device) for value in (0, -1)]
+        self.everyone = [*ids, torch.zeros(lines, record_floats, device=device)]
+
+    def mine(self, rows: Rows, records: Tensor, first_view: int) -> list[Tensor]:
+        return [rows.view_ids + first_view, rows.point_ids, records]
+
+    def rows(self, counts: Tensor) -> tuple[Told, Tensor]:
+        view_ids, point_ids, records = self.everyone
+        return Told(view_ids, point_ids, counts), records
+
+
+def refuse_options(options: Mapping[str, Any], points: str) -> None:
+    """Refuses options of the update that these kernels have not got.
+
+    Args:
+        options: of `Primitive.kernels`. points: what messages call them.
+
+    Raises:
+        ValueError: one that does something is there.
+    """
+    asked = [name for name, value in options.items() if value and name != "depth"]
+    if asked:
+        raise ValueError(f"The kernels of {points} have no option {asked[0]!r}: only those of 3D Gaussians have.")
+
+
+def _real(point_ids: Tensor, count: Tensor) -> Tensor:
+    """Which lines [M] are rows, not padding: of each segment, the first as many as `count` says."""
+    segments = max(count.numel(), 1)
+    places = torch.arange(len(point_ids) // segments, device=point_ids.device)
+    return (point_ids >= 0) & (places < count.view(-1, 1)).reshape(-1)
+
+
+def _of_views(sizes: Sequence[int], view_ids: Tensor, like: Tensor) -> Tensor:
+    """The sizes [M, 2] of the lines' views. No tensor of the host's: a graph cannot hold its way to the device."""
+    columns = torch.zeros(len(view_ids), 2, dtype=like.dtype, device=like.device)
+    if len(set(zip(sizes[::2], sizes[1::2], strict=True))) == 1:
+        columns[:, 0], columns[:, 1] = sizes[0], sizes[1]
+        return columns
+    for v in range(len(sizes) // 2):
+        for axis in (0, 1):
+            columns[:, axis].masked_fill_(view_ids == v, sizes[2 * v + axis])
+    return columns
