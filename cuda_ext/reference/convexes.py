@@ -21,6 +21,8 @@ OPAQUE = 1.001 * ALPHA_MIN
 EXTENT_MARGIN = 2e-3
 FLAT = 1e-4
 """Sine of the angle between two lines below which they bound nothing together."""
+THIN = 1e-5
+"""Twice a hull's area in units of the sum of its edges' squares, below which there is none: rounding makes such."""
 
 
 def project_convexes(
@@ -45,10 +47,13 @@ def project_convexes(
     # Of the corners on the screen, seen from the projected centre: nothing cancels there.
     apart = focal[:, None] * (arms[..., :2] - slope[:, None] * arms[..., 2:]) / (z[:, None] + arms[..., 2])[..., None]
     pixel = z / focal.prod(-1).sqrt()
-    lines, edges = hull_lines(apart, pixel * _take(deltas, point))
+    scale = pixel * _take(deltas, point)
+    lines, edges = hull_lines(apart, scale)
     sharpness, opacity = pixel * _take(sigmas, point), _take(opacities, point)
     with torch.no_grad():
-        regular = regular & (edges >= 3) & torch.isfinite(lines).all(-1) & torch.isfinite(means2d).all(-1)
+        by_corner = lines.view(-1, CORNERS, 3)
+        area, squares = -scale * by_corner[..., 2].sum(-1), by_corner[..., :2].square().sum((1, 2))
+        regular = regular & (edges >= 3) & (area > THIN * squares) & torch.isfinite(lines).all(-1) & torch.isfinite(means2d).all(-1)
         regular = regular & torch.isfinite(sharpness) & (sharpness > 0) & (opacity >= OPAQUE)
         everywhere = torch.maximum(means2d.abs(), (size - means2d).abs()) + 1
         level = torch.log(255 * opacity.clamp(min=OPAQUE) - 1) / torch.where(regular, sharpness, 1.0)
