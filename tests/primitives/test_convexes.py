@@ -40,9 +40,9 @@ def test_it_begins_as_a_sphere_of_corners_around_each_seed_point() -> None:
         corners = made["corners"].view(40, 6, 3)
         torch.testing.assert_close(corners.norm(dim=-1), (SIZE * unit * apart)[:, None].expand(40, 6))
         assert float(corners.mean(1).norm(dim=-1).max()) < 0.2 * unit * float(apart.max())
-        torch.testing.assert_close(made["deltas"][:, 0].exp() * unit * apart, torch.full((40,), DELTA))
+        torch.testing.assert_close(made["deltas"][:, 0].exp() * unit * apart, torch.full((40,), DELTA), rtol=1e-5, atol=0)
         steep = (made["deltas"] + made["sigmas"])[:, 0].exp() * (unit * apart) ** 2
-        torch.testing.assert_close(steep, torch.full((40,), STEEPNESS))
+        torch.testing.assert_close(steep, torch.full((40,), STEEPNESS), rtol=1e-5, atol=0)
         torch.testing.assert_close(made["opacities"].sigmoid(), torch.full((40, 1), 0.2))
         assert made["features_rest"].shape == (40, 3, 3)
     half = initial_convexes(seeds, generator=g, scale=0.5, **options)
@@ -94,8 +94,8 @@ def test_densification_counts_the_gradient_of_moving_the_hull_on_the_screen() ->
 
     slopes = torch.tensor([(shifted(1e-6, axis) - shifted(-1e-6, axis)) / 2e-6 for axis in (0, 1)]).double()
     torch.testing.assert_close(info["gradients"], (slopes * half).norm()[None], rtol=1e-4, atol=1e-8)
-    radius = float(splats.rows["radii"].max())
-    assert float(slopes.norm()) > 1e-3 and info["radii"].item() == radius / max(view.width, view.height) > 0
+    assert float(slopes.norm()) > 1e-3 and info["visible"].item() == 1
+    assert info["radii"].item() == 0, "no rule is about sizes on the screen"
 
 
 def test_a_split_makes_six_smaller_sharper_fainter_ones_at_the_corners() -> None:

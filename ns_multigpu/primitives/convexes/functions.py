@@ -140,6 +140,6 @@ class Convexes(Primitive):
 
 
 def screen_radii(splats: Splats) -> Tensor:
-    """What densification calls a splat's size on screen, [M] pixels: how far from its centre it shows."""
-    radii = splats.rows["radii"].amax(-1)
-    return radii.to(splats.rows["means2d"].dtype)
+    """What densification calls a splat's size on screen, [M]: 0, for the published rules know none. How far a soft
+    convex shows says little of its hull."""
+    return torch.zeros_like(splats.rows["depths"].detach())
