@@ -74,8 +74,8 @@ def project_convexes(
     """Projects convexes into views and takes their 2D hulls (Held et al. 2024, section 3.2).
 
     A row that is not drawn in its whole view is dead: zero in all outputs, and without a gradient. Dead is also a
-    convex of which a corner lies before the near plane, one whose corners project onto one line or nearly, and one of an opacity
-    below 1.001/255.
+    convex of which a corner lies before the near plane, one whose corners project onto one line or nearly, and one of
+    an opacity below 1.001/255.
 
     Of corners that coincide on the screen the first counts, of corners on one line the outermost.
 

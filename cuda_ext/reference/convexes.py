@@ -53,7 +53,13 @@ def project_convexes(
     with torch.no_grad():
         by_corner = lines.view(-1, CORNERS, 3)
         area, squares = -scale * by_corner[..., 2].sum(-1), by_corner[..., :2].square().sum((1, 2))
-        regular = regular & (edges >= 3) & (area > THIN * squares) & torch.isfinite(lines).all(-1) & torch.isfinite(means2d).all(-1)
+        regular = (
+            regular
+            & (edges >= 3)
+            & (area > THIN * squares)
+            & torch.isfinite(lines).all(-1)
+            & torch.isfinite(means2d).all(-1)
+        )
         regular = regular & torch.isfinite(sharpness) & (sharpness > 0) & (opacity >= OPAQUE)
         everywhere = torch.maximum(means2d.abs(), (size - means2d).abs()) + 1
         level = torch.log(255 * opacity.clamp(min=OPAQUE) - 1) / torch.where(regular, sharpness, 1.0)

@@ -64,7 +64,7 @@ def test_ties_are_broken_the_same_way(more: list[list[float]], starts: set[int])
     assert found == starts and int(count) == 4
     turned, _ = hull_lines(places.flip(1), torch.ones(1).double())
     assert edges_of(turned[0]) == edges_of(lines[0])
-    flat, count = hull_lines(torch.arange(12.0).view(1, 6, 2), torch.ones(1))
+    _, count = hull_lines(torch.arange(12.0).view(1, 6, 2), torch.ones(1))
     assert int(count) < 3
 
 
@@ -83,10 +83,7 @@ def test_alpha_is_the_papers_indicator() -> None:
         seen = scene.means[k] + scene.corners[k].view(CORNERS, 3)
         pixels = (scene.Ks[0] @ seen.T).T
         places = pixels[:, :2] / pixels[:, 2:]
-        try:
-            order = ConvexHull(places.numpy()).vertices  # counterclockwise
-        except Exception:  # noqa: BLE001, S112 - of corners that coincide scipy makes nothing
-            continue
+        order = ConvexHull(places.numpy()).vertices  # counterclockwise
         corners = places[order.copy()]
         along = corners.roll(-1, 0) - corners
         y, x = torch.meshgrid(torch.arange(HEIGHT) + 0.5, torch.arange(WIDTH) + 0.5, indexing="ij")

@@ -1,4 +1,4 @@
-"""The 3D convex as a primitive: what it begins as, what is culled, what counts for densification, what splits become."""
+"""The 3D convex as a primitive: what it begins as, what is culled, what densification counts, what splits become."""
 
 import math
 from dataclasses import replace
@@ -40,7 +40,9 @@ def test_it_begins_as_a_sphere_of_corners_around_each_seed_point() -> None:
         corners = made["corners"].view(40, 6, 3)
         torch.testing.assert_close(corners.norm(dim=-1), (SIZE * unit * apart)[:, None].expand(40, 6))
         assert float(corners.mean(1).norm(dim=-1).max()) < 0.2 * unit * float(apart.max())
-        torch.testing.assert_close(made["deltas"][:, 0].exp() * unit * apart, torch.full((40,), DELTA), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            made["deltas"][:, 0].exp() * unit * apart, torch.full((40,), DELTA), rtol=1e-5, atol=0
+        )
         steep = (made["deltas"] + made["sigmas"])[:, 0].exp() * (unit * apart) ** 2
         torch.testing.assert_close(steep, torch.full((40,), STEEPNESS), rtol=1e-5, atol=0)
         torch.testing.assert_close(made["opacities"].sigmoid(), torch.full((40, 1), 0.2))
@@ -99,7 +101,9 @@ def test_densification_counts_the_gradient_of_moving_the_hull_on_the_screen() ->
 
 
 def test_a_split_makes_six_smaller_sharper_fainter_ones_at_the_corners() -> None:
-    params: Any = {name: torch.nn.Parameter(value.detach()) for name, value in convexes(7, torch.float64).params.items()}
+    params: Any = {
+        name: torch.nn.Parameter(value.detach()) for name, value in convexes(7, torch.float64).params.items()
+    }
     before = {name: value.detach().clone() for name, value in params.items()}
     params["opacities"].data[:] = before["opacities"][:] = 1.0
     params["opacities"].data[5] = before["opacities"][5] = -5.0  # faint: pruned
@@ -119,7 +123,9 @@ def test_a_split_makes_six_smaller_sharper_fainter_ones_at_the_corners() -> None
         torch.testing.assert_close(params["means"][parts].data, before["means"][parent] + corners[parent])
         shape = (before["corners"][parent] * SMALLER).expand(6, -1)
         torch.testing.assert_close(params["corners"][parts].data, shape)
-        torch.testing.assert_close(params["sigmas"][parts].data, before["sigmas"][parent].expand(6, 1) + math.log(SHARPER))
+        torch.testing.assert_close(
+            params["sigmas"][parts].data, before["sigmas"][parent].expand(6, 1) + math.log(SHARPER)
+        )
         assert torch.equal(params["deltas"][parts], before["deltas"][parent].expand(6, 1))
         faint = FAINTER * before["opacities"][parent].sigmoid().expand(6, 1)
         torch.testing.assert_close(params["opacities"][parts].data.sigmoid(), faint)

@@ -25,7 +25,9 @@ def convexes(count: int, dtype: torch.dtype, device: Any = "cpu") -> Points:
     del params["quats"]
     corners = 1.5 * size * torch.randn(count, 18, generator=g, dtype=torch.float64).to(dtype)
     deltas = torch.log((10 + 90 * torch.rand(count, 1, generator=g, dtype=torch.float64)).to(dtype) / size)
-    sigmas = torch.log((1 + 6 * torch.rand(count, 1, generator=g, dtype=torch.float64)).to(dtype)) - deltas - 2 * size.log()
+    sigmas = (
+        torch.log((1 + 6 * torch.rand(count, 1, generator=g, dtype=torch.float64)).to(dtype)) - deltas - 2 * size.log()
+    )
     params |= {"corners": corners.to(device), "deltas": deltas.to(device), "sigmas": sigmas.to(device)}
     return Points({name: value.clone().requires_grad_() for name, value in params.items()})
 
@@ -55,7 +57,7 @@ def test_ranks_without_views_and_models_without_points(views: int, points: int) 
 
 
 def test_pixel_equals_single_where_nothing_is_closed() -> None:
-    """Convexes are opaque over all of their inside: where one closes a pixel, cells and one rank differ (docs/pixel.md)."""
+    """Convexes are opaque over all their inside: where one closes a pixel, cells and one rank differ (docs/pixel.md)."""
     expected = step(World.single(), "single", 4, 120, faint=True)
     check(run_ranks(step, 2, "pixel", 4, 120, torch.float64, True), expected, torch.float64)
 

@@ -5,7 +5,6 @@ import math
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from cuda_ext.ops.convexes import CORNERS

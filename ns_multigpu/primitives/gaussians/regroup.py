@@ -85,7 +85,7 @@ class Regrouping:
         source: [T] int64, the old point that each new one is a copy of.
         fresh: [F] int64, the new points that are not what they were: their moments start from zero.
         children: [births C] int64, the new points among `fresh` that came out of a split: first halves, then second.
-        offsets: [births C, 3 or more] how far each child lies from its parent: in space, and in what else `Halves` draw.
+        offsets: [births C, 3 or more] how far each child lies from its parent, in space and what else `Halves` draw.
     """
 
     source: Tensor
@@ -248,7 +248,9 @@ def grow_and_prune(
     drawn = None
     if fates.n_split:
         # A number for every split, pruned or not: the draw must not depend on what is pruned.
-        drawn = torch.randn(halves.births, fates.n_split, halves.draws, device=params["means"].device, generator=generator)
+        drawn = torch.randn(
+            halves.births, fates.n_split, halves.draws, device=params["means"].device, generator=generator
+        )
     listing = regroup(params, fates, drawn, halves)
     regrouping = listing.ordered(dealt_order(listing.positions(params["means"]))) if morton else listing
     gather_points(
