@@ -76,8 +76,9 @@ def whole(views: int) -> list[int]:
 
 def project(scene: Scene) -> ConvexProjection:
     sizes = [WIDTH, HEIGHT] * len(scene.viewmats)
-    cameras = (scene.viewmats, scene.Ks, sizes)
-    return project_convexes(*scene[:5], *cameras, scene.view_ids, scene.point_ids, near=0.2)
+    means, corners, deltas, sigmas, opacities, _, viewmats, Ks, view_ids, point_ids = scene
+    cameras = (viewmats, Ks, sizes)
+    return project_convexes(means, corners, deltas, sigmas, opacities, *cameras, view_ids, point_ids, near=0.2)
 
 
 def draw(scene: Scene, patches: list[int] | None = None) -> tuple[ConvexProjection, ConvexPixels]:

@@ -140,7 +140,7 @@ def test_reference_by_finite_differences() -> None:
 
     def render(*floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with cuda_ext.use_reference():
-            _, pixels = draw(Scene(*floats, *scene[7:]), [0, 14, 10, 24, 20])
+            _, pixels = draw(scene._replace(**dict(zip(Scene._fields, floats, strict=False))), [0, 14, 10, 24, 20])
         return pixels.colors, pixels.depths, pixels.alphas.abs()
 
     assert torch.autograd.gradcheck(render, scene.floats, eps=1e-7, atol=1e-4, rtol=1e-3, fast_mode=True)

@@ -15,7 +15,7 @@ DELTA = 100.0
 """The first delta times that distance: the published 0.1, at a focal length of 1000 pixels."""
 STEEPNESS = 4.0
 """The first delta times sigma times that distance squared. With the published sigma it depends on the scene's unit;
-this is what it gives where seed points are 0.04 apart. A first convex is then opaque at its centre, and soft at its rim."""
+this is what it gives where seed points are 0.04 apart. A first convex is then dense at its centre, soft at its rim."""
 
 
 def initial_convexes(
