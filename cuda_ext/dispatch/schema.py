@@ -45,6 +45,14 @@ _RASTERIZE_SURFELS_INPUTS = (
     "Tensor means2d, Tensor transforms, Tensor normals, Tensor row_opacities, Tensor colors, Tensor depths, "
     "Tensor tile_offsets, Tensor row_ids, int[] patches, int tile_size"
 )
+_PROJECT_CONVEXES_INPUTS = (
+    "Tensor means, Tensor corners, Tensor deltas, Tensor sigmas, Tensor opacities, Tensor viewmats, Tensor Ks, "
+    "int[] sizes, Tensor view_ids, Tensor point_ids, float near, float far"
+)
+_RASTERIZE_CONVEXES_INPUTS = (
+    "Tensor means2d, Tensor lines, Tensor sharpness, Tensor row_opacities, Tensor colors, Tensor depths, "
+    "Tensor tile_offsets, Tensor row_ids, int[] patches, int tile_size"
+)
 _BAND_INPUTS = "Tensor out, Tensor alpha, Tensor background, Tensor target, int[] inner, Tensor v_l1, Tensor v_ssim"
 _SPLAT_OUTPUTS = (
     "(Tensor view_ids, Tensor point_ids, Tensor count, Tensor means2d, Tensor conics, Tensor opacities, "
@@ -86,6 +94,15 @@ SCHEMAS: tuple[str, ...] = (
     f"rasterize_surfels_backward({_RASTERIZE_SURFELS_INPUTS}, Tensor out, Tensor geometry, Tensor alpha, "
     "Tensor last, Tensor v_out, Tensor v_geometry, Tensor v_alpha) -> (Tensor v_means2d, Tensor v_transforms, "
     "Tensor v_normals, Tensor v_row_opacities, Tensor v_colors, Tensor v_depths)",
+    f"project_convexes({_PROJECT_CONVEXES_INPUTS}) -> (Tensor means2d, Tensor lines, Tensor sharpness, "
+    "Tensor depths, Tensor row_opacities, Tensor radii)",
+    f"project_convexes_backward({_PROJECT_CONVEXES_INPUTS}, Tensor radii, Tensor v_means2d, Tensor v_lines, "
+    "Tensor v_sharpness, Tensor v_depths, Tensor v_row_opacities) -> "
+    "(Tensor v_means, Tensor v_corners, Tensor v_deltas, Tensor v_sigmas, Tensor v_opacities, Tensor v_viewmats)",
+    f"rasterize_convexes({_RASTERIZE_CONVEXES_INPUTS}) -> (Tensor out, Tensor depth, Tensor alpha, Tensor last)",
+    f"rasterize_convexes_backward({_RASTERIZE_CONVEXES_INPUTS}, Tensor out, Tensor depth, Tensor alpha, "
+    "Tensor last, Tensor v_out, Tensor v_depth, Tensor v_alpha) -> (Tensor v_means2d, Tensor v_lines, "
+    "Tensor v_sharpness, Tensor v_row_opacities, Tensor v_colors, Tensor v_depths)",
     "composite(Tensor out, Tensor alpha, Tensor background) -> Tensor rgb",
     "composite_backward(Tensor out, Tensor alpha, Tensor background, Tensor v_rgb) -> (Tensor v_out, Tensor v_alpha)",
     "l1_ssim(Tensor pred, Tensor target, int[] inner) -> (Tensor l1_sum, Tensor ssim_sum, Tensor dssim_dpred)",

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WHOLE = ("means2d", "depths", "transforms")
+WHOLE = ("means2d", "depths", "transforms", "lines")
 """Columns that are not rounded: half a pixel is float16's precision at 1024 pixels, and depths decide an order. A 2D
-Gaussian's transform has pixels in it, too."""
+Gaussian's transform and a convex's lines have pixels in them, too."""
 CONICS = "conics"
 """Columns xx, xy, yy of a positive definite matrix; rounded themselves, those of long ellipses would not be of one."""
 _MOST_SCALE = 126

@@ -13,6 +13,11 @@ from torch import Tensor
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.schema import Parameter
 from ns_multigpu.core.types import Splats
+from ns_multigpu.primitives.convexes.densifier import ConvexParts
+from ns_multigpu.primitives.convexes.functions import Convexes
+from ns_multigpu.primitives.convexes.functions import screen_radii as convex_radii
+from ns_multigpu.primitives.convexes.init import initial_convexes
+from ns_multigpu.primitives.convexes.schema import SCHEMA as CONVEXES
 from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
 from ns_multigpu.primitives.gaussians.init import initial_gaussians
 from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_HALVES, Halves
@@ -25,7 +30,7 @@ from ns_multigpu.primitives.surfels.functions import Surfels
 from ns_multigpu.primitives.surfels.functions import screen_radii as surfel_radii
 from ns_multigpu.primitives.surfels.schema import SCHEMA as SURFELS
 
-PrimitiveName = Literal["3dgs", "2dgs", "4dgs"]
+PrimitiveName = Literal["3dgs", "2dgs", "4dgs", "convex"]
 """What the option can be; the names in `KINDS`."""
 FIRST: PrimitiveName = "3dgs"
 """What the points of a checkpoint are that names no kind: all were, once, and those of nerfstudio's own are."""
@@ -86,6 +91,10 @@ def _surfels(wanted: Rendering) -> Primitive:
     return Surfels(wanted.sh_degree, wanted.depth, wanted.channels)
 
 
+def _convexes(wanted: Rendering) -> Primitive:
+    return Convexes(wanted.sh_degree, wanted.depth)
+
+
 def _initial_surfels(*seeds: Any, **options: Any) -> dict[str, Tensor]:
     """3D Gaussians', without the third scale: as the published code begins."""
     params = initial_gaussians(*seeds, **options)
@@ -99,6 +108,12 @@ _WITHOUT = {
     ("selective_adam", True): _NO_OPERATORS,
     ("optimizer_state", "compact"): _NO_OPERATORS,
 }
+_WITHOUT_SCALES = {
+    **_WITHOUT,
+    ("rasterize_mode", "antialiased"): "it widens 3D Gaussians by their covariance, which convexes lack; use classic",
+    ("densifier", "mcmc"): "MCMC's noise and relocation are those of 3D Gaussians; use default",
+    ("use_scale_regularization", True): "it is a penalty on scales, which convexes lack",
+}
 _STILL_ONLY = {asked: why for asked, why in _WITHOUT.items() if asked[0] != "rasterize_mode"}
 
 KINDS: dict[str, Kind] = {
@@ -106,6 +121,9 @@ KINDS: dict[str, Kind] = {
     "2dgs": Kind("2D Gaussians", SURFELS, _surfels, _initial_surfels, surfel_radii, _WITHOUT),
     "4dgs": Kind(
         "4D Gaussians", MOVING, _moving, initial_moving, screen_radii, _STILL_ONLY, halves=MovingHalves(), timed=True
+    ),
+    "convex": Kind(
+        "3D convexes", CONVEXES, _convexes, initial_convexes, convex_radii, _WITHOUT_SCALES, halves=ConvexParts()
     ),
 }
 

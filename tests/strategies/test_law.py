@@ -18,6 +18,8 @@ from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Points
 from ns_multigpu.core.world import World
+from ns_multigpu.primitives.convexes.functions import Convexes
+from ns_multigpu.primitives.convexes.functions import screen_radii as convex_radii
 from ns_multigpu.primitives.gaussians.densifier import densification_info
 from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
 from ns_multigpu.primitives.moving.functions import MovingGaussians
@@ -113,7 +115,7 @@ def take_step(
         gradients = {name: all_gather_rows(grad, world)[0][order] for name, grad in gradients.items()}
     statistics = torch.zeros(2, points, device=world.device)
     if rendering.splats.probe is not None:  # else nothing is counted
-        counted_by = surfel_radii if isinstance(drawn, Surfels) else screen_radii
+        counted_by = {Surfels: surfel_radii, Convexes: convex_radii}.get(type(drawn), screen_radii)
         info = densification_info(rendering.splats, batch, counted_by)
         statistics[0].index_add_(0, places[info["ids"]], info["gradients"].float() * info["visible"])
         statistics[1].index_add_(0, places[info["ids"]], info["visible"])

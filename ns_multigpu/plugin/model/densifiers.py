@@ -54,9 +54,10 @@ def make_densifier(
         if holding is not None
         else partial(ReplicatedDensifier, morton=options.morton_order)
     )
+    steep = {"2dgs": options.densify_grad_thresh_2dgs, "convex": options.densify_grad_thresh_convex}
     return default(
-        prune_opa=options.cull_alpha_thresh,
-        grow_grad2d=options.densify_grad_thresh if options.primitive != "2dgs" else options.densify_grad_thresh_2dgs,
+        prune_opa=options.cull_alpha_thresh if options.primitive != "convex" else options.cull_alpha_thresh_convex,
+        grow_grad2d=steep.get(options.primitive, options.densify_grad_thresh),
         grow_scale3d=options.densify_size_thresh,
         grow_scale2d=options.split_screen_size,
         prune_scale3d=options.cull_scale_thresh,

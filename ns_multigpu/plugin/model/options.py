@@ -19,8 +19,13 @@ class SplatModelConfig(SplatfactoModelConfig):
     _target: type = field(default_factory=lambda: SplatModel)
     primitive: PrimitiveName = FIRST
     """What the points are: "3dgs", 3D Gaussians; "2dgs", flat ones, which lie on surfaces (Huang et al. 2024);
-    "4dgs", Gaussians over space and time, for captures whose views have times (Yang et al. 2024). See
-    docs/primitives.md for what each kind can do."""
+    "4dgs", Gaussians over space and time, for captures whose views have times (Yang et al. 2024); "convex", 3D convex
+    shapes with edges as sharp as need be (Held et al. 2024). See docs/primitives.md for what each kind can do."""
+    densify_grad_thresh_convex: float = 0.0008
+    """With convex, what densify-grad-thresh is for 3dgs. Of convexes the gradient itself counts, and use-absgrad is not
+    read. A split makes six of one."""
+    cull_alpha_thresh_convex: float = 0.03
+    """With convex, what cull-alpha-thresh is for 3dgs: convexes of less opacity are removed. A split halves opacity."""
     densify_grad_thresh_2dgs: float = 0.0002
     """With 2dgs, what densify-grad-thresh is for 3dgs. Of 2D Gaussians the gradient itself counts, as published, and
     use-absgrad is not read."""

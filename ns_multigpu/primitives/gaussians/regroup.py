@@ -27,21 +27,37 @@ SHRINK = 1.6
 
 
 class Halves:
-    """What the halves of a split are: those of 3D Gaussians.
+    """What the halves of a split are: those of 3D Gaussians. Another kind of point may have more than two.
 
     Attributes:
         draws: normal numbers that a half's place takes.
+        births: into how many a point is split.
+        clones: whether a small point with a steep gradient is copied rather than split.
         shrunk: parameters, logarithms of sizes, of which a half has its parent's divided by `SHRINK`.
     """
 
     draws: ClassVar[int] = 3
+    births: ClassVar[int] = 2
+    clones: ClassVar[bool] = True
     shrunk: ClassVar[Collection[str]] = ("scales",)
 
+    def sizes(self, params: Mapping[str, Tensor]) -> Tensor:
+        """How large points are, [N] world units: what rules about sizes look at."""
+        return params["scales"].exp().amax(dim=-1)
+
+    def child_sizes(self, sizes: Tensor) -> Tensor:
+        """How large halves are, by their parents' sizes."""
+        return _child_scales(sizes).exp()
+
+    def child_opacities(self, opacities: Tensor) -> Tensor:
+        """How opaque halves are, by their parents' opacities."""
+        return opacities
+
     def offsets(self, params: Mapping[str, Tensor], drawn: Tensor) -> Tensor:
-        """How far halves lie from their parents [C]: [2, C, 3 or more], in space first.
+        """How far halves lie from their parents [C]: [births, C, 3 or more], in space first.
 
         Args:
-            params: of the parents. drawn: [2, C, draws] normal numbers.
+            params: of the parents, those of a number or a vector each. drawn: [births, C, draws] normal numbers.
         """
         along = params["scales"].exp()
         if along.shape[1] == 2:  # flat: its children lie in its plane
@@ -49,7 +65,7 @@ class Halves:
         return rotate(rotations(params["quats"]), along * drawn)
 
     def move(self, name: str, rows: Tensor, offsets: Tensor) -> None:
-        """Adds to a parameter's rows [2 C, ...] what is theirs of the offsets, in place."""
+        """Makes a parameter's rows [births C, ...] the halves', in place: adds what is theirs of the offsets."""
         if name == "means":
             rows += offsets[:, :3]
 
@@ -68,8 +84,8 @@ class Regrouping:
     Attributes:
         source: [T] int64, the old point that each new one is a copy of.
         fresh: [F] int64, the new points that are not what they were: their moments start from zero.
-        children: [2 C] int64, the new points among `fresh` that came out of a split: first halves, then second halves.
-        offsets: [2 C, 3 or more] how far each child lies from its parent: in space, and in what else `Halves` draw.
+        children: [births C] int64, the new points among `fresh` that came out of a split: first halves, then second.
+        offsets: [births C, 3 or more] how far each child lies from its parent, in space and what else `Halves` draw.
     """
 
     source: Tensor
@@ -90,7 +106,7 @@ class Listing:
     Attributes:
         source: [T] int64, the old point that each new one is a copy of.
         n_kept: how many are what they were: the first. The others are fresh.
-        offsets: [2 C, 3 or more] how far each child, one of the last 2 C, lies from its parent: see `Regrouping`.
+        offsets: [births C, 3 or more] how far each child, one of the last, lies from its parent: see `Regrouping`.
     """
 
     source: Tensor
@@ -125,10 +141,11 @@ class Fates:
     """What becomes of each of N points, and of how many.
 
     Attributes:
-        masks: [7, N] bool, by point. 0: kept, that is, stays and is not split. 1: a copy of it stays beside it. 2 and,
-            once more, 3: born, that is, split, into halves that stay. 4: is split, whatever becomes of the halves.
-            5: is copied, whatever becomes of the copy. 6: would be kept if nothing were split.
-        n_kept, n_copied, n_born, n_split, n_duplicate, n_stays: how many 0, 1, 2, 4, 5 and 6 are true of.
+        masks: [5 + births, N] bool, by point. 0: kept, that is, stays and is not split. 1: a copy of it stays beside
+            it. 2 and, once for each other half, those behind: born, that is, split, into halves that stay. The last
+            three: is split, whatever becomes of the halves; is copied, whatever becomes of the copy; would be kept if
+            nothing were split.
+        n_kept, n_copied, n_born, n_split, n_duplicate, n_stays: how many 0, 1, 2 and the last three are true of.
     """
 
     masks: Tensor
@@ -140,6 +157,16 @@ class Fates:
     n_stays: int
 
     @property
+    def births(self) -> int:
+        """Into how many a point is split."""
+        return self.masks.shape[0] - 5
+
+    @property
+    def split(self) -> Tensor:
+        """[N] bool: is split, whatever becomes of the halves."""
+        return self.masks[-3]
+
+    @property
     def now(self) -> int:
         """N, how many points there are."""
         return self.masks.shape[1]
@@ -147,27 +174,27 @@ class Fates:
     @property
     def total(self) -> int:
         """How many points there will be."""
-        return self.n_kept + self.n_copied + 2 * self.n_born
+        return self.n_kept + self.n_copied + self.births * self.n_born
 
     @property
     def pruned(self) -> int:
         """How many go, new ones included."""
-        return self.now + self.n_duplicate + self.n_split - self.total
+        return self.now + self.n_duplicate + (self.births - 1) * self.n_split - self.total
 
     def without_growth(self) -> "Fates":
         """What becomes of the points if they are pruned only."""
         masks = torch.zeros_like(self.masks)
-        masks[0] = masks[6] = self.masks[6]
+        masks[0] = masks[-1] = self.masks[-1]
         return Fates(masks, self.n_stays, 0, 0, 0, 0, self.n_stays)
 
     def listed(self) -> tuple[Tensor, Tensor]:
         """The new points in the order of a `Listing`, and after them the `n_split` that are split.
 
         Returns:
-            [T + n_split] int64, the category of each: 0 kept, 1 copy, 2 first half, 3 second half; 4 of those split.
+            [T + n_split] int64, the category of each: 0 kept, 1 copy, 2 first half and so on; then that of those split.
             [T + n_split] int64, the old point.
         """
-        masks = self.masks[:5]
+        masks = self.masks[:-2]
         try:
             found = torch.nonzero_static(masks, size=self.total + self.n_split)
         except NotImplementedError:  # older torch has none for GPUs: there the device is asked after all
@@ -210,7 +237,7 @@ def grow_and_prune(
     Returns:
         how many points were duplicated, split and pruned.
     """
-    fates = decide(rules, params, state, image)
+    fates = decide(rules, params, state, image, halves)
     if cap is not None:
         fates = cap(fates)
     sums = {name: value for name, value in state.items() if isinstance(value, Tensor) and len(value) == fates.now}
@@ -221,7 +248,9 @@ def grow_and_prune(
     drawn = None
     if fates.n_split:
         # A number for every split, pruned or not: the draw must not depend on what is pruned.
-        drawn = torch.randn(2, fates.n_split, halves.draws, device=params["means"].device, generator=generator)
+        drawn = torch.randn(
+            halves.births, fates.n_split, halves.draws, device=params["means"].device, generator=generator
+        )
     listing = regroup(params, fates, drawn, halves)
     regrouping = listing.ordered(dealt_order(listing.positions(params["means"]))) if morton else listing
     gather_points(
@@ -234,46 +263,51 @@ def grow_and_prune(
 
 
 @torch.no_grad()
-def decide(rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int) -> Fates:
+def decide(
+    rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int,
+    halves: Halves = GAUSSIAN_HALVES,
+) -> Fates:  # fmt: skip
     """Decides what becomes of every point, each by itself. Waits for the device. See `grow_and_prune`."""
-    largest = params["scales"].exp().amax(dim=-1)
+    largest = halves.sizes(params)
     opacities = sigmoid(params["opacities"].flatten())
     steep = state["grad2d"] / state["count"].clamp_min(1) > rules.grow_grad2d
-    duplicate = steep & (largest <= rules.grow_scale3d * state["scene_scale"])
+    small = largest <= rules.grow_scale3d * state["scene_scale"]
+    duplicate = steep & small if halves.clones else torch.zeros_like(steep)
     # Of masks, a > b is true where a is and b is not.
     split = steep > duplicate
     if image < rules.refine_scale2d_stop_iter:
         split = split | (state["radii"] > rules.grow_scale2d)
     gone = opacities < rules.prune_opa
-    child_gone = sigmoid(_child_logits(opacities)) < rules.prune_opa if rules.revised_opacity else gone
+    of_halves = sigmoid(_child_logits(opacities)) if rules.revised_opacity else halves.child_opacities(opacities)
+    child_gone = of_halves < rules.prune_opa
     if image > rules.reset_every:
         if image < rules.refine_scale2d_stop_iter:
             wide = state["radii"] > rules.prune_scale2d
             gone, child_gone = gone | wide, child_gone | wide
         too_large = rules.prune_scale3d * state["scene_scale"]
-        gone, child_gone = gone | (largest > too_large), child_gone | (_child_scales(largest).exp() > too_large)
+        gone, child_gone = gone | (largest > too_large), child_gone | (halves.child_sizes(largest) > too_large)
     stays, born = ~gone, split > child_gone
-    masks = torch.stack([stays > split, stays & duplicate, born, born, split, duplicate, stays])
-    kept, copied, born, _, *others = masks.sum(dim=1).tolist()
-    return Fates(masks, kept, copied, born, *others)
+    masks = torch.stack([stays > split, stays & duplicate, *[born] * halves.births, split, duplicate, stays])
+    kept, copied, born, *others = masks.sum(dim=1).tolist()
+    return Fates(masks, kept, copied, born, *others[-3:])
 
 
 @torch.no_grad()
 def regroup(
     params: Mapping[str, Tensor], fates: Fates, drawn: Tensor | None, halves: Halves = GAUSSIAN_HALVES
 ) -> Listing:
-    """The new points: those kept, then copies, then first halves of splits, then second halves, each by parent.
+    """The new points: those kept, then copies, then first halves of splits, then second ones and so on, by parent.
 
     Args:
         params: see `grow_and_prune`.
         fates: the points'.
-        drawn: [2, n_split, draws] normal numbers for the two halves of each split; None if there is none.
+        drawn: [births, n_split, draws] normal numbers for the halves of each split; None if there is none.
         halves: see `grow_and_prune`.
     """
     means = params["means"]
     source, split = fates.listed()[1].split([fates.total, fates.n_split])
     if drawn is None or fates.n_born == 0:
-        return Listing(source, fates.n_kept, means.new_empty(0, halves.draws))
+        return Listing(source, fates.n_kept, means.new_empty(0, max(halves.draws, 3)))
     parents = source[fates.total - fates.n_born :]
     numbers = drawn.index_select(1, torch.searchsorted(split, parents))
     of_parents = {name: param.detach().index_select(0, parents) for name, param in params.items() if param.dim() == 2}

@@ -52,7 +52,7 @@ class ShardedDensifier(ReplicatedDensifier):
         statistics = self.statistics(params, state)
         device = params["means"].device
         started = clock(device)
-        wanted = decide(self, params, state, image)
+        wanted = decide(self, params, state, image, self.halves)
         count = len(params["means"])
         told = all_gather_ints(
             [count, wanted.total, wanted.n_split, wanted.n_duplicate, wanted.pruned, count - wanted.n_stays], world
@@ -66,10 +66,12 @@ class ShardedDensifier(ReplicatedDensifier):
         if sum(splits) > 0:
             # What one rank draws for all splits, of which these are some.
             generator = keyed_generator(self.seed, "densify", image, device=device)
-            drawn = torch.randn(2, sum(splits), self.halves.draws, device=device, generator=generator)
-            drawn = drawn.index_select(1, self.holding.among(fates.masks[4].nonzero().flatten(), count, world))
+            drawn = torch.randn(self.halves.births, sum(splits), self.halves.draws, device=device, generator=generator)
+            drawn = drawn.index_select(1, self.holding.among(fates.split.nonzero().flatten(), count, world))
         listing = regroup(params, fates, drawn, self.halves)
-        keys = order_keys(listing.positions(params["means"]), fates.listed()[0][: fates.total], world)
+        # A key has room for four categories: of more halves than two at one place, the later go by their parents.
+        categories = fates.listed()[0][: fates.total].clamp_(max=3)
+        keys = order_keys(listing.positions(params["means"]), categories, world)
         del fates, drawn
         keys, order = torch.sort(keys, stable=True)
         source = listing.source[order]

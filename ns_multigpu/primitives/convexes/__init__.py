@@ -1,0 +1,1 @@
+"""3D smooth convexes (Held et al. 2024): each the hull of six points, with edges as sharp as need be."""

@@ -1,0 +1,145 @@
+"""The 3D smooth convex as a primitive (Held et al. 2024, "3D Convex Splatting"), over the operators of `cuda_ext`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import cuda_ext
+from cuda_ext.ops.convexes import CORNERS, ConvexProjection, convex_lists, project_convexes, rasterize_convexes
+from ns_multigpu.core.primitive import Primitive
+from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
+from ns_multigpu.primitives.convexes.schema import SCHEMA
+
+_AT_ONCE = 1 << 18
+"""Points that are projected at once to see which show."""
+
+
+@dataclass(frozen=True)
+class Convexes(Primitive):
+    """3D smooth convexes.
+
+    `Points.params`: `means` [N, 3], centres; `corners` [N, 18], x, y, z of six points, which count from their own mean,
+    so that `means` are the points' mean whatever they are; `deltas` and `sigmas` [N, 1], natural logarithms of
+    smoothness and sharpness (see `cuda_ext.ops.convexes`); `opacities` [N, 1], logits; `features_dc` [N, 3] and
+    `features_rest` [N, R, 3], spherical harmonics, or with `sh_degree` None `features_dc` alone: logits of the colour.
+
+    Attributes:
+        sh_degree: harmonics in use now, 0 to 3; None for plain colours.
+        depth: render expected depth as well: of the depths of centres.
+        near, far: depths of centres beyond which nothing is drawn; what has a corner nearer than `near` is not, either.
+    """
+
+    sh_degree: int | None = 3
+    depth: bool = False
+    near: float = 0.01
+    far: float = 1e10
+
+    schema = SCHEMA
+
+    @torch.no_grad()
+    def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
+        """See `Primitive.cull`: the points that are drawn in their whole view, no more: they are projected for it.
+
+        How far beyond its hull a convex shows depends on the hull's edges on the screen: no bound in space is known.
+        """
+        nothing = torch.empty(0, dtype=torch.int32, device=points.params["means"].device)
+        found: list[tuple[Tensor, Tensor]] = [(nothing, nothing)]
+        for v in wanted:
+            for start in range(0, len(points), _AT_ONCE):
+                some = {name: value[start : start + _AT_ONCE] for name, value in points.params.items()}
+                ids = torch.arange(len(some["means"]), dtype=torch.int32, device=nothing.device)
+                rows = self._project(Points(some), Hits(torch.zeros_like(ids), ids), [views[v]])
+                shown = (rows.radii[:, 0] > 0).nonzero()[:, 0].int() + start
+                found.append((torch.full_like(shown, v), shown))
+        view_ids, point_ids = (torch.cat(column) for column in zip(*found, strict=True))
+        return Hits(view_ids, point_ids)
+
+    def splat(self, points: Points, hits: Hits, views: Sequence[View]) -> Splats:
+        """See `Primitive.splat`.
+
+        Rows: `means2d` [M, 2] pixels; `lines` [M, 18] of the hull's edges around it; `sharpness` [M]; `opacities` [M];
+        `features` [M, 3] colours; `depths` [M]; `radii` [M, 2]. See `ConvexProjection`.
+
+        The probe's gradient is that of `means2d`: of moving the whole hull on the screen.
+        """
+        rows = self._project(points, hits, views)
+        probe = torch.zeros_like(rows.means2d, requires_grad=torch.is_grad_enabled())
+        columns = {
+            "means2d": rows.means2d + probe,
+            "lines": rows.lines,
+            "sharpness": rows.sharpness,
+            "opacities": rows.row_opacities,
+            "features": self._colors(points, hits, stack_viewmats(views)),
+            "depths": rows.depths,
+            "radii": rows.radii,
+        }
+        return Splats(hits, columns, probe)
+
+    def render(
+        self, splats: Splats, patches: Sequence[Patch], views: Sequence[View], *, stops: bool = False,
+        windows: Tensor | None = None,
+    ) -> list[Pixels]:  # fmt: skip
+        """See `Primitive.render`."""
+        rows = splats.rows
+        rectangles = [patch.rendered(views[patch.view]) for patch in patches]
+        flat = [n for patch, rectangle in zip(patches, rectangles, strict=True) for n in (patch.view, *rectangle)]
+        names = ("means2d", "lines", "sharpness", "depths", "opacities", "radii")
+        drawn = ConvexProjection(*(rows[name] for name in names))
+        tile_offsets, row_ids = convex_lists(drawn, splats.hits.view_ids, flat, TILE)
+        if windows is not None:
+            depths = rows["depths"].detach()
+            tile_offsets, row_ids = cuda_ext.clip_lists(tile_offsets, row_ids, depths, windows.to(depths.dtype))
+        pixels = rasterize_convexes(drawn, rows["features"], tile_offsets, row_ids, flat, TILE)
+        stopped = pixels.alphas.detach() < 0
+        alphas = torch.where(stopped, -pixels.alphas, pixels.alphas)
+        result: list[Pixels] = []
+        start = 0
+        for patch, (x0, y0, x1, y1) in zip(patches, rectangles, strict=True):
+            piece = slice(start, start + (y1 - y0) * (x1 - x0))
+            start, shape = piece.stop, (y1 - y0, x1 - x0, -1)
+            alpha = alphas[piece].view(shape)
+            depth = pixels.depths[piece].view(shape) / alpha.clamp(min=1e-10) if self.depth else None
+            where = stopped[piece].view(shape) if stops else None
+            result.append(Pixels(patch, pixels.colors[piece].view(shape), alpha, depth, where))
+        return result
+
+    def _project(self, points: Points, hits: Hits, views: Sequence[View]) -> ConvexProjection:
+        corners = points.params["corners"].view(-1, CORNERS, 3)
+        return project_convexes(
+            points.params["means"],
+            (corners - corners.mean(1, keepdim=True)).flatten(1),
+            self.activated(points, "deltas").reshape(-1),
+            self.activated(points, "sigmas").reshape(-1),
+            self.activated(points, "opacities").reshape(-1),
+            stack_viewmats(views),
+            stack_intrinsics(views),
+            sizes=[n for view in views for n in (view.width, view.height)],
+            view_ids=hits.view_ids,
+            point_ids=hits.point_ids,
+            near=self.near,
+            far=self.far,
+        )
+
+    def _colors(self, points: Points, hits: Hits, viewmats: Tensor) -> Tensor:
+        params = points.params
+        if self.sh_degree is None:
+            return params["features_dc"].sigmoid()[hits.point_ids.long()]
+        rotation, translation = viewmats[:, :3, :3], viewmats[:, :3, 3:]
+        centers = -(rotation.transpose(1, 2) @ translation).squeeze(-1)
+        return cuda_ext.sh_colors(
+            self.sh_degree,
+            params["means"],
+            centers,
+            params["features_dc"],
+            params["features_rest"],
+            view_ids=hits.view_ids,
+            point_ids=hits.point_ids,
+        )
+
+
+def screen_radii(splats: Splats) -> Tensor:
+    """What densification calls a splat's size on screen, [M]: 0, for the published rules know none. How far a soft
+    convex shows says little of its hull."""
+    return torch.zeros_like(splats.rows["depths"].detach())

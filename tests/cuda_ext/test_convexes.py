@@ -1,0 +1,202 @@
+"""3D convexes: the reference by what the paper says and by finite differences; the C++ twin by it."""
+
+from typing import Any
+
+import pytest
+import torch
+from scipy.spatial import ConvexHull
+
+import cuda_ext
+from cuda_ext.ops.convexes import CORNERS, convex_lists, rasterize_convexes
+from cuda_ext.reference.convexes import hull_lines
+from tests.cuda_ext.convex_scene import HEIGHT, WIDTH, Scene, draw, gradients, make_scene, project, whole
+
+DRAWN = {0, 3, 6}
+"""Of the scene's special convexes those that are drawn: see `make_scene`."""
+
+
+def edges_of(lines: torch.Tensor) -> list[tuple[float, float, float]]:
+    """Unit normals and offsets of a row's lines, in one order whatever the corners'."""
+    by_corner = lines.view(CORNERS, 3)
+    by_corner = by_corner[(by_corner[:, :2] != 0).any(-1)]
+    unit = by_corner / by_corner[:, :2].norm(dim=-1, keepdim=True)
+    return sorted(tuple(row) for row in unit.tolist())
+
+
+def test_lines_are_those_of_the_hull_of_the_projected_corners() -> None:
+    scene = make_scene(60, 1, spread=1.0, grad=False)
+    rows = project(scene)
+    checked = 0
+    for k in range(8, 60):
+        if int(rows.radii[k, 0]) <= 0:
+            continue
+        seen = scene.means[k] + scene.corners[k].view(CORNERS, 3)
+        pixels = (scene.Ks[0] @ seen.T).T
+        places = pixels[:, :2] / pixels[:, 2:] - rows.means2d[k]
+        hull = ConvexHull(places.numpy())
+        expected = sorted(tuple(row) for row in hull.equations.tolist())
+        torch.testing.assert_close(torch.tensor(edges_of(rows.lines[k])), torch.tensor(expected), rtol=1e-6, atol=1e-9)
+        # As long as its edge, times d delta.
+        pixel = scene.means[k, 2] / (scene.Ks[0, 0, 0] * scene.Ks[0, 1, 1]).sqrt()
+        lengths = rows.lines[k].view(CORNERS, 3)[:, :2].norm(dim=-1).sum() / (pixel * scene.deltas[k])
+        assert abs(float(lengths) - hull.area) < 1e-6 * hull.area  # scipy's word for a perimeter
+        assert abs(float(rows.sharpness[k] - pixel * scene.sigmas[k])) < 1e-9 * float(rows.sharpness[k])
+        checked += 1
+    assert checked > 30
+
+
+SQUARE = [[0.0, 0], [2, 0], [2, 2], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("more", "starts"),
+    [
+        ([[1.0, 1], [1, 1]], {0, 1, 2, 3}),  # inside, twice
+        ([[1.0, 0], [2, 1]], {0, 1, 2, 3}),  # in the middle of edges
+        ([[2.0, 2], [0, 0]], {0, 1, 2, 3}),  # at corners: the first of equals counts
+        ([[3.0, 0], [4, 0]], {0, 2, 3, 5}),  # beyond, on one line: the outermost counts
+    ],
+)
+def test_ties_are_broken_the_same_way(more: list[list[float]], starts: set[int]) -> None:
+    places = torch.tensor([SQUARE + more]).double()
+    lines, count = hull_lines(places, torch.ones(1).double())
+    found = {k for k in range(CORNERS) if bool((lines.view(CORNERS, 3)[k, :2] != 0).any())}
+    assert found == starts and int(count) == 4
+    turned, _ = hull_lines(places.flip(1), torch.ones(1).double())
+    assert edges_of(turned[0]) == edges_of(lines[0])
+    _, count = hull_lines(torch.arange(12.0).view(1, 6, 2), torch.ones(1))
+    assert int(count) < 3
+
+
+def test_special_convexes_are_drawn_or_not() -> None:
+    rows = project(make_scene(views=1, grad=False))
+    assert {k for k in range(7) if int(rows.radii[k, 0]) > 0} == DRAWN
+    assert all(bool((value[[1, 2, 4, 5]] == 0).all()) for value in rows)
+
+
+def test_alpha_is_the_papers_indicator() -> None:
+    """By signed distances in pixels, computed from the hull's corners; edges' lengths are in them."""
+    scene = make_scene(40, 1, spread=0.6, seed=4, grad=False)
+    rows = project(scene)
+    shown = 0
+    for k in (rows.radii[:, 0] > 0).nonzero()[:, 0].tolist():
+        seen = scene.means[k] + scene.corners[k].view(CORNERS, 3)
+        pixels = (scene.Ks[0] @ seen.T).T
+        places = pixels[:, :2] / pixels[:, 2:]
+        order = ConvexHull(places.numpy()).vertices  # counterclockwise
+        corners = places[order.copy()]
+        along = corners.roll(-1, 0) - corners
+        y, x = torch.meshgrid(torch.arange(HEIGHT) + 0.5, torch.arange(WIDTH) + 0.5, indexing="ij")
+        to = torch.stack([x, y], -1).double().view(-1, 1, 2) - corners
+        distances = -(along[:, 0] * to[..., 1] - along[:, 1] * to[..., 0])  # positive outside, times the edge's length
+        d = scene.means[k, 2] / (scene.Ks[0, 0, 0] * scene.Ks[0, 1, 1]).sqrt()
+        phi = torch.log(torch.exp(d * scene.deltas[k] * (distances - distances.amax(-1, keepdim=True))).sum(-1))
+        phi = phi + d * scene.deltas[k] * distances.amax(-1)
+        expected = (scene.opacities[k] / (1 + torch.exp(d * scene.sigmas[k] * phi))).clamp(max=0.999)
+        expected = torch.where(expected >= 1 / 255, expected, 0.0)
+        tiles = -(-WIDTH // 16) * -(-HEIGHT // 16)
+        lists = (torch.arange(tiles + 1).int(), torch.full((tiles,), k).int())
+        alpha = rasterize_convexes(rows, scene.colors, *lists, whole(1)).alphas
+        torch.testing.assert_close(alpha, expected, rtol=1e-7, atol=1e-9)
+        # Nothing shows outside of its radii.
+        away = torch.maximum(
+            (x - rows.means2d[k, 0]).abs() - rows.radii[k, 0], (y - rows.means2d[k, 1]).abs() - rows.radii[k, 1]
+        )
+        assert not bool((alpha.view(HEIGHT, WIDTH)[away > 0] > 0).any())
+        shown += bool((away > 0).any())
+    assert shown > 10
+
+
+def test_what_shows_does_not_depend_on_depth_or_resolution() -> None:
+    """A convex twice as far and twice as large is the same picture; so is one of twice the pixels."""
+    scene = make_scene(24, 1, grad=False)
+    rows = project(scene)
+    far = project(
+        scene._replace(
+            means=scene.means * 2, corners=scene.corners * 2, deltas=scene.deltas / 2, sigmas=scene.sigmas / 2
+        )
+    )
+    same = (rows.radii[:, 0] > 0) & (far.radii[:, 0] > 0)
+    assert int(same.sum()) > 10
+    torch.testing.assert_close(far.lines[same], rows.lines[same])
+    torch.testing.assert_close(far.sharpness[same], rows.sharpness[same])
+    fine = project(scene._replace(Ks=torch.cat([scene.Ks[:, :2] * 2, scene.Ks[:, 2:]], 1)))
+    same = (rows.radii[:, 0] > 0) & (fine.radii[:, 0] > 0)
+    middles = (one.lines.view(-1, CORNERS, 3)[same, :, 2] * one.sharpness[same, None] for one in (rows, fine))
+    torch.testing.assert_close(*middles)
+
+
+def test_a_pixel_does_not_depend_on_its_patch() -> None:
+    scene = make_scene(grad=False)
+    _, pixels = draw(scene, [1, 0, 0, WIDTH, HEIGHT])
+    _, part = draw(scene, [1, 7, 5, 30, 29])
+    for found, expected in zip(part, pixels, strict=True):
+        cut = expected.view(HEIGHT, WIDTH, -1)[5:29, 7:30].reshape(found.shape)
+        assert torch.equal(found, cut)
+
+
+def test_reference_by_finite_differences() -> None:
+    scene = make_scene(8, 1, spread=0.6, seed=5)
+
+    def render(*floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with cuda_ext.use_reference():
+            _, pixels = draw(scene._replace(**dict(zip(Scene._fields, floats, strict=False))), [0, 14, 10, 24, 20])
+        return pixels.colors, pixels.depths, pixels.alphas.abs()
+
+    assert torch.autograd.gradcheck(render, scene.floats, eps=1e-7, atol=1e-4, rtol=1e-3, fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_the_twin_equals_the_reference(count: int, dtype: torch.dtype) -> None:
+    scene = make_scene(count, dtype=dtype, spread=1.2)
+    close = {"rtol": 1e-8, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 2e-3, "atol": 2e-4}
+    rows, pixels = draw(scene)
+    found = gradients(scene)
+    with cuda_ext.use_reference():
+        expected_rows, expected = draw(scene)
+        wanted = gradients(scene)
+    assert count == 0 or float(pixels.alphas.detach().abs().sum()) > 1
+    for group, others in ((rows, expected_rows), (pixels, expected)):
+        for one, other in zip(group, others, strict=True):
+            slack = 0 if one.dtype != torch.int32 else 1  # radii are rounded up
+            torch.testing.assert_close(one, other, rtol=close["rtol"], atol=max(close["atol"], slack))
+    for one, other in zip(found, wanted, strict=True):
+        scale = float(other.abs().max()) if other.numel() else 1.0
+        torch.testing.assert_close(one, other, rtol=close["rtol"], atol=close["atol"] * max(scale, 1.0))
+
+
+def test_gradients_have_the_same_bits_on_any_number_of_threads() -> None:
+    scene, before = make_scene(40, dtype=torch.float32), torch.get_num_threads()
+    found: list[Any] = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(gradients(scene))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_operators_keep_their_promises() -> None:
+    scene = make_scene(12, 1)
+    sizes, ids = [WIDTH, HEIGHT], (scene.view_ids, scene.point_ids)
+    arguments = (*scene[:5], scene.viewmats, scene.Ks, sizes, *ids, 0.2, 1e10)
+    torch.library.opcheck(torch.ops.ns_multigpu.project_convexes, arguments)
+    rows = project(scene)
+    lists = convex_lists(rows, scene.view_ids, whole(1))
+    floats = [rows.means2d, rows.lines, rows.sharpness, rows.row_opacities, scene.colors, rows.depths]
+    leaves = [value.detach().requires_grad_() for value in floats]
+    torch.library.opcheck(torch.ops.ns_multigpu.rasterize_convexes, (*leaves, *lists, whole(1), 16))
+
+
+def test_bad_input_is_named() -> None:
+    scene = make_scene(12, 1, grad=False)
+    with pytest.raises(ValueError, match=r"corners must have the shape \[12, 18\]"):
+        project(scene._replace(corners=torch.ones(12, 6).double()))
+    rows = project(scene)
+    lists = convex_lists(rows, scene.view_ids, whole(1))
+    with pytest.raises(ValueError, match=r"colors must have the shape \[12, 3\]"):
+        rasterize_convexes(rows, torch.ones(12, 4).double(), *lists, whole(1))
+    with pytest.raises(IndexError, match="take both from intersect"):
+        rasterize_convexes(rows, scene.colors, lists[0], lists[1] + 100, whole(1))
