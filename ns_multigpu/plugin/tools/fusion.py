@@ -157,7 +157,7 @@ def largest_parts(mesh: "o3d.geometry.TriangleMesh", parts: int) -> tuple[int, i
     triangles = np.asarray(sizes)
     kept = np.argsort(-triangles, kind="stable")[:parts]
     kept = kept[triangles[kept] >= LEAST_TRIANGLES]
-    mesh.remove_triangles_by_mask(~np.isin(np.asarray(of), kept))
+    mesh.remove_triangles_by_mask(~np.isin(np.asarray(of), kept))  # pyright: ignore[reportArgumentType]
     mesh.remove_unreferenced_vertices()
     mesh.remove_degenerate_triangles()
     return len(triangles), len(kept)
