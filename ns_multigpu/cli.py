@@ -139,6 +139,54 @@ def export(
     print(f"{kept} Gaussians of {checkpoint} in {output}{left_out}")
 
 
+def export_mesh(
+    load_config: Path,
+    output_path: Path = Path("mesh.ply"),
+    max_depth: float | None = None,
+    voxel_size: float | None = None,
+    truncation: float | None = None,
+    resolution: int = 1024,
+    parts: int = 50,
+    depth: Literal["auto", "median", "expected"] = "auto",
+    min_opacity: float = 0.5,
+    downscale_factor: float = 1.0,
+    overwrite: bool = False,
+    step: int | None = None,
+    num_devices: int | None = None,
+    device_type: Literal["auto", "cpu", "cuda"] = "auto",
+    data: Path | None = None,
+) -> None:
+    """Write a mesh of a run's surfaces: depths and colours of the training views, drawn on all GPUs and fused.
+
+    Args:
+        load_config: config.yml in the run's folder.
+        output_path: The .ply file to write.
+        max_depth: Depths beyond it are left out, in the model's units; by default twice the distance from what the
+            views look at to the nearest of them.
+        voxel_size: Side of a voxel, in the model's units; by default max-depth / resolution.
+        truncation: Distance from a surface up to which it is known, in the model's units; by default 5 voxels.
+        resolution: Voxels along max-depth, where voxel-size is not given.
+        parts: How many of the largest connected parts to keep.
+        depth: Where a pixel's surface is: where its opacity passes one half, or the mean over its Gaussians. auto is
+            median for 2D Gaussians, and expected for others.
+        min_opacity: Pixels that are less opaque have no surface.
+        downscale_factor: Draws at the views' size divided by this.
+        overwrite: Replace the file if it exists.
+        step: Of the checkpoint; by default the newest.
+        num_devices: How many devices draw; by default all GPUs, or as many CPU workers as trained the model.
+        device_type: Of the devices; auto takes GPUs if there are any.
+        data: Where the capture is, if it is not where it was when the run was trained.
+    """
+    from ns_multigpu.plugin.tools.meshing import Meshing
+    from ns_multigpu.plugin.tools.models import run_tool
+
+    work = Meshing(
+        output_path, max_depth, voxel_size, truncation, resolution, parts, depth, min_opacity, downscale_factor,
+        overwrite,
+    )  # fmt: skip
+    run_tool(load_config, step, work, num_devices, device_type, data)
+
+
 def evaluate(
     load_config: Path,
     output_path: Path = Path("output.json"),
@@ -258,6 +306,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "city": city,
     "plan": plan,
     "export": export,
+    "export-mesh": export_mesh,
     "eval": evaluate,
     "render": render,
 }

@@ -22,11 +22,13 @@ class Primitive(ABC):
         schema: the parameters of a point, in the order in which its kernels take them.
         depth: whether what it renders has depth.
         shown: what else its pictures show, by its names in `Pixels.extra`: numbers of a pixel.
+        median: whether it can tell where a pixel's surface lies: see `with_median`.
     """
 
     schema: ClassVar[tuple[Parameter, ...]]
     depth: bool = False
     shown: ClassVar[Mapping[str, int]] = {}
+    median: ClassVar[bool] = False
 
     def activated(self, points: Points, name: str) -> Tensor:
         """A parameter of the points after its activation, [N, ...]."""
@@ -35,6 +37,11 @@ class Primitive(ABC):
 
     def showing(self) -> "Primitive":
         """The same, rendering what is `shown`."""
+        return self
+
+    def with_median(self) -> "Primitive":
+        """The same, rendering `Pixels.extra["median"]` [h, w, 1]: the z-depth at which alpha passes one half, world
+        units. Only where `median` says so."""
         return self
 
     def extents(self, points: Points) -> Tensor | None:

@@ -13,9 +13,11 @@ from nerfstudio.configs.method_configs import AnnotatedBaseConfigUnion
 from ns_multigpu.core.world import World
 from ns_multigpu.methods import nerfacto_xl, splatfacto_batch
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.train import capacity
 from ns_multigpu.plugin.train.recipe import apply_recipe, best, told
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
+from ns_multigpu.primitives.registry import KINDS
 from tests.plugin.course import HELD_OUT, POINTS, write_capture
 from tests.plugin.resuming import start
 
@@ -49,6 +51,19 @@ def test_every_method_has_it(method: str) -> None:
         assert value(config, name) == wanted
     assert "--pipeline.model.densifier mcmc" in told(config)[0] and "best" in told(config)[0]
     assert told(config)[0] in config._in_short() and "None" not in told(config)[0]
+
+
+@pytest.mark.parametrize("primitive", ["2dgs", "4dgs"])
+def test_points_that_cannot_follow_it_keep_their_densifier_and_that_is_said(primitive: Any) -> None:
+    config, plain = (given(*words, "--pipeline.model.primitive", primitive) for words in (("--recipe", "best"), ()))
+    assert config.pipeline.model == plain.pipeline.model and config.pipeline.model.densifier == "default"
+    title = KINDS[primitive].title
+    assert told(config)[0].startswith(f"Recipe best is MCMC, which {title} cannot follow: they keep the densifier")
+    assert told(config)[0] in config._in_short()
+    check_primitive(config.pipeline.model, "tile")
+    config = given("--recipe", "best", "--pipeline.model.primitive", primitive, "--pipeline.model.densifier", "mcmc")
+    with pytest.raises(InputError, match=f"densifier mcmc is not for {title}"):
+        check_primitive(config.pipeline.model, "tile")
 
 
 def test_what_the_command_line_names_counts_more() -> None:

@@ -295,6 +295,18 @@ def check_first_points(opacity: float, scale: float) -> None:
         raise InputError(f"--pipeline.model.initial-scale {scale}: give a number above 0.")
 
 
+def check_random_points(count: int, extent: float) -> None:
+    """Whether there are points to start from where a capture gives none, or none are wanted of it.
+
+    Raises:
+        InputError: there are none, or all lie at one place.
+    """
+    if count < 1:
+        raise InputError(f"--pipeline.model.num-random {count}: give how many Gaussians to start from, 1 or more.")
+    if not 0 < extent < math.inf:
+        raise InputError(f"--pipeline.model.random-scale {extent}: give the side of the cube that they fill, above 0.")
+
+
 def check_precision(mixed: bool, scaler: bool) -> None:
     """Whether training is in single precision, as Splatfacto's is.
 

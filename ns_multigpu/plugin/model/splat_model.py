@@ -27,7 +27,7 @@ from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.schema import POSITION, Parameter, names
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.launch.checks import check_first_points
+from ns_multigpu.plugin.launch.checks import check_first_points, check_random_points
 from ns_multigpu.plugin.model import surfaces
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.model.densifiers import make_densifier
@@ -97,6 +97,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         check_first_points(config.initial_opacity, config.initial_scale)
         if config.random_init or seeds is None or len(seeds[0]) == 0:
             seeds = None  # whether that is an error is for the pipeline to say: not when a checkpoint follows
+            check_random_points(config.num_random, config.random_scale)
         return self.kind.initial(
             seeds,
             sh_degree=config.sh_degree,

@@ -82,8 +82,7 @@ class Pictures:
             NoRoom: on all ranks, where even a small part of it does not fit.
         """
         model, world = self._model, self._world
-        view = replace(request.view, viewmat=request.view.viewmat.to(world.device), K=request.view.K.to(world.device))
-        points = Points({name: value.detach() for name, value in model.gauss_params.items()})
+        view, points = self._asked(request)
         primitive = model.primitive(depth=True, counted=False)
         self._strategy.observe(primitive, points)  # all of them: what it learns is not of this picture alone
         if request.crop is not None:
@@ -109,15 +108,46 @@ class Pictures:
         finally:
             model.train(was_training)
 
+    @torch.no_grad()
+    def surface(self, request: RenderRequest, roots: Sequence[int], *, median: bool) -> Pixels | None:
+        """Colour, alpha and depth of a picture on `roots`, without background; None elsewhere. All call it.
+
+        Args:
+            request: of all points in their own colours.
+            median: `Pixels.depth` is where alpha passes one half, which the points must be able to tell
+                (`Primitive.median`), and not the expected depth.
+
+        Raises:
+            NoRoom: see `draw`.
+        """
+        view, points = self._asked(request)
+        primitive = self._model.primitive(depth=True, counted=False)
+        self._strategy.observe(primitive, points)
+        if not median:
+            return self._gather(*self._drawn(primitive, points, view), view, roots, {})
+        # No kernel of a fused step draws it.
+        drawn = self._through_functions(primitive.with_median(), points, view)
+        pixels = self._gather(*drawn, view, roots, {"median": 1})
+        return None if pixels is None else replace(pixels, depth=pixels.extra["median"])
+
+    def _asked(self, request: RenderRequest) -> tuple[View, Points]:
+        """The view on this rank's device, and this rank's points."""
+        view, device = request.view, self._world.device
+        points = Points({name: value.detach() for name, value in self._model.gauss_params.items()})
+        return replace(view, viewmat=view.viewmat.to(device), K=view.K.to(device)), points
+
+    def _through_functions(self, primitive: Any, points: Points, view: View) -> tuple[Plan, list[Pixels]]:
+        """`_drawn`, by the primitive's differentiable face."""
+        # No loss, no windows: what lies in a halo is another rank's to render.
+        plan = self._strategy.plan([view]).without_halos()
+        return plan, list(self._strategy.render(primitive, points, [view], plan).pixels)
+
     def _drawn(self, primitive: Any, points: Points, view: View) -> tuple[Plan, list[Pixels]]:
         """Who has drawn what, and what this rank has."""
-        strategy = self._strategy
         single = all(value.dtype == torch.float32 for value in points.params.values())
         kernels = primitive.kernels(depth=True) if self._forward is not None and single else None
         if self._forward is None or kernels is None:
-            # No loss, no windows: what lies in a halo is another rank's to render.
-            plan = strategy.plan([view]).without_halos()
-            return plan, list(strategy.render(primitive, points, [view], plan).pixels)
+            return self._through_functions(primitive, points, view)
         size = (view.width, view.height)
         passes = self._passes.get(size, 1)
         while True:

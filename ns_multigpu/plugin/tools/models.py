@@ -1,4 +1,4 @@
-"""Evaluating and rendering a trained model with several workers.
+"""Evaluating and rendering a trained model, and making a mesh of it, with several workers.
 
 `ns-multigpu eval` and `ns-multigpu render` do what ns-eval and ns-render do, and write the same files. Each worker
 loads the whole model if it fits its device, and its part of the points if it does not.
@@ -28,6 +28,7 @@ from ns_multigpu.plugin.launch.operators import prepare_operators
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.launch.ranks import Ranks, rendezvous_explained
 from ns_multigpu.plugin.render.team import RENDER_MEMORY, asked_for, free_memory, size_for
+from ns_multigpu.plugin.tools.meshing import Meshing
 from ns_multigpu.plugin.tools.rendering import Rendering
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig, read_config
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline, DistributedPipelineConfig
@@ -156,7 +157,7 @@ def load_model(
 def run_tool(
     load_config: Path,
     step: int | None,
-    work: Evaluation | Rendering,
+    work: Evaluation | Rendering | Meshing,
     num_devices: int | None,
     device_type: Literal["auto", "cpu", "cuda"],
     data: Path | None = None,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.primitives.registry import KINDS
 
 Recipe = Literal["splatfacto", "best"]
 
@@ -59,6 +60,13 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
         return
     if not hasattr(config.pipeline.model, "densifier"):
         raise InputError(f"--recipe {config.recipe}: {config.method_name} has no Gaussians. Leave --recipe out.")
+    kind = KINDS[config.pipeline.model.primitive]
+    if ("densifier", "mcmc") in kind.lacks:
+        vars(config)[_TOLD] = (
+            f"Recipe {config.recipe} is MCMC, which {kind.title} cannot follow: they keep the densifier default, and "
+            "the recipe sets nothing (docs/recipes.md)"
+        )
+        return
     batch = config.pipeline.batch(ranks)
     told: list[str] = []
     for name, value in best(config.steps_for(batch) * batch).items():

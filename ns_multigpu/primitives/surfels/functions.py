@@ -50,6 +50,7 @@ class Surfels(Primitive):
 
     schema = SCHEMA
     shown = {"normals": 3}  # noqa: RUF012 - a class's, and never changed
+    median = True
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.channels if name not in CHANNELS]:
@@ -58,6 +59,10 @@ class Surfels(Primitive):
     def showing(self) -> "Surfels":
         """See `Primitive.showing`."""
         return replace(self, channels=tuple(self.shown))
+
+    def with_median(self) -> "Surfels":
+        """See `Primitive.with_median`."""
+        return replace(self, channels=("median",))
 
     @torch.no_grad()
     def extents(self, points: Points) -> Tensor:

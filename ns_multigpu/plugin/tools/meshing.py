@@ -1,0 +1,228 @@
+"""`ns-multigpu export-mesh`: a mesh of the surfaces that the training views show.
+
+All ranks draw the views' depths and colours, as in a render. Rank 0 fuses them on its host, in the order of the views:
+so the mesh does not depend on how many ranks there are, but for the rounding of pixels.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.progress import track
+from torch import Tensor
+
+from ns_multigpu.core.collectives import exchange_rows
+from ns_multigpu.core.types import View
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.render.pictures import Pictures, RenderRequest
+from ns_multigpu.plugin.tools.film import whole_file
+from ns_multigpu.plugin.tools.fusion import (
+    LEAST_TRIANGLES,
+    Fusion,
+    largest_parts,
+    load_open3d,
+    looked_at,
+    surface_of,
+    write_mesh,
+)  # fmt: skip
+from ns_multigpu.primitives.registry import KINDS, titled
+from ns_multigpu.primitives.registry import Rendering as Wanted
+from strategies import STRATEGIES
+
+DepthKind = Literal["auto", "median", "expected"]
+MOST_VOXELS = 16384
+"""Along the depth: finer ones would fill any host's memory."""
+_TRUNCATED = 5
+"""Voxels of the distance around a surface that is known; as published."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the field, in world units: see `Fusion`."""
+
+    voxel: float
+    truncation: float
+    max_depth: float
+
+
+@dataclass(frozen=True)
+class Meshing:
+    """A mesh to make.
+
+    Attributes:
+        output: the .ply file to write. overwrite: replace it if it exists.
+        max_depth, voxel, truncation: see `Fusion`; None for what suits the views.
+        resolution: voxels along the depth, where `voxel` is not given.
+        parts: how many of the largest connected parts to keep.
+        depth: where a pixel's surface is: where alpha passes one half, or the mean by weights; auto takes the first
+            where the kind of point has it.
+        least_alpha: what is less opaque is no surface.
+        downscale: draws at 1/downscale of the views' size.
+    """
+
+    output: Path
+    max_depth: float | None = None
+    voxel: float | None = None
+    truncation: float | None = None
+    resolution: int = 1024
+    parts: int = 50
+    depth: DepthKind = "auto"
+    least_alpha: float = 0.5
+    downscale: float = 1.0
+    overwrite: bool = False
+    test_mode: Literal["test", "inference"] = "test"
+
+    def check(self) -> None:
+        """Whether it can be done, as far as that is to be seen from here.
+
+        Raises:
+            InputError: it cannot.
+        """
+        if self.output.suffix != ".ply":
+            raise InputError(f"--output-path {self.output}: give the name of a .ply file.")
+        if self.output.exists() and not self.overwrite:
+            raise InputError(f"--output-path {self.output} exists already: give another name, or --overwrite.")
+        for name in ("max_depth", "voxel", "truncation", "downscale"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"{_OPTIONS[name]} {value}: give a number above 0.")
+        for name in ("resolution", "parts"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{_OPTIONS[name]} {getattr(self, name)}: give at least 1.")
+        if not 0 < self.least_alpha <= 1:
+            raise InputError(f"--min-opacity {self.least_alpha}: give more than 0, and at most 1.")
+        load_open3d()
+        try:
+            with whole_file(self.output.with_name(".probe")) as probe:
+                probe.touch()
+            self.output.with_name(".probe").unlink()
+        except OSError as error:
+            raise InputError(
+                f"--output-path {self.output} cannot be written: {error.strerror or error}. Choose another place."
+            ) from error
+
+    def check_points(self, primitive: str) -> None:
+        """Whether points of this kind have such a surface.
+
+        Raises:
+            InputError: they have not.
+        """
+        kind = KINDS[primitive]
+        if kind.timed:
+            raise InputError(
+                f"This is a run of {titled(primitive)}: they move, and its views show different moments. Meshes are of "
+                "points that stand still: 2dgs or 3dgs."
+            )
+        if self.depth == "median" and not self._median(primitive):
+            raise InputError(f"--depth median: {titled(primitive)} have expected depth alone. Give expected, or auto.")
+
+    def sizes(self, cameras: Cameras) -> Sizes:
+        """What was asked for, and else what suits the views: twice the distance of the nearest of them from what they
+        look at.
+
+        Raises:
+            InputError: the views are not around something, or sizes do not go together.
+        """
+        depth = self.max_depth
+        if depth is None:
+            depth = 2 * looked_at(cameras.camera_to_worlds)[1]
+        voxel = depth / self.resolution if self.voxel is None else self.voxel
+        truncation = _TRUNCATED * voxel if self.truncation is None else self.truncation
+        if not 1 <= depth / voxel <= MOST_VOXELS:
+            raise InputError(
+                f"--voxel-size {voxel:g}: along a depth of {depth:g} that is {depth / voxel:.3g} voxels. Give a size "
+                f"between {depth / MOST_VOXELS:.3g} and {depth:.3g}, or --resolution between 1 and {MOST_VOXELS}."
+            )
+        if truncation < voxel:
+            raise InputError(f"--truncation {truncation:g}: give at least the size of a voxel, {voxel:g}.")
+        return Sizes(voxel, truncation, depth)
+
+    def run(self, run: Any, checkpoint: Path, pipeline: Any) -> None:
+        """Makes it. Every rank calls it; see `tools.models.Work`.
+
+        Raises:
+            InputError: there is no surface.
+        """
+        primitive, world = pipeline.model.config.primitive, pipeline.world
+        self.check_points(primitive)
+        cameras: Cameras = pipeline.datamanager.train_dataset.cameras
+        sizes, median = self.sizes(cameras), self._median(primitive)
+        requests = [self._request(cameras[k : k + 1], world.device) for k in range(len(cameras))]
+        told = f"{len(requests)} training views, {'median' if median else 'expected'} depth up to {sizes.max_depth:.4g}"
+        CONSOLE.print(f"{told}, voxels of {sizes.voxel:.4g}, truncation {sizes.truncation:.4g}", soft_wrap=True)
+        fusion = Fusion(sizes.voxel, sizes.truncation, sizes.max_depth) if world.is_main else None
+        for view, color, depth in _drawn(pipeline, requests, median, self.least_alpha):
+            if fusion is not None:
+                fusion.add(color, depth, view)
+        if fusion is None:
+            return
+        mesh = fusion.mesh()
+        parts, kept = largest_parts(mesh, self.parts) if len(mesh.triangles) else (0, 0)
+        if not kept:
+            raise InputError(
+                f"{checkpoint}: there would be nothing in the mesh. Of {len(requests)} training views no surface was "
+                f"found between the depths 0 and {sizes.max_depth:g} (--max-depth) that is at least {self.least_alpha} "
+                f"opaque (--min-opacity) and has {LEAST_TRIANGLES} triangles of voxels of {sizes.voxel:g} "
+                "(--voxel-size)."
+            )
+        write_mesh(mesh, self.output)
+        counts = f"{len(mesh.vertices):,} vertices, {len(mesh.triangles):,} triangles"
+        CONSOLE.print(f"{counts}, the largest {kept} of {parts} parts: {self.output}", soft_wrap=True)
+
+    def _median(self, primitive: str) -> bool:
+        return self.depth != "expected" and KINDS[primitive].make(Wanted(sh_degree=0)).median
+
+    def _request(self, camera: Cameras, device: torch.device) -> RenderRequest:
+        camera.rescale_output_resolution(1.0 / self.downscale)
+        if min(int(camera.width.item()), int(camera.height.item())) < 1:
+            raise InputError(f"--downscale-factor {self.downscale}: views would have no pixels.")
+        return RenderRequest.of(camera, None, device)
+
+
+_OPTIONS = {
+    "max_depth": "--max-depth", "voxel": "--voxel-size", "truncation": "--truncation", "parts": "--parts",
+    "downscale": "--downscale-factor", "resolution": "--resolution",
+}  # fmt: skip
+
+
+@torch.no_grad()
+def _drawn(
+    pipeline: Any, requests: list[RenderRequest], median: bool, least_alpha: float
+) -> Iterator[tuple[View, Tensor, Tensor]]:
+    """Each view with its colour and depth (`surface_of`) on rank 0's host, in order; nothing on other ranks. Every rank
+    iterates to the end."""
+    world, together = pipeline.world, pipeline.renders.shared
+    pictures = pipeline.renders.pictures
+    if not together:  # each rank has all points, and draws views of its own
+        pictures = Pictures(pipeline.model, STRATEGIES["single"](World.single(world.device)))
+    rounds: Any = range(0, len(requests), 1 if together else world.size)
+    if world.is_main:
+        rounds = track(rounds, "Fusing views", console=CONSOLE, transient=True)
+    for first in rounds:
+        some = requests[first : first + (1 if together else world.size)]
+        mine = some[0] if together else some[world.rank] if world.rank < len(some) else None
+        pixels = None if mine is None else pictures.surface(mine, (0,), median=median)
+        own = None if pixels is None else torch.cat(surface_of(pixels, least_alpha), 2)
+        frames = [own] if together else _at_rank_0(own, [request.view for request in some], world)
+        for request, frame in zip(some, frames, strict=True):
+            if frame is not None:
+                color, depth = frame.cpu().split([3, 1], dim=2)
+                yield request.view, color, depth
+
+
+def _at_rank_0(own: Tensor | None, views: list[View], world: World) -> list[Tensor | None]:
+    """On rank 0 what each rank has drawn of its view [h, w, 4]; None elsewhere."""
+    sizes = [view.width * view.height for view in views] + [0] * (world.size - len(views))
+    rows = torch.empty(0, 4, device=world.device) if own is None else own.float().flatten(0, 1)
+    send = [sizes[world.rank] if rank == 0 else 0 for rank in range(world.size)]
+    found = exchange_rows(rows, send, sizes if world.is_main else [0] * world.size, world)
+    if not world.is_main:
+        return [None] * len(views)
+    pieces = found.split(sizes[: len(views)])
+    return [piece.view(view.height, view.width, 4) for piece, view in zip(pieces, views, strict=True)]
