@@ -12,6 +12,7 @@ from cuda_ext.gsplat import rasterization as gsplat_rasterization  # noqa: F401 
 from cuda_ext.ops.adam import AdamStep, FusedAdam, adam_step, fused_step
 from cuda_ext.ops.band_loss import BandLoss, band_loss, band_loss_into
 from cuda_ext.ops.boxes import box_views, new_boxes, splat_boxes
+from cuda_ext.ops.cells import cell_windows, cells_reached
 from cuda_ext.ops.compositing import composite
 from cuda_ext.ops.conditioning import Moment, condition, project_axes
 from cuda_ext.ops.culling import cull
@@ -26,6 +27,7 @@ from cuda_ext.ops.projection import Projection, project, sh_colors
 from cuda_ext.ops.rasterization import intersect, intersect_capacity, rasterize
 from cuda_ext.ops.row_exchange import ArrivedRows, collect, pack, route_lines, unpack
 from cuda_ext.ops.row_reach import reach_counts
+from cuda_ext.ops.row_spans import row_spans
 from cuda_ext.ops.step_control import step_gate, step_message
 
 __all__ = [
@@ -46,6 +48,8 @@ __all__ = [
     "band_loss_into",
     "box_views",
     "build_native",
+    "cell_windows",
+    "cells_reached",
     "clip_lists",
     "collect",
     "compiler_problem",
@@ -73,6 +77,7 @@ __all__ = [
     "reach_counts",
     "reference_forced",
     "route_lines",
+    "row_spans",
     "scatter_pieces",
     "sh_colors",
     "sort_pairs",

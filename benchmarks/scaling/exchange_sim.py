@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.lib.environment import describe
 from benchmarks.scaling.pixel_sim import MODELS, Scene, scene_of, space_of
+from cuda_ext.ops.row_spans import row_spans
 from ns_multigpu.cells.exchange import GRADIENT_BYTES, PIXEL_BYTES, ROW_BYTES, Exchange, Kind
 from ns_multigpu.cells.leveling import leveled, loads_of
 from ns_multigpu.cells.placing import ByCells
@@ -33,7 +34,6 @@ from ns_multigpu.cells.seen import NEAR
 from ns_multigpu.cells.sharing import CellPixels
 from ns_multigpu.core.pieces import routes_of
 from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.row_spans import row_spans
 from ns_multigpu.core.step_settings import with_halos
 from ns_multigpu.core.types import View
 from ns_multigpu.planning.work import Course, share
@@ -52,7 +52,7 @@ def spans_of(scene: Scene, cells: torch.Tensor, count: int, view: View, model: i
     # As many more Gaussians on the same surfaces are each as much smaller.
     sigma = scene.reach[before].double() / _REACH * (len(scene.means) / model) ** 0.5
     radii = (_REACH * (sigma[:, :2] * view.K[0, 0].double() / points[:, 2:]).square().add(_BLUR).sqrt()).ceil()
-    spans = row_spans(cells, means2d, radii, [(view.width, view.height)] * count)
+    spans = row_spans(cells.int(), means2d, radii.int(), [(view.width, view.height)] * count)
     return spans.view(count, -1).numpy() * (model / len(scene.means))
 
 

@@ -30,10 +30,10 @@ from ns_multigpu.cells.leveling import leveled, loads_of
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.sharing import CellPixels
+from ns_multigpu.core.crossing import RowsCross
 from ns_multigpu.core.pieces import routes_of
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.step_settings import with_halos
-from ns_multigpu.core.travelling_rows import touches
 from ns_multigpu.core.types import Points, View
 from ns_multigpu.core.world import World
 from ns_multigpu.data.capture import CityCapture, Kind
@@ -84,7 +84,7 @@ def scene_of(kind: Kind, blocks: int, views: int, points: int, altitude: float |
 
 def ghosts_of(scene: Scene, space: ByCells, plan: Plan, batch: list[View], points: int) -> float:
     """Bytes, there and back, of the splats of a model that one GPU is sent and sends back gradients of: the most."""
-    ranks, tree = len(plan.drawn), space.tree
+    tree = space.tree
     assert tree is not None
     gaussians = Gaussians(sh_degree=None)
     params = {
@@ -94,11 +94,10 @@ def ghosts_of(scene: Scene, space: ByCells, plan: Plan, batch: list[View], point
     }  # fmt: skip
     held = Points(params)
     own = gaussians.splat(held, gaussians.cull(held, batch, range(len(batch))), batch)
-    rows = own.rows
-    reach = CellsInViews(space).reach(own.hits.view_ids, rows["means2d"], rows["radii"], rows["depths"], batch, ranks)
     owners = torch.tensor([space.rank_of(cell) for cell in range(space.cells)])[tree.of(scene.means)]
     owner = owners[own.hits.point_ids.long()]
-    into = [int((touches(own, batch, plan.drawn[r]) & reach[r] & (owner != r)).sum()) for r in range(ranks)]
+    touched = RowsCross(CellsInViews(space)).touched(own, batch, plan)
+    into = [int((touch & (owner != rank)).sum()) for rank, touch in enumerate(touched)]
     return GHOST_BYTES * max(into) * points / len(scene.means)
 
 

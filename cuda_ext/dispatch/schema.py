@@ -132,7 +132,15 @@ SCHEMAS: tuple[str, ...] = (
     "Tensor scalars, bool set_grads_to_zero) -> ()",
     # The addresses in `destinations` and `sources`, too, no dispatcher sees.
     "route_lines(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches, int ranks, int first, "
-    "int end, Tensor(a!) place, Tensor(b!) counts) -> ()",
+    "int end, Tensor(a!) place, Tensor(b!) counts, Tensor? reached=None, int[] cells=[]) -> ()",
+    "cell_windows(Tensor viewmats, Tensor Ks, int[] axes, float[] planes, int[] paths, int[] order, int[] upward, "
+    "int[] drawn, int[] patches) -> Tensor windows",
+    "cells_reached(Tensor view_ids, Tensor means2d, Tensor radii, Tensor depths, Tensor viewmats, Tensor Ks, "
+    "float[] boxes) -> Tensor reached",
+    "clip_lists(Tensor tile_offsets, Tensor row_ids, Tensor depths, Tensor windows) -> "
+    "(Tensor tile_offsets, Tensor row_ids)",
+    "row_spans(Tensor layers, Tensor means2d, Tensor radii, int width, int height, int count_of_layers, "
+    "Tensor? count=None, Tensor? cells=None) -> Tensor spans",
     "reach_counts(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches) -> Tensor counts",
     "pack(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
     "Tensor radii, Tensor place, Tensor destinations, int capacity, int first=0, int? end=None) -> ()",

@@ -64,6 +64,8 @@ def route_lines(
     end: int,
     place: Tensor,
     counts: Tensor,
+    reached: Tensor | None = None,
+    cells: Sequence[int] = (),
 ) -> None:
     """Which rows reach which rank's patches, and where each stands among those that go there.
 
@@ -84,6 +86,8 @@ def route_lines(
             this one that go to the rank, or -1 if this one does not.
         counts: [ranks] int64. Where first is not 0, how many rows before it go to each rank; written with how many
             before end do.
+        reached, cells: [cells, M] bool which rows are in each cell, and of each patch the cell whose rows go there;
+            None where all that reach a patch do.
 
     Raises:
         TypeError, ValueError: types, shapes, patches, lines or ranks are wrong.
@@ -97,8 +101,12 @@ def route_lines(
     _check_ranks(ranks)
     _check_lines(first, end, rows)
     numbers = _checked_patches(patches, ranks)
+    if reached is not None:
+        _check(means2d, torch.bool, reached=(reached, (-1, rows)))
+        if len(cells) != len(numbers) // 6 or not all(0 <= cell < len(reached) for cell in cells):
+            raise ValueError(f"cells must be one of 0 to {len(reached) - 1} for each of {len(numbers) // 6} patches.")
     op: Any = torch.ops.ns_multigpu.route_lines if kernels_serve(means2d) else composed.route_lines
-    op(view_ids, count, means2d.detach(), radii, numbers, ranks, first, end, place, counts)
+    op(view_ids, count, means2d.detach(), radii, numbers, ranks, first, end, place, counts, reached, list(cells))
 
 
 @torch.no_grad()

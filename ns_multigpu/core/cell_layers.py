@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuda_ext.ops.row_spans import row_spans
 from ns_multigpu.core.composite import LocalCells
 from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.row_spans import row_spans, spans_length
+from ns_multigpu.core.row_spans import spans_length
 from ns_multigpu.core.types import Patch, View
 
 
@@ -78,7 +79,7 @@ class CellLayers(LocalCells):
               ) -> Tensor:  # fmt: skip
         """What this rank tells of `Learns.SPANS`: see `row_spans`. `layers` are `global_layers`, of its own rows."""
         sizes = [(view.width, view.height) for view in views for _ in range(self.most)]
-        return row_spans(self._labels_of(layers), means2d, radii, sizes, count)
+        return row_spans(self._labels_of(layers).int(), means2d, radii, sizes, count)
 
     def spans_of(self, rows: Any, views: Sequence[View]) -> Tensor:
         """The same of a fused step's rows."""

@@ -32,7 +32,7 @@ class CellRows(RowLeg):
             gradients.
     """
 
-    travels = True
+    travels, planned = True, True
 
     def __init__(self, layers: CellLayers, told: Callable[[Sequence[View], Sequence[int]], None]) -> None:
         self.layers, self._told = layers, told

@@ -2,25 +2,31 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Splats that reach into other cells are drawn there too, where views are drawn cell by cell (`composite`).
 
-A splat goes to each rank that has a cell which it may reach, as a ghost. Of each tile every cell draws the splats in a
-window of depth of its own. The windows of all cells follow one another, in the order in which cells are composited, and
-leave no gap. So each splat is drawn once in each tile, and splats are blended by depth, as one rank with all blends
+A splat goes to each rank that draws a cell which it may reach, as a ghost. Of each tile every cell draws the splats in
+a window of depth of its own. The windows of all cells follow one another, in the order in which cells are composited,
+and leave no gap. So each splat is drawn once in each tile, and splats are blended by depth, as one rank with all blends
 them. What is sent is a layer of splats along the planes between cells. Gradients come back to the owner, who counts
 statistics.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cuda_ext.ops.list_windows import clip_lists
 from cuda_ext.ops.row_exchange import route_lines
-from ns_multigpu.core.kernels import Arrived, Lists
+from cuda_ext.ops.row_spans import row_spans
+from ns_multigpu.core.kernels import Arrived, Kernels, Lists
+from ns_multigpu.core.pairs import Pairs
 from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.planned_rows import PlannedRows
+from ns_multigpu.core.transport import Transport
 from ns_multigpu.core.travelling_rows import RowsTravel, touches
 from ns_multigpu.core.types import Splats, View
+from ns_multigpu.core.world import World
 
 
 class Crossing(ABC):
@@ -36,29 +42,75 @@ class Crossing(ABC):
         """
 
     @abstractmethod
-    def reach(
-        self, view_ids: Tensor, means2d: Tensor, radii: Tensor, depths: Tensor, views: Sequence[View], ranks: int
-    ) -> Tensor:
-        """[ranks, M] bool, which rows may lie within a window of each rank's cells; perhaps more. Nothing is read back.
+    def reach(self, view_ids: Tensor, means2d: Tensor, radii: Tensor, depths: Tensor, views: Sequence[View]) -> Tensor:
+        """[cells, M] bool, which rows may lie within a window of each cell; perhaps more. Nothing is read back.
 
         Args:
-            view_ids: [M] positions in `views`. means2d: [M, 2], radii: [M, 2] pixels. depths: [M].
+            view_ids: [M] positions in `views`; those of padding may be anything. means2d: [M, 2], radii: [M, 2]
+                pixels. depths: [M].
         """
+
+    def spans(self, rows: Any, views: Sequence[View], count: Tensor | None = None) -> Tensor:
+        """What this rank tells of `Learns.SPANS`: of each view and cell `row_spans` of the rows that reach the cell.
+
+        Args:
+            rows: of this rank's points: `view_ids`, `means2d`, `radii` and `depths`, as `reach` takes them.
+            count: [1] int64, how many there are; None for all.
+        """
+        reached = self.reach(rows.view_ids, rows.means2d, rows.radii, rows.depths, views)
+        sizes = [(view.width, view.height) for view in views]
+        return row_spans(rows.view_ids, rows.means2d, rows.radii, sizes, count, reached)
 
 
 class RowsCross(RowsTravel):
-    """Rows go to the ranks that draw a cell which they reach, within the rectangle that it is drawn in."""
+    """Rows go to the ranks that draw a cell which they reach, where they touch the rectangle that it is drawn in.
 
-    def __init__(self, crossing: Crossing) -> None:
-        super().__init__(relays=False)
-        self.crossing = crossing
+    Args:
+        crossing: where cells lie in views.
+        told: called with a batch's views and what `Learns.SPANS` is of them, on all ranks alike, where there are
+            gradients. Rows then have the room that plans foresee, and go by collectives. None: nothing is counted.
+    """
 
-    def _touched(self, own: Splats, views: Sequence[View], plan: Plan) -> list[Tensor]:
-        rows = own.rows
-        reach = self.crossing.reach(
-            own.hits.view_ids, rows["means2d"].detach(), rows["radii"], rows["depths"].detach(), views, len(plan.drawn)
-        )
-        return [touches(own, views, patches) & there for patches, there in zip(plan.drawn, reach, strict=True)]
+    def __init__(self, crossing: Crossing, told: Callable[[Sequence[View], Sequence[int]], None] | None = None) -> None:
+        super().__init__(None if told is None else self, relays=False)
+        self.crossing, self._told, self.planned = crossing, told, told is not None
+
+    def transport(
+        self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int
+    ) -> Transport | None:
+        return PlannedRows(world, kernels, rows, capacity, words) if self.planned else None
+
+    def count(self, splats: Splats, views: Sequence[View], plan: Plan) -> Tensor:
+        """See `RowCounts`."""
+        return self.crossing.spans(_Rows.of(splats), views)
+
+    def told(self, views: Sequence[View], plan: Plan, table: Sequence[Sequence[int]]) -> None:
+        """See `RowCounts`."""
+        assert self._told is not None, "else nothing was counted"
+        self._told(views, [n for row in table for n in row])
+
+    def touched(self, own: Splats, views: Sequence[View], plan: Plan) -> list[Tensor]:
+        rows = _Rows.of(own)
+        reach = self.crossing.reach(rows.view_ids, rows.means2d, rows.radii, rows.depths, views)
+        found = [torch.zeros_like(rows.view_ids, dtype=torch.bool) for _ in plan.drawn]
+        for there, patches in zip(found, plan.drawn, strict=True):
+            for patch in patches:
+                there |= touches(own, views, [patch]) & reach[patch.cell]
+        return found
+
+
+class _Rows(NamedTuple):
+    """Where splats are."""
+
+    view_ids: Tensor
+    means2d: Tensor
+    radii: Tensor
+    depths: Tensor
+
+    @staticmethod
+    def of(splats: Splats) -> "_Rows":
+        rows = splats.rows
+        return _Rows(splats.hits.view_ids, rows["means2d"].detach(), rows["radii"], rows["depths"].detach())
 
 
 def clipped(crossing: Crossing, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View], rank: int) -> Lists:
@@ -69,13 +121,14 @@ def clipped(crossing: Crossing, lists: Lists, arrived: Arrived, plan: Plan, view
 
 
 def route_crossing(
-    crossing: Crossing, rows: Arrived, views: Sequence[View], drawn: Sequence[int], place: Tensor, counts: Tensor,
+    crossing: Crossing, rows: Any, views: Sequence[View], drawn: Sequence[int], cells: Sequence[int], place: Tensor,
+    counts: Tensor,
 ) -> None:  # fmt: skip
-    """`route_lines` of all lines, for rows that go where they reach a cell. Arguments as there."""
-    lines, ranks = len(rows.means2d), len(counts)
-    route_lines(rows.view_ids, rows.count, rows.means2d, rows.radii, drawn, 0, lines, place, counts)
-    # Lines behind the last row hold anything.
-    view_ids = rows.view_ids.clamp(0, len(views) - 1)
-    goes = (place >= 0) & crossing.reach(view_ids, rows.means2d, rows.radii, rows.depths, views, ranks)
-    place.copy_(torch.where(goes, goes.cumsum(1) - 1, -1))
-    counts.copy_(goes.sum(1))
+    """`route_lines` of all lines, for rows that go where they reach a patch's cell. Arguments as there.
+
+    Args:
+        cells: of each of the patches `drawn`.
+    """
+    reached = crossing.reach(rows.view_ids, rows.means2d, rows.radii, rows.depths, views)
+    where = rows.view_ids, rows.count, rows.means2d, rows.radii
+    route_lines(*where, drawn, 0, len(rows.means2d), place, counts, reached, cells)

@@ -37,6 +37,8 @@ class RowLeg(ABC):
     alone, where the ranks of each machine reach each other's memory."""
     stages: int = 1
     """In how many stages a step's views are exchanged and drawn, one while the next is on its way (see `stages`)."""
+    planned: bool = False
+    """Whether rows have the room that plans foresee (`PlannedRows`), and so go by collectives."""
 
     def transport(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> Any:
         """What carries the rows of fused steps, where a leg has a `Transport` of its own, which goes by collectives;

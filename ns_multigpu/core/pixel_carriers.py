@@ -124,6 +124,8 @@ class PixelsTravel(PixelCarrier):
         return self._cells.rectangles(plan, views, ways, 0)
 
     def spans(self, rows: Rows, views: Sequence[View]) -> Tensor:
+        if self._crossing is not None:
+            return self._crossing.spans(rows, views, rows.count)
         return self._cells.spans_of(rows, views)
 
     def layer(self, patch: Patch, first_view: int) -> int:

@@ -232,7 +232,7 @@ class Step:
         leave = None
         if transport.travels:
             ways = [self._pixels.rectangles(part, views, transport.stages[0].ways) for part in parts]
-            leave = partial(self._leave, views, ways)
+            leave = partial(self._leave, views, parts, ways)
         with measure("project"):
             stops = s.stops if leave else ()
             rows = kernels.project(self._model, self._cameras(splatted), s.rows, stops, leave)
@@ -320,16 +320,25 @@ class Step:
         assert _follow_each_other(positions), "as `why_no_step` found of any batch of so many views"
         return range(positions[0], positions[-1] + 1)
 
-    def _leave(self, views: Sequence[View], drawn: Sequence[Sequence[int]], rows: Rows, first: int, end: int) -> None:
+    def _leave(
+        self, views: Sequence[View], parts: Sequence[Plan], drawn: Sequence[Sequence[int]], rows: Rows, first: int,
+        end: int,
+    ) -> None:  # fmt: skip
         """Sends lines first to end off to the patches of each stage that they reach, behind what the device has been
         given so far."""
         with self._beside():
             rows = self._pixels.label(rows)
-            for one, rectangles, place, counts in zip(
-                self._transport.stages, drawn, self._place, self._counts_of[:, : self._place.shape[1]], strict=True
+            for one, part, rectangles, place, counts in zip(
+                self._transport.stages,
+                parts,
+                drawn,
+                self._place,
+                self._counts_of[:, : self._place.shape[1]],
+                strict=True,
             ):
                 if isinstance(self._strategy.rows, RowsCross):
-                    route_crossing(self._strategy.rows.crossing, rows, views, rectangles, place, counts)
+                    cells = [patch.cell for patches in part.drawn for patch in patches]
+                    route_crossing(self._strategy.rows.crossing, rows, views, rectangles, cells, place, counts)
                 else:
                     route_lines(
                         rows.view_ids, rows.count, rows.means2d, rows.radii, rectangles, first, end, place, counts

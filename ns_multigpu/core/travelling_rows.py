@@ -120,7 +120,7 @@ class RowsTravel(RowLeg):
         """The route of each stage's rows."""
         relays = Relays.of(world) if self.relays else None
         place = own.hits.view_ids.long()
-        touch = self._touched(own, views, plan)
+        touch = self.touched(own, views, plan)
         ways = [*touch, *(_by_machine(touch, world) if relays else [])]
         counts = [torch.zeros(len(views), dtype=torch.int64, device=place.device) for _ in ways]
         for count, taken in zip(counts, ways, strict=True):
@@ -142,7 +142,7 @@ class RowsTravel(RowLeg):
             for stage in stages
         ]
 
-    def _touched(self, own: Splats, views: Sequence[View], plan: Plan) -> list[Tensor]:
+    def touched(self, own: Splats, views: Sequence[View], plan: Plan) -> list[Tensor]:
         """[rank] which rows each rank needs, [M] bool."""
         return [touches(own, views, patches) for patches in plan.drawn]
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ns_multigpu.core.row_spans import row_spans, spans_length, tile_rows
+from cuda_ext.ops.row_spans import row_spans
+from ns_multigpu.core.row_spans import spans_length, tile_rows
 from ns_multigpu.core.travelling_rows import touches
 from ns_multigpu.core.types import TILE, Hits, Patch, Splats, View
 

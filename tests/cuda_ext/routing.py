@@ -1,5 +1,7 @@
 """All rows routed at once."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,10 +9,11 @@ from cuda_ext import route_lines
 
 
 def route(
-    view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: list[int], ranks: int
-) -> tuple[Tensor, Tensor]:
+    view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: list[int], ranks: int,
+    reached: Tensor | None = None, cells: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The place [ranks, M] of each row and the counts [ranks] that `route_lines` writes for all lines in one call."""
     place = torch.full((ranks, len(view_ids)), 77, dtype=torch.int32, device=view_ids.device)
     counts = torch.full((ranks,), 99, device=view_ids.device)
-    route_lines(view_ids, count, means2d, radii, patches, 0, len(view_ids), place, counts)
+    route_lines(view_ids, count, means2d, radii, patches, 0, len(view_ids), place, counts, reached, cells)
     return place, counts

@@ -127,8 +127,7 @@ def test_rows_go_where_they_reach_a_cell() -> None:
     assert tree is not None
     cells = tree.of((rays * depths[:, None] - view.viewmat[:3, 3]) @ view.viewmat[:3, :3])
     assert len(cells.unique()) == 3
-    crossing._space._rank_of = list(range(3))  # as if each cell had a rank of its own
-    reach = crossing.reach(torch.zeros(4).int(), places, torch.full((4, 2), 2).int(), depths, [view], 3)
+    reach = crossing.reach(torch.zeros(4).int(), places, torch.full((4, 2), 2).int(), depths, [view])
     assert torch.equal(reach.T, torch.nn.functional.one_hot(cells, 3).bool())
 
 

@@ -23,10 +23,12 @@ int checked_ranks(int64_t ranks) {
   return int(ranks);
 }
 
-// Six numbers a patch (rank, view, x0, y0, x1, y1), ascending by view.
-std::vector<RankPatch> rank_patches(at::IntArrayRef numbers, int ranks) {
+// Six numbers a patch (rank, view, x0, y0, x1, y1), and its cell where there are any, ascending by view.
+std::vector<RankPatch> rank_patches(at::IntArrayRef numbers, int ranks, at::IntArrayRef cells, int64_t cell_count) {
   TORCH_CHECK_VALUE(numbers.size() % 6 == 0, "patches holds 6 integers a patch (rank, view, x0, y0, x1, y1), got ",
                     numbers.size(), " in all.");
+  TORCH_CHECK_VALUE(cell_count == 0 || cells.size() * 6 == numbers.size(), "cells must be one for each of ",
+                    numbers.size() / 6, " patches, not ", cells.size(), ".");
   std::vector<RankPatch> patches;
   for (size_t k = 0; k < numbers.size(); k += 6) {
     const int64_t* n = numbers.data() + k;
@@ -34,7 +36,11 @@ std::vector<RankPatch> rank_patches(at::IntArrayRef numbers, int ranks) {
                       "patch ", k / 6, " is (rank, view, x0, y0, x1, y1) = (", n[0], ", ", n[1], ", ", n[2], ", ",
                       n[3], ", ", n[4], ", ", n[5], "): need 0 <= rank < ", ranks,
                       ", view, x0, y0 >= 0, x1 >= x0 and y1 >= y0.");
-    patches.push_back({int32_t(n[1]), int32_t(n[0]), int32_t(n[2]), int32_t(n[3]), int32_t(n[4]), int32_t(n[5])});
+    const int64_t cell = cell_count == 0 ? 0 : cells[k / 6];
+    TORCH_CHECK_VALUE(cell_count == 0 || (cell >= 0 && cell < cell_count), "patch ", k / 6, " is of cell ", cell, " of ",
+                      cell_count, ".");
+    patches.push_back({int32_t(n[1]), int32_t(n[0]), int32_t(n[2]), int32_t(n[3]), int32_t(n[4]), int32_t(n[5]),
+                       int32_t(cell)});
   }
   std::stable_sort(patches.begin(), patches.end(),
                    [](const RankPatch& a, const RankPatch& b) { return a.view < b.view; });
@@ -48,7 +54,8 @@ void check_lines(int64_t first, int64_t end, int rows) {
 
 void route_lines(const at::Tensor& view_ids_, const at::Tensor& count_, const at::Tensor& means2d_,
                  const at::Tensor& radii_, at::IntArrayRef numbers, int64_t ranks_, int64_t first, int64_t end,
-                 const at::Tensor& place_, const at::Tensor& counts_) {
+                 const at::Tensor& place_, const at::Tensor& counts_, const std::optional<at::Tensor>& reached_,
+                 at::IntArrayRef cells) {
   const int rows = cuda_count(means2d_.size(0), "rows"), ranks = checked_ranks(ranks_);
   const at::Tensor means2d = cuda_floats(means2d_, "means2d", {rows, 2}, means2d_),
                    view_ids = cuda_ints(view_ids_, "view_ids", {rows}, means2d_),
@@ -59,13 +66,17 @@ void route_lines(const at::Tensor& view_ids_, const at::Tensor& count_, const at
   TORCH_CHECK_VALUE(place.is_same(place_) && counts.is_same(counts_),
                     "place and counts must be contiguous: they are written in place.");
   check_lines(first, end, rows);
-  const std::vector<RankPatch> patches = rank_patches(numbers, ranks);
+  at::Tensor reached;
+  if (reached_) reached = cuda_checked(*reached_, "reached", {-1, rows}, at::kBool, means2d_);
+  const std::vector<RankPatch> patches =
+      rank_patches(numbers, ranks, cells, reached.defined() ? reached.size(0) : 0);
   const c10::cuda::CUDAGuard guard(means2d.device());
   const at::TensorOptions ints = radii.options(), bytes = ints.dtype(at::kByte);
   const at::Tensor table = at::empty({int64_t(patches.size() * sizeof(RankPatch))}, bytes);
   const at::Tensor block_counts = at::empty({ranks, route_blocks(int(end - first))}, ints);
   const RouteRows lines{view_ids.const_data_ptr<int32_t>(), count.const_data_ptr<int64_t>(),
-                        means2d.const_data_ptr<float>(), radii.const_data_ptr<int32_t>(), rows, int(first), int(end)};
+                        means2d.const_data_ptr<float>(), radii.const_data_ptr<int32_t>(), rows, int(first), int(end),
+                        reached.defined() ? reached.const_data_ptr<bool>() : nullptr};
   NSMG_CUDA_CHECK(route_launch(lines, patches.data(), cuda_count(patches.size(), "patches"),
                                static_cast<RankPatch*>(table.mutable_data_ptr()), ranks,
                                block_counts.mutable_data_ptr<int32_t>(), place.mutable_data_ptr<int32_t>(),

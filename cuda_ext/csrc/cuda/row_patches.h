@@ -37,7 +37,7 @@ __device__ __forceinline__ bool box_reaches(float2 mean, int2 radius, const Rank
   return first < last;
 }
 
-// Calls `reached(rank)` for each patch that the row reaches.
+// Calls `reached(patch)` for each patch that the row reaches.
 template <typename Reached>
 __device__ __forceinline__ void patches_reached(const RouteRows& rows, const RankPatch* patches, int patch_count,
                                                 int64_t row, Reached reached) {
@@ -56,8 +56,9 @@ __device__ __forceinline__ void patches_reached(const RouteRows& rows, const Ran
   for (int k = first; k < patch_count; ++k) {
     const int32_t* p = &patches[k].view;
     if (__ldg(p) != view) break;
-    const RankPatch patch{view, __ldg(p + 1), __ldg(p + 2), __ldg(p + 3), __ldg(p + 4), __ldg(p + 5)};
-    if (box_reaches(mean, radius, patch)) reached(patch.rank);
+    const RankPatch patch{view, __ldg(p + 1), __ldg(p + 2), __ldg(p + 3), __ldg(p + 4), __ldg(p + 5),
+                          __ldg(p + 6)};
+    if (box_reaches(mean, radius, patch)) reached(patch);
   }
 }
 

@@ -21,11 +21,11 @@ __global__ void __launch_bounds__(kThreads)
   for (int step = 0; step < kRows; ++step) {
     const int64_t row = first + int64_t(step) * kThreads;
     if (row >= real) break;
-    patches_reached(rows, patches, patch_count, row, [&](int place) {
+    patches_reached(rows, patches, patch_count, row, [&](const RankPatch& patch) {
       if (here)
-        atomicAdd(&sums[place], 1);
+        atomicAdd(&sums[patch.rank], 1);
       else
-        atomicAdd(&counts[place], 1ull);
+        atomicAdd(&counts[patch.rank], 1ull);
     });
   }
   __syncthreads();

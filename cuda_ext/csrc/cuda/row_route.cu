@@ -19,7 +19,9 @@ constexpr int kScanThreads = 1024;
 __device__ __forceinline__ uint32_t ranks_reached(const RouteRows& rows, const RankPatch* patches, int patch_count,
                                                   int64_t row) {
   uint32_t mask = 0;
-  patches_reached(rows, patches, patch_count, row, [&](int rank) { mask |= 1u << rank; });
+  patches_reached(rows, patches, patch_count, row, [&](const RankPatch& patch) {
+    if (rows.reached == nullptr || rows.reached[int64_t(patch.cell) * rows.count + row]) mask |= 1u << patch.rank;
+  });
   return mask;
 }
 

@@ -156,7 +156,8 @@ def _reached(
         place = torch.empty(len(some), capacity, dtype=torch.int32, device=rows.means2d.device)
         counts = torch.zeros(len(some), dtype=torch.int64, device=rows.means2d.device)
         if isinstance(leg, RowsCross):
-            route_crossing(leg.crossing, rows, views, patches, place, counts)
+            cells = [patch.cell for ranks in some for rank in ranks for patch in plan.drawn[rank]]
+            route_crossing(leg.crossing, rows, views, patches, cells, place, counts)
         else:
             route_lines(
                 rows.view_ids, rows.count, rows.means2d, rows.radii, patches, 0, capacity, place, counts

@@ -8,7 +8,6 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
 
 from ns_multigpu.core.assignment import Learns
-from ns_multigpu.core.cell_rows import CellRows
 from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.kernels import Kernels
 from ns_multigpu.core.pairs import Pairs, pairs_of
@@ -61,7 +60,7 @@ class StepBuffers:
             )
         if options.overlap < 1:
             raise InputError(f"--pipeline.overlap {options.overlap}: splats leave in 1 part at least.")
-        if not self._strategy.rows.travels or isinstance(self._strategy.rows, CellRows):  # these by collectives alone
+        if not self._strategy.rows.travels or self._strategy.rows.planned:  # these by collectives alone
             return
         try:
             handed_on = relays_serve(self._strategy.rows, world, peer=True) and not self._by_sort
