@@ -61,10 +61,7 @@ def test_pixel_equals_single_without_further_channels_and_refuses_them() -> None
 
 LOSSES = {"normals": 1.0, "distortion": 0.1}
 """The weights of `take_step`."""
-STEPS = [
-    ("single", 1, "captured"), ("batch", 2, "captured"), ("batch", 3, "step"), ("tile", 2, "captured"),
-    ("tile", 4, "step"), ("locality", 3, "captured"),
-]  # fmt: skip
+STEPS = [("single", 1, "captured"), ("batch", 3, "captured"), ("tile", 4, "captured"), ("locality", 2, "step")]
 
 
 def fused_step(

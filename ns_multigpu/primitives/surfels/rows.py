@@ -67,7 +67,10 @@ class SurfelGradients(NamedTuple):
     depths: Tensor
 
 
-def _halves(rows: SurfelRows) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+_Half = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _halves(rows: SurfelRows) -> tuple[_Half, _Half]:
     """Rows as two of 3D Gaussians: what `pack` and `pack_wire` take."""
     t = rows.transforms
     first = (rows.means2d, t[:, 0:3].contiguous(), rows.opacities, rows.features, rows.depths)

@@ -1,0 +1,134 @@
+"""Steps of kinds of points without fused operators of their own: what must leave the model alone, and what is told."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.adam import adam_scalars
+from cuda_ext.ops.lazy_adam import LazyAdam
+from ns_multigpu.core.step import Step
+from ns_multigpu.core.step_settings import StepSettings
+from ns_multigpu.core.transports import OwnRows
+from ns_multigpu.core.types import Points
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.composed_kernels import _of_views
+from ns_multigpu.primitives.moving.functions import MovingGaussians
+from ns_multigpu.primitives.surfels.functions import Surfels
+from strategies import STRATEGIES
+from tests.strategies.scene import make_image, make_moving_points, make_points, make_views
+
+SIZE, VIEWS, COUNT = (45, 61), 2, 60
+KINDS = {"4dgs": MovingGaussians(sh_degree=2), "2dgs": Surfels(sh_degree=2)}
+STATISTICS = ("grad2d", "count", "radii")
+
+
+def points_of(name: str, spare: int = 0) -> Points:
+    """So many points, and room for more, which have no position."""
+    params = (make_moving_points if name == "4dgs" else make_points)(COUNT, torch.float32).params
+    params = {key: value.detach() for key, value in params.items()}
+    if name == "2dgs":
+        params["scales"] = params["scales"][:, :2].contiguous()
+    room = {key: value.new_zeros(spare, *value.shape[1:]) for key, value in params.items()}
+    room["means"].fill_(torch.nan)
+    return Points({key: torch.cat([value, room[key]]) for key, value in params.items()})
+
+
+class Course:
+    """Steps of one rank, of as many points."""
+
+    def __init__(self, name: str, points: Points, rows: int = 400, intersections: int = 4096) -> None:
+        world = World.single()
+        views = make_views(VIEWS + 1, torch.float32, size=SIZE)[:VIEWS]  # the last one looks away
+        settings = StepSettings(*SIZE, VIEWS, 0.2, rows, 0, intersections)
+        kernels: Any = KINDS[name].kernels()
+        self.params = {key: value.clone() for key, value in points.params.items()}
+        self.moments = {key: (torch.zeros_like(p), torch.zeros_like(p)) for key, p in self.params.items()}
+        self.statistics = {key: torch.zeros(len(points)) for key in STATISTICS}
+        spread = STRATEGIES["single"](world)
+        transport = OwnRows(world, kernels, rows, 0, settings.words(spread.assignment))
+        self.step = Step(kernels, self.params, self.moments, self.statistics, settings, spread, transport)
+        self.step.viewmats.copy_(torch.stack([view.viewmat for view in views]))
+        self.step.Ks.copy_(torch.stack([view.K for view in views]))
+        self.step.times.copy_(torch.tensor([view.time for view in views]))
+        self.step.scalars.copy_(torch.tensor(adam_scalars(1e-3, (0.9, 0.999), 1e-8, 1)).expand_as(self.step.scalars))
+        self._plan, self._images = spread.plan(views), [make_image(view) for view in views]
+
+    def take(self) -> None:
+        self.step.take(self._plan, self._images)
+
+    def all(self) -> list[Tensor]:
+        moments = [one for pair in self.moments.values() for one in pair]
+        return [value.clone() for value in (*self.params.values(), *moments, *self.statistics.values())]
+
+
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "intersections"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_step_without_room_changes_nothing(name: str, rows: bool) -> None:
+    small = {"rows": 30} if rows else {"intersections": 40}
+    course = Course(name, points_of(name), **small)
+    before = course.all()
+    course.take()
+    status = course.step.status()
+    assert status.full and status.done == 0 and (status.rows if rows else status.intersections) > 40
+    assert all(torch.equal(now, then) for now, then in zip(course.all(), before, strict=True))
+    assert float(course.step.report[-1]) == 0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_room_for_points_is_not_seen(name: str) -> None:
+    """A refinement moves points to where there is room for more; what lies there has no position."""
+    plain, roomy = (Course(name, points_of(name, spare)) for spare in (0, 20))
+    for course in (plain, roomy):
+        course.take()
+        course.take()
+        assert course.step.status().done == 2
+    for a, b in zip(plain.all(), roomy.all(), strict=True):
+        torch.testing.assert_close(b[:COUNT], a, rtol=1e-6, atol=1e-7)
+        assert bool(b[:COUNT].isfinite().all())
+    assert not any(value[COUNT:].any() for value in roomy.statistics.values())
+    assert all(int(value.count_nonzero()) > 20 for value in plain.statistics.values())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_not_finite_is_told(name: str) -> None:
+    step = Course(name, points_of(name)).step
+    kernels, model, cameras = step._kernels, step._model, step._cameras(range(VIEWS))
+    rows = kernels.project(model, cameras, 400, (), None)
+    first = int((rows.radii > 0).all(-1).nonzero()[0])
+    assert rows.view_ids[first] == 0
+    for line, views, told in ((first, None, True), (first, range(1, 2), False), (399, None, False)):
+        records, witness = torch.zeros(400, kernels.record_floats), torch.ones(1)
+        records[line, 5] = torch.inf
+        kernels.update(model, cameras, step.scalars, rows, records, witness, views)
+        assert bool(witness.isfinite()) != told and (told or float(witness) == 0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_their_kernels_cannot_do_is_refused(name: str) -> None:
+    kind, points = KINDS[name], points_of(name)
+    kernels: Any = kind.kernels(selective=False)
+    with pytest.raises(ValueError, match=r"kernels of [24]D Gaussians have no option 'selective'"):
+        kind.kernels(selective=True)
+    with pytest.raises(ValueError, match="leave lazy out"):
+        kernels.model(points.params, {}, {}, LazyAdam.make(COUNT, torch.device("cpu")))
+    assert not kernels.puts_off and replace(kind, sh_degree=None).kernels() is None
+    if name == "2dgs":
+        with pytest.raises(ValueError, match="cross the wire whole"):
+            kernels.wire(half=True, slots=False)
+
+
+def test_without_points() -> None:
+    for name in KINDS:
+        empty = Points({key: value[:0] for key, value in points_of(name).params.items()})
+        course = Course(name, empty)
+        course.take()
+        assert course.step.status().done == 1 and float(course.step.report[-1]) == 0
+
+
+def test_sizes_of_views_that_differ() -> None:
+    like, ids = torch.zeros(1), torch.tensor([0, 0, 1], dtype=torch.int32)
+    assert _of_views([5, 6, 7, 8], ids, like).tolist() == [[5, 6], [5, 6], [7, 8]]
+    assert _of_views([5, 6, 5, 6], ids, like).tolist() == [[5, 6]] * 3
