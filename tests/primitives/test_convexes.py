@@ -12,6 +12,7 @@ from ns_multigpu.core.types import Hits, Patch, Points
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.options import SplatModelConfig
+from ns_multigpu.primitives.convexes import functions
 from ns_multigpu.primitives.convexes.densifier import FAINTER, SHARPER, SMALLER, ConvexParts, arms
 from ns_multigpu.primitives.convexes.functions import screen_radii
 from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS, initial_convexes
@@ -53,7 +54,8 @@ def test_it_begins_as_a_sphere_of_corners_around_each_seed_point() -> None:
         initial_convexes((torch.zeros(0, 3), torch.zeros(0, 3)), generator=g, **options)
 
 
-def test_culling_keeps_what_is_drawn_and_no_more() -> None:
+def test_culling_keeps_what_is_drawn_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "_AT_ONCE", 128)
     points = convexes(300, torch.float64)
     points.params["means"].data *= 3
     views = make_views(3, torch.float64)
@@ -108,7 +110,8 @@ def test_a_split_makes_six_smaller_sharper_fainter_ones_at_the_corners() -> None
     params["opacities"].data[:] = before["opacities"][:] = 1.0
     params["opacities"].data[5] = before["opacities"][5] = -5.0  # faint: pruned
     params["opacities"].data[6] = before["opacities"][6] = -3.0  # its parts would be faint
-    rules: Any = make_densifier(SplatModelConfig(primitive="convex"), 8, World.single(), 0)
+    config = SplatModelConfig(primitive="convex", densify_size_thresh=10.0)  # all are small: none is cloned
+    rules: Any = make_densifier(config, 8, World.single(), 0)
     state = {
         "grad2d": torch.tensor([1.0, 0, 1, 0, 0, 0, 1]).double(), "count": torch.ones(7).double(), "scene_scale": 1.0,
         "radii": torch.zeros(7).double(),
