@@ -16,10 +16,12 @@ import torch
 import tyro
 from nerfstudio.configs.method_configs import AnnotatedBaseConfigUnion
 from nerfstudio.scripts.train import _set_random_seed
+from PIL import Image
 
 from benchmarks.captures import splatfacto_baseline
 from benchmarks.captures.splatfacto_baseline import peak_mib
 from ns_multigpu.data import City, CityCapture, write_colmap
+from ns_multigpu.plugin.render.evaluation import spread
 from ns_multigpu.plugin.train import trainer as _imported_for_the_runs  # noqa: F401
 
 
@@ -30,8 +32,13 @@ def begin(log: Path) -> None:
     os.dup2(file, 2)
 
 
-def train_ours(words: Sequence[str], log: Path, output: Path) -> None:
-    """Trains as `ns-train` does with these words; all held-out views are scored, and `output` gets it as JSON."""
+def train_ours(words: Sequence[str], log: Path, output: Path, normals: tuple[int, Path] | None = None) -> None:
+    """Trains as `ns-train` does with these words; all held-out views are scored, and `output` gets it as JSON.
+
+    Args:
+        normals: of so many held-out views a picture of the photograph, the rendering and its normals, for points that
+            have normals, and the PNG to write.
+    """
     begin(log)
     sys.argv = ["ns-train", *words]  # it is looked at for what was given
     config: Any = tyro.cli(AnnotatedBaseConfigUnion, args=list(words))
@@ -47,6 +54,8 @@ def train_ours(words: Sequence[str], log: Path, output: Path) -> None:
     start = time.perf_counter()
     scores = trainer.pipeline.get_average_eval_image_metrics()
     seconds = trainer.progress.seconds
+    if normals is not None:
+        draw_normals(trainer.pipeline, *normals)
     result = {
         "psnr": scores["psnr"],
         "ssim": scores["ssim"],
@@ -57,6 +66,22 @@ def train_ours(words: Sequence[str], log: Path, output: Path) -> None:
         "eval_seconds": time.perf_counter() - start,
     }
     output.write_text(json.dumps(result))
+
+
+@torch.no_grad()
+def draw_normals(pipeline: Any, views: int, file: Path) -> None:
+    """See `train_ours`."""
+    pipeline.eval()
+    data, rows = pipeline.datamanager, list[torch.Tensor]()
+    total = len(data.eval_dataset)
+    for index in spread(total, views):
+        outputs = pipeline.model.get_outputs_for_camera(data.eval_dataset.cameras[index : index + 1])
+        photograph = data.eval_dataset[index]["image"][..., :3].to(outputs["rgb"])
+        columns = [photograph, outputs["rgb"], outputs["normals"]]
+        rows.append(torch.cat([image.clamp(0, 1).cpu() for image in columns], 1))
+    width = min(row.shape[1] for row in rows)  # where photographs differ in size
+    picture = torch.cat([row[:, :width] for row in rows])
+    Image.fromarray((picture * 255 + 0.5).to(torch.uint8).numpy()).save(file)
 
 
 def train_splatfacto(words: Sequence[str], log: Path, output: Path) -> None:

@@ -193,25 +193,14 @@ class Runs:
         self.ready = {name for name in self.folders if name not in self.cities or self.folders[name].is_dir()}
         self.changed = Condition()
         self.took: dict[tuple[str, str, tuple[int, ...]], float] = {}
-        # Forked, the server must not have looked at a GPU: see `ns_multigpu.plugin.launch.worker_server`.
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        forkserver.set_forkserver_preload(["benchmarks.captures.recipe_run"])
-        self.processes = multiprocessing.get_context("forkserver")
+        trains_in_forks()
 
     def left(self) -> float:
         return self.options.seconds - (time.perf_counter() - self.began)
 
     def call(self, function: str, *given: Any) -> float | None:
-        """Calls a function of `recipe_run` in a process of its own: seconds, or None where it failed or time is up."""
-        start = time.perf_counter()
-        process = self.processes.Process(target=_call, args=(function, *given))
-        process.start()
-        process.join(None if self.left() == float("inf") else max(self.left(), 0.0))
-        if process.is_alive():
-            process.kill()
-            process.join()
-            return None
-        return time.perf_counter() - start if process.exitcode == 0 else None
+        """`called`, while there is time."""
+        return called(function, *given, seconds=None if self.left() == float("inf") else max(self.left(), 0.0))
 
     def make(self, city: str) -> None:
         kind, _, seed = city.partition("-")
@@ -292,6 +281,26 @@ class Runs:
             tasks = [pool.submit(task) for task in [*makers, *[self.work] * self.options.at_once]]
             for task in tasks:
                 task.result()
+
+
+def trains_in_forks() -> None:
+    """What `called` calls is forked from a server that has imported it. Before the first call."""
+    # Forked, the server must not have looked at a GPU: see `ns_multigpu.plugin.launch.worker_server`.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    forkserver.set_forkserver_preload(["benchmarks.captures.recipe_run"])
+
+
+def called(function: str, *given: Any, seconds: float | None = None) -> float | None:
+    """Calls a function of `recipe_run` in a process of its own: seconds, or None where it failed or time is up."""
+    start = time.perf_counter()
+    process = multiprocessing.get_context("forkserver").Process(target=_call, args=(function, *given))
+    process.start()
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return None
+    return time.perf_counter() - start if process.exitcode == 0 else None
 
 
 def _call(function: str, *given: Any) -> None:

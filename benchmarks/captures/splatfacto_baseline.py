@@ -2,7 +2,7 @@
 
 The only change to it: where the weights of LPIPS cannot be had, LPIPS is left out instead of ending the run. With
 `--operators ours` our operators draw in the place of gsplat's kernels: what then differs from splatfacto is their
-doing, and what differs from our method is not.
+doing, and what differs from our method is not. With `gsplat-2dgs` it trains gsplat's 2D Gaussians (`gsplat_surfels`).
 """
 
 import argparse
@@ -18,6 +18,7 @@ import torch
 import torchmetrics.image.lpip as lpip
 import tyro
 
+from benchmarks.captures.gsplat_surfels import Peer
 from benchmarks.captures.our_rasterization import rasterization
 
 
@@ -98,7 +99,10 @@ def main() -> None:
     parser.add_argument(
         "--also-at", type=int, nargs="*", default=[], help="evaluate after so many images too, off the clock"
     )
-    parser.add_argument("--operators", choices=("gsplat", "ours"), default="gsplat", help="whose draw")
+    whose = ("gsplat", "ours", "gsplat-2dgs")
+    parser.add_argument("--operators", choices=whose, default="gsplat", help="whose draw; gsplat-2dgs: 2D Gaussians")
+    parser.add_argument("--normal-loss", type=float, default=0.0, help="of 2D Gaussians, its weight")
+    parser.add_argument("--normal-loss-start", type=int, default=0, help="images before it counts")
     parser.add_argument("--options", default="", help="further options of ns-train, as one string")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("dataparser", nargs="+")
@@ -109,6 +113,9 @@ def main() -> None:
 
     if options.operators == "ours":
         splatfacto.rasterization = rasterization
+    peer = Peer(options.normal_loss, options.normal_loss_start) if options.operators == "gsplat-2dgs" else None
+    if peer is not None:
+        splatfacto.rasterization = peer.rasterization
 
     words = ["splatfacto", "--output-dir", str(options.output), "--vis", "tensorboard"]
     words += ["--max-num-iterations", str(options.images), "--steps-per-eval-image", "0"]
@@ -123,6 +130,8 @@ def main() -> None:
     trainer.setup()
     config.viewer.quit_on_train_completion = True
     _ = trainer.pipeline.datamanager.cached_train  # loading is not training, as in our own summaries
+    if peer is not None:
+        peer.join(trainer)
     earlier = _Earlier(trainer, options.also_at, options.output / "looks.json")
     trainer.eval_iteration = earlier.look
     refinements = recorded(trainer.pipeline.model.strategy)

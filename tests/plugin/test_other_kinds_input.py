@@ -62,9 +62,7 @@ def test_a_capture_that_stands_still_is_learned_as_one_moment(capture: Path, sai
 
 def test_times_beyond_the_capture_are_refused(capture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, 24.0)
-    with pytest.raises(
-        InputError, match=r"times go from 0 to 24; 4D Gaussians \(4dgs\) learn those from 0 to 1"
-    ):
+    with pytest.raises(InputError, match=r"times go from 0 to 24; 4D Gaussians \(4dgs\) learn those from 0 to 1"):
         start(World.single(), capture, capture.parent / "run", 1, primitive="4dgs")
 
 
