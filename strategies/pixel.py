@@ -34,19 +34,15 @@ def pixel(world: World, options: PixelOptions | None = None, exchange: Kind = "p
             f"--pipeline.pixel.hide True: what is hidden is left out of pixels alone, and --pipeline.exchange is "
             f"{exchange}. Leave out one of the two."
         )
-    if options.crossing != "none" and exchange != "pixels":
-        raise ValueError(
-            f"--pipeline.pixel.crossing {options.crossing}: --pipeline.exchange {exchange} draws splats with their "
-            "own cell alone. Add --pipeline.pixel.crossing none, or leave out --pipeline.exchange."
-        )
     space, half = ByCells(world, options), options.wire == "half"
+    crossing = CellsInViews(space) if options.crossing == "ghosts" else None
     if exchange == "pixels" or world.size == 1:
-        crossing = CellsInViews(space) if options.crossing == "ghosts" else None
         pixels = CompositePixels(space.local, half=half, crossing=crossing)
         views, rows = CellPixels(space, hide=options.hide), RowsStay() if crossing is None else RowsCross(crossing)
         pixels.told = views.learn if options.hide else None
     else:
         homes = [space.rank_of(cell) for cell in range(space.cells)]
-        views = CellPixels(space, exchange=Exchange(exchange, homes, half=half))
-        pixels, rows = CompositePixels(space.layers, half=half), CellRows(space.layers, views.learn)
+        views = CellPixels(space, exchange=Exchange(exchange, homes, half=half, ghosts=crossing is not None))
+        pixels = CompositePixels(space.layers if crossing is None else space.local, half=half, crossing=crossing)
+        rows = CellRows(space.layers, views.learn) if crossing is None else RowsCross(crossing, views.learn)
     return Strategy("pixel", space, views, rows, pixels, GradientsToOwner(world), world)

@@ -1,16 +1,19 @@
 """Splats or pixels: what brings a cell's layer of a view to the rank that owns some of its pixels.
 
-Either the cell's rank draws the layer and sends pixels, or it sends the splats that touch that part, and the owner
-draws the layer itself. Both give the same. For each view, cell and owner the one of fewer bytes is taken, there and
-back.
+Either the cell's rank draws the layer and sends pixels, or the owner is sent the splats that touch that part, and draws
+the layer itself. Both give the same. For each view, cell and owner the one of fewer bytes is taken, there and back.
 
-How many splats touch a part of a layer is known from when the view was drawn last: where rows of tiles its splats began
-and ended (`core.row_spans`), which tells the splats of any band. Of a view that nobody has drawn yet the cell is taken
-to have as many as it has in the views that are known, in the mean. All ranks are told the same numbers some steps later
-(`Learns.SPANS`), so that they decide alike and nobody waits.
+With ghosts a layer is made of splats of several ranks. Whoever draws it is sent those that the others have: the owner,
+or the cell's rank, which then sends pixels besides. A splat that reaches two cells which one rank draws travels once,
+and is counted twice: there may be more room than need be, and it may go as pixels where splats were hardly fewer bytes.
+
+How many splats touch a part of a layer is known from when the view was drawn last: where rows of tiles they began and
+ended (`cuda_ext.row_spans`), by the rank that has them, which tells the splats of any band. Of a view that nobody has
+drawn yet the cell is taken to have as many as it has in the views that are known, in the mean. All ranks are told the
+same numbers some steps later (`Learns.SPANS`), so that they decide alike and nobody waits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 from zlib import crc32
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 
 from ns_multigpu.cells.seen import Rectangle
 from ns_multigpu.cells.tree import CellTree
-from ns_multigpu.core.row_spans import tile_rows
+from ns_multigpu.core.row_spans import spans_length, tile_rows
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
 
 Kind: TypeAlias = Literal["pixels", "splats", "auto"]
@@ -72,24 +75,32 @@ class Exchange:
     Args:
         kind: "auto"; or "splats", which sends splats alone.
         homes: of each cell its rank. half: pixels are float16 on the wire.
+        ghosts: whether splats are drawn in all cells that they reach; else in their own.
     """
 
-    def __init__(self, kind: Kind, homes: Sequence[int], *, half: bool = False) -> None:
-        self._kind, self._homes = kind, tuple(homes)
+    def __init__(self, kind: Kind, homes: Sequence[int], *, half: bool = False, ghosts: bool = False) -> None:
+        self._kind, self._homes, self._ghosts = kind, tuple(homes), ghosts
         self._pixel = PIXEL_BYTES // 2 if half else PIXEL_BYTES
-        self._of_rank = [[c for c, home in enumerate(homes) if home == rank] for rank in range(max(homes) + 1)]
+        # Of each rank the cells that it counts splats of; a number for each, a source.
+        everywhere = range(len(homes))
+        self._of_rank = [[c for c in everywhere if ghosts or homes[c] == rank] for rank in range(max(homes) + 1)]
+        self._sources: list[list[tuple[int, int]]] = [[] for _ in homes]  # of each cell: rank, number
+        for rank, cells in enumerate(self._of_rank):
+            for cell in cells:
+                self._sources[cell].append((rank, len(homes) * rank + cell if ghosts else cell))
+        numbers = len(homes) * len(self._of_rank) if ghosts else len(homes)
         self._most = max(len(cells) for cells in self._of_rank)
         self._cells = 0  # of which tree
-        self._known: dict[tuple[int, int, int], dict[int, _Counted]] = {}  # by a view's index and size, by cell
-        self._growth = [1000] * len(homes)  # of a cell's splats from one visit to the next, thousandths
-        self._sums = np.zeros((len(homes), 2), dtype=np.int64)  # of a cell: splats in known views, and these views
+        self._known: dict[tuple[int, int, int], dict[int, _Counted]] = {}  # by a view's index and size, by source
+        self._growth = [1000] * numbers  # of a source's splats from one visit to the next, thousandths
+        self._sums = np.zeros((numbers, 2), dtype=np.int64)  # of a source: splats in known views, and these views
         self._sent = _Sent()
 
     def keep(self, tree: CellTree | None) -> None:
         """Forgets everything if it was of other cells than these."""
         cells = 0 if tree is None else crc32(tree.tensor().numpy().tobytes())
         if cells != self._cells:
-            self._known, self._cells, self._growth = {}, cells, [1000] * len(self._homes)
+            self._known, self._cells, self._growth = {}, cells, [1000] * len(self._growth)
             self._sums[:] = 0
 
     def divide(
@@ -118,28 +129,36 @@ class Exchange:
                     wide = None if span is None else _wide(span, rectangle, view)
                     if span is None or wide is None:
                         continue
-                    rows = 0 if rank == home else self._splats(view, cell, wide, rectangle)
-                    if rank == home or not self._sends_splats(view, cell, span, rectangle, rows):
+                    away = self._needed(view, cell, wide, rectangle, rank)
+                    if rank != home and self._sends_splats(
+                        view, cell, span, rectangle, _sum(away), self._ghosts_bytes(view, cell, wide, rectangle)
+                    ):
+                        drawn[rank].append(_rows_of(rectangle, wide, position, cell))
+                        foreseen &= _add(room, rank, away)
+                    else:
                         stay.append(wide)
-                        continue
-                    drawn[rank].append(_rows_of(rectangle, wide, position, cell))
-                    foreseen = foreseen and rows is not None
-                    room[home, rank] += rows or 0
+                for wide in _joined(stay):
+                    foreseen &= _add(room, home, self._needed(view, cell, wide, rectangle, home))
                 drawn[home] += [_rows_of(rectangle, rows, position, cell) for rows in _joined(stay)]
         self._sent.steps += int(any(view.index >= 0 for view in views))
         return drawn, tuple(tuple(int(n) for n in row) for row in room) if foreseen else ()
+
+    def numbers(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """How many a rank tells of views of these sizes."""
+        return self._most * spans_length(sizes)
 
     def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
         """Told what `Learns.SPANS` is of a batch, rank after rank."""
         if any(view.index < 0 for view in views):
             return
         numbers, at = np.asarray(counts, dtype=np.int64), 0
-        for cells in self._of_rank:
+        for rank, cells in enumerate(self._of_rank):
+            sources = [source for cell in cells for r, source in self._sources[cell] if r == rank]
             for view in views:
                 rows = tile_rows(view.height)
                 for k in range(self._most):
-                    if k < len(cells):
-                        self._count(view, cells[k], numbers[at : at + rows], numbers[at + rows : at + 2 * rows])
+                    if k < len(sources):
+                        self._count(view, sources[k], numbers[at : at + rows], numbers[at + rows : at + 2 * rows])
                     at += 2 * rows
 
     def figures(self) -> dict[str, float]:
@@ -155,15 +174,17 @@ class Exchange:
         }
 
     def knowledge(self) -> list[list[int]]:
-        """A row for the cells, then one a view and cell."""
+        """A row for the cells, then one a view and source."""
         rows = [[_OF_CELLS, self._cells, *self._growth]]
         for key, cells in sorted(self._known.items()):
-            rows += [[_OF_VIEW, *key, cell, *one.begun.tolist(), *one.ended.tolist()] for cell, one in cells.items()]
+            rows += [[_OF_VIEW, *key, number, *of.begun.tolist(), *of.ended.tolist()] for number, of in cells.items()]
         return rows
 
     def learn_again(self, knowledge: Sequence[Sequence[int]]) -> None:
         """Goes on with what `knowledge` returned; rows of others are left out."""
         self._known, self._sums[:] = {}, 0
+        if any(row[0] == _OF_CELLS and len(row) - 2 != len(self._growth) for row in knowledge):
+            return  # of a run that had another number of cells, or other ways with splats that cross
         for row in knowledge:
             if row[0] == _OF_CELLS:
                 self._cells, self._growth = row[1], list(row[2:])
@@ -196,35 +217,62 @@ class Exchange:
         self._sums[cell] += (one.total, 1)
         cells[cell] = one
 
-    def _splats(self, view: View, cell: int, wide: tuple[int, int], rectangle: Rectangle) -> int | None:
-        """Room for the splats of a cell that touch some rows of tiles of a view; None where nothing is known of it."""
+    def _needed(
+        self, view: View, cell: int, wide: tuple[int, int], rectangle: Rectangle, rank: int
+    ) -> dict[int, int | None]:
+        """By the rank that has them, room for the splats that a rank is sent to draw some rows of tiles of a layer."""
+        return {s: self._splats(view, number, wide, rectangle) for s, number in self._sources[cell] if s != rank}
+
+    def _ghosts_bytes(self, view: View, cell: int, wide: tuple[int, int], rectangle: Rectangle) -> int:
+        """What the cell's rank is sent to draw them; 0 where nothing is known."""
+        return (ROW_BYTES + GRADIENT_BYTES) * (_sum(self._needed(view, cell, wide, rectangle, self._homes[cell])) or 0)
+
+    def _splats(self, view: View, source: int, wide: tuple[int, int], rectangle: Rectangle) -> int | None:
+        """Room for the splats of a source that touch some rows of tiles of a view; None where nothing is known."""
         key = view.index, view.width, view.height
         if key in self._known:
-            counted = self._known[key].get(cell)
+            counted = self._known[key].get(source)
             rows = 0 if counted is None else counted.within(*wide)
-            rows = -(-rows * self._growth[cell] // 1000)
-            return rows + rows // 8 + 64
-        total, known = self._sums[cell].tolist()
-        if known == 0:
-            return None
+            rows = -(-rows * self._growth[source] // 1000)
+            return rows + rows // 8 + (0 if counted is None and self._ghosts else 64)
+        total, known = self._sums[source].tolist()
+        if known == 0:  # of a source that has none anywhere: it is far from the cell
+            return 64 if self._ghosts and self._known else None
         first, end = _tiles(rectangle)
         part = min(wide[1] - wide[0] + 1, end - first)  # a splat may reach over a border
         return _UNKNOWN * -(-total * part // (known * (end - first))) + 64
 
     def _sends_splats(
-        self, view: View, cell: int, span: tuple[int, int], rectangle: Rectangle, rows: int | None
+        self, view: View, cell: int, span: tuple[int, int], rectangle: Rectangle, rows: int | None, ghosts: int = 0
     ) -> bool:
-        """Whether a part of a layer goes as splats; counts what is sent."""
+        """Whether a part of a layer goes as splats; counts what is sent.
+
+        Args:
+            rows: that would travel then. ghosts: bytes of those that travel where it goes as pixels.
+        """
         pixels = self._pixel * _pixels_of(span, rectangle, view)
         splats = None if rows is None else (ROW_BYTES + GRADIENT_BYTES) * rows
-        cheaper = splats is not None and splats < pixels
+        cheaper = splats is not None and splats < pixels + ghosts
         by_splats = view.index >= 0 and (self._kind == "splats" or (self._kind == "auto" and cheaper))
         if view.index >= 0:
             self._sent.pixels += 0 if by_splats else pixels
-            self._sent.splats += (splats or 0) if by_splats else 0
+            self._sent.splats += (splats or 0) if by_splats else ghosts
             self._sent.as_pixels += not by_splats
             self._sent.as_splats += by_splats
         return by_splats
+
+
+def _sum(rooms: Mapping[int, int | None]) -> int | None:
+    """Of all; None where one is not known."""
+    known = [rows for rows in rooms.values() if rows is not None]
+    return sum(known) if len(known) == len(rooms) else None
+
+
+def _add(room: NDArray[np.int64], rank: int, rooms: Mapping[int, int | None]) -> bool:
+    """Adds what a rank is sent, by who sends it; whether all of it was foreseen."""
+    for source, rows in rooms.items():
+        room[source, rank] += rows or 0
+    return None not in rooms.values()
 
 
 def _tiles(rectangle: Rectangle) -> tuple[int, int]:

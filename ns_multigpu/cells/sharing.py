@@ -121,7 +121,7 @@ class CellPixels(Assignment):
 
     def counts(self, batch: int, width: int, height: int) -> int:
         if self._exchange is not None:
-            return self._space.layers.spans_length([(width, height)] * batch)
+            return self._exchange.numbers([(width, height)] * batch)
         return 5 * batch * self._space.cells if self._hides else 0
 
     def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:

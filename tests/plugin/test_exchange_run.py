@@ -61,11 +61,15 @@ def courses(world: World, capture: Path, out: Path) -> dict[str, Any]:
     run("alone", 1, "auto")
     run("splats", 2, "splats")
     run("again", 3, "auto", load_dir=saved_by(out / "three"), load_step=SAVED)
+    for name, size in (("ghosts", 3), ("ghosts alone", 1)):
+        run(name, size, "auto", pixel=PixelOptions(cells=CELLS, imbalance=1.05))
     report["again"] = differing(own["again"], own["three"])
     if world.is_main:
         for name in ("alone", "splats"):
             a, b = ({k: v for k, v in models[n].items() if "rate" not in k} for n in (name, "three"))
             report[name] = differing(a, b, 1e-7)
+        a, b = ({k: v for k, v in models[n].items() if "rate" not in k} for n in ("ghosts", "ghosts alone"))
+        report["ghosts"] = differing(a, b, 1e-6)
     return report
 
 
@@ -76,6 +80,7 @@ def test_any_exchange_trains_the_model_of_one_rank(tmp_path: Path) -> None:
     assert reports[0]["alone"] == [] and reports[0]["splats"] == []
     rows = {name: reports[0][f"rows {name}"] for name in ("three", "splats", "alone")}
     assert any(0 < row["layers_as_splats"] < 1 for row in rows["three"]) and rows["alone"] == []
+    assert reports[0]["ghosts"] == [] and any(row["layers_as_splats"] > 0 for row in reports[0]["rows ghosts"])
     assert rows["splats"] and all(row["layers_as_splats"] == 1 for row in rows["splats"])
 
 
@@ -130,8 +135,9 @@ def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
         options = options_of(exchange, fused_steps="always", **{"steps_per_save": SAVED, **more})
         watched = Watched(world) if exchange != "pixels" else None
         trainer = start(
-            world, capture, out / name, STEPS, method=METHOD, **{**options, "pixel": PixelOptions(crossing="none")}
-        )
+            world, capture, out / name, STEPS, method=METHOD,
+            **{**options, "pixel": PixelOptions(crossing="ghosts" if name == "ghosts" else "none")},
+        )  # fmt: skip
         trainer.pipeline.model.config.camera_optimizer.mode = "off"
         trainer.train()
         if watched is not None:
@@ -144,6 +150,7 @@ def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
     run("splats", "splats")
     run("auto", "auto")
     run("again", "auto", load_dir=saved_by(out / "auto"), load_step=SAVED)
+    run("ghosts", "auto")
     Exchange._splats = starved  # type: ignore[method-assign]
     run("starved", "splats")
     Exchange._splats = room  # type: ignore[method-assign]
@@ -154,7 +161,7 @@ def test_fused_steps_send_what_was_foretold(tmp_path: Path) -> None:
     write_capture(tmp_path / "capture", wide=False)
     reports = run_ranks(fused, 2, tmp_path / "capture", tmp_path)
     for report in reports:
-        for name in ("splats", "auto", "starved"):
+        for name in ("splats", "auto", "ghosts", "starved"):
             steps = report[f"steps {name}"]
             assert len(steps) >= STEPS and all(sent == foretold for sent, foretold in steps), name
         assert report["full starved"] > report["full splats"], "room that does not suffice is made"

@@ -45,12 +45,13 @@ def test_what_is_asked_for_is_made() -> None:
 def test_what_travels(exchange: str) -> None:
     config: Any = copy.deepcopy(splatfacto_pixel.config.pipeline)
     pair = replace(World.single(), size=2)
-    assert config.exchange == "pixels" and isinstance(strategy.strategy_of(config, pair).rows, RowsCross)
+    before: Any = strategy.strategy_of(config, pair).rows
+    assert config.exchange == "pixels" and isinstance(before, RowsCross) and not before.planned
     config.exchange = exchange
-    with pytest.raises(InputError, match=rf"^--pipeline\.pixel\.crossing ghosts: --pipeline\.exchange {exchange} "):
-        strategy.strategy_of(config, pair)
-    config.pixel.crossing = "none"
     made: Any = strategy.strategy_of(config, pair)
+    assert isinstance(made.rows, RowsCross) and made.rows.planned and made.assignment._exchange._ghosts
+    config.pixel.crossing = "none"
+    made = strategy.strategy_of(config, pair)
     assert made.rows.travels and made.pixels.cells is made.rows.layers
     assert not strategy.strategy_of(config, World.single()).rows.travels, "one rank sends nothing"
     config.pixel.hide = True

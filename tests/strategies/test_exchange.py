@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies.pixel import pixel
 from tests.ranks import run_ranks, skip_without_gpus
 from tests.strategies import test_stops
-from tests.strategies.test_law import PRIMITIVES, Outcome, check, take_step
+from tests.strategies.test_crossing import check_fused as check_single
+from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, take_step
 from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, take_one
 from tests.strategies.test_pixel import POINTS, VIEWS, GivenCells, check_fused, step_of
 
@@ -33,18 +34,19 @@ class Mixed(Exchange):
     """Any choice for any part."""
 
     def _sends_splats(
-        self, view: View, cell: int, span: tuple[int, int], rectangle: Rectangle, rows: int | None
+        self, view: View, cell: int, span: tuple[int, int], rectangle: Rectangle, rows: int | None, ghosts: int = 0
     ) -> bool:
-        super()._sends_splats(view, cell, span, rectangle, rows)
+        super()._sends_splats(view, cell, span, rectangle, rows, ghosts)
         return view.index >= 0 and (view.index + cell + span[0]) % 2 > 0
 
 
-def strategy_of(cells: int, world: World, kind: str) -> Strategy:
-    options = PixelOptions(cells=cells, crossing="none")
+def strategy_of(cells: int, world: World, kind: str, crossing: Literal["none", "ghosts"] = "none") -> Strategy:
+    options = PixelOptions(cells=cells, crossing=crossing)
     spread = pixel(world, options, "splats" if kind == "mixed" else kind)  # type: ignore[arg-type]
     if kind == "mixed" and world.size > 1:
         views: Any = spread.assignment
-        views._exchange = Mixed("splats", [spread.placement.rank_of(cell) for cell in range(cells)])  # type: ignore
+        homes = [spread.placement.rank_of(cell) for cell in range(cells)]  # type: ignore[attr-defined]
+        views._exchange = Mixed("splats", homes, ghosts=crossing == "ghosts")
     return spread
 
 
@@ -55,9 +57,9 @@ def parts_drawn(plan: Plan) -> tuple[int, int]:
 
 
 def steps(cells: int, kind: str, world: World, primitive: str, views: int, points: int, dtype: torch.dtype,
-          size: tuple[int, int] | None = None) -> Outcome:  # fmt: skip
+          size: tuple[int, int] | None = None, crossing: Literal["none", "ghosts"] = "none") -> Outcome:  # fmt: skip
     """Two steps of the same views: the second knows what the first has counted. And who drew what."""
-    spread = strategy_of(cells, world, kind)
+    spread = strategy_of(cells, world, kind, crossing)
     plans: list[Plan] = []
     checked = spread._checked
     object.__setattr__(spread, "_checked", lambda plan, seen: plans.append(plan) or checked(plan, seen))
@@ -83,6 +85,18 @@ def test_ranks_equal_one_with_the_same_cells(kind: str, ranks: int, cells: int) 
     assert sum(map(sum, second.room)) >= away * 64
 
 
+@pytest.mark.parametrize(("ranks", "cells"), [(2, 3), (4, 4)])
+def test_with_ghosts_they_equal_single(ranks: int, cells: int) -> None:
+    rest = ("gaussians", VIEWS, POINTS, torch.float64)
+    outcomes = run_ranks(partial(steps, cells, "mixed"), ranks, *rest, None, "ghosts")
+    check(outcomes, one_step(World.single(), "single", *rest), torch.float64)
+    assert all(one["plans"] == outcomes[0]["plans"] for one in outcomes), "all decide alike"
+    first, second = outcomes[0]["plans"]
+    assert all(parts_drawn(second)) and first.room == () and second.room != ()
+    away = sum(n for a, row in enumerate(second.room) for b, n in enumerate(row) if a != b)
+    assert away == sum(map(sum, second.room)) > 64, "what a rank has it is not sent"
+
+
 @pytest.mark.parametrize(("views", "points", "size"), [(2, 40, None), (1, 0, None), (3, 1, None), (1, 60, (40, 14))])
 def test_ranks_without_points_or_pixels(views: int, points: int, size: tuple[int, int] | None) -> None:
     """Cells without points, a model without any, and one row of tiles for all ranks."""
@@ -90,10 +104,12 @@ def test_ranks_without_points_or_pixels(views: int, points: int, size: tuple[int
     check_law(run_ranks(partial(steps, 3, "splats"), 3, *rest), 3, *rest)
 
 
-def fused_step(cells: int, kind: str, world: World, primitive: str, mode: str) -> Outcome:
+def fused_step(
+    cells: int, kind: str, world: World, primitive: str, mode: str, crossing: Literal["none", "ghosts"] = "none"
+) -> Outcome:
     made = PRIMITIVES[primitive]()
     assert isinstance(made, Gaussians)
-    return take_one(strategy_of(cells, world, kind), made, CUT, PORTRAIT, mode)
+    return take_one(strategy_of(cells, world, kind, crossing), made, CUT, PORTRAIT, mode)
 
 
 @pytest.mark.parametrize(("ranks", "cells"), [(2, 2), (2, 3), (4, 4)])
@@ -102,6 +118,14 @@ def test_a_step_equals_one_rank_with_the_same_cells(kind: str, mode: str, ranks:
     primitive = KERNELS[ranks % len(KERNELS)]
     outcomes = run_ranks(partial(fused_step, cells, kind), ranks, primitive, mode)
     check_fused(outcomes, cells, primitive, PORTRAIT)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_with_ghosts_is_singles(mode: str) -> None:
+    outcomes = run_ranks(partial(fused_step, 3, "mixed"), 2, KERNELS[0], mode, "ghosts")
+    check_single(outcomes, KERNELS[0], PORTRAIT)
+    own = [one["learnt"] for one in outcomes]
+    assert torch.equal(*own) and own[0].shape[0] == 2 and bool((own[0].sum(1) > 100).all()), "of both ranks' splats"
 
 
 def behind_walls(world: World) -> Outcome:
@@ -133,9 +157,16 @@ def test_the_law_on_gpus(mode: str, kind: str, ranks: int, cells: int) -> None:
         check_fused(outcomes, cells, primitive, PORTRAIT)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("ranks", "cells"), [(2, 3), (4, 4)])
+@pytest.mark.parametrize("mode", MODES)
+def test_single_with_ghosts_on_gpus(mode: str, ranks: int, cells: int) -> None:
+    skip_without_gpus(ranks)
+    outcomes = run_ranks(partial(fused_step, cells, "mixed"), ranks, KERNELS[0], mode, "ghosts", device="cuda")
+    check_single(outcomes, KERNELS[0], PORTRAIT)
+
+
 def test_what_does_not_go_with_it() -> None:
     pair = replace(World.single(), size=2)
     with pytest.raises(ValueError, match=r"--pipeline\.pixel\.hide True: .*--pipeline\.exchange is auto"):
         pixel(pair, PixelOptions(hide=True, crossing="none"), "auto")
-    with pytest.raises(ValueError, match=r"--pipeline\.pixel\.crossing ghosts: .*exchange splats .*crossing none, or"):
-        pixel(pair, PixelOptions(crossing="ghosts"), "splats")
