@@ -279,7 +279,7 @@ def decide(
         split = split | (state["radii"] > rules.grow_scale2d)
     gone = opacities < rules.prune_opa
     of_halves = sigmoid(_child_logits(opacities)) if rules.revised_opacity else halves.child_opacities(opacities)
-    child_gone = of_halves < rules.prune_opa
+    child_gone = gone if of_halves is opacities else of_halves < rules.prune_opa
     if image > rules.reset_every:
         if image < rules.refine_scale2d_stop_iter:
             wide = state["radii"] > rules.prune_scale2d
