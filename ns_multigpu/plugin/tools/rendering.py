@@ -152,8 +152,9 @@ class Rendering:
                     f"{width * len(self.look.names)}x{height} pixels. Choose another --downscale-factor, or images: a "
                     "name without a suffix."
                 )
-            if is_panorama(shot.camera) and "rank" in self.look.names:
-                raise InputError("--rendered-output-names rank: panoramas have no such output.")
+            for name in self.look.names if is_panorama(shot.camera) else ():
+                if name in ("rank", "normals"):
+                    raise InputError(f"--rendered-output-names {name}: panoramas have no such output.")
 
     def _shown(self, outputs: Outputs, shot: Shot, artist: "_Artist") -> Tensor:
         frame = shown(outputs, self.look)
@@ -265,7 +266,8 @@ class _Artist:
     def __init__(self, pipeline: Any, shots: Shots) -> None:
         self.shots, self.world = shots, pipeline.world
         self.together: bool = pipeline.renders.shared
-        self.outputs = (*_OUTPUTS, "background", *(("rank",) if self.together else ()))
+        own = pipeline.model.shown if pipeline.strategy.pixels.whole else ()
+        self.outputs = (*_OUTPUTS, "background", *own, *(("rank",) if self.together else ()))
         self._device = self.world.device
         self.dataset = pipeline.datamanager.train_dataset
         alone = STRATEGIES["single"](World.single(self._device))
