@@ -12,6 +12,7 @@ from PIL import Image
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.tools import rendering
 from ns_multigpu.plugin.tools.frames import Look
 from ns_multigpu.plugin.tools.meshing import Meshing
 from ns_multigpu.plugin.tools.models import Evaluation, load_model, run_tool
@@ -48,9 +49,17 @@ def works(run: Path, folder: Path) -> list[Any]:
     ]
 
 
-def use(world: World, run: Path, folder: Path) -> list[int]:
-    """Does all of it; the cells that this rank had."""
+def use(world: World, run: Path, folder: Path) -> tuple[list[int], int]:
+    """Does all of it; the cells that this rank had, and how many frames it had to write."""
     set_world(world)
+    usual, written = rendering._FieldArtist.draw, list[str]()
+
+    def draw(self: Any, shot: Any, *how: Any) -> Any:
+        outputs = usual(self, shot, *how)
+        written.extend([] if outputs is None else [shot.name])
+        return outputs
+
+    rendering._FieldArtist.draw = draw  # type: ignore[method-assign]
     (checkpoint,) = (run.parent / "nerfstudio_models").glob("*.ckpt")
     cells: list[int] = []
     for work in works(run, folder):
@@ -58,14 +67,16 @@ def use(world: World, run: Path, folder: Path) -> list[int]:
         pipeline: Any = load_model(config, checkpoint, world, work.test_mode)
         cells = list(pipeline.model.numbers)
         work.run(config, checkpoint, pipeline)
+    rendering._FieldArtist.draw = usual  # type: ignore[method-assign]
     set_world(None)
-    return cells
+    return cells, len(written)
 
 
 def test_several_write_what_one_writes(run: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    assert use(World.single(), run, one) == list(range(CELLS))
-    cells = run_ranks(use, 2, run, two)
+    assert use(World.single(), run, one) == (list(range(CELLS)), 8)
+    cells, written = zip(*run_ranks(use, 2, run, two), strict=True)
+    assert written == (5, 3), "they take turns: 3, 1, 2 and 2 frames"
     assert [number for some in cells for number in some] == list(range(CELLS)) and all(cells)
     told, expected = (json.loads((folder / "results.json").read_text())["results"] for folder in (two, one))
     assert told.keys() == expected.keys()
