@@ -249,7 +249,8 @@ def render(
         camera_path_filename: camera-path: the JSON file of the path, from the viewer.
         output_path: The video to write (.mp4); a name without a suffix is a folder for images, as it is with dataset.
         rendered_output_names: What to show, side by side: rgb (which it is if nothing is named), rgba, depth,
-            accumulation, and where the model is spread over several devices rank, each Gaussian in its owner's colour.
+            accumulation, of 2D Gaussians normals, and where the model is spread over several devices rank, each
+            Gaussian in its owner's colour.
             dataset: each in a folder of its own, also gt-rgb, and raw- before a name for numbers; by default all.
         downscale_factor: Renders at the cameras' size divided by this.
         image_format: Of images in a folder.

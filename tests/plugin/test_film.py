@@ -322,7 +322,7 @@ def test_a_panoramic_film_says_that_it_is_one(run: Path, tmp_path: Path) -> None
         ({"render_width": 0}, "render_width is 0. Give a whole number of pixels, at least 1"),
         ({"render_height": 3.5}, "render_height is 3.5"),
         ({"render_height": None}, "render_height is None"),
-        ({"camera_type": "omnidirectional"}, "camera_type is 'omnidirectional'. Gaussians are rendered as perspective"),
+        ({"camera_type": "omnidirectional"}, "camera_type is 'omnidirectional'. Models are rendered as perspective"),
         ({"camera_type": "nonsense"}, "camera_type is 'nonsense'"),
         ({"seconds": 0}, "seconds is 0"),
         ({"seconds": float("nan")}, "seconds is nan"),

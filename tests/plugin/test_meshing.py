@@ -260,7 +260,7 @@ def test_an_empty_mesh_and_a_full_disk_are_said(capture: Path, tmp_path: Path, m
     with pytest.raises(InputError, match=r"step-7.ckpt: there would be nothing.*0 and 0.3 \(--max-depth\)"):
         make(World.single(), capture, nothing, "single", "2dgs")
     monkeypatch.setattr(o3d.io, "write_triangle_mesh", lambda *_: False)
-    with pytest.raises(SaveFailed, match=r"a.ply could not be written.*another --output-path"):
+    with pytest.raises(SaveFailed, match=r"a.ply could not be written: open3d could not.*another --output-path"):
         write_mesh(o3d.geometry.TriangleMesh(), tmp_path / "a.ply")
     assert not os.listdir(tmp_path)
 

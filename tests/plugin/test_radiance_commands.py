@@ -62,8 +62,13 @@ def test_train_and_evaluate(tmp_path: Path) -> None:
     # The capture has one view for evaluation, and one has no deviation.
     means = [value for name, value in results.items() if not name.endswith("_std")]
     assert results["psnr"] > 8 and all(map(math.isfinite, means)), "a metric that is missing is left out"
-    refused = _run("ns_multigpu.cli", "eval", "--load-config", str(run / "config.yml"), code=1)
-    assert "it is of the method nerfacto-xl" in refused
+    ours = tmp_path / "ours.json"
+    common = ("--load-config", str(run / "config.yml"), "--device-type", "cpu")
+    _run("ns_multigpu.cli", "eval", *common, "--output-path", str(ours))
+    assert json.loads(ours.read_text())["results"]["psnr"] == pytest.approx(results["psnr"], abs=1e-3)
+    said = _run("ns_multigpu.cli", "eval", *common, "--num-devices", "4", code=1)
+    assert "has 3 cells, and each device wants one at least. Use 3 devices or fewer" in said
+    assert "Use ns-export tsdf" in _run("ns_multigpu.cli", "export-mesh", *common, code=1)
 
 
 def test_under_torchrun_and_on_from_there(tmp_path: Path) -> None:

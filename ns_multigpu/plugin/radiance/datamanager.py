@@ -96,9 +96,13 @@ class RadianceDataManager(VanillaDataManager):
 
     def eval_image(self, index: int) -> tuple[Cameras, dict[str, Any]]:
         """A held-out view by its number, [1]; and its image, on rank 0."""
-        camera = self.eval_dataset.cameras[index : index + 1].to(self.device)
+        camera = self.eval_camera(index).to(self.device)
         batch = self.eval_dataset.get_data(index) if self.world.is_main else {}
         return camera, batch
+
+    def eval_camera(self, index: int) -> Cameras:
+        """That of a held-out view by its number, [1]."""
+        return self.eval_dataset.cameras[index : index + 1]
 
     def get_train_rays_per_batch(self) -> int:
         """Rays of a step, of all ranks: they have the same."""

@@ -175,6 +175,11 @@ class RadiancePipeline(VanillaPipeline):
                 f"The checkpoint is of a run with --pipeline.model.spread {saved.spread}, and this has "
                 f"{self.config.model.spread}. Give {saved.spread}."
             )
+        if saved.partition.cells < self.world.size:
+            raise InputError(
+                f"The checkpoint has {saved.partition.cells} cells, and each of the {self.world.size} workers wants "
+                f"one at least. Use {saved.partition.cells} workers or fewer."
+            )
         if self.model.partition is None or self.model.partition.tree != saved.partition.tree:
             self.model.place(saved.partition, self.world, saved.boxes)
         assert self.config.checkpoints is not None

@@ -85,19 +85,18 @@ def picture(outputs: Mapping[str, Any], name: str, look: Look) -> Tensor:
     return (image.clamp(0.0, 1.0) * 255.0 + 0.5).to(torch.uint8)
 
 
-def check_names(names: Sequence[str], several: bool) -> None:
+def check_names(names: Sequence[str], there: Sequence[str]) -> None:
     """Whether there are outputs of these names.
 
     Args:
-        several: whether several devices share a picture.
+        there: those that there are.
 
     Raises:
         InputError: there are not.
     """
-    there = ["rgb", "rgba", "depth", "accumulation", "background", *(["rank"] if several else [])]
     for name in names:
         if name not in there:
-            hint = " (rank is there where the model is spread over several devices)" if name == "rank" else ""
+            hint = " (rank is there where Gaussians are spread over several devices)" if name == "rank" else ""
             raise InputError(
                 f"--rendered-output-names {name}: there is no such output; there are {', '.join(there)}{hint}."
             )

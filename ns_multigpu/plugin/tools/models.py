@@ -1,13 +1,15 @@
 """Evaluating and rendering a trained model, and making a mesh of it, with several workers.
 
 `ns-multigpu eval` and `ns-multigpu render` do what ns-eval and ns-render do, and write the same files. Each worker
-loads the whole model if it fits its device, and its part of the points if it does not.
+loads the whole model if it fits its device, and its part of the points if it does not. Of a radiance field each loads
+its cells.
 """
 
 import json
 import math
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +21,7 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from ns_multigpu.core.world import World, gpu_places
 from ns_multigpu.plugin.capture.moved import DATA
 from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, shapes_in
-from ns_multigpu.plugin.checkpoint.verify import read_checkpoint_file
+from ns_multigpu.plugin.checkpoint.verify import SHARDS, read_checkpoint_file, step_of
 from ns_multigpu.plugin.export.ply import run_checkpoint
 from ns_multigpu.plugin.faults.errors import InputError, WorkerFailed
 from ns_multigpu.plugin.launch import checks
@@ -128,8 +130,9 @@ class ToolWorker:
             world = World.from_env(device, control_timeout=_LONGEST_PAUSE)
         set_world(world)
         self._run = read_config(self._config.load_config)
-        self._run.pipeline.strategy = "batch" if self._config.whole else "tile"  # type: ignore[attr-defined]
-        with CONSOLE.status("Loading Gaussians"):
+        if isinstance(self._run.pipeline, DistributedPipelineConfig):
+            self._run.pipeline.strategy = "batch" if self._config.whole else "tile"
+        with CONSOLE.status("Loading the model"):
             self._pipeline = load_model(self._run, self._config.checkpoint, world, self._config.work.test_mode)
 
     def train(self) -> None:
@@ -141,7 +144,8 @@ def load_model(
     run: DistributedTrainerConfig, checkpoint: Path, world: World, test_mode: Literal["test", "inference"]
 ) -> DistributedPipeline:
     """The pipeline of a run with the points of a checkpoint: all of them on each rank, or, where the strategy spreads
-    them, this rank's part. Every rank calls it; `world` must be this process's (`set_world`).
+    them, this rank's part; of a radiance field, this rank's cells. Every rank calls it; `world` must be this process's
+    (`set_world`).
 
     Raises:
         InputError: the checkpoint is damaged.
@@ -149,8 +153,12 @@ def load_model(
     run.pipeline.checkpoints = checkpoint.parent  # type: ignore[attr-defined]
     pipeline: DistributedPipeline = run.pipeline.setup(device=str(world.device), test_mode=test_mode)
     pipeline.eval()
-    pipeline.load_file(checkpoint)
-    CONSOLE.print(f"Loaded {checkpoint}: {pipeline.model.total_points} Gaussians.")
+    if isinstance(run.pipeline, DistributedPipelineConfig):
+        pipeline.load_file(checkpoint)
+        CONSOLE.print(f"Loaded {checkpoint}: {pipeline.model.total_points} Gaussians.")
+    else:
+        pipeline.load_pipeline(read_checkpoint_file(checkpoint)["pipeline"], step_of(checkpoint))
+        CONSOLE.print(f"Loaded {checkpoint}.")
     return pipeline
 
 
@@ -177,10 +185,16 @@ def run_tool(
         WorkerFailed: a worker failed; its traceback has been written to stderr.
     """
     ranks, run = Ranks.from_env(), read_config(load_config)
-    if not isinstance(run.pipeline, DistributedPipelineConfig):
+    if not isinstance(run, DistributedTrainerConfig):
         raise InputError(
-            f"--load-config {load_config}: it is of the method {run.method_name}, which has no Gaussians. Use ns-eval "
-            "and ns-render, or ns-viewer."
+            f"--load-config {load_config}: it is of the method {getattr(run, 'method_name', None)}, which is none of "
+            "ours. Use ns-eval and ns-render, or ns-viewer."
+        )
+    field = not isinstance(run.pipeline, DistributedPipelineConfig)
+    if field and isinstance(work, Meshing):
+        raise InputError(
+            f"--load-config {load_config}: it is of the method {run.method_name}, which has no Gaussians to make a "
+            "mesh of. Use ns-export tsdf."
         )
     if data is not None:
         os.environ[DATA] = str(data)  # which the workers get, too
@@ -190,21 +204,21 @@ def run_tool(
         kind = device_type
     places = gpu_places() if kind == "cuda" else 0
     usual = run.machine.num_devices if kind == "cpu" or places == sys.maxsize else max(places, 1)
-    workers = num_devices if num_devices is not None else usual if ranks is None else 1
+    checkpoint = run_checkpoint(load_config, step)
+    state = read_checkpoint_file(checkpoint)["pipeline"]
+    cells = _cells_in(state, checkpoint) if field else sys.maxsize
+    workers = num_devices if num_devices is not None else min(usual, cells) if ranks is None else 1
     try:
         checks.check_devices(kind, workers, ranks, places)
     except InputError as error:
         raise InputError(str(error).replace("--machine.", "--")) from None
-    checkpoint = run_checkpoint(load_config, step)
-    shapes = {k: s for k, s in shapes_in(read_checkpoint_file(checkpoint)["pipeline"]).items() if k.startswith(POINTS)}
-    if not shapes:
-        title = titled(run.pipeline.model.primitive)
-        raise InputError(f"{checkpoint} is not a checkpoint of {title}: it has no {POINTS}means.")
-    points, size = next(iter(shapes.values()))[0], 4 * sum(math.prod(shape[1:]) for shape in shapes.values())
-    memory = asked_for(RENDER_MEMORY, float, 0)
-    room = memory * 1e9 if memory is not None else free_memory() if kind == "cuda" else None
     together = workers if ranks is None else ranks.size
-    whole = size_for(points, size, kind, together, room, together).whole
+    if together > cells:
+        raise InputError(
+            f"--num-devices {together}: {checkpoint} has {cells} cells, and each device wants one at least. Use "
+            f"{cells} devices or fewer."
+        )
+    whole = not field and _fits_each(state, checkpoint, run, kind, together)
     config = ToolConfig(load_config, checkpoint, work, ToolMachine(kind, workers), whole)
     prepare_operators(kind)
     if ranks is None and workers > 1:
@@ -218,3 +232,25 @@ def run_tool(
     worker: Any = config.setup()
     worker.setup()
     worker.train()
+
+
+def _cells_in(state: Mapping[str, Any], checkpoint: Path) -> int:
+    """How many cells a radiance field has, by the pipeline's state in its checkpoint."""
+    cells = dict(state.get(SHARDS, {})).get("cells")
+    if not isinstance(cells, int):
+        raise InputError(f"{checkpoint} is not a checkpoint of a radiance field of ours: it has no cells.")
+    return cells
+
+
+def _fits_each(
+    state: Mapping[str, Any], checkpoint: Path, run: Any, kind: Literal["cpu", "cuda"], together: int
+) -> bool:
+    """Whether each of so many devices can hold all points of a checkpoint."""
+    shapes = {name: shape for name, shape in shapes_in(state).items() if name.startswith(POINTS)}
+    if not shapes:
+        title = titled(run.pipeline.model.primitive)
+        raise InputError(f"{checkpoint} is not a checkpoint of {title}: it has no {POINTS}means.")
+    points, size = next(iter(shapes.values()))[0], 4 * sum(math.prod(shape[1:]) for shape in shapes.values())
+    memory = asked_for(RENDER_MEMORY, float, 0)
+    room = memory * 1e9 if memory is not None else free_memory() if kind == "cuda" else None
+    return size_for(points, size, kind, together, room, together).whole

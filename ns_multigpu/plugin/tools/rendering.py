@@ -1,15 +1,15 @@
 """Rendering frames on all devices.
 
 Where each device holds the whole model, each draws frames of its own: parts of a film, or images, are dealt out. Where
-the model is spread, all draw every frame together, and the ranks take turns in getting and writing it. Either way a
-device goes on with the next frame while the last ones are encoded.
+the model is spread, as a radiance field always is, all draw every frame together, and the ranks take turns in getting
+and writing it. Either way a device goes on with the next frame while the last ones are encoded.
 """
 
 import gzip
 import hashlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import mediapy
 import numpy as np
 import torch
 from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.model_components import renderers
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.progress import track
@@ -48,7 +49,8 @@ from ns_multigpu.plugin.tools.nearest import beside_width, fitted, with_nearest
 from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Shot, Shots, Spiral, is_panorama
 from strategies import STRATEGIES
 
-_DATASET_NAMES = ("gt-rgb", "rgb", "depth", "accumulation", "background")
+_OUTPUTS = ("rgb", "rgba", "depth", "accumulation")
+"""Of any model; see `_Artist.outputs`."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,12 @@ class Rendering:
         for shot in shots.frames:
             shot.camera.rescale_output_resolution(1.0 / self.downscale)
         self._check_sizes(shots)
-        if note := frames_note(pipeline.model.config.primitive, [shot.camera for shot in shots.frames]):
+        primitive = getattr(pipeline.model.config, "primitive", None)  # a radiance field has none
+        if primitive and (note := frames_note(primitive, [shot.camera for shot in shots.frames])):
             CONSOLE.print(note, soft_wrap=True)
         if self.nearest:
             shots = with_nearest(shots, pipeline.datamanager.train_dataset)
-        artist = _Artist(pipeline, shots)
+        artist = _Artist(pipeline, shots) if primitive else _FieldArtist(pipeline, shots)
         job = {
             "checkpoint": [str(checkpoint), checkpoint.stat().st_size, checkpoint.stat().st_mtime_ns],
             "cameras": _digest(shots), "look": asdict(self.look), "format": [self.image_format, self.jpeg_quality],
@@ -132,10 +135,10 @@ class Rendering:
         if isinstance(self.what, Dataset):
             self._write_views(artist, job, float(pipeline.datamanager.train_dataparser_outputs.dataparser_scale))
         elif self.film:
-            check_names(self.look.names, artist.together)
+            check_names(self.look.names, artist.outputs)
             self._write_film(artist, job)
         else:
-            check_names(self.look.names, artist.together)
+            check_names(self.look.names, artist.outputs)
             self._write_images(artist, job)
 
     def _check_sizes(self, shots: Shots) -> None:
@@ -149,8 +152,9 @@ class Rendering:
                     f"{width * len(self.look.names)}x{height} pixels. Choose another --downscale-factor, or images: a "
                     "name without a suffix."
                 )
-            if is_panorama(shot.camera) and "rank" in self.look.names:
-                raise InputError("--rendered-output-names rank: panoramas have no such output.")
+            for name in self.look.names if is_panorama(shot.camera) else ():
+                if name in ("rank", "normals"):
+                    raise InputError(f"--rendered-output-names {name}: panoramas have no such output.")
 
     def _shown(self, outputs: Outputs, shot: Shot, artist: "_Artist") -> Tensor:
         frame = shown(outputs, self.look)
@@ -207,10 +211,10 @@ class Rendering:
     def _write_views(self, artist: "_Artist", job: dict[str, Any], scale: float) -> None:
         """Each view's outputs, each in a folder of its own; `raw-` ones as numbers, depth in the capture's units."""
         frames, world = artist.shots.frames, artist.world
-        names = self.look.names or _DATASET_NAMES
+        names = self.look.names or ("gt-rgb", *(name for name in artist.outputs if name not in ("rgba", "rank")))
         outputs_of = [name.removeprefix("raw-") for name in names if "gt-" not in name]
         if outputs_of:
-            check_names(outputs_of, artist.together)
+            check_names(outputs_of, artist.outputs)
         for name in names:
             if "gt-" in name and name.removeprefix("raw-") != "gt-rgb":
                 raise InputError(f"--rendered-output-names {name}: of photographs there are gt-rgb and raw-gt-rgb.")
@@ -255,12 +259,15 @@ class _Artist:
 
     Attributes:
         together: whether all ranks draw every frame.
+        outputs: the names of what there is of a frame.
         dataset: the training views.
     """
 
     def __init__(self, pipeline: Any, shots: Shots) -> None:
         self.shots, self.world = shots, pipeline.world
         self.together: bool = pipeline.renders.shared
+        own = pipeline.model.shown if pipeline.strategy.pixels.whole else ()
+        self.outputs = (*_OUTPUTS, "background", *own, *(("rank",) if self.together else ()))
         self._device = self.world.device
         self.dataset = pipeline.datamanager.train_dataset
         alone = STRATEGIES["single"](World.single(self._device))
@@ -282,11 +289,7 @@ class _Artist:
 
     def draw(self, shot: Shot, mine: bool, owners: bool) -> Outputs | None:
         """A frame's outputs where they are wanted; None elsewhere."""
-        shots = self.shots
-        override = nullcontext()
-        if shots.background is not None:
-            override = renderers.background_color_override_context(shots.background.to(self._device))
-        with override:
+        with self._background():
             roots = self._roots(mine)
             if is_panorama(shot.camera):
                 return panorama(shot.camera, lambda face: self._draw(face, roots))
@@ -297,6 +300,11 @@ class _Artist:
                     outputs["rank"] = seen["rgb"]
             return outputs
 
+    def _background(self) -> AbstractContextManager[Any]:
+        if self.shots.background is None:
+            return nullcontext()
+        return renderers.background_color_override_context(self.shots.background.to(self._device))
+
     def _roots(self, mine: bool) -> tuple[int, ...]:
         if not self.together:
             return (0,)  # of a world of its own
@@ -305,6 +313,28 @@ class _Artist:
     def _draw(self, camera: Cameras, roots: tuple[int, ...], *, owners: bool = False) -> Outputs | None:
         request = RenderRequest.of(camera, self.shots.crop, self._device)
         return self._pictures.draw(RenderRequest(request.view, request.crop, owners), roots)
+
+
+class _FieldArtist(_Artist):
+    """Draws frames of a radiance field: all ranks draw each frame together, and all of them get it.
+
+    Args:
+        pipeline: with the model. shots: what to draw.
+    """
+
+    def __init__(self, pipeline: Any, shots: Shots) -> None:
+        self.shots, self.world, self.together, self.outputs = shots, pipeline.world, True, (*_OUTPUTS, "expected_depth")
+        self.dataset, self._device, self._model = pipeline.datamanager.train_dataset, self.world.device, pipeline.model
+
+    @torch.no_grad()
+    def draw(self, shot: Shot, mine: bool, owners: bool) -> Outputs | None:
+        """See `_Artist.draw`; there are no owners."""
+        crop = self.shots.crop
+        if crop is not None:
+            crop = OrientedBox(R=crop.R.to(self._device), T=crop.T.to(self._device), S=crop.S.to(self._device))
+        with self._background():
+            outputs = self._model.get_outputs_for_camera(shot.camera.to(self._device), obb_box=crop)
+        return outputs if mine else None
 
 
 def _write_numbers(path: Path, value: Any) -> None:

@@ -79,7 +79,7 @@ class CameraPath:
         kind = told.get("camera_type", "perspective")
         if kind not in _KINDS:
             raise InputError(
-                f"{self._name}: camera_type is {kind!r}. Gaussians are rendered as {' and '.join(_KINDS)} pictures. "
+                f"{self._name}: camera_type is {kind!r}. Models are rendered as {' and '.join(_KINDS)} pictures. "
                 "Choose one of these types in the viewer's render panel."
             )
         seconds = told.get("seconds")
