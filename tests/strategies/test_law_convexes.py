@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from ns_multigpu.core.travelling_rows import RowsTravel
 from ns_multigpu.core.types import Points
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.convexes.functions import Convexes
@@ -33,12 +34,17 @@ def convexes(count: int, dtype: torch.dtype, device: Any = "cpu") -> Points:
 
 
 def step(
-    world: World, strategy: str, views: int, points: int, dtype: torch.dtype = torch.float64, faint: bool = False
-) -> Outcome:
+    world: World, strategy: str, views: int, points: int, dtype: torch.dtype = torch.float64, faint: bool = False,
+    half: bool = False,
+) -> Outcome:  # fmt: skip
     made = convexes(points, dtype, world.device)
     if faint:
         made.params["opacities"].data.sub_(3.0)
-    return take_step(STRATEGIES[strategy](world), "convexes", views, points, dtype, kind=(ALL, made))
+    spread = STRATEGIES[strategy](world)
+    if half:
+        assert isinstance(spread.rows, RowsTravel)
+        spread.rows.half = True
+    return take_step(spread, "convexes", views, points, dtype, kind=(ALL, made))
 
 
 @pytest.mark.parametrize(("strategy", "size"), CASES)
@@ -60,6 +66,15 @@ def test_pixel_equals_single_where_nothing_is_closed() -> None:
     """Convexes are dense all over their inside: where one closes a pixel, cells differ from one (docs/pixel.md)."""
     expected = step(World.single(), "single", 4, 120, faint=True)
     check(run_ranks(step, 2, "pixel", 4, 120, torch.float64, True), expected, torch.float64)
+
+
+def test_half_a_wire_leaves_lines_whole() -> None:
+    """Rounded to float16, lines would lose the edge's place: six times the error, and more in larger images."""
+    expected = stitch(step(World.single(), "single", 3, 80, torch.float32)["images"])
+    outcomes = run_ranks(step, 2, "tile", 3, 80, torch.float32, False, True)
+    found = stitch([piece for outcome in outcomes for piece in outcome["images"]])
+    apart = torch.cat([(found[view] - image).abs().flatten() for view, image in expected.items()])
+    assert 0 < float(apart.max()) < 5e-4
 
 
 @pytest.mark.gpu
