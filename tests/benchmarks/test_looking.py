@@ -21,19 +21,13 @@ def _run(module: str, *words: object) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["frames", "latency"])
-def test_help(module: str) -> None:
-    assert "--points" in _run(module, "--help")
-
-
-@pytest.mark.slow
 def test_frames(tmp_path: Path) -> None:
     _run(
-        "frames", "--points", 2000, "--sizes", "64x48", "--frames", 16, "--gpus", 1, 2, "--device", "cpu",
+        "frames", "--points", 2000, "--sizes", "64x48", "--frames", 16, "--gpus", 2, "--device", "cpu",
         "--json", tmp_path / "a.json",
     )  # fmt: skip
     rows: list[dict[str, Any]] = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert [(row["devices"], row["way"]) for row in rows] == [(1, "draw"), (1, "film"), (2, "draw"), (2, "film")]
+    assert [(row["devices"], row["way"]) for row in rows] == [(2, "draw"), (2, "film")]
     assert all(0 < row["fps"] < 10_000 for row in rows)
 
 

@@ -19,6 +19,7 @@ def test_ways_are_timed_with_statistics_and_without(tmp_path: Path, monkeypatch:
     path = tmp_path / "step.json"
     words = ["--device", "cpu", "--quick", "--iterations", "1", "--counts", "--json", str(path)]
     monkeypatch.setattr(sys, "argv", ["train_step", *words])
+    monkeypatch.setattr(train_step, "BLOCK", 4)
     assert train_step.main() == 0
     (scene,) = json.loads(path.read_text())["scenes"]
     for way in ("operators", "ours", "ours, lazy"):
@@ -29,6 +30,7 @@ def test_ways_are_timed_with_groups_and_without(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "step.json"
     words = ["--device", "cpu", "--quick", "--iterations", "1", "--scenes", "city-tiny", "--group-culling", "both"]
     monkeypatch.setattr(sys, "argv", ["train_step", *words, "--json", str(path)])
+    monkeypatch.setattr(train_step, "BLOCK", 4)
     culled: list[bool | None] = []
     step = our_step.Step
 
