@@ -19,7 +19,6 @@ from nerfstudio.utils import colormaps, colors
 from nerfstudio.utils.external import TCNN_EXISTS
 from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor, nn
-from torchmetrics.functional import structural_similarity_index_measure
 
 from ns_multigpu.core.collectives import max_int, sum_in_place
 from ns_multigpu.core.world import World
@@ -124,6 +123,8 @@ class NerfactoXLModel(NerfactoModel):
         self.collider = NearFarCollider(near_plane=config.near_plane, far_plane=config.far_plane)
         self.renderer_rgb = RGBRenderer(background_color=config.background_color)
         self.rgb_loss = MSELoss()
+        from torchmetrics.functional import structural_similarity_index_measure  # seconds of every method's start
+
         self.psnr, self.ssim, self.lpips = psnr, structural_similarity_index_measure, OptionalLpips()
         self.step = 0
         self.figures: Figures | None = None
