@@ -142,8 +142,8 @@ def operators(points: Points, views: Sequence[View], world: World, iterations: i
     params = dict(points.params)
     moments = {name: (torch.zeros(0, device=device), torch.zeros(0, device=device)) for name in params}
     model = kernels.model(params, moments, {}, None)
-    cameras = Cameras(torch.stack([v.viewmat for v in views]), torch.stack([v.K for v in views]),
-                      (WIDTH, HEIGHT) * len(views))  # fmt: skip
+    matrices = torch.stack([v.viewmat for v in views]), torch.stack([v.K for v in views])
+    cameras = Cameras(*matrices, (WIDTH, HEIGHT) * len(views), torch.zeros(len(views), device=device))
     rows = kernels.project(model, cameras, padded(len(points) * len(views)), (), None)
     real = int(rows.count)
     del params, moments, model

@@ -104,9 +104,11 @@ def test_windows_on_a_gpu(cells: int, many: bool) -> None:
     """33 cells of 3 views are more numbers than one launch brings."""
     scene, drawn = scene_of(cells), rectangles(cells, many)
     expected = scene.windows(drawn, drawn)
-    assert expected.isfinite().any() and expected.isinf().any()
-    assert torch.equal(scene.windows(drawn, drawn, "cuda").cpu(), expected)
-    graph, (again,) = captured(lambda: (scene.windows(drawn, drawn, "cuda"),)) if cells < 9 else (None, (None,))
+    # Few cells may lie behind each other whole, so that no tile has a bound between.
+    assert expected.isfinite().any() == (many or cells == 33) and expected.isinf().any()
+    given = scene.arguments(drawn, drawn, "cuda")  # copies are no part of a graph
+    assert torch.equal(cell_windows(*given).cpu(), expected)
+    graph, (again,) = captured(lambda: (cell_windows(*given),)) if cells < 9 else (None, (None,))
     if graph is not None and again is not None:
         again.zero_()
         graph.replay()
