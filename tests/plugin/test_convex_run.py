@@ -73,8 +73,8 @@ def test_a_run_is_as_on_one_worker_and_goes_on(tmp_path: Path) -> None:
 REFUSED = [
     ({"rasterize_mode": "antialiased"}, "rasterize-mode antialiased.*which convexes lack; use classic"),
     ({"densifier": "mcmc"}, "densifier mcmc is not for 3D convexes"),
-    ({"selective_adam": True}, "selective-adam True .*no operators"),
-    ({"optimizer_state": "compact"}, "optimizer-state compact .*no operators"),
+    ({"selective_adam": True}, "selective-adam True is not for 3D convexes .*only the fused steps of 3D Gaussians"),
+    ({"optimizer_state": "compact"}, "optimizer-state compact is not for 3D convexes .*steps of 3D Gaussians"),
     ({"use_scale_regularization": True}, "use-scale-regularization True is not for 3D convexes .*which convexes lack"),
 ]
 

@@ -59,6 +59,8 @@ DIFFERENT = {
     # What the terminal shows.
     "logging.local_writer._target",
     "logging.profiler",
+    # A log ends a block of fused steps.
+    "logging.steps_per_log",
 }
 """Settings of nerfstudio's method that ours has otherwise, on purpose."""
 
