@@ -1,5 +1,8 @@
 """What holds for all tests."""
 
+import importlib.util
+import os
+import shutil
 import signal
 from collections.abc import Iterator
 
@@ -8,13 +11,25 @@ import torch
 
 from ns_multigpu.core.world import World
 
-# A shell without job control starts what runs in the background with Ctrl-C ignored, and children inherit that: tests
-# that press it would wait in vain.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell without job control starts what runs in the background with Ctrl-C ignored, and nohup what it runs with SIGHUP
+# ignored. Children inherit that: tests that press it, or hang up, would wait in vain.
+for name, default in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+    if signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
+        signal.signal(getattr(signal, name), default)
 
 
 _FROM_ENV = World.__dict__["from_env"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _an_ffmpeg(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """ns-render asks for ffmpeg on PATH, also where it writes images. Where there is none: the one that imageio has."""
+    if shutil.which("ffmpeg") is None and importlib.util.find_spec("imageio_ffmpeg"):
+        import imageio_ffmpeg
+
+        folder = tmp_path_factory.mktemp("ffmpeg")
+        (folder / "ffmpeg").symlink_to(imageio_ffmpeg.get_ffmpeg_exe())
+        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
 @pytest.fixture(autouse=True)
