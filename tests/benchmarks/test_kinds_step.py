@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.kernels import kinds_step
+from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS
 from ns_multigpu.primitives.registry import KINDS
 from tests.recorded import RecordedPool
 
@@ -22,3 +23,14 @@ def test_both_ways_train(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     status = step.status()
     assert status.done == 3 and not status.full and float(step.report[-1]) == 0
     assert status.rows > 30 and status.intersections > status.rows
+
+
+def test_convexes_are_as_training_begins_with_them() -> None:
+    """Whatever their number: less dense, and larger."""
+    for count in (100, 6400):
+        params = kinds_step.make("convex", count, torch.device("cpu"))
+        size = params["corners"].view(count, 6, 3).norm(dim=-1).mean()
+        assert abs(float(size) / (SIZE * 0.4 * (count / 144) ** (-1 / 3)) - 1) < 0.05
+        steep = (params["deltas"] + params["sigmas"]).exp() * (size / SIZE) ** 2
+        assert abs(float(steep.log().mean().exp()) / STEEPNESS - 1) < 0.2
+        assert abs(float(params["deltas"].exp().mean() * size / SIZE) / DELTA - 1) < 0.1

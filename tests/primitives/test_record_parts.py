@@ -1,7 +1,7 @@
 """Rows through other ranks' memory, and gradients back: in several records each, nothing is lost."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.row_exchange import add_records
-from ns_multigpu.primitives.convexes.rows import CONVEX_PARTS, ConvexGradients, ConvexRows
+from ns_multigpu.primitives.convexes.rows import CONVEX_PARTS, ArrivedConvexes, ConvexGradients, ConvexRows
 from ns_multigpu.primitives.record_parts import PartsWire, RecordParts
 from ns_multigpu.primitives.surfels.rows import SURFEL_PARTS, SurfelGradients, SurfelRows
 from tests.cuda_ext.test_row_exchange import addresses
@@ -44,6 +44,11 @@ KINDS = {
     "2dgs": Kind(SURFEL_PARTS, SurfelRows, SurfelGradients, {**_ALL, "transforms": (9,), "normals": (3,)}),
     "convex": Kind(CONVEX_PARTS, ConvexRows, ConvexGradients, {**_ALL, "lines": (18,), "sharpness": ()}),
 }
+_SPANS = [("lines", 7, 18), ("depths", 0, 1), ("features", 0, 3), ("lines", 0, 7), ("opacities", 0, 1)]
+_SPANS += [("sharpness", 0, 1), ("means2d", 0, 2)]
+KINDS["any order"] = replace(
+    KINDS["convex"], layout=RecordParts(CONVEX_PARTS.widths, _SPANS, ArrivedConvexes, ConvexGradients)
+)
 
 
 def make_place(device: str) -> Tensor:
@@ -92,7 +97,7 @@ def test_what_a_row_is_on_the_wire(name: str) -> None:
     """Twelve words a part, one more with slots; nine back, and two more of the last part where they are needed."""
     layout = KINDS[name].layout
     plain, slots = (PartsWire(layout, slots=slots) for slots in (False, True))
-    words = {"2dgs": (24, 26, 20), "convex": (36, 39, 27)}[name]
+    words = {"2dgs": (24, 26, 20), "convex": (36, 39, 27), "any order": (36, 39, 27)}[name]
     assert (plain.row_words, slots.row_words, plain.gradient_words) == words
     assert layout.record_floats == 16 * layout.parts and plain.gradient_words <= plain.row_words
     # Each gradient has a place of its own, among those that come back.

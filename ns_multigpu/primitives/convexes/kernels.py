@@ -66,8 +66,7 @@ class ConvexKernels(PartKernels):
     def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> MadeConvexes:
         points = Points(dict(params))
         found = self.kind.project(points, *lines, cameras.viewmats, cameras.Ks, cameras.sizes)
-        colors = self.kind.colors(points, *lines, cameras.viewmats)
-        return MadeConvexes(*found, torch.where((found.radii > 0).all(-1, keepdim=True), colors, 0.0))
+        return MadeConvexes(*found, self.kind.colors(points, *lines, cameras.viewmats))
 
     def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> Tensor:
         found = self.kind.project(Points(dict(params)), *lines, cameras.viewmats, cameras.Ks, cameras.sizes)
