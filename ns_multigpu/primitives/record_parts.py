@@ -94,7 +94,9 @@ class RecordParts:
             short = width - sum(part.shape[1] for part in parts)
             if short:
                 parts.append(rows.depths.new_zeros(len(rows.depths), short))
-            slot = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
+            # Of one row some of a column counts as contiguous wherever it begins, and kernels read two numbers at once.
+            whole = len(parts) == 1 and parts[0].shape[1] == parts[0].stride(0)
+            slot = parts[0] if whole else torch.cat(parts, dim=1)
             slots.append(slot[:, 0] if width == 1 else slot)
         found: list[Part] = []
         for k in range(0, len(slots), len(_SLOTS)):
