@@ -10,7 +10,7 @@ import torch
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.forward import Forward
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.transports import RelayedRows, make_transport
+from ns_multigpu.core.transports import RelayedRows, StagedRows, make_transport
 from ns_multigpu.core.travelling_rows import RowsTravel
 from ns_multigpu.core.types import Points
 from ns_multigpu.core.world import World
@@ -95,15 +95,17 @@ def test_half_a_wire_leaves_lines_whole() -> None:
 
 STEPS = [
     ("single", 1, "captured"), ("batch", 2, "captured"), ("batch", 3, "step"), ("tile", 3, "captured"),
-    ("tile, sorted", 2, "step"), ("locality, relays", 4, "captured"), ("pixel, cells", 2, "captured"),
+    ("tile, sorted", 2, "step"), ("locality, relays in stages", 4, "captured"), ("pixel, cells", 2, "captured"),
     ("pixel, splats of cells", 2, "step"), ("pixel, ghosts", 3, "captured"),
 ]  # fmt: skip
 CELLS = 3
 
 
 def spread_of(world: World, name: str) -> Strategy:
-    if name == "locality, relays":
-        return locality(on_machines(world, 2), LocalityOptions(relays=True))
+    if name == "locality, relays in stages":
+        spread = locality(on_machines(world, 2), LocalityOptions(relays=True))
+        spread.rows.stages = 2
+        return spread
     if name == "pixel, splats of cells":
         return test_exchange.strategy_of(CELLS, world, "mixed")
     if name.startswith("pixel"):
@@ -115,10 +117,9 @@ def fused_step(world: World, name: str, mode: str) -> Outcome:
     spread = spread_of(world, name)
     if "relays" in name:
         kernels: Any = Convexes(sh_degree=3).kernels()
-        carrier = make_transport(
-            spread.rows, spread.gradients, spread.world, kernels, 8, 8, 8, peer=False, atomics=True
-        )
-        assert isinstance(carrier, RelayedRows)
+        pieces = (spread.rows, spread.gradients, spread.world)
+        carrier = make_transport(*pieces, kernels, 8, 8, 8, peer=False, atomics=True, stages=2)
+        assert isinstance(carrier, StagedRows) and isinstance(carrier.stages[1], RelayedRows)
     whole = (faint if "ghosts" in name else convexes)(POINTS, torch.float32, world.device)
     count = DEALT if spread.placement.replicated else CUT
     return take_one(spread, ALL, count, PORTRAIT, mode, "sorted" in name, whole=whole)
