@@ -5,7 +5,8 @@ Gaussians, a convex or Gaussian of a tile (pair) for a pair.
 
 The scenes are those of `benchmarks.kernels.rasterizer`. Each Gaussian becomes a convex of its place, size, turn,
 opacity and colours: an octahedron with its corners at `REACH` standard deviations along the axes, its edges as sharp as
-those that training starts from. Both go through the public operators and autograd: there is no fused path of convexes.
+those that training starts from. Both go through the public operators and autograd; `benchmarks.kernels.kinds_step`
+times fused steps.
 The reference is timed on one small rectangle of the view (it takes the memory of all pixels by all convexes of a tile),
 with our kernels beside it on the same one.
 """

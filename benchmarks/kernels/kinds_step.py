@@ -3,11 +3,12 @@
     python -m benchmarks.kernels.kinds_step [--points 1000000] [--size 1920 1080] [--steps 20]
 
 Points are random in a box before the camera, and so is the image. The captured step has no stage that the ordinary one
-has not: projection, lists, compositing, loss, the way back, Adam. 2D Gaussians have their normal loss in both. Nothing
-is densified.
+has not: projection, lists, compositing, loss, the way back, Adam. 2D Gaussians have their normal loss in both, convexes
+the shape that training starts from. Nothing is densified.
 """
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from cuda_ext.ops.adam import AdamStep, FusedAdam, fused_step
+from cuda_ext.ops.convexes import CORNERS
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.schema import HARMONICS, harmonics
 from ns_multigpu.core.step import Step
@@ -24,6 +26,7 @@ from ns_multigpu.core.types import Patch, Points, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
+from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS, fibonacci_sphere
 from ns_multigpu.primitives.registry import KINDS, Rendering
 from ns_multigpu.primitives.surfels.losses import normal_loss
 from strategies import STRATEGIES
@@ -42,8 +45,15 @@ def make(kind: str, count: int, device: torch.device) -> dict[str, torch.Tensor]
     params["means"] = (box - 0.5) * torch.tensor([8.0, 4.5, 4.0], device=device) + torch.tensor([0.0, 0.0, 6.0]).to(
         device
     )
-    params["scales"] += torch.log(torch.tensor(0.4 * (count / 144) ** (-1 / 3)))
-    params["quats"] += torch.randn(count, 4, generator=g, device=device)
+    size = 0.4 * (count / 144) ** (-1 / 3)  # about as far as points are apart
+    if "corners" in params:  # as training starts, a little out of shape
+        sphere = fibonacci_sphere(CORNERS).flatten().to(device)
+        params["corners"] = size * (SIZE * sphere + params["corners"])
+        params["deltas"] += math.log(DELTA / size)
+        params["sigmas"] += math.log(STEEPNESS / (DELTA * size))
+    else:
+        params["scales"] += math.log(size)
+        params["quats"] += torch.randn(count, 4, generator=g, device=device)
     if "motions" in params:
         params["motions"][:, 0] += 1
         params["times"] += 0.5
@@ -126,7 +136,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}, {options.points} points, {options.size[0]}x{options.size[1]}")
-    for kind in ("3dgs", "2dgs", "4dgs"):
+    for kind in KINDS:
         both = Both(kind, options.points, tuple(options.size), device)
         ordinary = milliseconds(both.ordinary(), options.steps)
         work, step = both.captured()

@@ -5,7 +5,7 @@ draw the same.
 
 The scenes are those of `benchmarks.kernels.rasterizer`: 0.07, 1.64 and 7.93 M points; the first two scales count.
 gsplat is called with packed False, RGB and expected depth. "all losses": the loss has normals and distortion in it as
-well as the image. Ours go through the public operators and autograd: there is no fused path of 2D Gaussians yet.
+well as the image. Ours go through the public operators and autograd: `benchmarks.kernels.kinds_step` times fused steps.
 
 What is drawn differs where a splat reaches beyond 3 standard deviations (ours are cut where alpha is 1/255, gsplat's by
 tiles at 3), and where the disc of one standard deviation reaches the camera's plane (ours draw none of these). So the

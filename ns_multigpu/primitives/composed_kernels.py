@@ -8,7 +8,7 @@ Shapes follow from capacities alone, and nothing is read back, so that CUDA grap
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from cuda_ext.ops.lazy_adam import LazyAdam
 from ns_multigpu.core.kernels import Cameras, Kernels, Model, ReplicaRows, Rows
 from ns_multigpu.core.schema import POSITION, flat
 from ns_multigpu.primitives.taking import spread
-
-_AT_ONCE = 1 << 21
-"""Points that are looked at for one view at once: what they become there takes some 100 bytes each for the moment."""
 
 
 class Lines(NamedTuple):
@@ -39,9 +36,14 @@ class Told(NamedTuple):
 
 
 class ComposedKernels(Kernels):
-    """See `Kernels`. Adam is dense: points that are not drawn take the step of a gradient of zero, in each step."""
+    """See `Kernels`. Adam is dense: points that are not drawn take the step of a gradient of zero, in each step.
+
+    Attributes:
+        at_once: points that are looked at for one view at once: what they become there takes memory for the moment.
+    """
 
     puts_off = False
+    at_once: ClassVar[int] = 1 << 21
 
     @abstractmethod
     def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> Any:
@@ -142,15 +144,16 @@ class ComposedKernels(Kernels):
         count = torch.zeros(1, dtype=torch.int64, device=device)
         for v in range(views):
             one = cameras.of(v)
-            for first in range(0, points, _AT_ONCE):
-                ids = torch.arange(first, min(first + _AT_ONCE, points), dtype=torch.int32, device=device)
-                shows = self.shows(params, one, Lines(torch.zeros_like(ids), ids))
+            for first in range(0, points, self.at_once):
+                some = {name: value[first : first + self.at_once] for name, value in params.items()}
+                ids = torch.arange(len(some[POSITION]), dtype=torch.int32, device=device)
+                shows = self.shows(some, one, Lines(torch.zeros_like(ids), ids))
                 # Room for more points is full of such as have no position.
-                shows = shows & means[first : first + _AT_ONCE].isfinite().all(-1)
+                shows = shows & some[POSITION].isfinite().all(-1)
                 place = shows.cumsum(0) - 1 + count
                 count = count + shows.sum()
                 place = torch.where(shows & (place < capacity), place, capacity)
-                point_ids.scatter_(0, place, ids)
+                point_ids.scatter_(0, place, ids + first)
                 view_ids.scatter_(0, place, torch.full_like(ids, v))
         return Lines(view_ids[:capacity], point_ids[:capacity]), count
 

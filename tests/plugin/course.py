@@ -19,8 +19,11 @@ from nerfstudio.configs.method_configs import all_methods
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, NerfstudioDataParserConfig
 from PIL import Image
 
+from ns_multigpu.core.collectives import all_gather_rows
+from ns_multigpu.core.schema import names
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from ns_multigpu.primitives.registry import KINDS
 
 TRAIN, HELD_OUT, POINTS = 8, 1, 60
 
@@ -83,6 +86,30 @@ def write_capture(
     names = [f"{i}.png" for i in range(TRAIN + HELD_OUT)]
     splits = {"train_filenames": names[:train], "val_filenames": names[TRAIN:], "test_filenames": names[TRAIN:]}
     (folder / "transforms.json").write_text(json.dumps({"frames": frames, **splits}))
+
+
+def sums_over_points(model: Any, world: World) -> dict[str, Any]:
+    """Of each parameter the sum over the whole model's points, and how many there are."""
+    whole = {
+        name: all_gather_rows(value.detach(), world)[0] if model.sharded else value.detach()
+        for name, value in model.gauss_params.items()
+    }
+    return {**{name: value.sum(0) for name, value in whole.items()}, "count": len(whole["means"])}
+
+
+def single_course(
+    world: World, folder: Path, options: Mapping[str, Any], strategy: str, fused: str, steps: int = 12
+) -> dict[str, Any]:
+    """A course on `folder`/tiny in single precision, whose rounding Adam's eps is to be far from; its sums.
+
+    Args:
+        options: of `follow`, with the kind of point. fused: of `--fused-steps`.
+    """
+    kind = KINDS[options["pipeline.model.primitive"]]
+    calm = {f"optimizers.{name}.optimizer.eps": 1e-4 for name in names(kind.schema)}
+    options = {**options, **calm, "pipeline.strategy": strategy, "fused_steps": fused}
+    runs = folder / f"{fused}-{strategy}-{world.size}"
+    return sums_over_points(follow(world, folder / "tiny", runs, options, steps, 1, double=False).pipeline.model, world)
 
 
 def follow(

@@ -6,14 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from ns_multigpu.core.collectives import all_gather_rows
+from ns_multigpu.core.step_settings import Status
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.blocks.first_room import FirstRoom
+from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
 from ns_multigpu.plugin.export.ply import export_ply
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.faults.signals import NonFiniteError
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.surfaces import check_primitive
-from tests.plugin.course import follow, write_capture
+from ns_multigpu.primitives.convexes.kernels import ConvexKernels
+from tests.plugin.course import follow, single_course, sums_over_points, write_capture
 from tests.plugin.rendering import camera
 from tests.ranks import run_ranks
 
@@ -36,12 +40,9 @@ def train(
     saved.mkdir(exist_ok=True)
     assert trainer.checkpoints.write(steps - 1, saved) == ""
     model = trainer.pipeline.model
-    whole = {
-        name: all_gather_rows(value.detach(), world)[0] if model.sharded else value.detach()
-        for name, value in model.gauss_params.items()
-    }
-    assert whole["corners"].shape[1] == 18 and all(bool(value.isfinite().all()) for value in whole.values())
-    found: dict[str, Any] = {name: value.sum(0) for name, value in whole.items()} | {"count": len(whole["means"])}
+    found = sums_over_points(model, world)
+    assert found["corners"].shape == (18,)
+    assert all(bool(torch.as_tensor(value).isfinite().all()) for value in found.values())
     if not double:
         trainer.pipeline.eval()
         with torch.no_grad():
@@ -68,6 +69,42 @@ def test_a_run_is_as_on_one_worker_and_goes_on(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"3D convexes \(convex\), and this run is of 3D Gaussians \(3dgs\)"):
         options = OPTIONS | {"pipeline.model.primitive": "3dgs", "load_dir": tmp_path / "batch-1"}
         follow(World.single(), tmp_path / "tiny", tmp_path / "other", options, 14, 1, double=False)
+
+
+def test_fused_steps_are_the_ordinary_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a refinement between, and with steps that had no room and were taken again."""
+    write_capture(tmp_path / "tiny", wide=False)
+    full: list[bool] = []
+    learn = Training._learn
+
+    def learnt(self: Training, status: Status, *rest: Any) -> None:
+        full.append(status.full)
+        learn(self, status, *rest)
+
+    for strategy, ranks in (("tile", 2), ("batch", 1)):
+        expected = single_course(World.single(), tmp_path, OPTIONS, strategy, "never")
+        assert expected["count"] > 80
+        with monkeypatch.context() as patch:
+            patch.setattr(Training, "_learn", learnt)
+            patch.setattr(FirstRoom, "_guess", lambda self, pixels: (24, 12, 96))
+            found = run_ranks(single_course, ranks, tmp_path, OPTIONS, strategy, "always")
+        for one in found:
+            torch.testing.assert_close(one, expected, rtol=1e-4, atol=2e-3)
+    assert full.count(True) == 1 and full.count(False) > 1
+
+
+def test_what_is_not_finite_is_named_by_fused_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_capture(tmp_path / "tiny", wide=False)
+    usual, steps = ConvexKernels.draw_back, list[bool]()
+
+    def spoilt(self: ConvexKernels, drawn: Any, v_color: torch.Tensor, *rest: Any) -> None:
+        steps.append(True)
+        usual(self, drawn, v_color if len(steps) < 6 else torch.full_like(v_color, torch.inf), *rest)
+
+    monkeypatch.setattr(ConvexKernels, "draw_back", spoilt)
+    options = {**OPTIONS, "fused_steps": "always", "steps_per_numeric_check": 4, "pipeline.model.stop_split_at": 0}
+    with pytest.raises(NonFiniteError, match=r"  step 5: gradient of the rows \(views of the step: view \d"):
+        follow(World.single(), tmp_path / "tiny", tmp_path / "runs", options, 10, 1, double=False)
 
 
 REFUSED = [

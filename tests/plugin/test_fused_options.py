@@ -9,16 +9,20 @@ import pytest
 import torch
 from nerfstudio.utils.misc import step_check
 
+import cuda_ext
 from cuda_ext.ops.adam import FusedAdam
+from ns_multigpu.core.schema import names
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.fused_noise import StepNoise
 from ns_multigpu.plugin.blocks.fused_options import check_wishes, fuses, next_stop, obstacle
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.primitives.convexes.functions import Convexes
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.schema import ORDER
+from ns_multigpu.primitives.registry import KINDS
 from strategies import STRATEGIES
 
 
@@ -197,6 +201,28 @@ def test_what_is_asked_for() -> None:
     assert asked(make_run("always")) == (True, "Steps are fused.")
     assert asked(make_run("never")) == (False, "Steps are not fused: --fused-steps never.")
     assert asked(make_run("auto")) == (False, ""), "on a CPU nobody gains by it"
+
+
+def test_without_compiled_operators_they_are_not() -> None:
+    with cuda_ext.use_reference():
+        with pytest.raises(InputError, match=r"always: steps cannot be fused, for this CPU has no compiled operators"):
+            asked(make_run("always"))
+        assert asked(make_run("auto")) == (False, "")
+
+
+def test_rows_that_cross_the_wire_whole() -> None:
+    """Of convexes: what is asked for is named, and without it steps are fused."""
+    run = make_run()
+    run.pipeline.model.primitive, run.pipeline.model.config.primitive = Convexes, "convex"
+    run.optimizers.optimizers = {
+        name: FusedAdam([torch.nn.Parameter(torch.zeros(2))]) for name in names(KINDS["convex"].schema)
+    }
+    run.optimizers.config = {name: {"optimizer": SimpleNamespace(max_norm=None)} for name in run.optimizers.optimizers}
+    run.pipeline.config = SimpleNamespace(wire="half")
+    reason = "rows of 3D convexes (convex) cross the wire whole, and --pipeline.wire half is asked for"
+    assert obstacle(run.config, run.pipeline, run.optimizers) == reason
+    run.pipeline.config.wire = "full"
+    assert asked(run) == (True, "Steps are fused.")
 
 
 def test_on_a_gpu_they_are_fused_where_nothing_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from nerfstudio.data.scene_box import OrientedBox
 
+import cuda_ext
 from ns_multigpu.core import forward
 from ns_multigpu.core.forward import Forward, NoRoom, cut
 from ns_multigpu.core.pairs import pairs_of
@@ -63,12 +64,22 @@ def _courses(world: World, capture: Path, strategy: str) -> dict[str, Any]:
 
 
 def _fail(*_: Any) -> None:
-    raise AssertionError("nobody asked for owners")
+    raise AssertionError("nobody asked for it")
 
 
 @pytest.mark.parametrize(("size", "strategy"), [(1, "single"), (2, "batch"), (3, "batch"), (2, "tile"), (3, "tile")])
 def test_a_picture_is_the_models_own(capture: Path, size: int, strategy: str) -> None:
     _check(capture, size, strategy, "cpu")
+
+
+def test_a_picture_without_compiled_operators(capture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernels are asked for: nothing serves them."""
+    pipeline = _pipeline(World.single(), capture, "single")
+    expected = pipeline.renders.render(camera(40, 30), roots=[0])
+    monkeypatch.setattr(Forward, "draw", _fail)
+    with cuda_ext.use_reference():
+        found = pipeline.renders.render(camera(40, 30), roots=[0])
+    torch.testing.assert_close(found["rgb"], expected["rgb"], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

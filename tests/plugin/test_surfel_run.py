@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from ns_multigpu.core.collectives import all_gather_rows
-from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Patch, Pixels, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
@@ -19,8 +17,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.surfaces import check_primitive, weights
 from ns_multigpu.primitives.surfels.losses import distortion_loss, normal_loss, normals_of_depth
-from ns_multigpu.primitives.surfels.schema import SCHEMA
-from tests.plugin.course import follow, write_capture
+from tests.plugin.course import follow, single_course, sums_over_points, write_capture
 from tests.ranks import run_ranks
 
 OPTIONS: dict[str, Any] = {
@@ -42,12 +39,11 @@ def train(
     saved.mkdir(exist_ok=True)
     assert trainer.checkpoints.write(steps - 1, saved) == ""
     model = trainer.pipeline.model
-    whole = {
-        name: all_gather_rows(value.detach(), world)[0] if model.sharded else value.detach()
-        for name, value in model.gauss_params.items()
-    }
-    assert whole["scales"].shape[1] == 2 and all(bool(value.isfinite().all()) for value in whole.values())
-    return {**{name: value.sum(0) for name, value in whole.items()}, "count": len(whole["means"])}, trainer._start_step
+    sums = sums_over_points(model, world)
+    assert sums["scales"].shape == (2,) and all(
+        bool(torch.as_tensor(value).isfinite().all()) for value in sums.values()
+    )
+    return sums, trainer._start_step
 
 
 def test_a_run_is_as_on_one_worker_and_goes_on(tmp_path: Path) -> None:
@@ -78,26 +74,13 @@ def test_a_run_is_as_on_one_worker_and_goes_on(tmp_path: Path) -> None:
         follow(World.single(), tmp_path / "tiny", tmp_path / "other", options, 14, 1, double=False)
 
 
-def fused_course(world: World, folder: Path, strategy: str, fused: str) -> dict[str, Any]:
-    """A course in single precision, whose rounding Adam's eps is to be far from; sums over points."""
-    calm = {f"optimizers.{name}.optimizer.eps": 1e-4 for name in names(SCHEMA)}
-    options = {**OPTIONS, **calm, "pipeline.strategy": strategy, "fused_steps": fused}
-    runs = folder / f"{fused}-{strategy}-{world.size}"
-    model = follow(world, folder / "tiny", runs, options, 12, 1, double=False).pipeline.model
-    whole = {
-        name: all_gather_rows(value.detach(), world)[0] if model.sharded else value.detach()
-        for name, value in model.gauss_params.items()
-    }
-    return {**{name: value.sum(0) for name, value in whole.items()}, "count": len(whole["means"])}
-
-
 def test_fused_steps_are_the_ordinary_ones(tmp_path: Path) -> None:
     """With both losses, from their starts on, and refinements between."""
     write_capture(tmp_path / "tiny", wide=False)
     for strategy, ranks in (("tile", 2), ("batch", 1)):
-        expected = fused_course(World.single(), tmp_path, strategy, "never")
+        expected = single_course(World.single(), tmp_path, OPTIONS, strategy, "never")
         assert expected["count"] > 80
-        for found in run_ranks(fused_course, ranks, tmp_path, strategy, "always"):
+        for found in run_ranks(single_course, ranks, tmp_path, OPTIONS, strategy, "always"):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-3)
 
 

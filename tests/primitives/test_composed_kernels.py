@@ -14,20 +14,25 @@ from ns_multigpu.core.step_settings import StepSettings
 from ns_multigpu.core.transports import OwnRows
 from ns_multigpu.core.types import Points
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.composed_kernels import _of_views
+from ns_multigpu.primitives.composed_kernels import ComposedKernels, _of_views
+from ns_multigpu.primitives.convexes.functions import Convexes
 from ns_multigpu.primitives.moving.functions import MovingGaussians
 from ns_multigpu.primitives.surfels.functions import Surfels
 from strategies import STRATEGIES
 from tests.strategies.scene import make_image, make_moving_points, make_points, make_views
+from tests.strategies.test_law_convexes import convexes
 
 SIZE, VIEWS, COUNT = (45, 61), 2, 60
-KINDS = {"4dgs": MovingGaussians(sh_degree=2), "2dgs": Surfels(sh_degree=2)}
+KINDS: dict[str, Any] = {
+    "4dgs": MovingGaussians(sh_degree=2), "2dgs": Surfels(sh_degree=2), "convex": Convexes(sh_degree=2)
+}  # fmt: skip
+MAKE = {"4dgs": make_moving_points, "2dgs": make_points, "convex": convexes}
 STATISTICS = ("grad2d", "count", "radii")
 
 
 def points_of(name: str, spare: int = 0) -> Points:
     """So many points, and room for more, which have no position."""
-    params = (make_moving_points if name == "4dgs" else make_points)(COUNT, torch.float32).params
+    params = MAKE[name](COUNT, torch.float32).params
     params = {key: value.detach() for key, value in params.items()}
     if name == "2dgs":
         params["scales"] = params["scales"][:, :2].contiguous()
@@ -89,7 +94,24 @@ def test_room_for_points_is_not_seen(name: str) -> None:
         torch.testing.assert_close(b[:COUNT], a, rtol=1e-6, atol=1e-7)
         assert bool(b[:COUNT].isfinite().all())
     assert not any(value[COUNT:].any() for value in roomy.statistics.values())
-    assert all(int(value.count_nonzero()) > 20 for value in plain.statistics.values())
+    for key, value in plain.statistics.items():
+        if name == "convex" and key == "radii":
+            assert not value.any(), "no rule is about sizes on the screen"
+        else:
+            assert int(value.count_nonzero()) > 20
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_points_are_looked_at_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many for the memory that it takes to see at once which show."""
+    step = Course(name, points_of(name)).step
+    expected = step._kernels.project(step._model, step._cameras(range(VIEWS)), 400, (), None)
+    assert int(expected.count) > 20 and int(expected.point_ids.max()) > 40
+    for kind in (ComposedKernels, type(step._kernels)):
+        monkeypatch.setattr(kind, "at_once", 16)
+    found = step._kernels.project(step._model, step._cameras(range(VIEWS)), 400, (), None)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -110,12 +132,17 @@ def test_what_is_not_finite_is_told(name: str) -> None:
 def test_what_their_kernels_cannot_do_is_refused(name: str) -> None:
     kind, points = KINDS[name], points_of(name)
     kernels: Any = kind.kernels(selective=False)
-    with pytest.raises(ValueError, match=r"kernels of [24]D Gaussians have no option 'selective'"):
+    with pytest.raises(
+        ValueError, match=r"kernels of (2D Gaussians|4D Gaussians|3D convexes) have no option 'selective'"
+    ):
         kind.kernels(selective=True)
     with pytest.raises(ValueError, match="leave lazy out"):
         kernels.model(points.params, {}, {}, LazyAdam.make(COUNT, torch.device("cpu")))
     assert not kernels.puts_off and replace(kind, sh_degree=None).kernels() is None
-    if name == "2dgs":
+    if name != "2dgs":
+        deep = replace(kind, depth=True)
+        assert deep.kernels() is None and deep.kernels(depth=True) is not None, "no way back from depth"
+    if name != "4dgs":
         with pytest.raises(ValueError, match="cross the wire whole"):
             kernels.wire(half=True, slots=False)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ns_multigpu.core.kernels import Cameras
 from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Hits, Patch, Points
 from ns_multigpu.core.world import World
@@ -69,6 +70,35 @@ def test_culling_keeps_what_is_drawn_and_no_more(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(found.color, expected.color, rtol=0, atol=0)
     some = ALL.cull(points, views, [1])
     assert set(some.view_ids.tolist()) == {1} and len(some) == int((kept.view_ids == 1).sum())
+
+
+def test_a_steps_rows_are_those_that_culling_keeps_and_marks_are_where_drawing_stopped() -> None:
+    points = convexes(300, torch.float32)
+    points.params["means"].data *= 3
+    points.params["opacities"].data += 4  # many are opaque
+    params, views = {name: value.detach() for name, value in points.params.items()}, make_views(2, torch.float32)
+    kernels: Any = ALL.kernels(depth=True)
+    sizes = [side for view in views for side in (view.width, view.height)]
+    viewmats, Ks = (torch.stack([getattr(view, name) for view in views]) for name in ("viewmat", "K"))
+    cameras = Cameras(viewmats, Ks, sizes, torch.zeros(2))
+    rows = kernels.project(
+        kernels.model(params, {n: (v, v) for n, v in params.items()}, {}, None), cameras, 700, (), None
+    )
+    kept = ALL.cull(Points(params), views, [0, 1])
+    assert 100 < int(rows.count) == len(kept) < 600
+    assert torch.equal(rows.view_ids[: len(kept)], kept.view_ids)
+    assert torch.equal(rows.point_ids[: len(kept)], kept.point_ids)
+    flat = [n for v, view in enumerate(views) for n in (v, 0, 0, view.width, view.height)]
+    arrived = kernels.stay(rows, rows.view_ids, rows.point_ids)
+    lists = kernels.intersect(arrived, flat, 100_000)
+    marked, plain = (kernels.draw(arrived, lists, flat, mark) for mark in (True, False))
+    whole = [Patch.whole(v, view) for v, view in enumerate(views)]
+    with torch.no_grad():
+        rendered = ALL.render(ALL.splat(Points(params), kept, views), whole, views, stops=True)
+    stops = torch.cat([pixels.stops.flatten() for pixels in rendered if pixels.stops is not None])
+    assert 30 < int(stops.sum()) < len(stops) - 30
+    assert torch.equal(marked.alpha < 0, stops) and bool((plain.alpha >= 0).all())
+    torch.testing.assert_close(plain.alpha, torch.cat([pixels.alpha.flatten() for pixels in rendered]))
 
 
 def test_corners_count_from_their_own_mean() -> None:

@@ -1,18 +1,29 @@
-"""The law for 3D convexes: pixels, depth, losses and all gradients are those of one rank."""
+"""The law for 3D convexes: pixels, depth, losses and all gradients are those of one rank, through autograd and in steps
+that read nothing back."""
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
+from ns_multigpu.cells.options import PixelOptions
+from ns_multigpu.core.forward import Forward
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.transports import RelayedRows, StagedRows, make_transport
 from ns_multigpu.core.travelling_rows import RowsTravel
 from ns_multigpu.core.types import Points
 from ns_multigpu.core.world import World
+from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.primitives.convexes.functions import Convexes
 from strategies import STRATEGIES
+from strategies.locality import locality
+from strategies.pixel import pixel
 from tests.ranks import run_ranks, skip_without_gpus
-from tests.strategies.scene import make_points
-from tests.strategies.test_law import Outcome, check, stitch, take_step
+from tests.strategies import test_exchange
+from tests.strategies.scene import make_points, make_views
+from tests.strategies.test_law import Outcome, check, held_at, on_machines, stitch, take_step
+from tests.strategies.test_law_steps import CUT, DEALT, POINTS, PORTRAIT, check_outcomes, take_one
 
 CASES = [("batch", 2), ("tile", 3), ("locality", 2)]
 ALL = Convexes(sh_degree=3, depth=True)
@@ -33,13 +44,18 @@ def convexes(count: int, dtype: torch.dtype, device: Any = "cpu") -> Points:
     return Points({name: value.clone().requires_grad_() for name, value in params.items()})
 
 
+def faint(count: int, dtype: torch.dtype, device: Any = "cpu") -> Points:
+    """The same, hardly to be seen: no pixel is closed."""
+    made = convexes(count, dtype, device)
+    made.params["opacities"].data.sub_(3.0)
+    return made
+
+
 def step(
-    world: World, strategy: str, views: int, points: int, dtype: torch.dtype = torch.float64, faint: bool = False,
+    world: World, strategy: str, views: int, points: int, dtype: torch.dtype = torch.float64, open_: bool = False,
     half: bool = False,
 ) -> Outcome:  # fmt: skip
-    made = convexes(points, dtype, world.device)
-    if faint:
-        made.params["opacities"].data.sub_(3.0)
+    made = (faint if open_ else convexes)(points, dtype, world.device)
     spread = STRATEGIES[strategy](world)
     if half:
         assert isinstance(spread.rows, RowsTravel)
@@ -64,7 +80,7 @@ def test_ranks_without_views_and_models_without_points(views: int, points: int) 
 
 def test_pixel_equals_single_where_nothing_is_closed() -> None:
     """Convexes are dense all over their inside: where one closes a pixel, cells differ from one (docs/pixel.md)."""
-    expected = step(World.single(), "single", 4, 120, faint=True)
+    expected = step(World.single(), "single", 4, 120, open_=True)
     check(run_ranks(step, 2, "pixel", 4, 120, torch.float64, True), expected, torch.float64)
 
 
@@ -75,6 +91,88 @@ def test_half_a_wire_leaves_lines_whole() -> None:
     found = stitch([piece for outcome in outcomes for piece in outcome["images"]])
     apart = torch.cat([(found[view] - image).abs().flatten() for view, image in expected.items()])
     assert 0 < float(apart.max()) < 5e-4
+
+
+STEPS = [
+    ("single", 1, "captured"), ("batch", 2, "captured"), ("batch", 3, "step"), ("tile", 3, "captured"),
+    ("tile, sorted", 2, "step"), ("locality, relays in stages", 4, "captured"), ("pixel, cells", 2, "captured"),
+    ("pixel, splats of cells", 2, "step"), ("pixel, ghosts", 3, "captured"),
+]  # fmt: skip
+CELLS = 3
+
+
+def spread_of(world: World, name: str) -> Strategy:
+    if name == "locality, relays in stages":
+        spread = locality(on_machines(world, 2), LocalityOptions(relays=True))
+        spread.rows.stages = 2
+        return spread
+    if name == "pixel, splats of cells":
+        return test_exchange.strategy_of(CELLS, world, "mixed")
+    if name.startswith("pixel"):
+        return pixel(world, PixelOptions(cells=CELLS, crossing="ghosts" if "ghosts" in name else "none"))
+    return STRATEGIES[name.partition(",")[0]](world)
+
+
+def fused_step(world: World, name: str, mode: str) -> Outcome:
+    spread = spread_of(world, name)
+    if "relays" in name:
+        kernels: Any = Convexes(sh_degree=3).kernels()
+        pieces = (spread.rows, spread.gradients, spread.world)
+        carrier = make_transport(*pieces, kernels, 8, 8, 8, peer=False, atomics=True, stages=2)
+        assert isinstance(carrier, StagedRows) and isinstance(carrier.stages[1], RelayedRows)
+    whole = (faint if "ghosts" in name else convexes)(POINTS, torch.float32, world.device)
+    count = DEALT if spread.placement.replicated else CUT
+    return take_one(spread, ALL, count, PORTRAIT, mode, "sorted" in name, whole=whole)
+
+
+@cache
+def through_autograd(cells: bool, open_: bool, views: int) -> Outcome:
+    """What one rank does, with all of space or with the same cells."""
+    spread = spread_of(World.single(), "pixel, cells" if cells else "single")
+    whole = (faint if open_ else convexes)(POINTS, torch.float32)
+    return take_step(spread, "convexes", views, POINTS, torch.float32, PORTRAIT, kind=(ALL, whole))
+
+
+def check_fused(outcomes: list[Outcome], name: str) -> None:
+    """Whether ranks together did what one rank does through autograd."""
+    replicated = spread_of(World.single(), name).placement.replicated if "relays" not in name else False
+    views = DEALT if replicated else CUT
+    expected = through_autograd("cells" in name, "ghosts" in name, views)
+    check_outcomes(outcomes, expected, views, PORTRAIT, replicated=replicated, sized=False)
+
+
+@pytest.mark.parametrize(("name", "ranks", "mode"), STEPS)
+def test_a_fused_step_equals_single(name: str, ranks: int, mode: str) -> None:
+    check_fused(run_ranks(fused_step, ranks, name, mode), name)
+
+
+def picture(world: World, strategy: str) -> list[Any]:
+    """A view, as all ranks draw it for people to look at."""
+    view = make_views(2, torch.float32, world.device, PORTRAIT)[0]
+    spread = STRATEGIES[strategy](world)
+    held, _ = held_at(spread, convexes(POINTS, torch.float32, world.device))
+    kernels: Any = ALL.kernels(depth=True)
+    _, drawn = Forward(spread).draw(kernels, held, view)
+    return [(p.patch, torch.cat([p.color, p.alpha, p.depth], dim=-1).cpu()) for p in drawn if p.depth is not None]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("tile", 2)])
+def test_a_picture_is_what_the_functions_render(strategy: str, ranks: int) -> None:
+    view, points = make_views(2, torch.float32, size=PORTRAIT)[0], convexes(POINTS, torch.float32)
+    spread = STRATEGIES["single"](World.single())
+    with torch.no_grad():
+        (expected,) = spread.render(ALL, points, [view], spread.plan([view])).pixels
+    assert expected.depth is not None and float(expected.depth.std()) > 0.1
+    whole = torch.cat([expected.color, expected.alpha, expected.depth], dim=-1)
+    found = stitch([piece for pieces in run_ranks(picture, ranks, strategy) for piece in pieces])
+    torch.testing.assert_close(found[0], whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "ranks", "mode"), STEPS)
+def test_a_fused_step_equals_single_on_gpus(name: str, ranks: int, mode: str) -> None:
+    skip_without_gpus(ranks)
+    check_fused(run_ranks(fused_step, ranks, name, mode, device="cuda"), name)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cuda_ext.dispatch.load import kernels_serve
+from cuda_ext.dispatch.load import backend, kernels_serve
 from cuda_ext.ops.adam import FusedAdam, is_plain
 from ns_multigpu.core.step import why_no_step
 from ns_multigpu.core.world import World
@@ -47,6 +47,8 @@ def _decided(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple
     if config.fused_steps == "never":
         return False, "--fused-steps never"
     reason = obstacle(config, pipeline, optimizers)
+    if reason is None and not _on_gpu(world) and backend() == "reference":
+        reason = "this CPU has no compiled operators (no C++ compiler, or NS_MULTIGPU_OPS=reference)"
     if config.fused_steps == "always":
         if reason is not None:
             raise InputError(

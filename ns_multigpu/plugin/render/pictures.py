@@ -13,6 +13,7 @@ from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.scene_box import OrientedBox
 from torch import Tensor
 
+from cuda_ext.dispatch.load import backend
 from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
 from ns_multigpu.core.forward import Forward, NoRoom
 from ns_multigpu.core.plan import Plan
@@ -145,7 +146,8 @@ class Pictures:
     def _drawn(self, primitive: Any, points: Points, view: View) -> tuple[Plan, list[Pixels]]:
         """Who has drawn what, and what this rank has."""
         single = all(value.dtype == torch.float32 for value in points.params.values())
-        kernels = primitive.kernels(depth=True) if self._forward is not None and single else None
+        compiled = backend(self._world.device.type) != "reference"  # of drawing there is no other operator
+        kernels = primitive.kernels(depth=True) if self._forward is not None and single and compiled else None
         if self._forward is None or kernels is None:
             return self._through_functions(primitive, points, view)
         size = (view.width, view.height)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,11 @@ import cuda_ext
 from cuda_ext.ops.convexes import CORNERS, ConvexProjection, convex_lists, project_convexes, rasterize_convexes
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
+from ns_multigpu.primitives.composed_kernels import refuse_options
+from ns_multigpu.primitives.convexes.kernels import ConvexKernels
 from ns_multigpu.primitives.convexes.schema import SCHEMA
+from ns_multigpu.primitives.gaussians.functions import sizes_of
+from ns_multigpu.primitives.shading import row_colors
 
 _AT_ONCE = 1 << 18
 """Points that are projected at once to see which show."""
@@ -50,7 +55,9 @@ class Convexes(Primitive):
             for start in range(0, len(points), _AT_ONCE):
                 some = {name: value[start : start + _AT_ONCE] for name, value in points.params.items()}
                 ids = torch.arange(len(some["means"]), dtype=torch.int32, device=nothing.device)
-                rows = self._project(Points(some), Hits(torch.zeros_like(ids), ids), [views[v]])
+                one = [views[v]]
+                cameras = (stack_viewmats(one), stack_intrinsics(one), sizes_of(one))
+                rows = self.project(Points(some), torch.zeros_like(ids), ids, *cameras)
                 shown = (rows.radii[:, 0] > 0).nonzero()[:, 0].int() + start
                 found.append((torch.full_like(shown, v), shown))
         view_ids, point_ids = (torch.cat(column) for column in zip(*found, strict=True))
@@ -64,14 +71,16 @@ class Convexes(Primitive):
 
         The probe's gradient is that of `means2d`: of moving the whole hull on the screen.
         """
-        rows = self._project(points, hits, views)
+        viewmats = stack_viewmats(views)
+        cameras = (viewmats, stack_intrinsics(views), sizes_of(views))
+        rows = self.project(points, hits.view_ids, hits.point_ids, *cameras)
         probe = torch.zeros_like(rows.means2d, requires_grad=torch.is_grad_enabled())
         columns = {
             "means2d": rows.means2d + probe,
             "lines": rows.lines,
             "sharpness": rows.sharpness,
             "opacities": rows.row_opacities,
-            "features": self._colors(points, hits, stack_viewmats(views)),
+            "features": self.colors(points, hits.view_ids, hits.point_ids, viewmats),
             "depths": rows.depths,
             "radii": rows.radii,
         }
@@ -105,7 +114,22 @@ class Convexes(Primitive):
             result.append(Pixels(patch, pixels.colors[piece].view(shape), alpha, depth, where))
         return result
 
-    def _project(self, points: Points, hits: Hits, views: Sequence[View]) -> ConvexProjection:
+    def kernels(self, **options: Any) -> ConvexKernels | None:
+        """See `Primitive.kernels`: `depth` for pictures without a way back. None for plain colours, or where depth is
+        to be learned from.
+
+        Raises:
+            ValueError: another option is asked for that only 3D Gaussians' kernels know.
+        """
+        refuse_options(options, ConvexKernels.title)
+        if self.sh_degree is None or (self.depth and not options.get("depth")):
+            return None
+        return ConvexKernels(self, bool(options.get("depth")))
+
+    def project(
+        self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int]
+    ) -> ConvexProjection:
+        """What rows are on the screen; see `cuda_ext.ops.convexes.project_convexes`."""
         corners = points.params["corners"].view(-1, CORNERS, 3)
         return project_convexes(
             points.params["means"],
@@ -113,30 +137,18 @@ class Convexes(Primitive):
             self.activated(points, "deltas").reshape(-1),
             self.activated(points, "sigmas").reshape(-1),
             self.activated(points, "opacities").reshape(-1),
-            stack_viewmats(views),
-            stack_intrinsics(views),
-            sizes=[n for view in views for n in (view.width, view.height)],
-            view_ids=hits.view_ids,
-            point_ids=hits.point_ids,
+            viewmats,
+            Ks,
+            sizes=sizes,
+            view_ids=view_ids,
+            point_ids=point_ids,
             near=self.near,
             far=self.far,
         )
 
-    def _colors(self, points: Points, hits: Hits, viewmats: Tensor) -> Tensor:
-        params = points.params
-        if self.sh_degree is None:
-            return params["features_dc"].sigmoid()[hits.point_ids.long()]
-        rotation, translation = viewmats[:, :3, :3], viewmats[:, :3, 3:]
-        centers = -(rotation.transpose(1, 2) @ translation).squeeze(-1)
-        return cuda_ext.sh_colors(
-            self.sh_degree,
-            params["means"],
-            centers,
-            params["features_dc"],
-            params["features_rest"],
-            view_ids=hits.view_ids,
-            point_ids=hits.point_ids,
-        )
+    def colors(self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor) -> Tensor:
+        """The colours [M, 3] of rows."""
+        return row_colors(points.params, self.sh_degree, viewmats, view_ids, point_ids)
 
 
 def screen_radii(splats: Splats) -> Tensor:

@@ -14,6 +14,7 @@ from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
+from ns_multigpu.primitives.shading import row_colors
 from ns_multigpu.primitives.steady import rotations
 
 REACH = (2 * math.log(255)) ** 0.5
@@ -117,7 +118,8 @@ class Gaussians(Primitive):
             far=self.far,
             antialiased=self.antialiased,
         )
-        return self.splats(hits, projection, self._colors(points, hits, viewmats))
+        colors = row_colors(params, self.sh_degree, viewmats, hits.view_ids, hits.point_ids)
+        return self.splats(hits, projection, colors)
 
     def splats(self, hits: Hits, projection: cuda_ext.Projection, colors: Tensor) -> Splats:
         """The rows of `splat`, by what they are on screen and their colours [M, 3]."""
@@ -184,20 +186,6 @@ class Gaussians(Primitive):
             result.append(Pixels(patch, image[..., :3], opacity, depth, where))
         return result
 
-    def _colors(self, points: Points, hits: Hits, viewmats: Tensor) -> Tensor:
-        params = points.params
-        if self.sh_degree is None:
-            return params["features_dc"].sigmoid()[hits.point_ids.long()]
-        return cuda_ext.sh_colors(
-            self.sh_degree,
-            params["means"],
-            camera_centers(viewmats),
-            params["features_dc"],
-            params["features_rest"],
-            view_ids=hits.view_ids,
-            point_ids=hits.point_ids,
-        )
-
 
 def screen_radii(splats: Splats) -> Tensor:
     """Radius in pixels of the 3-sigma circle around each splat, [M]; 0 where not even the square around it is in view.
@@ -207,11 +195,6 @@ def screen_radii(splats: Splats) -> Tensor:
     radii = splats.rows["radii"][:, 0]
     of_drawn = three_sigma_radii(splats.rows["conics"].detach())
     return torch.where(radii > 0, of_drawn, -radii.to(of_drawn.dtype))
-
-
-def camera_centers(viewmats: Tensor) -> Tensor:
-    """Where cameras are, [V, 3], by their world-to-camera matrices [V, 4, 4]."""
-    return -(viewmats[:, :3, :3].transpose(1, 2) @ viewmats[:, :3, 3:]).squeeze(-1)
 
 
 def sizes_of(views: Sequence[View]) -> list[int]:

@@ -14,6 +14,7 @@ from cuda_ext.reference.surfels import surfel_radii
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.primitives.composed_kernels import refuse_options
+from ns_multigpu.primitives.shading import row_colors
 from ns_multigpu.primitives.steady import rotations
 from ns_multigpu.primitives.surfels.kernels import SurfelKernels
 from ns_multigpu.primitives.surfels.schema import CHANNELS, SCHEMA
@@ -179,7 +180,7 @@ class Surfels(Primitive):
             ValueError: another option is asked for that only 3D Gaussians' kernels know.
         """
         losses = options.pop("losses", {})
-        refuse_options(options, "2D Gaussians")
+        refuse_options(options, SurfelKernels.title)
         if self.sh_degree is None:
             return None
         return SurfelKernels(self, bool(options.get("depth")), losses)
@@ -197,15 +198,7 @@ class Surfels(Primitive):
 
     def colors(self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor) -> Tensor:
         """The colours [M, 3] of rows."""
-        params = points.params
-        if self.sh_degree is None:
-            return params["features_dc"].sigmoid()[point_ids.long()]
-        rotation, translation = viewmats[:, :3, :3], viewmats[:, :3, 3:]
-        centers = -(rotation.transpose(1, 2) @ translation).squeeze(-1)
-        return cuda_ext.sh_colors(
-            self.sh_degree, params["means"], centers, params["features_dc"], params["features_rest"],
-            view_ids=view_ids, point_ids=point_ids,
-        )  # fmt: skip
+        return row_colors(points.params, self.sh_degree, viewmats, view_ids, point_ids)
 
 
 def screen_radii(splats: Splats) -> Tensor:

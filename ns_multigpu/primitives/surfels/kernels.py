@@ -9,27 +9,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-import cuda_ext
 from cuda_ext.ops.row_exchange import add_records
 from cuda_ext.ops.surfels import GEOMETRY
 from cuda_ext.reference.surfels import surfel_radii
 from ns_multigpu.core.kernels import Cameras, Drawn, Lists, Sinks
 from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import TILE, Patch, Pixels, Points, View
-from ns_multigpu.primitives.composed_kernels import ComposedKernels, Lines
+from ns_multigpu.primitives.composed_kernels import Lines
+from ns_multigpu.primitives.part_kernels import PartKernels
 from ns_multigpu.primitives.surfels.losses import TERMS
-from ns_multigpu.primitives.surfels.rows import (
-    SURFEL_FLOATS,
-    ArrivedSurfels,
-    SurfelGradients,
-    SurfelRows,
-    SurfelRowWire,
-    collect_surfels,
-    gradients_of,
-    pack_surfels,
-    records_of,
-    unpack_surfels,
-)
+from ns_multigpu.primitives.surfels.rows import SURFEL_PARTS, ArrivedSurfels, SurfelGradients, SurfelRows
 from ns_multigpu.primitives.surfels.schema import SCHEMA
 
 if TYPE_CHECKING:
@@ -64,7 +53,7 @@ class _Rest(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SurfelKernels(ComposedKernels):
+class SurfelKernels(PartKernels):
     """See `Kernels`.
 
     Attributes:
@@ -78,8 +67,9 @@ class SurfelKernels(ComposedKernels):
     losses: Mapping[str, float] = field(default_factory=dict[str, float])
 
     parameters = names(SCHEMA)
-    record_floats = SURFEL_FLOATS
-    halves = False
+    title = "2D Gaussians"
+    layout = SURFEL_PARTS
+    record_floats = SURFEL_PARTS.record_floats
 
     def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> MadeSurfels:
         points = Points(dict(params))
@@ -97,7 +87,7 @@ class SurfelKernels(ComposedKernels):
         return SurfelRows(*lines, count, made.means2d, made.transforms, *looks)
 
     def returned(self, made: MadeSurfels, records: Tensor) -> list[tuple[Tensor, Tensor]]:
-        g = gradients_of(records)
+        g: SurfelGradients = self.layout.gradients_of(records)
         return [
             (made.means2d, g.means2d), (made.transforms, g.transforms), (made.normals, g.normals),
             (made.row_opacities, g.opacities), (made.colors, g.features), (made.depths, g.depths),
@@ -106,33 +96,8 @@ class SurfelKernels(ComposedKernels):
     def moved(self, made: MadeSurfels, records: Tensor) -> tuple[Tensor, Tensor]:
         """The centre's, as the published code counts it: see `Surfels.splat`."""
         transforms = made.transforms.detach()
-        by_third = gradients_of(records).transforms[:, [2, 5]]
+        by_third = self.layout.gradients_of(records).transforms[:, [2, 5]]
         return by_third * transforms[:, 8:], surfel_radii(transforms)
-
-    def stay(self, rows: SurfelRows, owners: Tensor, slots: Tensor) -> ArrivedSurfels:
-        shape = (rows.means2d, rows.transforms, rows.normals, rows.opacities, rows.features, rows.depths)
-        return ArrivedSurfels(rows.view_ids, *shape, rows.radii, owners, slots)
-
-    def pack(self, rows: SurfelRows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
-        pack_surfels(rows, place, segments, capacity, first, end)
-
-    def unpack(self, records: Tensor, counts: Tensor, views: int) -> ArrivedSurfels:
-        return unpack_surfels(records, counts, views)
-
-    def collect(self, place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
-        return collect_surfels(place, count, sources, capacity)
-
-    def wire(self, *, half: bool, slots: bool) -> SurfelRowWire:
-        if half:
-            raise ValueError("Rows of 2D Gaussians cross the wire whole: leave half out.")
-        return SurfelRowWire(slots)
-
-    def intersect(self, arrived: ArrivedSurfels, patches: Sequence[int], capacity: int) -> Lists:
-        boundless = torch.zeros_like(arrived.normals)  # the box alone decides
-        return cuda_ext.intersect_capacity(
-            arrived.means2d, boundless, arrived.opacities, arrived.radii, arrived.depths, arrived.view_ids, patches,
-            tile_size=TILE, capacity=capacity,
-        )  # fmt: skip
 
     def draw(self, arrived: ArrivedSurfels, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
         a = arrived
@@ -181,7 +146,7 @@ class SurfelKernels(ComposedKernels):
             *rest.inputs, *rest.lists, rest.patches, TILE, rest.color, rest.geometry, rest.alpha, rest.last, v_color,
             v_geometry, v_covered,
         )  # fmt: skip
-        records = records_of(SurfelGradients(means2d, transforms, normals, opacities, colors, depths))
+        records = self.layout.records_of(SurfelGradients(means2d, transforms, normals, opacities, colors, depths))
         add_records(records, sinks.addresses, sinks.owners, sinks.slots, sinks.system_scope)
 
 

@@ -1,0 +1,66 @@
+"""Rows of 3D convexes, which travel in three parts (`primitives.record_parts`)."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from cuda_ext.ops.convexes import LINES
+from ns_multigpu.primitives.part_kernels import boundless
+from ns_multigpu.primitives.record_parts import RecordParts
+
+
+class ConvexRows(NamedTuple):
+    """See `Rows` and `cuda_ext.ops.convexes.ConvexProjection`; `features` [M, 3] are colours."""
+
+    view_ids: Tensor
+    point_ids: Tensor
+    count: Tensor
+    means2d: Tensor
+    lines: Tensor
+    sharpness: Tensor
+    opacities: Tensor
+    features: Tensor
+    depths: Tensor
+    radii: Tensor
+
+    @property
+    def conics(self) -> Tensor:
+        """Without a bound: a convex's box alone says where it is."""
+        return boundless(self.depths)
+
+
+class ArrivedConvexes(NamedTuple):
+    """The same where they are drawn; see `Arrived`."""
+
+    view_ids: Tensor
+    means2d: Tensor
+    lines: Tensor
+    sharpness: Tensor
+    opacities: Tensor
+    features: Tensor
+    depths: Tensor
+    radii: Tensor
+    owners: Tensor
+    slots: Tensor
+
+
+class ConvexGradients(NamedTuple):
+    """Gradients of rows. By depths there are none: they only order rows."""
+
+    means2d: Tensor
+    lines: Tensor
+    sharpness: Tensor
+    opacities: Tensor
+    features: Tensor
+
+
+CONVEX_PARTS = RecordParts(
+    widths={"means2d": 2, "lines": LINES, "sharpness": 0, "opacities": 0, "features": 3, "depths": 0},
+    order=(
+        ("means2d", 0, 2), ("lines", 0, 3), ("opacities", 0, 1), ("features", 0, 3), ("depths", 0, 1),
+        ("lines", 3, 12), ("sharpness", 0, 1), ("lines", 12, LINES),
+    ),
+    arrived=ArrivedConvexes,
+    gradients=ConvexGradients,
+)  # fmt: skip
+"""26 numbers of a row, and 25 gradients."""

@@ -1,0 +1,271 @@
+# torch annotates only part of itself:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""Rows that are wider than those of 3D Gaussians, and how they and their gradients travel: each in several parts, which
+are records of `cuda_ext.ops.row_exchange` or segments of `cuda_ext.ops.row_wire`.
+
+A part carries ten numbers of a row, in the places of mean, conic, opacity, colour and depth, and nine gradients. Where
+these are too few, the last part's absolute ones take two more. Each part has the row's view and radii. Nothing is
+rounded.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.row_exchange import RECORD_FLOATS, ArrivedRows, collect, pack, unpack
+from cuda_ext.ops.row_wire import collect_wire, gradient_words, pack_gradients, pack_wire, row_words, unpack_wire
+from ns_multigpu.core.kernels import Arrived, Rows
+from ns_multigpu.core.row_wire import STAYS, RowWire, WireSegments
+
+Part = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Rows as those of 3D Gaussians: what `pack` and `pack_wire` take first."""
+Span = tuple[str, int, int]
+"""A column's name, and the first and the end of some of its numbers."""
+_SLOTS = {"means2d": 2, "conics": 3, "opacities": 1, "features": 3, "depths": 1}
+"""What a part carries of a row: columns of `ArrivedRows`, in the order of `pack`, and their numbers."""
+_GRADIENTS, _ABSOLUTE = (0, 9), (10, 12)
+"""First and end of the places of a record whose sums come back: always, and with absolute ones."""
+
+
+class _Piece(NamedTuple):
+    """Numbers of a column, and where they lie: from `offset` on in one of several spaces."""
+
+    span: Span
+    space: int
+    offset: int
+
+
+def _pieces(order: Sequence[Span], spaces: Sequence[int]) -> list[_Piece]:
+    """Spans one behind the other in spaces of these sizes, cut where a space ends."""
+    found: list[_Piece] = []
+    space, offset = 0, 0
+    for name, start, end in order:
+        while start < end:
+            if offset == spaces[space]:
+                space, offset = space + 1, 0
+            taken = min(spaces[space] - offset, end - start)
+            found.append(_Piece((name, start, start + taken), space, offset))
+            start, offset = start + taken, offset + taken
+    return found
+
+
+class RecordParts:
+    """How the rows of one kind of point lie in records.
+
+    Args:
+        widths: the columns of a row that travel, by name: how many numbers each has, 0 for a column [M].
+        order: all of these numbers as they follow each other in the parts. A column begins or ends where a place of
+            `ArrivedRows` does, or it is copied once more.
+        arrived: makes `Arrived`: a class of tuples (view_ids, columns as in `widths`, radii, owners, slots).
+        gradients: a class of named tuples of the columns that have gradients.
+
+    Attributes:
+        widths: see above.
+        parts: of a row.
+        record_floats: of a row's record, and of that of its gradients: the parts' one behind the other.
+    """
+
+    def __init__(
+        self, widths: Mapping[str, int], order: Sequence[Span], arrived: type[Any], gradients: type[Any]
+    ) -> None:
+        self.widths, self._arrived, self._gradients = dict(widths), arrived, gradients
+        numbers = sum(end - start for _, start, end in order)
+        assert numbers == sum(max(width, 1) for width in widths.values()), "each number once"
+        slots = list(_SLOTS.values())
+        self.parts = -(-numbers // sum(slots))
+        self.record_floats = self.parts * RECORD_FLOATS
+        self._slots = slots * self.parts
+        self._rows = _pieces(order, self._slots)
+        self._runs = [(k * RECORD_FLOATS + _GRADIENTS[0], k * RECORD_FLOATS + _GRADIENTS[1]) for k in range(self.parts)]
+        last = (self.parts - 1) * RECORD_FLOATS
+        self._runs.append((last + _ABSOLUTE[0], last + _ABSOLUTE[1]))
+        returned = [span for span in order if span[0] in gradients._fields]
+        self._returned = _pieces(returned, [end - start for start, end in self._runs])
+        self.absolute = any(piece.space == self.parts for piece in self._returned)
+
+    def split(self, rows: Rows) -> list[Part]:
+        """The parts of rows."""
+        slots: list[Tensor] = []
+        for space, width in enumerate(self._slots):
+            parts = [_numbers(getattr(rows, p.span[0]), p.span) for p in self._rows if p.space == space]
+            short = width - sum(part.shape[1] for part in parts)
+            if short:
+                parts.append(rows.depths.new_zeros(len(rows.depths), short))
+            # Of one row some of a column counts as contiguous wherever it begins, and kernels read two numbers at once.
+            whole = len(parts) == 1 and parts[0].shape[1] == parts[0].stride(0)
+            slot = parts[0] if whole else torch.cat(parts, dim=1)
+            slots.append(slot[:, 0] if width == 1 else slot)
+        found: list[Part] = []
+        for k in range(0, len(slots), len(_SLOTS)):
+            means2d, conics, opacities, features, depths = slots[k : k + len(_SLOTS)]
+            found.append((rows.view_ids, means2d, conics, opacities, features, depths, rows.radii))
+        return found
+
+    def join(self, parts: Sequence[ArrivedRows]) -> Arrived:
+        """The inverse of `split`, of rows that arrived."""
+        slots = [getattr(part, name) for part in parts for name in _SLOTS]
+        columns = self._columns(self._rows, [slot if slot.dim() == 2 else slot[:, None] for slot in slots])
+        first = parts[0]
+        return self._arrived(
+            first.view_ids, *(columns[name].contiguous() for name in self.widths), first.radii, first.owners,
+            first.slots,
+        )  # fmt: skip
+
+    def stay(self, rows: Rows, owners: Tensor, slots: Tensor) -> Arrived:
+        """See `Kernels.stay`."""
+        return self._arrived(rows.view_ids, *(getattr(rows, name) for name in self.widths), rows.radii, owners, slots)
+
+    def records_of(self, gradients: Any) -> Tensor:
+        """Gradients of rows, by their columns, as records [M, record_floats]."""
+        like = gradients[0]
+        found: list[Tensor] = []
+        at = 0
+        for p in self._returned:
+            place = self._runs[p.space][0] + p.offset
+            found += [like.new_zeros(len(like), place - at), _numbers(getattr(gradients, p.span[0]), p.span)]
+            at = place + p.span[2] - p.span[1]
+        found.append(like.new_zeros(len(like), self.record_floats - at))
+        return torch.cat(found, dim=1)
+
+    def gradients_of(self, records: Tensor) -> Any:
+        """The inverse of `records_of`."""
+        runs = [records[:, start:end] for start, end in self._runs]
+        columns = self._columns(self._returned, runs)
+        return self._gradients(**columns)
+
+    def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
+        """See `Kernels.pack`."""
+        for k, part in enumerate(self.split(rows)):
+            lines = self._lines(place, capacity, k)
+            pack(*part, lines, segments, self.parts * capacity, first, end)
+
+    def unpack(self, records: Tensor, counts: Tensor, views: int) -> Arrived:
+        """See `Kernels.unpack`."""
+        ranks, capacity = records.shape[:2]
+        parts = records.view(ranks, capacity, self.parts, RECORD_FLOATS).unbind(2)
+        return self.join([unpack(part.contiguous(), counts, views) for part in parts])
+
+    def collect(self, place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
+        """See `Kernels.collect`."""
+        lines = (self._lines(place, capacity, k) for k in range(self.parts))
+        return torch.cat([collect(line, count, sources, self.parts * capacity) for line in lines], dim=1)
+
+    def _columns(self, pieces: Sequence[_Piece], spaces: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The columns [M, width] or [M] of which pieces lie in spaces [M, size]."""
+        by_name: dict[str, list[tuple[int, Tensor]]] = {}
+        for (name, start, end), space, offset in pieces:
+            there = spaces[space][:, offset : offset + end - start]
+            by_name.setdefault(name, []).append((start, there))
+        columns: dict[str, Tensor] = {}
+        for name, found in by_name.items():
+            parts = [part for _, part in sorted(found, key=lambda one: one[0])]
+            column = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            columns[name] = column if self.widths[name] else column[:, 0]
+        return columns
+
+    def _lines(self, place: Tensor, capacity: int, part: int) -> Tensor:
+        """Places of rows -> of one of their parts."""
+        return torch.where((place >= 0) & (place < capacity), self.parts * place + part, -1)
+
+
+@dataclass(frozen=True)
+class PartsWire(RowWire):
+    """See `cuda_ext.ops.row_wire`.
+
+    Attributes:
+        layout: of the rows. slots: see `Kernels.wire`.
+    """
+
+    layout: RecordParts
+    slots: bool
+
+    @property
+    def row_words(self) -> int:
+        return self.layout.parts * self._words
+
+    @property
+    def gradient_words(self) -> int:
+        return sum(gradient_words(half=False, absgrad=absolute) for absolute in self._absolute)
+
+    @property
+    def _words(self) -> int:
+        return row_words(half=False, slots=self.slots)
+
+    @property
+    def _absolute(self) -> list[bool]:
+        """Of each part, whether its absolute gradients are sent."""
+        last = self.layout.parts - 1
+        return [k == last and self.layout.absolute for k in range(self.layout.parts)]
+
+    def pack(self, rows: Rows, place: Tensor, wire: Tensor, to: WireSegments, first: int, end: int) -> None:
+        for k, part in enumerate(self.layout.split(rows)):
+            there = _behind(to, k * self._words)
+            pack_wire(
+                *part, place, wire, there.starts, there.capacities, there.rank,
+                half=False, slots=self.slots, first=first, end=end,
+            )  # fmt: skip
+
+    def unpack(self, wire: Tensor, come: WireSegments, counts: Tensor, views: int) -> Arrived:
+        segments = [_behind(come, k * self._words) for k in range(self.layout.parts)]
+        return self.layout.join(
+            [
+                unpack_wire(wire, one.starts, one.capacities, counts, one.rank, views, half=False, slots=self.slots)
+                for one in segments
+            ]
+        )
+
+    def keep(self, rows: Rows, place: Tensor, arrived: Arrived, come: WireSegments, source: int) -> None:
+        room, first = come.capacities[source], come.line(source)
+        lines = torch.arange(len(place), device=place.device)
+        # One more takes what does not stay, or has no room.
+        found = torch.full((room + 1,), -1, dtype=torch.int64, device=place.device)
+        found.scatter_(0, torch.where((place >= 0) & (place < room), place.long(), room), lines)
+        found = found[:room]
+        there, found = found >= 0, found.clamp(min=0)
+        if len(place) == 0:
+            return
+
+        def put(to: Tensor, values: Any) -> None:
+            part = to[first : first + room]
+            part.copy_(torch.where(there.view(-1, *[1] * (to.dim() - 1)), values, part))
+
+        for name in ("view_ids", *self.layout.widths, "radii"):
+            put(getattr(arrived, name), getattr(rows, name)[found])
+        if self.slots:
+            put(arrived.slots, found.int())
+
+    def pack_gradients(self, records: Tensor, counts: Tensor, wire: Tensor, to: WireSegments) -> None:
+        for part, there, absolute in self._returning(records, to):
+            where = (part, counts, wire, there.starts, there.capacities, there.rank)
+            pack_gradients(*where, half=False, absgrad=absolute)
+
+    def collect(self, place: Tensor, count: Tensor, wire: Tensor, come: WireSegments, own: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        for part, there, absolute in self._returning(own, come):
+            where = (place, count, wire, there.starts, there.capacities, part, there.rank)
+            found.append(collect_wire(*where, half=False, absgrad=absolute))
+        return torch.cat(found, dim=1)
+
+    def _returning(self, records: Tensor, segments: WireSegments) -> list[tuple[Tensor, WireSegments, bool]]:
+        """Of each part its gradient records, where they lie on the wire, and whether absolute ones are sent."""
+        found: list[tuple[Tensor, WireSegments, bool]] = []
+        words = 0
+        for part, absolute in zip(records.split(RECORD_FLOATS, dim=1), self._absolute, strict=True):
+            found.append((part.contiguous(), _behind(segments, words), absolute))
+            words += gradient_words(half=False, absgrad=absolute)
+        return found
+
+
+def _numbers(column: Tensor, span: Span) -> Tensor:
+    """Some numbers of a column, [M, numbers]."""
+    column = column if column.dim() == 2 else column[:, None]
+    return column[:, span[1] : span[2]]
+
+
+def _behind(segments: WireSegments, words: int) -> WireSegments:
+    """Where each segment goes on behind so many of its columns."""
+    pairs = zip(segments.starts, segments.capacities, strict=True)
+    return replace(segments, starts=tuple(s if s == STAYS else s + words * rows for s, rows in pairs))

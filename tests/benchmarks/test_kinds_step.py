@@ -1,0 +1,36 @@
+"""The benchmark of a training step of each kind of point: both of its ways draw something, and train."""
+
+import pytest
+import torch
+
+from benchmarks.kernels import kinds_step
+from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS
+from ns_multigpu.primitives.registry import KINDS
+from tests.recorded import RecordedPool
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_ways_train(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kinds_step, "GraphPool", lambda _: RecordedPool())
+    both = kinds_step.Both(kind, 60, (48, 40), torch.device("cpu"))
+    work, step = both.captured()
+    step.status()
+    for way, turns in ((both.ordinary(), 1), (work, 3)):
+        for _ in range(turns):
+            before = {name: value.detach().clone() for name, value in both.params.items()}
+            way()
+            assert all(bool((value.detach() != before[name]).any()) for name, value in both.params.items())
+    status = step.status()
+    assert status.done == 3 and not status.full and float(step.report[-1]) == 0
+    assert status.rows > 30 and status.intersections > status.rows
+
+
+def test_convexes_are_as_training_begins_with_them() -> None:
+    """Whatever their number: less dense, and larger."""
+    for count in (100, 6400):
+        params = kinds_step.make("convex", count, torch.device("cpu"))
+        size = params["corners"].view(count, 6, 3).norm(dim=-1).mean()
+        assert abs(float(size) / (SIZE * 0.4 * (count / 144) ** (-1 / 3)) - 1) < 0.05
+        steep = (params["deltas"] + params["sigmas"]).exp() * (size / SIZE) ** 2
+        assert abs(float(steep.log().mean().exp()) / STEEPNESS - 1) < 0.2
+        assert abs(float(params["deltas"].exp().mean() * size / SIZE) / DELTA - 1) < 0.1
