@@ -8,6 +8,7 @@ from cuda_ext.ops.adam import FusedAdam, is_plain
 from ns_multigpu.core.step import why_no_step
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.model import surfaces
 from ns_multigpu.primitives.registry import FIRST, titled
 
 _MOST_VIEWS = 128
@@ -104,7 +105,7 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     sizes = {(int(w), int(h)) for w, h in zip(cameras.width.reshape(-1), cameras.height.reshape(-1), strict=True)}
     shapes = pipeline.datamanager.train_shapes
     smallest = 11 * 2**options.num_downscales
-    kernels = model.primitive(depth=False).kernels()
+    kernels = model.primitive(depth=False, counted=False).kernels()
     names = () if kernels is None else kernels.parameters
     groups = [optimizers.optimizers.get(name) for name in names]
     pieces = why_no_step(pipeline.strategy, pipeline.batch_size)
@@ -121,6 +122,14 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         (
             kernels is not None and not kernels.halves and pipeline.config.wire == "half",
             lambda: f"rows of {titled(options.primitive)} cross the wire whole, and --pipeline.wire half is asked for",
+        ),
+        (
+            options.depth_loss > 0 and kernels is not None and surfaces.DEPTH not in kernels.terms,
+            lambda: f"the operators of {titled(options.primitive)} have no loss of depth",
+        ),
+        (
+            options.depth_loss > 0 and not pipeline.strategy.pixels.whole,
+            lambda: "pixels are put together of cells' layers, and there is a loss of depth",
         ),
         (options.use_scale_regularization, lambda: "scales are regularised"),
         (options.output_depth_during_training, lambda: "depth is asked for in training"),

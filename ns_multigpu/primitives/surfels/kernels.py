@@ -70,7 +70,7 @@ class SurfelKernels(ComposedKernels):
     Attributes:
         kind: what its functions say of points.
         depth: `draw` blends depths too, as a fourth number of the colour; then there is no way back.
-        losses: weights of further losses, by the channel that each is of (`primitives.surfels.losses.TERMS`).
+        losses: weights of further losses, by what each is of (`primitives.surfels.losses.TERMS`).
     """
 
     kind: "Surfels"
@@ -80,6 +80,7 @@ class SurfelKernels(ComposedKernels):
     parameters = names(SCHEMA)
     record_floats = SURFEL_FLOATS
     halves = False
+    terms = tuple(TERMS)
 
     def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> MadeSurfels:
         points = Points(dict(params))
@@ -158,7 +159,7 @@ class SurfelKernels(ComposedKernels):
         with torch.enable_grad():
             geometry = rest.geometry.detach().requires_grad_()
             covered = rest.alpha.detach().abs().requires_grad_()
-            start, total = 0, geometry.new_zeros(())
+            start, total = 0, 0 * covered.sum()  # of no patches, too, there is a way back
             for patch in patches:
                 x0, y0, x1, y1 = patch.rendered(views[patch.view])
                 piece = slice(start, start + (y1 - y0) * (x1 - x0))
