@@ -144,7 +144,7 @@ def read_tracks(parser: Any, outputs: DataparserOutputs) -> Tracks:
         if binary
         else colmap.read_points3D_text(folder / "points3D.txt")
     )
-    files = [_within(parser, Path(file)) for file in outputs.image_filenames]
+    files = [Path(file) for file in outputs.image_filenames]
     numbers = images_of(files, {number: image.name for number, image in images.items()})
     pictures = [None if number is None else images[number] for number in numbers]
     if all(picture is None for picture in pictures):
@@ -207,14 +207,6 @@ def _model_of(parser: Any) -> Path | None:
         return None
     data = Path(parser.data)
     return (data.parent if data.suffix == ".json" else data) / getattr(parser, "colmap_path", _USUAL)
-
-
-def _within(parser: Any, file: Path) -> Path:
-    """A file's path within the folder of images, or of smaller ones, where it is known which that is."""
-    if not isinstance(parser, ColmapDataParserConfig):
-        return file
-    beside = (parser.data / parser.images_path).parent
-    return Path(*file.relative_to(beside).parts[1:])
 
 
 def _check_fit(
