@@ -124,8 +124,13 @@ def test_patches_add_up() -> None:
 def test_views_that_observe_nothing() -> None:
     view, depth = make_view(), make_depth().requires_grad_()
     assert view.observations is not None
-    for ids in (view.observations.ids[:0], torch.full((7,), -1, dtype=torch.int32)):
-        blind = replace(view, observations=replace(view.observations, ids=ids))
+    nowhere = torch.tensor([[math.nan] * 3, [math.inf] * 3, [-math.inf, 0.0, 0.0]]).double()
+    for ids, points in (
+        (view.observations.ids[:0], view.observations.points),
+        (torch.full((7,), -1, dtype=torch.int32), view.observations.points),
+        (torch.arange(3, dtype=torch.int32), nowhere),
+    ):
+        blind = replace(view, observations=Observations(points, ids, SCALE))
         loss = depth_loss(of(depth, Patch.whole(0, view), blind), blind)
         assert float(loss.detach()) == 0 and not bool(torch.autograd.grad(loss, depth)[0].any())
 

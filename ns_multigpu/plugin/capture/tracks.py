@@ -160,8 +160,6 @@ def read_tracks(parser: Any, outputs: DataparserOutputs) -> Tracks:
     _check_fit(folder, pictures, poses, (to_world, float(outputs.dataparser_scale)), scale)
     places = np.array([point.xyz for point in points.values()], dtype=np.float64).reshape(-1, 3)
     observed = _observed(numbers, points)
-    finite = np.isfinite(places).all(1)
-    observed = [rows[finite[rows]] for rows in observed]
     used, ids = np.unique(np.concatenate(observed), return_inverse=True)
     if len(used) == 0:
         raise NoTracks(f"{folder}: no view has a part in a point's track: give the model as COLMAP wrote it")
