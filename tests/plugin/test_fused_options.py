@@ -39,8 +39,7 @@ def make_run(fused_steps: str = "always") -> SimpleNamespace:
         depth_loss=0.0,
     )
     densifier = object.__new__(ReplicatedDensifier)
-    model = SimpleNamespace(config=options, densifier=densifier, means=torch.zeros(4, 3))
-    model.primitive = lambda depth, counted=True: Gaussians(depth=depth)
+    model = SimpleNamespace(config=options, densifier=densifier, means=torch.zeros(4, 3), primitive=Gaussians)
     cameras = SimpleNamespace(width=torch.full((3, 1), 30), height=torch.full((3, 1), 22))
     data = SimpleNamespace(
         train_dataset=SimpleNamespace(cameras=cameras),
@@ -112,7 +111,7 @@ OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
     (_set("pipeline.model.config.sh_degree", 0), "there are no spherical harmonics"),
     (_set("pipeline.model.config.use_scale_regularization", True), "scales are regularised"),
     (_set("pipeline.model.config.output_depth_during_training", True), "depth is asked for in training"),
-    (_set("pipeline.model.config.depth_loss", 0.01), "the operators of 3D Gaussians .3dgs. have no loss of depth"),
+    (_set("pipeline.model.config.depth_loss", 0.01), "3D Gaussians .3dgs. have no operators for a loss of depth"),
     (_set("config.on_nonfinite", "skip"), "steps with NaN are to be skipped"),
     (_set("pipeline.batch_size", 129), "there are more than 128 views a step"),
     (_one_wider, "views differ in size"),
@@ -142,8 +141,11 @@ def test_every_obstacle_names_itself(change: Callable[[SimpleNamespace], None], 
 def test_a_loss_of_depth_is_fused_where_operators_have_it_and_draw_whole_pixels() -> None:
     run = make_run()
     run.pipeline.model.config.depth_loss = 0.01
+    run.pipeline.model.primitive = lambda depth: Gaussians(depth=True)  # once the loss counts
+    reason = "3D Gaussians (3dgs) have no operators for a loss of depth"
+    assert obstacle(run.config, run.pipeline, run.optimizers) == reason
     run.pipeline.config = SimpleNamespace(wire="full")
-    run.pipeline.model.primitive = lambda depth, counted: Surfels(depth=depth)
+    run.pipeline.model.primitive = Surfels
     assert obstacle(run.config, run.pipeline, run.optimizers) is None
     run.pipeline.strategy = STRATEGIES["pixel"](World.single())
     reason = "pixels are put together of cells' layers, and there is a loss of depth"

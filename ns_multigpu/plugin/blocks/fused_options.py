@@ -105,7 +105,7 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     sizes = {(int(w), int(h)) for w, h in zip(cameras.width.reshape(-1), cameras.height.reshape(-1), strict=True)}
     shapes = pipeline.datamanager.train_shapes
     smallest = 11 * 2**options.num_downscales
-    kernels = model.primitive(depth=False, counted=False).kernels()
+    kernels = model.primitive(depth=False).kernels()
     names = () if kernels is None else kernels.parameters
     groups = [optimizers.optimizers.get(name) for name in names]
     pieces = why_no_step(pipeline.strategy, pipeline.batch_size)
@@ -118,14 +118,14 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         (options.camera_optimizer.mode != "off", lambda: "camera poses are optimized"),
         (options.use_bilateral_grid, lambda: "there is a bilateral grid"),
         (options.sh_degree == 0, lambda: "there are no spherical harmonics"),
+        (
+            options.depth_loss > 0 and (kernels is None or surfaces.DEPTH not in kernels.terms),
+            lambda: f"{titled(options.primitive)} have no operators for a loss of depth",
+        ),
         (kernels is None, lambda: f"{titled(options.primitive)} have no operators for it"),
         (
             kernels is not None and not kernels.halves and pipeline.config.wire == "half",
             lambda: f"rows of {titled(options.primitive)} cross the wire whole, and --pipeline.wire half is asked for",
-        ),
-        (
-            options.depth_loss > 0 and kernels is not None and surfaces.DEPTH not in kernels.terms,
-            lambda: f"the operators of {titled(options.primitive)} have no loss of depth",
         ),
         (
             options.depth_loss > 0 and not pipeline.strategy.pixels.whole,
