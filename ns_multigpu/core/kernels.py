@@ -129,12 +129,14 @@ class Kernels(ABC):
         parameters: the names of the parameters in the order that operators take them.
         record_floats: numbers of a row's record: as it travels, and of its gradients.
         puts_off: whether `model` takes `lazy`. halves: whether `wire` takes `half`.
+        terms: the losses that `more_losses` can take, by what they are of.
     """
 
     parameters: tuple[str, ...]
     record_floats: int
     puts_off: bool = True
     halves: bool = True
+    terms: tuple[str, ...] = ()
 
     @abstractmethod
     def model(

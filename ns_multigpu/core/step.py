@@ -40,6 +40,7 @@ from ns_multigpu.core.crossing import RowsCross, route_crossing
 from ns_multigpu.core.kernels import Cameras, Kernels, Rows
 from ns_multigpu.core.legs import GradientsToOwner, RowsStay, SummedGradients
 from ns_multigpu.core.message import StepMessage
+from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.patch_losses import PatchLosses
 from ns_multigpu.core.pixel_carriers import carrier_of
 from ns_multigpu.core.plan import Plan, rectangles
@@ -103,6 +104,7 @@ class Step:
         lists: how each tile's splats are found; `GatheredLists` unless given.
         measure: called with the name of each part (project, send, sort, raster, pixels, loss, backward, return,
             update), gives a context to do it in. What leaves while other rows are projected is in `project`.
+        observed: what the batch's views observe [B, K], where kernels have a loss of depth; filled as inputs are.
 
     Raises:
         ValueError: no step is composed of the strategy's pieces, or steps are to be put off where they cannot.
@@ -133,6 +135,7 @@ class Step:
         lists: TileLists | None = None,
         measure: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
         group_culling: bool | None = None,
+        observed: Observations | None = None,
     ) -> None:
         reason = why_no_step(strategy, settings.views)
         if reason is not None:
@@ -142,7 +145,7 @@ class Step:
                 f"strategy {strategy.name}: rows that cross cells leave in 1 group, not {settings.groups}."
             )
         self.settings, self._strategy, self._world = settings, strategy, strategy.world
-        self._kernels, self._transport, self._measure = kernels, transport, measure
+        self._kernels, self._transport, self._measure, self._observed = kernels, transport, measure, observed
         self._lists = lists or GatheredLists(kernels, settings.intersections)
         model = kernels.model(params, moments, statistics, lazy)
         tests = len(model.params[0]) * strategy.assignment.most_views(settings.views, strategy.world.size)
@@ -361,7 +364,8 @@ class Step:
             yield
 
     def _view(self, position: int) -> View:
-        return View(self.viewmats[position], self.Ks[position], self.settings.width, self.settings.height, position)
+        observed, size = self._observed and self._observed.of(position), (self.settings.width, self.settings.height)
+        return View(self.viewmats[position], self.Ks[position], *size, position, observations=observed)
 
     def _cameras(self, positions: range) -> Cameras:
         some = slice(positions.start, positions.stop)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.observations import Observations
+
 TILE = 16
 """Side of a rasterizer's tile in pixels."""
 SSIM_HALO = 5
@@ -27,6 +29,7 @@ class View:
         width, height: the image's size in pixels.
         index: the view's number in its capture; keys everything random that belongs to the view.
         time: the moment of a time-varying capture, in [0, 1].
+        observations: what it observes of a reconstruction, for a loss of depth; None where nobody asks.
     """
 
     viewmat: Tensor
@@ -35,6 +38,7 @@ class View:
     height: int
     index: int = 0
     time: float = 0.0
+    observations: Observations | None = None
 
 
 @dataclass(frozen=True)

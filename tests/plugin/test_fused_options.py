@@ -1,5 +1,6 @@
 """Every obstacle to fused steps is named; a block ends where something is to be done."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from ns_multigpu.primitives.registry import KINDS
+from ns_multigpu.primitives.surfels.functions import Surfels
 from strategies import STRATEGIES
 
 
@@ -38,6 +40,7 @@ def make_run(fused_steps: str = "always") -> SimpleNamespace:
         sh_degree=3,
         use_scale_regularization=False,
         output_depth_during_training=False,
+        depth_loss=0.0,
     )
     densifier = object.__new__(ReplicatedDensifier)
     model = SimpleNamespace(config=options, densifier=densifier, means=torch.zeros(4, 3), primitive=Gaussians)
@@ -112,6 +115,7 @@ OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
     (_set("pipeline.model.config.sh_degree", 0), "there are no spherical harmonics"),
     (_set("pipeline.model.config.use_scale_regularization", True), "scales are regularised"),
     (_set("pipeline.model.config.output_depth_during_training", True), "depth is asked for in training"),
+    (_set("pipeline.model.config.depth_loss", 0.01), "3D Gaussians .3dgs. have no operators for a loss of depth"),
     (_set("config.on_nonfinite", "skip"), "steps with NaN are to be skipped"),
     (_set("pipeline.batch_size", 129), "there are more than 128 views a step"),
     (_one_wider, "views differ in size"),
@@ -130,12 +134,28 @@ def test_every_obstacle_names_itself(change: Callable[[SimpleNamespace], None], 
     run = make_run()
     assert obstacle(run.config, run.pipeline, run.optimizers) is None
     change(run)
-    assert obstacle(run.config, run.pipeline, run.optimizers) == reason
+    assert re.fullmatch(reason, str(obstacle(run.config, run.pipeline, run.optimizers)))
     remedy = "Change that, or use --fused-steps auto"
     with pytest.raises(InputError, match=f"^--fused-steps always: .*for {reason}. {remedy}.$"):
         asked(run)
     run.config.fused_steps = "never"
     assert asked(run)[0] is False
+
+
+def test_a_loss_of_depth_is_fused_where_operators_have_it_and_draw_whole_pixels() -> None:
+    run = make_run()
+    run.pipeline.model.config.depth_loss = 0.01
+    run.pipeline.model.primitive = lambda depth: Gaussians(depth=True)  # once the loss counts
+    reason = "3D Gaussians (3dgs) have no operators for a loss of depth"
+    assert obstacle(run.config, run.pipeline, run.optimizers) == reason
+    run.pipeline.config = SimpleNamespace(wire="full")
+    run.pipeline.model.primitive = Surfels
+    assert obstacle(run.config, run.pipeline, run.optimizers) is None
+    run.pipeline.strategy = STRATEGIES["pixel"](World.single())
+    reason = "pixels are put together of cells' layers, and there is a loss of depth"
+    assert obstacle(run.config, run.pipeline, run.optimizers) == reason
+    run.pipeline.model.config.depth_loss = 0.0
+    assert obstacle(run.config, run.pipeline, run.optimizers) is None
 
 
 def test_mcmc_is_fused_but_not_with_selective_adam(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,14 @@ from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.surfaces import check_primitive, weights
 from ns_multigpu.primitives.surfels.losses import distortion_loss, normal_loss, normals_of_depth
 from tests.plugin.course import follow, single_course, sums_over_points, write_capture
+from tests.plugin.reconstruction import add_model
 from tests.ranks import run_ranks
 
 OPTIONS: dict[str, Any] = {
     "pipeline.views_per_step": 2, "pipeline.model.num_downscales": 0, "pipeline.model.primitive": "2dgs",
     "pipeline.model.normal_loss_start": 6, "pipeline.model.distortion_loss": 0.1,
-    "pipeline.model.distortion_loss_start": 3, "pipeline.model.warmup_length": 4, "pipeline.model.refine_every": 8,
+    "pipeline.model.distortion_loss_start": 3, "pipeline.model.depth_loss": 0.1, "pipeline.model.depth_loss_start": 5,
+    "pipeline.model.warmup_length": 4, "pipeline.model.refine_every": 8,
     "pipeline.model.densify_grad_thresh_2dgs": 1e-9, "pipeline.model.morton_order": True,
 }  # fmt: skip
 
@@ -48,6 +50,7 @@ def train(
 
 def test_a_run_is_as_on_one_worker_and_goes_on(tmp_path: Path) -> None:
     write_capture(tmp_path / "tiny", wide=False)
+    add_model(tmp_path / "tiny")
     expected, start = train(World.single(), tmp_path, "tile")
     assert start == 0 and expected["count"] > 80, "it has been densified"
     for found, _ in run_ranks(train, 2, tmp_path, "tile"):
@@ -75,8 +78,9 @@ def test_a_run_is_as_on_one_worker_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_fused_steps_are_the_ordinary_ones(tmp_path: Path) -> None:
-    """With both losses, from their starts on, and refinements between."""
+    """With all losses, from their starts on, and refinements between."""
     write_capture(tmp_path / "tiny", wide=False)
+    add_model(tmp_path / "tiny")
     for strategy, ranks in (("tile", 2), ("batch", 1)):
         expected = single_course(World.single(), tmp_path, OPTIONS, strategy, "never")
         assert expected["count"] > 80
@@ -89,6 +93,9 @@ def test_losses_count_from_their_starts_and_for_2d_gaussians_alone() -> None:
     assert weights(options, 2999) == {} and weights(options, 3000) == {"distortion": 0.5}
     assert weights(options, 7000) == {"normals": 0.05, "distortion": 0.5}
     assert weights(replace(options, primitive="3dgs"), 7000) == {}
+    deep = replace(options, depth_loss=0.01, depth_loss_start=40)
+    assert weights(deep, 39) == {} and weights(deep, 3000) == {"depth": 0.01, "distortion": 0.5}
+    assert weights(replace(deep, primitive="3dgs"), 7000) == {"depth": 0.01}
 
 
 REFUSED = [

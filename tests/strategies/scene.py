@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.types import Points, View
 
 
@@ -34,6 +35,19 @@ def make_views(
         K = torch.tensor([[focal, 0, width / 2], [0, focal * 1.05, height / 2 + 1], [0, 0, 1]], dtype=dtype)
         views.append(View(matrix.to(device, dtype), K.to(device), width, height, index=i, time=(0.4 * i) % 1))
     return views
+
+
+def make_observations(views: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Observations:
+    """What each view observes of 200 points in a box of side 6 around the scene: some of them are behind it, or beside
+    its image. The second view observes nothing, and none as many as there is room for."""
+    g = torch.Generator().manual_seed(4)
+    points = torch.rand(200, 3, generator=g, dtype=torch.float64) * 6 - 3
+    points[::2] /= 3
+    ids = torch.full((views, 140), -1, dtype=torch.int32)
+    for i in range(views):
+        count = 0 if i == 1 else 60 + 70 * i // views
+        ids[i, :count] = torch.randperm(200, generator=g)[:count].int()
+    return Observations(points.to(device, dtype), ids.to(device), 2.5)
 
 
 def make_points(count: int, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Points:

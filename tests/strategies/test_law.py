@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ns_multigpu.core.collectives import all_gather_rows, sum_all
+from ns_multigpu.core.depth_loss import depth_loss
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.strategy import Strategy
@@ -28,7 +29,7 @@ from ns_multigpu.primitives.surfels.functions import screen_radii as surfel_radi
 from ns_multigpu.primitives.surfels.losses import distortion_loss, normal_loss
 from strategies import STRATEGIES
 from tests.ranks import run_ranks, skip_without_gpus
-from tests.strategies.scene import make_image, make_moving_points, make_points, make_views
+from tests.strategies.scene import make_image, make_moving_points, make_observations, make_points, make_views
 
 PRIMITIVES: dict[str, Callable[[], Primitive]] = {
     "gaussians": lambda: Gaussians(sh_degree=3, depth=True),
@@ -47,6 +48,9 @@ BY_CELLS = ["pixel"]
 LIKE_SINGLE = [name for name in STRATEGIES if name not in ("single", *BY_CELLS)]
 KNOW_MACHINES = ["locality"]
 """Strategies that ask which ranks are of one machine."""
+
+DEPTH_WEIGHT = 0.2
+"""Of the loss of depth."""
 
 Pieces = list[tuple[Patch, torch.Tensor]]
 Outcome = dict[str, Any]
@@ -75,10 +79,11 @@ def on_machines(world: World, machines: int) -> World:
 
 def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
-    kind: tuple[Primitive, Points] | None = None,
+    kind: tuple[Primitive, Points] | None = None, observes: bool = False,
 ) -> Outcome:  # fmt: skip
     """Renders a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given.
-    `kind`: a primitive that is not in the table, and so many points of it."""
+    `kind`: a primitive that is not in the table, and so many points of it. `observes`: views observe points, whose
+    depth counts."""
     world = spread.world
     drawn, whole = kind or points_of(primitive, points, dtype, world.device)
     batch = seen = make_views(views, dtype, world.device, size)
@@ -86,6 +91,9 @@ def take_step(
     held, places = held_at(spread, whole)
     poses = [v.viewmat.clone().requires_grad_() for v in batch]
     batch = [replace(v, viewmat=p) for v, p in zip(batch, poses, strict=True)]
+    if observes:
+        observed = make_observations(views, dtype, world.device)
+        batch = [replace(view, observations=observed.of(i)) for i, view in enumerate(batch)]
     spread.observe(drawn, held, 0)
     plan = spread.plan(batch, holders=[(3 * i) % world.size for i in range(views)])
     rendering = spread.render(drawn, held, batch, plan)
@@ -105,6 +113,8 @@ def take_step(
         loss = loss + photometric_loss(rgb, target, pixels.patch, view, 0.2) / len(batch)
         if pixels.extra:
             loss = loss + (normal_loss(pixels, view) + 0.1 * distortion_loss(pixels, view)) / len(batch)
+        if observes:
+            loss = loss + DEPTH_WEIGHT * depth_loss(pixels, view) / len(batch)
     leaves = [*poses, *held.params.values()]
     spread.gradients.begin_backward(leaves)
     loss.backward()

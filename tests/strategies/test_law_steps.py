@@ -16,6 +16,7 @@ import torch
 from cuda_ext.ops.adam import adam_scalars
 from ns_multigpu.core.assignment import DealtViews
 from ns_multigpu.core.legs import RowsStay, SummedGradients, WholePixels
+from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.stages import stages_of
 from ns_multigpu.core.step import Step, why_no_step
@@ -31,7 +32,7 @@ from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
 from tests.ranks import run_ranks, skip_without_gpus
 from tests.recorded import RecordedPool
-from tests.strategies.scene import make_image, make_points, make_views
+from tests.strategies.scene import make_image, make_observations, make_points, make_views
 from tests.strategies.test_law import (
     KNOW_MACHINES,
     LIKE_SINGLE,
@@ -79,10 +80,10 @@ def step_on(machines: int, world: World, *rest: Any) -> Outcome:
 
 def take_one(
     spread: Strategy, kind: Any, count: int, size: tuple[int, int], mode: str, by_sort: bool = False,
-    half: bool | None = None, whole: Points | None = None, **more: Any,
+    half: bool | None = None, whole: Points | None = None, observes: bool = False, **more: Any,
 ) -> Outcome:  # fmt: skip
     """What `one_step` returns, of a step that reads nothing back. With `half` given rows travel by collectives. The
-    points are 3D Gaussians, unless given; `more` are options of their kernels."""
+    points are 3D Gaussians, unless given; `observes`: see `take_step`; `more` are options of their kernels."""
     world = spread.world
     device = world.device
     views = make_views(count, torch.float32, device, size)
@@ -93,7 +94,8 @@ def take_one(
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
     statistics = {name: torch.zeros(len(held), device=device) for name in ("grad2d", "count", "radii")}
     spread.observe(kind, held, 0)
-    step = made(spread, kind, views, params, moments, statistics, by_sort, half, **more)
+    observed = make_observations(count, torch.float32, device) if observes else None
+    step = made(spread, kind, views, params, moments, statistics, by_sort, half, observed, **more)
     fill(step, views)
     plan = with_halos(spread.plan_alike(views), *size)
     targets = []
@@ -119,7 +121,7 @@ def take_one(
 
 def made(
     spread: Strategy, kind: Any, views: list[View], params: Any, moments: Any, statistics: Any, by_sort: bool,
-    half: bool | None = None, **more: Any,
+    half: bool | None = None, observed: Observations | None = None, **more: Any,
 ) -> Step:  # fmt: skip
     """The step of a strategy and a primitive, with what carries its rows."""
     world = spread.world
@@ -134,7 +136,7 @@ def made(
     )  # fmt: skip
     lists = SortedLists(settings, world, transport.lines, peer=False) if by_sort else None
     counted = statistics if world.is_main or not spread.gradients.summed else {}
-    return Step(kernels, params, moments, counted, settings, spread, transport, lists=lists)
+    return Step(kernels, params, moments, counted, settings, spread, transport, lists=lists, observed=observed)
 
 
 def replay(

@@ -8,6 +8,7 @@ from cuda_ext.ops.adam import FusedAdam, is_plain
 from ns_multigpu.core.step import why_no_step
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.model import surfaces
 from ns_multigpu.primitives.registry import FIRST, titled
 
 _MOST_VIEWS = 128
@@ -119,10 +120,18 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
         (options.camera_optimizer.mode != "off", lambda: "camera poses are optimized"),
         (options.use_bilateral_grid, lambda: "there is a bilateral grid"),
         (options.sh_degree == 0, lambda: "there are no spherical harmonics"),
+        (
+            options.depth_loss > 0 and (kernels is None or surfaces.DEPTH not in kernels.terms),
+            lambda: f"{titled(options.primitive)} have no operators for a loss of depth",
+        ),
         (kernels is None, lambda: f"{titled(options.primitive)} have no operators for it"),
         (
             kernels is not None and not kernels.halves and pipeline.config.wire == "half",
             lambda: f"rows of {titled(options.primitive)} cross the wire whole, and --pipeline.wire half is asked for",
+        ),
+        (
+            options.depth_loss > 0 and not pipeline.strategy.pixels.whole,
+            lambda: "pixels are put together of cells' layers, and there is a loss of depth",
         ),
         (options.use_scale_regularization, lambda: "scales are regularised"),
         (options.output_depth_during_training, lambda: "depth is asked for in training"),

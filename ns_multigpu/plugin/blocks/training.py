@@ -41,13 +41,13 @@ from ns_multigpu.plugin.blocks.first_room import FirstRoom
 from ns_multigpu.plugin.blocks.fused_noise import StepNoise
 from ns_multigpu.plugin.blocks.fused_rescue import go_back, last_whole_step
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
+from ns_multigpu.plugin.blocks.host_cameras import HostCameras
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.plugin.faults.out_of_memory import Counts
 from ns_multigpu.plugin.model import surfaces
-from ns_multigpu.plugin.model.cameras import view_from_camera
 
 MOST_STEPS = 64
 """Steps of a block at most: so long a signal, or the viewer, may have to wait."""
@@ -96,7 +96,7 @@ class Training:
         self._pipeline, self._optimizers, self._world = pipeline, optimizers, world
         self._model = pipeline.model
         self._images = DeviceImages(pipeline.datamanager, world)
-        self._cameras: dict[tuple[int, int], tuple[View, Tensor]] = {}
+        self._camera, self._observed = HostCameras(pipeline.datamanager), pipeline.observed
         self._step: Step | None = None
         self._adam: AdamStep | None = None
         self._lazy: LazyAdam | None = None
@@ -279,6 +279,7 @@ class Training:
             strategy, transport, self._lazy, self._buffers.lists(settings, kernels, transport), self._measure,
             # Noise moves all points after each step: boxes would have to be made anew, which reads as much as it saves.
             group_culling=False if self._noise.active else None,
+            observed=None if self._observed is None else self._observed.batch,
         )  # fmt: skip
 
     def _kernels(self, degree: int, counts: bool, losses: Sequence[tuple[str, float]]) -> Kernels:
@@ -304,15 +305,6 @@ class Training:
         degree = min(images // config.sh_degree_interval, config.sh_degree)
         factor = 2 ** max(config.num_downscales - images // config.resolution_schedule, 0)
         return degree, factor, self._model.counts(images), tuple(surfaces.weights(config, images).items())
-
-    def _camera(self, index: int, factor: int) -> tuple[View, Tensor]:
-        """A view on the host, and its 25 numbers for a step: world-to-camera matrix and intrinsics."""
-        key = (index, factor)
-        if key not in self._cameras:
-            camera = self._pipeline.datamanager.train_camera(index)
-            view = view_from_camera(camera, camera.camera_to_worlds.reshape(-1, 3, 4)[0], index, factor)
-            self._cameras[key] = (view, torch.cat([view.viewmat.reshape(-1), view.K.reshape(-1)]))
-        return self._cameras[key]
 
     def _feed(self, step: int) -> _Feed:
         """Draws a step's views and backgrounds, and counts it in optimizers and schedules."""
@@ -347,6 +339,8 @@ class Training:
                 self._ring_width = len(feed.inputs)
                 self._ring = ScalarRing(self._world.device, self._ring_width, slots=16)
             self._ring.upload(feed.inputs[None], torch.float32, into=step.inputs[None])
+            if self._observed is not None:
+                self._observed.fill(feed.indices)
         self._render(step, feed)
 
     def _small(self, image: Tensor, step: int) -> Tensor:

@@ -42,11 +42,13 @@ class Reconstruction:
     Attributes:
         views: by image id, as nerfstudio orders them.
         points: how many seed points there are; None if there is no file of them.
+        observations: how many views observe them, added up over points: the length of all tracks.
         problems: a line each.
     """
 
     views: list[ColmapView] = field(default_factory=list[ColmapView])
     points: int | None = None
+    observations: int = 0
     problems: list[str] = field(default_factory=list[str])
 
 
@@ -92,7 +94,7 @@ def look_at(folder: Path) -> Reconstruction:
     points = next((path for path in (folder / "points3D.bin", folder / "points3D.txt") if path.exists()), None)
     if points is not None:
         with _told(found, points) as path:
-            found.points = _points_binary(path) if path.suffix == ".bin" else _points_text(path)
+            found.points, found.observations = (_points_binary if path.suffix == ".bin" else _points_text)(path)
     return found
 
 
@@ -170,7 +172,8 @@ def _images_binary(path: Path) -> dict[int, tuple[str, int, bool]]:
     return images
 
 
-def _points_binary(path: Path) -> int:
+def _points_binary(path: Path) -> tuple[int, int]:
+    """How many points there are, and the length of all tracks."""
     with _bytes_of(path) as data:
         count, place = _COUNT.unpack_from(data)[0], _COUNT.size
         length, size, unpack = len(data), _POINT.size, _COUNT.unpack_from
@@ -181,7 +184,7 @@ def _points_binary(path: Path) -> int:
             place += size + _TRACK * unpack(data, place + to_track)[0]
         if place > length:
             raise _cut("point", count - 1, count)
-    return count
+    return count, (place - _COUNT.size - count * size) // _TRACK
 
 
 # ---- text ----
@@ -224,12 +227,13 @@ def _images_text(path: Path) -> dict[int, tuple[str, int, bool]]:
     return images
 
 
-def _points_text(path: Path) -> int:
-    count = 0
+def _points_text(path: Path) -> tuple[int, int]:
+    """As `_points_binary`."""
+    count = observations = 0
     for words in _lines(path):
         if not words:
             continue
         if len(words) < 8 or len(words) % 2:
             raise _Damaged(f"it is truncated: this line is no point: {' '.join(words)[:60]!r}")
-        count += 1
-    return count
+        count, observations = count + 1, observations + (len(words) - 8) // 2
+    return count, observations

@@ -21,6 +21,7 @@ from nerfstudio.data.utils.dataparsers_utils import get_train_eval_split_fractio
 from ns_multigpu.plugin.capture.checks import transforms_problems
 from ns_multigpu.plugin.capture.colmap import Reconstruction, look_at
 from ns_multigpu.plugin.capture.image_files import Header, header_size, read_header
+from ns_multigpu.plugin.capture.tracks import OPTION, track_problems
 
 _THREADS = 16
 _PATIENCE = 8.0
@@ -47,22 +48,26 @@ class _Image:
     size: tuple[int, int]
 
 
-def first_look(datamanager: Any) -> Findings:
+def first_look(datamanager: Any, *, tracks: bool = False) -> Findings:
     """Looks at a capture in COLMAP's or nerfstudio's format; of others there is nothing to say.
 
     Args:
         datamanager: the configuration of nerfstudio's full-image datamanager.
+        tracks: whether what views observe is needed (see `tracks`).
     """
     parser = datamanager.dataparser
     data = Path(datamanager.data or parser.data)
     found = Findings()
     if not isinstance(parser, (ColmapDataParserConfig, NerfstudioDataParserConfig)):
+        found.problems += [f"{OPTION}: {line}" for line in track_problems(parser)] if tracks else []
         return found
     if not data.exists():
         found.problems.append(f"--data {data}: there is no such file or folder")
         return found
     parser = dataclasses.replace(parser, data=data)
     images = _of_colmap(parser, found) if isinstance(parser, ColmapDataParserConfig) else _of_nerfstudio(parser, found)
+    if not found.problems and tracks:
+        found.problems += [f"{OPTION}: {line}" for line in track_problems(parser)]
     if not found.problems:
         _look_at_images(images, found)
     return found

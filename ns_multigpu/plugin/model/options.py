@@ -38,6 +38,11 @@ class SplatModelConfig(SplatfactoModelConfig):
     capture's units: larger for smaller scenes."""
     distortion_loss_start: int = 3000
     """With 2dgs, how many images are seen before the depth distortion counts."""
+    depth_loss: float = 0.0
+    """Weight of the loss by which the depth that is drawn, and that of COLMAP's points where a view observes them,
+    agree: of disparities, in units of the scene; 0 for none. The published weight is 0.01. It needs COLMAP's tracks."""
+    depth_loss_start: int = 0
+    """How many images are seen before the depth loss counts."""
     optimizer_state: Literal["full", "compact"] = "full"
     """How Adam keeps its two moments of every parameter of the Gaussians: "full", as float32, 8 bytes a parameter and
     472 a Gaussian; "compact", as bfloat16 that is rounded up or down at random, half of that. With compact a Gaussian

@@ -146,8 +146,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             sh_degree=degree,
             antialiased=config.rasterize_mode == "antialiased",
             absgrad=counted and self.training and config.use_absgrad and self.counts(self.step),
-            depth=depth or "normals" in counted_here,
-            channels=tuple(counted_here),
+            depth=depth or not counted_here.keys().isdisjoint(("normals", surfaces.DEPTH)),
+            channels=tuple(name for name in counted_here if name != surfaces.DEPTH),
         )
         return self.kind.make(wanted)
 

@@ -1,4 +1,5 @@
-"""The losses that 2D Gaussians may have besides the image's; and which options a kind of point has no use for."""
+"""The losses that points may have besides the image's: that of depth, and 2D Gaussians those of normals and distortion;
+and which options a kind of point has no use for."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -14,17 +15,17 @@ if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig
 
 SURFACES = "2dgs"
-"""The kind of point that has these channels."""
+"""The kind of point that has channels, and losses of them."""
+DEPTH = "depth"
+"""What the loss that all kinds of points can have is of. It is no channel."""
 
 
 def weights(options: "SplatModelConfig", step: int) -> dict[str, float]:
-    """The weights of the losses that count in a step that begins after `step` images, by their channels."""
-    if options.primitive != SURFACES:
-        return {}
-    asked = {
-        "normals": (options.normal_loss, options.normal_loss_start),
-        "distortion": (options.distortion_loss, options.distortion_loss_start),
-    }
+    """The weights of the losses that count in a step that begins after `step` images, by what they are of."""
+    asked = {DEPTH: (options.depth_loss, options.depth_loss_start)}
+    if options.primitive == SURFACES:
+        asked["normals"] = (options.normal_loss, options.normal_loss_start)
+        asked["distortion"] = (options.distortion_loss, options.distortion_loss_start)
     return {name: weight for name, (weight, start) in asked.items() if weight > 0 and step >= start}
 
 
@@ -35,9 +36,9 @@ def add_shares(losses: dict[str, Tensor], counted: Mapping[str, float], pixels: 
         losses[key] = losses[key] + weight * TERMS[name](pixels, view) / views
 
 
-def loss_name(channel: str) -> str:
-    """Of the loss of a channel, in logs."""
-    return f"{channel}_loss"
+def loss_name(of: str) -> str:
+    """Of the loss of a channel, or of depth, in logs."""
+    return f"{of}_loss"
 
 
 def check_primitive(options: "SplatModelConfig", strategy: str) -> None:
@@ -53,13 +54,12 @@ def check_primitive(options: "SplatModelConfig", strategy: str) -> None:
                 f"--pipeline.model.{name.replace('_', '-')} {value} is not for {kind.title} "
                 f"(--pipeline.model.primitive {options.primitive}): {why}."
             )
-    if options.primitive != SURFACES:
-        return
-    for name in ("normal_loss", "distortion_loss"):
+    of_channels = ("normal_loss", "distortion_loss") if options.primitive == SURFACES else ()
+    for name in ("depth_loss", *of_channels):
         option, value = f"--pipeline.model.{name.replace('_', '-')}", getattr(options, name)
         if not 0 <= value < float("inf"):
             raise InputError(f"{option} {value}: give a weight of 0 or more.")
-        if value > 0 and strategy == "pixel":
+        if value > 0 and name in of_channels and strategy == "pixel":
             raise InputError(
                 f"{option} {value}: with the strategy pixel, images are put together of cells' layers, which have "
                 f"colour, alpha and depth, and nothing that this loss is of. Add {option} 0, or use another strategy."

@@ -225,7 +225,8 @@ class DistributedTrainerConfig(TrainerConfig):
         Raises:
             InputError: something is wrong with it; all of it, a line each.
         """
-        found = first_look(self.pipeline.datamanager)
+        tracks = getattr(cast(Any, self.pipeline).model, "depth_loss", 0.0) > 0  # nerfacto-xl has none
+        found = first_look(cast(Any, self.pipeline).datamanager, tracks=tracks)
         for note in found.notes:
             CONSOLE.print(Text(f"Note: {note}.", "yellow"), soft_wrap=True)
         if found.problems:

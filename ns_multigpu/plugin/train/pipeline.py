@@ -21,7 +21,9 @@ from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise_together
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.capture.device_observations import DeviceObservations
 from ns_multigpu.plugin.capture.image_homes import homes_of
+from ns_multigpu.plugin.capture.tracks import training_tracks
 from ns_multigpu.plugin.checkpoint.beside import BesideCheckpoints
 from ns_multigpu.plugin.checkpoint.kind import check_kind, without_kind
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
@@ -175,11 +177,15 @@ class DistributedPipeline(VanillaPipeline):
         checks.check_views_per_step(config.views_per_step, self.world.size, cuts_views=sharded)
         # A world of one as far as nerfstudio knows: it would wrap the model in DDP, which densification breaks.
         super().__init__(config, device, test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
+        self.observed: DeviceObservations | None = None
         if test_mode == "val":
             # Training: later than the datamanager because it knows, earlier than any image is read.
             run_parts().done("model")
             self.datamanager.check_capture()
             raise_together(different_points(self.model.seed_points, self.world), self.world, DIFFERENT)
+            if config.model.depth_loss > 0:
+                tracks = training_tracks(self.datamanager, self.world)
+                self.observed = DeviceObservations(tracks, self.batch_size, self.world.device)
             checks.check_views(len(self.datamanager.train_dataset), 1 if sharded else self.world.size)
             if note := times_note(config.model.primitive, self.datamanager.train_dataset.cameras):
                 CONSOLE.print(note, soft_wrap=True)
@@ -300,6 +306,7 @@ class DistributedPipeline(VanillaPipeline):
             views = model.training_views(
                 [(data.train_camera(i), data.train_camera_on_device(i)) for i in indices], indices
             )
+            views = views if self.observed is None else self.observed.given(views)
             primitive = model.primitive(depth=model.config.output_depth_during_training)
             self.strategy.observe(primitive, model.points, model.step)
             plan = self.strategy.plan(views, [data.train_share.holder(i) for i in indices])

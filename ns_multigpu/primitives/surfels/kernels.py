@@ -59,7 +59,7 @@ class SurfelKernels(PartKernels):
     Attributes:
         kind: what its functions say of points.
         depth: `draw` blends depths too, as a fourth number of the colour; then there is no way back.
-        losses: weights of further losses, by the channel that each is of (`primitives.surfels.losses.TERMS`).
+        losses: weights of further losses, by what each is of (`primitives.surfels.losses.TERMS`).
     """
 
     kind: "Surfels"
@@ -70,6 +70,7 @@ class SurfelKernels(PartKernels):
     title = "2D Gaussians"
     layout = SURFEL_PARTS
     record_floats = SURFEL_PARTS.record_floats
+    terms = tuple(TERMS)
 
     def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> MadeSurfels:
         points = Points(dict(params))
@@ -123,7 +124,7 @@ class SurfelKernels(PartKernels):
         with torch.enable_grad():
             geometry = rest.geometry.detach().requires_grad_()
             covered = rest.alpha.detach().abs().requires_grad_()
-            start, total = 0, geometry.new_zeros(())
+            start, total = 0, 0 * covered.sum()  # of no patches, too, there is a way back
             for patch in patches:
                 x0, y0, x1, y1 = patch.rendered(views[patch.view])
                 piece = slice(start, start + (y1 - y0) * (x1 - x0))

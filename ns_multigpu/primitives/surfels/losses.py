@@ -1,12 +1,15 @@
-"""What 2D Gaussians add to the loss, patch by patch: normal consistency and depth distortion.
+"""What 2D Gaussians add to the loss, patch by patch: normal consistency, depth distortion, and the loss of depth that
+other kinds of points have, too (`core.depth_loss`).
 
-(Huang et al. 2024, section 5; the distortion is gsplat 1.4.0's, of absolute differences of depths.) Each is
-a mean over an image's pixels: over patches their shares add up, and a patch's halo makes its share the whole image's.
+(Huang et al. 2024, section 5; the distortion is gsplat 1.4.0's, of absolute differences of depths.) Each is a mean
+over an image's pixels, or keypoints: over patches their shares add up, and a patch's halo makes its share the whole
+image's.
 """
 
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.depth_loss import depth_loss
 from ns_multigpu.core.types import Pixels, View
 
 
@@ -60,5 +63,5 @@ def distortion_loss(pixels: Pixels, view: View) -> Tensor:
     return pixels.extra["distortion"][top:bottom, left:right].sum() / (view.width * view.height)
 
 
-TERMS = {"normals": normal_loss, "distortion": distortion_loss}
-"""A patch's share of a loss, by the channel that it is of."""
+TERMS = {"normals": normal_loss, "distortion": distortion_loss, "depth": depth_loss}
+"""A patch's share of a loss, by what it is of: a channel, or depth."""

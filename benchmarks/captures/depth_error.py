@@ -1,0 +1,92 @@
+"""How far the depth of trained models is from COLMAP's points, at the keypoints of held-out views; and their PSNR.
+
+    python -m benchmarks.captures.depth_error --runs without=RUN/config.yml with=RUN/config.yml --output FILE.json
+
+Runs are trained before, by `ns-train`, with and without `--pipeline.model.depth-loss`. An error is |1/depth drawn -
+1/depth of the point| times the scene's size, as in that loss, which has not seen these views.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from nerfstudio.utils.eval_utils import eval_setup
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.lib.environment import describe
+from ns_multigpu.core.depth_loss import disparities_at, keypoints
+from ns_multigpu.core.types import Patch, Pixels, View
+from ns_multigpu.plugin.capture.device_observations import DeviceObservations
+from ns_multigpu.plugin.capture.tracks import read_tracks, scene_scale
+from ns_multigpu.plugin.model.cameras import view_from_camera
+
+
+def errors_of(depth: Tensor, covered: Tensor, view: View, scale: float) -> Tensor:
+    """The errors at a view's keypoints, [keypoints].
+
+    Args:
+        depth, covered: [h, w, 1] of the whole view; where nothing is covered the disparity is 0.
+        view: with observations. scale: the scene's size, world units.
+    """
+    pixels = Pixels(Patch.whole(0, view), depth, covered, torch.where(covered > 0, depth, 0.0))
+    places, depths, inside = keypoints(view)
+    return scale * (disparities_at(pixels, view, places) - 1 / depths).abs()[inside]
+
+
+@torch.no_grad()
+def measure(config: Path) -> dict[str, Any]:
+    """PSNR and errors of a run on its held-out views."""
+    setup: tuple[Any, Any, Path, int] = eval_setup(config, test_mode="test")
+    run, pipeline, _, step = setup
+    data, model = pipeline.datamanager, pipeline.model
+    pipeline.eval()
+    tracks = read_tracks(data.dataparser_config, data.dataparser.get_dataparser_outputs(split="test"))
+    observed = DeviceObservations(tracks, 1, torch.device(pipeline.device))
+    scale = scene_scale(data.train_dataset.cameras.camera_to_worlds.double().numpy())
+    errors: list[Tensor] = []
+    psnr: list[float] = []
+    for place, (camera, image) in enumerate(data.fixed_indices_eval_dataloader):
+        outputs = model.get_outputs_for_camera(camera)
+        metrics, _ = model.get_image_metrics_and_images(outputs, image)
+        psnr.append(metrics["psnr"])
+        (view,) = observed.given([view_from_camera(camera, camera.camera_to_worlds[0], place)])
+        errors.append(errors_of(outputs["depth"], outputs["accumulation"], view, scale).cpu())
+    found = torch.cat(errors)
+    options = run.pipeline.model
+    return {
+        "primitive": options.primitive,
+        "depth_loss": options.depth_loss,
+        "seed": run.machine.seed,
+        "images": (step + 1) * run.pipeline.batch(1),
+        "points": model.num_points,
+        "held_out_views": len(psnr),
+        "keypoints": len(found),
+        "psnr": round(sum(psnr) / len(psnr), 3),
+        "disparity_error_mean": round(float(found.mean()), 5),
+        "disparity_error_median": round(float(found.median()), 5),
+    }
+
+
+def main() -> None:
+    """See the top of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", required=True, metavar="NAME=CONFIG")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    found = {name: measure(Path(config)) for name, config in (word.split("=", 1) for word in args.runs)}
+    table = Table()
+    shown = ("psnr", "disparity_error_mean", "disparity_error_median", "points")
+    for head in ("run", *shown):
+        table.add_column(head)
+    for name, row in found.items():
+        table.add_row(name, *(str(row[key]) for key in shown))
+    Console().print(table)
+    args.output.write_text(json.dumps({**describe(), "runs": found}, indent=1) + "\n", "utf8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The loss of depth: what is drawn at a view's keypoints lies as far away as the points that the view observes there.
+
+The formula is gsplat 1.4.0's (`examples/simple_trainer_2dgs.py`, `depth_loss`): the mean over keypoints of the absolute
+difference of disparities, times the scene's size. A keypoint is where the point is projected to, as there, and not
+where the image's feature was found: so it follows the view's resolution, its undistorted camera and its pose.
+
+There, depths are interpolated between pixels' middles, and the disparity is that of the result. Here, disparities are
+interpolated: over a plane that is exact, and beside a hole it stays bounded.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.types import Pixels, View
+
+
+class Keypoints(NamedTuple):
+    """Where a view observes points.
+
+    Attributes:
+        places: [K, 2] x and y in pixels of the view; 0 of what is not `inside`.
+        depths: [K] z-depth, world units; 1 of what is not `inside`.
+        inside: [K] bool, which are points in front of the camera and within the image.
+    """
+
+    places: Tensor
+    depths: Tensor
+    inside: Tensor
+
+
+@torch.no_grad()
+def keypoints(view: View) -> Keypoints:
+    """The keypoints of a view with observations. Nothing is read back, and every rank finds the same."""
+    observed = view.observations
+    assert observed is not None
+    viewmat, K = view.viewmat, view.K.to(view.viewmat.dtype)
+    points = observed.points.to(viewmat.dtype).index_select(0, observed.ids.clamp(min=0).long())
+    # Not a product of matrices: that may be of lower precision on a GPU.
+    seen = (points[:, None] * viewmat[:3, :3]).sum(-1) + viewmat[:3, 3]
+    ahead = (observed.ids >= 0) & (seen[:, 2] > 0)
+    depths = torch.where(ahead, seen[:, 2], 1.0)
+    x = K[0, 0] * seen[:, 0] / depths + K[0, 2]
+    y = K[1, 1] * seen[:, 1] / depths + K[1, 2]
+    inside = ahead & (x >= 0) & (x < view.width) & (y >= 0) & (y < view.height)
+    places = torch.where(inside[:, None], torch.stack([x, y], dim=-1), 0.0)
+    return Keypoints(places, torch.where(inside, depths, 1.0), inside)
+
+
+def disparities_at(pixels: Pixels, view: View, places: Tensor) -> Tensor:
+    """What a patch shows at places of its view, between pixels' middles bilinearly.
+
+    Args:
+        pixels: with depth; where it is 0, as where nothing is drawn, the disparity is 0.
+        view: the patch's.
+        places: [K, 2] x and y in pixels of the view. The patch's rendered rectangle must reach the next pixel on each
+            side, unless the image ends there; elsewhere what is returned means nothing.
+
+    Returns:
+        [K] 1 / depth, differentiable by the depth.
+    """
+    assert pixels.depth is not None
+    left, top, right, bottom = pixels.patch.rendered(view)
+    x = (places[:, 0] - 0.5).clamp(0, view.width - 1)
+    y = (places[:, 1] - 0.5).clamp(0, view.height - 1)
+    columns, rows = x.floor(), y.floor()
+    right_of, below = x - columns, y - rows
+    flat = pixels.depth.reshape(-1)
+    found = torch.zeros_like(x)
+    for down, by_row in ((0, 1 - below), (1, below)):
+        row = (rows.long() + down).clamp(max=view.height - 1) - top
+        for across, by_column in ((0, 1 - right_of), (1, right_of)):
+            column = (columns.long() + across).clamp(max=view.width - 1) - left
+            place = row.clamp(0, bottom - top - 1) * (right - left) + column.clamp(0, right - left - 1)
+            depth = flat.gather(0, place)
+            # Of what is chosen afterwards, no gradient may be NaN.
+            disparity = torch.where(depth > 0, 1 / torch.where(depth > 0, depth, 1.0), 0.0)
+            found = found + by_row * by_column * disparity
+    return found
+
+
+def depth_loss(pixels: Pixels, view: View) -> Tensor:
+    """A patch's share of the mean over the view's keypoints of |disparity drawn - disparity observed|, times the
+    scene's size, [].
+
+    A keypoint counts for the patch that its pixel is in. Summed over patches that tile the view, the shares are the
+    loss of the view; of one without keypoints it is 0.
+
+    Args:
+        pixels: with depth; the patch has a halo of at least one pixel, unless it is the whole view.
+        view: with observations; no gradient flows to it but through the depth.
+    """
+    patch, observed = pixels.patch, view.observations
+    assert pixels.depth is not None and observed is not None
+    left, top, right, bottom = patch.rendered(view)
+    if right <= left or bottom <= top:
+        return pixels.depth.sum() * 0.0
+    places, depths, inside = keypoints(view)
+    x, y = places.floor().unbind(-1)
+    own = inside & (x >= patch.x0) & (x < patch.x1) & (y >= patch.y0) & (y < patch.y1)
+    error = (disparities_at(pixels, view, places) - 1 / depths).abs()
+    return observed.scale * torch.where(own, error, 0.0).sum() / inside.sum().clamp(min=1)

@@ -1,0 +1,24 @@
+"""What views observe of a reconstruction by structure from motion: points whose depth is known there."""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Observations:
+    """Points of a reconstruction, and which of them a view, or each of several, observes.
+
+    Attributes:
+        points: [P, 3] positions in the world; P is at least 1.
+        ids: of a view [K], of B views [B, K]: rows of `points`, int32; -1 where a view observes fewer than K.
+        scale: the size of the scene in world units: a disparity times it has no unit.
+    """
+
+    points: Tensor
+    ids: Tensor
+    scale: float
+
+    def of(self, view: int) -> "Observations":
+        """What one of several views observes."""
+        return replace(self, ids=self.ids[view])

@@ -1,0 +1,106 @@
+"""The law for the loss of depth: with it a step's loss, pixels and gradients are those of one rank, in each mode and of
+each kind of points; where kernels have no such loss, of steps through autograd."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ns_multigpu.core.types import Points
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.surfels.functions import Surfels
+from strategies import STRATEGIES
+from tests.ranks import run_ranks, skip_without_gpus
+from tests.strategies.test_law import DEPTH_WEIGHT, Outcome, check, points_of, take_step
+from tests.strategies.test_law_convexes import ALL as CONVEX
+from tests.strategies.test_law_convexes import convexes
+from tests.strategies.test_law_steps import POINTS, PORTRAIT, check_outcomes, count_of, take_one
+from tests.strategies.test_law_surfels import surfels
+
+FLAT = Surfels(sh_degree=2, depth=True)
+CASES = [
+    ("2dgs", "tile", 3), ("2dgs", "pixel", 2), ("gaussians", "locality", 2), ("4D gaussians", "batch", 2),
+    ("convex", "tile", 2),
+]  # fmt: skip
+STEPS = [("single", 1, "captured"), ("tile", 3, "captured"), ("locality", 2, "step"), ("batch", 2, "captured")]
+
+
+def kind_of(name: str, count: int, dtype: torch.dtype, device: Any = "cpu") -> tuple[Any, Points]:
+    if name == "2dgs":
+        return FLAT, surfels(count, dtype, device)
+    if name == "convex":
+        return CONVEX, convexes(count, dtype, device)
+    return points_of(name, count, dtype, device)
+
+
+def step(
+    world: World, name: str, strategy: str, views: int, points: int, dtype: torch.dtype, observes: bool = True
+) -> Outcome:
+    kind = kind_of(name, points, dtype, world.device)
+    return take_step(STRATEGIES[strategy](world), name, views, points, dtype, kind=kind, observes=observes)
+
+
+@pytest.mark.parametrize(("name", "strategy", "size"), CASES)
+def test_equals_single(name: str, strategy: str, size: int) -> None:
+    expected = step(World.single(), name, "single", 4, 90, torch.float64)
+    without = step(World.single(), name, "single", 4, 90, torch.float64, False)
+    assert float(expected["loss"] - without["loss"]) > 0.02
+    for group in ("gradients", "poses"):  # the scene shows a difference
+        apart = [float((expected[group][k] - without[group][k]).abs().max()) for k in expected[group]]
+        assert max(apart) > 0.05 * max(float(value.abs().max()) for value in without[group].values())
+    check(run_ranks(step, size, name, strategy, 4, 90, torch.float64), expected, torch.float64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "strategy", "size"), CASES)
+def test_equals_single_on_gpus(name: str, strategy: str, size: int) -> None:
+    skip_without_gpus(size)
+    expected = step(World.single("cuda:0"), name, "single", 4, 90, torch.float32)
+    outcomes = run_ranks(step, size, name, strategy, 4, 90, torch.float32, device="cuda")
+    check(outcomes, expected, torch.float32)
+
+
+def fused_step(world: World, strategy: str, mode: str) -> Outcome:
+    whole = surfels(POINTS, torch.float32, world.device)
+    return take_one(
+        STRATEGIES[strategy](world), FLAT, count_of(strategy), PORTRAIT, mode, whole=whole, observes=True,
+        losses={"depth": DEPTH_WEIGHT},
+    )  # fmt: skip
+
+
+def check_fused(outcomes: list[Outcome], strategy: str) -> None:
+    """Whether ranks together did what one rank does through autograd."""
+    made, count = surfels(POINTS, torch.float32), count_of(strategy)
+    spread = STRATEGIES["single"](World.single())
+    expected = take_step(spread, "2dgs", count, POINTS, torch.float32, PORTRAIT, kind=(FLAT, made), observes=True)
+    replicated = STRATEGIES[strategy](World.single()).placement.replicated
+    check_outcomes(outcomes, expected, count, PORTRAIT, replicated=replicated)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "mode"), STEPS)
+def test_a_fused_step_equals_single(strategy: str, ranks: int, mode: str) -> None:
+    check_fused(run_ranks(fused_step, ranks, strategy, mode), strategy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("strategy", "ranks", "mode"), STEPS)
+def test_a_fused_step_equals_single_on_gpus(strategy: str, ranks: int, mode: str) -> None:
+    skip_without_gpus(ranks)
+    check_fused(run_ranks(fused_step, ranks, strategy, mode, device="cuda"), strategy)
+
+
+def narrow_step(world: World) -> Outcome:
+    losses = {"depth": DEPTH_WEIGHT}
+    whole = surfels(POINTS, torch.float32, world.device)
+    tile = STRATEGIES["tile"](world)
+    return take_one(tile, FLAT, 1, (45, 30), "step", whole=whole, observes=True, losses=losses)
+
+
+def test_a_rank_without_pixels_takes_part_in_a_fused_step() -> None:
+    """Two rows of tiles for three ranks."""
+    outcomes = run_ranks(narrow_step, 3)
+    assert sorted(len(outcome["images"]) for outcome in outcomes) == [0, 1, 1]
+    made = FLAT, surfels(POINTS, torch.float32)
+    single = STRATEGIES["single"](World.single())
+    expected = take_step(single, "2dgs", 1, POINTS, torch.float32, (45, 30), kind=made, observes=True)
+    check_outcomes(outcomes, expected, 1, (45, 30), replicated=False)
