@@ -23,13 +23,12 @@ from ns_multigpu.plugin.render.team import RENDER_RANKS, Devices
 from ns_multigpu.plugin.tools.helper import obey
 from ns_multigpu.plugin.tools.models import Evaluation, load_model
 from ns_multigpu.plugin.tools.rendering import Rendering
-from ns_multigpu.plugin.tools.shots import CameraPath
+from ns_multigpu.plugin.tools.shots import Dataset
 from ns_multigpu.plugin.train.config import read_config
 from tests.plugin.radiance_scene import rays
 from tests.plugin.test_radiance_run import CELLS
 from tests.plugin.test_radiance_tools import Look, write_run
-from tests.plugin.trained_run import write_path
-from tests.plugin.with_helpers import done, killed, same_images, start, with_ffmpeg
+from tests.plugin.with_helpers import done, killed, same_images, start
 from tests.ranks import run_ranks
 
 ENVIRONMENT = {"NERFSTUDIO_METHOD_CONFIGS": "nerfacto-xl=ns_multigpu.methods:nerfacto_xl", "CUDA_VISIBLE_DEVICES": ""}
@@ -204,22 +203,21 @@ def test_who_holds_what_is_said(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ns_eval_and_ns_render_with_helpers(run: Path, tmp_path: Path) -> None:
-    one, path = tmp_path / "one", write_path(tmp_path / "path.json", 2)
+    one, more = tmp_path / "one", {**ENVIRONMENT, RENDER_RANKS: "2"}
     expected = loaded(World.single(), run)
     config, file = read_config(run), checkpoint_of(run)
     Evaluation(one / "eval.json", one / "views").run(config, file, expected)
-    Rendering(CameraPath(path), one / "path", Look(("rgb", "depth")), 1.0, "png").run(config, file, expected)
+    Rendering(Dataset("test"), one / "renders", Look(("rgb", "depth")), 1.0, "png").run(config, file, expected)
     words = ("--load-config", run, "--output-path", tmp_path / "eval.json", "--render-output-path", tmp_path / "views")
-    said = done(start("eval", *words, **ENVIRONMENT, **{RENDER_RANKS: "2"}))
+    said = done(start("eval", *words, **more))
     assert "3 cells on 2 processes: cell 0; cells 1 to 2." in said and f"{RENDER_RANKS}=1 keeps to one" in said
     results, ours = (json.loads((f / "eval.json").read_text())["results"] for f in (tmp_path, one))
     _near(results, ours, "ns-eval")
     same_images(tmp_path / "views", one / "views", 6, least=0)
-    words = ("camera-path", "--load-config", run, "--camera-path-filename", path, "--output-path", tmp_path / "path")
-    more = ("--output-format", "images", "--image-format", "png", "--rendered-output-names", "rgb", "depth")
-    said = done(start("render", *words, *more, **ENVIRONMENT, **with_ffmpeg(tmp_path / "bin"), **{RENDER_RANKS: "2"}))
+    words = ("dataset", "--load-config", run, "--output-path", tmp_path / "renders", "--image-format", "png")
+    said = done(start("render", *words, "--rendered-output-names", "rgb", "depth", **more))
     assert "3 cells on 2 processes" in said
-    same_images(tmp_path / "path", one / "path", 2)
+    same_images(tmp_path / "renders", one / "renders", 4, least=2)
 
 
 @pytest.mark.slow

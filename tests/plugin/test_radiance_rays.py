@@ -9,6 +9,7 @@ import pytest
 import torch
 from nerfstudio.data.datamanagers.base_datamanager import VanillaDataManager, VanillaDataManagerConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+from nerfstudio.scripts.render import _disable_datamanager_setup  # pyright: ignore[reportPrivateUsage]
 from PIL import Image
 
 from ns_multigpu.core.world import World
@@ -88,6 +89,7 @@ CAPTURES: dict[str, Any] = {
     "sizes": lambda folder: different_sizes(write_capture(folder)),
     "sizes and masks": lambda folder: different_sizes(write_capture(folder, masks=True)),
     "alpha": lambda folder: transparent(write_capture(folder)),
+    "lens": lambda folder: write_capture(folder, k1=0.2),  # rays bend, and images stay as they are
 }
 
 
@@ -186,7 +188,7 @@ def test_colours_are_those_of_nerfstudios_dataset(captures: dict[str, Path], cas
     assert not torch.equal(first, data.next_train(3)[1]["indices"])
 
 
-@pytest.mark.parametrize("case", ["plain", "sizes", "alpha", "patches", "patches in masks", "masks ignored"])
+@pytest.mark.parametrize("case", ["plain", "sizes", "alpha", "lens", "patches", "patches in masks", "masks ignored"])
 def test_pixels_are_those_that_nerfstudio_draws(captures: dict[str, Path], case: str) -> None:
     """With all images, and generators in the same state."""
     capture, more = CASES[case]
@@ -247,7 +249,7 @@ def test_which_images_are_drawn_from(captures: dict[str, Path]) -> None:
     def views(data: RadianceDataManager, step: int) -> set[int]:
         return set(data.next_train(step)[1]["indices"][:, 0].tolist())
 
-    more = {"train_num_images_to_sample_from": 3, "train_num_times_to_repeat_images": 2}
+    more: dict[str, Any] = {"train_num_images_to_sample_from": 3, "train_num_times_to_repeat_images": 2}
     data, again = (manager(captures["plain"], World.single(), **more) for _ in range(2))
     turns = [views(data, step) for step in range(12)]
     assert all(len(turn) == 3 for turn in turns), "48 rays of 3 images"
@@ -284,6 +286,8 @@ def test_nothing_is_read_where_a_model_is_looked_at(captures: dict[str, Path], m
     assert len(made) == 1 and made[0] is not team
     manager(captures["plain"], team)
     assert len(made) == 3 and made[2] is team, "training reads both splits at its start"
+    with _disable_datamanager_setup(RadianceDataManager):  # as `ns-render dataset --split val`
+        assert len(manager(captures["plain"], team).eval_dataset) == 3 and len(made) == 3
 
 
 def _refused(world: World, folder: Path, more: dict[str, Any]) -> str:
