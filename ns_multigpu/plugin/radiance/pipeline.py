@@ -83,6 +83,8 @@ class RadiancePipeline(VanillaPipeline):
             cells, boxes = self._new_cells() if begun is None else (self._checked(begun), begun.boxes)
             self.model.place(cells, self.world, boxes)
         self.renders = Renders(self.model)
+        if test_mode != "val" and self.world.size == 1:
+            self.renders.lead_always()
         if self.team is not None:
             set_world(None)
 
@@ -220,7 +222,7 @@ class RadiancePipeline(VanillaPipeline):
 
     def get_eval_image_metrics_and_images(self, step: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """One held-out view. Every rank calls it and gets the same metrics; rank 0 gets the pictures."""
-        if self.renders.leads_always:
+        if self.team is not None and self.renders.leads_always:
             return self._with_helpers("get_eval_image_metrics_and_images", step)
         self.eval()
         metrics, images = self._measured(*self.datamanager.next_eval_image(step))
@@ -237,7 +239,7 @@ class RadiancePipeline(VanillaPipeline):
             output_path: folder for the images, if wanted.
             get_std: standard deviations too, as `<metric>_std`.
         """
-        if self.renders.leads_always:
+        if self.team is not None and self.renders.leads_always:
             return self._with_helpers("get_average_eval_image_metrics", step, output_path, get_std)
         self.eval()
         if output_path is not None:

@@ -2,7 +2,7 @@
 
 While a field is trained, a viewer's threads wait until all ranks stand between two steps (see `Guards.may_go_on`).
 nerfstudio's commands know one process; the helpers that it may have (see `launch.helpers`) wait for what it asks them
-at any time (`lead_always`).
+at any time (`lead_always`). Either way there is one image at a time: samplers have a state.
 """
 
 import contextlib
@@ -92,7 +92,8 @@ class Renders:
         Raises:
             RuntimeError: as `ask`.
         """
-        return self._lead(Request(rays=rays.to("cpu"))) if self._always and self.serves() else None
+        asks = self._always and self._world.size > 1 and self.serves()
+        return self._lead(Request(rays=rays.to("cpu"))) if asks else None
 
     # ---- what `Guards.may_go_on` asks for ----
 
@@ -123,7 +124,7 @@ class Renders:
     # ---- one process with helpers ----
 
     def lead_always(self) -> None:
-        """On rank 0: from now on the other ranks wait for what it asks for, whenever that is, in any thread."""
+        """On rank 0: from now on the others, if any, wait for what it asks for, whenever that is, in any thread."""
         self._always = True
 
     @property
@@ -146,10 +147,12 @@ class Renders:
         self._render(request)
 
     def _lead(self, request: Request) -> dict[str, Tensor]:
-        with untraced(), self._turn:  # nerfstudio interrupts a viewer's rendering: not within this
+        alone = self._world.size == 1
+        # nerfstudio interrupts a viewer's rendering: not where others take part.
+        with contextlib.nullcontext() if alone else untraced(), self._turn:
             if self._failed:
                 raise RuntimeError("an earlier image failed half way, and the others may wait there. Start again.")
-            self._failed, self._leading, began = True, threading.get_ident(), time.perf_counter()
+            self._failed, self._leading, began = not alone, threading.get_ident(), time.perf_counter()
             try:
                 broadcast_object(request, 0, self._world)
                 outputs = self._render(request)
