@@ -23,8 +23,10 @@ from nerfstudio.configs.method_configs import AnnotatedBaseConfigUnion
 from nerfstudio.engine.callbacks import TrainingCallbackLocation
 from nerfstudio.utils import comms
 from torch import Tensor
+from torchmetrics.functional import structural_similarity_index_measure
 
 from benchmarks.captures.splatfacto_baseline import NoLpips
+from ns_multigpu.radiance.exchange import bytes_a_ray
 
 _AVERAGED = 50
 """Steps whose training PSNR is averaged."""
@@ -114,6 +116,8 @@ class Run:
             if model.figures is not None:
                 result["segments_a_ray"] = len(model.figures.segments) / model.figures.rays
                 result["samples_a_ray"] = self._total(model.figures.samples) / model.figures.rays
+                sent = bytes_a_ray(model.figures.rays, len(model.figures.segments), 0, model.family.width)[1]
+                result["bytes_a_ray"] = sent
             if model.partition is not None:
                 result["cells"] = model.partition.cells
         return result
@@ -157,11 +161,11 @@ class Run:
 
     @torch.no_grad()
     def _evaluated(self) -> dict[str, float]:
-        """PSNR of held-out views, of each way in the same manner."""
+        """PSNR and SSIM of held-out views, of each way in the same manner."""
         pipeline = self.trainer.pipeline
         data, model = pipeline.datamanager, pipeline.model
         pipeline.eval()
-        dataset, found = data.eval_dataset, []
+        dataset, found = data.eval_dataset, list[tuple[float, float]]()
         count = min(self._options.views, len(dataset)) or len(dataset)
         if self._theirs and self.rank:
             count = 0  # every rank has all of the model
@@ -170,11 +174,16 @@ class Run:
             image = model.get_outputs_for_camera(camera)["rgb"]
             if self.rank == 0:
                 truth = dataset.get_data(index * len(dataset) // count)["image"][..., :3].to(image)
-                found.append(-10 * float((image - truth).square().mean().log10()))
+                pair = [picture.moveaxis(-1, 0)[None] for picture in (image, truth)]
+                ssim = float(structural_similarity_index_measure(*pair, data_range=1.0))  # pyright: ignore
+                found.append((-10 * float((image - truth).square().mean().log10()), ssim))
         pipeline.train()
         if self.ranks > 1:
             dist.barrier()
-        return {"psnr": float(np.mean(found)), "views": count} if found else {}
+        if not found:
+            return {}
+        psnr, ssim = np.mean(found, axis=0).tolist()
+        return {"psnr": psnr, "ssim": ssim, "views": count}
 
     def _any(self, here: bool) -> bool:
         return self._total(float(here)) > 0

@@ -14,7 +14,7 @@ from PIL import Image
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture.checks import camera_problems, different_captures, list_problems, transforms_problems
 from ns_multigpu.plugin.capture.image_files import read_header
-from ns_multigpu.plugin.capture.reading import unreadable
+from ns_multigpu.plugin.capture.parsing import unreadable
 from ns_multigpu.plugin.faults.errors import InputError
 from tests.plugin.captures import edit, manager, write_capture
 from tests.ranks import run_ranks

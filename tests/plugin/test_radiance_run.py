@@ -145,6 +145,7 @@ def test_evaluation_in_one_process_shows_what_was_trained(
     file = config.load_dir / "step-000000002.ckpt"
     state = torch.load(file, map_location="cpu")
     loaded.load_pipeline(state["pipeline"], state["step"])
+    assert not any(module.training for module in loaded.modules()), "new cells, too, are there to be looked at"
     found = loaded.get_average_eval_image_metrics(output_path=tmp_path / "images", get_std=True)
     assert found["psnr"] == expected["psnr"] and found["ssim"] == expected["ssim"]
     assert {path.name for path in (tmp_path / "images").iterdir()} == {

@@ -25,14 +25,17 @@ from tests.plugin.trained_run import write_path
 from tests.ranks import run_ranks
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its config.yml."""
-    folder = tmp_path_factory.mktemp("field")
-    config = configured(write_capture(folder / "capture", held_out=2), folder / "runs", steps=2)
+def write_run(folder: Path, **options: Any) -> Path:
+    """Trains a field for two steps, with options of its model; returns the run's config.yml."""
+    config = configured(write_capture(folder / "capture", held_out=2), folder / "runs", steps=2, **options)
     trained(World.single(), config)
     config.save_config()
     return config.get_base_dir() / "config.yml"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("field"))
 
 
 def works(run: Path, folder: Path) -> list[Any]:

@@ -2,39 +2,31 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.datamanagers.full_images_datamanager import FullImageDatamanager, FullImageDatamanagerConfig
-from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
-from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, NerfstudioDataParserConfig
 from nerfstudio.data.datasets.base_dataset import InputDataset
 
 from ns_multigpu.core.collectives import all_gather_ints
 from ns_multigpu.core.random import keyed_generator, keyed_permutation
 from ns_multigpu.core.view_sequence import ViewSequence
-from ns_multigpu.plugin.capture import checks as capture_checks
 from ns_multigpu.plugin.capture.checks import raise_together
-from ns_multigpu.plugin.capture.colmap import point_count
-from ns_multigpu.plugin.capture.first_look import colmap_problems
 from ns_multigpu.plugin.capture.image_files import Header
 from ns_multigpu.plugin.capture.image_reading import ImageReader
 from ns_multigpu.plugin.capture.image_share import ImageShare
 from ns_multigpu.plugin.capture.image_store import ImageShape, aligned
-from ns_multigpu.plugin.capture.moved import look_where_it_is
+from ns_multigpu.plugin.capture.parsing import parsed_together
 from ns_multigpu.plugin.capture.reading import (
     FAULTS,
-    by_a_dataparser,
     capture_problems,
     file_headers,
     image_shapes,
     refuse_different,
-    unreadable,
 )
 from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.launch import checks
@@ -77,19 +69,8 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         self.world = get_world(str(device))
         self._homes: list[int] | None = None
         self._trains = kwargs.get("test_mode", "val") == "val"
-        if self._trains:
-            raise_together(self._wrong_before_reading(config) if self.world.is_main else [], self.world, FAULTS)
-        else:
-            look_where_it_is(config)
-        problems: list[str] = []
-        config.dataparser = _unasked(config)
-        try:
+        with parsed_together(config, self.world, self._trains):
             super().__init__(config, device=device, **kwargs)
-        except Exception as error:
-            if not isinstance(error, (OSError, NotImplementedError)) and not by_a_dataparser(error):
-                raise
-            problems = unreadable(config.dataparser, error)
-        raise_together(problems, self.world, FAULTS)
         run_parts().done("capture read")
         self.sequence = ViewSequence(len(self.train_dataset), config.train_cameras_sampling_seed)
         self._preview: ViewSequence | None = None
@@ -103,18 +84,6 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
                 config.train_cameras_sampling_seed,
                 draw=lambda: self._draw_by_distance(first),
             )
-
-    @staticmethod
-    def _wrong_before_reading(config: DistributedDataManagerConfig) -> list[str]:
-        """What is wrong with the files that a dataparser is about to read; its own errors would not name the files."""
-        parser = config.dataparser
-        if config.data is not None:
-            parser = replace(parser, data=Path(config.data))
-        if isinstance(parser, NerfstudioDataParserConfig):
-            return capture_checks.transforms_problems(parser.data)
-        if isinstance(parser, ColmapDataParserConfig) and parser.data.is_dir():
-            return colmap_problems(parser)[0]
-        return []
 
     def _draw_by_distance(self, first: list[int]) -> list[int]:
         """The next epoch's views; nerfstudio has drawn the first's.
@@ -332,25 +301,6 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
     def fixed_indices_eval_dataloader(self) -> Sequence[tuple[Cameras, dict[str, Any]]]:  # pyright: ignore
         """The held-out views that this rank holds: all of them in a world of one. Each is read when it is asked for."""
         return _OwnViews(self, self.eval_share)
-
-
-class _UnaskedNerfstudio(Nerfstudio):
-    """nerfstudio's parser, which asks nobody: workers have no terminal. Without a ply_file_path there are no seed
-    points, which is for the pipeline to say."""
-
-    prompted_user = True
-    create_pc = False
-
-
-def _unasked(config: DistributedDataManagerConfig) -> Any:
-    """The dataparser's configuration, for one that asks nothing and reads no points where there are none."""
-    parser = config.dataparser
-    if type(parser) is NerfstudioDataParserConfig:
-        return replace(parser, _target=_UnaskedNerfstudio)
-    if isinstance(parser, ColmapDataParserConfig):
-        none = point_count(Path(config.data or parser.data) / parser.colmap_path) == 0
-        return replace(parser, load_3D_points=parser.load_3D_points and not none)
-    return parser
 
 
 class _FirstCamera:

@@ -24,7 +24,7 @@ Pinhole = tuple[float, float, float, float, int, int]
 
 
 class ImageReader:
-    """Reads a dataset's images as a pinhole camera would have taken them.
+    """Reads a dataset's images as a pinhole camera would have taken them, or as they are (`lens`).
 
     Nerfstudio learns the undistorted cameras by undistorting the images; here they are known first (they depend on the
     lens alone), so that images can wait until they are needed. Every rank makes one, together.
@@ -33,20 +33,21 @@ class ImageReader:
         dataset: whose images; its cameras are those of the files.
         kind: how images are kept.
         world: the ranks.
+        lens: whether distortion stays in, for who renders through the lens.
 
     Attributes:
-        cameras: the pinhole cameras, to render with.
+        cameras: those that the images are of, to render with.
 
     Raises:
         InputError: a lens leaves no image; its views are named.
     """
 
-    def __init__(self, dataset: InputDataset, kind: ImageType, world: World) -> None:
+    def __init__(self, dataset: InputDataset, kind: ImageType, world: World, *, lens: bool = False) -> None:
         self._dataset = dataset
         self._kind: ImageType = kind
         # The dataset's own become the pinhole cameras later.
         self._lenses = deepcopy(dataset.cameras)
-        self._distorted = _distorted(self._lenses)
+        self._distorted = [False] * len(self._lenses) if lens else _distorted(self._lenses)
         self.cameras = self._pinholes(world)
 
     def read(self, index: int) -> ImageData:
@@ -110,7 +111,7 @@ class ImageReader:
                 column[group] = value
         raise_together(problems, world, "Taking the lens distortion out leaves nothing of {count} image(s):")
         cameras.fx, cameras.fy, cameras.cx, cameras.cy, cameras.width, cameras.height = columns
-        if cameras.distortion_params is not None:
+        if lenses and cameras.distortion_params is not None:
             cameras.distortion_params = torch.zeros_like(cameras.distortion_params)
         return cameras
 

@@ -121,6 +121,7 @@ class ImageStore:
         self._filling: dict[int, Future[None]] = {}
         self._leaving: dict[int, torch.cuda.Event] = {}  # by start: copies to the device that may not have ended
         self.decoded, self.waited = 0, 0.0
+        self._table: tuple[Tensor, Tensor] | None = None  # where each image begins, and a pixel's bytes
 
         def enter() -> None:
             if device is not None and device.type == "cuda":
@@ -187,6 +188,31 @@ class ImageStore:
             return from_bytes(self.read(index, device), shape)
         held = from_bytes(self._held(index), shape)
         return dict(zip(held, self._on(device, index, [part[top:bottom] for part in held.values()]), strict=True))
+
+    def pixels(self, indices: Tensor, at: Tensor) -> Tensor:
+        """Single pixels of many images of a complete store, [K, bytes of a pixel] uint8, where the store has them.
+
+        Args:
+            indices: [K] the views that they are of; those of images with as many channels each.
+            at: [K] row * width + column of each.
+
+        Raises:
+            KeyError: not all images have been read.
+            ValueError: the images have pixels of different kinds.
+        """
+        if self._table is None:
+            kinds = {shape.channels * shape.dtype.itemsize for shape in self._shapes.values()}
+            if len(kinds) > 1:
+                raise ValueError(f"pixels: there are images of {sorted(kinds)} bytes a pixel")
+            if len(self._starts) < len(self._shapes):
+                raise KeyError(f"{len(self._shapes) - len(self._starts)} images have not been read")
+            starts = torch.full((max(self._shapes, default=-1) + 1,), -1)
+            starts[list(self._starts)] = torch.tensor(list(self._starts.values()))
+            self._table = (starts.to(self.place), torch.arange(max(kinds, default=0), device=self.place))
+        starts, channels = self._table
+        indices, at = indices.to(self.place), at.to(self.place)
+        begins = starts[indices] + at * len(channels)
+        return self._block[begins[:, None] + channels]
 
     def _held(self, index: int) -> Tensor:
         """The bytes of an image where the store has them, decoded now if need be."""

@@ -14,7 +14,7 @@ def look_where_it_is(config: Any) -> None:
     """Has a datamanager look where the user says that the capture is.
 
     Args:
-        config: a `DistributedDataManagerConfig`; its `data` is set.
+        config: the datamanager's; its `data` is set.
 
     Raises:
         InputError: there is nothing there, or nothing where it was, and the user did not say.

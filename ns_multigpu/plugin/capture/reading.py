@@ -1,12 +1,9 @@
 """What is known of a capture's images before they are decoded: whether they can be used, and their shapes."""
 
-import dataclasses
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from nerfstudio.data.dataparsers.base_dataparser import DataParserConfig
 from nerfstudio.data.datasets.base_dataset import InputDataset
 
 from ns_multigpu.core.collectives import broadcast_object
@@ -18,7 +15,7 @@ from ns_multigpu.plugin.capture.checks import (
     list_problems,
     raise_together,
 )
-from ns_multigpu.plugin.capture.image_files import Header, file_problem, read_headers
+from ns_multigpu.plugin.capture.image_files import Header, read_headers
 from ns_multigpu.plugin.capture.image_reading import ImageReader, ImageType
 from ns_multigpu.plugin.capture.image_store import ImageShape, shape_of
 
@@ -87,7 +84,7 @@ def image_shapes(
 ) -> list[ImageShape]:
     """The shapes of a dataset's images, lens distortion taken out. Every rank calls it and gets the same.
 
-    Files are known by their headers, of which there are none where a dataset makes its images itself. Then  the first
+    Files are known by their headers, of which there are none where a dataset makes its images itself. Then the first
     image is made, and the others are taken to be of its kind, in their cameras' sizes.
 
     Raises:
@@ -105,30 +102,3 @@ def image_shapes(
         ImageShape(int(h), int(w), 3 if opaque else header.channels, dtype, reader.masked(index))
         for index, (header, (h, w)) in enumerate(zip(headers, sizes, strict=True))
     ]
-
-
-def by_a_dataparser(error: Exception) -> bool:
-    """Whether it was a dataparser that failed: what it says is then about the capture."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return any("dataparsers" in Path(frame.filename).parts for frame in frames)
-
-
-def unreadable(config: DataParserConfig, error: Exception) -> list[str]:
-    """Lines for a capture that its dataparser cannot read.
-
-    A dataparser stops at the first image that it opens to choose a downscale factor. With a factor given it opens none:
-    it is run again with one, and every image is then checked, so that all missing or damaged files can be listed.
-    """
-    lines = [f"{getattr(config, 'data', '')}: {type(error).__name__}: {error}"]
-    if not isinstance(error, OSError) or getattr(config, "downscale_factor", 1) is not None:
-        return lines
-    try:
-        parser = dataclasses.replace(config, downscale_factor=1).setup()  # pyright: ignore[reportCallIssue]
-        outputs = [parser.get_dataparser_outputs(split) for split in ("train", "val")]
-    except Exception:  # the first error is the one to tell of
-        return lines
-    files: dict[Path, None] = {}
-    for part in outputs:
-        files.update(dict.fromkeys([*part.image_filenames, *(part.mask_filenames or [])]))
-    found = [problem for problem in map(file_problem, files) if problem is not None]
-    return found or lines

@@ -145,7 +145,8 @@ class NerfactoXLModel(NerfactoModel):
             str(c): Cell(c, self.spread.coordinates(c), config, shared, self.num_train_data, self.seed, grid)
             for c in ([0] if self.way.replicated else self.numbers)
         }
-        self.cells = nn.ModuleDict(made).to(self.device)
+        # As the rest of the model is: in evaluation, a new module would take images' own appearance, not their mean.
+        self.cells = nn.ModuleDict(made).to(self.device).train(self.training)
 
     def _cell(self, number: int) -> Cell:
         cell = self.cells["0" if self.way.replicated else str(number)]
@@ -196,7 +197,7 @@ class NerfactoXLModel(NerfactoModel):
     # ---- rays ----
 
     def get_outputs_for_camera(self, camera: Cameras, obb_box: OrientedBox | None = None) -> dict[str, Tensor]:
-        """An image. All ranks ask for the same; of a viewer, rank 0 alone: see `Renders`."""
+        """An image. All ranks ask for the same; of a viewer, or where it has helpers, rank 0 alone: see `Renders`."""
         if self.elsewhere is not None and self.elsewhere.serves():
             return self.elsewhere.ask(camera, obb_box)
         return super().get_outputs_for_camera(camera, obb_box)
@@ -212,6 +213,8 @@ class NerfactoXLModel(NerfactoModel):
             ray_bundle: [R], with `nears` and `fars`.
         """
         assert self.partition is not None, "there are no cells yet"
+        if self.elsewhere is not None and (asked := self.elsewhere.ask_rays(ray_bundle)) is not None:
+            return asked
         if self.training:
             self.camera_optimizer.apply_to_raybundle(ray_bundle)
         if isinstance(self.spread, Mega) and not self.training:

@@ -17,13 +17,16 @@ from ns_multigpu.core.placement import even_bounds
 from ns_multigpu.locality.picture import MOST_POINTS, draw
 from ns_multigpu.locality.picture import Partition as Picture
 from ns_multigpu.plugin.checkpoint.beside import BesideCheckpoints
+from ns_multigpu.plugin.checkpoint.verify import read_checkpoint_file, step_of
 from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
-from ns_multigpu.plugin.launch.process_world import get_world
+from ns_multigpu.plugin.launch.process_world import get_world, set_world
 from ns_multigpu.plugin.model.metrics import means
 from ns_multigpu.plugin.radiance.datamanager import RadianceDataManager, RadianceDataManagerConfig
 from ns_multigpu.plugin.radiance.model import NerfactoXLModel, NerfactoXLModelConfig
 from ns_multigpu.plugin.radiance.renders import Renders
 from ns_multigpu.plugin.radiance.saved import SavedField, field_in, read_parameters
+from ns_multigpu.plugin.radiance.team_plan import plan_for_field
+from ns_multigpu.plugin.render import team, viewer
 from ns_multigpu.radiance.partition import Partition, partition
 
 
@@ -64,8 +67,11 @@ class RadiancePipeline(VanillaPipeline):
         local_rank: int = 0,
         grad_scaler: Any = None,
     ) -> None:
+        viewer.mend()
+        self.team: team.Team | None = None
         if test_mode != "val":
             show_uncaught()
+            config, self.team = team.begin(config, test_mode, plan_for_field)
         self.world = get_world(str(device))
         self.cut_by: Tensor | None = None  # points [N, 3] that space was cut by
         # A run that goes on draws what it would have drawn: from which images too.
@@ -77,6 +83,10 @@ class RadiancePipeline(VanillaPipeline):
             cells, boxes = self._new_cells() if begun is None else (self._checked(begun), begun.boxes)
             self.model.place(cells, self.world, boxes)
         self.renders = Renders(self.model)
+        if test_mode != "val" and self.world.size == 1:
+            self.renders.lead_always()
+        if self.team is not None:
+            set_world(None)
 
     @property
     def model(self) -> NerfactoXLModel:
@@ -164,11 +174,33 @@ class RadiancePipeline(VanillaPipeline):
         )
 
     def load_pipeline(self, loaded_state: dict[str, Any], step: int) -> None:
-        """Loads what a .ckpt holds, and this rank's cells from the folder that it names.
+        """Loads what a .ckpt holds, and this rank's cells from the folder that it names; helpers load theirs.
+
+        Args:
+            loaded_state: the .ckpt's pipeline.
+            step: its step.
 
         Raises:
             InputError: they are missing, damaged, or do not fit the model.
         """
+        if self.team is None:
+            self._load_own(loaded_state, step)
+            return
+        assert self.config.checkpoints is not None, "it was looked at before there was a team"
+        with CONSOLE.status("Loading cells onto all devices"):
+            self.team.tell("load_file", self.config.checkpoints / f"step-{step:09d}.ckpt")
+            self._load_own(loaded_state, step)
+        self.renders.lead_always()
+
+    def load_file(self, path: Path) -> None:
+        """Loads a .ckpt as `load_pipeline` does. Every rank calls it.
+
+        Raises:
+            InputError: it is missing or damaged.
+        """
+        self._load_own(read_checkpoint_file(path)["pipeline"], step_of(path))
+
+    def _load_own(self, loaded_state: dict[str, Any], step: int) -> None:
         saved = SavedField.from_state(loaded_state)
         if saved.spread != self.config.model.spread:
             raise InputError(
@@ -190,6 +222,8 @@ class RadiancePipeline(VanillaPipeline):
 
     def get_eval_image_metrics_and_images(self, step: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """One held-out view. Every rank calls it and gets the same metrics; rank 0 gets the pictures."""
+        if self.team is not None and self.renders.leads_always:
+            return self._with_helpers("get_eval_image_metrics_and_images", step)
         self.eval()
         metrics, images = self._measured(*self.datamanager.next_eval_image(step))
         self.train()
@@ -205,6 +239,8 @@ class RadiancePipeline(VanillaPipeline):
             output_path: folder for the images, if wanted.
             get_std: standard deviations too, as `<metric>_std`.
         """
+        if self.team is not None and self.renders.leads_always:
+            return self._with_helpers("get_average_eval_image_metrics", step, output_path, get_std)
         self.eval()
         if output_path is not None:
             output_path.mkdir(exist_ok=True, parents=True)
@@ -217,6 +253,13 @@ class RadiancePipeline(VanillaPipeline):
                     vutils.save_image(image.permute(2, 0, 1).cpu(), output_path / f"eval_{name}_{index:04d}.png")
         self.train()
         return means(rows, deviations=get_std)
+
+    def _with_helpers(self, method: str, *args: Any) -> Any:
+        """Calls a method on rank 0, which is here, and on its helpers."""
+        assert self.team is not None
+        self.team.tell(method, *args)
+        with self.renders.side_by_side():
+            return getattr(self, method)(*args)
 
     def _measured(self, camera: Any, batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         begun = perf_counter()

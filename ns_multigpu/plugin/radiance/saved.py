@@ -92,6 +92,21 @@ def field_in(checkpoint: Path) -> SavedField:
     return SavedField.from_state(read_checkpoint_file(checkpoint)["pipeline"])
 
 
+def cells_folder(state: Mapping[str, Any], models: Path) -> Path:
+    """Where the cells of a .ckpt lie.
+
+    Args:
+        state: the pipeline of the .ckpt. models: the folder that this lies in.
+
+    Raises:
+        DamagedCheckpoint: they are not there.
+    """
+    folder = states_folder(models) / str(state[SHARDS].get("state"))
+    if not folder.is_dir():
+        raise DamagedCheckpoint(f"The cells of the checkpoint are missing: they belong into {folder}")
+    return folder
+
+
 @torch.no_grad()
 def read_parameters(model: Model, saved: SavedField, state: Mapping[str, Any], models: Path) -> None:
     """Reads a model's parameters: what is shared, and those of the cells that it has.
@@ -103,9 +118,7 @@ def read_parameters(model: Model, saved: SavedField, state: Mapping[str, Any], m
     Raises:
         InputError: parameters are missing, damaged, or of another shape.
     """
-    folder = states_folder(models) / str(state[SHARDS].get("state"))
-    if not folder.is_dir():
-        raise DamagedCheckpoint(f"The cells of the checkpoint are missing: they belong into {folder}")
+    folder = cells_folder(state, models)
     if found := cut_short(folder, read_manifest(folder)):
         raise DamagedCheckpoint("; ".join(found))
     tensors = SavedTensors(folder)

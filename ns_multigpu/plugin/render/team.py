@@ -1,14 +1,15 @@
 """How many processes look at a model: one, or one with helpers, by what the model needs or gains.
 
-A model that fits one device is copied to each helper: then a picture is cut into bands and views are dealt out, and
-nothing travels but pixels. One that does not is spread over the devices, and splats travel, as in `tile`.
+Points that fit one device are copied to each helper: then a picture is cut into bands and views are dealt out, and
+nothing travels but pixels. Those that do not are spread over the devices, and splats travel, as in `tile`. What other
+models need and gain, their pipelines say (`begin`'s `plan`).
 """
 
 import copy
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,6 +101,68 @@ def asked_for(name: str, kind: Callable[[str], Any], least: float) -> Any:
     return value
 
 
+@dataclass(frozen=True)
+class Devices:
+    """What there is to look at a model with.
+
+    Attributes:
+        kind: of the devices. count: how many of them there are; 0 for CPUs, which processes share.
+        memory: bytes of each that a model may take; None for no limit.
+        asked: how many processes the user wants; None if nothing was said.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    count: int
+    memory: float | None
+    asked: int | None
+
+    @staticmethod
+    def here() -> "Devices":
+        """Those of this machine, as the environment lets them be used.
+
+        Raises:
+            InputError: an environment variable is set to nonsense.
+        """
+        asked, memory = asked_for(RENDER_RANKS, int, 1), asked_for(RENDER_MEMORY, float, 0)
+        if not torch.cuda.is_available():
+            return Devices("cpu", 0, None if memory is None else memory * 1e9, asked)
+        return Devices("cuda", gpu_places(), free_memory() if memory is None else memory * 1e9, asked)
+
+    def named(self, count: int) -> str:
+        """So many of them, in words."""
+        one, more = ("GPU", "GPUs") if self.kind == "cuda" else ("process", "processes")
+        return f"{count} {one if count == 1 else more}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is looked at.
+
+    Attributes:
+        ranks: processes, this one included.
+        line: what is where, said to the user; from "4 GPUs" on.
+        changes: of the pipeline's configuration, for all processes.
+    """
+
+    ranks: int
+    line: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def plan_for_points(state: Mapping[str, Any], checkpoint: Path, devices: Devices) -> Plan | None:
+    """How points are looked at; see `begin`."""
+    del checkpoint
+    shapes = {k: s for k, s in shapes_in(state).items() if k.startswith(POINTS)}
+    if not shapes:
+        return None
+    points = next(iter(shapes.values()))[0]
+    point_bytes = 4 * sum(math.prod(shape[1:]) for shape in shapes.values())
+    size = size_for(points, point_bytes, devices.kind, devices.count, devices.memory, devices.asked)
+    how = "each holds all of them" if size.whole else "each holds a part"
+    line = f"{points:,} Gaussians on {devices.named(size.ranks)}: {how}."
+    return Plan(size.ranks, line, {"strategy": "batch" if size.whole else "tile"})
+
+
 class Team:
     """Rank 0's side: what it tells its helpers. They run `tools.helper`.
 
@@ -115,11 +178,17 @@ class Team:
         broadcast_object((what, args, kwargs), 0, self.world)
 
 
-def begin(config: Any, test_mode: str) -> tuple[Any, Team | None]:
+def begin(
+    config: Any,
+    test_mode: str,
+    plan: Callable[[Mapping[str, Any], Path, Devices], Plan | None] = plan_for_points,
+) -> tuple[Any, Team | None]:
     """Starts helpers, where one of nerfstudio's commands is about to load a run and that takes or gains from them.
 
     Args:
         config: of a pipeline, its `checkpoints` set. test_mode: the pipeline's.
+        plan: how a model is looked at, by the pipeline's state in its .ckpt, the .ckpt, and what there is to look with;
+            None where it cannot be told.
 
     Returns:
         the configuration to go on with, and the team; None for this process alone.
@@ -130,28 +199,19 @@ def begin(config: Any, test_mode: str) -> tuple[Any, Team | None]:
     folder: Path | None = config.checkpoints
     if config_being_loaded() is None or folder is None or Ranks.from_env() is not None:
         return config, None
-    found = checkpoints_in(folder)
-    asked, memory = asked_for(RENDER_RANKS, int, 1), asked_for(RENDER_MEMORY, float, 0)
+    devices, found = Devices.here(), checkpoints_in(folder)
     if not found:
         return config, None
     newest = max(found, key=step_of)
-    shapes = {k: s for k, s in shapes_in(read_checkpoint_file(newest)["pipeline"]).items() if k.startswith(POINTS)}
-    if not shapes:
+    planned = plan(read_checkpoint_file(newest)["pipeline"], newest, devices)
+    if planned is None or planned.ranks == 1:
         return config, None
-    points = next(iter(shapes.values()))[0]
-    point_bytes = 4 * sum(math.prod(shape[1:]) for shape in shapes.values())
-    kind: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
-    room = memory * 1e9 if memory is not None else free_memory() if kind == "cuda" else None
-    size = size_for(points, point_bytes, kind, gpu_places() if kind == "cuda" else 0, room, asked)
-    if size.ranks == 1:
-        return config, None
-    what = "GPUs" if kind == "cuda" else "processes"
-    how = "each holds all of them" if size.whole else "each holds a part"
-    CONSOLE.print(f"{points:,} Gaussians on {size.ranks} {what}: {how}. ({RENDER_RANKS}=1 keeps to one.)")
-    with CONSOLE.status(f"Starting {size.ranks - 1} helpers"):
-        team = Team(Helpers(size.ranks - 1, kind))
+    CONSOLE.print(f"{planned.line} ({RENDER_RANKS}=1 keeps to one.)", soft_wrap=True)
+    with CONSOLE.status(f"Starting {planned.ranks - 1} helpers"):
+        team = Team(Helpers(planned.ranks - 1, devices.kind))
     config = copy.copy(config)
-    config.strategy = "batch" if size.whole else "tile"
+    for name, value in planned.changes.items():
+        setattr(config, name, value)
     broadcast_object((config, test_mode), 0, team.world)
     set_world(team.world)  # while the pipeline is made; what nerfstudio makes later is this process's alone
     return config, team

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 
 def end_with(parent: int) -> None:
@@ -25,6 +26,15 @@ def end_with(parent: int) -> None:
     threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
+def obey(pipeline: Any, told: Any) -> None:
+    """Does with the others what rank 0 has told: calls a method (`Team.tell`), or renders what is asked for."""
+    if isinstance(told, tuple):
+        name, args, kwargs = told
+        getattr(pipeline, name)(*args, **kwargs)
+    else:
+        pipeline.renders.help(told)
+
+
 def main(device_type: str) -> None:
     """Meets the others, makes the pipeline that rank 0 makes, and does what it is told until it is gone."""
     from nerfstudio.utils.rich_utils import CONSOLE
@@ -33,7 +43,6 @@ def main(device_type: str) -> None:
     from ns_multigpu.core.world import World
     from ns_multigpu.plugin.launch.helpers import PATIENCE
     from ns_multigpu.plugin.launch.process_world import set_world
-    from ns_multigpu.plugin.render.pictures import RenderRequest
 
     CONSOLE.quiet = True
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -44,12 +53,7 @@ def main(device_type: str) -> None:
     pipeline = config.setup(device=str(world.device), test_mode=test_mode)
     pipeline.eval()
     while True:
-        told = broadcast_object(None, 0, world)
-        if isinstance(told, RenderRequest):
-            pipeline.renders.help(told)
-        else:
-            name, args, kwargs = told
-            getattr(pipeline, name)(*args, **kwargs)
+        obey(pipeline, broadcast_object(None, 0, world))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from ns_multigpu.core.world import World, gpu_places
 from ns_multigpu.plugin.capture.moved import DATA
 from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, shapes_in
-from ns_multigpu.plugin.checkpoint.verify import SHARDS, read_checkpoint_file, step_of
+from ns_multigpu.plugin.checkpoint.verify import SHARDS, read_checkpoint_file
 from ns_multigpu.plugin.export.ply import run_checkpoint
 from ns_multigpu.plugin.faults.errors import InputError, WorkerFailed
 from ns_multigpu.plugin.launch import checks
@@ -153,12 +153,9 @@ def load_model(
     run.pipeline.checkpoints = checkpoint.parent  # type: ignore[attr-defined]
     pipeline: DistributedPipeline = run.pipeline.setup(device=str(world.device), test_mode=test_mode)
     pipeline.eval()
-    if isinstance(run.pipeline, DistributedPipelineConfig):
-        pipeline.load_file(checkpoint)
-        CONSOLE.print(f"Loaded {checkpoint}: {pipeline.model.total_points} Gaussians.")
-    else:
-        pipeline.load_pipeline(read_checkpoint_file(checkpoint)["pipeline"], step_of(checkpoint))
-        CONSOLE.print(f"Loaded {checkpoint}.")
+    pipeline.load_file(checkpoint)
+    of = f": {pipeline.model.total_points} Gaussians" if isinstance(run.pipeline, DistributedPipelineConfig) else ""
+    CONSOLE.print(f"Loaded {checkpoint}{of}.")
     return pipeline
 
 

@@ -1,0 +1,105 @@
+"""A dataparser run on every rank: it asks nobody, and what it cannot read is said on all of them."""
+
+import dataclasses
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nerfstudio.data.dataparsers.base_dataparser import DataParserConfig
+from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, NerfstudioDataParserConfig
+
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.capture.checks import raise_together, transforms_problems
+from ns_multigpu.plugin.capture.colmap import point_count
+from ns_multigpu.plugin.capture.first_look import colmap_problems
+from ns_multigpu.plugin.capture.image_files import file_problem
+from ns_multigpu.plugin.capture.moved import look_where_it_is
+from ns_multigpu.plugin.capture.reading import FAULTS
+
+
+@contextmanager
+def parsed_together(config: Any, world: World, trains: bool) -> Iterator[None]:
+    """Encloses what makes a datamanager read its capture, and has no collectives. Every rank enters it.
+
+    Args:
+        config: the datamanager's. Its dataparser becomes one that asks nothing.
+        world: the ranks.
+        trains: whether the run trains; one that is looked at may have a capture that has moved.
+
+    Raises:
+        InputError: on every rank, that the capture cannot be read on one of them.
+    """
+    if trains:
+        raise_together(_wrong_before_reading(config) if world.is_main else [], world, FAULTS)
+    else:
+        look_where_it_is(config)
+    problems: list[str] = []
+    config.dataparser = _unasked(config)
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, (OSError, NotImplementedError)) and not by_a_dataparser(error):
+            raise
+        problems = unreadable(config.dataparser, error)
+    raise_together(problems, world, FAULTS)
+
+
+def _wrong_before_reading(config: Any) -> list[str]:
+    """What is wrong with the files that a dataparser is about to read; its own errors would not name the files."""
+    parser = config.dataparser
+    if config.data is not None:
+        parser = dataclasses.replace(parser, data=Path(config.data))
+    if isinstance(parser, NerfstudioDataParserConfig):
+        return transforms_problems(parser.data)
+    if isinstance(parser, ColmapDataParserConfig) and parser.data.is_dir():
+        return colmap_problems(parser)[0]
+    return []
+
+
+class _UnaskedNerfstudio(Nerfstudio):
+    """nerfstudio's parser, which asks nobody: workers have no terminal. Without a ply_file_path there are no seed
+    points, which is for the pipeline to say."""
+
+    prompted_user = True
+    create_pc = False
+
+
+def _unasked(config: Any) -> Any:
+    """The dataparser's configuration, for one that asks nothing and reads no points where there are none."""
+    parser = config.dataparser
+    if type(parser) is NerfstudioDataParserConfig:
+        return dataclasses.replace(parser, _target=_UnaskedNerfstudio)
+    if isinstance(parser, ColmapDataParserConfig):
+        none = point_count(Path(config.data or parser.data) / parser.colmap_path) == 0
+        return dataclasses.replace(parser, load_3D_points=parser.load_3D_points and not none)
+    return parser
+
+
+def by_a_dataparser(error: Exception) -> bool:
+    """Whether it was a dataparser that failed: what it says is then about the capture."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("dataparsers" in Path(frame.filename).parts for frame in frames)
+
+
+def unreadable(config: DataParserConfig, error: Exception) -> list[str]:
+    """Lines for a capture that its dataparser cannot read.
+
+    A dataparser stops at the first image that it opens to choose a downscale factor. With a factor given it opens none:
+    it is run again with one, and every image is then checked, so that all missing or damaged files can be listed.
+    """
+    lines = [f"{getattr(config, 'data', '')}: {type(error).__name__}: {error}"]
+    if not isinstance(error, OSError) or getattr(config, "downscale_factor", 1) is not None:
+        return lines
+    try:
+        parser = dataclasses.replace(config, downscale_factor=1).setup()  # pyright: ignore[reportCallIssue]
+        outputs = [parser.get_dataparser_outputs(split) for split in ("train", "val")]
+    except Exception:  # the first error is the one to tell of
+        return lines
+    files: dict[Path, None] = {}
+    for part in outputs:
+        files.update(dict.fromkeys([*part.image_filenames, *(part.mask_filenames or [])]))
+    found = [problem for problem in map(file_problem, files) if problem is not None]
+    return found or lines

@@ -1,0 +1,126 @@
+"""nerfstudio's commands as processes, with helpers and without, and what is left of them."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+from PIL import Image
+
+from ns_multigpu.plugin.render.team import RENDER_RANKS
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(script: str, *words: object, **more: str) -> subprocess.Popen[str]:
+    """Starts one of nerfstudio's scripts, with more in its environment."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    command = [sys.executable, "-W", "ignore", "-m", f"nerfstudio.scripts.{script}", *map(str, words)]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def with_ffmpeg(folder: Path) -> dict[str, str]:
+    """An environment in which ns-render finds ffmpeg, which it asks for also where it writes images."""
+    folder.mkdir(exist_ok=True)
+    (folder / "ffmpeg").symlink_to(imageio_ffmpeg.get_ffmpeg_exe())
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+def done(process: subprocess.Popen[str], code: int = 0) -> str:
+    """What it has said, when it has ended with this exit code."""
+    said = process.communicate(timeout=180)[0]
+    assert process.returncode == code, said
+    return said
+
+
+def children(pid: int) -> list[int]:
+    """The processes that it has started."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody has collected has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pids: list[int], seconds: float = 10.0) -> bool:
+    """Whether all have ended after so many seconds."""
+    end = time.monotonic() + seconds
+    while any(map(runs, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(runs, pids))
+
+
+def same_images(found: Path, expected: Path, count: int, least: float = 5) -> None:
+    """Asserts that two folders hold so many pictures, equal to a 255th, none of them of one colour (`least`)."""
+    names = sorted(str(file.relative_to(expected)) for file in expected.rglob("*.png"))
+    assert len(names) == count and names == sorted(str(file.relative_to(found)) for file in found.rglob("*.png"))
+    for name in names:
+        with Image.open(found / name) as ours, Image.open(expected / name) as theirs:
+            difference = np.abs(np.asarray(ours, dtype=np.int32) - np.asarray(theirs, dtype=np.int32))
+            assert np.asarray(theirs).std() > least and difference.max() <= 1, name
+
+
+@contextlib.contextmanager
+def viewer(run: Path, helpers: int, **more: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """ns-viewer, when its page is served, and its helpers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = start("viewer.run_viewer", "--load-config", run, "--viewer.websocket-port", port,
+                     **{RENDER_RANKS: str(helpers + 1), **more})  # fmt: skip
+    pids: list[int] = []
+    try:
+        end = time.monotonic() + 120
+        while time.monotonic() < end and process.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.1)
+        pids = [pid for pid in children(process.pid) if b"tools.helper" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(pids) == helpers, process.communicate(timeout=10)[0] if process.poll() is not None else pids
+        yield process, pids
+    finally:
+        for pid in (process.pid, *pids):
+            with contextlib.suppress(ProcessLookupError):
+                if runs(pid):
+                    os.kill(pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def killed(run: Path, helpers: int, victim: str, **more: str) -> None:
+    """Starts ns-viewer, kills it ("parent"), its last helper, or nobody, and asserts that none of them is left."""
+    with viewer(run, helpers, **more) as (process, pids):
+        if victim == "parent":
+            process.kill()
+            assert gone(pids, 4.0), "helpers have outlived their parent"  # by 5 s the closed connections end them
+        elif victim == "helper":
+            os.kill(pids[-1], signal.SIGKILL)
+            said = process.communicate(timeout=20)[0]
+            assert process.returncode == 1 and f"Helper {helpers} of {helpers} was killed by SIGKILL" in said, said
+            assert gone(pids)
+        else:
+            process.send_signal(signal.SIGINT)
+            process.wait(20)
+            assert gone(pids)
+
+
+def command(pid: int) -> bytes:
+    """What a process was started with; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
