@@ -1,7 +1,8 @@
 """What a CUDA graph is on a GPU, on a CPU: operators that are noted once and run again on the same memory.
 
-It holds a step to what a graph would: nothing may be read back to the host while it is noted, and no size may depend on
-numbers that only the device knows. As on a GPU, what is noted is not run then.
+It holds a step to what a graph would: nothing may be read back to the host while it is noted, no list of the host's may
+become a tensor, and no size may depend on numbers that only the device knows. As on a GPU, what is noted is not run
+then.
 """
 
 import importlib
@@ -43,6 +44,9 @@ class _Notes(TorchDispatchMode):
         kwargs = kwargs or {}
         if str(func).startswith(_READ_BACK):
             raise AssertionError(f"{func} waits for the device, or its result has a size that only the device knows")
+        # A number alone, as in x[0] = 1.0, is an argument of a kernel.
+        if str(func).startswith("aten.lift_fresh") and args[0].dim() > 0:
+            raise AssertionError(f"{args[0].tolist()} is made from a list: to a GPU that is a copy, which waits")
         for argument, value in zip(func._schema.arguments, args, strict=False):
             self._keep(argument, value)
         for argument in func._schema.arguments:

@@ -9,8 +9,9 @@ from torch import Tensor
 from ns_multigpu.primitives.gaussians.init import initial_gaussians
 from ns_multigpu.primitives.moving.schema import COSINES
 
-FIRST_VARIANCE = 4.0
-"""Of the first points in time, of which all there is is 1 (Yang et al. 2024's code)."""
+FIRST_VARIANCE = 0.2
+"""Of the first points in time, of which all there is is 1 (Yang et al. 2024's code). Points that begin longer than the
+capture stay so, and blur what moves: nothing splits them in time."""
 
 
 def initial_moving(

@@ -97,7 +97,7 @@ class SurfelKernels(PartKernels):
     def moved(self, made: MadeSurfels, records: Tensor) -> tuple[Tensor, Tensor]:
         """The centre's, as the published code counts it: see `Surfels.splat`."""
         transforms = made.transforms.detach()
-        by_third = self.layout.gradients_of(records).transforms[:, [2, 5]]
+        by_third = self.layout.gradients_of(records).transforms[:, 2:6:3]  # a list of columns would be copied to the GPU
         return by_third * transforms[:, 8:], surfel_radii(transforms)
 
     def draw(self, arrived: ArrivedSurfels, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
