@@ -1,10 +1,11 @@
 """A training step of each kind of point on one GPU: captured in a CUDA graph, and through autograd.
 
-    python -m benchmarks.kernels.kinds_step [--points 1000000] [--size 1920 1080] [--steps 20]
+    python -m benchmarks.kernels.kinds_step [--points 1000000] [--size 1920 1080] [--steps 20] [--profile]
 
 Points are random in a box before the camera, and so is the image. The captured step has no stage that the ordinary one
 has not: projection, lists, compositing, loss, the way back, Adam. 2D Gaussians have their normal loss in both, convexes
-the shape that training starts from. Nothing is densified.
+the shape that training starts from. Nothing is densified. --profile says which kernels take the time of a captured
+step.
 """
 
 import argparse
@@ -90,29 +91,43 @@ class Both:
         return step
 
     def captured(self) -> tuple[Callable[[], None], Any]:
-        world, view, count = World.single(str(self.device)), self.view, len(self.params["means"])
-        primitive = KINDS[self.kind].make(Rendering(DEGREE))
-        kernels = primitive.kernels(**({"losses": {"normals": WEIGHT}} if self.flat else {}))
-        assert kernels is not None
-        strategy = STRATEGIES["single"](world)
-        plan = strategy.plan([view])
+        kernels = (
+            KINDS[self.kind].make(Rendering(DEGREE)).kernels(**({"losses": {"normals": WEIGHT}} if self.flat else {}))
+        )
         params = {name: value.detach() for name, value in self.params.items()}
-        moments = dict(zip(params, zip(self.adam.exp_avgs, self.adam.exp_avg_sqs, strict=True), strict=True))
-        intersections = 16 * count
-        while True:
-            settings = StepSettings(view.width, view.height, 1, LAMBDA, count, 0, intersections)
-            transport = OwnRows(world, kernels, count, 0, settings.words(strategy.assignment))
-            step = Step(kernels, params, moments, {}, settings, strategy, transport)
-            step.viewmats[0], step.Ks[0], step.times[0] = view.viewmat, view.K, view.time
-            self.adam.upload()
-            step.scalars.copy_(self.adam.scalars)
-            step.take(plan, [self.image])
-            status = step.status()
-            if not status.full:
-                break
-            intersections = status.intersections + 1024
-        graphs = StepGraphs(StepTimer(self.device), lambda: None, GraphPool(self.device))
-        return lambda: graphs.take(plan, lambda: step.parts(plan, [self.image])), step
+        return captured_step(kernels, params, self.adam, self.view, self.image, {})
+
+
+def captured_step(
+    kernels: Any, params: dict[str, torch.Tensor], adam: AdamStep, view: View, image: torch.Tensor,
+    statistics: dict[str, torch.Tensor],
+) -> tuple[Callable[[], None], Any]:  # fmt: skip
+    """A step of one view on one GPU: what takes it, from its graph from the second time on; and the `Step`.
+
+    Args:
+        kernels: of the kind. params: raw; they change. adam: of `params`, in their order. image: [H, W, 3] uint8.
+        statistics: of densification, by name; empty for none.
+    """
+    device, count = image.device, len(params["means"])
+    world = World.single(str(device))
+    strategy = STRATEGIES["single"](world)
+    plan = strategy.plan([view])
+    moments = dict(zip(params, zip(adam.exp_avgs, adam.exp_avg_sqs, strict=True), strict=True))
+    intersections = 16 * count
+    while True:
+        settings = StepSettings(view.width, view.height, 1, LAMBDA, count, 0, intersections)
+        transport = OwnRows(world, kernels, count, 0, settings.words(strategy.assignment))
+        step = Step(kernels, params, moments, statistics, settings, strategy, transport)
+        step.viewmats[0], step.Ks[0], step.times[0] = view.viewmat, view.K, view.time
+        adam.upload()
+        step.scalars.copy_(adam.scalars)
+        step.take(plan, [image])
+        status = step.status()
+        if not status.full:
+            break
+        intersections = status.intersections + 1024
+    graphs = StepGraphs(StepTimer(device), lambda: None, GraphPool(device))
+    return lambda: graphs.take(plan, lambda: step.parts(plan, [image])), step
 
 
 def milliseconds(step: Callable[[], Any], steps: int) -> float:
@@ -127,12 +142,26 @@ def milliseconds(step: Callable[[], Any], steps: int) -> float:
     return 1e3 * (time.perf_counter() - began) / steps
 
 
+def where_time_goes(step: Callable[[], Any], steps: int, most: int = 14) -> str:
+    """The kernels that take the most of a step's time on the GPU: ms of a step, calls of a step, and their names."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    kernels = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)[:most]
+    return "\n".join(
+        f"    {one.self_device_time_total / 1e3 / steps:7.3f} ms  {one.count / steps:5.1f} x  {one.key[:110]}"
+        for one in kernels
+    )
+
+
 def main() -> None:
     """Prints a line a kind."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--points", type=int, default=1_000_000)
     parser.add_argument("--size", type=int, nargs=2, default=(1920, 1080))
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--profile", action="store_true", help="and which kernels take the time")
     options = parser.parse_args()
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}, {options.points} points, {options.size[0]}x{options.size[1]}")
@@ -148,6 +177,8 @@ def main() -> None:
             f"{status.rows} rows, {status.intersections} intersections, "
             f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most"
         )
+        if options.profile:
+            print(where_time_goes(work, options.steps))
         del both, work, step
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -5,7 +5,12 @@ draw the same.
 
 The scenes are those of `benchmarks.kernels.rasterizer`: 0.07, 1.64 and 7.93 M points; the first two scales count.
 gsplat is called with packed False, RGB and expected depth. "all losses": the loss has normals and distortion in it as
-well as the image. Ours go through the public operators and autograd: `benchmarks.kernels.kinds_step` times fused steps.
+well as the image. Ours go through the public operators and autograd.
+
+"whole step": all that a step of training takes, with a loss of normals. gsplat's is that of its own trainer
+(`examples/simple_trainer_2dgs.py`: rasterization, losses by torch and pytorch_msssim, its densifier's counts, torch's
+Adam). Ours is fused and captured, as `ns-train` takes it, with Adam and with what our densifier counts. The image of
+both is random.
 
 What is drawn differs where a splat reaches beyond 3 standard deviations (ours are cut where alpha is 1/255, gsplat's by
 tiles at 3), and where the disc of one standard deviation reaches the camera's plane (ours draw none of these). So the
@@ -19,14 +24,23 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
+from torch.nn import Parameter
 
+from benchmarks.kernels.autograd_step import RATE, torch_loss
+from benchmarks.kernels.kinds_step import captured_step
 from benchmarks.kernels.sections import Line, Scenes, Sections, finish, parse, parser, ratio, show
 from benchmarks.kernels.ways import joined
+from benchmarks.lib.counting import GsplatCounts
 from benchmarks.lib.stopwatch import Stopwatch, peak_bytes
 from benchmarks.scenes.garden import DEGREE, Scene
+from cuda_ext.ops.adam import AdamStep, FusedAdam
+from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Patch, Points, View
 from ns_multigpu.primitives.surfels.functions import Surfels
+from ns_multigpu.primitives.surfels.schema import SCHEMA
 
+WEIGHT = 0.05
+"""Of the loss of normals."""
 Picture = tuple[Tensor, Tensor, Tensor]
 """Colours [H W, 3], normals [H W, 3] in camera space or the world's, distortion [H W]."""
 
@@ -54,9 +68,7 @@ def our_way(scene: Scene, distorted: bool) -> Callable[[list[Tensor]], Picture]:
     view = View(scene.viewmats[0], scene.Ks[0], scene.width, scene.height)
 
     def render(leaves: list[Tensor]) -> Picture:
-        means, quats, scales, logits, dc, rest = leaves
-        names = ("means", "quats", "scales", "opacities", "features_dc", "features_rest")
-        points = Points(dict(zip(names, (means, quats, scales, logits, dc, rest), strict=True)))
+        points = Points(dict(zip(names(SCHEMA), leaves, strict=True)))
         splats = kind.splat(points, kind.cull(points, [view], [0]), [view])
         pixels = kind.render(splats, [Patch.whole(0, view)], [view])[0]
         extra = pixels.extra
@@ -92,6 +104,59 @@ def time_way(name: str, scene: Scene, watch: Stopwatch, way: Callable[[Scene, bo
     return lines, forward()[0]
 
 
+def gsplat_step(scene: Scene) -> Callable[[], Any]:
+    """A whole step of gsplat's."""
+    from gsplat.rendering import rasterization_2dgs
+
+    params = [torch.nn.Parameter(value.clone()) for value in scene.raw()]
+    means, quats, scales, logits, dc, rest = params
+    optimizers = [torch.optim.Adam([p], lr=RATE, eps=1e-15) for p in params]
+    counts = GsplatCounts(absgrad=False, packed=False, key="gradient_2dgs")
+    cameras: Any = (scene.viewmats, scene.Ks, scene.width, scene.height)
+    options: Any = {"sh_degree": DEGREE, "packed": False, "render_mode": "RGB+ED"}
+    loss_of, background = torch_loss(scene), scene.background()
+
+    def step() -> None:
+        shape = (means, quats, scales.exp(), logits.sigmoid(), joined(dc, rest))
+        image, alpha, normals, surface, _, _, info = rasterization_2dgs(*shape, *cameras, **options)
+        counts.meet(info)
+        image = image[0, ..., :3] + (1 - alpha[0]) * background
+        away = 1 - (normals[0] * surface.view_as(normals[0]) * alpha[0].detach()).sum(-1)
+        (loss_of(image.clamp(0.0, 1.0)) + WEIGHT * away.mean()).backward()
+        counts.add(means)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def our_step(scene: Scene) -> Callable[[], None]:
+    """A whole step of ours, from its graph."""
+    raw = scene.raw()
+    raw[2] = raw[2][:, :2].contiguous()
+    raw[3] = raw[3].view(-1, 1)
+    params = dict(zip(names(SCHEMA), (value.clone() for value in raw), strict=True))
+    adam = AdamStep([FusedAdam([Parameter(p)], lr=RATE, eps=1e-15) for p in params.values()], with_grads=False)
+    view = View(scene.viewmats[0], scene.Ks[0], scene.width, scene.height)
+    statistics = {name: torch.zeros(scene.points, device=scene.device) for name in ("grad2d", "count", "radii")}
+    kernels = Surfels(DEGREE).kernels(losses={"normals": WEIGHT})
+    step, made = captured_step(kernels, params, adam, view, scene.target, statistics)
+    made.backgrounds.copy_(scene.background())
+    return step
+
+
+def time_steps(scene: Scene, sections: Sections, watch: Stopwatch) -> list[Line]:
+    """Whole steps."""
+    lines = list[Line]()
+    for name, make in (("gsplat", gsplat_step), ("ours", our_step)):
+        with sections.section(f"{scene.name}: a whole step of {name}"):
+            step = make(scene)
+            step()
+            lines.append(Line(f"{name}: whole step", watch.median(step), peak_bytes=peak_bytes(scene.device, step)))
+    return lines
+
+
 def measure(scene: Scene, sections: Sections, watch: Stopwatch) -> dict[str, Any]:
     """All of one scene."""
     lines, images = list[Line](), dict[str, Tensor]()
@@ -100,6 +165,8 @@ def measure(scene: Scene, sections: Sections, watch: Stopwatch) -> dict[str, Any
         with sections.section(f"{scene.name}: {name}"):
             found, images[name] = time_way(name, scene, watch, way)
             lines += found
+    if scene.device.type == "cuda":
+        lines += time_steps(scene, sections, watch)
     show(sections.console, scene.describe(), lines)
     report: dict[str, Any] = {"name": scene.name, "points": scene.points, "width": scene.width, "height": scene.height}
     if len(images) == 2:
@@ -109,7 +176,7 @@ def measure(scene: Scene, sections: Sections, watch: Stopwatch) -> dict[str, Any
         ms = {line.what: line.ms for line in lines}
         report["times faster"] = {
             what: ratio(ms.get(f"gsplat: {what}"), ms.get(f"ours: {what}"))
-            for what in ("forward", "forward and backward", "all losses")
+            for what in ("forward", "forward and backward", "all losses", "whole step")
         }
         sections.console.print(f"apart: {report['apart']}; times faster: {report['times faster']}")
     return report | {"lines": lines}

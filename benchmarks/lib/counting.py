@@ -3,7 +3,7 @@
 All have splatfacto's options, and take a step after which nothing is refined.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -20,12 +20,13 @@ class GsplatCounts:
     Args:
         absgrad: count absolute gradients, which gsplat does not have in its distributed mode.
         packed: as `rasterization` was called.
+        key: whose gradient counts: of 2D Gaussians that is "gradient_2dgs".
     """
 
-    def __init__(self, absgrad: bool, packed: bool) -> None:
+    def __init__(self, absgrad: bool, packed: bool, key: Literal["means2d", "gradient_2dgs"] = "means2d") -> None:
         from gsplat.strategy import DefaultStrategy
 
-        self._strategy, self._packed = DefaultStrategy(absgrad=absgrad, **_OPTIONS), packed
+        self._strategy, self._packed = DefaultStrategy(absgrad=absgrad, key_for_gradient=key, **_OPTIONS), packed
         self._state = self._strategy.initialize_state(scene_scale=1.0)
         self._info: Any = None
 

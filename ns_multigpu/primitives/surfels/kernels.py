@@ -97,7 +97,8 @@ class SurfelKernels(PartKernels):
     def moved(self, made: MadeSurfels, records: Tensor) -> tuple[Tensor, Tensor]:
         """The centre's, as the published code counts it: see `Surfels.splat`."""
         transforms = made.transforms.detach()
-        by_third = self.layout.gradients_of(records).transforms[:, 2:6:3]  # a list of columns would be copied to the GPU
+        # Columns 2 and 5. A list of them would be copied to the GPU, which no graph can hold.
+        by_third = self.layout.gradients_of(records).transforms[:, 2:6:3]
         return by_third * transforms[:, 8:], surfel_radii(transforms)
 
     def draw(self, arrived: ArrivedSurfels, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
