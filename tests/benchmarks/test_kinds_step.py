@@ -1,9 +1,13 @@
 """The benchmark of a training step of each kind of point: both of its ways draw something, and train."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from benchmarks.kernels import kinds_step
+from benchmarks.kernels import kinds_step, surfels
+from benchmarks.scenes.cloud import make_scene
+from benchmarks.scenes.garden import TINY, Scene
 from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS
 from ns_multigpu.primitives.registry import KINDS
 from tests.recorded import RecordedPool
@@ -23,6 +27,28 @@ def test_both_ways_train(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     status = step.status()
     assert status.done == 3 and not status.full and float(step.report[-1]) == 0
     assert status.rows > 30 and status.intersections > status.rows
+
+
+def test_a_whole_step_of_2d_gaussians_counts_for_densification(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kinds_step, "GraphPool", lambda _: RecordedPool())
+    kept = []
+
+    def spied(*given: Any) -> Any:
+        kept.append((given, kinds_step.captured_step(*given)))
+        return kept[0][1]
+
+    monkeypatch.setattr(surfels, "captured_step", spied)
+    made = make_scene(200, 48, 40)
+    shape = (made.means, made.quats, made.scales.log(), made.opacities.logit(), made.sh_dc, made.sh_rest)
+    step = surfels.our_step(Scene(TINY, *shape, made.viewmats, made.Ks, made.target))
+    (_, params, _, _, _, statistics), (_, taken) = kept[0]
+    before = {name: value.clone() for name, value in params.items()}
+    for turn in range(3):
+        counted = statistics["count"].clone()
+        step()
+        assert float((statistics["count"] - counted).max()) == 1, f"step {turn}"
+    assert all(bool((value != before[name]).any()) for name, value in params.items())
+    assert params["scales"].shape == (200, 2) and float(taken.report[0]) > 0
 
 
 def test_convexes_are_as_training_begins_with_them() -> None:

@@ -46,6 +46,8 @@ def test_at_first_they_stand_still_and_look_as_3d_gaussians_do() -> None:
     seeds = (torch.rand(60, 3) * 2 - 1, torch.randint(0, 256, (60, 3)).float())
     first = initial_moving(seeds, sh_degree=3, count=0, extent=1, generator=generators[0])
     assert set(first) == set(names(SCHEMA)) and 0.2 < float(first["times"].mean()) < 0.8
+    # Shorter than the capture: those that are not are never split in time, and cannot learn what moves.
+    torch.testing.assert_close(first["durations"].exp().square(), torch.full((60, 1), 0.2))
     first["durations"] += 20  # always there
     still = initial_gaussians(seeds, sh_degree=3, count=0, extent=1, generator=generators[1])
     views = make_views(3, torch.float32)
