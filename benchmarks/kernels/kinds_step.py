@@ -163,6 +163,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="and which kernels take the time")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("kinds_step times CUDA graphs, and torch sees no GPU here. Run it on a machine with one.")
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}, {options.points} points, {options.size[0]}x{options.size[1]}")
     for kind in KINDS:

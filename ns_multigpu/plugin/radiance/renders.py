@@ -8,7 +8,6 @@ at any time (`lead_always`). Either way there is one image at a time: samplers h
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from ns_multigpu.core.collectives import broadcast_object
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.render.lent_lock import LentLock, untraced
-from ns_multigpu.plugin.render.strides import Strides
+from ns_multigpu.plugin.render.leading import Leading
+from ns_multigpu.plugin.render.lent_lock import untraced
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Request:
     rays: RayBundle | None = None
 
 
-class Renders:
+class Renders(Leading):
     """Renders one model with all ranks. Made on every rank, in its main thread.
 
     A viewer renders in threads of its own, under `lock`, which is lent to them when all ranks stand between two steps;
@@ -47,21 +46,13 @@ class Renders:
     Args:
         model: a `NerfactoXLModel`.
 
-    Attributes:
-        lock: what viewers render under while a model is trained.
-        rate: pixels a second of the last image that somebody waited for; None before there was one.
-        strides: how many steps to take while somebody looks.
+    Attributes: see `Leading`.
     """
 
     def __init__(self, model: Any) -> None:
+        super().__init__()
         self._model = model
-        self.lock = LentLock()
-        self.rate: float | None = None
-        self.strides = Strides()
-        self._main = threading.get_ident()
-        self._always = self._failed = False
         self._leading: int | None = None  # the thread that does so now
-        self._turn = threading.RLock()
         model.elsewhere = self
 
     @property
@@ -97,15 +88,6 @@ class Renders:
 
     # ---- what `Guards.may_go_on` asks for ----
 
-    @property
-    def waiting(self) -> int:
-        """How many of the viewer's threads wait."""
-        return self.lock.waiting
-
-    def wait_until_wanted(self, seconds: float) -> None:
-        """Returns as soon as one waits, after `seconds` at the latest."""
-        self.lock.wait_until_wanted(seconds)
-
     def serve(self) -> None:
         """Lends the lock to a viewer's thread and renders what it asks for. Every rank calls it."""
         if self._world.is_main:
@@ -117,30 +99,7 @@ class Renders:
         while (request := broadcast_object(None, 0, self._world)) is not None:
             self._render(request)
 
-    def close(self) -> None:
-        """Nobody is answered any more."""
-        self.lock.close()
-
     # ---- one process with helpers ----
-
-    def lead_always(self) -> None:
-        """On rank 0: from now on the others, if any, wait for what it asks for, whenever that is, in any thread."""
-        self._always = True
-
-    @property
-    def leads_always(self) -> bool:
-        """Whether that is so now."""
-        return self._always
-
-    @contextlib.contextmanager
-    def side_by_side(self) -> Iterator[None]:
-        """Within, all ranks call the same again, as if nobody led."""
-        with self._turn:
-            before, self._always = self._always, False
-            try:
-                yield
-            finally:
-                self._always = before
 
     def help(self, request: Request) -> None:
         """Renders with the others what rank 0 has asked for."""

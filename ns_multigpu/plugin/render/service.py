@@ -9,7 +9,7 @@ at any time (`lead_always`).
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,16 +21,16 @@ from ns_multigpu.core.collectives import broadcast_object
 from ns_multigpu.core.forward import NoRoom
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.plugin.render.late_outputs import LateOutputs
-from ns_multigpu.plugin.render.lent_lock import LentLock, untraced
+from ns_multigpu.plugin.render.leading import Leading
+from ns_multigpu.plugin.render.lent_lock import untraced
 from ns_multigpu.plugin.render.pictures import Outputs, Pictures, RenderRequest
-from ns_multigpu.plugin.render.strides import Strides
 
 T = TypeVar("T")
 RANK = "rank"
 """The output that shows who owns what is seen: every point in its owner's colour, blended as usual."""
 
 
-class RenderService:
+class RenderService(Leading):
     """Renders one model with all ranks. Made on every rank, in its main thread.
 
     Args:
@@ -38,21 +38,14 @@ class RenderService:
         strategy: how its points are spread.
 
     Attributes:
-        pictures: draws them, on all ranks.
-        lock: what viewers render under while a model is trained; lent between two steps.
-        rate: pixels a second of the last picture that somebody waited for; None before there was one.
-        strides: how many steps to take while somebody looks.
+        pictures: draws them, on all ranks. The others: see `Leading`.
     """
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
+        super().__init__()
         self._model, self._strategy, self._world = model, strategy, strategy.world
         self.pictures = Pictures(model, strategy)
-        self.lock = LentLock()
-        self.rate: float | None = None
-        self.strides = Strides()
-        self._main = threading.get_ident()
-        self._leads = self._always = self._failed = False
-        self._turn = threading.RLock()
+        self._leads = False
 
     @property
     def shared(self) -> bool:
@@ -179,43 +172,9 @@ class RenderService:
             self.rate = request.view.width * request.view.height / max(seconds, 1e-6)
             return outputs
 
-    # ---- one process with helpers ----
-
-    def lead_always(self) -> None:
-        """On rank 0: from now on the other ranks wait for what it asks for, whenever that is, in any thread."""
-        self._always = True
-
-    @property
-    def leads_always(self) -> bool:
-        """Whether that is so now."""
-        return self._always
-
-    @contextlib.contextmanager
-    def side_by_side(self) -> Iterator[None]:
-        """Within, all ranks call the same again, as if nobody led."""
-        with self._turn:
-            before, self._always = self._always, False
-            try:
-                yield
-            finally:
-                self._always = before
-
     # ---- a viewer's threads ----
 
     @property
     def wanted(self) -> bool:
         """Whether a viewer's thread of this rank waits for an image."""
         return self.lock.wanted
-
-    @property
-    def waiting(self) -> int:
-        """How many of a viewer's threads wait for an image."""
-        return self.lock.waiting
-
-    def wait_until_wanted(self, seconds: float) -> None:
-        """Returns as soon as a viewer's thread of this rank wants an image, after `seconds` at the latest."""
-        self.lock.wait_until_wanted(seconds)
-
-    def close(self) -> None:
-        """Ends all threads that wait for an image, or ask for one later."""
-        self.lock.close()
