@@ -5,6 +5,7 @@ import json
 import math
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,14 @@ class _Full:
     """A disk that takes so many files."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, files: int) -> None:
-        self.left, usual = files, os.replace
+        self.left, usual, several = files, os.replace, threading.Lock()
 
         def replace(source: Any, target: Any) -> None:
             if str(target).endswith((".png", ".mp4")):
-                if self.left == 0:
-                    raise OSError(errno.ENOSPC, "No space left on device")
-                self.left -= 1
+                with several:
+                    if self.left == 0:
+                        raise OSError(errno.ENOSPC, "No space left on device")
+                    self.left -= 1
             usual(source, target)
 
         monkeypatch.setattr(Path, "replace", lambda part, target: replace(part, target))
@@ -107,7 +109,7 @@ def test_a_disk_that_fills_keeps_what_was_written_and_the_render_goes_on(
             render_run(World.single(), run, work, True)
     kept = {file: file.stat().st_mtime_ns for file in folder.glob("[0-9]*")}
     assert len(kept) == (1 if kind == "film" else 5) and not output.is_file()
-    assert not list(tmp_path.rglob("*.part*.*")) or kind == "film"
+    assert not list(tmp_path.rglob("*.part*.*")), "nothing is being written any more"
     drawn = render_run(World.single(), run, work, True)
     per_file = part_length(FRAMES) if kind == "film" else 1
     assert len(drawn) == FRAMES - per_file * len(kept), "what was written is not drawn again"
@@ -187,6 +189,43 @@ def test_parts_are_encoded_side_by_side(tmp_path: Path, monkeypatch: pytest.Monk
         parts.put(number, None)
     parts.finish()
     assert most == [3] and all(parts.path(number).is_file() for number in range(9))
+
+
+def test_what_is_whole_is_finished_before_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nothing appears later; of the part that lacks frames nothing is left."""
+    failed = threading.Event()
+
+    class Writer:
+        def __init__(self, path: Path, shape: tuple[int, int], fps: float) -> None:
+            path.touch()
+
+        def __enter__(self) -> "Writer":
+            return self
+
+        def add_image(self, image: np.ndarray[Any, Any]) -> None:
+            if image[0, 0, 0] == 0:
+                failed.wait(30)
+                time.sleep(0.2)
+            elif image[0, 0, 0] == 1:
+                failed.set()
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(film.mediapy, "VideoWriter", Writer)
+    parts, frames = Parts(tmp_path, 10.0, 3), [torch.full((4, 4, 3), n, dtype=torch.uint8) for n in range(3)]
+    for number in range(2):
+        parts.put(number, HostFrame(frames[number]))
+        parts.put(number, None)
+    with pytest.raises(SaveFailed, match="No space left"):
+        for _ in range(1000):
+            parts.put(2, HostFrame(frames[2]))
+            time.sleep(0.01)
+    assert [file.name for file in tmp_path.iterdir()] == ["00000.mp4"]
+    deadline = time.monotonic() + 5  # a thread ends a little after what it had to do
+    while any(thread.name.startswith("film ") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize(("cores", "sharing", "expected"), [(2, 1, 1), (16, 1, 4), (16, 2, 2), (64, 1, 4), (8, 4, 1)])

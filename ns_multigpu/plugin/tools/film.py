@@ -13,10 +13,10 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import mediapy
 from PIL import Image
@@ -152,7 +152,7 @@ class Images:
         try:
             task.result()
         except OSError as error:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown(cancel_futures=True)  # and waits for those that are being written
             raise Failed(self._folder, error) from error
 
     def _write(self, path: Path, frame: HostFrame) -> None:
@@ -165,6 +165,13 @@ class Images:
                     image.save(part, "png", compress_level=3)
         finally:
             self._room.release()
+
+
+class _BrokenOff(Exception):
+    """A part of a film ends before its frames do."""
+
+
+_Frames: TypeAlias = "queue.SimpleQueue[HostFrame | _BrokenOff | None]"
 
 
 class Parts:
@@ -182,7 +189,7 @@ class Parts:
         self._folder, self._rate, self._encoders = folder, rate, encoders
         self._parts: deque[Future[None]] = deque()
         self._free = threading.Semaphore(encoders)
-        self._frames: queue.SimpleQueue[HostFrame | None] = queue.SimpleQueue()
+        self._frames: _Frames = queue.SimpleQueue()
         self._number: int | None = None  # of the part that is being put
         self._room = threading.Condition()
         self._waiting, self._failed = 0, False  # bytes
@@ -195,7 +202,7 @@ class Parts:
         """Adds a frame to a part, or with None ends it: parts follow each other. Waits while too much waits.
 
         Raises:
-            Failed: an earlier one could not be encoded or written.
+            Failed: an earlier one could not be encoded or written. Those that have all their frames are finished first.
         """
         self._look()
         if self._number is None:
@@ -218,7 +225,7 @@ class Parts:
         """Waits until all parts are written.
 
         Raises:
-            Failed: one could not be.
+            Failed: one could not be. The others are finished first.
         """
         assert self._number is None, "the last part has been ended"
         while self._parts:
@@ -233,6 +240,10 @@ class Parts:
         try:
             part.result()
         except Exception as error:
+            if self._number is not None:  # nobody puts its other frames any more
+                self._frames.put(_BrokenOff())
+                self._number = None
+            wait(self._parts)  # what is whole is kept: whoever is told of this finds what will be there
             raise Failed(self._folder, error) from error
 
     def _wait_for_room(self, size: int) -> None:
@@ -240,7 +251,7 @@ class Parts:
             self._room.wait_for(lambda: self._failed or not self._waiting or self._waiting + size <= _MOST_WAITING)
             self._waiting += size
 
-    def _run(self, told: "Future[None]", number: int, frames: "queue.SimpleQueue[HostFrame | None]") -> None:
+    def _run(self, told: "Future[None]", number: int, frames: "_Frames") -> None:
         try:
             with self._free:
                 self._part(number, frames)
@@ -252,8 +263,8 @@ class Parts:
         else:  # after an encoder is free again: so one part at most waits for one, and not behind a later one
             told.set_result(None)
 
-    def _part(self, number: int, frames: "queue.SimpleQueue[HostFrame | None]") -> None:
-        frame = frames.get()
+    def _part(self, number: int, frames: "_Frames") -> None:
+        frame = self._next(frames)
         assert frame is not None
         height, width, _ = frame.array().shape
         with (
@@ -263,7 +274,14 @@ class Parts:
             while frame is not None:
                 writer.add_image(frame.array()[..., :3])
                 self._taken(frame)
-                frame = frames.get()
+                frame = self._next(frames)
+
+    @staticmethod
+    def _next(frames: "_Frames") -> HostFrame | None:
+        frame = frames.get()
+        if isinstance(frame, _BrokenOff):
+            raise frame
+        return frame
 
     def _taken(self, frame: HostFrame) -> None:
         with self._room:
