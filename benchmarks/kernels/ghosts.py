@@ -156,13 +156,13 @@ def operators(points: Points, views: Sequence[View], world: World, iterations: i
                            torch.arange(real, dtype=torch.int32, device=device))  # fmt: skip
     mine = [n for p in plan.drawn[0] for n in (p.view, *p.rendered(views[p.view]))]
     offsets, ids, met = kernels.intersect(arrived, mine, padded(8 * real))
-    windows = crossing.windows(plan, views, 0).float()
+    windows, reached = crossing.windows(plan, views, 0).float(), crossing.reached_by(rows, views)
     works: dict[str, Callable[[], Any]] = {
         "windows of all tiles": lambda: crossing.windows(plan, views, 0),
-        "reach": lambda: crossing.reach(rows.view_ids, rows.means2d, rows.radii, rows.depths, views),
-        "reach and routes": lambda: route_crossing(crossing, rows, views, drawn, cells, place, counts),
+        "reach": lambda: crossing.reached_by(rows, views),
+        "routes": lambda: route_crossing(reached, rows, drawn, cells, place, counts),
         "lists cut to windows": lambda: clip_lists(offsets, ids, arrived.depths, windows),
-        "spans": lambda: crossing.spans(rows, views, rows.count),
+        "spans": lambda: crossing.spans(rows, views, reached, rows.count),
     }
     found: list[dict[str, Any]] = []
     watch = Stopwatch(device, iterations)

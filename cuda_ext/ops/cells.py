@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY
-from cuda_ext.dispatch.load import kernels_serve
+from cuda_ext.dispatch.load import kernels_serve, native_serves
 from cuda_ext.ops.checks import check_floats, check_ints, check_tensors
 from cuda_ext.reference import cells as composed
 
@@ -118,7 +118,8 @@ def cells_reached(
     check_tensors(torch.int32, means2d.device, view_ids=(view_ids, (rows,)), radii=(radii, (rows, 2)))
     if views == 0 or len(boxes) % 6:
         raise ValueError(f"boxes hold {len(boxes)} numbers, of {views} views: need 6 a cell, and a view.")
-    served = kernels_serve(means2d) and means2d.dtype == torch.float32
+    on_cpu = means2d.device.type == "cpu"
+    served = native_serves(means2d) if on_cpu else kernels_serve(means2d) and means2d.dtype == torch.float32
     op: Any = torch.ops.ns_multigpu.cells_reached if served else composed.cells_reached
     return op(view_ids, means2d.detach(), radii, depths.detach(), viewmats.detach(), Ks.detach(), list(boxes))
 
@@ -142,4 +143,3 @@ def _cells_reached_fake(
 
 
 LIBRARY.impl("cell_windows", composed.cell_windows, "CPU")
-LIBRARY.impl("cells_reached", composed.cells_reached, "CPU")

@@ -37,6 +37,9 @@ _HALO = 2 * SSIM_HALO
 """Pixels around what a rank owns that its loss looks at: `with_halos`."""
 _UNKNOWN = 2
 """Room for splats that nobody has counted yet is so many times the estimate."""
+_FEW = 16
+"""Room for splats of a source that had none that reached the cell: any that did would cost the step, and those after it
+until the host looks."""
 _OF_VIEW, _OF_CELLS = -3, -2
 """Marks of rows in a checkpoint: a view and cell; and the cells."""
 
@@ -234,7 +237,7 @@ class Exchange:
             counted = self._known[key].get(source)
             rows = 0 if counted is None else counted.within(*wide)
             rows = -(-rows * self._growth[source] // 1000)
-            return rows + rows // 8 + (0 if counted is None and self._ghosts else 64)
+            return rows + rows // 8 + (_FEW if counted is None and self._ghosts else 64)
         total, known = self._sums[source].tolist()
         if known == 0:  # of a source that has none anywhere: it is far from the cell
             return 64 if self._ghosts and self._known else None

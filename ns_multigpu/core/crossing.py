@@ -9,6 +9,7 @@ them. What is sent is a layer of splats along the planes between cells. Gradient
 statistics.
 """
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -50,14 +51,17 @@ class Crossing(ABC):
                 pixels. depths: [M].
         """
 
-    def spans(self, rows: Any, views: Sequence[View], count: Tensor | None = None) -> Tensor:
+    def reached_by(self, rows: Any, views: Sequence[View]) -> Tensor:
+        """`reach` of rows that have `view_ids`, `means2d`, `radii` and `depths`."""
+        return self.reach(rows.view_ids, rows.means2d, rows.radii, rows.depths, views)
+
+    def spans(self, rows: Any, views: Sequence[View], reached: Tensor, count: Tensor | None = None) -> Tensor:
         """What this rank tells of `Learns.SPANS`: of each view and cell `row_spans` of the rows that reach the cell.
 
         Args:
-            rows: of this rank's points: `view_ids`, `means2d`, `radii` and `depths`, as `reach` takes them.
+            rows: of this rank's points. reached: by them, as `reach` says.
             count: [1] int64, how many there are; None for all.
         """
-        reached = self.reach(rows.view_ids, rows.means2d, rows.radii, rows.depths, views)
         sizes = [(view.width, view.height) for view in views]
         return row_spans(rows.view_ids, rows.means2d, rows.radii, sizes, count, reached)
 
@@ -73,6 +77,7 @@ class RowsCross(RowsTravel):
 
     def __init__(self, crossing: Crossing, told: Callable[[Sequence[View], Sequence[int]], None] | None = None) -> None:
         super().__init__(None if told is None else self, relays=False)
+        self._reached: tuple[weakref.ref[Splats], Tensor] | None = None  # of the splats that were asked of last
         self.crossing, self._told, self.planned = crossing, told, told is not None
 
     def transport(
@@ -82,7 +87,7 @@ class RowsCross(RowsTravel):
 
     def count(self, splats: Splats, views: Sequence[View], plan: Plan) -> Tensor:
         """See `RowCounts`."""
-        return self.crossing.spans(_Rows.of(splats), views)
+        return self.crossing.spans(_Rows.of(splats), views, self._reach(splats, views))
 
     def told(self, views: Sequence[View], plan: Plan, table: Sequence[Sequence[int]]) -> None:
         """See `RowCounts`."""
@@ -90,13 +95,18 @@ class RowsCross(RowsTravel):
         self._told(views, [n for row in table for n in row])
 
     def touched(self, own: Splats, views: Sequence[View], plan: Plan) -> list[Tensor]:
-        rows = _Rows.of(own)
-        reach = self.crossing.reach(rows.view_ids, rows.means2d, rows.radii, rows.depths, views)
-        found = [torch.zeros_like(rows.view_ids, dtype=torch.bool) for _ in plan.drawn]
+        reach = self._reach(own, views)
+        found = [torch.zeros_like(own.hits.view_ids, dtype=torch.bool) for _ in plan.drawn]
         for there, patches in zip(found, plan.drawn, strict=True):
             for patch in patches:
                 there |= touches(own, views, [patch]) & reach[patch.cell]
         return found
+
+    def _reach(self, own: Splats, views: Sequence[View]) -> Tensor:
+        """[cells, M] which cells each row reaches: asked for where rows go, and again where they are counted."""
+        if self._reached is None or self._reached[0]() is not own:
+            self._reached = weakref.ref(own), self.crossing.reached_by(_Rows.of(own), views)
+        return self._reached[1]
 
 
 class _Rows(NamedTuple):
@@ -121,14 +131,12 @@ def clipped(crossing: Crossing, lists: Lists, arrived: Arrived, plan: Plan, view
 
 
 def route_crossing(
-    crossing: Crossing, rows: Any, views: Sequence[View], drawn: Sequence[int], cells: Sequence[int], place: Tensor,
-    counts: Tensor,
-) -> None:  # fmt: skip
+    reached: Tensor, rows: Any, drawn: Sequence[int], cells: Sequence[int], place: Tensor, counts: Tensor
+) -> None:
     """`route_lines` of all lines, for rows that go where they reach a patch's cell. Arguments as there.
 
     Args:
-        cells: of each of the patches `drawn`.
+        reached: by the rows, as `Crossing.reach` says. cells: of each of the patches `drawn`.
     """
-    reached = crossing.reach(rows.view_ids, rows.means2d, rows.radii, rows.depths, views)
     where = rows.view_ids, rows.count, rows.means2d, rows.radii
     route_lines(*where, drawn, 0, len(rows.means2d), place, counts, reached, cells)

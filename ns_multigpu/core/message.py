@@ -34,7 +34,7 @@ class StepMessage:
 
     def of(
         self, rows: Rows, numbers: tuple[Tensor, Tensor, Tensor], plan: Plan, met: Sequence[tuple[Tensor, Tensor]],
-        views: Sequence[View], own: Sequence[Patch], first_view: int,
+        views: Sequence[View], own: Sequence[Patch], first_view: int, reached: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """The message [words] int64.
 
@@ -43,6 +43,7 @@ class StepMessage:
             numbers: of rows that go each way, stage by stage: how many, the room for them, and the most so far.
             met: of each stage the offsets of the tiles that were drawn, and how many intersections there were.
             own: what this rank draws. first_view: the position in the batch of the first view of the rows.
+            reached: which cells each row reaches, where rows cross cells.
         """
         counts, room, most_rows = numbers
         offsets, most = met[0]
@@ -62,7 +63,7 @@ class StepMessage:
         elif self._learns is Learns.LIVE:
             message[HEAD:] = self._pixels.live()
         elif self._learns is Learns.SPANS:
-            message[HEAD:] = self._pixels.spans(rows, views)
+            message[HEAD:] = self._pixels.spans(rows, views, reached)
         return message
 
     def _bands(self, own: Sequence[Patch], views: Sequence[View]) -> list[int]:

@@ -68,8 +68,8 @@ class PixelCarrier(ABC):
         """Where rows of this rank go: 6 integers a patch, the way to who draws it, the label, x0, y0, x1, y1."""
         return rectangles(plan, views, ways)
 
-    def spans(self, rows: Rows, views: Sequence[View]) -> Tensor:
-        """What this rank tells of `Learns.SPANS`."""
+    def spans(self, rows: Rows, views: Sequence[View], reached: Tensor | None) -> Tensor:
+        """What this rank tells of `Learns.SPANS`, `reached` being the cells that each row reaches where rows cross."""
         raise NotImplementedError("patches have no layers")
 
     @abstractmethod
@@ -123,9 +123,10 @@ class PixelsTravel(PixelCarrier):
             return super().rectangles(plan, views, ways)
         return self._cells.rectangles(plan, views, ways, 0)
 
-    def spans(self, rows: Rows, views: Sequence[View]) -> Tensor:
+    def spans(self, rows: Rows, views: Sequence[View], reached: Tensor | None) -> Tensor:
         if self._crossing is not None:
-            return self._crossing.spans(rows, views, rows.count)
+            assert reached is not None, "rows cross cells, and have left"
+            return self._crossing.spans(rows, views, reached, rows.count)
         return self._cells.spans_of(rows, views)
 
     def layer(self, patch: Patch, first_view: int) -> int:

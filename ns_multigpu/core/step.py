@@ -168,6 +168,7 @@ class Step:
         ranks, travels = self._world.size, transport.travels
         shape = (batch, settings.tile_rows) if self._learns is Learns.WORK else (ranks, transport.words - HEAD)
         self.learnt = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._reached: Tensor | None = None  # which cells each row reaches, from when it leaves to what is told of it
         self._stages = stages_of(batch, len(transport.stages))
         assert len(self._stages) == len(transport.stages), "no more stages than views"
         first = transport.stages[0]
@@ -289,7 +290,8 @@ class Step:
                 if last:
                     numbers = (self._counts, self._room, self._most)
                     own = plan.drawn[world.rank]
-                    message = self._message.of(rows, numbers, plan, met, views, own, splatted.start)
+                    message = self._message.of(rows, numbers, plan, met, views, own, splatted.start, self._reached)
+                    self._reached = None
                 del arrived, lists, drawn, v_color, v_alpha  # their memory is the update's, or the next stage's
                 home.append(Begun(one.bring_back(rows, self._place[k], message, splatted), several))
                 yield from home[-1].begin()
@@ -330,7 +332,8 @@ class Step:
         """Sends lines first to end off to the patches of each stage that they reach, behind what the device has been
         given so far."""
         with self._beside():
-            rows = self._pixels.label(rows)
+            rows, leg = self._pixels.label(rows), self._strategy.rows
+            self._reached = leg.crossing.reached_by(rows, views) if isinstance(leg, RowsCross) else None
             for one, part, rectangles, place, counts in zip(
                 self._transport.stages,
                 parts,
@@ -339,9 +342,9 @@ class Step:
                 self._counts_of[:, : self._place.shape[1]],
                 strict=True,
             ):
-                if isinstance(self._strategy.rows, RowsCross):
+                if self._reached is not None:
                     cells = [patch.cell for patches in part.drawn for patch in patches]
-                    route_crossing(self._strategy.rows.crossing, rows, views, rectangles, cells, place, counts)
+                    route_crossing(self._reached, rows, rectangles, cells, place, counts)
                 else:
                     route_lines(
                         rows.view_ids, rows.count, rows.means2d, rows.radii, rectangles, first, end, place, counts

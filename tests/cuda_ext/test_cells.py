@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext import cell_windows, cells_reached, clip_lists, intersect_capacity, row_spans
+from cuda_ext import cell_windows, cells_reached, clip_lists, intersect_capacity, row_spans, use_reference
 from ns_multigpu.cells.crossing import _boxes, _planes
 from ns_multigpu.cells.tree import CellTree
 from ns_multigpu.core.types import View
@@ -84,6 +84,41 @@ def test_a_route_takes_what_a_cell_is_reached_by() -> None:
         assert torch.equal(place[rank], torch.where(goes, goes.cumsum(0) - 1, -1).int())
     with pytest.raises(ValueError, match="cells must be one of 0 to 2 for each of 4 patches"):
         route(*where, rows.radii, patches, 2, reached, [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("real", "padding"), [(1, 0), (20_000, 70), (0, 9)])
+@pytest.mark.parametrize("cells", [2, 7])
+def test_the_twin_says_which_cells_rows_reach(cells: int, real: int, padding: int, dtype: torch.dtype) -> None:
+    scene, (rows, depths) = scene_of(cells), rows_of(real, padding)
+    floats = [one.to(dtype) for one in (rows.means2d, depths, scene.viewmats, scene.Ks)]
+    if real > 1:
+        floats[1][5] = torch.nan
+        floats[0][6, 1] = torch.nan
+    given: Any = rows.view_ids, floats[0], rows.radii, *floats[1:], _boxes(scene.tree)
+    with use_reference():
+        expected = cells_reached(*given)
+    found = cells_reached(*given)
+    assert torch.equal(found, expected)
+    assert real < 100 or (0.05 < found[:, :real].float().mean() < 0.95 and not found[:, 5:7].all(0).any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("by_cell", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_twin_says_where_rows_begin_and_end(padded: bool, by_cell: bool, dtype: torch.dtype) -> None:
+    rows, _ = rows_of(5000, 70)
+    means2d, layers = rows.means2d.to(dtype, copy=True), rows.view_ids.clone()
+    means2d[3, 0], means2d[4, 1], means2d[5, 1], layers[6] = torch.nan, torch.nan, -1e30, VIEWS
+    means2d[7:9], rows.radii[9] = torch.tensor([[33.5, 16.0], [1e30, 20.0]], dtype=dtype), 0
+    reached = torch.rand(4, len(layers), generator=torch.Generator().manual_seed(1)) < 0.5 if by_cell else None
+    given: Any = layers, means2d, rows.radii, [(50, 70)] * VIEWS, rows.count if padded else None, reached
+    with use_reference():
+        expected = row_spans(*given)
+    found = row_spans(*given)
+    assert torch.equal(found, expected) and len(found) == VIEWS * (4 if by_cell else 1) * 2 * 5
+    begun, ended = found.view(-1, 2, 5).sum(2).unbind(1)
+    assert torch.equal(begun, ended) and int(begun.min()) > 50
 
 
 def test_wrong_arguments_are_named() -> None:

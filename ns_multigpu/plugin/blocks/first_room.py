@@ -144,6 +144,7 @@ def _reached(
 ) -> list[int]:
     """How many rows reach a patch of any rank of each group."""
     found: list[int] = []
+    reached = leg.crossing.reached_by(rows, views) if isinstance(leg, RowsCross) else None
     for first in range(0, len(groups), _AT_A_TIME):
         some = groups[first : first + _AT_A_TIME]
         patches = [
@@ -155,9 +156,9 @@ def _reached(
         ]
         place = torch.empty(len(some), capacity, dtype=torch.int32, device=rows.means2d.device)
         counts = torch.zeros(len(some), dtype=torch.int64, device=rows.means2d.device)
-        if isinstance(leg, RowsCross):
+        if reached is not None:
             cells = [patch.cell for ranks in some for rank in ranks for patch in plan.drawn[rank]]
-            route_crossing(leg.crossing, rows, views, patches, cells, place, counts)
+            route_crossing(reached, rows, patches, cells, place, counts)
         else:
             route_lines(
                 rows.view_ids, rows.count, rows.means2d, rows.radii, patches, 0, capacity, place, counts
