@@ -71,37 +71,22 @@ def test_train_and_evaluate(tmp_path: Path) -> None:
     assert "Use ns-export tsdf" in _run("ns_multigpu.cli", "export-mesh", *common, code=1)
 
 
-def test_under_torchrun_and_on_from_there(tmp_path: Path) -> None:
-    """Every rank is a program of its own, and reads its options itself."""
-    write_capture(tmp_path / "capture", wide=False)
-    torchrun = ("torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "nerfstudio.scripts.train")
-    small = "--pipeline.model.log2-hashmap-size 10 --pipeline.model.num-levels 2 --pipeline.model.max-res 32"
-    common = (
-        f"--machine.device-type cpu --steps-per-eval-image 0 {small} --pipeline.datamanager.train-num-rays-per-batch 64"
-    )
-    begin = (*torchrun, "nerfacto-xl", *common.split(), "--output-dir", str(tmp_path), "--timestamp", "now")
-    parser = ("nerfstudio-data", "--downscale-factor", "1", "--eval-mode", "filename", "--load-3D-points", "False")
-    data = ("--data", str(tmp_path / "capture"))
-    assert "4 steps, 2 cells on 2 worker(s)" in _run(*begin, *data, "--max-num-iterations", "4", *parser)
-    models = tmp_path / "capture/nerfacto-xl/now/nerfstudio_models"
-    said = _run(*begin, *data, "--max-num-iterations", "6", "--load-dir", str(models), *parser)
-    assert "Resumed from" in said and "6 steps, 2 cells on 2 worker(s)" in said
-
-
-def test_torchrun_restarts_after_a_killed_worker(tmp_path: Path) -> None:
-    """A worker is killed once there is a checkpoint: all of them start anew, and go on from there."""
+def test_torchrun_restarts_after_a_killed_worker_and_goes_on_from_there(tmp_path: Path) -> None:
+    """Every rank is a program of its own, and reads its options itself. A worker is killed once there is a checkpoint:
+    all of them start anew, and go on from there. A second run goes on from its end."""
     write_capture(tmp_path / "capture", wide=False)
     torchrun = "torch.distributed.run --nproc-per-node 2 --max-restarts 1 --standalone -m nerfstudio.scripts.train"
     small = "--pipeline.model.log2-hashmap-size 10 --pipeline.model.num-levels 2 --pipeline.model.max-res 32"
     options = (
-        f"nerfacto-xl --machine.device-type cpu --steps-per-eval-image 0 {small} --max-num-iterations 300 "
+        f"nerfacto-xl --machine.device-type cpu --steps-per-eval-image 0 {small} "
         f"--pipeline.datamanager.train-num-rays-per-batch 64 --steps-per-save 20 --output-dir {tmp_path} "
         f"--timestamp now --data {tmp_path / 'capture'}"
     )
     parser = "nerfstudio-data --downscale-factor 1 --eval-mode filename --load-3D-points False"
+    whole = f"--max-num-iterations 150 {parser}"
     log, models = tmp_path / "log.txt", tmp_path / "capture/nerfacto-xl/now/nerfstudio_models"
     with log.open("w") as out:
-        command = [sys.executable, "-W", "ignore", "-m", *f"{torchrun} {options} {parser}".split()]
+        command = [sys.executable, "-W", "ignore", "-m", *f"{torchrun} {options} {whole}".split()]
         run = subprocess.Popen(command, env=_environment(), stdout=out, stderr=subprocess.STDOUT)
     try:
         end = time.monotonic() + 120
@@ -115,4 +100,6 @@ def test_torchrun_restarts_after_a_killed_worker(tmp_path: Path) -> None:
     finally:
         run.kill()
     said = log.read_text()
-    assert "Resumed from" in said and "300 steps, 2 cells on 2 worker(s)" in said
+    assert "Resumed from" in said and "150 steps, 2 cells on 2 worker(s)" in said
+    said = _run(*f"{torchrun} {options} --max-num-iterations 152 --load-dir {models} {parser}".split())
+    assert "Resumed from" in said and "152 steps, 2 cells on 2 worker(s)" in said

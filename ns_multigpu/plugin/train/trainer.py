@@ -39,6 +39,7 @@ from ns_multigpu.plugin.train.partition_picture import PartitionPicture
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline, DistributedPipelineConfig, HeldOut
 from ns_multigpu.plugin.train.progress import ProgressLog
 from ns_multigpu.plugin.train.resume import RunCheckpoints
+from ns_multigpu.plugin.train.size_rule import warn_of_size_rule
 from ns_multigpu.plugin.train.terminal import duration, quiet, say_goodbye
 
 if TYPE_CHECKING:
@@ -131,6 +132,8 @@ class DistributedTrainer(Trainer):
             self.progress.start_metrics = self.pipeline.get_average_eval_image_metrics(step=self._start_step)
         fused = FusedBlocks.if_asked_for(self.config, self.pipeline, self.optimizers, self.world, self.guards)
         announce(self.pipeline, self.optimizers, self.world, fused=fused is not None)
+        images = self.config.max_num_iterations * self.pipeline.batch_size
+        warn_of_size_rule(self.pipeline.model, self.world, images)
         self.progress.restart_clock(self._start_step)  # where steps are fused, images are on the GPUs now
         self.stop_training = False
         self.steps_taken = 0
