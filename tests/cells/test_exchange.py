@@ -131,3 +131,16 @@ def test_ranks_with_more_cells_than_others() -> None:
     exchange.learn(views, table.reshape(-1).tolist())
     found = {(row[1], row[4]): row[5 : 5 + ROWS + 1][-1] for row in exchange.knowledge()[1:]}
     assert found == {(1, 1): 10 * ROWS, (2, 2): 11 * ROWS}
+
+
+def test_a_source_without_splats_has_room_for_a_few() -> None:
+    """With ghosts a rank may have splats in another's cell. One that comes there must not cost the step."""
+    exchange, view = Exchange("splats", [0, 1], ghosts=True), view_of()
+    exchange.keep(TREE)
+    table = np.zeros((2, 2, 2 * ROWS), dtype=int)  # rank, cell
+    table[0, 0], table[1, 1] = 10, 5
+    exchange.learn([view], table.reshape(-1).tolist())
+    drawn, room = exchange.divide([view], [[WHOLE, WHOLE]], SPANS)
+    assert others(drawn) == [(0, 1), (1, 0)]
+    # Each draws half a view, and a row of tiles more, of the other's cell, and of its own, where the other has none.
+    assert room == ((0, 60 + 60 // 8 + 64 + 16), (30 + 30 // 8 + 64 + 16, 0))

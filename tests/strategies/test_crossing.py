@@ -1,18 +1,20 @@
 """Splats that reach into other cells as ghosts: any cells, on any number of ranks, are `single`."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from ns_multigpu.cells.crossing import CellsInViews
 from ns_multigpu.cells.options import PixelOptions
-from ns_multigpu.core.crossing import RowsCross
+from ns_multigpu.core.crossing import Crossing, RowsCross
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.travelling_rows import RowsTravel
-from ns_multigpu.core.types import TILE, View
+from ns_multigpu.core.types import TILE, Hits, Patch, Splats, View
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies.pixel import pixel
@@ -168,3 +170,36 @@ def test_single_on_gpus(mode: str, ranks: int, cells: int) -> None:
     for primitive in KERNELS:
         outcomes = run_ranks(partial(fused_step, cells), ranks, primitive, mode, PORTRAIT, device="cuda")
         check_fused(outcomes, primitive, PORTRAIT)
+
+
+class _Near(Crossing):
+    """One cell, which what is nearer than 1 reaches; counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def windows(self, plan: Plan, views: Sequence[View], rank: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def reach(
+        self, view_ids: torch.Tensor, means2d: torch.Tensor, radii: torch.Tensor, depths: torch.Tensor,
+        views: Sequence[View],
+    ) -> torch.Tensor:  # fmt: skip
+        self.asked += 1
+        return depths[None] < 1
+
+
+def test_what_splats_reach_is_asked_once_of_each() -> None:
+    """Where they go and how many there are follow from the same, and not from what others before them reached."""
+    crossing, view, told = _Near(), View(torch.eye(4), torch.eye(3), 32, 32, 0), list[Any]()
+    leg = RowsCross(crossing, lambda *of: told.append(of))
+    plan = Plan(((Patch(0, 0, 0, 32, 32, cell=0),),), ((),))
+    for turn, depths in enumerate(([0.5, 0.5, 2.0], [2.0, 2.0, 0.5])):
+        ids = torch.zeros(3, dtype=torch.int32)
+        rows = {"means2d": torch.full((3, 2), 16.0), "depths": torch.tensor(depths)}
+        rows["radii"] = torch.full((3, 2), 2, dtype=torch.int32)
+        own = Splats(Hits(ids, torch.arange(3, dtype=torch.int32)), rows)
+        near = torch.tensor(depths) < 1
+        assert torch.equal(leg.touched(own, [view], plan)[0], near)
+        assert int(leg.count(own, [view], plan)[:2].sum()) == int(near.sum())
+        assert crossing.asked == turn + 1
