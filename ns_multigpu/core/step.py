@@ -285,11 +285,9 @@ class Step:
             with measure("backward"):
                 kernels.draw_back(drawn, v_color, v_alpha, one.sinks(arrived.owners, arrived.slots))
             with measure("return"):
-                last = k + 1 == len(parts)
                 message = self._nothing
-                if last:
-                    numbers = (self._counts, self._room, self._most)
-                    own = plan.drawn[world.rank]
+                if k + 1 == len(parts):
+                    numbers, own = (self._counts, self._room, self._most), plan.drawn[world.rank]
                     message = self._message.of(rows, numbers, plan, met, views, own, splatted.start, self._reached)
                     self._reached = None
                 del arrived, lists, drawn, v_color, v_alpha  # their memory is the update's, or the next stage's
