@@ -163,3 +163,12 @@ def kernels_serve(tensor: Tensor) -> bool:
     if tensor.device.type != "cuda" or reference_forced() or _cuda.mode() != "native":
         return False
     return native_serves(tensor)
+
+
+def compiled_serves(tensor: Tensor) -> bool:
+    """Whether an operator that has a compiled twin on CPU, and a kernel on CUDA that is ours alone, is to be that.
+
+    Raises:
+        NativeBuildError: it is, and cannot be compiled.
+    """
+    return kernels_serve(tensor) if tensor.device.type == "cuda" else native_serves(tensor)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY
-from cuda_ext.dispatch.load import kernels_serve, native_serves
+from cuda_ext.dispatch.load import compiled_serves, kernels_serve
 from cuda_ext.ops.checks import check_depth_range, check_floats, check_ints
 from cuda_ext.reference.boxes import FLOATS, box_views_composed, groups_of, splat_boxes_composed
 from cuda_ext.reference.lazy_adam import MOST_STEPS, PARAMETERS
@@ -83,8 +83,7 @@ def box_views(
     sizes = check_ints("sizes", sizes, 2, views, "view")
     if table is not None:
         check_floats(boxes, table=(table, (MOST_STEPS + 1, len(PARAMETERS), 8)))
-    ours = kernels_serve(boxes) or (boxes.device.type != "cuda" and native_serves(boxes))
-    op: Any = torch.ops.ns_multigpu.box_views if ours else box_views_composed
+    op: Any = torch.ops.ns_multigpu.box_views if compiled_serves(boxes) else box_views_composed
     return op(boxes, viewmats.detach(), Ks, sizes, eps2d, near, far, table, compact)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY
-from cuda_ext.dispatch.load import kernels_serve, native_serves
+from cuda_ext.dispatch.load import compiled_serves, kernels_serve
 from cuda_ext.ops.checks import check_floats, check_ints, check_tensors
 from cuda_ext.reference import cells as composed
 
@@ -118,8 +118,7 @@ def cells_reached(
     check_tensors(torch.int32, means2d.device, view_ids=(view_ids, (rows,)), radii=(radii, (rows, 2)))
     if views == 0 or len(boxes) % 6:
         raise ValueError(f"boxes hold {len(boxes)} numbers, of {views} views: need 6 a cell, and a view.")
-    on_cpu = means2d.device.type == "cpu"
-    served = native_serves(means2d) if on_cpu else kernels_serve(means2d) and means2d.dtype == torch.float32
+    served = compiled_serves(means2d) and (means2d.dtype == torch.float32 or means2d.device.type != "cuda")
     op: Any = torch.ops.ns_multigpu.cells_reached if served else composed.cells_reached
     return op(view_ids, means2d.detach(), radii, depths.detach(), viewmats.detach(), Ks.detach(), list(boxes))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY, NAMESPACE
-from cuda_ext.dispatch.load import kernels_serve, native_serves
+from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.ops.checks import check_floats
 from cuda_ext.reference import pieces as composed
 from cuda_ext.reference.pieces import NOWHERE
@@ -41,7 +41,7 @@ def gather_pieces(color: Tensor, alpha: Tensor, pieces: Sequence[int], out: Tens
     check_floats(color, color=(color, (-1, -1)), alpha=(alpha, (pixels,)), out=(out, (-1, channels + 1)))
     numbers = _checked_pieces(pieces, pixels, len(out), place=4)
     _contiguous(color=color, alpha=alpha, out=out)
-    op: Any = torch.ops.ns_multigpu.gather_pieces if _serves(color) else composed.gather_pieces
+    op: Any = torch.ops.ns_multigpu.gather_pieces if compiled_serves(color) else composed.gather_pieces
     op(color, alpha, numbers, out)
 
 
@@ -63,7 +63,7 @@ def scatter_pieces(gradients: Tensor, pieces: Sequence[int], v_color: Tensor, v_
     )
     numbers = _checked_pieces(pieces, pixels, len(gradients), place=5)
     _contiguous(gradients=gradients, v_color=v_color, v_alpha=v_alpha)
-    op: Any = torch.ops.ns_multigpu.scatter_pieces if _serves(v_color) else composed.scatter_pieces
+    op: Any = torch.ops.ns_multigpu.scatter_pieces if compiled_serves(v_color) else composed.scatter_pieces
     op(gradients, numbers, v_color, v_alpha)
 
 
@@ -90,7 +90,7 @@ def composite_pieces(received: Tensor, layers: Sequence[int], sizes: Sequence[in
     check_floats(received, received=(received, (-1, -1)))
     _check_layers(layers, sizes, len(received))
     given = received.contiguous(), list(layers), list(sizes)
-    return torch.ops.ns_multigpu.composite_pieces(*given) if _serves(received) else _Composed.apply(*given)
+    return torch.ops.ns_multigpu.composite_pieces(*given) if compiled_serves(received) else _Composed.apply(*given)
 
 
 @torch.no_grad()
@@ -123,7 +123,7 @@ def composite_pieces_backward(
         if not (back == -1 or 0 <= back <= count - (x1 - x0) * (y1 - y0)):
             raise ValueError(f"layer {k // 7} has its gradient at {back} of {count} rows.")
     op = torch.ops.ns_multigpu.composite_pieces_backward
-    op = op if _serves(received) else composed.composite_pieces_backward
+    op = op if compiled_serves(received) else composed.composite_pieces_backward
     return op(received.contiguous(), before, v_out.contiguous(), v_alpha.contiguous(), list(layers), list(sizes), count)
 
 
@@ -153,13 +153,8 @@ def live_boxes(before: Tensor, pieces: Sequence[int], slots: int, least: float) 
         slot, first, _, _, width, height = pieces[k : k + 6]
         if not (0 <= slot < slots and width > 0 and height > 0 and 0 <= first <= len(before) - width * height):
             raise ValueError(f"piece {k // 6} is {tuple(pieces[k : k + 6])}, of {len(before)} rows and {slots} slots.")
-    op: Any = torch.ops.ns_multigpu.live_boxes if _serves(before) else composed.live_boxes
+    op: Any = torch.ops.ns_multigpu.live_boxes if compiled_serves(before) else composed.live_boxes
     return op(before.contiguous(), list(pieces), slots, least)
-
-
-def _serves(tensor: Tensor) -> bool:
-    """Whether our compiled operators serve on the tensor's device."""
-    return kernels_serve(tensor) or (tensor.device.type != "cuda" and native_serves(tensor))
 
 
 def _checked_pieces(pieces: Sequence[int], pixels: int, rows: int, place: int) -> list[int]:
@@ -237,7 +232,7 @@ def _gradient(ctx: Any, v_out: Tensor, v_alpha: Tensor, _: Any) -> tuple[Tensor,
     layers = [n for k in range(0, len(ctx.layers), 7) for n in (*ctx.layers[k : k + 6], ctx.layers[k + 5])]
     given = received, before, v_out.contiguous(), v_alpha.contiguous(), layers, ctx.sizes, len(received)
     op = torch.ops.ns_multigpu.composite_pieces_backward
-    return (op if _serves(received) else composed.composite_pieces_backward)(*given), None, None
+    return (op if compiled_serves(received) else composed.composite_pieces_backward)(*given), None, None
 
 
 class _Composed(torch.autograd.Function):

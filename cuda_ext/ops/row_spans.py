@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY
-from cuda_ext.dispatch.load import kernels_serve, native_serves
+from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.ops.checks import check_floats, check_tensors
 from cuda_ext.reference import row_spans as composed
 
@@ -50,10 +50,8 @@ def row_spans(
         check_tensors(torch.int64, means2d.device, count=(count, (1,)))
     if cells is not None:
         check_tensors(torch.bool, means2d.device, cells=(cells, (-1, rows)))
-    on_cpu = means2d.device.type == "cpu"
-    if len(set(sizes)) == 1 and (
-        native_serves(means2d) if on_cpu else kernels_serve(means2d) and means2d.dtype == torch.float32
-    ):
+    served = compiled_serves(means2d) and (means2d.dtype == torch.float32 or means2d.device.type != "cuda")
+    if served and len(set(sizes)) == 1:
         op: Any = torch.ops.ns_multigpu.row_spans
         return op(layers, means2d.detach(), radii, *sizes[0], len(sizes), count, cells)
     return composed.spans_of(layers, means2d.detach(), radii, sizes, count, cells)

@@ -9,6 +9,9 @@ import torch
 
 import ns_multigpu.plugin.train.size_rule as size_rule
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.model.densifiers import make_densifier
+from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.train.size_rule import MANY, warn_of_size_rule
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from tests.plugin.course import write_capture
@@ -47,6 +50,13 @@ def test_it_is_said_once_and_only_where_it_matters() -> None:
     warn_of_size_rule(model, alone, 7000)  # MCMC has no such rule
     first, second = run_ranks(_said, 2, 0.4, 7000)
     assert first == _said(alone, 0.4, 7000) and second == [], "of the whole model, by rank 0"
+
+
+@pytest.mark.parametrize("limit", [0.0, -0.5, float("nan")])
+def test_a_limit_that_is_no_size_is_refused(limit: float) -> None:
+    options = SplatModelConfig(cull_scale_thresh=limit)
+    with pytest.raises(InputError, match=f"cull-scale-thresh {limit:g}: .* or inf to prune nothing by size"):
+        make_densifier(options, 10, World.single(), 1)
 
 
 def test_a_run_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

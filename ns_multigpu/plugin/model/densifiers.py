@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from ns_multigpu.core.densifier import Densifier
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
@@ -31,7 +32,15 @@ def make_densifier(
         world: the ranks whose statistics are summed.
         seed: the run's seed.
         holding: what this rank holds of a model of which every rank has a part; None where each has all of it.
+
+    Raises:
+        InputError: the size from which on points are pruned is no length.
     """
+    if not options.cull_scale_thresh > 0:
+        raise InputError(
+            f"--pipeline.model.cull-scale-thresh {options.cull_scale_thresh:g}: what is larger is pruned. Give a size "
+            "above 0, or inf to prune nothing by size."
+        )
     if options.densifier == "mcmc":
         mcmc = (
             partial(ShardedMcmc, holding=holding, threshold=options.rebalance_above)
