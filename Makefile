@@ -46,7 +46,8 @@ test: venv ## the tests but for those that take long, in TEST_JOBS processes
 test-slow: venv ## the tests that take long
 	@$(PYTEST) -m slow
 
-test-all: test test-slow ## both
+test-all: venv ## both at once: what each loads and starts first, it does once, and neither waits for its last file
+	@$(PYTEST)
 
 test-gpu: ## the tests that need a GPU, with the python that is active (or PYTHON=...)
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu

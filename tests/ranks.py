@@ -18,7 +18,11 @@ import torch.multiprocessing as mp
 from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.world import SHARE_GPUS, World, backend_of, gpu_of, gpu_places
 
-PRELOADED = [f"tests.plugin.{name}" for name in ("rendering", "resuming", "saving", "sharding", "tile_course")]
+PRELOADED = [
+    *(f"tests.plugin.{name}" for name in ("rendering", "resuming", "saving", "sharding", "tile_course")),
+    *("tests.ranks", "nerfstudio.scripts.render"),  # pytest and IPython, among others
+    "tests.unmoved",  # the last
+]
 """What takes seconds to import is among what these import. A server of ranks has one list: the first it is given."""
 
 

@@ -166,12 +166,21 @@ class AdamStep:
         first = self.params[0]
         self._ring = ScalarRing(first.device, SCALARS, what=_RING_NAME)
         self.scalars = torch.zeros(len(self.params), SCALARS, dtype=first.dtype, device=first.device)
+        # All counters in one tensor, of which each state has its own as a view: one addition, and one look.
+        self._counters = torch.tensor([float(state["step"]) for state in self._states])
+        for state, counter in zip(self._states, self._counters, strict=True):
+            state["step"] = counter
 
     def count(self) -> list[tuple[float, ...]]:
         """Counts a step and returns its lines of numbers; rates and betas are read from the optimizers now."""
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue] - what schedulers look for
-        return [_next_line(group, state) for group, state in zip(self._groups, self._states, strict=True)]
+        self._counters += 1
+        steps = self._counters.tolist()
+        return [
+            adam_scalars(float(group["lr"]), group["betas"], group["eps"], step)
+            for group, step in zip(self._groups, steps, strict=True)
+        ]
 
     def place_moments(self, place: int, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         """Makes these the moments of parameter number `place`, in its optimizer too; they have the values already."""

@@ -41,6 +41,8 @@ class Assignment(ABC):
     """What `learn` is to be called with."""
     recurs: ClassVar[bool] = True
     """Whether plans are few, so that what is prepared for one, such as a CUDA graph, serves again."""
+    by_size: ClassVar[bool] = False
+    """Whether a plan follows from the sizes of its views alone, where no holders are preferred."""
 
     @abstractmethod
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
@@ -99,6 +101,8 @@ class Assignment(ABC):
 class AllViewsHere(Assignment):
     """Every view, whole, on rank 0 (of a world of one)."""
 
+    by_size = True
+
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
         if ranks != 1:
             raise ValueError(f"the strategy `single` runs on one rank, not {ranks}: choose another strategy")
@@ -110,6 +114,8 @@ class DealtViews(Assignment):
 
     With B views and R ranks, each rank gets B // R or one more; with fewer views than ranks some get none.
     """
+
+    by_size = True
 
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
         room = [len(views) // ranks + (1 if rank < len(views) % ranks else 0) for rank in range(ranks)]

@@ -1,7 +1,7 @@
 """A strategy: one placement, one assignment and three legs, under a name."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from ns_multigpu.core.assignment import Assignment
@@ -38,6 +38,9 @@ class Strategy:
     pixels: PixelLeg
     gradients: GradientLeg
     world: World
+    _by_size: dict[tuple[tuple[int, int], ...], Plan] = field(
+        default_factory=dict[tuple[tuple[int, int], ...], Plan], init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         several = self.world.size > 1
@@ -75,7 +78,12 @@ class Strategy:
 
     def plan_alike(self, views: Sequence[View]) -> Plan:
         """As `plan`, but like an earlier plan where that is nearly as good: see `Assignment.assign_alike`."""
-        return self._checked(self.assignment.assign_alike(views, self.world.size), views)
+        if not self.assignment.by_size:
+            return self._checked(self.assignment.assign_alike(views, self.world.size), views)
+        sizes = tuple((view.width, view.height) for view in views)
+        if sizes not in self._by_size:
+            self._by_size[sizes] = self._checked(self.assignment.assign_alike(views, self.world.size), views)
+        return self._by_size[sizes]
 
     def _checked(self, plan: Plan, views: Sequence[View]) -> Plan:
         if self.placement.replicated and self.world.size > 1:

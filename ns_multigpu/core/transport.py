@@ -98,6 +98,7 @@ class Transport(ABC):
 
     Attributes:
         travels: whether rows do.
+        lasts: whether it serves on when a step is made anew: ranks have to meet for another.
         pairs: capacities by pair. capacity: the largest of them.
         lines: of what arrives from each source; of the one that sends most, where they differ.
         directions: how many ways its rows can take. ways: by rank, which of them they take to there; ranks may share
@@ -107,6 +108,7 @@ class Transport(ABC):
     """
 
     travels: ClassVar[bool] = True
+    lasts: ClassVar[bool] = True
 
     def __init__(
         self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int, *, numbers: int = 0

@@ -18,7 +18,6 @@ from torch import Tensor
 from ns_multigpu.core.collectives import (
     Wait,
     all_gather_into,
-    all_gather_together,
     all_to_all_into,
     all_to_all_parts,
 )
@@ -29,67 +28,11 @@ from ns_multigpu.core.peer_memory import PeerBuffer
 from ns_multigpu.core.relayed_rows import RelayedRows
 from ns_multigpu.core.relays import Relays
 from ns_multigpu.core.row_wire import STAYS, RowWire, WireSegments
+from ns_multigpu.core.staying_rows import KeptRows, OwnRows, PeerReplicas, ReplicatedRows
 from ns_multigpu.core.transport import Collective, Parts, Returned, Transport
 from ns_multigpu.core.world import World
 
 _ALIGN = 256
-
-
-class OwnRows(Transport):
-    """Rows are drawn where they are: for a rank that is alone."""
-
-    travels = False
-
-    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
-        super().__init__(world, kernels, rows, capacity, words)
-        self.lines = rows
-        self._table = torch.zeros(rows, kernels.record_floats, device=world.device)
-        self._at = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=world.device)
-        self._slots = torch.arange(rows, dtype=torch.int32, device=world.device)
-        self._here = torch.zeros(rows, dtype=torch.int32, device=world.device)
-
-    def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
-        return
-
-    def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
-        yield from ()
-        return self.kernels.stay(rows, self._here, self._slots)
-
-    def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
-        self._table.zero_()
-        return Sinks(self._at, owners, slots, system_scope=False)
-
-    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
-        yield from ()
-        return Returned(rows, self._table, message[None])
-
-
-class KeptRows(OwnRows):
-    """Rows are drawn where they are, by ranks that go on together: all take the step, or none does."""
-
-    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
-        super().__init__(world, kernels, rows, capacity, words)
-        self._messages = torch.zeros(world.size, words, dtype=torch.int64, device=world.device)
-
-    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
-        yield Collective(lambda: all_gather_into(self._messages, message, self.world))
-        return Returned(rows, self._table, self._messages)
-
-
-class ReplicatedRows(OwnRows):
-    """Rows are drawn where they are, and told, with their gradients, to all other ranks, which hold the same points:
-    each then takes the same step."""
-
-    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
-        super().__init__(world, kernels, rows, capacity, words)
-        self._replicas = kernels.replicas(world.size, rows, world.device)
-        self._messages = torch.zeros(world.size, words, dtype=torch.int64, device=world.device)
-
-    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
-        mine = [message, *self._replicas.mine(rows, self._table, views.start)]
-        yield Collective(lambda: all_gather_together([self._messages, *self._replicas.everyone], mine, self.world))
-        everyone, records = self._replicas.rows(self._messages[:, 0])
-        return Returned(everyone, records, self._messages, views)
 
 
 class CollectiveRows(Transport):
@@ -284,6 +227,7 @@ class StagedRows:
 
     stages: Sequence[Transport]
     travels: ClassVar[bool] = True
+    lasts: ClassVar[bool] = True
 
     @property
     def kernels(self) -> Kernels:
@@ -347,7 +291,9 @@ def make_transport(
         return RelayedRows(*shape, half=half, peer=peer)
     if rows_leg.travels:
         return PeerRows(*shape, atomics=atomics) if peer else CollectiveRows(*shape, half=half, slots=slots)
-    return ReplicatedRows(*shape) if gradient_leg.summed else KeptRows(*shape)
+    if not gradient_leg.summed:
+        return KeptRows(*shape)
+    return PeerReplicas(*shape) if peer else ReplicatedRows(*shape)
 
 
 def relays_serve(rows_leg: RowLeg, world: World, *, peer: bool) -> bool:

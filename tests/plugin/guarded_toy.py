@@ -157,12 +157,16 @@ class GuardedTrainer:
 
 
 def main() -> None:
-    """For a process of its own, alone or under torchrun: the arguments are the config's fields as Python."""
+    """For a process of its own, alone or under torchrun: the arguments are how many workers and the config's fields as
+    Python, and "served" if the workers are forked as those of `ns-train` are."""
     import sys
 
     from ns_multigpu.plugin.faults.errors import show_uncaught
+    from ns_multigpu.plugin.launch import worker_server
     from ns_multigpu.plugin.launch.launcher import run_workers
 
+    if "served" in sys.argv:
+        worker_server.start(["tests.plugin.guarded_toy", "torch._dynamo"])  # Adam imports the latter in its first step
     show_uncaught()
     workers, fields = int(sys.argv[1]), dict(eval(sys.argv[2]))
     config = GuardedConfig(**fields)

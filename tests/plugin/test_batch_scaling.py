@@ -16,6 +16,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.batch_scaling import (
     RateCourse,
     ScalingRule,
+    next_rates,
     scale_optimizer,
     scaled_scheduler,
     scaling_rule,
@@ -140,3 +141,24 @@ def test_unknown_scheduler() -> None:
     for course in (RateCourse("sqrt", 2, 100), RateCourse("sqrt", 1, 100, 0.5)):
         with pytest.raises(InputError, match="CyclicLR"):
             scaled_scheduler(optimizer, cyclic, course)
+
+
+@pytest.mark.parametrize("config", SCHEDULES)
+@pytest.mark.parametrize("at_end", [1.0, 0.1])
+def test_rates_go_on_as_torch_has_it(config: Any, at_end: float) -> None:
+    """Bit for bit, with what a checkpoint holds of them."""
+    schedulers: list[Any] = []
+    for _ in range(2):
+        optimizer = _optimizer()
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr": 0.7})
+        scheduler = config and config.setup().get_scheduler(optimizer=optimizer, lr_init=0.01)
+        schedulers.append(scaled_scheduler(optimizer, scheduler, RateCourse("sqrt-to-none", 4, 400, at_end)))
+    ours, torchs = schedulers
+    for _ in range(100):
+        for one, step in ((ours, next_rates), (torchs, type(torchs).step)):
+            one.optimizer._opt_called = True
+            step(one)
+        rates = [[group["lr"] for group in one.optimizer.param_groups] for one in schedulers]
+        assert rates[0] == rates[1] == ours.get_last_lr() == torchs.get_last_lr()
+    known = [{k: v for k, v in one.state_dict().items() if k != "lr_lambdas"} for one in schedulers]
+    assert known[0] == known[1] and known[0]["last_epoch"] == 100

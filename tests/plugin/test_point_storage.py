@@ -54,9 +54,9 @@ class Model:
     def sums(self, count: int) -> None:
         self.state |= {name: torch.zeros(count, device=self.device) for name in ("grad2d", "count")}
 
-    def held(self, points: PointStorage) -> tuple[bool, AdamStep]:
+    def held(self, points: PointStorage, most: int | None = None) -> tuple[bool, AdamStep]:
         adam = AdamStep(self.optimizers, with_grads=False)
-        return points.hold(self.params, adam, self.state), adam
+        return points.hold(self.params, adam, self.state, most), adam
 
     def take(self, kept: Tensor) -> None:
         """A refinement: each tensor is replaced by some of its rows."""
@@ -103,7 +103,14 @@ def course(spare: bool, device: str = "cpu", *, graphs: bool = False) -> tuple[d
 
 def _course(spare: bool, device: str, captured: bool) -> tuple[dict[str, Tensor], list[bool], int]:
     """As `course`; and how often a step was begun, to be launched or captured."""
-    model, points, world = Model(200, device), PointStorage(spare=spare), World.single(torch.device(device))
+    with pytest.MonkeyPatch.context() as patch:
+        if not spare:
+            patch.setattr(point_storage, "MOST_SPARED", 0)
+        return _steps(device, captured)
+
+
+def _steps(device: str, captured: bool) -> tuple[dict[str, Tensor], list[bool], int]:
+    model, points, world = Model(200, device), PointStorage(), World.single(torch.device(device))
     pool = (GraphPool(world.device) if device == "cuda" else RecordedPool()) if captured else None
     graphs = StepGraphs(StepTimer(world.device), lambda: None, pool)
     plan, targets = Plan.of([[Patch.whole(0, VIEW)]]), [torch.full((24, 32, 3), 0.5, device=device)]
@@ -165,7 +172,7 @@ def test_graphs_outlast_refinements() -> None:
 
 
 def test_tensors_stay_the_model_s_own() -> None:
-    model, points = Model(50), PointStorage(spare=True)
+    model, points = Model(50), PointStorage()
     AdamStep(model.optimizers, with_grads=False)  # makes the moments
     before = model.values()
     assert model.held(points)[0] is False
@@ -180,7 +187,7 @@ def test_tensors_stay_the_model_s_own() -> None:
 
 def test_large_models_get_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(point_storage, "MOST_SPARED", 100)
-    model, points = Model(90), PointStorage(spare=True)
+    model, points = Model(90), PointStorage()
     model.held(points)
     assert points.keeps(90)
     assert not points.keeps(101)
@@ -192,8 +199,29 @@ def test_large_models_get_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(points.params[name].data_ptr() == model.params[name].data_ptr() for name in ORDER)
 
 
+def test_ranks_with_shards_of_different_lengths_make_their_steps_anew_together() -> None:
+    """All have the room of the longest shard, and ask whether it suffices for the longest."""
+    shards, storages = [Model(50), Model(200)], [PointStorage(), PointStorage()]
+    for counts, stays in (
+        ((50, 200), False),
+        ((90, 230), True),
+        ((10, 240), True),
+        ((60, 300), False),
+        ((1, 301), True),
+    ):
+        for model, count in zip(shards, counts, strict=True):
+            if count != len(model.params["means"]):
+                model.take(torch.arange(count) % len(model.params["means"]))
+        answers = [model.held(points, max(counts))[0] for model, points in zip(shards, storages, strict=True)]
+        assert answers == [stays] * 2, counts
+        assert {points.rows for points in storages} == {point_storage.room_for(200 if max(counts) < 300 else 300)}
+        for model, points, count in zip(shards, storages, counts, strict=True):
+            assert len(model.params["means"]) == count
+            assert points.params["means"][count:].isnan().all() and points.params["means"][:count].isfinite().all()
+
+
 def test_other_sums_or_other_moments_are_another_step() -> None:
-    model, points = Model(50), PointStorage(spare=True)
+    model, points = Model(50), PointStorage()
     model.held(points)
     model.state["radii"] = torch.zeros(50)
     assert model.held(points)[0] is False

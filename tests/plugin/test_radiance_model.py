@@ -307,10 +307,12 @@ def test_grids_leave_out_what_is_empty() -> None:
     assert float(expected["accumulation"].amin()) < 0.1 and float(expected["accumulation"].amax()) > 0.9
 
 
-def test_segments_of_a_ray_share_its_samples() -> None:
-    """With cells that most rays cross, a ray has about as many samples as with one cell, not as many times more."""
-    one, four = (_step(World.single(), cells, {})["samples"] for cells in (1, 4))
-    assert one == 48 * 8 and one <= four < 1.4 * one
+@pytest.mark.parametrize(("samples_per", "least", "most"), [("ray", 1.0, 1.4), ("segment", 2.0, 4.0)])
+def test_segments_share_the_samples_of_a_ray_or_have_as_many_each(samples_per: str, least: float, most: float) -> None:
+    """With cells that most rays cross."""
+    one, four = (_step(World.single(), cells, {"samples_per": samples_per})["samples"] for cells in (1, 4))
+    assert one == 48 * 8 and least * one <= four < most * one
+    assert samples_per == "ray" or four % 8 == 0  # each segment has a ray's 8
 
 
 def test_proposals_learn_from_what_light_reaches() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from ns_multigpu.core.kernels import Cameras
 from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Hits, Patch, Pixels, Points, View
 from ns_multigpu.core.world import World
@@ -112,3 +113,34 @@ def test_each_kind_has_its_threshold() -> None:
     for kind, threshold in (("3dgs", 0.1), ("2dgs", 0.2)):
         made: Any = make_densifier(SplatModelConfig(primitive=kind, **options), 8, World.single(), 0)  # type: ignore[arg-type]
         assert made.grow_grad2d == threshold
+
+
+def test_steps_have_no_rows_of_what_is_beside_the_camera() -> None:
+    """A disc that crosses the camera's plane has no box on the screen: were it not culled, it would be looked for in
+    every tile."""
+    view = View(torch.eye(4), torch.tensor([[30.0, 0, 24], [0, 30.0, 16], [0, 0, 1]]), 48, 32)
+    g = torch.Generator().manual_seed(3)
+    shapes = {one.name: tuple(size if size > 0 else 3 for size in one.shape) for one in KINDS["2dgs"].schema}
+    params = {name: 0.1 * torch.randn(40, *shape, generator=g) for name, shape in shapes.items()}
+    params["means"] = torch.randn(40, 3, generator=g) * torch.tensor([0.3, 0.3, 0.1]) + torch.tensor([0.0, 0, 3])
+    params["scales"] -= 2.0
+    beside = torch.arange(10)  # as deep as the camera's plane, and to its left
+    params["means"][beside] = torch.tensor([-4.0, 0.0, 0.05])
+    params["opacities"] += 4.0
+    kind = Surfels(sh_degree=1)
+    points = Points(params)
+    hits = kind.cull(points, [view], [0])
+    drawn = kind.splat(points, hits, [view]).rows["radii"]
+    everywhere = kind.project(
+        points, torch.zeros(40, dtype=torch.int32), torch.arange(40, dtype=torch.int32), view.viewmat[None],
+        view.K[None], [48, 32],
+    ).radii  # fmt: skip
+    assert (everywhere[beside] >= 48).any(1).sum() > 3, "without culling they would be everywhere"
+    kernels = kind.kernels()
+    assert kernels is not None
+    moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
+    cameras = Cameras(view.viewmat[None], view.K[None], (48, 32), torch.zeros(1))
+    rows = kernels.project(kernels.model(params, moments, {}, None), cameras, 64, (), None)
+    count = int(rows.count)
+    shown = hits.point_ids[(drawn != 0).any(1)]
+    assert torch.equal(rows.point_ids[:count], shown) and not set(shown.tolist()) & set(beside.tolist())

@@ -1,13 +1,11 @@
 """What crosses between machines, with and without ranks that hand rows on: the bytes, beside the rows that need to."""
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ns_multigpu.core import inside, travelling_rows
 from ns_multigpu.core.collectives import all_gather_objects
@@ -22,6 +20,7 @@ from strategies.locality import locality
 from tests.ranks import run_ranks
 from tests.strategies import test_law_steps
 from tests.strategies.scene import make_points, make_views
+from tests.strategies.shared_memory import SharedFile
 from tests.strategies.test_half_wire import autograd_step
 from tests.strategies.test_half_wire import check as check_half
 from tests.strategies.test_law import PRIMITIVES, held_at, on_machines
@@ -103,29 +102,6 @@ def test_halves_between_machines_are_nearly_whole(mode: Any) -> None:
     """Between machines alone: within one nothing is rounded. Sums of gradients there are rounded once."""
     whole, half = (run_ranks(partial(mode, 2), 4, h) for h in (False, True))
     check_half(half, whole, 4)
-
-
-class SharedFile:
-    """What `PeerBuffer` is to the ranks of a machine, on a CPU: a file that all of them map."""
-
-    folder = Path()
-    made = 0
-
-    def __init__(self, size: int, world: World, *, machine: bool) -> None:
-        assert machine and len({*all_gather_objects(size, world)}) == 1
-        self._world, self._size = world, size
-        self._name = f"{SharedFile.made}-{world.machine}"
-        SharedFile.made += 1
-
-    def view(self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        path = str(self.folder / f"{self._name}-{rank}")
-        whole = torch.from_file(path, shared=True, size=self._size, dtype=torch.uint8)
-        count = math.prod(shape) * dtype.itemsize
-        assert offset + count <= self._size
-        return whole[offset : offset + count].view(dtype).view(*shape)
-
-    def barrier(self) -> None:
-        dist.barrier(group=self._world.local_group)
 
 
 def by_shared_memory(folder: Path, machines: int, world: World, count: int, stages: int) -> Any:

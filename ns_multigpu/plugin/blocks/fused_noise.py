@@ -26,7 +26,9 @@ class StepNoise:
         self._rate = 0.0
 
     def rate(self) -> float:
-        """The means' learning rate that a step of one image would have now."""
+        """The means' learning rate that a step of one image would have now; 0 where nobody asks for noise."""
+        if not self.active:
+            return 0.0
         return self._optimizers.rate_of_one_view(POSITION)
 
     def after(self, step: Any, number: int, rate: float) -> None:

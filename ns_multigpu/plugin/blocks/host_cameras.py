@@ -2,11 +2,12 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ns_multigpu.core.types import View
 from ns_multigpu.plugin.model.cameras import view_from_camera
+
+Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 class HostCameras:
@@ -18,14 +19,14 @@ class HostCameras:
 
     def __init__(self, data: Any) -> None:
         self._data = data
-        self._made: dict[tuple[int, int], tuple[View, Tensor]] = {}
+        self._made: dict[tuple[int, int], tuple[View, Numbers]] = {}
 
-    def __call__(self, index: int, factor: int) -> tuple[View, Tensor]:
+    def __call__(self, index: int, factor: int) -> tuple[View, Numbers]:
         """A view on the host at 1 / `factor` of its size, and its 25 numbers for a step: world-to-camera matrix and
         intrinsics."""
         key = (index, factor)
         if key not in self._made:
             camera = self._data.train_camera(index)
             view = view_from_camera(camera, camera.camera_to_worlds.reshape(-1, 3, 4)[0], index, factor)
-            self._made[key] = (view, torch.cat([view.viewmat.reshape(-1), view.K.reshape(-1)]))
+            self._made[key] = (view, np.concatenate([view.viewmat.numpy().ravel(), view.K.numpy().ravel()]))
         return self._made[key]

@@ -29,8 +29,9 @@ def room_for(count: int) -> int:
 class PointStorage:
     """The parameters, moments and statistics of a model's points as fused steps are given them.
 
+    Of a sharded model all ranks have as much room, by the longest shard: so they make their steps anew together.
+
     Args:
-        spare: whether to leave room; without, they are the model's own tensors.
         names: of the parameters, in their kernels' order.
 
     Attributes:
@@ -39,8 +40,8 @@ class PointStorage:
         statistics: by name, densification's running sums, [C].
     """
 
-    def __init__(self, *, spare: bool, names: Sequence[str] = ORDER) -> None:
-        self._spare, self._names = spare, tuple(names)
+    def __init__(self, *, names: Sequence[str] = ORDER) -> None:
+        self._names = tuple(names)
         self._roomy = False  # what is held now has room to spare
         self.params: dict[str, Tensor] = {}
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
@@ -52,8 +53,9 @@ class PointStorage:
         return len(self.params[POSITION])
 
     def keeps(self, points: int) -> bool:
-        """Whether what is held may still serve once a refinement has replaced the tensors of a model of so many points;
-        if not, it is to be forgotten before: each tensor is to go when there is a new one in its place."""
+        """Whether what is held may still serve once a refinement has replaced the tensors of a model of so many points
+        (on the rank that has the most). If not, it is to be forgotten before: each tensor is to go when there is a new
+        one in its place."""
         return self._roomy and points <= MOST_SPARED
 
     def forget(self) -> None:
@@ -62,29 +64,33 @@ class PointStorage:
         self.params, self.moments, self.statistics = {}, {}, {}
 
     @torch.no_grad()
-    def hold(self, params: MutableMapping[str, Any], adam: AdamStep, state: MutableMapping[str, Any]) -> bool:
+    def hold(
+        self, params: MutableMapping[str, Any], adam: AdamStep, state: MutableMapping[str, Any], most: int | None = None
+    ) -> bool:
         """Brings a model's points here; afterwards its tensors, and its optimizers', are views of these.
 
         Args:
             params: the model's parameters by name.
             adam: of their optimizers, in the kernels' order.
             state: densification's, whose running sums are `grad2d`, `count` and `radii`, as far as they are there.
+            most: points of the rank that has the most, where each has its own; the same on all.
 
         Returns:
             whether all of it lies where it lay at the last call: a step made then still serves.
         """
         count, names = len(params[POSITION]), self._names
+        most = count if most is None else most
         sums = {name: state[name] for name in ("grad2d", "count", "radii") if isinstance(state.get(name), Tensor)}
-        if not (self._spare and count <= MOST_SPARED):
+        if most > MOST_SPARED:
             self._roomy = False
             self.params = {name: params[name].detach() for name in names}
             self.moments = dict(zip(names, zip(adam.exp_avgs, adam.exp_avg_sqs, strict=True), strict=True))
             self.statistics = sums
             return False
         now = [*(params[name].detach() for name in names), *adam.exp_avgs, *adam.exp_avg_sqs, *sums.values()]
-        same = self._fits(count, now, sums)
+        same = self._fits(most, now, sums)
         if not same:
-            self._make(room_for(count), now, sums)
+            self._make(room_for(most), now, sums)
         flat = self._all()
         moved = [(there, x) for there, x in zip(flat, now, strict=True) if there.data_ptr() != x.data_ptr()]
         if moved:

@@ -14,6 +14,7 @@ from ns_multigpu.core.pairs import Pairs, pairs_of
 from ns_multigpu.core.peer_memory import choose_transport
 from ns_multigpu.core.relays import Relays
 from ns_multigpu.core.stages import stages_of
+from ns_multigpu.core.staying_rows import PeerReplicas
 from ns_multigpu.core.step_settings import HALO, Status, StepSettings
 from ns_multigpu.core.tile_lists import GatheredLists, SortedLists, TileLists
 from ns_multigpu.core.transports import StagedRows, Transport, make_transport, relays_serve
@@ -35,6 +36,7 @@ class StepBuffers:
     Attributes:
         captures: whether CUDA graphs can hold steps.
         peer: whether all rows are written into the memory of other GPUs.
+        tells: whether replicas so tell each other what they drew.
         relays: how rows are handed on over several machines; None where they are not.
         one_for_all: whether what rows travel through has one size for all pairs of ranks.
         stages: of a step, each with room of its own (see `core.stages`).
@@ -48,6 +50,7 @@ class StepBuffers:
         self._lists_shape: tuple[int, ...] = ()
         self._pictures = torch.zeros(0)
         self.peer, self._reach, self._by_sort = False, False, options.tile_lists == "sort"
+        self.tells = False
         self.relays: Relays | None = None
         self.stages = 1
         self._atomics, self._half = options.gradients == "atomics", options.wire == "half"
@@ -60,13 +63,18 @@ class StepBuffers:
             )
         if options.overlap < 1:
             raise InputError(f"--pipeline.overlap {options.overlap}: splats leave in 1 part at least.")
-        if not self._strategy.rows.travels or self._strategy.rows.planned:  # these by collectives alone
+        if self._strategy.rows.planned:  # these go by collectives alone
+            return
+        if not self._strategy.rows.travels and not (self._strategy.gradients.summed and world.size > 1):
             return
         try:
             handed_on = relays_serve(self._strategy.rows, world, peer=True) and not self._by_sort
             choice = choose_transport(world, options.transport, relayed=handed_on)
         except RuntimeError as error:
             raise InputError(f"--pipeline.transport {options.transport}: {error}") from error
+        if not self._strategy.rows.travels:
+            self.tells = choice.name == "peer"
+            return
         self.peer, self._reach = choice.name == "peer", choice.peer
         if handed_on and relays_serve(self._strategy.rows, world, peer=choice.peer):
             self.relays = Relays.of(world)
@@ -98,7 +106,7 @@ class StepBuffers:
         self._shape = shape
         self._transport = make_transport(
             self._strategy.rows, self._strategy.gradients, self._world, kernels, rows, pairs, words,
-            peer=self._reach, atomics=self._atomics, half=self._half, slots=self._by_sort,
+            peer=self._reach or self.tells, atomics=self._atomics, half=self._half, slots=self._by_sort,
             stages=self.stages,
         )  # fmt: skip
         return self._transport
@@ -110,7 +118,7 @@ class StepBuffers:
 
     def forget(self) -> None:
         """The step goes. What rows travel through stays: it is made anew by all ranks together, and takes time."""
-        if self._transport is not None and not self._transport.travels:
+        if self._transport is not None and not self._transport.lasts:
             self._transport = None
 
     def lists(self, settings: StepSettings, kernels: Kernels, transport: Transport | StagedRows) -> TileLists:
@@ -149,8 +157,14 @@ class StepBuffers:
             found.append(there.contiguous())
         return found
 
+    def exchanges_in(self, part: str) -> bool:
+        """Whether ranks meet within this part of a step without a collective, which would be measured by itself."""
+        return part in (("send", "return") if self.peer and self._world.size > 1 else ("return",) if self.tells else ())
+
     def count_traffic(self, status: Status) -> None:
         """Counts what peers wrote to each other; collectives count for themselves."""
+        if isinstance(self._transport, PeerReplicas):
+            self._world.traffic.add(self._transport.step_bytes * status.done)
         if self.peer:
             assert self._transport is not None, "which a step has gone through"
             self._world.traffic.add(2 * 4 * self._transport.kernels.record_floats * status.sent)

@@ -30,13 +30,13 @@ from ns_multigpu.core.late_counts import LateCounts
 from ns_multigpu.core.pairs import pairs_of, tell_pairs
 from ns_multigpu.core.patch_losses import share_of_mse
 from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.schema import names
 from ns_multigpu.core.step import Step
 from ns_multigpu.core.step_settings import Status, StepSettings, with_halos
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
 from ns_multigpu.planning.rates import LAZY_BELOW
+from ns_multigpu.plugin.blocks.feeding import Feed, Feeding
 from ns_multigpu.plugin.blocks.first_room import FirstRoom
 from ns_multigpu.plugin.blocks.fused_noise import StepNoise
 from ns_multigpu.plugin.blocks.fused_rescue import go_back, last_whole_step
@@ -51,18 +51,6 @@ from ns_multigpu.plugin.model import surfaces
 
 MOST_STEPS = 64
 """Steps of a block at most: so long a signal, or the viewer, may have to wait."""
-
-
-@dataclass
-class _Feed:
-    """What a step is fed: kept until the block is over, for a step may have to be taken again."""
-
-    step: int
-    indices: list[int]
-    views: list[View]
-    inputs: Tensor
-    plan: Plan
-    rate: float
 
 
 @dataclass(frozen=True)
@@ -97,13 +85,14 @@ class Training:
         self._model = pipeline.model
         self._images = DeviceImages(pipeline.datamanager, world)
         self._camera, self._observed = HostCameras(pipeline.datamanager), pipeline.observed
+        self._feeding = Feeding(pipeline, optimizers, world.rank, self._camera)
+        self._signatures: dict[int, tuple[int, int, bool, tuple[tuple[str, float], ...]]] = {}  # of this block's steps
         self._step: Step | None = None
         self._adam: AdamStep | None = None
         self._lazy: LazyAdam | None = None
         self._key: object = None
-        # Ranks with shards of different lengths would not all make their steps anew together.
         self._names = names(self._model.schema)
-        self._points = PointStorage(spare=not self._model.sharded, names=self._names)
+        self._points = PointStorage(names=self._names)
         self._noise = StepNoise(pipeline, optimizers)
         self._wants_lazy = self._may_put_off()
         self._rows_drawn: int | None = None  # by one rank in one step, at most
@@ -123,6 +112,7 @@ class Training:
     def block(self, first: int, limit: int) -> range:
         """The steps from `first` on, before `limit`, that can be taken without a change in between."""
         batch, model, last = self._pipeline.batch_size, self._model, first
+        self._signatures.clear()
         signature = self._signature(first)
         while last + 1 < min(limit, first + MOST_STEPS):
             if model.densifier.due_after(last * batch, batch) or self._signature(last + 1) != signature:
@@ -153,7 +143,7 @@ class Training:
         strategy.observe(self._model.primitive(depth=False), self._model.points, images)
         if strategy.assignment.foresees:
             self._foresee(steps)
-        feeds: list[_Feed] = []
+        feeds: list[Feed] = []
         reports = torch.zeros(len(steps), self._pipeline.batch_size + 1, device=self._world.device)
         step: Step | None = None
         with last_whole_step(self, steps, self._optimizers, self._world) as taken:
@@ -203,7 +193,7 @@ class Training:
         model, batch = self._model, self._pipeline.batch_size
         if not model.densifier.due_after(steps[-1] * batch, batch):
             return
-        if self._points.keeps(model.num_points):
+        if self._points.keeps(model.most_points):
             self._adam = None  # the step may stay, if the points find room where they are
         else:
             self._release()
@@ -231,7 +221,7 @@ class Training:
 
     # ---- the step ----
 
-    def _render(self, step: Step, feed: _Feed) -> None:
+    def _render(self, step: Step, feed: Feed) -> None:
         """Takes a step whose numbers are in place: its images, and the step itself."""
         plan, factor = with_halos(feed.plan, step.settings.width, step.settings.height), self._signature(feed.step)[1]
         mine, batch = plan.owned[self._world.rank], (feed.indices, plan, feed.views)
@@ -244,9 +234,7 @@ class Training:
 
     def _measure(self, part: str) -> AbstractContextManager[Any]:
         """What a step's part is measured by."""
-        # Collectives are measured by themselves.
-        exchanged = self._travels and self._buffers.peer and part in ("send", "return")
-        return self._graphs.measure("exchange" if exchanged else "compute")
+        return self._graphs.measure("exchange" if self._buffers.exchanges_in(part) else "compute")
 
     def _begin_room(self, step: int, kernels: Kernels) -> None:
         """Room for the steps from this one on, by what the batches of the block that begins will need."""
@@ -301,39 +289,23 @@ class Training:
     def _signature(self, step: int) -> tuple[int, int, bool, tuple[tuple[str, float], ...]]:
         """What a step depends on that changes on its own: harmonics, resolution, whether statistics count, and weights
         of further losses."""
+        if step in self._signatures:
+            return self._signatures[step]
         config, images = self._model.config, step * self._pipeline.batch_size
         degree = min(images // config.sh_degree_interval, config.sh_degree)
         factor = 2 ** max(config.num_downscales - images // config.resolution_schedule, 0)
-        return degree, factor, self._model.counts(images), tuple(surfaces.weights(config, images).items())
+        found = degree, factor, self._model.counts(images), tuple(surfaces.weights(config, images).items())
+        self._signatures[step] = found
+        return found
 
-    def _feed(self, step: int) -> _Feed:
-        """Draws a step's views and backgrounds, and counts it in optimizers and schedules."""
-        pipeline, batch = self._pipeline, self._pipeline.batch_size
+    def _feed(self, step: int) -> Feed:
+        """What a step is fed; it is counted in optimizers and schedules."""
         self._prepared(step)
         assert self._adam is not None
-        indices = pipeline.datamanager.train_batch(step, batch)
-        factor = self._signature(step)[1]
-        cameras = [self._camera(index, factor) for index in indices]
-        views, matrices = [view for view, _ in cameras], torch.stack([of_view for _, of_view in cameras])
         self._learnt.learn()
-        plan = pipeline.strategy.plan_alike(views)
-        mine = {patch.view for patch in plan.owned[self._world.rank]}
-        nobody = torch.zeros(3)
-        backgrounds = [self._background(step * batch + v) if v in mine else nobody for v in range(batch)]
-        numbers = torch.tensor(self._adam.count()).reshape(-1)
-        for scheduler in self._optimizers.schedulers.values():
-            scheduler.step()
-        cameras, times = [matrices[:, :16], matrices[:, 16:]], torch.tensor([view.time for view in views])
-        inputs = torch.cat([*(part.reshape(-1) for part in cameras), *backgrounds, numbers, times])
-        return _Feed(step, indices, views, inputs, plan, self._noise.rate())
+        return self._feeding.draw(step, self._signature(step)[1], self._adam, self._noise.rate)
 
-    def _background(self, image: int) -> Tensor:
-        model = self._model
-        if model.config.background_color == "random":
-            return torch.rand(3, generator=keyed_generator(model.seed, "background", image))
-        return model.background_color.float().cpu()
-
-    def _take(self, step: Step, feed: _Feed) -> None:
+    def _take(self, step: Step, feed: Feed) -> None:
         with self._pipeline.timer.measure("data"):
             if self._ring is None or self._ring_width != len(feed.inputs):
                 self._ring_width = len(feed.inputs)
@@ -360,8 +332,8 @@ class Training:
             model.densifier.statistics(model.gauss_params, model.densifier_state)
         groups = [self._optimizers.optimizers[name] for name in self._names]
         self._adam = AdamStep(groups, with_grads=False)
-        stays = self._points.hold(model.gauss_params, self._adam, model.densifier_state)
-        if stays and self._step is not None and self._key == key:
+        stays = self._points.hold(model.gauss_params, self._adam, model.densifier_state, model.most_points)
+        if stays and self._step is not None and self._key == key and not self._first.due(self._room.now):
             return self._step  # a refinement has changed nothing that its graph knows
         serves = all(lazy_serves(group["betas"], group["eps"]) for o in groups for group in o.param_groups)
         if not self._wants_lazy or not serves:
@@ -382,7 +354,7 @@ class Training:
         self._key = (signature, self._room.now)
         return self._step
 
-    def _learn(self, status: Status, again: list[_Feed]) -> None:
+    def _learn(self, status: Status, again: list[Feed]) -> None:
         """Fits the capacities to what was needed; where rows stay nobody is asked. `again` are to be taken still."""
         self._buffers.count_traffic(status)
         self._rows_drawn = status.rows

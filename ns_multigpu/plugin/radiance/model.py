@@ -68,6 +68,9 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     sampling: Literal["proposals", "occupancy"] = "proposals"
     """Where samples are taken: by nerfacto's proposal networks, or in even steps through what an occupancy grid has not
     as empty (Instant-NGP)."""
+    samples_per: Literal["segment", "ray"] = "segment"
+    """What nerfacto's numbers of samples are for, with proposals: each segment, so that a ray that crosses k cells has
+    k times as many, and all segments of a cell are sampled at once; or a ray, whose k segments have a k-th each."""
     grid_resolution: int = 128
     """Voxels of a cell's occupancy grid along each axis."""
     alpha_thre: float = 0.01
@@ -250,15 +253,16 @@ class NerfactoXLModel(NerfactoModel):
         return outputs
 
     def _own_segments(self, rays: RayBundle, segments: Segments, first: int) -> list[Group]:
-        """The samples of this rank's segments.
-
-        A ray has as many samples as nerfacto's, or a few more: each of its k segments has a k-th of them.
-        """
+        """The samples of this rank's segments: as many in each as nerfacto has in a ray, or, of a ray's k segments, a
+        k-th of them (`samples_per`)."""
         nears, fars = rays.nears, rays.fars
         assert nears is not None and fars is not None
         groups: list[Group] = []
-        longest, base = segments.order.shape[1], list(self.numbers)
+        base = list(self.numbers)
         lines, ends = slice(first, segments.begins[base[-1] + 1]), segments.counts[segments.ray]
+        longest = segments.order.shape[1]
+        if self.config.samples_per == "segment":
+            longest, ends = 1, torch.ones_like(ends)
         key = (cell_of(segments)[lines] - base[0]) * (longest + 1) + ends[lines]
         sizes = key.new_zeros(len(base) * (longest + 1)).index_add_(0, key, torch.ones_like(key)).tolist()
         for number, rows in enumerate(key.argsort(stable=True).split(sizes)):

@@ -87,7 +87,7 @@ class ProposalSampling:
 
         Args:
             cell: it. number: its number, or what else random numbers are told apart by.
-            parts: how many segments the rays have; a segment has a part of nerfacto's samples.
+            parts: how many segments share nerfacto's number of samples.
             rows: [n] which of this rank's segments they are.
             bundle: [n] their rays, with `nears` and `fars` of the segments.
             ends: [n, 1] each, where their whole rays begin and end.

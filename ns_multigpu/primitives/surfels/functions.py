@@ -78,27 +78,39 @@ class Surfels(Primitive):
 
     @torch.no_grad()
     def cull(self, points: Points, views: Sequence[View], wanted: Sequence[int]) -> Hits:
-        """See `Primitive.cull`: points whose sphere, and the filter's disc around it, may reach the view's frustum."""
-        means = points.params["means"].detach()
-        reach = self.activated(points, "scales").detach().amax(-1) * _REACH
+        """See `Primitive.cull`: points that may show in their whole view, see `reaches`."""
+        means = points.params["means"]
         found = [torch.empty(0, dtype=torch.int64, device=means.device)]
         counts: list[int] = []
         for v in wanted:
             view = views[v]
-            seen = means @ view.viewmat[:3, :3].detach().T + view.viewmat[:3, 3].detach()
-            shown = (seen[:, 2] >= self.near * (1 - 1e-5)) & (seen[:, 2] <= self.far * (1 + 1e-5))
-            for axis, size in ((0, view.width), (1, view.height)):
-                focal, center = view.K[axis, axis], view.K[axis, 2]
-                # Planes through the camera and the image's borders, moved outward; distances from them, inward.
-                for sign, border in ((1, -_DISC - 1), (-1, size + _DISC + 1)):
-                    inward = sign * (focal * seen[:, axis] + (center - border) * seen[:, 2])
-                    length = torch.sqrt(focal * focal + (center - border) ** 2)
-                    shown &= inward + reach * length * (1 + 1e-4) >= 0
-            found.append(shown.nonzero()[:, 0])
+            found.append(self.reaches(points, view.viewmat, view.K, (view.width, view.height)).nonzero()[:, 0])
             counts.append(len(found[-1]))
         repeats = torch.tensor(counts, dtype=torch.int64, device=means.device)
         view_ids = torch.tensor(list(wanted), dtype=torch.int32, device=means.device).repeat_interleave(repeats)
         return Hits(view_ids, torch.cat(found).int())
+
+    @torch.no_grad()
+    def reaches(self, points: Points, viewmat: Tensor, K: Tensor, size: Sequence[int]) -> Tensor:
+        """[N] bool: whether a point's sphere, and the filter's disc around it, may reach the frustum of a view.
+
+        What is beside the camera or across its plane has no box on the screen, and would be looked for everywhere.
+
+        Args:
+            viewmat: [4, 4]. K: [3, 3]. size: width and height, pixels.
+        """
+        means = points.params["means"].detach()
+        reach = self.activated(points, "scales").detach().amax(-1) * _REACH
+        seen = means @ viewmat[:3, :3].detach().T + viewmat[:3, 3].detach()
+        shown = (seen[:, 2] >= self.near * (1 - 1e-5)) & (seen[:, 2] <= self.far * (1 + 1e-5))
+        for axis, length in enumerate(size):
+            focal, center = K[axis, axis], K[axis, 2]
+            # Planes through the camera and the image's borders, moved outward; distances from them, inward.
+            for sign, border in ((1, -_DISC - 1), (-1, length + _DISC + 1)):
+                inward = sign * (focal * seen[:, axis] + (center - border) * seen[:, 2])
+                away = torch.sqrt(focal * focal + (center - border) ** 2)
+                shown &= inward + reach * away * (1 + 1e-4) >= 0
+        return shown
 
     def splat(self, points: Points, hits: Hits, views: Sequence[View]) -> Splats:
         """See `Primitive.splat`.

@@ -80,8 +80,11 @@ class SurfelKernels(PartKernels):
         return MadeSurfels(*found, colors)
 
     def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: Lines) -> Tensor:
-        found = self.kind.project(Points(dict(params)), *lines, cameras.viewmats, cameras.Ks, cameras.sizes)
-        return (found.radii != 0).any(-1)
+        points = Points(dict(params))
+        found = self.kind.project(points, *lines, cameras.viewmats, cameras.Ks, cameras.sizes)
+        # Of one view, and of points in their order.
+        near = self.kind.reaches(points, cameras.viewmats[0], cameras.Ks[0], cameras.sizes)
+        return (found.radii != 0).any(-1) & near
 
     def rows(self, made: MadeSurfels, lines: Lines, count: Tensor) -> SurfelRows:
         looks = (made.normals, made.row_opacities, made.colors, made.depths, made.radii)

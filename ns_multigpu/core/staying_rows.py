@@ -1,0 +1,137 @@
+"""Rows that are drawn where they are, and what ranks then tell each other of them.
+
+Ranks that hold the same points tell each other their rows, by a collective (`ReplicatedRows`) or, on GPUs that reach
+each other's memory, by writing them there (`PeerReplicas`): what NCCL gathers through buffers of its own, and what no
+CUDA graph can hold, is then a few copies and two barriers that the devices pass without their hosts. So a step is one
+graph.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.collectives import all_gather_into, all_gather_together
+from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
+from ns_multigpu.core.pairs import Pairs
+from ns_multigpu.core.peer_memory import PeerBuffer
+from ns_multigpu.core.transport import Collective, Parts, Returned, Transport
+from ns_multigpu.core.world import World
+
+_ALIGN = 256
+_ALONE = 1 << 20
+"""Bytes from which on a copy is launched by itself: copies launched together have few blocks for each tensor."""
+
+
+class OwnRows(Transport):
+    """Rows are drawn where they are: for a rank that is alone."""
+
+    travels = False
+    lasts = False
+
+    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
+        super().__init__(world, kernels, rows, capacity, words)
+        self.lines = rows
+        self._table = torch.zeros(rows, kernels.record_floats, device=world.device)
+        self._at = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=world.device)
+        self._slots = torch.arange(rows, dtype=torch.int32, device=world.device)
+        self._here = torch.zeros(rows, dtype=torch.int32, device=world.device)
+
+    def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
+        return
+
+    def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+        yield from ()
+        return self.kernels.stay(rows, self._here, self._slots)
+
+    def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
+        self._table.zero_()
+        return Sinks(self._at, owners, slots, system_scope=False)
+
+    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+        yield from ()
+        return Returned(rows, self._table, message[None])
+
+
+class KeptRows(OwnRows):
+    """Rows are drawn where they are, by ranks that go on together: all take the step, or none does."""
+
+    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
+        super().__init__(world, kernels, rows, capacity, words)
+        self._messages = torch.zeros(world.size, words, dtype=torch.int64, device=world.device)
+
+    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+        yield Collective(lambda: all_gather_into(self._messages, message, self.world))
+        return Returned(rows, self._table, self._messages)
+
+
+class ReplicatedRows(OwnRows):
+    """Rows are drawn where they are, and told, with their gradients, to all other ranks, which hold the same points:
+    each then takes the same step."""
+
+    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
+        super().__init__(world, kernels, rows, capacity, words)
+        self._replicas = kernels.replicas(world.size, rows, world.device)
+        self._messages = torch.zeros(world.size, words, dtype=torch.int64, device=world.device)
+
+    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+        mine = [message, *self._replicas.mine(rows, self._table, views.start)]
+        yield Collective(lambda: all_gather_together([self._messages, *self._replicas.everyone], mine, self.world))
+        everyone, records = self._replicas.rows(self._messages[:, 0])
+        return Returned(everyone, records, self._messages, views)
+
+
+class PeerReplicas(OwnRows):
+    """Rows are drawn where they are, and written, with their gradients, into the memory of all ranks, which hold the
+    same points: each then takes the same step.
+
+    A step has two barriers, around the writing: behind the first, nobody reads what was written in the step before any
+    more; behind the second, all have written.
+
+    Raises:
+        RuntimeError: there is no peer memory (see `PeerBuffer`).
+
+    Attributes:
+        step_bytes: what this rank sends to others in a step.
+    """
+
+    lasts = True
+
+    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
+        super().__init__(world, kernels, rows, capacity, words)
+        self._replicas = kernels.replicas(world.size, rows, world.device)
+        first = [torch.zeros(world.size, words, dtype=torch.int64, device=world.device), *self._replicas.everyone]
+        starts = [0]
+        for tensor in first:
+            starts.append(starts[-1] + -(-tensor.nbytes // _ALIGN) * _ALIGN)
+        self._buffer = buffer = PeerBuffer(starts[-1], world)
+        here, ranks = world.rank, range(world.size)
+        own = [buffer.view(here, at, one.shape, one.dtype).copy_(one) for at, one in zip(starts, first, strict=False)]
+        self._messages, self._replicas.everyone = own[0], own[1:]
+        # Where each rank keeps what this one tells, as numbers of 32 bits: [ranks][tensors].
+        shares = [one.nbytes // world.size for one in first]
+        places = list(zip(starts, shares, strict=False))
+        self._theirs = [
+            [buffer.view(rank, at + here * size, (size // 4,), torch.int32) for at, size in places] for rank in ranks
+        ]
+        self.step_bytes = (world.size - 1) * sum(shares)
+
+    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+        yield from ()
+        told = (message, *self._replicas.mine(rows, self._table, views.start))
+        mine = [one.view(-1).view(torch.int32) for one in told]
+        self._buffer.barrier()
+        self._write(mine)
+        self._buffer.barrier()
+        everyone, records = self._replicas.rows(self._messages[:, 0])
+        return Returned(everyone, records, self._messages, views)
+
+    def _write(self, mine: Sequence[Tensor]) -> None:
+        """Puts this rank's numbers where each rank keeps them, its own with them."""
+        pairs = [(there, one) for theirs in self._theirs for there, one in zip(theirs, mine, strict=True)]
+        for there, one in pairs:
+            if one.nbytes >= _ALONE:
+                there.copy_(one)
+        small = [(there, one) for there, one in pairs if one.nbytes < _ALONE]
+        if small:
+            torch._foreach_copy_([there for there, _ in small], [one for _, one in small])  # pyright: ignore

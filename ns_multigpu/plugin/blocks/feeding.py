@@ -1,0 +1,84 @@
+"""What a step is fed: views, cameras, backgrounds and Adam's numbers, drawn on the host while the device is busy.
+
+Small models are as fast as the host is. So all numbers of a step are put into one array as they are, one copy carries
+them to the device, and nothing is made anew that the steps before had as well.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.adam import AdamStep
+from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.random import seed_from
+from ns_multigpu.core.types import View
+from ns_multigpu.plugin.blocks.host_cameras import HostCameras
+from ns_multigpu.plugin.model.batch_scaling import next_rates
+
+
+@dataclass
+class Feed:
+    """Of one step; kept until its block is over, for a step may have to be taken again.
+
+    Attributes:
+        step: its number. indices: of its views, in the capture. views: these, on the host.
+        inputs: what `Step.inputs` is to be. plan: who draws what. rate: see `StepNoise.rate`.
+    """
+
+    step: int
+    indices: list[int]
+    views: list[View]
+    inputs: Tensor
+    plan: Plan
+    rate: float
+
+
+class Feeding:
+    """Draws one step after another, of one rank.
+
+    Args:
+        pipeline: a `DistributedPipeline`, ready to train. optimizers: a `BatchOptimizers`.
+        rank: this one's. cameras: of the training views.
+    """
+
+    def __init__(self, pipeline: Any, optimizers: Any, rank: int, cameras: HostCameras) -> None:
+        self._pipeline, self._optimizers, self._rank, self._cameras = pipeline, optimizers, rank, cameras
+        self._draws = torch.Generator()
+
+    def draw(self, step: int, factor: int, adam: AdamStep, rate: Callable[[], float]) -> Feed:
+        """Draws a step's views and backgrounds, and counts it in optimizers and schedules.
+
+        Args:
+            factor: images are at 1 / `factor` of their size. adam: of all parameters.
+            rate: asked for the feed's behind the schedules' step.
+        """
+        pipeline, batch = self._pipeline, self._pipeline.batch_size
+        indices = pipeline.datamanager.train_batch(step, batch)
+        cameras = [self._cameras(index, factor) for index in indices]
+        views = [view for view, _ in cameras]
+        plan = pipeline.strategy.plan_alike(views)
+        lines = adam.count()
+        for scheduler in self._optimizers.schedulers.values():
+            next_rates(scheduler)
+        inputs = np.zeros(29 * batch + sum(map(len, lines)), dtype=np.float32)
+        matrices, Ks = inputs[: 16 * batch].reshape(batch, 16), inputs[16 * batch : 25 * batch].reshape(batch, 9)
+        for place, (_, numbers) in enumerate(cameras):
+            matrices[place], Ks[place] = numbers[:16], numbers[16:]
+        backgrounds = inputs[25 * batch : 28 * batch].reshape(batch, 3)
+        for view in {patch.view for patch in plan.owned[self._rank]}:  # nobody looks at the others
+            backgrounds[view] = self._background(step * batch + view)
+        inputs[28 * batch : -batch] = [number for line in lines for number in line]
+        inputs[-batch:] = [view.time for view in views]
+        return Feed(step, indices, views, torch.from_numpy(inputs), plan, rate())
+
+    def _background(self, image: int) -> Sequence[float] | np.ndarray[Any, Any]:
+        model = self._pipeline.model
+        if model.config.background_color != "random":
+            return model.background_color.float().cpu().numpy()  # type: ignore[no-any-return]
+        # As a generator of the key's own would draw: making one takes longer than to seed it.
+        self._draws.manual_seed(seed_from(model.seed, "background", image))
+        return torch.rand(3, generator=self._draws).numpy()  # type: ignore[no-any-return]

@@ -1,0 +1,95 @@
+"""Replicas that write their rows into each other's memory take the step that `single` takes."""
+
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ns_multigpu.core import staying_rows
+from ns_multigpu.core.staying_rows import PeerReplicas
+from ns_multigpu.core.world import World
+from strategies import STRATEGIES
+from tests.ranks import run_ranks
+from tests.strategies import test_law_steps
+from tests.strategies.shared_memory import SharedFile
+from tests.strategies.test_law import PRIMITIVES
+from tests.strategies.test_law_steps import (
+    KERNELS,
+    LANDSCAPE,
+    OTHERS,
+    POINTS,
+    check_step,
+    count_of,
+    points_of,
+    take_one,
+)
+
+
+def by_shared_memory(folder: Path, world: World, primitive: str) -> Any:
+    """A step of `batch` in which nothing but barriers goes through collectives."""
+    SharedFile.folder = folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staying_rows, "PeerBuffer", SharedFile)
+        patch.setattr(staying_rows, "_ALONE", 4096)  # so that some tensors are copied by themselves, and some together
+        usual, made = test_law_steps.make_transport, list[Any]()
+        patch.setattr(
+            test_law_steps, "make_transport",
+            lambda *all, **some: made.append(usual(*all, **{**some, "peer": True})) or made[-1],
+        )  # fmt: skip
+        kind, whole = points_of(primitive, POINTS, torch.float32, world.device)
+        sent = world.traffic.sent
+        outcome = take_one(STRATEGIES["batch"](world), kind, count_of("batch"), LANDSCAPE, "step", whole=whole)
+    assert [type(one) for one in made] == [PeerReplicas] and SharedFile.made == 1
+    assert world.traffic.sent == sent, "no collective has carried rows"
+    assert made[0].step_bytes == (world.size - 1) * sum(
+        one.nbytes // world.size for one in (made[0]._messages, *made[0]._replicas.everyone)
+    )
+    return outcome
+
+
+@pytest.mark.parametrize("primitive", [KERNELS[1], *OTHERS])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_step_through_each_others_memory_equals_single(tmp_path: Path, ranks: int, primitive: str) -> None:
+    assert primitive in PRIMITIVES or primitive in OTHERS
+    check_step(run_ranks(partial(by_shared_memory, tmp_path), ranks, primitive), "batch", primitive, LANDSCAPE)
+
+
+class Numbers:
+    """Replicas that tell each other one number, the step's."""
+
+    def __init__(self, ranks: int) -> None:
+        self.everyone, self.step = [torch.zeros(ranks)], 0.0
+
+    def mine(self, *_: Any) -> list[torch.Tensor]:
+        return [torch.tensor([self.step])]
+
+    def rows(self, counts: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        return SimpleNamespace(count=counts), self.everyone[0]
+
+
+def two_steps(folder: Path, world: World) -> list[list[float]]:
+    """What each rank finds in two steps, where rank 1 is late to look."""
+    SharedFile.folder = folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staying_rows, "PeerBuffer", SharedFile)
+        numbers = Numbers(world.size)
+        kernels: Any = SimpleNamespace(record_floats=1, replicas=lambda *_: numbers)
+        told = PeerReplicas(world, kernels, rows=1, capacity=1, words=1)
+        found: list[list[float]] = []
+        for step in (1, 2):
+            numbers.step = float(10 * step + world.rank)
+            parts = told.bring_back(None, torch.empty(0), torch.tensor([step]), range(1))  # type: ignore[arg-type]
+            with pytest.raises(StopIteration) as end:
+                next(parts)
+            if world.rank == 1:
+                time.sleep(0.5)
+            found.append([*end.value.value.records.tolist(), *end.value.value.messages.view(-1).tolist()])
+    return found
+
+
+def test_nobody_writes_what_another_has_still_to_read(tmp_path: Path) -> None:
+    assert run_ranks(partial(two_steps, tmp_path), 2) == [[[10.0, 11.0, 1, 1], [20.0, 21.0, 2, 2]]] * 2
