@@ -152,6 +152,7 @@ class TileRanges(Assignment):
     def __init__(self, work: TileWork) -> None:
         self.work = work
         self._kept: list[tuple[int, ...]] = []  # cuts, those used last at the end
+        self._plans: dict[tuple[object, ...], Plan] = {}  # made lately: it is quicker to find one than to make it
 
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
         work = self.work.estimate(views)
@@ -187,8 +188,12 @@ class TileRanges(Assignment):
         self._kept = [tuple(row[1:]) for row in knowledge if row[0] < 0]
 
     def _plan(self, views: Sequence[View], work: Sequence[Sequence[int]], cuts: Sequence[int]) -> Plan:
-        ranges = stretches(cuts, [len(rows) for rows in work])
-        return Plan.of([self._band(view, views[view], first, last) for view, first, last in one] for one in ranges)
+        key = (tuple(cuts), tuple((view.width, view.height) for view in views))
+        if key not in self._plans:
+            ranges = stretches(cuts, [len(rows) for rows in work])
+            plan = Plan.of([self._band(view, views[view], first, last) for view, first, last in one] for one in ranges)
+            self._plans = {**dict(list(self._plans.items())[1 - 4 * MOST_KEPT :]), key: plan}
+        return self._plans[key]
 
     def _band(self, position: int, view: View, first: int, last: int) -> Patch:
         if first == 0 and last == self.work.rows(view):

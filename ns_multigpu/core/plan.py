@@ -31,6 +31,14 @@ class Plan:
     homes: tuple[int, ...] = ()
     room: tuple[tuple[int, ...], ...] = ()
 
+    def __hash__(self) -> int:
+        # Kept: a step asks for it several times, and there are many numbers in a plan.
+        found = self.__dict__.get("_hash")
+        if found is None:
+            found = hash((self.drawn, self.owned, self.order, self.hidden, self.homes, self.room))
+            object.__setattr__(self, "_hash", found)
+        return found  # type: ignore[no-any-return]
+
     @staticmethod
     def of(drawn: Iterable[Iterable[Patch]], owned: Iterable[Iterable[Patch]] | None = None) -> "Plan":
         """The plan of these patches, by rank; who draws a patch owns it unless `owned` says otherwise."""

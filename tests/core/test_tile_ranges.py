@@ -1,5 +1,7 @@
 """Tile ranges: every row once, equal work, whatever the views' number and sizes; and the work that they are cut by."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -233,3 +235,17 @@ def test_what_is_known_of_views_goes_through_a_checkpoint() -> None:
     other.learn_again(one.knowledge())
     assert other.work.counts == one.work.counts
     assert other.assign(views, 3) == one.assign(views, 3)
+
+
+def test_plans_of_other_sizes_or_cuts_are_others() -> None:
+    """A plan is found again by its cuts and the views' sizes; few are kept."""
+    small, large = (View(torch.eye(4), torch.eye(3), 64, height, 0) for height in (64, 128))
+    ranges = TileRanges(TileWork())
+    one = ranges.assign([small], 2)
+    assert ranges.assign([small], 2) is one and ranges.assign([large], 2) != one
+    assert ranges.assign([replace(small, width=48)], 2) != one and ranges.assign([small], 3) != one
+    for height in range(32, 32 + 16 * 100, 16):
+        found = ranges.assign([replace(large, height=height)], 2)
+        assert found.drawn[0][0].y1 == found.drawn[1][0].y0 and found.drawn[1][0].y1 == height
+    assert len(ranges._plans) <= 64
+    assert hash(one) == hash(Plan.of(one.drawn)) and one == Plan.of(one.drawn)
