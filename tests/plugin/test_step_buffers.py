@@ -12,6 +12,7 @@ from ns_multigpu.core.pairs import pairs_of
 from ns_multigpu.core.peer_memory import Transport
 from ns_multigpu.core.relayed_rows import RelayedRows
 from ns_multigpu.core.relays import Relays
+from ns_multigpu.core.staying_rows import PeerReplicas
 from ns_multigpu.core.step_settings import Status, StepSettings, with_halos
 from ns_multigpu.core.transports import CollectiveRows, ReplicatedRows, StagedRows
 from ns_multigpu.core.types import Patch, View
@@ -72,6 +73,20 @@ def test_what_peers_write_to_each_other_is_counted(peer: bool) -> None:
     before = buffers._world.traffic.sent
     buffers.count_traffic(Status(done=2, rows=9, segments=(2, 5), intersections=30, full=False, sent=7))
     assert buffers._world.traffic.sent - before == (7 * 2 * 64 if peer else 0)
+
+
+def test_what_replicas_write_to_each_other_is_counted() -> None:
+    """All of their room, in each step. Ranks meet in its `return`, where there is no collective to be measured."""
+    buffers = make_buffers("batch")
+    buffers._transport = told = PeerReplicas.__new__(PeerReplicas)
+    told.step_bytes = 1000
+    before = buffers._world.traffic.sent
+    buffers.count_traffic(Status(done=3, rows=9, segments=(2, 5), intersections=30, full=False, sent=0))
+    assert buffers._world.traffic.sent - before == 3000
+    buffers.tells = True
+    assert [part for part in ("project", "send", "return") if buffers.exchanges_in(part)] == ["return"]
+    buffers.forget()
+    assert buffers._transport is told, "ranks have to meet for another"
 
 
 def test_room_is_asked_for_rows_that_arrive() -> None:
