@@ -21,7 +21,7 @@ from cuda_ext.ops.convexes import CORNERS
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.schema import HARMONICS, harmonics
 from ns_multigpu.core.step import Step
-from ns_multigpu.core.step_settings import StepSettings
+from ns_multigpu.core.step_settings import StepSettings, padded
 from ns_multigpu.core.transports import OwnRows
 from ns_multigpu.core.types import Patch, Points, View
 from ns_multigpu.core.world import World
@@ -113,19 +113,19 @@ def captured_step(
     strategy = STRATEGIES["single"](world)
     plan = strategy.plan([view])
     moments = dict(zip(params, zip(adam.exp_avgs, adam.exp_avg_sqs, strict=True), strict=True))
-    intersections = 16 * count
+    room = (count, 16 * count)
     while True:
-        settings = StepSettings(view.width, view.height, 1, LAMBDA, count, 0, intersections)
-        transport = OwnRows(world, kernels, count, 0, settings.words(strategy.assignment))
+        settings = StepSettings(view.width, view.height, 1, LAMBDA, room[0], 0, room[1])
+        transport = OwnRows(world, kernels, room[0], 0, settings.words(strategy.assignment))
         step = Step(kernels, params, moments, statistics, settings, strategy, transport)
         step.viewmats[0], step.Ks[0], step.times[0] = view.viewmat, view.K, view.time
         adam.upload()
         step.scalars.copy_(adam.scalars)
         step.take(plan, [image])
         status = step.status()
-        if not status.full:
+        if not status.full and room != (count, 16 * count):
             break
-        intersections = status.intersections + 1024
+        room = (padded(status.rows), padded(status.intersections))  # as a run learns it
     graphs = StepGraphs(StepTimer(device), lambda: None, GraphPool(device))
     return lambda: graphs.take(plan, lambda: step.parts(plan, [image])), step
 

@@ -1,0 +1,141 @@
+"""What a run's host and GPU do, step by step: a profile of some blocks of fused steps, and a picture of profiles.
+
+    torchrun --nproc-per-node 2 -m benchmarks.captures.timeline profile --output OUT --at 6600 -- \\
+        splatfacto-batch --max-num-images 7000 colmap --data FOX --colmap-path sparse/0 --downscale-factor 1
+    python -m benchmarks.captures.timeline draw --traces before=OUT-0.json.gz after=OTHER-0.json.gz --picture steps.png
+
+`profile` runs ns-train in this process; from image --at on torch's profiler watches so many blocks, which takes some
+percent of their speed. OUT-R.json.gz is rank R's trace, which chrome://tracing shows, too. `draw` shows as many
+milliseconds of each: kernels by what they are for, and when the host launched or waited.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+KINDS = {
+    "exchange": r"nccl|barrier_kernel|PtoP|pack_kernel|touch_kernel|unpack_kernel|multi_tensor",
+    "forward": r"forward<|forward_kernel",
+    "backward": r"backward<|backward_kernel",
+    "update": r"update_kernel|starts_kernel|adam|flush",
+    "loss": r"band_kernel|totals_kernel",
+    "project, sort": r"rows_kernel|flag_kernel|Radix|emit_kernel|count_kernel|offsets_kernel|::pack|order|Scan",
+}
+"""What a kernel is for, by its name; the first that fits."""
+COLOURS = {
+    "exchange": "#d62728", "forward": "#1f77b4", "backward": "#17507a", "update": "#2ca02c", "loss": "#9467bd",
+    "project, sort": "#ff7f0e", "other": "#999999", "launches": "#333333", "waits": "#cccccc",
+}  # fmt: skip
+
+
+def profile(output: Path, at: int, blocks: int, argv: list[str]) -> None:
+    """Runs ns-train; watches `blocks` blocks from image `at` on."""
+    import torch
+    from nerfstudio.scripts.train import entrypoint
+
+    from ns_multigpu.plugin.blocks import fused_blocks
+
+    plain, watched = fused_blocks.FusedBlocks.take, list[Any]()
+    rank = os.environ.get("RANK", "0")
+
+    def take(self: Any, steps: range, *, metrics: bool) -> Any:
+        if not watched and steps[0] * self._pipeline.batch_size >= at:
+            kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            watched.append(torch.profiler.profile(activities=kinds))
+            watched[0].__enter__()
+        result = plain(self, steps, metrics=metrics)
+        watched.extend([None] * bool(watched))
+        if len(watched) == 1 + blocks:
+            torch.cuda.synchronize()
+            watched[0].__exit__(None, None, None)
+            watched[0].export_chrome_trace(f"{output}-{rank}.json.gz")
+        return result
+
+    fused_blocks.FusedBlocks.take = take  # type: ignore[method-assign]
+    sys.argv = ["ns-train", *argv]
+    entrypoint()
+
+
+def kind_of(name: str) -> str:
+    """What a kernel is for."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
+
+
+def bars(
+    trace: Path, part: float, milliseconds: float
+) -> tuple[list[tuple[str, float, float]], list[tuple[str, float, float]], float]:
+    """From a part of a trace on: what the device does, what the host does, each (kind, begin, ms); and the part of
+    the whole trace in which the device was busy."""
+    with gzip.open(trace) as file:
+        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    first, last = min(e["ts"] for e in device), max(e["ts"] + e["dur"] for e in device)
+    begin_us = first + part * (last - first)
+    shown = [
+        (kind_of(e["name"]), (e["ts"] - begin_us) / 1e3, e["dur"] / 1e3)
+        for e in device
+        if begin_us <= e["ts"] < begin_us + 1e3 * milliseconds
+    ]
+    host = [
+        ("waits" if "Synchronize" in e["name"] else "launches", (e["ts"] - begin_us) / 1e3, e["dur"] / 1e3)
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and begin_us <= e["ts"] < begin_us + 1e3 * milliseconds
+    ]
+    busy = sum(e["dur"] for e in device if "barrier_kernel" not in e["name"] and "nccl" not in e["name"])
+    return shown, host, busy / (last - first)
+
+
+def draw(traces: dict[str, Path], picture: Path, part: float, milliseconds: float) -> None:
+    """A picture of traces, one above the other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    figure, axes = pyplot.subplots(len(traces), 1, figsize=(12, 1.5 * len(traces) + 0.8), sharex=True, squeeze=False)
+    for (title, trace), axis in zip(traces.items(), axes[:, 0], strict=True):
+        device, host, busy = bars(trace, part, milliseconds)
+        for row, some in ((0, device), (1, host)):
+            for kind, begin, took in some:
+                axis.barh(row, took, left=begin, height=0.8, color=COLOURS[kind], linewidth=0)
+        axis.set_yticks([0, 1], ["GPU", "host"])
+        axis.set_xlim(0, milliseconds)
+        axis.set_title(f"{title}: the GPU computes {busy:.0%} of the time", loc="left", fontsize=10)
+    axes[-1, 0].set_xlabel("ms")
+    marks = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
+    figure.legend(handles=marks, loc="lower center", ncol=len(COLOURS), fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(picture, dpi=110)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("profile")
+    one.add_argument("--output", type=Path, required=True, help="what traces' names begin with")
+    one.add_argument("--at", type=int, default=6600, help="image from which on")
+    one.add_argument("--blocks", type=int, default=4)
+    one.add_argument("run", nargs="+", help="after --: the method and its options, as for ns-train")
+    other = commands.add_parser("draw")
+    other.add_argument("--traces", nargs="+", required=True, help="TITLE=FILE")
+    other.add_argument("--picture", type=Path, required=True)
+    other.add_argument("--part", type=float, default=0.4, help="how far into a trace: 0 is its begin, 1 its end")
+    other.add_argument("--milliseconds", type=float, default=8.0)
+    options = parser.parse_args(argv)
+    if options.command == "profile":
+        profile(options.output, options.at, options.blocks, options.run)
+        return
+    if wrong := [one for one in options.traces if "=" not in one]:
+        parser.error(f"--traces {wrong[0]}: give TITLE=FILE")
+    named = dict(one.split("=", 1) for one in options.traces)
+    draw({title: Path(file) for title, file in named.items()}, options.picture, options.part, options.milliseconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""A picture of a trace shows what is in it."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.captures import timeline
+
+
+def a_trace(file: Path) -> None:
+    """Two steps of 2 ms, each with 1 ms of drawing, half a millisecond at a barrier and a launch; times in us."""
+    events = [{"ph": "M", "name": "process_name"}]
+    for begin in (0, 2000):
+        events += [
+            {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": begin - 50, "dur": 40},
+            {"ph": "X", "cat": "kernel", "name": "void nsmg::forward<3>(int)", "ts": begin, "dur": 400},
+            {"ph": "X", "cat": "kernel", "name": "void nsmg::backward<3, true>(int)", "ts": begin + 400, "dur": 600},
+            {"ph": "X", "cat": "kernel", "name": "symmetric_memory::barrier_kernel", "ts": begin + 1000, "dur": 500},
+            {"ph": "X", "cat": "cuda_runtime", "name": "cudaEventSynchronize", "ts": begin + 900, "dur": 300},
+        ]
+    with gzip.open(file, "wt") as out:
+        json.dump({"traceEvents": events}, out)
+
+
+def test_what_is_shown_of_a_trace(tmp_path: Path) -> None:
+    a_trace(file := tmp_path / "trace.json.gz")
+    device, host, busy = timeline.bars(file, 0.0, 1.2)
+    assert device == [("forward", 0.0, 0.4), ("backward", 0.4, 0.6), ("exchange", 1.0, 0.5)]
+    assert host == [("waits", 0.9, 0.3)], "what began before is not shown"
+    assert busy == pytest.approx(2000 / 3500), "a barrier is no work"
+    later, _, _ = timeline.bars(file, 2000 / 3500, 1.2)
+    assert [kind for kind, _, _ in later] == ["forward", "backward", "exchange"]
+
+
+def test_a_picture_of_two_traces(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        a_trace(tmp_path / f"{name}.json.gz")
+    traces = [f"{name}={tmp_path / name}.json.gz" for name in ("one", "two")]
+    timeline.main(["draw", "--traces", *traces, "--picture", str(tmp_path / "steps.png"), "--milliseconds", "3"])
+    assert (tmp_path / "steps.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(SystemExit):
+        timeline.main(["draw", "--traces", "no title", "--picture", str(tmp_path / "none.png")])
+
+
+def test_kernels_are_known_by_their_names() -> None:
+    names = {
+        "ncclDevKernel_AllGather_RING_LL": "exchange", "Memcpy PtoP (Device -> Device)": "exchange",
+        "void nsmg::update_kernel<3, false, float>": "update", "void nsmg::band_kernel<unsigned char>": "loss",
+        "void cub::DeviceRadixSortOnesweepKernel": "project, sort", "void at::native::gather": "other",
+    }  # fmt: skip
+    assert {name: timeline.kind_of(name) for name in names} == names
