@@ -156,7 +156,7 @@ def test_a_machine_that_is_lost_and_comes_again_goes_on(machines: TwoMachines, t
         assert lost.wait(10) != 0 and machines.pids(0) == [] and other.poll() is None
         said = _ended([start(0, 2), other], logs[2:0:-1])
     text = " ".join(said[0].replace("\n", "").split())
-    resumed = re.search(r"Going on with step (\d+) at 4 images", text)
+    resumed = re.search(r"Going on with step (\d+) at ?4 images", text)  # a line may end anywhere
     assert resumed and int(resumed.group(1)) >= 5 and int(resumed.group(1)) % 5 == 1, text
     assert "machine 0 (node0) has ranks 0 to 1" in text and "Training finished" in text
     assert [path.parent for path in tmp_path.glob("runs/**/config.yml")] == [run]

@@ -9,7 +9,7 @@ import torch
 
 from cuda_ext import intersect
 from cuda_ext.ops.lazy_adam import LazyAdam
-from ns_multigpu.core import transports
+from ns_multigpu.core import staying_rows
 from ns_multigpu.core.assignment import TileRanges
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.step import scalars_of_no_step
@@ -187,7 +187,7 @@ def test_what_leaves_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         one.viewmats[:], one.Ks[:] = view.viewmat, view.K
         one.scalars.copy_(scalars_of_no_step(len(ORDER), here.device))
     left: list[list[torch.Tensor]] = []
-    monkeypatch.setattr(transports, "all_gather_together", lambda everyone, mine, world: left.append(mine))
+    monkeypatch.setattr(staying_rows, "all_gather_together", lambda everyone, mine, world: left.append(mine))
     alone.take(Plan.of([[Patch.whole(0, view)]]), [make_image(view)])
     next(sender.parts(Plan.of([[Patch.whole(0, view)], [Patch.whole(1, view)]]), [make_image(view)])).launch()
     ((message, view_ids, point_ids, radii, conics, records),) = left

@@ -126,6 +126,7 @@ def test_steps_have_no_rows_of_what_is_beside_the_camera() -> None:
     params["scales"] -= 2.0
     beside = torch.arange(10)  # as deep as the camera's plane, and to its left
     params["means"][beside] = torch.tensor([-4.0, 0.0, 0.05])
+    params["scales"][beside] = -3.5  # one standard deviation lies before the plane, three of most reach across it
     params["opacities"] += 4.0
     kind = Surfels(sh_degree=1)
     points = Points(params)
