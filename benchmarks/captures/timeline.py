@@ -51,7 +51,8 @@ def profile(output: Path, at: int, blocks: int, argv: list[str]) -> None:
         result = plain(self, steps, metrics=metrics)
         watched.extend([None] * bool(watched))
         if len(watched) == 1 + blocks:
-            torch.cuda.synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             watched[0].__exit__(None, None, None)
             watched[0].export_chrome_trace(f"{output}-{rank}.json.gz")
         return result
@@ -74,6 +75,8 @@ def bars(
     with gzip.open(trace) as file:
         events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
     device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if not device:
+        raise SystemExit(f"{trace}: nothing in it ran on a GPU. Profile a run on one.")
     first, last = min(e["ts"] for e in device), max(e["ts"] + e["dur"] for e in device)
     begin_us = first + part * (last - first)
     shown = [

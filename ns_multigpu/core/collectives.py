@@ -98,9 +98,9 @@ def all_gather_ints(values: Sequence[int], world: World) -> list[list[int]]:
     return [[int(v) for v in row.tolist()] for row in table]
 
 
-def all_gather_ints_soon(values: Sequence[int], world: World) -> list[list[int]]:
-    """As `all_gather_ints`, through the ranks' own group, which is quicker on GPUs. It waits for the device, and is for
-    where all ranks go on together anyway."""
+def all_gather_ints_on_device(values: Sequence[int], world: World) -> list[list[int]]:
+    """As `all_gather_ints`, through the group that carries tensors: by NCCL on GPUs, which is quicker. It waits for the
+    device, and is for where all ranks go on together anyway."""
     if world.group is None:
         return [list(values)]
     mine = torch.tensor(list(values), dtype=torch.int64).to(world.device)
@@ -110,8 +110,9 @@ def all_gather_ints_soon(values: Sequence[int], world: World) -> list[list[int]]
     return [[int(v) for v in row] for row in table.view(world.size, len(mine)).tolist()]
 
 
-def sum_ints_soon(x: Tensor, world: World) -> list[int]:
-    """The sums over all ranks of integers [K] int64 on the ranks' device, as `all_gather_ints_soon` does it."""
+def sum_ints_on_device(x: Tensor, world: World) -> list[int]:
+    """The sums over all ranks of `x`, [K] int64 on the rank's device, which is overwritten. See
+    `all_gather_ints_on_device`."""
     if world.group is not None and x.numel():
         dist.all_reduce(x, group=world.group)
     return cast(list[int], x.tolist())

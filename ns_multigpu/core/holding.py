@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints_soon
+from ns_multigpu.core.collectives import all_gather_ints_on_device
 from ns_multigpu.core.placement import Placement
 from ns_multigpu.core.ranking import Ranking
 from ns_multigpu.core.world import World
@@ -38,7 +38,7 @@ class Holding:
     def places_of(self, rows: Tensor, count: int, world: World) -> Tensor:
         """Places of some of this rank's `count` points, [M] int64, in the whole model."""
         if self.places is None:
-            return rows + sum(row[0] for row in all_gather_ints_soon([count], world)[: world.rank])
+            return rows + sum(row[0] for row in all_gather_ints_on_device([count], world)[: world.rank])
         self.check(count, world)
         return self.places[rows]
 
@@ -49,7 +49,7 @@ class Holding:
             rows: [M] int64 ascending, which of this rank's `count` points are chosen.
         """
         if self.places is None:
-            before = sum(row[0] for row in all_gather_ints_soon([len(rows)], world)[: world.rank])
+            before = sum(row[0] for row in all_gather_ints_on_device([len(rows)], world)[: world.rank])
             return torch.arange(before, before + len(rows), device=rows.device)
         self.check(count, world)
         return Ranking.of(self.places[rows], world).places
@@ -64,7 +64,7 @@ class Holding:
             self.check(len(values), world)
             return Ranking.of(self.places, world).before(values)
         sums = values.cumsum(0)
-        totals = all_gather_ints_soon([int(sums[-1]) if len(sums) else 0], world)
+        totals = all_gather_ints_on_device([int(sums[-1]) if len(sums) else 0], world)
         return sums - values + sum(row[0] for row in totals[: world.rank])
 
     def check(self, count: int, world: World) -> None:

@@ -7,7 +7,7 @@ that nothing has to be read back; the device knows how many of the rows there ar
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from ns_multigpu.core.collectives import all_gather_ints_soon
+from ns_multigpu.core.collectives import all_gather_ints_on_device
 from ns_multigpu.core.world import World
 
 Pairs: TypeAlias = tuple[tuple[int, ...], ...]
@@ -47,8 +47,8 @@ def alike(pairs: Pairs) -> Pairs:
 
 
 def tell_pairs(counts: Sequence[int], world: World) -> Pairs:
-    """What every rank sent: row r is rank r's `counts`. Over the control group: all ranks call it at the same point."""
-    return tuple(tuple(row) for row in all_gather_ints_soon(counts, world))
+    """What every rank sent: row r is rank r's `counts`. All ranks call it together, and wait for the device."""
+    return tuple(tuple(row) for row in all_gather_ints_on_device(counts, world))
 
 
 def step_bytes(pairs: Pairs, rank: int, row_bytes: int, gradient_bytes: int, words: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import sum_ints_soon
+from ns_multigpu.core.collectives import sum_ints_on_device
 from ns_multigpu.core.world import World
 
 KEY_BITS = 62
@@ -41,7 +41,7 @@ def find_splitters(keys: Tensor, sums: Tensor, targets: Sequence[int], total: in
     intervals = [_Interval(target, 0, 1 << KEY_BITS, 0, total) for target in targets]
     while any(one.high - one.low > 1 for one in intervals):
         tried = [key for one in intervals for key in one.candidates()]
-        totals = sum_ints_soon(sums[torch.searchsorted(keys, torch.tensor(tried, device=keys.device))], world)
+        totals = sum_ints_on_device(sums[torch.searchsorted(keys, torch.tensor(tried, device=keys.device))], world)
         for k, one in enumerate(intervals):
             one.narrow(totals[k * _CANDIDATES : (k + 1) * _CANDIDATES])
     return [one.low if one.target - one.low_sum <= one.high_sum - one.target else one.high for one in intervals]

@@ -263,8 +263,8 @@ def make_transport(
 
     Args:
         rows, capacity, words: see `Transport`.
-        peer: whether the ranks of a machine reach each other's memory. atomics: see `PeerRows`. half, slots: see
-            `CollectiveRows`.
+        peer: whether the ranks of a machine reach each other's memory; of replicas, whether all ranks do.
+        atomics: see `PeerRows`. half, slots: see `CollectiveRows`.
         stages: of a step. Capacities of pairs are then [ranks][numbers of all stages].
 
     Raises:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints_soon, exchange_rows, sum_ints_soon
+from ns_multigpu.core.collectives import all_gather_ints_on_device, exchange_rows, sum_ints_on_device
 from ns_multigpu.core.placement import NewPoints, Placement, Sharded
 from ns_multigpu.core.ranking import Ranking
 from ns_multigpu.core.splitters import imbalance
@@ -109,7 +109,7 @@ def common_grid(means: Tensor, world: World) -> Grid:
     Args:
         means: [N, 3] this rank's positions.
     """
-    return Grid.of(sum_ints_soon(census(means), world))
+    return Grid.of(sum_ints_on_device(census(means), world))
 
 
 def order_keys(means: Tensor, categories: Tensor, world: World) -> Tensor:
@@ -151,7 +151,7 @@ def plan_move(
     if threshold < 1.0:
         raise ValueError(f"a threshold of imbalance is at least 1, not {threshold}: 1 is even")
     placement = placement or Sharded()
-    table = all_gather_ints_soon([len(keys), int(weights.sum())], world)
+    table = all_gather_ints_on_device([len(keys), int(weights.sum())], world)
     counts, works = [row[0] for row in table], [row[1] for row in table]
     new = NewPoints(keys, positions or (lambda: keys.new_zeros(len(keys), 3)), weights, works, threshold)
     settled = placement.settle(new, world)
@@ -161,7 +161,7 @@ def plan_move(
         leave = torch.sort(owners, stable=True).indices
     send: list[int] = torch.bincount(owners, minlength=world.size).tolist()
     sent_work: list[int] = weights.new_zeros(world.size).index_add_(0, owners, weights).tolist()
-    table = all_gather_ints_soon([*send, *sent_work], world)
+    table = all_gather_ints_on_device([*send, *sent_work], world)
     receive = [row[world.rank] for row in table]
     by = keys
     if not placement.in_ranges:
@@ -188,7 +188,7 @@ def plan_move(
 def _checked_owners(owners: Tensor, count: int, placement: Placement, world: World) -> Tensor:
     """The same owners, once all ranks know that everybody's are ranks."""
     wrong = int(((owners < 0) | (owners >= world.size)).sum())
-    for rank, (many, bad) in enumerate(all_gather_ints_soon([len(owners) - count, wrong], world)):
+    for rank, (many, bad) in enumerate(all_gather_ints_on_device([len(owners) - count, wrong], world)):
         if many or bad:
             what = f"{bad} of them are not among the {world.size} ranks" if bad else f"that is {many:+} owners"
             raise ValueError(f"{type(placement).__name__} names owners for the points of rank {rank}: {what}")

@@ -4,7 +4,7 @@ Small models are as fast as the host is. So all numbers of a step are put into o
 them to the device, and nothing is made anew that the steps before had as well.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,9 @@ class Feed:
 
     Attributes:
         step: its number. indices: of its views, in the capture. views: these, on the host.
-        inputs: what `Step.inputs` is to be. plan: who draws what. rate: see `StepNoise.rate`.
+        inputs: what `Step.inputs` is to be, float32 on the host. Of B views: 16 B numbers of world-to-camera matrices,
+            9 B of intrinsics, 3 B of backgrounds, Adam's 8 for each parameter, B times.
+        plan: who draws what. rate: see `StepNoise.rate`.
     """
 
     step: int
@@ -75,7 +77,8 @@ class Feeding:
         inputs[-batch:] = [view.time for view in views]
         return Feed(step, indices, views, torch.from_numpy(inputs), plan, rate())
 
-    def _background(self, image: int) -> Sequence[float] | np.ndarray[Any, Any]:
+    def _background(self, image: int) -> np.ndarray[Any, Any]:
+        """[3] the background of an image, by its number in the whole course."""
         model = self._pipeline.model
         if model.config.background_color != "random":
             return model.background_color.float().cpu().numpy()  # type: ignore[no-any-return]

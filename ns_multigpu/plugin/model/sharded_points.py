@@ -4,7 +4,7 @@ import torch
 from nerfstudio.models.splatfacto import SplatfactoModel
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints_soon
+from ns_multigpu.core.collectives import all_gather_ints_on_device
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Placement, checked_shares, rows_of
 from ns_multigpu.core.schema import POSITION
@@ -69,7 +69,7 @@ class ShardedPoints(SplatfactoModel):
     def count_shards(self) -> None:
         """Learns how many points each rank of a sharded model has now. Every rank calls it."""
         if self.shard_world is not None:
-            self.shard_counts = [row[0] for row in all_gather_ints_soon([self.num_points], self.shard_world)]
+            self.shard_counts = [row[0] for row in all_gather_ints_on_device([self.num_points], self.shard_world)]
 
     def replicated_parameters(self) -> list[torch.nn.Parameter]:
         """What is to be the same on every rank: all parameters, or all but a sharded model's points."""

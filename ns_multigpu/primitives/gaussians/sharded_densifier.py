@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ns_multigpu.core.collectives import all_gather_ints_soon
+from ns_multigpu.core.collectives import all_gather_ints_on_device
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.random import keyed_generator
@@ -54,7 +54,7 @@ class ShardedDensifier(ReplicatedDensifier):
         started = clock(device)
         wanted = decide(self, params, state, image, self.halves)
         count = len(params["means"])
-        told = all_gather_ints_soon(
+        told = all_gather_ints_on_device(
             [count, wanted.total, wanted.n_split, wanted.n_duplicate, wanted.pruned, count - wanted.n_stays], world
         )
         now, after, split, duplicated, pruned, pruned_only = (sum(column) for column in zip(*told, strict=True))

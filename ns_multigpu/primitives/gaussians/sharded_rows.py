@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints_soon, all_gather_objects, exchange_rows
+from ns_multigpu.core.collectives import all_gather_ints_on_device, all_gather_objects, exchange_rows
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.regroup import Regrouping
 from ns_multigpu.primitives.sharded_order import Move
@@ -100,7 +100,7 @@ def agree_on_kept(
     mine = {name: _kept(optimizers.get(name), param) for name, param in params.items()}
     # Nearly always all keep the same: to ask that is quicker than to tell it.
     everyone = [mine]
-    if len({row[0] for row in all_gather_ints_soon([_digest(mine)], world)}) > 1:
+    if len({row[0] for row in all_gather_ints_on_device([_digest(mine)], world)}) > 1:
         everyone = all_gather_objects(mine, world)
     agreed: dict[str, _Kept] = {}
     for name in params:
@@ -112,12 +112,11 @@ def agree_on_kept(
 
 
 def _digest(kept: Mapping[str, _Kept]) -> int:
-    """A number that differs where what is kept does."""
-    said = [
-        (name, sorted(one.slots.items(), key=str), [(key, str(value.tolist() if torch.is_tensor(value) else value))
-        for key, value in sorted(one.rest.items())])
-        for name, one in sorted(kept.items())
-    ]  # fmt: skip
+    """A number of 64 bits that differs where what is kept does."""
+    said: list[Any] = []
+    for name, one in sorted(kept.items()):
+        rest = {key: value.tolist() if torch.is_tensor(value) else value for key, value in one.rest.items()}
+        said.append((name, sorted(one.slots.items()), sorted(rest.items())))
     return int.from_bytes(hashlib.blake2b(repr(said).encode(), digest_size=8).digest(), "big", signed=True)
 
 
