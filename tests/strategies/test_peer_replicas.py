@@ -16,10 +16,10 @@ from strategies import STRATEGIES
 from tests.ranks import run_ranks
 from tests.strategies import test_law_steps
 from tests.strategies.shared_memory import SharedFile
-from tests.strategies.test_law import PRIMITIVES
 from tests.strategies.test_law_steps import (
     KERNELS,
     LANDSCAPE,
+    MODES,
     OTHERS,
     POINTS,
     check_step,
@@ -29,7 +29,7 @@ from tests.strategies.test_law_steps import (
 )
 
 
-def by_shared_memory(folder: Path, world: World, primitive: str) -> Any:
+def by_shared_memory(folder: Path, world: World, primitive: str, mode: str) -> Any:
     """A step of `batch` in which nothing but barriers goes through collectives."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
@@ -42,7 +42,7 @@ def by_shared_memory(folder: Path, world: World, primitive: str) -> Any:
         )  # fmt: skip
         kind, whole = points_of(primitive, POINTS, torch.float32, world.device)
         sent = world.traffic.sent
-        outcome = take_one(STRATEGIES["batch"](world), kind, count_of("batch"), LANDSCAPE, "step", whole=whole)
+        outcome = take_one(STRATEGIES["batch"](world), kind, count_of("batch"), LANDSCAPE, mode, whole=whole)
     assert [type(one) for one in made] == [PeerReplicas] and SharedFile.made == 1
     assert world.traffic.sent == sent, "no collective has carried rows"
     assert made[0].step_bytes == (world.size - 1) * sum(
@@ -53,9 +53,9 @@ def by_shared_memory(folder: Path, world: World, primitive: str) -> Any:
 
 @pytest.mark.parametrize("primitive", [KERNELS[1], *OTHERS])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_step_through_each_others_memory_equals_single(tmp_path: Path, ranks: int, primitive: str) -> None:
-    assert primitive in PRIMITIVES or primitive in OTHERS
-    check_step(run_ranks(partial(by_shared_memory, tmp_path), ranks, primitive), "batch", primitive, LANDSCAPE)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_through_each_others_memory_equals_single(tmp_path: Path, mode: str, ranks: int, primitive: str) -> None:
+    check_step(run_ranks(partial(by_shared_memory, tmp_path), ranks, primitive, mode), "batch", primitive, LANDSCAPE)
 
 
 class Numbers:
