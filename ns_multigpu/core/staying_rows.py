@@ -106,7 +106,7 @@ class PeerReplicas(OwnRows):
             starts.append(starts[-1] + -(-tensor.nbytes // _ALIGN) * _ALIGN)
         self._buffer = buffer = PeerBuffer(starts[-1], world)
         here, ranks = world.rank, range(world.size)
-        own = [buffer.view(here, at, one.shape, one.dtype).copy_(one) for at, one in zip(starts, first, strict=False)]
+        own = [buffer.view(here, at, one.shape, one.dtype) for at, one in zip(starts, first, strict=False)]
         self._messages, self._replicas.everyone = own[0], own[1:]
         # Where each rank keeps what this one tells, as numbers of 32 bits: [ranks][tensors].
         shares = [one.nbytes // world.size for one in first]

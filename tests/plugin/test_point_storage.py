@@ -1,6 +1,7 @@
 """Points keep their place while their number changes, and what fused steps make of them does not depend on that."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.checkpoint.storage import save_file
+from ns_multigpu.plugin.model.sharded_points import ShardedPoints
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from strategies import STRATEGIES
@@ -218,6 +220,12 @@ def test_ranks_with_shards_of_different_lengths_make_their_steps_anew_together()
         for model, points, count in zip(shards, storages, counts, strict=True):
             assert len(model.params["means"]) == count
             assert points.params["means"][count:].isnan().all() and points.params["means"][:count].isfinite().all()
+
+
+def test_the_longest_shard_is_known_on_all_ranks() -> None:
+    most: Any = ShardedPoints.most_points.fget
+    assert most(SimpleNamespace(num_points=3, shard_counts=[3, 5, 4])) == 5
+    assert most(SimpleNamespace(num_points=3, shard_counts=None)) == 3
 
 
 def test_other_sums_or_other_moments_are_another_step() -> None:

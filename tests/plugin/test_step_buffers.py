@@ -75,6 +75,15 @@ def test_what_peers_write_to_each_other_is_counted(peer: bool) -> None:
     assert buffers._world.traffic.sent - before == (7 * 2 * 64 if peer else 0)
 
 
+@pytest.mark.parametrize("name", ["peer", "collective"])
+def test_replicas_write_to_each_other_where_gpus_can(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_buffers, "choose_transport", lambda world, wanted, relayed: Transport(name, wanted))
+    monkeypatch.setattr(step_buffers, "make_transport", lambda *_, peer, **__: peer)
+    buffers = make_buffers("batch", transport="auto")
+    assert buffers.tells is buffers.transport(SETTINGS, GaussianKernels(degree=0)) is (name == "peer")
+    assert not buffers.peer, "no rows travel"
+
+
 def test_what_replicas_write_to_each_other_is_counted() -> None:
     """All of their room, in each step. Ranks meet in its `return`, where there is no collective to be measured."""
     buffers = make_buffers("batch")
