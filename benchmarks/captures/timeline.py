@@ -136,8 +136,10 @@ def main(argv: list[str] | None = None) -> None:
         return
     if wrong := [one for one in options.traces if "=" not in one]:
         parser.error(f"--traces {wrong[0]}: give TITLE=FILE")
-    named = dict(one.split("=", 1) for one in options.traces)
-    draw({title: Path(file) for title, file in named.items()}, options.picture, options.part, options.milliseconds)
+    traces = {title: Path(file) for title, file in (one.split("=", 1) for one in options.traces)}
+    if missing := [file for file in traces.values() if not file.is_file()]:
+        parser.error(f"--traces: there is no file {missing[0]}. `profile` writes one for each rank")
+    draw(traces, options.picture, options.part, options.milliseconds)
 
 
 if __name__ == "__main__":
