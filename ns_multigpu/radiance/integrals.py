@@ -188,6 +188,7 @@ class Family:
         if len(set(names)) < len(names):
             raise ValueError(f"integrals along a ray need names of their own; these are {', '.join(names)}")
         self.width = sum(one.width for one in self.members)
+        self._none: Tensor | None = None
 
     def within(self, samples: Samples) -> Tensor:
         """[n, width] the states of segments, packed: what `fold` takes."""
@@ -200,8 +201,10 @@ class Family:
 
     def empty(self, count: int, like: Tensor) -> Tensor:
         """[count, width] the states of stretches in which there is nothing."""
-        row = [one.empty for one in self.members for _ in range(one.width)]
-        return like.new_tensor(row).expand(count, -1)
+        if self._none is None or self._none.device != like.device or self._none.dtype != like.dtype:
+            # Kept: it comes from the host, which a CUDA graph must not wait for.
+            self._none = like.new_tensor([one.empty for one in self.members for _ in range(one.width)])
+        return self._none.expand(count, -1)
 
     def fold(self, rows: Tensor, order: Tensor) -> tuple[State, Tensor]:
         """Joins the segments of each ray, front to back (algorithms 1 and 2).

@@ -39,6 +39,26 @@ def cell_of(segments: Segments) -> Tensor:
 
 
 @torch.no_grad()
+def passage(
+    origins: Tensor, directions: Tensor, nears: Tensor, fars: Tensor, boxes: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where rays enter and leave cells, [R, cells] each, and [R, cells] bool, whether they do. See `clip`.
+
+    Nothing is read back, and no shape depends on values.
+    """
+    planes = boxes.to(origins)
+    runs = directions[:, None, None] != 0
+    steps = torch.where(runs, directions[:, None, None], 1.0)
+    meets = (planes - origins[:, None, None]) / steps  # [R, cells, 2, 3]
+    # A ray along a face never meets it: it is inside or outside for all of its length. On a face it is above.
+    inside = (origins[:, None] >= planes[:, 0]) & (origins[:, None] < planes[:, 1])
+    whole = torch.where(inside, torch.inf, -torch.inf)
+    enter = torch.where(runs[:, :, 0], meets.amin(2), -whole).amax(-1).maximum(nears[:, None])
+    leave = torch.where(runs[:, :, 0], meets.amax(2), whole).amin(-1).minimum(fars[:, None])
+    return enter, leave, enter < leave
+
+
+@torch.no_grad()
 def clip(origins: Tensor, directions: Tensor, nears: Tensor, fars: Tensor, boxes: Tensor) -> Segments:
     """Clips rays at cells.
 
@@ -50,16 +70,7 @@ def clip(origins: Tensor, directions: Tensor, nears: Tensor, fars: Tensor, boxes
         nears, fars: [R] how far along each ray to begin and to end.
         boxes: [cells, 2, 3] as of `Partition.boxes`; they share no volume.
     """
-    planes = boxes.to(origins)
-    runs = directions[:, None, None] != 0
-    steps = torch.where(runs, directions[:, None, None], 1.0)
-    meets = (planes - origins[:, None, None]) / steps  # [R, cells, 2, 3]
-    # A ray along a face never meets it: it is inside or outside for all of its length. On a face it is above.
-    inside = (origins[:, None] >= planes[:, 0]) & (origins[:, None] < planes[:, 1])
-    whole = torch.where(inside, torch.inf, -torch.inf)
-    enter = torch.where(runs[:, :, 0], meets.amin(2), -whole).amax(-1).maximum(nears[:, None])
-    leave = torch.where(runs[:, :, 0], meets.amax(2), whole).amin(-1).minimum(fars[:, None])
-    hits = enter < leave  # [R, cells]
+    enter, leave, hits = passage(origins, directions, nears, fars, boxes)
     cell, ray = hits.t().nonzero(as_tuple=True)
     counts = hits.sum(1)
     ends = torch.cat([hits.sum(0).cumsum(0), counts.amax(0, keepdim=True)]) if len(counts) else counts.new_zeros(2)

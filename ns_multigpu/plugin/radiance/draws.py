@@ -1,11 +1,14 @@
 """Random numbers by what they are for, never by rank: any number of ranks draws the same."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
+_SAMPLES, _BACKGROUND = 3, 4
+"""First numbers of the seeds of what is drawn in a step."""
 _PRIMES = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
@@ -17,6 +20,32 @@ def mixed(*key: int) -> int:
         value = (value ^ value >> 30) * _PRIMES[1] & (1 << 64) - 1
         value = (value ^ value >> 27) * _PRIMES[2] & (1 << 64) - 1
     return value >> 1
+
+
+def uniform(out: Tensor, *key: int) -> Tensor:
+    """Fills `out` with numbers from 0 to 1 that follow from `key`, those that torch.rand gives within `drawn`. Nobody
+    else's generator is touched, and nothing is waited for."""
+    if out.device not in _GENERATORS:
+        _GENERATORS[out.device] = torch.Generator(out.device)
+    return out.uniform_(generator=_GENERATORS[out.device].manual_seed(mixed(*key)))
+
+
+_GENERATORS: dict[torch.device, torch.Generator] = {}
+
+
+def jitter(out: Tensor, widths: Sequence[int], rays: int, *key: int) -> list[Tensor]:
+    """By how much samples are moved at random: of each level [rays, its width], from 0 to 1, views of `out`.
+
+    Args:
+        out: [rays * sum(widths)] written. key: what they follow from: the run's seed, the step, the cell.
+    """
+    uniform(out, key[0], _SAMPLES, *key[1:])
+    return [part.view(rays, -1) for part in out.split([rays * width for width in widths])]
+
+
+def background(out: Tensor, *key: int) -> Tensor:
+    """A random background's colours, written into `out`, any shape. See `jitter` for the key."""
+    return uniform(out, key[0], _BACKGROUND, *key[1:])
 
 
 @contextmanager

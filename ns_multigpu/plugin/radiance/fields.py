@@ -8,6 +8,7 @@ from nerfstudio.cameras.rays import Frustums, RayBundle, RaySamples
 from nerfstudio.field_components.encodings import HashEncoding
 from nerfstudio.field_components.field_heads import FieldHeadNames
 from nerfstudio.field_components.spatial_distortions import SpatialDistortion
+from nerfstudio.fields.base_field import Field
 from nerfstudio.fields.density_fields import HashMLPDensityField
 from nerfstudio.fields.nerfacto_field import NerfactoField
 from nerfstudio.models.nerfacto import NerfactoModelConfig
@@ -159,6 +160,12 @@ class Cell(nn.Module):
         found = self.field(RaySamples(frustums=frustums, camera_indices=cameras))
         return found[FieldHeadNames.DENSITY][:, 0, 0], found[FieldHeadNames.RGB][:, 0]
 
+    def forget(self) -> None:
+        """Lets go of what nerfstudio's fields keep of their last samples: all of a step's graph hangs on it."""
+        for one in (self.field, *self.proposal_networks):
+            assert isinstance(one, Field)
+            one._sample_locations = one._density_before_activation = None  # pyright: ignore[reportPrivateUsage]
+
     def density_fns(self, levels: int) -> list[Any]:
         """What nerfstudio's sampler asks for densities, of each level of proposals."""
         networks = list(self.proposal_networks)
@@ -190,26 +197,3 @@ def field_options(config: NerfactoModelConfig, images: int) -> dict[str, Any]:
         "average_init_density": config.average_init_density,
         "implementation": config.implementation,
     }
-
-
-def up_to_faces(samples: RaySamples, bundle: RayBundle, front: Tensor, back: Tensor) -> RaySamples:
-    """Widens the outermost samples of segments up to the faces of their cell.
-
-    nerfstudio's samples stop a little before a ray's ends, where nothing is missed; at a face a seam would be seen.
-
-    Args:
-        samples: [n, S]. bundle: [n], with `nears` and `fars`.
-        front, back: [n] bool, whether a segment begins, and ends, at a face between two cells.
-    """
-    assert bundle.nears is not None and bundle.fars is not None
-    assert samples.spacing_starts is not None and samples.spacing_ends is not None
-    starts, ends = samples.frustums.starts.clone(), samples.frustums.ends.clone()
-    spaced, spaced_ends = samples.spacing_starts.clone(), samples.spacing_ends.clone()
-    starts[:, 0] = torch.where(front[:, None], bundle.nears, starts[:, 0])
-    ends[:, -1] = torch.where(back[:, None], bundle.fars, ends[:, -1])
-    spaced[:, 0] = spaced[:, 0].masked_fill(front[:, None], 0.0)
-    spaced_ends[:, -1] = spaced_ends[:, -1].masked_fill(back[:, None], 1.0)
-    return bundle.get_ray_samples(
-        bin_starts=starts, bin_ends=ends, spacing_starts=spaced, spacing_ends=spaced_ends,
-        spacing_to_euclidean_fn=samples.spacing_to_euclidean_fn,
-    )  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ns_multigpu.plugin.radiance.draws import drawn
 from ns_multigpu.plugin.radiance.fields import Cell
-from ns_multigpu.plugin.radiance.sampling import Group
+from ns_multigpu.plugin.radiance.sampling import Group, Lines
 from ns_multigpu.radiance.integrals import Samples
 from ns_multigpu.radiance.occupancy import Grid, between_gaps, kept_first, steps_along, with_gaps
 from ns_multigpu.radiance.partition import spacing
@@ -57,12 +57,10 @@ class OccupancySampling:
             ]
             grid.update(voxels, torch.cat(found))
 
-    def sample(
-        self, cell: Cell, number: int, parts: int, rows: Tensor, bundle: RayBundle, ends: tuple[Tensor, Tensor],
-        training: bool,
-    ) -> Group | None:  # fmt: skip
+    def sample(self, cell: Cell, number: int, parts: int, lines: Lines, training: bool) -> Group | None:
         """The samples of some segments of a cell, of those only that have any. See `ProposalSampling.sample`."""
-        assert bundle.nears is not None and bundle.fars is not None
+        rows, bundle, ends = lines.rows, lines.bundle, lines.ends
+        assert isinstance(rows, Tensor) and bundle.nears is not None and bundle.fars is not None
         shift = torch.zeros_like(bundle.nears)
         if training:
             with drawn(shift.device, self.seed, _STEPS, self.step, number, parts):

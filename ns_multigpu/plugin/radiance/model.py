@@ -10,12 +10,11 @@ from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.cameras.rays import RayBundle
 from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.engine.callbacks import TrainingCallback, TrainingCallbackAttributes, TrainingCallbackLocation
-from nerfstudio.model_components import renderers
 from nerfstudio.model_components.losses import MSELoss
 from nerfstudio.model_components.renderers import RGBRenderer
 from nerfstudio.model_components.scene_colliders import NearFarCollider
 from nerfstudio.models.nerfacto import NerfactoModel, NerfactoModelConfig
-from nerfstudio.utils import colormaps, colors
+from nerfstudio.utils import colormaps
 from nerfstudio.utils.external import TCNN_EXISTS
 from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor, nn
@@ -23,11 +22,14 @@ from torch import Tensor, nn
 from ns_multigpu.core.collectives import max_int, sum_in_place
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
-from ns_multigpu.plugin.radiance.draws import drawn
+from ns_multigpu.plugin.radiance.backgrounds import blended, chosen
+from ns_multigpu.plugin.radiance.draws import background
 from ns_multigpu.plugin.radiance.fields import Cell, Head
+from ns_multigpu.plugin.radiance.figures import Figures
+from ns_multigpu.plugin.radiance.fixed import FixedShapes, why_not
 from ns_multigpu.plugin.radiance.marching import OccupancySampling
 from ns_multigpu.plugin.radiance.renders import Renders
-from ns_multigpu.plugin.radiance.sampling import Group, ProposalSampling, in_order, median_depth
+from ns_multigpu.plugin.radiance.sampling import Group, Lines, ProposalSampling, in_order, median_depth
 from ns_multigpu.plugin.radiance.spread import WAYS, Mega, Spread, Taken, blended_samples
 from ns_multigpu.radiance.contraction import Domain
 from ns_multigpu.radiance.exchange import all_segments, cells_of, segments_of_ranks
@@ -45,9 +47,6 @@ from ns_multigpu.radiance.integrals import (
 )
 from ns_multigpu.radiance.partition import Partition
 from ns_multigpu.radiance.segments import Segments, cell_of
-
-_BACKGROUND = 4
-"""First number of the seeds of what is drawn in a step."""
 
 _STANDARD: tuple[Breakable, ...] = (COLOUR, DEPTH, MOMENT, Distortion(), BACKGROUND)
 
@@ -78,21 +77,6 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     march_steps: int = 512
     """Even steps of a whole ray, with an occupancy grid."""
     predict_normals: tyro.conf.Suppress[bool] = False  # not there yet
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Of the last batch in training.
-
-    Attributes:
-        segments: of all cells. samples: on this rank.
-        rays: how many there were. outside: [] the part of them that meets no cell.
-    """
-
-    segments: Segments
-    samples: int
-    rays: int
-    outside: Tensor
 
 
 class NerfactoXLModel(NerfactoModel):
@@ -131,6 +115,7 @@ class NerfactoXLModel(NerfactoModel):
         self.psnr, self.ssim, self.lpips = psnr, structural_similarity_index_measure, OptionalLpips()
         self.step = 0
         self.figures: Figures | None = None
+        self.may_fix, self.fixed = True, None  # whether training steps may have fixed shapes, and what takes them
         self.elsewhere: Renders | None = None  # what renders for a viewer that is not alone
 
     def place(self, partition: Partition, world: World, boxes: Tensor | None = None) -> None:
@@ -150,8 +135,11 @@ class NerfactoXLModel(NerfactoModel):
         }
         # As the rest of the model is: in evaluation, a new module would take images' own appearance, not their mean.
         self.cells = nn.ModuleDict(made).to(self.device).train(self.training)
+        fits = not why_not(config, self.integrals)
+        self.fixed: FixedShapes | None = FixedShapes(self) if self.may_fix and fits else None
 
-    def _cell(self, number: int) -> Cell:
+    def cell(self, number: int) -> Cell:
+        """One of this rank's cells."""
         cell = self.cells["0" if self.way.replicated else str(number)]
         assert isinstance(cell, Cell)
         return cell
@@ -195,7 +183,7 @@ class NerfactoXLModel(NerfactoModel):
 
     def _end_step(self, step: int) -> None:
         del step
-        self.sampling.end_step({int(number): self._cell(int(number)) for number in self.cells})
+        self.sampling.end_step({int(number): self.cell(int(number)) for number in self.cells})
 
     # ---- rays ----
 
@@ -220,6 +208,8 @@ class NerfactoXLModel(NerfactoModel):
             return asked
         if self.training:
             self.camera_optimizer.apply_to_raybundle(ray_bundle)
+            if self.fixed is not None:
+                return self.fixed.outputs(ray_bundle)
         if isinstance(self.spread, Mega) and not self.training:
             return self._blended_samples(ray_bundle, self.spread)
         taken = self.spread.take(ray_bundle)
@@ -233,7 +223,7 @@ class NerfactoXLModel(NerfactoModel):
         )
         rows = all_segments(own, segments, self.world)
         whole, before = self.family.fold(rows, segments.order)
-        outputs = self._pixels(whole, bundle)
+        outputs = self.pixels(whole, bundle)
         if self.training:
             outputs["distortion"] = whole["distortion"]
             outputs |= self.sampling.losses(groups, before[first:], segments.rays)
@@ -272,8 +262,8 @@ class NerfactoXLModel(NerfactoModel):
                 ray = segments.ray[at]
                 bundle = rays[ray]
                 bundle.nears, bundle.fars = segments.near[at, None], segments.far[at, None]
-                cell, whole = self._cell(base[local]), (nears[ray], fars[ray])
-                group = self.sampling.sample(cell, base[local], parts, rows, bundle, whole, self.training)
+                lines = Lines(rows, ray, segments.rays, bundle, (nears[ray], fars[ray]))
+                group = self.sampling.sample(self.cell(base[local]), base[local], parts, lines, self.training)
                 groups += [] if group is None else [group]
         return groups
 
@@ -281,7 +271,7 @@ class NerfactoXLModel(NerfactoModel):
         """How many of the segments are in this rank's cells."""
         return segments.begins[self.numbers[-1] + 1] - segments.begins[self.numbers[0]]
 
-    def _pixels(self, whole: State, rays: RayBundle) -> dict[str, Any]:
+    def pixels(self, whole: State, rays: RayBundle) -> dict[str, Any]:
         """What is shown of whole rays."""
         assert rays.nears is not None and rays.fars is not None
         through = whole[TRANSMITTANCE]
@@ -319,26 +309,25 @@ class NerfactoXLModel(NerfactoModel):
         taken = Samples(edges, density, self.sampling.coordinates(edges, near, far), {"colour": colour})
         whole, before = self.family.fold(self.family.within(taken), segments.order)
         every = Group(torch.arange(len(segments), device=edges.device), taken, 0)
-        return {**self._pixels(whole, rays), "depth": median_depth([every], before, whole, segments, 0)}
+        return {**self.pixels(whole, rays), "depth": median_depth([every], before, whole, segments, 0)}
 
     def _looked(self, number: int, rays: RayBundle, positions: Tensor, ray: Tensor) -> tuple[Tensor, Tensor]:
-        return self._cell(number).look(positions, rays[ray])
+        return self.cell(number).look(positions, rays[ray])
 
     def _on_background(self, colour: Tensor, through: Tensor, last: Tensor) -> Tensor:
         """As `RGBRenderer.combine_rgb` does, of integrals."""
-        chosen: Any = renderers.BACKGROUND_COLOR_OVERRIDE
-        chosen = self.config.background_color if chosen is None else chosen
-        if isinstance(chosen, str):
-            if chosen == "random":  # blended with the image in the loss
+        behind = chosen(self.config.background_color, colour)
+        if isinstance(behind, str):
+            if behind == "random":  # blended with the image in the loss
                 return colour
-            chosen = last if chosen == "last_sample" else colors.COLORS_DICT[chosen]
-        return colour + through * chosen.to(colour)
+            behind = last
+        return colour + through * behind
 
     # ---- losses and metrics ----
 
     def get_metrics_dict(self, outputs: dict[str, Any], batch: dict[str, Any]) -> dict[str, Tensor]:
         """PSNR of a batch of rays, its distortion, and what the camera optimizer has to say; the same on every rank."""
-        truth = self.renderer_rgb.blend_background(_truth(outputs, batch, self.device))
+        truth = blended(_truth(outputs, batch, self.device), self.config.background_color)
         metrics = {"psnr": self.psnr(truth, outputs["rgb"])}
         if self.training:
             metrics["distortion"] = outputs["distortion"].mean()
@@ -354,11 +343,11 @@ class NerfactoXLModel(NerfactoModel):
         is to be there once.
         """
         image = _truth(outputs, batch, self.device)
-        with drawn(self.device, self.seed, _BACKGROUND, self.step):  # a random background, the same on every rank
-            predicted, truth = self.renderer_rgb.blend_background_for_loss_computation(
-                pred_image=outputs["rgb"], pred_accumulation=outputs["accumulation"], gt_image=image
-            )
-        losses = {"rgb_loss": self.rgb_loss(truth, predicted)}
+        predicted, behind = outputs["rgb"], self.config.background_color
+        if behind == "random":  # the same on every rank
+            behind = self._random_colours(predicted)
+            predicted = predicted + behind * (1 - outputs["accumulation"])
+        losses = {"rgb_loss": self.rgb_loss(blended(image, behind), predicted)}
         if self.training:
             if "interlevel" in outputs:
                 losses["interlevel_loss"] = self.config.interlevel_loss_mult * outputs["interlevel"]
@@ -366,6 +355,11 @@ class NerfactoXLModel(NerfactoModel):
             if self.world.is_main:
                 self.camera_optimizer.get_loss_dict(losses)
         return losses
+
+    def _random_colours(self, pixels: Tensor) -> Tensor:
+        """Those behind the pixels [R, 3] of a step."""
+        kept = None if self.fixed is None or not self.training else self.fixed.numbers(len(pixels)).background
+        return background(torch.empty_like(pixels), self.seed, self.step) if kept is None else kept
 
     def get_image_metrics_and_images(
         self, outputs: dict[str, Tensor], batch: dict[str, Any]

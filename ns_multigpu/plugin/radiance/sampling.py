@@ -1,42 +1,65 @@
 """Samples of segments by nerfacto's proposal networks, and how these learn."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
+from typing import Any
 
 import numpy as np
 import torch
-from nerfstudio.cameras.rays import RayBundle, RaySamples
+from nerfstudio.cameras.rays import Frustums, RayBundle, RaySamples
 from nerfstudio.field_components.field_heads import FieldHeadNames
-from nerfstudio.model_components.losses import lossfun_outer, ray_samples_to_sdist, scale_gradients_by_distance_squared
-from nerfstudio.model_components.ray_samplers import ProposalNetworkSampler, UniformSampler
+from nerfstudio.model_components.losses import lossfun_outer, scale_gradients_by_distance_squared
 from nerfstudio.models.nerfacto import NerfactoModelConfig
 from torch import Tensor
 
-from ns_multigpu.plugin.radiance.draws import drawn
-from ns_multigpu.plugin.radiance.fields import Cell, up_to_faces
+from ns_multigpu.plugin.radiance.draws import jitter
+from ns_multigpu.plugin.radiance.fields import Cell
+from ns_multigpu.plugin.radiance.levels import Bins, Ends, by_weights, evenly, weights_of
 from ns_multigpu.radiance.integrals import TRANSMITTANCE, Samples, State
 from ns_multigpu.radiance.partition import spacing
 from ns_multigpu.radiance.segments import Segments
 
-_SAMPLES = 3
-"""First number of the seeds of what is drawn."""
+_ALWAYS_UNTIL = 10
+"""Until this step proposal networks learn in every step, as in nerfstudio."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Segments of one cell that are sampled together.
+
+    Attributes:
+        rows: which of this rank's segments they are, [n] or a slice.
+        ray: [n] which rays of the batch they are of; None for all, in order. rays: how many rays there are.
+        bundle: [n] their rays, with `nears` and `fars` of the segments.
+        ends: [n, 1] each, where their whole rays begin and end.
+        live: [n] bool, which of them there are; None for all.
+    """
+
+    rows: Tensor | slice
+    ray: Tensor | None
+    rays: int
+    bundle: RayBundle
+    ends: tuple[Tensor, Tensor]
+    live: Tensor | None = None
 
 
 @dataclass
 class Group:
-    """Segments of one cell that are sampled together.
+    """Segments of one cell with their samples.
 
     Attributes:
-        rows: [n] which of this rank's segments they are.
+        rows: which of this rank's segments they are, [n] or a slice.
         taken: their samples. count: how many samples a field was asked for.
-        proposals: of each level, weights and samples; the last ones are `samples`.
+        bins: where they are; None without proposals.
+        proposals: of each level, weights [n, S] and where its samples are.
     """
 
-    rows: Tensor
+    rows: Tensor | slice
     taken: Samples
     count: int
-    samples: RaySamples | None = None
-    proposals: list[tuple[Tensor, RaySamples]] = field(default_factory=list)
+    bins: Bins | None = None
+    proposals: list[tuple[Tensor, Bins]] = field(default_factory=list[tuple[Tensor, Bins]])
 
 
 class ProposalSampling:
@@ -44,79 +67,102 @@ class ProposalSampling:
 
     Args:
         config: the model's. seed: that random numbers are drawn from.
+
+    Raises:
+        ValueError: there are to be no proposals.
     """
 
     def __init__(self, config: NerfactoModelConfig, seed: int) -> None:
+        if config.num_proposal_iterations < 1:
+            raise ValueError("num_proposal_iterations: one at least")
         self.config, self.seed, self.step = config, seed, 0
         self.since_update = 0
         """Steps since proposal networks have learnt."""
-        uniform = config.proposal_initial_sampler == "uniform"
-        self.sampler = ProposalNetworkSampler(
-            num_nerf_samples_per_ray=config.num_nerf_samples_per_ray,
-            num_proposal_samples_per_ray=config.num_proposal_samples_per_ray,
-            num_proposal_network_iterations=config.num_proposal_iterations,
-            single_jitter=config.use_single_jitter,
-            update_sched=lambda step: np.clip(
-                np.interp(step, [0, config.proposal_warmup], [0, config.proposal_update_every]),
-                1,
-                config.proposal_update_every,
-            ),
-            initial_sampler=UniformSampler(single_jitter=config.use_single_jitter) if uniform else None,
-        )
+        self.anneal: float = 1.0
+        """How sharp proposals are in this step: what weights are raised to (Mip-NeRF 360, equation 18)."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether proposal networks learn in this step; as in nerfstudio's sampler."""
+        return self.since_update > self._pause() or self.step < _ALWAYS_UNTIL
 
     def begin_step(self, step: int) -> None:
-        """How sharp proposals are in a step (Mip-NeRF 360, equation 18)."""
+        """How sharp proposals are in a step."""
         self.step, config = step, self.config
         if config.use_proposal_weight_anneal:
             done = min(step / config.proposal_weights_anneal_max_num_iters, 1.0)
             slope = config.proposal_weights_anneal_slope
-            self.sampler.set_anneal(slope * done / ((slope - 1) * done + 1))
+            self.anneal = slope * done / ((slope - 1) * done + 1)
 
     def end_step(self, cells: dict[int, Cell]) -> None:
         """Counts the steps in which proposal networks have not learnt."""
         del cells
-        if self.since_update > self.sampler.update_sched(self.step) or self.step < 10:  # as nerfstudio's sampler
+        if self.learns:
             self.since_update = 0
         self.since_update += 1
 
-    def sample(
-        self, cell: Cell, number: int, parts: int, rows: Tensor, bundle: RayBundle, ends: tuple[Tensor, Tensor],
-        training: bool,
-    ) -> Group:  # fmt: skip
+    def _pause(self) -> float:
+        config = self.config
+        steps = np.interp(self.step, [0, config.proposal_warmup], [0, config.proposal_update_every])
+        return float(np.clip(steps, 1, config.proposal_update_every))
+
+    def counts(self, parts: int = 1) -> list[int]:
+        """Samples of each level of proposals and of the field, of a segment that is one of `parts` of its ray."""
+        config = self.config
+        wanted = list(config.num_proposal_samples_per_ray)[: config.num_proposal_iterations]
+        return [ceil(count / parts) for count in (*wanted, config.num_nerf_samples_per_ray)]
+
+    def widths(self, parts: int = 1) -> list[int]:
+        """Random numbers that a ray's segment takes for each level."""
+        return [1 if self.config.use_single_jitter else count + 1 for count in self.counts(parts)]
+
+    def sample(self, cell: Cell, number: int, parts: int, lines: Lines, training: bool) -> Group:
         """The samples of some segments of a cell.
 
         Args:
             cell: it. number: its number, or what else random numbers are told apart by.
             parts: how many segments share nerfacto's number of samples.
-            rows: [n] which of this rank's segments they are.
-            bundle: [n] their rays, with `nears` and `fars` of the segments.
-            ends: [n, 1] each, where their whole rays begin and end.
-            training: whether samples are moved at random.
+            lines: the segments. training: whether samples are moved at random.
         """
-        config, sampler = self.config, self.sampler
-        assert bundle.nears is not None and bundle.fars is not None
-        sampler.train(training)
-        sampler.num_nerf_samples_per_ray = ceil(config.num_nerf_samples_per_ray / parts)
-        sampler.num_proposal_samples_per_ray = tuple(ceil(n / parts) for n in config.num_proposal_samples_per_ray)
-        sampler._step, sampler._steps_since_update = self.step, self.since_update  # it would count calls
-        fns = cell.density_fns(config.num_proposal_iterations)
+        moved: list[Tensor] | None = None
         if training:
-            with drawn(bundle.origins.device, self.seed, _SAMPLES, self.step, number, parts):
-                samples, weights, proposed = sampler(bundle, density_fns=fns)
-        else:
-            samples, weights, proposed = sampler(bundle, density_fns=fns)
-        samples = up_to_faces(samples, bundle, (bundle.nears > ends[0])[:, 0], (bundle.fars < ends[1])[:, 0])
-        found = cell.field(samples)
+            widths, device = self.widths(parts), lines.bundle.origins.device
+            numbers = torch.empty(lines.rays * sum(widths), device=device)
+            moved = jitter(numbers, widths, lines.rays, self.seed, self.step, number, parts)
+            if lines.ray is not None:
+                moved = [part[lines.ray] for part in moved]
+        return self.taken(cell, parts, lines, moved, self.anneal)
+
+    def taken(
+        self, cell: Cell, parts: int, lines: Lines, moved: Sequence[Tensor] | None, anneal: float | Tensor
+    ) -> Group:
+        """As `sample`, with random numbers of each level, [n, 1 or its edges], from 0 to 1, and how sharp proposals
+        are. Nothing is read back, and no shape depends on values."""
+        config, bundle = self.config, lines.bundle
+        assert bundle.nears is not None and bundle.fars is not None
+        ends = Ends(bundle.nears, bundle.fars, lines.ends, config.proposal_initial_sampler == "uniform")
+        *counts, last = self.counts(parts)
+        numbers: list[Tensor | None] = [None] * (len(counts) + 1) if moved is None else list(moved)
+        bins, proposals = evenly(ends, counts[0], numbers[0]), list[tuple[Tensor, Bins]]()
+        for level, density_of in enumerate(cell.density_fns(config.num_proposal_iterations)):
+            if level:
+                bins = by_weights(ends, bins, proposals[-1][0].detach() ** anneal, counts[level], numbers[level])
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
+                places = bundle.origins[:, None] + bundle.directions[:, None] * (bins.starts + bins.ends) / 2
+                weights = weights_of(bins, _of_live(density_of(places)[..., 0], lines.live))
+            proposals.append((weights, bins))
+        bins = by_weights(ends, bins, proposals[-1][0].detach() ** anneal, last, numbers[-1]).up_to_faces(ends)
+        found = cell.field(samples := _samples(bundle, bins))
         if config.use_gradient_scaling:
             found = scale_gradients_by_distance_squared(found, samples)
-        edges = torch.cat([samples.frustums.starts[..., 0], samples.frustums.ends[:, -1:, 0]], 1)
+        cell.forget()
         taken = Samples(
-            edges,
-            found[FieldHeadNames.DENSITY][..., 0],
-            self.coordinates(edges, *ends),
+            bins.edges,
+            _of_live(found[FieldHeadNames.DENSITY][..., 0], lines.live),
+            self.coordinates(bins.edges, *lines.ends),
             {"colour": found[FieldHeadNames.RGB]},
         )
-        return Group(rows, taken, taken.density.numel(), samples, list(zip(weights, proposed, strict=True)))
+        return Group(lines.rows, taken, taken.density.numel(), bins, proposals)
 
     def coordinates(self, t: Tensor, near: Tensor, far: Tensor) -> Tensor:
         """Distances along whole rays in the coordinate of the first sampler, from 0 to 1: distortion is of these."""
@@ -135,20 +181,35 @@ class ProposalSampling:
         """
         total = before.new_zeros(())
         for group in groups:
-            assert group.samples is not None
+            assert group.bins is not None
             reaches = before[group.rows]
-            weights, edges = group.taken.weights.detach() * reaches, ray_samples_to_sdist(group.samples).detach()
-            for proposed, samples in group.proposals:
-                bound = proposed[..., 0] * reaches
-                total = total + lossfun_outer(edges, weights, ray_samples_to_sdist(samples), bound).sum()
+            weights, edges = group.taken.weights.detach() * reaches, group.bins.spaced
+            for proposed, bins in group.proposals:
+                around = bins.spaced.expand_as(bins.edges)
+                total = total + lossfun_outer(edges, weights, around, proposed * reaches).sum()
         return {"interlevel": total / max(rays * self.config.num_nerf_samples_per_ray, 1)}
+
+
+def _samples(bundle: RayBundle, bins: Bins) -> RaySamples:
+    """As nerfstudio's fields take them."""
+    frustums = Frustums(
+        bundle.origins[:, None], bundle.directions[:, None], bins.starts, bins.ends, bundle.pixel_area[:, None]
+    )
+    cameras = None if bundle.camera_indices is None else bundle.camera_indices[:, None]
+    return RaySamples(frustums=frustums, camera_indices=cameras)
+
+
+def _of_live(density: Tensor, live: Tensor | None) -> Tensor:
+    """Densities [n, S] of segments that there are; nothing is in the others, and nothing of them is learnt from."""
+    return density if live is None else torch.where(live[:, None], density, torch.zeros_like(density))
 
 
 def in_order(parts: list[Tensor], groups: list[Group], none: Tensor) -> Tensor:
     """What groups have of their segments, in the segments' order; as in `none`, of segments without samples."""
     if not groups:
         return none
-    return none.index_copy(0, torch.cat([group.rows for group in groups]), torch.cat(parts))
+    rows: list[Any] = [group.rows for group in groups]
+    return none.index_copy(0, torch.cat(rows), torch.cat(parts))
 
 
 @torch.no_grad()

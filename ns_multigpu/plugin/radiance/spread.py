@@ -17,6 +17,7 @@ from ns_multigpu.plugin.radiance.fields import CellCoordinates, FocusCoordinates
 from ns_multigpu.radiance.overlap import camera_weights, dealt, focuses, tiles, weight_in_tile, whole_rays
 from ns_multigpu.radiance.partition import Partition
 from ns_multigpu.radiance.segments import Segments, cell_of, clip
+from ns_multigpu.radiance.slots import Slots, clip_to_slots
 
 Spread = Literal["xl", "ddp", "mega", "block"]
 
@@ -69,6 +70,13 @@ class Joint:
     def take(self, rays: RayBundle) -> Taken:
         """What is rendered of rays [R] with `nears` and `fars`."""
         return Taken(rays, self._clipped(rays, self._worlds))
+
+    def slots(self, rays: RayBundle) -> Slots:
+        """Rays [R] with `nears` and `fars`, clipped at cells in shapes that do not depend on them."""
+        assert rays.nears is not None and rays.fars is not None
+        if self._worlds.device != rays.origins.device:
+            self._worlds = self._worlds.to(rays.origins.device)  # once: a CUDA graph must not wait for the host
+        return clip_to_slots(rays.origins, rays.directions, rays.nears[:, 0], rays.fars[:, 0], self._worlds)
 
     @staticmethod
     def _clipped(rays: RayBundle, boxes: Tensor) -> Segments:

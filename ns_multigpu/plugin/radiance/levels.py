@@ -1,0 +1,131 @@
+"""Where samples of segments lie: nerfstudio's two samplers, without what reads the device or sends it something.
+
+Their numbers are those of `UniformLinDispPiecewiseSampler`, `UniformSampler` and `PDFSampler` of nerfstudio 1.1.5, but
+random numbers come from outside: they follow from a ray's number in its batch, and no generator is asked.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ns_multigpu.radiance.partition import distance, spacing
+
+_PADDING, _LEAST = 0.01, 1e-5
+"""What is added to each weight before samples are drawn by them; and the least that weights sum up to."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where segments begin and end.
+
+    Attributes:
+        near, far: [n, 1] of segments. whole: [n, 1] each, of their whole rays.
+        uniform: whether samples are spaced by distance, not by nerfacto's piecewise coordinate.
+    """
+
+    near: Tensor
+    far: Tensor
+    whole: tuple[Tensor, Tensor]
+    uniform: bool
+
+    def distances(self, spaced: Tensor) -> Tensor:
+        """[n, K] distances along rays, of places in segments from 0 to 1."""
+        if self.uniform:
+            return spaced * self.far + (1 - spaced) * self.near
+        return distance(spaced * spacing(self.far) + (1 - spaced) * spacing(self.near))
+
+
+@dataclass(frozen=True)
+class Bins:
+    """Samples of n segments: sample i is between edges i and i + 1.
+
+    Attributes:
+        spaced: [n or 1, S + 1] their edges in segments, from 0 to 1. edges: [n, S + 1] as distances along rays.
+    """
+
+    spaced: Tensor
+    edges: Tensor
+
+    @property
+    def starts(self) -> Tensor:
+        """[n, S, 1]."""
+        return self.edges[:, :-1, None]
+
+    @property
+    def ends(self) -> Tensor:
+        """[n, S, 1]."""
+        return self.edges[:, 1:, None]
+
+    def up_to_faces(self, ends: Ends) -> "Bins":
+        """With the outermost samples widened up to the faces between cells.
+
+        nerfstudio's samples stop a little before a ray's ends, where nothing is missed; at a face a seam would be seen.
+        """
+        front, back = ends.near > ends.whole[0], ends.far < ends.whole[1]
+        spaced = self.spaced.expand_as(self.edges)
+        return Bins(
+            torch.cat(
+                [spaced[:, :1].masked_fill(front, 0.0), spaced[:, 1:-1], spaced[:, -1:].masked_fill(back, 1.0)], 1
+            ),
+            torch.cat(
+                [
+                    torch.where(front, ends.near, self.edges[:, :1]),
+                    self.edges[:, 1:-1],
+                    torch.where(back, ends.far, self.edges[:, -1:]),
+                ],
+                1,
+            ),
+        )
+
+
+@torch.no_grad()
+def evenly(ends: Ends, samples: int, moved: Tensor | None) -> Bins:
+    """As many samples in each segment, evenly spaced.
+
+    Args:
+        moved: [n, 1 or samples + 1] from 0 to 1, by how much edges are moved at random; None for not at all.
+    """
+    spaced = torch.linspace(0.0, 1.0, samples + 1, device=ends.near.device)[None]
+    if moved is not None:
+        middles = (spaced[:, 1:] + spaced[:, :-1]) / 2.0
+        upper, lower = torch.cat([middles, spaced[:, -1:]], 1), torch.cat([spaced[:, :1], middles], 1)
+        spaced = lower + (upper - lower) * moved
+    return Bins(spaced, ends.distances(spaced))
+
+
+@torch.no_grad()
+def by_weights(ends: Ends, before: Bins, weights: Tensor, samples: int, moved: Tensor | None) -> Bins:
+    """As many samples in each segment, the more the larger the weights of the samples `before` are.
+
+    Args:
+        weights: [n, S] of the samples before. moved: as of `evenly`.
+    """
+    weights = weights + _PADDING
+    total = weights.sum(1, keepdim=True)
+    lack = torch.relu(_LEAST - total)
+    pdf = (weights + lack / weights.shape[1]) / (total + lack)
+    cdf = pdf.cumsum(1).clamp_max(1.0)
+    cdf = torch.cat([torch.zeros_like(cdf[:, :1]), cdf], 1)
+    bins = samples + 1
+    at = torch.linspace(0.0, 1.0 - (1.0 / bins), steps=bins, device=cdf.device)
+    at = (at + 1.0 / (2 * bins) if moved is None else at + moved / bins).expand(len(cdf), bins).contiguous()
+    place = torch.searchsorted(cdf, at, side="right")
+    last = before.spaced.shape[1] - 1
+    below, above = (place - 1).clamp(0, last), place.clamp(0, last)
+    edges = before.spaced.expand(len(cdf), -1)
+    (low, high), (first, second) = ((x.gather(1, below), x.gather(1, above)) for x in (cdf, edges))
+    part = ((at - low) / (high - low)).nan_to_num(0).clip(0, 1)
+    spaced = first + part * (second - first)
+    return Bins(spaced, ends.distances(spaced))
+
+
+def weights_of(bins: Bins, density: Tensor) -> Tensor:
+    """[n, S] what a segment's beginning sees of each sample, as nerfstudio's `RaySamples.get_weights` has it.
+
+    Args:
+        density: [n, S], per unit of distance.
+    """
+    depth = bins.edges.diff(dim=1) * density
+    before = torch.cat([torch.zeros_like(depth[:, :1]), depth[:, :-1].cumsum(1)], 1)
+    return ((1 - torch.exp(-depth)) * torch.exp(-before)).nan_to_num()

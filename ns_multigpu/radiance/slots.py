@@ -1,0 +1,84 @@
+"""Rays clipped at cells in shapes that do not depend on the rays: each cell has a slot for each ray.
+
+A slot whose ray misses its cell is empty: it is computed like the others, and counts for nothing. So a step launches the
+same whatever its rays are, which is what a CUDA graph takes, and the host reads nothing back.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.collectives import all_gather_into
+from ns_multigpu.core.world import World
+from ns_multigpu.radiance.exchange import cells_of
+from ns_multigpu.radiance.segments import passage
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The slots of a batch of rays. Every rank has all of them.
+
+    Attributes:
+        near, far: [cells, R] distances along the rays; an empty slot has those of its whole ray.
+        live: [cells, R] bool, whether a ray meets a cell.
+        order: [R, cells] int64, the slots (cell * R + ray) of each ray that are not empty, front to back; cells * R
+            where it has no more.
+        counts: [R] int64, how many each ray has.
+    """
+
+    near: Tensor
+    far: Tensor
+    live: Tensor
+    order: Tensor
+    counts: Tensor
+
+    def __len__(self) -> int:
+        """How many are not empty. Waits for the device."""
+        return int(self.counts.sum())
+
+
+@torch.no_grad()
+def clip_to_slots(origins: Tensor, directions: Tensor, nears: Tensor, fars: Tensor, boxes: Tensor) -> Slots:
+    """Clips rays at cells as `clip` does, and waits for nothing.
+
+    Args:
+        origins, directions: [R, 3].
+        nears, fars: [R] how far along each ray to begin and to end.
+        boxes: [cells, 2, 3] as of `Partition.boxes`, on the rays' device; they share no volume.
+    """
+    enter, leave, hits = passage(origins, directions, nears, fars, boxes)
+    rays, cells = hits.shape
+    near, far = torch.where(hits, enter, nears[:, None]), torch.where(hits, leave, fars[:, None])
+    along = enter.masked_fill(~hits, torch.inf).argsort(dim=1, stable=True)
+    number = along * rays + torch.arange(rays, device=along.device)[:, None]
+    order = torch.where(hits.gather(1, along), number, cells * rays)
+    return Slots(near.t().contiguous(), far.t().contiguous(), hits.t().contiguous(), order, hits.sum(1))
+
+
+def all_slots(own: Tensor, cells: int, world: World) -> Tensor:
+    """The states of all slots, this rank's with their gradients and others' without. Every rank calls it.
+
+    Args:
+        own: [this rank's cells, R, F] the states of its slots.
+        cells: of all ranks. world: the ranks.
+
+    Returns:
+        [cells, R, F].
+
+    Raises:
+        ValueError: `own` is not of this rank's cells.
+    """
+    held = [len(cells_of(rank, cells, world.size)) for rank in range(world.size)]
+    if len(own) != held[world.rank]:
+        raise ValueError(f"states of {len(own)} cells; rank {world.rank} has {held[world.rank]}")
+    if world.group is None:
+        return own
+    sent = own.detach()
+    if max(held) > len(own):
+        sent = torch.cat([sent, sent.new_zeros(max(held) - len(own), *sent.shape[1:])])
+    table = own.new_empty(world.size, *sent.shape)
+    all_gather_into(table, sent.contiguous(), world)
+    parts = [table[rank, :count] for rank, count in enumerate(held)]
+    parts[world.rank] = own
+    return torch.cat(parts)
