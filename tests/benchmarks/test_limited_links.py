@@ -1,0 +1,116 @@
+"""The link that is held to a rate: how fast it is, that bytes arrive as they were, and a run that is timed over it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.scaling.limited_links import arguments, jobs_of, table
+from benchmarks.scaling.links.limiting import library, limit, variables, why_none
+from benchmarks.scaling.links.training import Timed
+from benchmarks.scenes.city_model import CityScene
+from ns_multigpu.core.world import World
+
+pytestmark = pytest.mark.skipif(bool(why_none()), reason=why_none() or "there is a compiler")
+
+GBIT = 0.8
+_TALK = """
+import hashlib, os, select, socket, sys, threading, time
+port, megabytes, blocks = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True"
+if port:
+    own = socket.create_connection(("127.0.0.1", port))
+else:
+    server = socket.create_server(("127.0.0.1", 0))
+    print(server.getsockname()[1], flush=True)
+    own, _ = server.accept()
+own.setblocking(blocks)
+data = os.urandom(1 << 20)
+digest, got = hashlib.sha256(), 0
+def send():
+    for _ in range(megabytes):
+        left = memoryview(data)
+        while len(left):
+            half = len(left) // 2
+            try:
+                left = left[own.sendmsg([left[:half], left[half:]]):]
+            except BlockingIOError:
+                select.select([], [own], [])
+own.setblocking(True); own.sendall(hashlib.sha256(data * megabytes).digest())
+wanted = own.recv(32, socket.MSG_WAITALL); own.setblocking(blocks)
+began, sender = time.perf_counter(), threading.Thread(target=send)
+sender.start()
+while got < megabytes << 20:
+    try:
+        part = own.recv(300000)
+    except BlockingIOError:
+        select.select([own], [], [])
+        continue
+    digest.update(part); got += len(part)
+sender.join()
+print(8 * got / (time.perf_counter() - began) / 1e9, digest.digest() == wanted)
+"""
+
+
+def talk(gbit: float | None, megabytes: int, *, blocks: bool) -> list[float]:
+    """What each of two processes receives a second, Gbit, while both send; all bytes must be those that were sent."""
+    words = [sys.executable, "-c", _TALK]
+    environment = {**os.environ, **variables(gbit, cuda=False)}
+    first = subprocess.Popen(
+        [*words, "0", str(megabytes), str(blocks)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert first.stdout is not None
+    port = first.stdout.readline().strip()
+    second = subprocess.run(
+        [*words, port, str(megabytes), str(blocks)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+        timeout=60,
+    )
+    rates = [out.split() for out in (first.communicate(timeout=60)[0], second.stdout)]
+    assert all(same == "True" for _, same in rates), "bytes arrive as they were sent"
+    return [float(rate) for rate, _ in rates]
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_both_ways_are_held_to_the_rate(blocks: bool) -> None:
+    tries: list[float] = []
+    while len(tries) < 4 and not any(rate > 0.95 * GBIT for rate in tries):  # other programs may take the processors
+        rates = talk(GBIT, 30, blocks=blocks)
+        assert max(rates) < 1.03 * GBIT
+        tries.append(min(rates))
+    assert max(tries) > 0.95 * GBIT, tries
+
+
+def test_a_library_that_is_not_preloaded() -> None:
+    assert library().exists()
+    with pytest.raises(RuntimeError, match="start it with the variables"):
+        limit(1.0)
+
+
+def test_a_run_is_timed(tmp_path: Path) -> None:
+    scene = CityScene(600, 48, 32, views=4)
+    run = Timed(World.single(), "auto", scene, "street", 2, tmp_path, leveled=True)
+    run.take(2)
+    found = run.time(2, 2)
+    assert found["gaussians"] == 600 and len(found["ms_by_block"]) == 2 and found["bytes"] == 0
+    assert 0.5 < found["compute"][0] < 1 and found["images_per_s"] == pytest.approx(2e3 / found["ms"])
+    assert "wire" not in found and found["figures"]["gpus_at_work"] == 1
+
+
+def test_jobs_keep_a_run_over_all_links() -> None:
+    some = ["--device", "cpu", "--points", "2M", "8M", "--gbit", "25", "10"]
+    options = arguments([*some, "--strategies", "tile", "mixed"])
+        [*["--device", "cpu", "--points", "2M", "8M", "--gbit", "25", "10", "--strategies", "tile", "mixed"]]
+    )
+    jobs = jobs_of(options, options.gbit)
+    assert [(job["way"], job["link"]) for job in jobs[:6]] == [
+        ("raw", "25 Gbit/s"), ("raw", "10 Gbit/s"), ("tile", "25 Gbit/s"), ("tile", "10 Gbit/s"),
+        ("mixed", "25 Gbit/s"), ("mixed", "10 Gbit/s"),
+    ]  # fmt: skip
+    assert [job["scene"]["points"] for job in jobs[2:]] == 4 * [2_000_000] + 4 * [8_000_000]
+    failed = [{**jobs[0], "error": "broken\n"}, {**jobs[2], "skipped": "no time left"}]
+    assert table(failed).row_count == 2
