@@ -28,6 +28,7 @@ from cuda_ext.ops.rasterization import intersect, intersect_capacity, rasterize
 from cuda_ext.ops.row_exchange import ArrivedRows, collect, pack, route_lines, unpack
 from cuda_ext.ops.row_reach import reach_counts
 from cuda_ext.ops.row_spans import row_spans
+from cuda_ext.ops.series import series
 from cuda_ext.ops.step_control import step_gate, step_message
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "route_lines",
     "row_spans",
     "scatter_pieces",
+    "series",
     "sh_colors",
     "sort_pairs",
     "splat_boxes",

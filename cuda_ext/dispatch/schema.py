@@ -10,13 +10,14 @@ _PROJECT_INPUTS = (
     "Tensor view_ids, Tensor point_ids, float eps2d, float near, float far, bool antialiased"
 )
 _CONDITION_INPUTS = (
-    "Tensor means, Tensor times, Tensor left, Tensor right, Tensor scales, Tensor opacities, Tensor view_times, "
+    "Tensor means, Tensor times, Tensor left, Tensor motions, Tensor scales, Tensor opacities, Tensor view_times, "
     "Tensor view_ids, Tensor point_ids"
 )
 _AXES_INPUTS = (
     "Tensor means, Tensor axes, Tensor opacities, Tensor viewmats, Tensor Ks, int[] sizes, Tensor view_ids, "
     "float eps2d, float near, float far, bool antialiased"
 )
+_SERIES_INPUTS = "Tensor base, Tensor terms, Tensor weights, Tensor view_ids, Tensor point_ids, int views"
 _SH_INPUTS = (
     "int degree, Tensor means, Tensor camera_centers, Tensor sh_dc, Tensor sh_rest, Tensor view_ids, Tensor point_ids"
 )
@@ -68,7 +69,7 @@ SCHEMAS: tuple[str, ...] = (
     "(Tensor v_means, Tensor v_quats, Tensor v_scales, Tensor v_opacities, Tensor v_viewmats)",
     f"condition({_CONDITION_INPUTS}) -> (Tensor row_means, Tensor axes, Tensor row_opacities)",
     f"condition_backward({_CONDITION_INPUTS}, Tensor v_row_means, Tensor v_axes, Tensor v_row_opacities) -> "
-    "(Tensor v_means, Tensor v_times, Tensor v_left, Tensor v_right, Tensor v_scales, Tensor v_opacities)",
+    "(Tensor v_means, Tensor v_times, Tensor v_left, Tensor v_motions, Tensor v_scales, Tensor v_opacities)",
     f"project_axes({_AXES_INPUTS}) -> "
     "(Tensor means2d, Tensor conics, Tensor depths, Tensor row_opacities, Tensor radii)",
     f"project_axes_backward({_AXES_INPUTS}, Tensor radii, Tensor v_means2d, Tensor v_conics, Tensor v_depths, "
@@ -76,6 +77,8 @@ SCHEMAS: tuple[str, ...] = (
     f"sh_colors({_SH_INPUTS}) -> Tensor colors",
     f"sh_colors_backward({_SH_INPUTS}, Tensor colors, Tensor v_colors) -> "
     "(Tensor v_means, Tensor v_camera_centers, Tensor v_sh_dc, Tensor v_sh_rest)",
+    f"series({_SERIES_INPUTS}) -> Tensor rows",
+    f"series_backward({_SERIES_INPUTS}, Tensor v_rows) -> (Tensor v_base, Tensor v_terms, Tensor v_weights)",
     f"intersect({_INTERSECT_INPUTS}) -> (Tensor tile_offsets, Tensor row_ids)",
     f"intersect_capacity({_INTERSECT_INPUTS}, int capacity) -> (Tensor tile_offsets, Tensor row_ids, Tensor count)",
     f"rasterize({_RASTERIZE_INPUTS}, Tensor? absgrad_probe, bool mark_stops=False) -> "

@@ -36,7 +36,7 @@ def condition(
     means: Tensor,
     times: Tensor,
     left: Tensor,
-    right: Tensor,
+    motions: Tensor,
     scales: Tensor,
     opacities: Tensor,
     view_times: Tensor,
@@ -47,20 +47,21 @@ def condition(
     Representation and Rendering with 4D Gaussian Splatting", equations 6 to 8).
 
     A point's covariance over (t, x, y, z) is M M^T, M = R diag(scales), where R makes of a quaternion v the product
-    left v conj(right). With the row m of M that belongs to time, and the others N: the mean is
+    left v conj(right), and right is left times motion. With the row m of M that belongs to time, and the others N: the mean is
     N m (t - time) / |m|^2 away from the point's, the covariance N (I - m m^T / |m|^2) N^T, and the opacity is
     multiplied by exp(-(t - time)^2 / (2 |m|^2)). The covariance comes as a factor, N times three perpendicular vectors
     that are perpendicular to m (those of the Householder reflection of m), so that nothing cancels.
 
-    Where `left` and `right` are the same the point does not move: it is the 3D Gaussian of that rotation and of the
-    last three scales.
+    Where the motion is (1, 0, 0, 0) the point does not move: it is the 3D Gaussian of the rotation `left` and of the
+    last three scales. So `left` turns a point in space, whatever its motion. Had each of two quaternions a learning
+    rate of its own, any step of either would move the point.
 
     Differentiable with respect to all points' parameters.
 
     Args:
         means: [N, 3] world coordinates at `times`.
         times: [N], in the unit of `view_times`.
-        left, right: [N, 4] quaternions (w, x, y, z) of any length but zero.
+        left, motions: [N, 4] quaternions (w, x, y, z) of any length but zero.
         scales: [N, 4] standard deviations along the point's four axes, above 0: time's own, then three in world units.
         opacities: [N].
         view_times: [V].
@@ -77,14 +78,14 @@ def condition(
         means=(means, (-1, 3)),
         times=(times, (points,)),
         left=(left, (points, 4)),
-        right=(right, (points, 4)),
+        motions=(motions, (points, 4)),
         scales=(scales, (points, 4)),
         opacities=(opacities, (points,)),
         view_times=(view_times, (-1,)),
     )
     check_rows(means, view_ids, point_ids)
     op = torch.ops.ns_multigpu.condition if _native(means) else reference.condition
-    return Moment(*op(means, times, left, right, scales, opacities, view_times, view_ids, point_ids))
+    return Moment(*op(means, times, left, motions, scales, opacities, view_times, view_ids, point_ids))
 
 
 def project_axes(

@@ -26,6 +26,17 @@ def rotations_4d(left: Tensor, right: Tensor) -> Tensor:
     return torch.stack(rows, dim=-2)
 
 
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Hamilton's products [..., 4] of quaternions [..., 4] (w, x, y, z)."""
+    a, b, c, d = left.unbind(-1)
+    p, q, r, s = right.unbind(-1)
+    parts = (
+        a * p - b * q - c * r - d * s, a * q + b * p + c * s - d * r,
+        a * r - b * s + c * p + d * q, a * s + b * r - c * q + d * p,
+    )  # fmt: skip
+    return torch.stack(parts, dim=-1)
+
+
 def _unit(quats: Tensor) -> tuple[Tensor, ...]:
     """The components [...] of quaternions at length one."""
     w, x, y, z = quats.unbind(-1)
@@ -37,7 +48,7 @@ def condition(
     means: Tensor,
     times: Tensor,
     left: Tensor,
-    right: Tensor,
+    motions: Tensor,
     scales: Tensor,
     opacities: Tensor,
     view_times: Tensor,
@@ -46,7 +57,8 @@ def condition(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `cuda_ext.condition`."""
     point = point_ids.long()
-    factor = rotations_4d(_take(left, point), _take(right, point)) * _take(scales, point)[:, None, :]
+    turn = _take(left, point)
+    factor = rotations_4d(turn, product(turn, _take(motions, point))) * _take(scales, point)[:, None, :]
     in_time, in_space = factor[:, 0], factor[:, 1:]
     spread = in_time.square().sum(-1).sqrt()
     away = (view_times[view_ids.long()] - _take(times, point)) / spread

@@ -1,7 +1,7 @@
 """Rays clipped at cells in shapes that do not depend on the rays: each cell has a slot for each ray.
 
-A slot whose ray misses its cell is empty: it is computed like the others, and counts for nothing. So a step launches the
-same whatever its rays are, which is what a CUDA graph takes, and the host reads nothing back.
+A slot whose ray misses its cell is empty: it is computed like the others, and counts for nothing. So a step launches
+the same whatever its rays are, which is what a CUDA graph takes, and the host reads nothing back.
 """
 
 from dataclasses import dataclass

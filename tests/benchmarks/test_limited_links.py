@@ -104,8 +104,6 @@ def test_a_run_is_timed(tmp_path: Path) -> None:
 def test_jobs_keep_a_run_over_all_links() -> None:
     some = ["--device", "cpu", "--points", "2M", "8M", "--gbit", "25", "10"]
     options = arguments([*some, "--strategies", "tile", "mixed"])
-        [*["--device", "cpu", "--points", "2M", "8M", "--gbit", "25", "10", "--strategies", "tile", "mixed"]]
-    )
     jobs = jobs_of(options, options.gbit)
     assert [(job["way"], job["link"]) for job in jobs[:6]] == [
         ("raw", "25 Gbit/s"), ("raw", "10 Gbit/s"), ("tile", "25 Gbit/s"), ("tile", "10 Gbit/s"),

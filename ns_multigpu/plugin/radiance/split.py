@@ -13,7 +13,7 @@ from ns_multigpu.plugin.capture.checks import list_problems, raise_together
 from ns_multigpu.plugin.capture.image_reading import ImageReader, ImageType
 from ns_multigpu.plugin.capture.reading import FAULTS, file_headers, image_shapes, reads_files, refuse_different
 from ns_multigpu.plugin.radiance.draws import drawn
-from ns_multigpu.plugin.radiance.held_images import HeldImages
+from ns_multigpu.plugin.radiance.held_images import HeldImages, Pixels, Seen
 from ns_multigpu.plugin.radiance.pixel_draws import PixelDraws
 
 _SOME = 9
@@ -58,6 +58,7 @@ class Split:
         self._shapes = image_shapes(dataset, self._reader, file_headers(dataset, world), kind, world)
         self._some, self._repeats = some if 0 < some < len(dataset) else len(dataset), repeats
         self._turn = -1
+        self._views, self._widths = torch.zeros(2, self._some, dtype=torch.int64, device=world.device)
         self._images: HeldImages | None = None
         self._draws: PixelDraws | None = None
 
@@ -85,14 +86,22 @@ class Split:
         Returns:
             "indices" [R, 3] int64 (image, row, column), "image" [R, C] float32; with masks "mask" [R, 1] bool.
         """
+        pixels, images = self.draw(draw, step)
+        seen = images.look(pixels)
+        return self.batch(pixels.images.to(seen.at.device), seen)
+
+    def draw(self, draw: int, step: int) -> tuple[Pixels, HeldImages]:
+        """Which pixels a draw is of, and the images that they are in. See `pixels`."""
         self._hold(draw)
         assert self._draws is not None and self._images is not None
         with drawn("cpu", *self._key, step):
-            pixels = self._draws.draw()
-        seen = self._images.look(pixels)
-        image = pixels.images.to(seen.at.device)
-        width = self._widths[image]
-        indices = torch.stack([self._views[image], seen.at // width, seen.at % width], 1)
+            return self._draws.draw(), self._images
+
+    def batch(self, images: Tensor, seen: Seen) -> dict[str, Tensor]:
+        """What `pixels` returns, of pixels of images [R], by their places among those held, and what was seen there.
+        Nothing is read back, and no shape depends on values."""
+        width = self._widths[images]
+        indices = torch.stack([self._views[images], seen.at // width, seen.at % width], 1)
         return {"indices": indices, "image": seen.image, **({} if seen.mask is None else {"mask": seen.mask})}
 
     def _hold(self, draw: int) -> None:
@@ -109,8 +118,9 @@ class Split:
             shapes, lambda place: self._reader.read(views[place]), self._world, self._label, self._places
         )
         self._draws = PixelDraws(self._images, self._sampler, self._option)
-        self._views = torch.tensor(views, device=self._world.device)
-        self._widths = torch.tensor([shape.width for shape in shapes], device=self._world.device)
+        # Where they were: a CUDA graph reads them there.
+        self._views.copy_(torch.tensor(views))
+        self._widths.copy_(torch.tensor([shape.width for shape in shapes]))
 
 
 def _image_type(dataset: InputDataset) -> ImageType:

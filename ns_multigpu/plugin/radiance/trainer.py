@@ -30,6 +30,8 @@ from ns_multigpu.plugin.launch.commands import resume_command
 from ns_multigpu.plugin.launch.entering import enter_world
 from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun
 from ns_multigpu.plugin.radiance.checkpoints import RadianceCheckpoints
+from ns_multigpu.plugin.radiance.fast_steps import FastSteps, obstacle
+from ns_multigpu.plugin.radiance.fast_steps import make as make_fast_steps
 from ns_multigpu.plugin.radiance.pipeline import RadiancePipeline, RadiancePipelineConfig
 from ns_multigpu.plugin.render import viewing
 from ns_multigpu.radiance.exchange import balance, bytes_a_ray, sum_gradients
@@ -61,6 +63,8 @@ class RadianceTrainer(Trainer):
         self.guards = Guards(config, self.world, "view {}".format, self._last_checkpoint)
         self.guards.numbers.replicated = False
         self.checkpoints = RadianceCheckpoints(config, self.checkpoint_dir, self.world)
+        self._chosen = False
+        self._fast: FastSteps | None = None  # takes steps in CUDA graphs
 
     def setup(self, test_mode: Any = "val") -> None:
         """Builds everything; when it returns, every rank is ready to take the first step."""
@@ -155,16 +159,19 @@ class RadianceTrainer(Trainer):
     def train_iteration(self, step: int) -> Measured:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step: all ranks' segments of the same rays, and the update of this rank's cells and of what is shared."""
         model = self.pipeline.model
+        if not self._chosen:
+            self._choose_steps()
+        if self._fast is not None:
+            losses, metrics = self._fast.take(step)
+            for scheduler in self.optimizers.schedulers.values():
+                scheduler.step()
+            if step == self._start_step:
+                self._refuse_no_rays(step)
+            return functools.reduce(torch.add, losses.values()), losses, metrics
         self.optimizers.zero_grad_all()
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.mixed_precision):
             _, losses, metrics = self.pipeline.get_train_loss_dict(step=step)
-        assert model.figures is not None
-        if len(model.figures.segments) == 0:
-            raise InputError(
-                f"No ray of step {step} meets a cell. With --pipeline.model.disable-scene-contraction True space is "
-                "the scene's box alone; the cameras look elsewhere, or --pipeline.model.near-plane and far-plane leave "
-                "none of it. Leave the contraction on, or change the dataparser's scene-scale."
-            )
+        self._refuse_no_rays(step)
         loss = functools.reduce(torch.add, losses.values())
         if loss.requires_grad:  # not where no ray of the batch meets this rank's cells
             loss.backward()
@@ -174,6 +181,51 @@ class RadianceTrainer(Trainer):
         for scheduler in self.optimizers.schedulers.values():
             scheduler.step()
         return loss.detach(), losses, metrics
+
+    def _choose_steps(self) -> None:
+        """Decides how steps are taken, and says so. Every rank calls it, once all is loaded.
+
+        Raises:
+            InputError: steps are to be fused, and cannot be.
+        """
+        self._chosen = True
+        config, model, guard = self.config, self.pipeline.model, self.guards.numbers
+        wish, on_gpu = config.fused_steps, self.world.device.type == "cuda"
+        reason = "--fused-steps never" if wish == "never" else obstacle(self.pipeline, self.optimizers, self.world)
+        if wish == "always" and reason and (on_gpu or model.fixed is None):
+            raise InputError(
+                f"--fused-steps always: steps cannot be captured, for {reason}. Change that, or use --fused-steps auto."
+            )
+        if not reason:
+            skips = config.on_nonfinite == "skip"
+            self._fast = make_fast_steps(
+                self.pipeline,
+                self.optimizers,
+                self.world,
+                guard,
+                skips=skips,
+                mixed=self.mixed_precision,
+                say=self._say,
+            )
+            self._say("Steps are captured in CUDA graphs.")
+        elif on_gpu or wish == "never":
+            model.fixed = None
+            self._say(f"Steps are taken as they come: {reason}.")
+
+    def _say(self, line: str) -> None:
+        if self.world.is_main:
+            CONSOLE.print(Text(line), soft_wrap=True)
+
+    def _refuse_no_rays(self, step: int) -> None:
+        """Raises an InputError where no ray of a step has met a cell."""
+        figures = self.pipeline.model.figures
+        assert figures is not None
+        if len(figures.segments) == 0:
+            raise InputError(
+                f"No ray of step {step} meets a cell. With --pipeline.model.disable-scene-contraction True space is "
+                "the scene's box alone; the cameras look elsewhere, or --pipeline.model.near-plane and far-plane leave "
+                "none of it. Leave the contraction on, or change the dataparser's scene-scale."
+            )
 
     @torch.no_grad()
     def _log(self, step: int, loss: Tensor, losses: dict[str, Tensor], metrics: dict[str, Tensor], took: float) -> None:
@@ -187,6 +239,9 @@ class RadianceTrainer(Trainer):
         total = functools.reduce(torch.add, losses.values())
         figures = self.pipeline.model.figures
         assert figures is not None
+        if self._fast is not None:
+            self._refuse_no_rays(step)  # not in each step: it waits for the device
+            self.pipeline.model.camera_optimizer.get_metrics_dict(metrics)
         samples = [row[0] for row in all_gather_ints([figures.samples], self.world)]
         if not self.world.is_main:
             return

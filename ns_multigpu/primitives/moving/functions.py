@@ -17,7 +17,7 @@ from ns_multigpu.primitives.composed_kernels import refuse_options
 from ns_multigpu.primitives.gaussians.functions import REACH, Gaussians, sizes_of
 from ns_multigpu.primitives.moving.kernels import MovingKernels
 from ns_multigpu.primitives.moving.schema import COSINES, SCHEMA
-from ns_multigpu.primitives.moving.turning import right_of, turn
+from ns_multigpu.primitives.moving.turning import turn
 from ns_multigpu.primitives.shading import camera_centers
 from ns_multigpu.primitives.taking import spread, take
 
@@ -142,7 +142,7 @@ class MovingGaussians(Primitive):
         """What rows' points are at their views' times; see `cuda_ext.condition`."""
         params = points.params
         return cuda_ext.condition(
-            params["means"], params["times"].reshape(-1), params["quats"], right_of(params),
+            params["means"], params["times"].reshape(-1), params["quats"], params["motions"],
             torch.cat([params["durations"], params["scales"]], dim=-1).exp(),
             self.activated(points, "opacities").reshape(-1), view_times, view_ids, point_ids,
         )  # fmt: skip
@@ -164,12 +164,16 @@ class MovingGaussians(Primitive):
         if self.sh_degree is None:
             return take(params["features_dc"].sigmoid(), place)
         apart = view_times[view_ids.long()] - take(params["times"].reshape(-1), place)
-        plain, rest = take(params["features_dc"], place), take(params["features_rest"], place)
-        plain_of, rest_of = take(params["cosines_dc"], place), take(params["cosines_rest"], place)
-        for n in range(COSINES):
-            wave = torch.cos(2 * math.pi * (n + 1) * apart) * (self.sh_degree > 0)
-            plain = plain + wave[:, None] * plain_of[:, n]
-            rest = rest + wave[:, None, None] * rest_of[:, n]
+        waves = [torch.cos(2 * math.pi * n * apart) * (self.sh_degree > 0) for n in range(1, COSINES + 1)]
+        weights = torch.stack(waves, dim=-1)
+        plain, rest = (
+            cuda_ext.series(
+                params[f"features_{part}"].flatten(1), params[f"cosines_{part}"].flatten(2), weights, view_ids,
+                point_ids, len(viewmats),
+            )
+            for part in ("dc", "rest")
+        )  # fmt: skip
+        rest = rest.view(len(place), rest.shape[1] // 3, 3)
         rows = torch.arange(len(place), dtype=torch.int32, device=place.device)
         return cuda_ext.sh_colors(
             self.sh_degree, means, camera_centers(viewmats), plain, rest, view_ids=view_ids, point_ids=rows

@@ -1,0 +1,291 @@
+"""Training steps of fixed shapes: they are the steps that there are, and launch the same whatever their rays are."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nerfstudio.cameras.cameras import Cameras, CameraType
+from nerfstudio.model_components.ray_generators import RayGenerator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.radiance import fast_steps
+from ns_multigpu.plugin.radiance.fast_steps import FastSteps, make_capturable
+from ns_multigpu.plugin.radiance.pinhole_rays import PinholeRays
+from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
+from ns_multigpu.radiance.exchange import sum_gradients
+from tests.plugin.course import write_capture
+from tests.plugin.radiance_scene import IMAGES, model, rays, truth
+from tests.plugin.test_radiance_run import configured
+from tests.ranks import run_ranks, skip_without_gpus
+
+
+def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """What a training step gives, with fixed shapes or without."""
+    ours = model(world, cells, **options)
+    assert ours.fixed is not None
+    if not fixed:
+        ours.fixed = None
+    with torch.no_grad():
+        ours.camera_optimizer.pose_adjustment.copy_(
+            1e-2 * torch.randn(IMAGES, 6, generator=torch.Generator().manual_seed(6))
+        )
+    batch = truth(4 if "background_color" in options else 3)
+    ours.sampling.since_update = 1
+    ours.begin_step(step)
+    outputs = ours(rays(2.0).to(world.device))
+    losses = ours.get_loss_dict(outputs, batch, ours.get_metrics_dict(outputs, batch))
+    functools.reduce(torch.add, losses.values()).backward()
+    sum_gradients([p for p in ours.shared_parameters().values() if p.requires_grad], world)
+    figures = ours.figures
+    return {
+        "pixels": {name: outputs[name].detach().cpu() for name in ("rgb", "accumulation", "expected_depth")},
+        "losses": {name: value.detach().cpu() for name, value in losses.items()},
+        "gradients": {name: p.grad.cpu() for name, p in ours.named_parameters() if p.grad is not None},
+        "figures": (len(figures.segments), figures.samples, figures.rays, float(figures.outside)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("cells", "step", "options"),
+    [
+        (1, 3, {}),
+        (4, 3, {"disable_scene_contraction": True}),
+        (3, 700, {"proposal_warmup": 5, "use_gradient_scaling": True}),  # proposals do not learn in it
+        (3, 2000, {"background_color": "random", "use_single_jitter": False}),
+        (2, 3, {"background_color": "white", "proposal_initial_sampler": "uniform", "use_same_proposal_network": True}),
+    ],
+)
+def test_a_step_of_fixed_shapes_is_the_step(cells: int, step: int, options: dict[str, Any]) -> None:
+    fixed, packed = (_step(World.single(), cells, step, which, options) for which in (True, False))
+    assert fixed["figures"] == packed["figures"]
+    assert (packed["figures"][3] > 0) == ("disable_scene_contraction" in options), "some rays miss a box"
+    assert any("proposal_networks" in name for name in packed["gradients"]) == (step != 700)
+    for part in ("pixels", "losses"):
+        for name, value in packed[part].items():
+            torch.testing.assert_close(fixed[part][name], value, rtol=1e-5, atol=1e-7, msg=name)
+    for name, value in packed["gradients"].items():
+        scale = float(value.abs().max())
+        torch.testing.assert_close(fixed["gradients"][name], value, rtol=1e-3, atol=1e-5 * scale + 1e-12, msg=name)
+    for name in fixed["gradients"].keys() - packed["gradients"].keys():
+        assert not fixed["gradients"][name].any(), f"{name}: of a cell that no ray meets"
+
+
+def test_a_ray_that_misses_a_cell_teaches_it_nothing() -> None:
+    """Even where the field is infinite there."""
+    ours = model(World.single(), 2)
+    (split,) = ours.partition.tree.splits
+    bundle = rays()
+    bundle.origins = torch.zeros_like(bundle.origins)
+    bundle.origins[:, split.axis] = split.plane - 0.5  # all rays begin below, and end there
+    bundle.directions[:, split.axis] = -bundle.directions[:, split.axis].abs()
+    for module in ours.cells["1"].modules():
+        if hasattr(module, "average_init_density"):
+            module.average_init_density = torch.inf
+    ours.begin_step(3)
+    outputs = ours(bundle)
+    losses = ours.get_loss_dict(outputs, truth(), None)
+    functools.reduce(torch.add, losses.values()).backward()
+    assert ours.figures.samples == 48 * 8
+    for name, param in ours.named_parameters():
+        if param.grad is not None:
+            assert bool(param.grad.isfinite().all()), name
+            assert not name.startswith("cells.1.") or not param.grad.any(), name
+
+
+# ---- rays ----
+
+
+def _cameras(lens: bool) -> Cameras:
+    g = torch.Generator().manual_seed(8)
+    turned = torch.linalg.qr(torch.randn(5, 3, 3, generator=g)).Q
+    poses = torch.cat([turned, torch.randn(5, 3, 1, generator=g)], 2)
+    bent = 0.1 * torch.randn(5, 6, generator=g) * torch.tensor([[0.0], [1.0], [1.0], [1.0], [1.0]]) if lens else None
+    focal = 20 + torch.rand(5, 1, generator=g)
+    return Cameras(poses, focal, focal + 1, 8.2, 6.1, 17, 13, bent, CameraType.PERSPECTIVE)
+
+
+@pytest.mark.parametrize("lens", [False, True])
+def test_rays_are_nerfstudios(lens: bool) -> None:
+    cameras = _cameras(lens)
+    g = torch.Generator().manual_seed(9)
+    indices = torch.stack([torch.randint(n, (60,), generator=g) for n in (5, 13, 17)], 1)
+    found, expected = PinholeRays(cameras)(indices), RayGenerator(cameras)(indices)
+    for name in ("origins", "directions", "pixel_area", "camera_indices"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+def test_only_perspective_cameras_fit() -> None:
+    cameras = _cameras(False)
+    assert PinholeRays.fits(cameras)
+    cameras.camera_type[2] = CameraType.FISHEYE.value
+    assert not PinholeRays.fits(cameras)
+    with pytest.raises(ValueError, match="not perspective"):
+        PinholeRays(cameras)
+
+
+# ---- what a graph would hold ----
+
+
+class _Captured(TorchDispatchMode):
+    """Refuses what no CUDA graph can hold: what waits for the device, takes something from the host, or has a shape
+    that follows from values; and random numbers, which would be the same each time."""
+
+    REFUSED = (
+        "nonzero", "_local_scalar_dense", "masked_select", "unique", "_unique2", "item", "is_nonzero", "equal",
+        "repeat_interleave", "rand", "randn", "randint", "uniform_", "normal_", "bernoulli_", "random_", "lift_fresh",
+        "_to_copy", "copy_",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, values = func.overloadpacket.__name__, [*args, *(kwargs or {}).values()]
+        flat = [x for value in values for x in (value if isinstance(value, (list, tuple)) else [value])]
+        picked = name.startswith("index") and any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in flat)
+        moves = name in ("_to_copy", "copy_")
+        if (name in self.REFUSED and not moves) or picked:
+            raise AssertionError(f"a CUDA graph cannot hold {func}")
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _trainer(capture: Path, out: Path, world: World | None = None, **options: Any) -> Iterator[RadianceTrainer]:
+    """A trainer, ready for its first step."""
+    world = world or World.single()
+    torch.manual_seed(3)
+    config = configured(capture, out, **{"steps": 100, **options})
+    config.machine.device_type = world.device.type
+    World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
+    config.get_base_dir().mkdir(parents=True, exist_ok=True)
+    trainer = RadianceTrainer(config)
+    try:
+        trainer.setup()
+        trainer.guards.numbers.prepare(trainer.optimizers.optimizers)
+        yield trainer
+    finally:
+        set_world(None)
+
+
+@pytest.fixture(scope="module")
+def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("capture") / "capture"
+    write_capture(folder, wide=False)
+    return folder
+
+
+def _fast(trainer: RadianceTrainer, **options: Any) -> FastSteps:
+    """What takes the steps on GPUs, here without a graph."""
+    feed = trainer.pipeline.datamanager.feed()
+    assert feed is not None
+    guard, what = trainer.guards.numbers, {"skips": False, "mixed": False, **options}
+    return FastSteps(trainer.pipeline, trainer.optimizers, trainer.world, guard, feed=feed, graphs=None, **what)
+
+
+@pytest.mark.parametrize("background", ["last_sample", "random", "white"])
+def test_a_step_waits_for_nothing_and_launches_the_same(
+    capture: Path, tmp_path: Path, background: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fast_steps, "witnesses", lambda tensors: list(torch._foreach_norm(list(tensors), torch.inf)))
+    with _trainer(capture, tmp_path, background_color=background) as trainer:
+        make_capturable(trainer.optimizers.optimizers)
+        fast = _fast(trainer, skips=True)
+        launched: list[list[str]] = []
+        for step in (12, 13, 14):
+            trainer.pipeline.model.sampling.since_update = 0
+            trainer.pipeline.model.begin_step(step)
+            if step == 12:  # constants are sent once
+                fast.take(step)
+                continue
+            fast._feed.send(step)
+            trainer.pipeline.model.fixed.numbers(fast._feed.kind[0])
+            with _Captured() as seen:
+                fast.compute()
+            launched.append(seen.seen)
+        assert launched[0] == launched[1] and len(launched[0]) > 300
+
+
+def test_the_watch_over_a_step_sees() -> None:
+    mask = torch.tensor([True, False, True])
+    for wait in (
+        lambda: mask.nonzero(), lambda: torch.ones(3)[mask], lambda: mask.sum().item(), lambda: torch.rand(2),
+        lambda: bool(mask.any()), lambda: torch.tensor(3.0, device="cpu"), lambda: torch.ones(3).masked_select(mask),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError, match="cannot hold"), _Captured():
+            wait()
+
+
+def _courses(world: World, capture: Path, out: Path, **options: Any) -> list[dict[str, torch.Tensor]]:
+    """What two trainers have after some steps: one whose steps are fed and taken as on GPUs, and one whose are not."""
+    ends: list[dict[str, torch.Tensor]] = []
+    for name in ("fast", "plain"):
+        with _trainer(capture, out / f"{name}-{world.size}", world, **options) as trainer:
+            config = trainer.config
+            config.fused_steps = "never" if name == "plain" else "auto"
+            trainer.pipeline.model.config.proposal_warmup = 5
+            fast = world.device.type == "cpu" and name == "fast"
+            if fast:
+                trainer._choose_steps()
+                trainer._fast = _fast(trainer)
+            losses: list[float] = []
+            for step in range(24):
+                trainer.pipeline.train()
+                trainer.step = step
+                trainer.pipeline.model.begin_step(step)
+                losses.append(float(trainer.train_iteration(step)[0]))
+                trainer.pipeline.model._end_step(step)
+                trainer._look_for_nan(now=False)
+            assert (trainer._fast is not None) == (name == "fast")
+            if world.device.type == "cuda" and name == "fast":
+                graphs = trainer._fast._graphs
+                assert graphs is not None and len(graphs._captured) == 2, "one that learns proposals, one that does not"
+            found = {n: p.detach().cpu().clone() for n, p in trainer.pipeline.model.named_parameters()}
+            ends.append({**found, "losses": torch.tensor(losses)})
+    return ends
+
+
+def _compare(ends: list[dict[str, torch.Tensor]]) -> None:
+    fast, plain = ends
+    assert fast.keys() == plain.keys()
+    torch.testing.assert_close(fast["losses"], plain["losses"], rtol=5e-3, atol=1e-5)
+    assert len(plain["losses"].unique()) == 24 and float(plain["losses"][-1]) < float(plain["losses"][0])
+    for name, value in plain.items():
+        torch.testing.assert_close(fast[name], value, rtol=2e-2, atol=5e-3, msg=name)
+
+
+def test_fed_steps_are_the_steps(capture: Path, tmp_path: Path) -> None:
+    for ends in run_ranks(_courses, 2, capture, tmp_path):
+        _compare(ends)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_captured_steps_are_the_steps(capture: Path, tmp_path: Path, gpus: int) -> None:
+    skip_without_gpus(gpus)
+    for ends in run_ranks(_courses, gpus, capture, tmp_path, device="cuda"):
+        _compare(ends)
+
+
+def test_where_steps_have_no_fixed_shapes_it_is_said(
+    capture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with _trainer(capture, tmp_path / "a", samples_per="ray") as trainer:
+        assert trainer.pipeline.model.fixed is None
+        trainer.config.fused_steps = "always"
+        with pytest.raises(InputError, match=r"steps cannot be captured, for --pipeline\.model\.samples-per ray"):
+            trainer._choose_steps()
+    with _trainer(capture, tmp_path / "b") as trainer:
+        assert trainer.pipeline.model.fixed is not None
+        trainer.config.fused_steps = "never"
+        trainer._choose_steps()
+        assert trainer.pipeline.model.fixed is None
+        assert "taken as they come: --fused-steps never" in capsys.readouterr().out
