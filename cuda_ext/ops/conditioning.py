@@ -47,8 +47,8 @@ def condition(
     Representation and Rendering with 4D Gaussian Splatting", equations 6 to 8).
 
     A point's covariance over (t, x, y, z) is M M^T, M = R diag(scales), where R makes of a quaternion v the product
-    left v conj(right), and right is left times motion. With the row m of M that belongs to time, and the others N: the mean is
-    N m (t - time) / |m|^2 away from the point's, the covariance N (I - m m^T / |m|^2) N^T, and the opacity is
+    left v conj(right), and right is left times motion. With the row m of M that belongs to time, and the others N: the
+    mean is N m (t - time) / |m|^2 away from the point's, the covariance N (I - m m^T / |m|^2) N^T, and the opacity is
     multiplied by exp(-(t - time)^2 / (2 |m|^2)). The covariance comes as a factor, N times three perpendicular vectors
     that are perpendicular to m (those of the Householder reflection of m), so that nothing cancels.
 
