@@ -2,12 +2,13 @@
 the bytes of a point and of what it becomes in a view (its table 3).
 
     python -m benchmarks.scaling.kinds [--devices 1 2] [--kinds 3dgs 2dgs convex 4dgs] [--json FILE]
-        [--device cpu] [-- OPTIONS of the city]
+        [--device cpu] [--capture FOLDER] [-- OPTIONS of the city]
 
 A run is `ns-train splatfacto-STRATEGY --pipeline.model.primitive KIND` on the procedural city, a view a device and
 step, without densification, so that all runs have as many points. Images a second are those between the first row of
 metrics and the last, bytes those that a rank says it has sent, means over the same steps: bytes of images that ranks
-pass on to each other are among them. With 4dgs cars move. Normal losses of 2dgs count from the first image on, but not
+pass on to each other are among them. With 4dgs cars move, but not in a capture that --capture names: a folder in
+COLMAP's layout, in the place of the city, which each run would render anew. Normal losses of 2dgs count from the first image on, but not
 with `pixel`, which cannot have them.
 
 On one device nothing is sent. Speeds on a CPU say nothing of GPUs: there `--device cpu` is for the bytes.
@@ -50,6 +51,7 @@ class Measured:
 def command(kind: str, strategy: str, devices: int, options: argparse.Namespace, output: Path) -> list[str]:
     """What a user types."""
     steps = options.steps
+    from_folder = ("colmap", "--data", str(options.capture), "--colmap-path", "sparse/0", "--downscale-factor", "1")
     return [
         *(sys.executable, "-W", "ignore", "-m", "nerfstudio.scripts.train", f"splatfacto-{strategy}"),
         *("--machine.device-type", options.device, "--machine.num-devices", str(devices)),
@@ -61,7 +63,7 @@ def command(kind: str, strategy: str, devices: int, options: argparse.Namespace,
         *((MODEL + "normal-loss-start", "0") if kind == "2dgs" and strategy != "pixel" else ()),
         *((MODEL + "normal-loss", "0") if kind == "2dgs" and strategy == "pixel" else ()),
         *(() if strategy == "batch" else ("--pipeline.views-per-step", str(devices))),
-        *("city", "--time-varying", str(kind == "4dgs"), *options.city),
+        *(from_folder if options.capture else ("city", "--time-varying", str(kind == "4dgs"), *options.city)),
     ]
 
 
@@ -126,8 +128,11 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--steps", type=int, default=400, help="of each run")
     parser.add_argument("--json", type=Path, help="file for the results, written after each run")
+    parser.add_argument("--capture", type=Path, help="folder in COLMAP's layout, in the place of the city")
     parser.add_argument("city", nargs="*", help="options of the city, behind --")
     options = parser.parse_args()
+    if options.capture and options.city:
+        parser.error("give --capture or the options of a city, not both")
     console, done = Console(width=None if sys.stdout.isatty() else 140), list[Measured]()
     console.print(sizes_table())
     for devices in options.devices:

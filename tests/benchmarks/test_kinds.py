@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.scaling import kinds
 
-OPTIONS = Namespace(device="cpu", steps=8, city=["--blocks", "1"])
+OPTIONS = Namespace(device="cpu", steps=8, city=["--blocks", "1"], capture=None)
 
 
 def test_a_run_is_what_was_asked_for() -> None:
@@ -24,6 +24,12 @@ def test_a_run_is_what_was_asked_for() -> None:
     assert words[words.index("--pipeline.model.normal-loss") + 1] == "0", "which pixel cannot have"
     words = kinds.command("4dgs", "batch", 2, OPTIONS, Path("runs"))
     assert words[words.index("--time-varying") + 1] == "True" and "--pipeline.views-per-step" not in words
+
+
+def test_a_capture_takes_the_place_of_the_city() -> None:
+    options = Namespace(device="cpu", steps=8, city=[], capture=Path("aerial"))
+    words = kinds.command("4dgs", "batch", 2, options, Path("runs"))
+    assert words[words.index("--data") + 1] == "aerial" and "colmap" in words and "city" not in words
 
 
 def test_means_are_over_the_steps_behind_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
