@@ -23,10 +23,10 @@ from ns_multigpu.radiance.exchange import sum_gradients
 def obstacle(pipeline: Any, optimizers: Any, world: World) -> str:
     """What of a run's options, cameras or devices no graph can hold; "" where steps can be captured."""
     model = pipeline.model
-    if world.device.type != "cuda":
-        return "there is no GPU"
     if reason := why_not(model.config, model.integrals):
         return reason
+    if world.device.type != "cuda":
+        return "there is no GPU"
     if world.group is not None and dist.get_backend(world.group) != "nccl":
         return "ranks that share a GPU"
     if not PinholeRays.fits(pipeline.datamanager.train_dataset.cameras):

@@ -8,7 +8,7 @@ from nerfstudio.cameras.rays import Frustums, RayBundle, RaySamples
 from nerfstudio.field_components.encodings import HashEncoding
 from nerfstudio.field_components.field_heads import FieldHeadNames
 from nerfstudio.field_components.spatial_distortions import SpatialDistortion
-from nerfstudio.fields.base_field import Field
+from nerfstudio.fields.base_field import Field, get_normalized_directions
 from nerfstudio.fields.density_fields import HashMLPDensityField
 from nerfstudio.fields.nerfacto_field import NerfactoField
 from nerfstudio.models.nerfacto import NerfactoModelConfig
@@ -107,6 +107,35 @@ class CellField(NerfactoField):
                 delattr(self, name)
                 # Not as a part of its own, which would be saved with each cell.
                 self.__dict__[name] = getattr(shared, name)
+
+    def get_outputs(
+        self, ray_samples: RaySamples, density_embedding: Tensor | None = None
+    ) -> dict[FieldHeadNames, Tensor]:
+        """Colours as nerfacto's field has them. What the samples [n, S] of a ray share is computed once: nerfstudio's field
+        encodes the direction, and looks up the appearance, of each sample.
+
+        Args:
+            density_embedding: [n, S, features] of the samples.
+        """
+        assert density_embedding is not None
+        directions = get_normalized_directions(ray_samples.frustums.directions[:, 0])
+        of_rays = [self.direction_encoding(directions)]
+        if self.embedding_appearance is not None:
+            of_rays.append(self._appearance(ray_samples, directions))
+        encoded, *appearance = [x[:, None].expand(-1, density_embedding.shape[1], -1) for x in of_rays]
+        features = torch.cat([encoded, density_embedding.to(encoded), *appearance], -1)
+        rgb = self.mlp_head(features.flatten(0, 1)).view(*features.shape[:2], -1)
+        return {FieldHeadNames.RGB: rgb.to(directions)}
+
+    def _appearance(self, ray_samples: RaySamples, directions: Tensor) -> Tensor:
+        """[n, features] of rays [n]: their images' own in training, or else the mean, or zeros."""
+        assert self.embedding_appearance is not None
+        if self.training:
+            assert ray_samples.camera_indices is not None
+            return self.embedding_appearance(ray_samples.camera_indices[:, 0, 0])
+        if self.use_average_appearance_embedding:
+            return self.embedding_appearance.mean(dim=0).expand(len(directions), -1)
+        return directions.new_zeros(len(directions), self.appearance_embedding_dim)
 
 
 class Cell(nn.Module):
