@@ -48,7 +48,8 @@ def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, A
     losses = ours.get_loss_dict(outputs, batch, ours.get_metrics_dict(outputs, batch))
     functools.reduce(torch.add, losses.values()).backward()
     sum_gradients([p for p in ours.shared_parameters().values() if p.requires_grad], world)
-    assert (figures := ours.figures) is not None
+    figures = ours.figures
+    assert figures is not None
     return {
         "pixels": {name: outputs[name].detach().cpu() for name in ("rgb", "accumulation", "expected_depth")},
         "losses": {name: value.detach().cpu() for name, value in losses.items()},

@@ -111,8 +111,8 @@ class CellField(NerfactoField):
     def get_outputs(
         self, ray_samples: RaySamples, density_embedding: Tensor | None = None
     ) -> dict[FieldHeadNames, Tensor]:
-        """Colours as nerfacto's field has them. What the samples [n, S] of a ray share is computed once: nerfstudio's field
-        encodes the direction, and looks up the appearance, of each sample.
+        """Colours as nerfacto's field has them. What the samples [n, S] of a ray share is computed once: nerfstudio's
+        field encodes the direction, and looks up the appearance, of each sample.
 
         Args:
             density_embedding: [n, S, features] of the samples.
