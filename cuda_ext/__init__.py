@@ -21,6 +21,7 @@ from cuda_ext.ops.fused import RowGradients, SplatRows, splat_forward, splat_upd
 from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves, splat_flush
 from cuda_ext.ops.list_windows import clip_lists
 from cuda_ext.ops.loss import l1_ssim
+from cuda_ext.ops.noise import add_noise
 from cuda_ext.ops.peer_sort import band_lists, intersect_keys, merge_level, publish_count, sort_pairs
 from cuda_ext.ops.pieces import composite_pieces, composite_pieces_backward, gather_pieces, live_boxes, scatter_pieces
 from cuda_ext.ops.projection import Projection, project, sh_colors
@@ -43,6 +44,7 @@ __all__ = [
     "RowGradients",
     "SplatRows",
     "adam_step",
+    "add_noise",
     "backend",
     "band_lists",
     "band_loss",

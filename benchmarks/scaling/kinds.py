@@ -8,8 +8,8 @@ A run is `ns-train splatfacto-STRATEGY --pipeline.model.primitive KIND` on the p
 step, without densification, so that all runs have as many points. Images a second are those between the first row of
 metrics and the last, bytes those that a rank says it has sent, means over the same steps: bytes of images that ranks
 pass on to each other are among them. With 4dgs cars move, but not in a capture that --capture names: a folder in
-COLMAP's layout, in the place of the city, which each run would render anew. Normal losses of 2dgs count from the first image on, but not
-with `pixel`, which cannot have them.
+COLMAP's layout, in the place of the city, which each run would render anew. Normal losses of 2dgs count from the first
+image on, but not with `pixel`, which cannot have them.
 
 On one device nothing is sent. Speeds on a CPU say nothing of GPUs: there `--device cpu` is for the bytes.
 """

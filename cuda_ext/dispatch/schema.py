@@ -131,6 +131,8 @@ SCHEMAS: tuple[str, ...] = (
     "Tensor? table, bool compact) -> Tensor shows",
     "splat_flush(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!) last, "
     "Tensor(e!) table, Tensor(f!) steps) -> ()",
+    "add_noise(Tensor(a!) means, Tensor quats, Tensor log_scales, Tensor logits, Tensor? rows, int first, int start, "
+    "float scale, Tensor? taken, float steepness, float threshold) -> ()",
     "adam_step(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
     "Tensor scalars, bool set_grads_to_zero) -> ()",
     # The addresses in `destinations` and `sources`, too, no dispatcher sees.

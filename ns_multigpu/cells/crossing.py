@@ -62,7 +62,7 @@ class CellsInViews(Crossing):
         tree = self._space.tree
         if tree is None or tree.cells == 1:
             return torch.ones(self._space.cells, len(depths), dtype=torch.bool, device=depths.device)
-        viewmats, Ks = (of.to(means2d.dtype) for of in (stack_viewmats(views), stack_intrinsics(views)))
+        viewmats, Ks = (of.to(means2d) for of in (stack_viewmats(views), stack_intrinsics(views)))  # may be the host's
         return cells_reached(view_ids, means2d, radii, depths, viewmats, Ks, _boxes(tree))
 
 

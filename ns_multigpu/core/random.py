@@ -3,11 +3,12 @@
 """Random numbers that depend on what they are for, never on who draws them."""
 
 import hashlib
-import math
 from typing import cast
 
 import torch
 from torch import Tensor
+
+from cuda_ext.reference.noise import table_normals
 
 _ROWS = 1 << 22
 """Rows of normals made at a time: what is needed beside the result stays small."""
@@ -40,39 +41,9 @@ def keyed_normals(
     in float64; on another kind of device the last bit may be another.
     """
     table = torch.empty(count, width, device=device)
-    start = _signed(seed_from(seed, name, step))
+    start = seed_from(seed, name, step)
     for row in range(0, count, _ROWS):
         part = table[row : row + _ROWS]
-        _normals(torch.arange(part.numel(), device=device) + (first + row) * width, start, part)
+        numbers = torch.arange(part.numel(), device=device) + (first + row) * width
+        part.copy_(table_normals(numbers, start).view_as(part))
     return table
-
-
-def keyed_normals_at(seed: int, name: str, step: int, rows: Tensor, width: int) -> Tensor:
-    """Any rows [M] int64 of the table of `keyed_normals`: [M, width] float32."""
-    table = torch.empty(len(rows), width, device=rows.device)
-    start = _signed(seed_from(seed, name, step))
-    columns = torch.arange(width, device=rows.device)
-    for numbers, part in zip(rows.split(_ROWS), table.split(_ROWS), strict=True):
-        _normals((numbers[:, None] * width + columns).flatten(), start, part)
-    return table
-
-
-def _normals(numbers: Tensor, start: int, out: Tensor) -> None:
-    """Those of these numbers, [K] int64, in the table that begins at `start`; overwrites them."""
-    bits = _splitmix(numbers.add_(1).mul_(_signed(0x9E3779B97F4A7C15)).add_(start))
-    radius = ((bits >> 32 & 0xFFFFFFFF).double() + 0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
-    angle = (bits & 0xFFFFFFFF).double().mul_(2.0**-32 * 2.0 * math.pi)
-    out.copy_(radius.mul_(angle.cos_()).view_as(out))
-
-
-def _splitmix(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer of int64s, in place. Products wrap around; shifts are made to bring in zeros."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
-        x *= _signed(factor)
-    return x
-
-
-def _signed(bits: int) -> int:
-    """The int64 of these 64 bits."""
-    return bits - (1 << 64) if bits >> 63 else bits

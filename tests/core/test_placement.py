@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded, Shares, shares_of
-from ns_multigpu.core.random import keyed_generator, keyed_normals, keyed_normals_at
+from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.ranking import Ranking
 from ns_multigpu.core.types import Points
 from ns_multigpu.core.world import World
@@ -128,12 +127,3 @@ def test_every_point_has_an_owner() -> None:
     for size in (2, 3):
         with pytest.raises(ValueError, match=rf"_Some deals 5 points out in shares of \[0, 4\]: .* {size} ranks"):
             _Some().hold(points, replace(World.single(), size=size))
-
-
-@pytest.mark.parametrize("width", [1, 3])
-def test_numbers_of_a_place(width: int) -> None:
-    key: tuple[Any, ...] = (3, "noise", 40)
-    whole = keyed_normals(*key, 0, 90, width)
-    places = torch.randperm(90, generator=keyed_generator("some"))[:40]
-    assert torch.equal(keyed_normals_at(*key, places, width), whole[places])
-    assert keyed_normals_at(*key, places[:0], width).shape == (0, width)

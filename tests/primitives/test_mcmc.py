@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.random import keyed_generator, keyed_normals
-from ns_multigpu.primitives.gaussians import mcmc
-from ns_multigpu.primitives.gaussians.mcmc import MOST_COPIES, McmcDensifier, add_noise, pick, relocated
+from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.primitives.gaussians.mcmc import MOST_COPIES, McmcDensifier, pick, relocated
 
 
 def equation_9(opacity: float, ratio: int) -> tuple[float, float]:
@@ -198,23 +197,12 @@ def test_noise_has_the_shape_of_the_gaussian_and_spares_the_opaque() -> None:
         "opacities": torch.logit(torch.full((count, 1), 0.005)),
     }
     params["opacities"][0] = 10.0
-    add_noise(params, 7.0, keyed_normals(1, "noise", 0, 0, count, 3))
+    McmcDensifier(noise_lr=1.0, seed=1).move(params, 0, 1, 7.0)
     covariance = rotation @ torch.diag(torch.tensor([0.3, 0.1, 0.5]) ** 2) @ rotation.T
     expected = (7.0 * 0.5) ** 2 * covariance @ covariance  # the gate is 1/2 where the opacity is t
     measured = params["means"][1:].T @ params["means"][1:] / (count - 1)
     torch.testing.assert_close(measured, expected, rtol=0.05, atol=0.03 * float(expected.abs().max()))
     assert float(params["means"][0].abs().max()) < 1e-6
-
-
-def test_noise_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[Tensor] = []
-    for piece in (1 << 20, 7):
-        monkeypatch.setattr(mcmc, "_PIECE", piece)
-        params, _ = model(60)
-        params["opacities"].data.fill_(-6.0)
-        add_noise(params, 7.0, keyed_normals(1, "noise", 0, 0, 60, 3))
-        moved.append(params["means"].detach())
-    assert torch.equal(*moved) and not torch.equal(moved[0], model(60)[0]["means"])
 
 
 @pytest.mark.parametrize("batch", [2, 7, 16])

@@ -29,6 +29,8 @@ def obstacle(pipeline: Any, optimizers: Any, world: World) -> str:
         return "there is no GPU"
     if world.group is not None and dist.get_backend(world.group) != "nccl":
         return "ranks that share a GPU"
+    if world.size > 1:
+        return "more than one GPU, where captured steps have stood still"
     if not PinholeRays.fits(pipeline.datamanager.train_dataset.cameras):
         return "cameras that are not perspective ones"
     others = {name for name, one in optimizers.optimizers.items() if type(one) is not torch.optim.Adam}

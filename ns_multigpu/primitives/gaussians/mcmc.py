@@ -14,13 +14,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+import cuda_ext
 from ns_multigpu.core.collectives import sum_in_place
-from ns_multigpu.core.random import keyed_generator, keyed_normals
+from ns_multigpu.core.random import keyed_generator, seed_from
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.densifier import add_gradients, dues
 from ns_multigpu.primitives.gaussians.regroup import Listing, gather_points
 from ns_multigpu.primitives.morton import dealt_order
-from ns_multigpu.primitives.steady import logit, rotate, rotations, sigmoid
+from ns_multigpu.primitives.steady import logit, sigmoid
 
 MOST_COPIES = 51
 """A Gaussian that is to become more than this many is treated as if it became this many, as in gsplat."""
@@ -40,9 +41,6 @@ _QUANTA = 1 << 24
 STEEPEST = 0.0128
 """Mean gradients on screen, as densification counts them, from which on Gaussians are picked alike where gradients say
 what is picked: sixteen times what splatfacto splits at. A bound, so that no Gaussian takes all picks."""
-
-_PIECE = 1 << 20
-"""Gaussians that get their noise at once: hundreds of bytes each on the way."""
 
 
 @dataclass
@@ -186,14 +184,18 @@ class McmcDensifier:
             params, step, images, rate: as in `step_post_backward`.
             taken: [] on the device, 0 or False to add nothing after all.
         """
-        means = params["means"]
-        noise = self._normals(means, step)
-        scale = math.sqrt(images) * rate * self.noise_lr
-        add_noise(params, scale if taken is None else scale * taken.to(means.dtype), noise)
+        means, quats, scales, logits = (params[name].data for name in ("means", "quats", "scales", "opacities"))
+        first, rows = self._places(len(means))
+        cuda_ext.add_noise(
+            means, quats, scales, logits.flatten(), start=seed_from(self.seed, NOISE, step), first=first, rows=rows,
+            scale=math.sqrt(images) * rate * self.noise_lr, taken=None if taken is None else taken.to(means.dtype),
+            steepness=NOISE_STEEPNESS, threshold=NOISE_OPACITY,
+        )  # fmt: skip
 
-    def _normals(self, means: Tensor, step: int) -> Tensor:
-        """The normal numbers [N, 3] of the Gaussians that are here: those of their places in the whole model."""
-        return keyed_normals(self.seed, NOISE, step, 0, len(means), 3, means.device)
+    def _places(self, count: int) -> tuple[int, Tensor | None]:
+        """Where the `count` Gaussians that are here stand in the whole model: the first one's place, and the places of
+        all [N] int64 where they do not follow each other."""
+        return 0, None
 
     def _relocate(self, params: Any, optimizers: dict[str, Any], image: int, steep: Tensor | None) -> None:
         """Moves every dead Gaussian onto a living one, drawn by opacity or by `steep`."""
@@ -297,22 +299,6 @@ def pick(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device=weights.device)
     drawn = torch.randint(total, (count,), generator=generator).to(weights.device)
     return torch.searchsorted(sums, drawn, right=True)
-
-
-def add_noise(params: Any, scale: float | Tensor, noise: Tensor) -> None:
-    """Moves means by scale * gate(opacity) * covariance @ noise (equation 10), in place.
-
-    Args:
-        params: as in `McmcDensifier.step_post_backward`.
-        scale: learning rate times noise_lr, a number or [].
-        noise: [N, 3] normal numbers.
-    """
-    tensors = (*(params[name].data for name in ("means", "quats", "scales")), params["opacities"].data.flatten(), noise)
-    for means, quats, scales, logits, drawn in zip(*(x.split(_PIECE) for x in tensors), strict=True):
-        gate = sigmoid(NOISE_STEEPNESS * (NOISE_OPACITY - sigmoid(logits)))
-        frames = rotations(quats)
-        along = rotate(frames.mT, drawn.to(means.dtype)) * (2 * scales).exp()
-        means.add_(scale * gate[:, None] * rotate(frames, along))
 
 
 def clear_moments(optimizer: torch.optim.Optimizer | None, param: Tensor, rows: Tensor) -> None:

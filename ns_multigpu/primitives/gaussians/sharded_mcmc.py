@@ -16,8 +16,8 @@ from torch import Tensor
 from ns_multigpu.core.collectives import all_gather_ints, exchange_rows, sum_in_place
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded
-from ns_multigpu.core.random import keyed_generator, keyed_normals, keyed_normals_at
-from ns_multigpu.primitives.gaussians.mcmc import NOISE, McmcDensifier, clear_moments, grown, quanta
+from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier, clear_moments, grown, quanta
 from ns_multigpu.primitives.gaussians.sharded_rows import move_rows
 from ns_multigpu.primitives.sharded_order import Reordering, clock, order_keys, plan_move
 from ns_multigpu.primitives.steady import sigmoid
@@ -73,12 +73,11 @@ class ShardedMcmc(McmcDensifier):
             )
         return sum(self._counts[: self.world.rank])
 
-    def _normals(self, means: Tensor, step: int) -> Tensor:
-        first, places = self._first_row(len(means)), self.holding.places
-        if places is None:
-            return keyed_normals(self.seed, NOISE, step, first, len(means), 3, means.device)
-        self.holding.check(len(means), self.world)
-        return keyed_normals_at(self.seed, NOISE, step, places, 3)
+    def _places(self, count: int) -> tuple[int, Tensor | None]:
+        first, places = self._first_row(count), self.holding.places
+        if places is not None:
+            self.holding.check(count, self.world)
+        return first, places
 
     def _sum_over_ranks(self, sums: dict[str, Tensor]) -> None:
         """Nothing: a rank counts all that is drawn of its own Gaussians."""
