@@ -3,7 +3,9 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.radiance import fast_steps
 from ns_multigpu.plugin.radiance.fast_steps import FastSteps, make_capturable
+from ns_multigpu.plugin.radiance.model import NerfactoXLModelConfig
 from ns_multigpu.plugin.radiance.pinhole_rays import PinholeRays
 from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
 from ns_multigpu.radiance.exchange import sum_gradients
@@ -310,3 +313,10 @@ def test_where_steps_have_no_fixed_shapes_it_is_said(
         trainer._choose_steps()
         assert trainer.pipeline.model.fixed is None
         assert "taken as they come: --fused-steps never" in capsys.readouterr().out
+
+
+def test_several_gpus_capture_nothing() -> None:
+    model = SimpleNamespace(config=NerfactoXLModelConfig(implementation="torch"), integrals=())
+    pipeline = SimpleNamespace(model=model, datamanager=None)
+    two = replace(World.single(), device=torch.device("cuda"), size=2)
+    assert fast_steps.obstacle(pipeline, None, two).startswith("more than one GPU")

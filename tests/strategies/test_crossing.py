@@ -133,6 +133,17 @@ def test_rows_go_where_they_reach_a_cell() -> None:
     assert torch.equal(reach.T, torch.nn.functional.one_hot(cells, 3).bool())
 
 
+@pytest.mark.gpu
+def test_cameras_may_be_on_the_host() -> None:
+    """As they are where a run first asks how much room its rows need."""
+    skip_without_gpus(1)
+    crossing, _, views = windows_of("in a cell")
+    places = torch.tensor([[10.0, 5.0], [25, 21], [19, 27]], dtype=torch.float64)
+    given = torch.zeros(3).int(), places, torch.full((3, 2), 2).int(), torch.tensor([4.0, 2, 3], dtype=torch.float64)
+    there = (x.cuda().float() if x.is_floating_point() else x.cuda() for x in given)
+    assert torch.equal(crossing.reach(*there, views[:1]).cpu(), crossing.reach(*given, views[:1]))
+
+
 def fused_step(cells: int, world: World, primitive: str, mode: str, size: tuple[int, int]) -> Outcome:
     kind = PRIMITIVES[primitive]()
     assert isinstance(kind, Gaussians)

@@ -55,11 +55,11 @@ class GraphPool:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, part: Callable[[], None]) -> Any:
+    def capture(self, part: Callable[[], None], stream: torch.cuda.Stream | None = None) -> Any:
         """A graph of `part`, which is not run: something with a method `replay`. As torch.cuda.graph makes it, without
-        its pause to collect garbage."""
+        its pause to collect garbage; on a stream of its own, or on that where autograd's graph was first walked."""
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream() if stream is None else stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # Other threads, such as the viewer's, may go on using the GPU meanwhile.

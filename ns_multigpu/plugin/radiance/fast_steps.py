@@ -1,7 +1,7 @@
 """Training steps that the host hands to the device as a whole: fed, captured in CUDA graphs, and not waited for."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ns_multigpu.plugin.radiance.feeding import Feed
 from ns_multigpu.plugin.radiance.figures import Figures
 from ns_multigpu.plugin.radiance.fixed import why_not
 from ns_multigpu.plugin.radiance.pinhole_rays import PinholeRays
-from ns_multigpu.plugin.radiance.step_graphs import StepGraphs
+from ns_multigpu.plugin.radiance.step_graphs import GraphsByKind
 from ns_multigpu.radiance.exchange import sum_gradients
 
 
@@ -90,7 +90,7 @@ class FastSteps:
         skips: bool,
         mixed: bool,
         feed: Feed,
-        graphs: StepGraphs | None,
+        graphs: GraphsByKind | None,
     ) -> None:
         self._pipeline, self._optimizers, self._world, self._guard = pipeline, optimizers, world, guard
         self._skips, self._mixed, self._feed, self._graphs = skips and guard.active, mixed, feed, graphs
@@ -144,20 +144,3 @@ class FastSteps:
         max_in_place(bad, self._world)
         for optimizer in self._optimizers.optimizers.values():
             optimizer.grad_scale, optimizer.found_inf = None, bad
-
-
-def make(
-    pipeline: Any,
-    optimizers: Any,
-    world: World,
-    guard: NumericGuard,
-    *,
-    skips: bool,
-    mixed: bool,
-    say: Callable[[str], None],
-) -> FastSteps:
-    """Those of a run on GPUs that `obstacle` has nothing against. Every rank calls it."""
-    feed = pipeline.datamanager.feed()
-    assert feed is not None
-    graphs = StepGraphs(world, say)
-    return FastSteps(pipeline, optimizers, world, guard, skips=skips, mixed=mixed, feed=feed, graphs=graphs)

@@ -1,7 +1,7 @@
 """CUDA graphs of training steps that launch the same each time: captured once of each kind, and replayed from then on.
 
 A capture launches nothing. What it must not do (loading kernels, choosing algorithms, connecting ranks) is done by the
-steps before, which are taken as they come, on the stream that is captured later. Collectives are within the graph.
+steps before, which are taken as they come, on the stream that is captured later.
 """
 
 import gc
@@ -12,7 +12,7 @@ import torch
 
 from ns_multigpu.core.collectives import max_int
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.faults.memory import has_spare_room, make_room
+from ns_multigpu.plugin.blocks.graphs import GraphPool
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ _FIRST = 3
 """Steps of a kind that are taken as they come before it is captured."""
 
 
-class StepGraphs:
+class GraphsByKind:
     """Takes steps of one rank, in step with the others.
 
     Args:
@@ -31,7 +31,7 @@ class StepGraphs:
     def __init__(self, world: World, say: Callable[[str], None]) -> None:
         self._world, self._say = world, say
         self._stream = torch.cuda.Stream(world.device)
-        self._pool: Any = None
+        self._pool = GraphPool(world.device)
         self._seen: dict[Hashable, int] = {}
         self._captured: dict[Hashable, tuple[Any, Any]] = {}
         self._no_room = False
@@ -61,7 +61,7 @@ class StepGraphs:
 
     def _has_room(self) -> bool:
         """Whether each rank's GPU has room for a graph."""
-        short = max_int(int(not has_spare_room(self._world.device)), self._world) > 0
+        short = max_int(int(not self._pool.has_spare_room()), self._world) > 0
         if short:
             self._say("Steps are not captured: a GPU has no memory to spare for a graph.")
         return not short
@@ -75,25 +75,14 @@ class StepGraphs:
         return result
 
     def _capture(self, compute: Callable[[], T]) -> tuple[Any, T]:
-        make_room(self._world.device)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self._pool.prepare()
         gc.collect()
         torch.cuda.synchronize(self._world.device)
-        self._stream.wait_stream(current)
-        collects = gc.isenabled()
+        collects, results = gc.isenabled(), list[T]()
         gc.disable()  # what it might let go of may not be let go of in a capture
         try:
-            with torch.cuda.stream(self._stream):
-                # Other threads, such as NCCL's and the viewer's, may go on using the GPU meanwhile.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    result = compute()
-                finally:
-                    graph.capture_end()
+            graph = self._pool.capture(lambda: results.append(compute()), self._stream)
         finally:
             if collects:
                 gc.enable()
-        current.wait_stream(self._stream)
-        return graph, result
+        return graph, results[0]

@@ -31,8 +31,8 @@ from ns_multigpu.plugin.launch.entering import enter_world
 from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun
 from ns_multigpu.plugin.radiance.checkpoints import RadianceCheckpoints
 from ns_multigpu.plugin.radiance.fast_steps import FastSteps, obstacle
-from ns_multigpu.plugin.radiance.fast_steps import make as make_fast_steps
 from ns_multigpu.plugin.radiance.pipeline import RadiancePipeline, RadiancePipelineConfig
+from ns_multigpu.plugin.radiance.step_graphs import GraphsByKind
 from ns_multigpu.plugin.render import viewing
 from ns_multigpu.radiance.exchange import balance, bytes_a_ray, sum_gradients
 
@@ -197,16 +197,12 @@ class RadianceTrainer(Trainer):
                 f"--fused-steps always: steps cannot be captured, for {reason}. Change that, or use --fused-steps auto."
             )
         if not reason:
-            skips = config.on_nonfinite == "skip"
-            self._fast = make_fast_steps(
-                self.pipeline,
-                self.optimizers,
-                self.world,
-                guard,
-                skips=skips,
-                mixed=self.mixed_precision,
-                say=self._say,
-            )
+            feed = self.pipeline.datamanager.feed()
+            assert feed is not None, "asked before: see `obstacle`"
+            self._fast = FastSteps(
+                self.pipeline, self.optimizers, self.world, guard, skips=config.on_nonfinite == "skip",
+                mixed=self.mixed_precision, feed=feed, graphs=GraphsByKind(self.world, self._say),
+            )  # fmt: skip
             self._say("Steps are captured in CUDA graphs.")
         elif on_gpu or wish == "never":
             model.fixed = None
