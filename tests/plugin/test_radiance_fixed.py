@@ -320,3 +320,15 @@ def test_several_gpus_capture_nothing() -> None:
     pipeline = SimpleNamespace(model=model, datamanager=None)
     two = replace(World.single(), device=torch.device("cuda"), size=2)
     assert fast_steps.obstacle(pipeline, None, two).startswith("more than one GPU")
+
+
+@pytest.mark.parametrize("number", [1.0, float("nan"), float("inf")])
+def test_a_step_with_a_gradient_that_is_not_finite_is_left_out(number: float) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    adam = torch.optim.Adam([param], fused=True)
+    steps = FastSteps.__new__(FastSteps)
+    steps._world, steps._optimizers = World.single(), SimpleNamespace(optimizers={"fields": adam})  # type: ignore[assignment]
+    steps._leave_out(torch.tensor([0.5, number]))
+    adam.step()
+    assert bool((param == 1).all()) == (number != 1.0)
