@@ -133,6 +133,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.capture and options.city:
         parser.error("give --capture or the options of a city, not both")
+    if options.capture and not (options.capture / "sparse" / "0").is_dir():
+        parser.error(f"--capture {options.capture}: there is no sparse/0 in it; give a folder in COLMAP's layout")
     console, done = Console(width=None if sys.stdout.isatty() else 140), list[Measured]()
     console.print(sizes_table())
     for devices in options.devices:

@@ -60,7 +60,15 @@ _MIXED = "mixed"
 
 def link(text: str) -> float | None:
     """Gbit/s; "none" for no limit, 0 ("free") for sockets without one."""
-    return None if text == "none" else 0.0 if text == "free" else float(text)
+    if text in ("none", "free"):
+        return None if text == "none" else 0.0
+    try:
+        gbit = float(text)
+    except ValueError:
+        gbit = 0.0
+    if not 0 < gbit < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: give none, free, or Gbit/s above 0")
+    return gbit
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
