@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 
+from cuda_ext.reference import noise
 from ns_multigpu.core import random
 from ns_multigpu.core.random import keyed_normals
 
 
 def test_bits_are_splitmix64() -> None:
-    golden = random._signed(0x9E3779B97F4A7C15)
-    bits = random._splitmix(torch.arange(1, 4) * golden)  # of the state 0
+    golden = noise._signed(0x9E3779B97F4A7C15)
+    bits = noise._splitmix(torch.arange(1, 4) * golden)  # of the state 0
     assert [int(b) % 2**64 for b in bits] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
