@@ -26,7 +26,7 @@ from ns_multigpu.core.pairs import Pairs, pairs_of
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.step_settings import padded
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.transport import Parts, T
+from ns_multigpu.core.transport import launched
 from ns_multigpu.core.transports import CollectiveRows
 from ns_multigpu.core.travelling_rows import RowsTravel
 from ns_multigpu.core.types import TILE, Patch, Pixels, Points, View
@@ -215,16 +215,6 @@ class _Try:
         shown = kernels.shown(drawn, self._view)
         extra = {name: values.view(height, width, -1) for name, values in shown.items()}
         return Pixels(own, image[..., :3], alpha, image[..., 3:4] / alpha.clamp(min=1e-10), extra=extra)
-
-
-def launched(parts: Parts[T]) -> T:
-    """Goes through work that is not captured; returns what it returns."""
-    while True:
-        try:
-            collective = next(parts)
-        except StopIteration as end:
-            return end.value
-        collective.launch()
 
 
 def cut(view: View, bands: int, work: Sequence[int]) -> list[Patch]:

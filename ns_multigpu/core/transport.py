@@ -36,6 +36,16 @@ Parts = Generator[Collective, None, T]
 between two of these can be captured in a CUDA graph. T is what it returns."""
 
 
+def launched(parts: Parts[T]) -> T:
+    """Goes through work that is not captured; returns what it returns."""
+    while True:
+        try:
+            collective = next(parts)
+        except StopIteration as end:
+            return end.value
+        collective.launch()
+
+
 class Begun(Generic[T]):
     """Parts whose work goes on beside what is launched next: from `begin`, which goes as far as the first collective
     that can be begun, to `finish`, which waits for it and goes through the rest.

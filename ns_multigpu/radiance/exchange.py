@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_into, sum_in_place
 from ns_multigpu.core.placement import even_bounds
+from ns_multigpu.core.transport import Collective, Parts, launched
 from ns_multigpu.core.world import World
 from ns_multigpu.radiance.segments import Segments
 
@@ -77,12 +78,17 @@ def sum_gradients(shared: Iterable[Tensor], world: World) -> None:
     Args:
         shared: the same parameters on every rank, in the same order.
     """
+    launched(sum_gradients_in_parts(shared, world))
+
+
+def sum_gradients_in_parts(shared: Iterable[Tensor], world: World) -> Parts[None]:
+    """As `sum_gradients`, with its collective to be launched between what a CUDA graph holds."""
     params = list(shared)
     if world.group is None or not params:
         return
     graded = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     flat = torch.cat([grad.reshape(-1) for grad in graded])
-    sum_in_place(flat, world)
+    yield Collective(lambda: sum_in_place(flat, world))
     for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
         param.grad = part.view_as(param).clone()
 

@@ -1,7 +1,8 @@
 """Rays clipped at cells in shapes that do not depend on the rays: each cell has a slot for each ray.
 
-A slot whose ray misses its cell is empty: it is computed like the others, and counts for nothing. So a step launches
-the same whatever its rays are, which is what a CUDA graph takes, and the host reads nothing back.
+A slot whose ray misses its cell is empty. Those that are not are packed into lines, somewhat more lines than there are
+such slots: a line without one is computed like the others, and counts for nothing. So a step launches the same for all
+rays that fit into as many lines, which is what a CUDA graph takes.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_into
+from ns_multigpu.core.transport import Collective, Parts, launched
 from ns_multigpu.core.world import World
 from ns_multigpu.radiance.exchange import cells_of
 from ns_multigpu.radiance.segments import passage
@@ -56,6 +58,22 @@ def clip_to_slots(origins: Tensor, directions: Tensor, nears: Tensor, fars: Tens
     return Slots(near.t().contiguous(), far.t().contiguous(), hits.t().contiguous(), order, hits.sum(1))
 
 
+@torch.no_grad()
+def packed(live: Tensor, room: int) -> Tensor:
+    """Which slots are not empty, in their order. Nothing is waited for.
+
+    Args:
+        live: [R] bool, at most `room` of them. room: how many lines to have.
+
+    Returns:
+        [room] int64, below R; R in lines that are left over.
+    """
+    rays = len(live)
+    place = torch.where(live, live.cumsum(0) - 1, room).clamp_max(room)
+    numbers = torch.full((room + 1,), rays, device=live.device)
+    return numbers.scatter(0, place, torch.where(live, torch.arange(rays, device=live.device), rays))[:room]
+
+
 def all_slots(own: Tensor, cells: int, world: World) -> Tensor:
     """The states of all slots, this rank's with their gradients and others' without. Every rank calls it.
 
@@ -69,6 +87,11 @@ def all_slots(own: Tensor, cells: int, world: World) -> Tensor:
     Raises:
         ValueError: `own` is not of this rank's cells.
     """
+    return launched(all_slots_in_parts(own, cells, world))
+
+
+def all_slots_in_parts(own: Tensor, cells: int, world: World) -> Parts[Tensor]:
+    """As `all_slots`, with its collective to be launched between what a CUDA graph holds."""
     held = [len(cells_of(rank, cells, world.size)) for rank in range(world.size)]
     if len(own) != held[world.rank]:
         raise ValueError(f"states of {len(own)} cells; rank {world.rank} has {held[world.rank]}")
@@ -78,7 +101,8 @@ def all_slots(own: Tensor, cells: int, world: World) -> Tensor:
     if max(held) > len(own):
         sent = torch.cat([sent, sent.new_zeros(max(held) - len(own), *sent.shape[1:])])
     table = own.new_empty(world.size, *sent.shape)
-    all_gather_into(table, sent.contiguous(), world)
+    sent = sent.contiguous()
+    yield Collective(lambda: all_gather_into(table, sent, world))
     parts = [table[rank, :count] for rank, count in enumerate(held)]
     parts[world.rank] = own
     return torch.cat(parts)

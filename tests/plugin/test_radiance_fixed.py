@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import (
 )
 
 from cuda_ext.reference import encode_grid as composed
+from ns_multigpu.core.transport import launched
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.radiance import fast_steps
 from ns_multigpu.plugin.radiance.fast_steps import FastSteps, make_capturable
-from ns_multigpu.plugin.radiance.model import NerfactoXLModelConfig
 from ns_multigpu.plugin.radiance.pinhole_rays import PinholeRays
 from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
 from ns_multigpu.radiance.exchange import sum_gradients
@@ -68,6 +68,8 @@ def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, A
         (4, 3, {"disable_scene_contraction": True}),
         (3, 700, {"proposal_warmup": 5, "use_gradient_scaling": True}),  # proposals do not learn in it
         (3, 2000, {"background_color": "random", "use_single_jitter": False}),
+        (4, 3, {"samples_per": "ray"}),
+        (3, 2000, {"samples_per": "ray", "use_single_jitter": False}),
         (2, 3, {"background_color": "white", "proposal_initial_sampler": "uniform", "use_same_proposal_network": True}),
     ],
 )
@@ -210,9 +212,12 @@ def _fast(trainer: RadianceTrainer, **options: Any) -> FastSteps:
     return FastSteps(trainer.pipeline, trainer.optimizers, trainer.world, guard, feed=feed, graphs=None, **what)
 
 
-@pytest.mark.parametrize("background", ["last_sample", "random", "white"])
+@pytest.mark.parametrize(
+    ("background", "samples_per"),
+    [("last_sample", "segment"), ("random", "segment"), ("white", "segment"), ("last_sample", "ray")],
+)
 def test_a_step_waits_for_nothing_and_launches_the_same(
-    capture: Path, tmp_path: Path, background: str, monkeypatch: pytest.MonkeyPatch
+    capture: Path, tmp_path: Path, background: str, samples_per: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on a GPU.
     monkeypatch.setattr(fast_steps, "witnesses", lambda tensors: list(torch._foreach_norm(list(tensors), torch.inf)))
@@ -220,10 +225,10 @@ def test_a_step_waits_for_nothing_and_launches_the_same(
         monkeypatch.setattr(composed, name, _as_a_kernel(getattr(composed, name)))
     # It writes numbers into a tensor, which takes a tensor of the host on CPUs alone.
     monkeypatch.setattr(SHEncoding, "pytorch_fwd", _as_a_kernel(SHEncoding.pytorch_fwd))
-    with _trainer(capture, tmp_path, background_color=background) as trainer:
+    with _trainer(capture, tmp_path, background_color=background, samples_per=samples_per) as trainer:
         make_capturable(trainer.optimizers.optimizers)
         fast = _fast(trainer, skips=True)
-        launched: list[list[str]] = []
+        given: list[list[str]] = []
         for step in (12, 13, 14):
             trainer.pipeline.model.sampling.since_update = 0
             trainer.pipeline.model.begin_step(step)
@@ -231,12 +236,14 @@ def test_a_step_waits_for_nothing_and_launches_the_same(
                 fast.take(step)
                 continue
             fast._feed.send(step)
-            assert trainer.pipeline.model.fixed is not None
-            trainer.pipeline.model.fixed.numbers(fast._feed.kind[0])
+            fixed = trainer.pipeline.model.fixed
+            assert fixed is not None
+            fixed.numbers(rays := fast._feed.kind[0])
             with _Captured() as seen:
-                fast.compute()
-            launched.append(seen.seen)
-        assert launched[0] == launched[1] and len(launched[0]) > 300
+                slots, counts = launched(fast.clip())
+                launched(fast.compute(slots, tuple((rays,) * len(row) for row in counts)))
+            given.append(seen.seen)
+        assert given[0] == given[1] and len(given[0]) > 300
 
 
 def test_the_watch_over_a_step_sees() -> None:
@@ -272,7 +279,9 @@ def _courses(world: World, capture: Path, out: Path, **options: Any) -> list[dic
             assert (trainer._fast is not None) == (name == "fast")
             if world.device.type == "cuda" and name == "fast":
                 graphs = None if trainer._fast is None else trainer._fast._graphs
-                assert graphs is not None and len(graphs._captured) == 2, "one that learns proposals, one that does not"
+                assert graphs is not None
+                steps = {kind[1] for kind in graphs._captured if isinstance(kind, tuple) and kind[0] != "clip"}
+                assert steps == {True, False}, "one that learns proposals, one that does not"
             found = {n: p.detach().cpu().clone() for n, p in trainer.pipeline.model.named_parameters()}
             ends.append({**found, "losses": torch.tensor(losses)})
     return ends
@@ -287,25 +296,27 @@ def _compare(ends: list[dict[str, torch.Tensor]]) -> None:
         torch.testing.assert_close(fast[name], value, rtol=2e-2, atol=5e-3, msg=name)
 
 
-def test_fed_steps_are_the_steps(capture: Path, tmp_path: Path) -> None:
-    for ends in run_ranks(_courses, 2, capture, tmp_path):
+@pytest.mark.parametrize("samples_per", ["segment", "ray"])
+def test_fed_steps_are_the_steps(capture: Path, tmp_path: Path, samples_per: str) -> None:
+    for ends in run_ranks(partial(_courses, samples_per=samples_per), 2, capture, tmp_path):
         _compare(ends)
 
 
 @pytest.mark.gpu
-def test_captured_steps_are_the_steps(capture: Path, tmp_path: Path) -> None:
-    skip_without_gpus(1)
-    for ends in run_ranks(_courses, 1, capture, tmp_path, device="cuda"):
+@pytest.mark.parametrize(("ranks", "samples_per"), [(1, "segment"), (2, "segment"), (2, "ray")])
+def test_captured_steps_are_the_steps(capture: Path, tmp_path: Path, ranks: int, samples_per: str) -> None:
+    skip_without_gpus(ranks)
+    for ends in run_ranks(partial(_courses, samples_per=samples_per), ranks, capture, tmp_path, device="cuda"):
         _compare(ends)
 
 
 def test_where_steps_have_no_fixed_shapes_it_is_said(
     capture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with _trainer(capture, tmp_path / "a", samples_per="ray") as trainer:
+    with _trainer(capture, tmp_path / "a", sampling="occupancy") as trainer:
         assert trainer.pipeline.model.fixed is None
         trainer.config.fused_steps = "always"
-        with pytest.raises(InputError, match=r"steps cannot be captured, for --pipeline\.model\.samples-per ray"):
+        with pytest.raises(InputError, match=r"steps cannot be captured, for --pipeline\.model\.sampling occupancy"):
             trainer._choose_steps()
     with _trainer(capture, tmp_path / "b") as trainer:
         assert trainer.pipeline.model.fixed is not None
@@ -315,13 +326,6 @@ def test_where_steps_have_no_fixed_shapes_it_is_said(
         assert "taken as they come: --fused-steps never" in capsys.readouterr().out
 
 
-def test_several_gpus_capture_nothing() -> None:
-    model = SimpleNamespace(config=NerfactoXLModelConfig(implementation="torch"), integrals=())
-    pipeline = SimpleNamespace(model=model, datamanager=None)
-    two = replace(World.single(), device=torch.device("cuda"), size=2)
-    assert fast_steps.obstacle(pipeline, None, two).startswith("more than one GPU")
-
-
 @pytest.mark.parametrize("number", [1.0, float("nan"), float("inf")])
 def test_a_step_with_a_gradient_that_is_not_finite_is_left_out(number: float) -> None:
     param = torch.nn.Parameter(torch.ones(3))
@@ -329,6 +333,6 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_left_out(number: float) ->
     adam = torch.optim.Adam([param], fused=True)
     steps = FastSteps.__new__(FastSteps)
     steps._world, steps._optimizers = World.single(), SimpleNamespace(optimizers={"fields": adam})  # type: ignore[assignment]
-    steps._leave_out(torch.tensor([0.5, number]))
+    launched(steps._leave_out(torch.tensor([0.5, number])))
     adam.step()
     assert bool((param == 1).all()) == (number != 1.0)

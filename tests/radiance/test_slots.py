@@ -6,7 +6,7 @@ import torch
 from ns_multigpu.core.world import World
 from ns_multigpu.radiance.contraction import Domain
 from ns_multigpu.radiance.segments import cell_of, clip
-from ns_multigpu.radiance.slots import all_slots, clip_to_slots
+from ns_multigpu.radiance.slots import all_slots, clip_to_slots, packed
 from tests.radiance.scene import FAMILY, cut, rays
 from tests.ranks import run_ranks
 
@@ -54,3 +54,11 @@ def test_all_ranks_know_all_slots(cells: int, ranks: int) -> None:
 def test_states_must_be_those_of_the_ranks_cells() -> None:
     with pytest.raises(ValueError, match="states of 3 cells; rank 0 has 2"):
         all_slots(torch.zeros(3, 4, FAMILY.width), 2, World.single())
+
+
+@pytest.mark.parametrize("room", [3, 5, 8])
+def test_slots_that_are_not_empty_are_packed(room: int) -> None:
+    live = torch.tensor([False, True, False, False, True, False, False, True])
+    assert packed(live, room).tolist() == [1, 4, 7] + [8] * (room - 3)
+    assert packed(~live, 8).tolist() == [0, 2, 3, 5, 6, 8, 8, 8]
+    assert packed(torch.zeros(8, dtype=torch.bool), 2).tolist() == [8, 8]

@@ -13,7 +13,7 @@ not wait for the host.
 from collections.abc import Callable, Generator, Hashable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ from ns_multigpu.core.assignment import MOST_KEPT
 from ns_multigpu.core.transports import Collective, Parts
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.faults.memory import has_spare_room, hoards, make_room
+
+T = TypeVar("T")
 
 
 class GraphPool:
@@ -74,6 +76,30 @@ class GraphPool:
     def event(self) -> Any:
         """An event that notes its time at each replay of the graph in which it is recorded."""
         return torch.cuda.Event(enable_timing=True, external=True)
+
+
+def capture_parts(pool: GraphPool, step: Parts[T], stream: torch.cuda.Stream | None = None) -> tuple[list[Any], T]:
+    """Graphs of the parts of a step and the collectives between them, in order; and what the step returned. Nothing is
+    launched, no collective either: ranks need not capture at the same time.
+
+    Args:
+        pool: prepared. stream: as of `GraphPool.capture`.
+    """
+    chain: list[Any] = []
+    result: list[T] = []
+    cut: list[Collective] = []
+
+    def go_on() -> None:
+        try:
+            cut.append(next(step))
+        except StopIteration as end:
+            result.append(end.value)
+
+    while not result:
+        chain.append(pool.capture(go_on, stream))
+        chain += cut
+        cut.clear()
+    return chain, result[0]
 
 
 @dataclass(frozen=True)
@@ -183,28 +209,14 @@ class StepGraphs:
                 collective.launch()
 
     def _capture(self, pool: GraphPool, step: Parts[Any]) -> _Captured:
-        """Graphs of the parts of a step. No collective is launched: ranks need not capture at the same time."""
         pool.prepare()
-        chain: list[Any] = []
-        result: list[Any] = []
-        cut: list[Collective] = []
-
-        def go_on() -> None:
-            try:
-                cut.append(next(step))
-            except StopIteration as end:
-                result.append(end.value)
-
         exchanges: list[tuple[Any, Any]] = []
         self._exchanges = exchanges
         try:
-            while not result:
-                chain.append(pool.capture(go_on))
-                chain += cut
-                cut.clear()
+            chain, result = capture_parts(pool, step)
         finally:
             self._exchanges = None
-        return _Captured(chain, result[0], exchanges)
+        return _Captured(chain, result, exchanges)
 
     def _replay(self, chain: list[Any]) -> None:
         waits = False

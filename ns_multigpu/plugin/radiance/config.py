@@ -21,7 +21,7 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
     mixed_precision: bool = False
     """Networks run in bfloat16 in training, as torch's autocast chooses; parameters and sums are float32."""
     fused_steps: Literal["auto", "always", "never"] = "auto"
-    """Whether to take steps of fixed shapes, which on one GPU are captured in CUDA graphs: "auto" does where that can
+    """Whether to take steps of fixed shapes, which on GPUs are captured in CUDA graphs: "auto" does where that can
     be, and says so, or what is in the way; "always" refuses to start where it cannot."""
     # The others are of splats alone: a step of rays has no views to scale by, and is counted in steps.
     use_grad_scaler: tyro.conf.Suppress[bool] = False

@@ -1,23 +1,27 @@
-"""Training steps that the host hands to the device as a whole: fed, captured in CUDA graphs, and not waited for."""
+"""Training steps that the host hands to the device as a whole: fed, captured in CUDA graphs, and hardly waited for."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+from nerfstudio.cameras.rays import RayBundle
 from torch import Tensor
 
 from ns_multigpu.core.collectives import max_in_place
+from ns_multigpu.core.transport import Collective, Parts, launched
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.numerics import NumericGuard, witnesses
 from ns_multigpu.plugin.radiance.feeding import Feed
 from ns_multigpu.plugin.radiance.figures import Figures
-from ns_multigpu.plugin.radiance.fixed import why_not
+from ns_multigpu.plugin.radiance.fixed import Rooms, why_not
 from ns_multigpu.plugin.radiance.pinhole_rays import PinholeRays
 from ns_multigpu.plugin.radiance.step_graphs import GraphsByKind
-from ns_multigpu.radiance.exchange import sum_gradients
+from ns_multigpu.radiance.exchange import sum_gradients_in_parts
+from ns_multigpu.radiance.slots import Slots
+
+T = TypeVar("T")
 
 
 def obstacle(pipeline: Any, optimizers: Any, world: World) -> str:
@@ -27,10 +31,6 @@ def obstacle(pipeline: Any, optimizers: Any, world: World) -> str:
         return reason
     if world.device.type != "cuda":
         return "there is no GPU"
-    if world.group is not None and dist.get_backend(world.group) != "nccl":
-        return "ranks that share a GPU"
-    if world.size > 1:
-        return "more than one GPU, where captured steps have stood still"
     if not PinholeRays.fits(pipeline.datamanager.train_dataset.cameras):
         return "cameras that are not perspective ones"
     others = {name for name, one in optimizers.optimizers.items() if type(one) is not torch.optim.Adam}
@@ -98,16 +98,22 @@ class FastSteps:
             make_capturable(optimizers.optimizers)
 
     def take(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Takes a step. Every rank calls it; nothing is waited for, unless a graph is captured.
+        """Takes a step. Every rank calls it. What is waited for is where rays meet cells, with several cells; and a
+        capture, in few steps.
 
         Returns:
             losses and metrics by name, [] each, on the device.
         """
         model = self._pipeline.model
         self._feed.send(step)
-        model.fixed.numbers(self._feed.kind[0])
-        kind = (self._feed.kind, model.sampling.learns)
-        taken = self.compute() if self._graphs is None else self._graphs.take(kind, self.compute)
+        kind = self._feed.kind
+        model.fixed.numbers(kind[0])
+        self._feed.share()
+        slots, rooms = None, model.fixed.all_rooms(kind[0])
+        if model.fixed.counts:
+            slots, counts = self._run(("clip", kind), self.clip)
+            rooms = model.fixed.rooms(counts.tolist(), kind[0])
+        taken = self._run((kind, model.sampling.learns, rooms), functools.partial(self.compute, slots, rooms))
         model.figures = taken.figures
         losses, metrics, graded = taken.names
         report = taken.report.clone()
@@ -116,31 +122,54 @@ class FastSteps:
             self._guard.note([step], [[]], graded, report[None, len(losses) + len(metrics) :])
         return {name: next(numbers) for name in losses}, {name: next(numbers) for name in metrics}
 
-    def compute(self) -> Taken:
-        """The step on the device: all of it is launched, nothing is read back, and no shape depends on values."""
+    def _run(self, kind: Hashable, parts: Callable[[], Parts[T]]) -> T:
+        return launched(parts()) if self._graphs is None else self._graphs.take(kind, parts)
+
+    def clip(self) -> Parts[tuple[Slots, Tensor]]:
+        """What `FixedShapes.clipped` says of the rays of the step. See `compute`."""
+        yield from ()
+        with torch.no_grad():
+            return self._pipeline.model.fixed.clipped(self._rays()[0])
+
+    def _rays(self) -> tuple[RayBundle, dict[str, Tensor]]:
+        """The rays and colours of the step."""
+        model = self._pipeline.model
+        rays, batch = self._feed.batch()
+        rays = model.collider(rays)
+        model.camera_optimizer.apply_to_raybundle(rays)
+        return rays, batch
+
+    def compute(self, slots: Slots | None, rooms: Rooms) -> Parts[Taken]:
+        """The step on the device: all of it is launched, nothing is read back, and no shape depends on values.
+
+        Args:
+            slots: of its rays, if they are known. rooms: that the rays' segments fit into.
+        """
         model = self._pipeline.model
         self._optimizers.zero_grad_all()
-        rays, batch = self._feed.batch()
+        rays, batch = self._rays()
         # Weights that a capture has cast would be those of that step for ever.
         with torch.autocast(self._world.device.type, torch.bfloat16, enabled=self._mixed, cache_enabled=False):
-            outputs = model(rays)
+            slots = model.fixed.clipped(rays)[0] if slots is None else slots
+            outputs = yield from model.fixed.parts(rays, slots, rooms)
             metrics = model.pixel_metrics(outputs, batch)
             losses = model.get_loss_dict(outputs, batch, metrics)
         functools.reduce(torch.add, losses.values()).backward()
         shared = [p for p in model.shared_parameters().values() if p.requires_grad]
-        sum_gradients(shared, self._world)
+        yield from sum_gradients_in_parts(shared, self._world)
         graded = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.numel()}
         seen = witnesses(list(graded.values()))
         if self._skips:
-            self._leave_out(torch.stack([one.reshape(()) for one in seen]))
+            yield from self._leave_out(torch.stack([one.reshape(()) for one in seen]))
         self._optimizers.optimizer_step_all()
         values = [*losses.values(), *metrics.values(), *seen]
         report = torch.stack([value.detach().float().reshape(()) for value in values])
         return Taken((tuple(losses), tuple(metrics), tuple(graded)), report, model.figures)
 
-    def _leave_out(self, numbers: Tensor) -> None:
+    def _leave_out(self, numbers: Tensor) -> Parts[None]:
         """Has the optimizers leave the step out on all ranks, where a number is not finite."""
         bad = (~numbers.isfinite().all()).to(torch.float32)
-        max_in_place(bad, self._world)
+        if self._world.group is not None:
+            yield Collective(lambda: max_in_place(bad, self._world))
         for optimizer in self._optimizers.optimizers.values():
             optimizer.grad_scale, optimizer.found_inf = None, bad

@@ -57,15 +57,21 @@ class Feed:
             self._sent[self._turn] = torch.cuda.Event()
             self._sent[self._turn].record()
 
+    def share(self) -> None:
+        """Adds what other ranks hold of the step. Every rank calls it, behind `send`; nothing is waited for."""
+        sum_in_place(self._table(), self._world)
+
     def batch(self) -> tuple[RayBundle, dict[str, Tensor]]:
-        """The rays and colours of what was sent last, as of `RadianceDataManager.next_train`. Every rank calls it.
-        Nothing is read back, and no shape depends on values."""
-        count = self._room.numel() - self._count
-        table = self._room[:count].view(self._count, -1)
-        sum_in_place(table, self._world)
+        """The rays and colours of what was shared last, as of `RadianceDataManager.next_train`. Nothing is read back,
+        and no shape depends on values."""
+        table = self._table()
         assert self._split.images is not None
-        batch = self._split.batch(self._room[count:].long(), self._split.images.seen(table))
+        batch = self._split.batch(self._room[table.numel() :].long(), self._split.images.seen(table))
         return self._rays(batch["indices"]), batch
+
+    def _table(self) -> Tensor:
+        """What is known of each pixel, [pixels, numbers]."""
+        return self._room[: self._room.numel() - self._count].view(self._count, -1)
 
     def _make_room(self, numbers: int) -> None:
         device = self._world.device

@@ -1,24 +1,34 @@
-"""A training step in shapes that do not depend on its rays: what a CUDA graph can hold.
+"""A training step in shapes that hardly depend on its rays: what a CUDA graph can hold.
 
-Each cell has a slot for each ray, met or not (`radiance.slots`), so that nothing is counted and nothing is read back.
-Random numbers, and all else that a step takes from the host, are written into tensors that stay where they are.
+Each cell has a slot for each ray, met or not (`radiance.slots`). What is read back is how many of a rank's slots are
+met, and only where there are several cells: the step then has lines for somewhat more. Random numbers, and all else
+that a step takes from the host, are written into tensors that stay where they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
 from nerfstudio.cameras.rays import RayBundle
 from torch import Tensor
 
+from ns_multigpu.core.transport import Parts, launched
 from ns_multigpu.plugin.radiance.draws import background, jitter
 from ns_multigpu.plugin.radiance.figures import Figures
 from ns_multigpu.plugin.radiance.sampling import Group, Lines, ProposalSampling
 from ns_multigpu.radiance.integrals import Breakable
-from ns_multigpu.radiance.slots import Slots, all_slots
+from ns_multigpu.radiance.slots import Slots, all_slots_in_parts, packed
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.radiance.model import NerfactoXLModel, NerfactoXLModelConfig
+
+
+Rooms = tuple[tuple[int, ...], ...]
+"""Lines of each of a rank's cells, by class of segments."""
+
+_ROOMS = 32
+"""How many numbers of lines there are at most: a graph each."""
 
 
 def why_not(config: "NerfactoXLModelConfig", integrals: Sequence[Breakable]) -> str:
@@ -27,8 +37,6 @@ def why_not(config: "NerfactoXLModelConfig", integrals: Sequence[Breakable]) -> 
         return f"--pipeline.model.spread {config.spread}"
     if config.sampling != "proposals":
         return f"--pipeline.model.sampling {config.sampling}"
-    if config.samples_per != "segment":
-        return f"--pipeline.model.samples-per {config.samples_per}"
     if config.implementation != "torch":
         return f"--pipeline.model.implementation {config.implementation}"
     return "integrals of the model's own" if integrals else ""
@@ -38,20 +46,23 @@ class StepNumbers:
     """What a step takes from the host, in tensors that stay where they are.
 
     Args:
-        seed: the run's. cells: this rank's. widths: random numbers of a ray in a cell, by level. device: of rays.
+        seed: the run's. cells: this rank's. device: of rays.
+        widths: by how many segments share a ray's samples, random numbers of a ray in a cell, by level.
         coloured: whether the background is random.
 
     Attributes:
-        moved: of each cell, of each level [R, its width] random numbers.
+        moved: of each cell and number of segments that share, of each level [R, its width] random numbers.
         anneal: [] how sharp proposals are. background: [R, 3] random colours; None where it is not random.
     """
 
-    def __init__(self, seed: int, cells: range, widths: Sequence[int], device: torch.device, coloured: bool) -> None:
-        self._seed, self._cells, self._widths = seed, cells, list(widths)
-        self._room = {cell: torch.empty(0, device=device) for cell in cells}
+    def __init__(
+        self, seed: int, cells: range, widths: Mapping[int, Sequence[int]], device: torch.device, coloured: bool
+    ) -> None:
+        self._seed, self._widths = seed, widths
+        self._room = {(cell, parts): torch.empty(0, device=device) for cell in cells for parts in widths}
         self._of: tuple[int, int] | None = None
         self._coloured = coloured
-        self.moved: dict[int, list[Tensor]] = {}
+        self.moved: dict[tuple[int, int], list[Tensor]] = {}
         self.anneal = torch.ones((), device=device)
         self.background: Tensor | None = None
 
@@ -61,11 +72,14 @@ class StepNumbers:
             return
         if self._of is None or self._of[1] != rays:
             device = self.anneal.device
-            self._room = {cell: torch.empty(rays * sum(self._widths), device=device) for cell in self._cells}
+            self._room = {
+                (cell, parts): torch.empty(rays * sum(self._widths[parts]), device=device) for cell, parts in self._room
+            }
             self.background = torch.empty(rays, 3, device=device) if self._coloured else None
         self._of = (step, rays)
         self.moved = {
-            cell: jitter(room, self._widths, rays, self._seed, step, cell, 1) for cell, room in self._room.items()
+            (cell, parts): jitter(room, self._widths[parts], rays, self._seed, step, cell, parts)
+            for (cell, parts), room in self._room.items()
         }
         self.anneal.fill_(anneal)
         if self.background is not None:
@@ -75,14 +89,26 @@ class StepNumbers:
 class FixedShapes:
     """Renders the rays of a training step of a model with all ranks together. See `NerfactoXLModel.get_outputs`.
 
+    Segments are packed into lines (`radiance.slots.packed`) by cell and by class: all of them together, or, where a
+    ray's segments share its samples (`samples_per`), those of rays with as many segments. How many lines there are
+    follows from how many segments have to fit, in few steps, so that few graphs hold all batches.
+
     Args:
         model: its cells placed, and with options that `why_not` has nothing against.
     """
 
     def __init__(self, model: "NerfactoXLModel") -> None:
-        assert isinstance(model.sampling, ProposalSampling)
+        assert isinstance(model.sampling, ProposalSampling) and model.partition is not None
         self._model, self._sampling = model, model.sampling
         self._numbers: StepNumbers | None = None
+        shared = model.config.samples_per == "ray"
+        self._classes = range(1, model.partition.cells + 1) if shared else range(1, 2)
+
+    @property
+    def counts(self) -> bool:
+        """Whether how many lines a step has follows from its rays: not where there is one cell."""
+        assert self._model.partition is not None
+        return self._model.partition.cells > 1
 
     def numbers(self, rays: int) -> StepNumbers:
         """Those of the model's step, for so many rays."""
@@ -90,38 +116,86 @@ class FixedShapes:
         device = model.device
         if self._numbers is None or self._numbers.anneal.device != device:
             coloured = model.config.background_color == "random"
-            self._numbers = StepNumbers(model.seed, model.numbers, sampling.widths(), device, coloured)
+            widths = {parts: sampling.widths(parts) for parts in self._classes}
+            self._numbers = StepNumbers(model.seed, model.numbers, widths, device, coloured)
         self._numbers.fill(sampling.step, rays, sampling.anneal)
         return self._numbers
 
-    def outputs(self, rays: RayBundle) -> dict[str, Any]:
-        """Of rays [R] with `nears` and `fars`. Nothing is read back, and no shape depends on values."""
-        model, sampling = self._model, self._sampling
-        assert rays.nears is not None and rays.fars is not None
-        numbers, slots, cells = self.numbers(len(rays)), model.spread.slots(rays), model.numbers
-        groups = [self._group(cell, place, rays, slots, numbers) for place, cell in enumerate(cells)]
+    @torch.no_grad()
+    def clipped(self, rays: RayBundle) -> tuple[Slots, Tensor]:
+        """Rays [R] with `nears` and `fars` clipped at cells, and how many segments this rank has, [its cells, classes]
+        int64. Nothing is read back."""
+        slots, cells = self._model.spread.slots(rays), self._model.numbers
         live = slots.live[cells.start : cells.stop]
-        none = model.family.empty(len(rays), rays.nears)
-        own = [
-            torch.where(there[:, None], model.family.within(group.taken), none)
-            for group, there in zip(groups, live, strict=True)
-        ]
-        rows = all_slots(torch.stack(own), len(slots.live), model.world)
+        if len(self._classes) == 1:
+            return slots, live.sum(1, keepdim=True)
+        return slots, torch.stack([(live & (slots.counts == parts)).sum(1) for parts in self._classes], 1)
+
+    def rooms(self, counts: Sequence[Sequence[int]], rays: int) -> Rooms:
+        """Lines for segments of so many, as of `clipped`; and for all there can be with one cell."""
+        return tuple(tuple(room_for(count, rays) if self.counts else rays for count in row) for row in counts)
+
+    def outputs(self, rays: RayBundle) -> dict[str, Any]:
+        """Of rays [R] with `nears` and `fars`. Waits for the device where there are several cells."""
+        slots, counts = self.clipped(rays)
+        rooms = self.rooms(counts.tolist(), len(rays)) if self.counts else self.all_rooms(len(rays))
+        return launched(self.parts(rays, slots, rooms))
+
+    def all_rooms(self, rays: int) -> Rooms:
+        """As of `rooms`, for one cell."""
+        return ((rays,) * len(self._classes),)
+
+    def parts(self, rays: RayBundle, slots: Slots, rooms: Rooms) -> Parts[dict[str, Any]]:
+        """`outputs`, in parts. Nothing is read back, and no shape depends on values.
+
+        Args:
+            rays: [R] with `nears` and `fars`. slots: theirs. rooms: lines that their segments fit into.
+        """
+        model, sampling = self._model, self._sampling
+        numbers, cells = self.numbers(len(rays)), model.numbers
+        assert rays.nears is not None
+        groups, own = list[Group](), list[Tensor]()
+        taken = torch.zeros((), dtype=torch.int64, device=rays.nears.device)
+        for place, cell in enumerate(cells):
+            states = model.family.empty(len(rays) + 1, rays.nears)  # the last one takes those of lines left over
+            for parts, room in zip(self._classes, rooms[place], strict=True):
+                if room:
+                    at = self._lines(cell, parts, room, slots)
+                    group, there = self._group(cell, place, parts, at, rays, slots, numbers)
+                    states = states.index_copy(0, at, model.family.within(group.taken).to(states))
+                    groups.append(group)
+                    taken += there.sum() * sampling.counts(parts)[-1]
+            own.append(states[:-1])
+        rows = yield from all_slots_in_parts(torch.stack(own), len(slots.live), model.world)
         whole, before = model.family.fold(rows.flatten(0, 1), slots.order)
         outputs = {**model.pixels(whole, rays), "distortion": whole["distortion"]}
         own_slots = slice(cells.start * len(rays), cells.stop * len(rays))
-        outputs |= sampling.losses(groups, before[own_slots] * live.reshape(-1, 1), len(rays))
-        taken = live.sum() * sampling.counts()[-1]
+        outputs |= sampling.losses(groups, torch.cat([before[own_slots], before.new_zeros(1, 1)]), len(rays))
         model.figures = Figures(slots, taken, len(rays), 1 - (slots.counts > 0).float().mean())
         return outputs
 
-    def _group(self, cell: int, place: int, rays: RayBundle, slots: Slots, numbers: StepNumbers) -> Group:
-        """The samples of a cell's slots."""
-        assert rays.nears is not None and rays.fars is not None
-        bundle = RayBundle(
-            rays.origins, rays.directions, rays.pixel_area, rays.camera_indices,
-            slots.near[cell][:, None], slots.far[cell][:, None],
-        )  # fmt: skip
-        rows = slice(place * len(rays), (place + 1) * len(rays))
-        lines = Lines(rows, None, len(rays), bundle, (rays.nears, rays.fars), slots.live[cell])
-        return self._sampling.taken(self._model.cell(cell), 1, lines, numbers.moved[cell], numbers.anneal)
+    def _lines(self, cell: int, parts: int, room: int, slots: Slots) -> Tensor:
+        """[room] int64 the rays of a class of a cell's segments; as many as there are rays in lines left over."""
+        live = slots.live[cell]
+        return packed(live if len(self._classes) == 1 else live & (slots.counts == parts), room)
+
+    def _group(
+        self, cell: int, place: int, parts: int, at: Tensor, rays: RayBundle, slots: Slots, numbers: StepNumbers
+    ) -> tuple[Group, Tensor]:
+        """The samples of some lines, and [room] bool, which of them there are."""
+        there = at < len(rays)
+        ray = at.clamp_max(len(rays) - 1)
+        bundle = rays[ray]
+        nears, fars = bundle.nears, bundle.fars
+        assert nears is not None and fars is not None
+        bundle.nears, bundle.fars = slots.near[cell][ray, None], slots.far[cell][ray, None]
+        rows = torch.where(there, place * len(rays) + at, len(self._model.numbers) * len(rays))
+        lines = Lines(rows, ray, len(rays), bundle, (nears, fars), there)
+        moved = [level[ray] for level in numbers.moved[cell, parts]]
+        return self._sampling.taken(self._model.cell(cell), parts, lines, moved, numbers.anneal), there
+
+
+def room_for(count: int, rays: int) -> int:
+    """Lines for so many segments of so many rays: a little more, in 32 steps."""
+    step = max(ceil(rays / _ROOMS), 1)
+    return min(ceil(count / step) * step, rays)

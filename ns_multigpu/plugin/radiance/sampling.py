@@ -176,7 +176,7 @@ class ProposalSampling:
         Weights are a whole ray's: a segment counts by the light that reaches it, as its samples would in nerfacto.
 
         Args:
-            before: [m, 1] that light, of this rank's segments.
+            before: [m, 1] that light, of this rank's segments, or whatever the groups' rows number.
             rays: how many rays all ranks have together.
         """
         total = before.new_zeros(())

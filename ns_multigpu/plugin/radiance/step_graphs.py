@@ -1,7 +1,8 @@
 """CUDA graphs of training steps that launch the same each time: captured once of each kind, and replayed from then on.
 
 A capture launches nothing. What it must not do (loading kernels, choosing algorithms, connecting ranks) is done by the
-steps before, which are taken as they come, on the stream that is captured later.
+steps before, which are taken as they come, on the stream that is captured later. A step is one graph, or several with
+collectives in between: ranks need not capture in the same step, and nothing of NCCL is in a graph.
 """
 
 import gc
@@ -10,9 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ns_multigpu.core.collectives import max_int
-from ns_multigpu.core.world import World
-from ns_multigpu.plugin.blocks.graphs import GraphPool
+from ns_multigpu.core.transport import Collective, Parts, launched
+from ns_multigpu.plugin.blocks.graphs import GraphPool, capture_parts
 
 T = TypeVar("T")
 
@@ -24,65 +24,67 @@ class GraphsByKind:
     """Takes steps of one rank, in step with the others.
 
     Args:
-        world: the ranks, on GPUs, with collectives that a graph can hold.
+        device: a GPU.
         say: tells the user why steps are not captured, if they cannot be.
     """
 
-    def __init__(self, world: World, say: Callable[[str], None]) -> None:
-        self._world, self._say = world, say
-        self._stream = torch.cuda.Stream(world.device)
-        self._pool = GraphPool(world.device)
+    def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
+        self._device, self._say = device, say
+        self._stream = torch.cuda.Stream(device)
+        self._pool = GraphPool(device)
         self._seen: dict[Hashable, int] = {}
-        self._captured: dict[Hashable, tuple[Any, Any]] = {}
+        self._captured: dict[Hashable, tuple[list[Any], Any]] = {}
         self._no_room = False
 
-    def take(self, kind: Hashable, compute: Callable[[], T]) -> T:
-        """Takes a step whose inputs are in place. Every rank calls it, with the same kind.
+    def take(self, kind: Hashable, parts: Callable[[], Parts[T]]) -> T:
+        """Takes a step, or a part of one, whose inputs are in place.
 
         Args:
-            kind: all that what the step launches depends on.
-            compute: the step. It waits for nothing, makes nothing from host memory, and keeps no tensor but by what it
+            kind: all that what it launches depends on.
+            parts: begins it. It waits for nothing, makes nothing from host memory, and keeps no tensor but by what it
                 returns.
 
         Returns:
-            what `compute` has returned for this kind: tensors that the next step of the kind writes again.
+            what the parts have returned for this kind: tensors that the next step of the kind writes again.
         """
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         if seen <= _FIRST:
-            return self._aside(compute)
+            return self._aside(parts)
         if kind not in self._captured:
             self._no_room = self._no_room or not self._has_room()
             if self._no_room:
-                return self._aside(compute)
-            self._captured[kind] = self._capture(compute)
-        graph, result = self._captured[kind]
-        graph.replay()
+                return self._aside(parts)
+            self._captured[kind] = self._capture(parts)
+        chain, result = self._captured[kind]
+        for part in chain:
+            if isinstance(part, Collective):
+                part.launch()
+            else:
+                part.replay()
         return result
 
     def _has_room(self) -> bool:
-        """Whether each rank's GPU has room for a graph."""
-        short = max_int(int(not self._pool.has_spare_room()), self._world) > 0
-        if short:
-            self._say("Steps are not captured: a GPU has no memory to spare for a graph.")
-        return not short
+        """Whether the GPU has room for a graph."""
+        if not (room := self._pool.has_spare_room()):
+            self._say("Steps are not captured: the GPU has no memory to spare for a graph.")
+        return room
 
-    def _aside(self, compute: Callable[[], T]) -> T:
+    def _aside(self, parts: Callable[[], Parts[T]]) -> T:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            result = compute()
+            result = launched(parts())
         current.wait_stream(self._stream)
         return result
 
-    def _capture(self, compute: Callable[[], T]) -> tuple[Any, T]:
+    def _capture(self, parts: Callable[[], Parts[T]]) -> tuple[list[Any], T]:
         self._pool.prepare()
         gc.collect()
-        torch.cuda.synchronize(self._world.device)
-        collects, results = gc.isenabled(), list[T]()
+        torch.cuda.synchronize(self._device)
+        collects = gc.isenabled()
         gc.disable()  # what it might let go of may not be let go of in a capture
         try:
-            graph = self._pool.capture(lambda: results.append(compute()), self._stream)
+            return capture_parts(self._pool, parts(), self._stream)
         finally:
             if collects:
                 gc.enable()
-        return graph, results[0]

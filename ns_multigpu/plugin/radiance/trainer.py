@@ -201,7 +201,7 @@ class RadianceTrainer(Trainer):
             assert feed is not None, "asked before: see `obstacle`"
             self._fast = FastSteps(
                 self.pipeline, self.optimizers, self.world, guard, skips=config.on_nonfinite == "skip",
-                mixed=self.mixed_precision, feed=feed, graphs=GraphsByKind(self.world, self._say),
+                mixed=self.mixed_precision, feed=feed, graphs=GraphsByKind(self.world.device, self._say),
             )  # fmt: skip
             self._say("Steps are captured in CUDA graphs.")
         elif on_gpu or wish == "never":
