@@ -78,7 +78,9 @@ def measure(kind: str, strategy: str, devices: int, options: argparse.Namespace)
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         files = list(Path(folder).glob("*/*/run/metrics.jsonl"))
         if done.returncode or not files:
-            raise RuntimeError(f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
+            # A fatal error of Python's lists all modules of the process behind what matters.
+            said = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("Extension modules"))
+            raise RuntimeError(f"{' '.join(words)}\n{done.stdout[-2000:]}\n{said[-6000:]}")
         rows = [json.loads(line) for line in files[0].read_text().splitlines()]
     rest = rows[1:]
     steps = [int(row["step"] - before["step"]) for before, row in zip(rows, rest, strict=False)]

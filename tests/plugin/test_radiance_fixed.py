@@ -280,7 +280,8 @@ def _courses(world: World, capture: Path, out: Path, **options: Any) -> list[dic
             if world.device.type == "cuda" and name == "fast":
                 graphs = None if trainer._fast is None else trainer._fast._graphs
                 assert graphs is not None
-                steps = {kind[1] for kind in graphs._captured if isinstance(kind, tuple) and kind[0] != "clip"}
+                kinds = [kind for kind, _ in graphs._captured if isinstance(kind, tuple)]
+                steps = {kind[2] for kind in kinds if kind[0] == "step"}
                 assert steps == {True, False}, "one that learns proposals, one that does not"
             found = {n: p.detach().cpu().clone() for n, p in trainer.pipeline.model.named_parameters()}
             ends.append({**found, "losses": torch.tensor(losses)})

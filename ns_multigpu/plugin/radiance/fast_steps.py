@@ -15,8 +15,9 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.numerics import NumericGuard, witnesses
 from ns_multigpu.plugin.radiance.feeding import Feed
 from ns_multigpu.plugin.radiance.figures import Figures
-from ns_multigpu.plugin.radiance.fixed import Rooms, why_not
+from ns_multigpu.plugin.radiance.fixed import why_not
 from ns_multigpu.plugin.radiance.pinhole_rays import PinholeRays
+from ns_multigpu.plugin.radiance.rooms import KeptRooms, Rooms
 from ns_multigpu.plugin.radiance.step_graphs import GraphsByKind
 from ns_multigpu.radiance.exchange import sum_gradients_in_parts
 from ns_multigpu.radiance.slots import Slots
@@ -94,6 +95,7 @@ class FastSteps:
     ) -> None:
         self._pipeline, self._optimizers, self._world, self._guard = pipeline, optimizers, world, guard
         self._skips, self._mixed, self._feed, self._graphs = skips and guard.active, mixed, feed, graphs
+        self._rooms: dict[int, KeptRooms] = {}
         if graphs is not None:
             make_capturable(optimizers.optimizers)
 
@@ -111,9 +113,10 @@ class FastSteps:
         self._feed.share()
         slots, rooms = None, model.fixed.all_rooms(kind[0])
         if model.fixed.counts:
-            slots, counts = self._run(("clip", kind), self.clip)
-            rooms = model.fixed.rooms(counts.tolist(), kind[0])
-        taken = self._run((kind, model.sampling.learns, rooms), functools.partial(self.compute, slots, rooms))
+            slots, counts = self._run(("clip", kind), (), self.clip)
+            rooms = self._rooms.setdefault(kind[0], KeptRooms(kind[0])).of(counts.tolist())
+        steps = functools.partial(self.compute, slots, rooms)
+        taken = self._run(("step", kind, model.sampling.learns), rooms, steps)
         model.figures = taken.figures
         losses, metrics, graded = taken.names
         report = taken.report.clone()
@@ -122,8 +125,8 @@ class FastSteps:
             self._guard.note([step], [[]], graded, report[None, len(losses) + len(metrics) :])
         return {name: next(numbers) for name in losses}, {name: next(numbers) for name in metrics}
 
-    def _run(self, kind: Hashable, parts: Callable[[], Parts[T]]) -> T:
-        return launched(parts()) if self._graphs is None else self._graphs.take(kind, parts)
+    def _run(self, kind: Hashable, sizes: Hashable, parts: Callable[[], Parts[T]]) -> T:
+        return launched(parts()) if self._graphs is None else self._graphs.take(kind, sizes, parts)
 
     def clip(self) -> Parts[tuple[Slots, Tensor]]:
         """What `FixedShapes.clipped` says of the rays of the step. See `compute`."""

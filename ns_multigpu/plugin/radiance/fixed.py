@@ -6,7 +6,6 @@ that a step takes from the host, are written into tensors that stay where they a
 """
 
 from collections.abc import Mapping, Sequence
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,19 +15,13 @@ from torch import Tensor
 from ns_multigpu.core.transport import Parts, launched
 from ns_multigpu.plugin.radiance.draws import background, jitter
 from ns_multigpu.plugin.radiance.figures import Figures
+from ns_multigpu.plugin.radiance.rooms import Rooms
 from ns_multigpu.plugin.radiance.sampling import Group, Lines, ProposalSampling
 from ns_multigpu.radiance.integrals import Breakable
 from ns_multigpu.radiance.slots import Slots, all_slots_in_parts, packed
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.radiance.model import NerfactoXLModel, NerfactoXLModelConfig
-
-
-Rooms = tuple[tuple[int, ...], ...]
-"""Lines of each of a rank's cells, by class of segments."""
-
-_ROOMS = 32
-"""How many numbers of lines there are at most: a graph each."""
 
 
 def why_not(config: "NerfactoXLModelConfig", integrals: Sequence[Breakable]) -> str:
@@ -90,8 +83,7 @@ class FixedShapes:
     """Renders the rays of a training step of a model with all ranks together. See `NerfactoXLModel.get_outputs`.
 
     Segments are packed into lines (`radiance.slots.packed`) by cell and by class: all of them together, or, where a
-    ray's segments share its samples (`samples_per`), those of rays with as many segments. How many lines there are
-    follows from how many segments have to fit, in few steps, so that few graphs hold all batches.
+    ray's segments share its samples (`samples_per`), those of rays with as many segments.
 
     Args:
         model: its cells placed, and with options that `why_not` has nothing against.
@@ -131,18 +123,14 @@ class FixedShapes:
             return slots, live.sum(1, keepdim=True)
         return slots, torch.stack([(live & (slots.counts == parts)).sum(1) for parts in self._classes], 1)
 
-    def rooms(self, counts: Sequence[Sequence[int]], rays: int) -> Rooms:
-        """Lines for segments of so many, as of `clipped`; and for all there can be with one cell."""
-        return tuple(tuple(room_for(count, rays) if self.counts else rays for count in row) for row in counts)
-
     def outputs(self, rays: RayBundle) -> dict[str, Any]:
         """Of rays [R] with `nears` and `fars`. Waits for the device where there are several cells."""
         slots, counts = self.clipped(rays)
-        rooms = self.rooms(counts.tolist(), len(rays)) if self.counts else self.all_rooms(len(rays))
+        rooms = tuple(map(tuple, counts.tolist())) if self.counts else self.all_rooms(len(rays))
         return launched(self.parts(rays, slots, rooms))
 
     def all_rooms(self, rays: int) -> Rooms:
-        """As of `rooms`, for one cell."""
+        """For all segments that there can be of one cell."""
         return ((rays,) * len(self._classes),)
 
     def parts(self, rays: RayBundle, slots: Slots, rooms: Rooms) -> Parts[dict[str, Any]]:
@@ -193,9 +181,3 @@ class FixedShapes:
         lines = Lines(rows, ray, len(rays), bundle, (nears, fars), there)
         moved = [level[ray] for level in numbers.moved[cell, parts]]
         return self._sampling.taken(self._model.cell(cell), parts, lines, moved, numbers.anneal), there
-
-
-def room_for(count: int, rays: int) -> int:
-    """Lines for so many segments of so many rays: a little more, in 32 steps."""
-    step = max(ceil(rays / _ROOMS), 1)
-    return min(ceil(count / step) * step, rays)

@@ -16,8 +16,8 @@ from ns_multigpu.plugin.blocks.graphs import GraphPool, capture_parts
 
 T = TypeVar("T")
 
-_FIRST = 3
-"""Steps of a kind that are taken as they come before it is captured."""
+_FIRST, _FIRST_OF_SIZE = 3, 1
+"""Steps of a kind, and of one size of it, that are taken as they come before one is captured."""
 
 
 class GraphsByKind:
@@ -33,29 +33,31 @@ class GraphsByKind:
         self._stream = torch.cuda.Stream(device)
         self._pool = GraphPool(device)
         self._seen: dict[Hashable, int] = {}
-        self._captured: dict[Hashable, tuple[list[Any], Any]] = {}
+        self._captured: dict[tuple[Hashable, Hashable], tuple[list[Any], Any]] = {}
         self._no_room = False
 
-    def take(self, kind: Hashable, parts: Callable[[], Parts[T]]) -> T:
+    def take(self, kind: Hashable, sizes: Hashable, parts: Callable[[], Parts[T]]) -> T:
         """Takes a step, or a part of one, whose inputs are in place.
 
         Args:
-            kind: all that what it launches depends on.
+            kind, sizes: all that what it launches depends on; of other sizes it is much the same.
             parts: begins it. It waits for nothing, makes nothing from host memory, and keeps no tensor but by what it
                 returns.
 
         Returns:
-            what the parts have returned for this kind: tensors that the next step of the kind writes again.
+            what the parts have returned for these: tensors that the next step of the same kind and sizes writes again.
         """
-        seen = self._seen[kind] = self._seen.get(kind, 0) + 1
-        if seen <= _FIRST:
+        key = (kind, sizes)
+        for seen in (kind, key):
+            self._seen[seen] = self._seen.get(seen, 0) + 1
+        if self._seen[kind] <= _FIRST or self._seen[key] <= _FIRST_OF_SIZE:
             return self._aside(parts)
-        if kind not in self._captured:
+        if key not in self._captured:
             self._no_room = self._no_room or not self._has_room()
             if self._no_room:
                 return self._aside(parts)
-            self._captured[kind] = self._capture(parts)
-        chain, result = self._captured[kind]
+            self._captured[key] = self._capture(parts)
+        chain, result = self._captured[key]
         for part in chain:
             if isinstance(part, Collective):
                 part.launch()
