@@ -1,6 +1,7 @@
 """The fields of a cell, made of nerfstudio's; and what all cells share (NeRF-XL, appendix A.1)."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -118,21 +119,42 @@ class CellField(NerfactoField):
             density_embedding: [n, S, features] of the samples.
         """
         assert density_embedding is not None
-        directions = get_normalized_directions(ray_samples.frustums.directions[:, 0])
-        of_rays = [self.direction_encoding(directions)]
-        if self.embedding_appearance is not None:
-            of_rays.append(self._appearance(ray_samples, directions))
+        of_rays = self._of_rays([ray_samples])
         encoded, *appearance = [x[:, None].expand(-1, density_embedding.shape[1], -1) for x in of_rays]
         features = torch.cat([encoded, density_embedding.to(encoded), *appearance], -1)
         rgb = self.mlp_head(features.flatten(0, 1)).view(*features.shape[:2], -1)
-        return {FieldHeadNames.RGB: rgb.to(directions)}
+        return {FieldHeadNames.RGB: rgb.to(ray_samples.frustums.directions)}
 
-    def _appearance(self, ray_samples: RaySamples, directions: Tensor) -> Tensor:
+    def together(self, several: Sequence[RaySamples]) -> list[dict[FieldHeadNames, Tensor]]:
+        """What `forward` gives of each of several, [n, S] each with an n and S of its own: with one launch of each
+        network for all of them."""
+        if len(several) == 1:
+            return [self(several[0])]
+        shapes = [one.frustums.starts.shape[:2] for one in several]
+        density, embedding = self.get_density(_flat(several))
+        encoded, *appearance = [
+            torch.cat([x[:, None].expand(-1, s, -1).flatten(0, 1) for x, (_, s) in zip(parts, shapes, strict=True)])
+            for parts in (x.split([n for n, _ in shapes]) for x in self._of_rays(several))
+        ]
+        rgb = self.mlp_head(torch.cat([encoded, embedding.to(encoded), *appearance], -1)).to(density)
+        sizes = [n * s for n, s in shapes]
+        return [
+            {FieldHeadNames.RGB: colour.view(*shape, -1), FieldHeadNames.DENSITY: dense.view(*shape, 1)}
+            for colour, dense, shape in zip(rgb.split(sizes), density.split(sizes), shapes, strict=True)
+        ]
+
+    def _of_rays(self, several: Sequence[RaySamples]) -> list[Tensor]:
+        """What the samples of a ray share, [n, features] each, of all rays: directions, and the appearance if any."""
+        directions = get_normalized_directions(torch.cat([one.frustums.directions[:, 0] for one in several]))
+        encoded = self.direction_encoding(directions)
+        return [encoded] if self.embedding_appearance is None else [encoded, self._appearance(several, directions)]
+
+    def _appearance(self, several: Sequence[RaySamples], directions: Tensor) -> Tensor:
         """[n, features] of rays [n]: their images' own in training, or else the mean, or zeros."""
         assert self.embedding_appearance is not None
         if self.training:
-            assert ray_samples.camera_indices is not None
-            return self.embedding_appearance(ray_samples.camera_indices[:, 0, 0])
+            cameras = [one.camera_indices for one in several]
+            return self.embedding_appearance(torch.cat([one[:, 0, 0] for one in cameras if one is not None]))
         if self.use_average_appearance_embedding:
             return self.embedding_appearance.mean(dim=0).expand(len(directions), -1)
         return directions.new_zeros(len(directions), self.appearance_embedding_dim)
@@ -199,6 +221,18 @@ class Cell(nn.Module):
         """What nerfstudio's sampler asks for densities, of each level of proposals."""
         networks = list(self.proposal_networks)
         return [networks[min(level, len(networks) - 1)].density_fn for level in range(levels)]
+
+
+def _flat(several: Sequence[RaySamples]) -> RaySamples:
+    """The samples of all of them, one behind the other, each with what density networks read."""
+
+    def joined(of: str, width: int) -> Tensor:
+        parts = [getattr(one.frustums, of) for one in several]
+        shapes = [one.frustums.starts.shape[:2] for one in several]
+        return torch.cat([x.expand(*shape, width).reshape(-1, width) for x, shape in zip(parts, shapes, strict=True)])
+
+    ends = joined("starts", 1), joined("ends", 1)
+    return RaySamples(Frustums(joined("origins", 3), joined("directions", 3), *ends, joined("pixel_area", 1)))
 
 
 def _encoded(grid: HashEncoding, positions: Tensor) -> Tensor:

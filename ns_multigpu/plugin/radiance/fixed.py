@@ -16,7 +16,7 @@ from ns_multigpu.core.transport import Parts, launched
 from ns_multigpu.plugin.radiance.draws import background, jitter
 from ns_multigpu.plugin.radiance.figures import Figures
 from ns_multigpu.plugin.radiance.rooms import Rooms
-from ns_multigpu.plugin.radiance.sampling import Group, Lines, ProposalSampling
+from ns_multigpu.plugin.radiance.sampling import Asked, Group, Lines, ProposalSampling
 from ns_multigpu.radiance.integrals import Breakable
 from ns_multigpu.radiance.slots import Slots, all_slots_in_parts, packed
 
@@ -146,13 +146,15 @@ class FixedShapes:
         taken = torch.zeros((), dtype=torch.int64, device=rays.nears.device)
         for place, cell in enumerate(cells):
             states = model.family.empty(len(rays) + 1, rays.nears)  # the last one takes those of lines left over
-            for parts, room in zip(self._classes, rooms[place], strict=True):
-                if room:
-                    at = self._lines(cell, parts, room, slots)
-                    group, there = self._group(cell, place, parts, at, rays, slots, numbers)
-                    states = states.index_copy(0, at, model.family.within(group.taken).to(states))
-                    groups.append(group)
-                    taken += there.sum() * sampling.counts(parts)[-1]
+            given = zip(self._classes, rooms[place], strict=True)
+            lines = {parts: self._lines(cell, parts, room, slots) for parts, room in given if room}
+            asked = [self._asked(cell, place, parts, at, rays, slots, numbers) for parts, at in lines.items()]
+            found = sampling.taken(model.cell(cell), asked, numbers.anneal) if asked else []
+            for one, at, group in zip(asked, lines.values(), found, strict=True):
+                states = states.index_copy(0, at, model.family.within(group.taken).to(states))
+                assert one.lines.live is not None
+                taken += one.lines.live.sum() * sampling.counts(one.parts)[-1]
+            groups += found
             own.append(states[:-1])
         rows = yield from all_slots_in_parts(torch.stack(own), len(slots.live), model.world)
         whole, before = model.family.fold(rows.flatten(0, 1), slots.order)
@@ -167,17 +169,16 @@ class FixedShapes:
         live = slots.live[cell]
         return packed(live if len(self._classes) == 1 else live & (slots.counts == parts), room)
 
-    def _group(
+    def _asked(
         self, cell: int, place: int, parts: int, at: Tensor, rays: RayBundle, slots: Slots, numbers: StepNumbers
-    ) -> tuple[Group, Tensor]:
-        """The samples of some lines, and [room] bool, which of them there are."""
-        there = at < len(rays)
+    ) -> Asked:
+        """What to sample of some lines."""
         ray = at.clamp_max(len(rays) - 1)
         bundle = rays[ray]
         nears, fars = bundle.nears, bundle.fars
         assert nears is not None and fars is not None
         bundle.nears, bundle.fars = slots.near[cell][ray, None], slots.far[cell][ray, None]
+        there = at < len(rays)
         rows = torch.where(there, place * len(rays) + at, len(self._model.numbers) * len(rays))
         lines = Lines(rows, ray, len(rays), bundle, (nears, fars), there)
-        moved = [level[ray] for level in numbers.moved[cell, parts]]
-        return self._sampling.taken(self._model.cell(cell), parts, lines, moved, numbers.anneal), there
+        return Asked(parts, lines, [level[ray] for level in numbers.moved[cell, parts]])

@@ -44,6 +44,20 @@ class Lines:
     live: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Segments of one cell that are to be sampled alike.
+
+    Attributes:
+        parts: how many segments share nerfacto's number of samples. lines: the segments.
+        moved: of each level random numbers from 0 to 1, [n, 1 or its edges]; None to move no samples.
+    """
+
+    parts: int
+    lines: Lines
+    moved: Sequence[Tensor] | None
+
+
 @dataclass
 class Group:
     """Segments of one cell with their samples.
@@ -131,38 +145,70 @@ class ProposalSampling:
             moved = jitter(numbers, widths, lines.rays, self.seed, self.step, number, parts)
             if lines.ray is not None:
                 moved = [part[lines.ray] for part in moved]
-        return self.taken(cell, parts, lines, moved, self.anneal)
+        return self.taken(cell, [Asked(parts, lines, moved)], self.anneal)[0]
 
-    def taken(
-        self, cell: Cell, parts: int, lines: Lines, moved: Sequence[Tensor] | None, anneal: float | Tensor
-    ) -> Group:
-        """As `sample`, with random numbers of each level, [n, 1 or its edges], from 0 to 1, and how sharp proposals
-        are. Nothing is read back, and no shape depends on values."""
-        config, bundle = self.config, lines.bundle
-        assert bundle.nears is not None and bundle.fars is not None
-        ends = Ends(bundle.nears, bundle.fars, lines.ends, config.proposal_initial_sampler == "uniform")
-        *counts, last = self.counts(parts)
-        numbers: list[Tensor | None] = [None] * (len(counts) + 1) if moved is None else list(moved)
-        bins, proposals = evenly(ends, counts[0], numbers[0]), list[tuple[Tensor, Bins]]()
+    def taken(self, cell: Cell, asked: Sequence[Asked], anneal: float | Tensor) -> list[Group]:
+        """The samples of several groups of a cell's segments, with one launch of each network for all of them. Nothing
+        is read back, and no shape depends on values.
+
+        Args:
+            anneal: how sharp proposals are.
+        """
+        config = self.config
+        counts = [self.counts(one.parts) for one in asked]
+        numbers = [list(one.moved) if one.moved is not None else [None] * len(counts[0]) for one in asked]
+        each = list(zip(asked, counts, numbers, strict=True))
+        bins = [evenly(self._ends(one), count[0], moved[0]) for one, count, moved in each]
+        proposals: list[list[tuple[Tensor, Bins]]] = [[] for _ in asked]
         for level, density_of in enumerate(cell.density_fns(config.num_proposal_iterations)):
             if level:
-                bins = by_weights(ends, bins, proposals[-1][0].detach() ** anneal, counts[level], numbers[level])
+                bins = self._by_weights(each, level, bins, proposals, anneal)
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns):
-                places = bundle.origins[:, None] + bundle.directions[:, None] * (bins.starts + bins.ends) / 2
-                weights = weights_of(bins, _of_live(density_of(places)[..., 0], lines.live))
-            proposals.append((weights, bins))
-        bins = by_weights(ends, bins, proposals[-1][0].detach() ** anneal, last, numbers[-1]).up_to_faces(ends)
-        found = cell.field(samples := _samples(bundle, bins))
-        if config.use_gradient_scaling:
-            found = scale_gradients_by_distance_squared(found, samples)
+                places = [
+                    one.lines.bundle.origins[:, None] + one.lines.bundle.directions[:, None] * (b.starts + b.ends) / 2
+                    for one, b in zip(asked, bins, strict=True)
+                ]
+                for found, one, at, densities in zip(
+                    proposals, asked, bins, _together(density_of, places), strict=True
+                ):
+                    found.append((weights_of(at, _of_live(densities, one.lines.live)), at))
+        bins = self._by_weights(each, -1, bins, proposals, anneal)
+        bins = [b.up_to_faces(self._ends(one)) for b, one in zip(bins, asked, strict=True)]
+        samples = [_samples(one.lines.bundle, b) for one, b in zip(asked, bins, strict=True)]
+        groups: list[Group] = []
+        for one, at, sample, found, proposed in zip(
+            asked, bins, samples, cell.field.together(samples), proposals, strict=True
+        ):
+            if config.use_gradient_scaling:
+                found = scale_gradients_by_distance_squared(found, sample)
+            taken = Samples(
+                at.edges,
+                _of_live(found[FieldHeadNames.DENSITY][..., 0], one.lines.live),
+                self.coordinates(at.edges, *one.lines.ends),
+                {"colour": found[FieldHeadNames.RGB]},
+            )
+            groups.append(Group(one.lines.rows, taken, taken.density.numel(), at, proposed))
         cell.forget()
-        taken = Samples(
-            bins.edges,
-            _of_live(found[FieldHeadNames.DENSITY][..., 0], lines.live),
-            self.coordinates(bins.edges, *lines.ends),
-            {"colour": found[FieldHeadNames.RGB]},
-        )
-        return Group(lines.rows, taken, taken.density.numel(), bins, proposals)
+        return groups
+
+    def _ends(self, asked: Asked) -> Ends:
+        bundle = asked.lines.bundle
+        assert bundle.nears is not None and bundle.fars is not None
+        return Ends(bundle.nears, bundle.fars, asked.lines.ends, self.config.proposal_initial_sampler == "uniform")
+
+    def _by_weights(
+        self,
+        each: Sequence[tuple[Asked, list[int], list[Any]]],
+        level: int,
+        before: Sequence[Bins],
+        proposals: Sequence[Sequence[tuple[Tensor, Bins]]],
+        anneal: float | Tensor,
+    ) -> list[Bins]:
+        """Of each group, samples of a level by the last proposals' weights."""
+        return [
+            by_weights(self._ends(one), at, found[-1][0].detach() ** anneal, counts[level], moved[level])
+            for (one, counts, moved), at, found in zip(each, before, proposals, strict=True)
+        ]
 
     def coordinates(self, t: Tensor, near: Tensor, far: Tensor) -> Tensor:
         """Distances along whole rays in the coordinate of the first sampler, from 0 to 1: distortion is of these."""
@@ -202,6 +248,15 @@ def _samples(bundle: RayBundle, bins: Bins) -> RaySamples:
 def _of_live(density: Tensor, live: Tensor | None) -> Tensor:
     """Densities [n, S] of segments that there are; nothing is in the others, and nothing of them is learnt from."""
     return density if live is None else torch.where(live[:, None], density, torch.zeros_like(density))
+
+
+def _together(density_of: Any, places: Sequence[Tensor]) -> list[Tensor]:
+    """Densities [n, S] at each of several [n, S, 3]: by one launch of a network."""
+    if len(places) == 1:
+        return [density_of(places[0])[..., 0]]
+    sizes, flat = [x.shape[0] * x.shape[1] for x in places], torch.cat([x.flatten(0, 1) for x in places])
+    found = density_of(flat)[..., 0].split(sizes)
+    return [x.view(place.shape[:2]) for x, place in zip(found, places, strict=True)]
 
 
 def in_order(parts: list[Tensor], groups: list[Group], none: Tensor) -> Tensor:
