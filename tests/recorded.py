@@ -119,7 +119,7 @@ class RecordedPool(GraphPool):
     def prepare(self) -> None:
         return
 
-    def capture(self, part: Callable[[], None]) -> _Recorded:
+    def capture(self, part: Callable[[], None], stream: Any = None) -> _Recorded:
         with ExitStack() as stack:
             # One operator each, as on a GPU, instead of the many that do the same on a CPU.
             for module in map(importlib.import_module, _WRAPPERS):

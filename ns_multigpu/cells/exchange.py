@@ -2,6 +2,7 @@
 
 Either the cell's rank draws the layer and sends pixels, or the owner is sent the splats that touch that part, and draws
 the layer itself. Both give the same. For each view, cell and owner the one of fewer bytes is taken, there and back.
+Where bytes are not what a step waits for, one kind for all is faster: `Trials` finds out, and says which it is to be.
 
 With ghosts a layer is made of splats of several ranks. Whoever draws it is sent those that the others have: the owner,
 or the cell's rank, which then sends pixels besides. A splat that reaches two cells which one rank draws travels once,
@@ -24,9 +25,12 @@ from numpy.typing import NDArray
 from ns_multigpu.cells.seen import Rectangle
 from ns_multigpu.cells.tree import CellTree
 from ns_multigpu.core.row_spans import spans_length, tile_rows
+from ns_multigpu.core.trials import Trials
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
 
 Kind: TypeAlias = Literal["pixels", "splats", "auto"]
+WAYS = ("mixed", "pixels", "splats")
+"""Ways to take steps that trials choose among: "mixed" is "auto" without trials, whichever is fewer bytes."""
 Spans: TypeAlias = Sequence[Sequence[tuple[int, int] | None]]
 """[rank][view] first and end row of tiles of what a rank owns."""
 PIXEL_BYTES = 4 * 4
@@ -76,13 +80,18 @@ class Exchange:
     """Decides, and remembers what decisions follow from. All ranks are told the same.
 
     Args:
-        kind: "auto"; or "splats", which sends splats alone.
+        kind: "auto", fewer bytes; or "splats", which sends splats alone.
         homes: of each cell its rank. half: pixels are float16 on the wire.
         ghosts: whether splats are drawn in all cells that they reach; else in their own.
+        trials: of `WAYS`; with "auto" they say which it is to be. None: fewer bytes.
     """
 
-    def __init__(self, kind: Kind, homes: Sequence[int], *, half: bool = False, ghosts: bool = False) -> None:
+    def __init__(
+        self, kind: Kind, homes: Sequence[int], *, half: bool = False, ghosts: bool = False,
+        trials: Trials | None = None,
+    ) -> None:  # fmt: skip
         self._kind, self._homes, self._ghosts = kind, tuple(homes), ghosts
+        self._trials, self._trial = trials, 0
         self._pixel = PIXEL_BYTES // 2 if half else PIXEL_BYTES
         # Of each rank the cells that it counts splats of; a number for each, a source.
         everywhere = range(len(homes))
@@ -118,6 +127,10 @@ class Exchange:
             owned: who owns which of its rows of tiles.
         """
         ranks = len(owned)
+        if self._trials is not None and self._trials.number != self._trial:
+            self._trial = self._trials.number
+            if self._trials.chosen == "pixels":  # else it has been counted all the time
+                self._grow(self._trials.growth)
         drawn: list[list[Patch]] = [[] for _ in range(ranks)]
         room = np.zeros((ranks, ranks), dtype=np.int64)
         foreseen = True
@@ -212,6 +225,11 @@ class Exchange:
             self._growth[cell] = (3 * self._growth[cell] + grown + 3) // 4
         self._put(key, cell, one)
 
+    def _grow(self, factor: float) -> None:
+        """The model has grown so while nobody counted. Sources are taken to have done so until they are counted again,
+        for a step without room for its splats has to be taken twice."""
+        self._growth = [max(grown, round(1000 * factor)) for grown in self._growth]
+
     def _put(self, key: tuple[int, int, int], cell: int, one: _Counted) -> None:
         cells = self._known.setdefault(key, {})
         before = cells.get(cell)
@@ -256,7 +274,8 @@ class Exchange:
         pixels = self._pixel * _pixels_of(span, rectangle, view)
         splats = None if rows is None else (ROW_BYTES + GRADIENT_BYTES) * rows
         cheaper = splats is not None and splats < pixels + ghosts
-        by_splats = view.index >= 0 and (self._kind == "splats" or (self._kind == "auto" and cheaper))
+        way = self._kind if self._trials is None else self._trials.way
+        by_splats = view.index >= 0 and (way == "splats" or (way in ("auto", "mixed") and cheaper))
         if view.index >= 0:
             self._sent.pixels += 0 if by_splats else pixels
             self._sent.splats += (splats or 0) if by_splats else ghosts

@@ -11,6 +11,7 @@ from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.seen import Rectangle, camera_position, tiles_seen
 from ns_multigpu.core.assignment import Assignment, Learns
 from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.trials import Trials
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
 
 
@@ -36,6 +37,8 @@ class CellPixels(Assignment):
     Args:
         space: where the cells are. hide: leave out what is hidden behind other cells (`hiding`).
         exchange: who decides which layers travel as splats; None where all travel as pixels.
+        trials: of ways to take steps, where there are several. keeps: an exchange that decides where another way is
+            taken. What it knows is part of what is known here, but it is neither asked nor told anything.
     """
 
     @property
@@ -46,8 +49,12 @@ class CellPixels(Assignment):
 
     recurs = False  # a plan says what each view sees of each cell, and front to back
 
-    def __init__(self, space: ByCells, *, hide: bool = False, exchange: Exchange | None = None) -> None:
+    def __init__(
+        self, space: ByCells, *, hide: bool = False, exchange: Exchange | None = None, trials: Trials | None = None,
+        keeps: Exchange | None = None,
+    ) -> None:  # fmt: skip
         self._space, self._hides, self._exchange = space, hide, exchange
+        self._trials, self._keeps = trials, keeps or exchange
         self._hiding = Hiding()
         self._seen = _Seen()
 
@@ -70,7 +77,8 @@ class CellPixels(Assignment):
             "hidden_flips": flips / max(seen_dark, 1),
         }
         sent = {} if self._exchange is None else self._exchange.figures()
-        return {name: sum_ / seen.steps for name, sum_ in figures.items()} | parts | sent
+        tried = {} if self._trials is None else self._trials.figures()
+        return {name: sum_ / seen.steps for name, sum_ in figures.items()} | parts | sent | tried
 
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
         space = self._space
@@ -131,13 +139,16 @@ class CellPixels(Assignment):
             self._hiding.learn(views, np.array(counts, dtype=np.int64).reshape(-1, len(views), self._space.cells, 5))
 
     def knowledge(self) -> list[list[int]]:
-        return self._hiding.knowledge() if self._exchange is None else self._exchange.knowledge()
+        tried = [] if self._trials is None else self._trials.knowledge()
+        return tried + (self._hiding.knowledge() if self._keeps is None else self._keeps.knowledge())
 
     def learn_again(self, knowledge: Sequence[Sequence[int]]) -> None:
-        if self._exchange is not None:
-            self._exchange.learn_again(knowledge)
+        if self._trials is not None:
+            self._trials.learn_again(knowledge)
+        if self._keeps is not None:
+            self._keeps.learn_again(knowledge)
         else:  # what a run with another exchange knew is of no use
-            self._hiding.learn_again([row for row in knowledge if not Exchange.owns(row)])
+            self._hiding.learn_again([row for row in knowledge if not (Exchange.owns(row) or Trials.owns(row))])
 
 
 def _band(position: int, view: View, first: int, end: int) -> Patch:

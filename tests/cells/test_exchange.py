@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ns_multigpu.cells.exchange import GRADIENT_BYTES, PIXEL_BYTES, ROW_BYTES, Exchange, Kind
+from ns_multigpu.cells.exchange import GRADIENT_BYTES, PIXEL_BYTES, ROW_BYTES, WAYS, Exchange, Kind
 from ns_multigpu.cells.tree import CellTree, Split
+from ns_multigpu.core.trials import Trials
 from ns_multigpu.core.types import Patch, View
 
 WIDTH, HEIGHT = 320, 160
@@ -144,3 +145,26 @@ def test_a_source_without_splats_has_room_for_a_few() -> None:
     assert others(drawn) == [(0, 1), (1, 0)]
     # Each draws half a view, and a row of tiles more, of the other's cell, and of its own, where the other has none.
     assert room == ((0, 60 + 60 // 8 + 64 + 16), (30 + 30 // 8 + 64 + 16, 0))
+
+
+def test_the_way_that_time_chose() -> None:
+    trials = Trials(WAYS, 2)
+    exchange = Exchange("auto", [0, 1], trials=trials)
+    exchange.keep(TREE)
+    exchange.learn([view_of()], counts(10, 2000))
+    for way, sent in (("mixed", [(1, 0)]), ("splats", [(0, 1), (1, 0)]), ("pixels", []), ("mixed", [(1, 0)])):
+        trials.way = way
+        assert others(exchange.divide([view_of()], [[WHOLE, WHOLE]], SPANS)[0]) == sent, way
+
+
+def test_counts_grow_with_the_model_while_nobody_counts() -> None:
+    """Where pixels were chosen, what is known is as old as the last trial. Where they were not, it is not."""
+    for chosen, rows in (("pixels", 180), ("mixed", 60)):
+        trials = Trials(WAYS, 2)
+        exchange = Exchange("auto", [0, 1], trials=trials)
+        exchange.keep(TREE)
+        exchange.learn([view_of()], counts(10, 2000))
+        trials.chosen, trials.growth, trials.number = chosen, 3.0, 1
+        for _ in range(2):  # once, not each time
+            _, room = exchange.divide([view_of()], [[WHOLE, WHOLE]], SPANS)
+            assert room[0][1] == rows + rows // 8 + 64, chosen

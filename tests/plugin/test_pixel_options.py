@@ -41,7 +41,7 @@ def test_what_is_asked_for_is_made() -> None:
     assert config.options is None
 
 
-@pytest.mark.parametrize("exchange", ["splats", "auto"])
+@pytest.mark.parametrize("exchange", ["splats", "mixed", "auto"])
 def test_what_travels(exchange: str) -> None:
     config: Any = copy.deepcopy(splatfacto_pixel.config.pipeline)
     pair = replace(World.single(), size=2)

@@ -77,9 +77,9 @@ class Pool(RecordedPool):
     def prepare(self) -> None:
         self.prepared += 1
 
-    def capture(self, part: Callable[[], None]) -> Any:
+    def capture(self, part: Callable[[], None], stream: Any = None) -> Any:
         self.captured += 1
-        return super().capture(part)
+        return super().capture(part, stream)
 
 
 def make_graphs(device: str, notes: list[str]) -> tuple[StepGraphs, StepTimer]:
@@ -201,7 +201,7 @@ def test_graphs_are_made_where_there_is_room_for_two_sets_of_buffers(
     class Asked(Exception):
         pass
 
-    def capture(self: GraphPool, part: object) -> object:
+    def capture(self: GraphPool, part: object, stream: object) -> object:
         asked.append(part)
         raise Asked
 

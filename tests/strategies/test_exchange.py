@@ -12,6 +12,7 @@ from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.seen import Rectangle
 from ns_multigpu.cells.sharing import CellPixels
 from ns_multigpu.cells.tree import Split
+from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.cell_rows import CellRows
 from ns_multigpu.core.composite import CompositePixels
 from ns_multigpu.core.plan import Plan
@@ -19,7 +20,7 @@ from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
-from strategies.pixel import pixel
+from strategies.pixel import TIMED_ON, pixel
 from tests.ranks import run_ranks, skip_without_gpus
 from tests.strategies import test_stops
 from tests.strategies.test_crossing import check_fused as check_single
@@ -164,6 +165,68 @@ def test_single_with_ghosts_on_gpus(mode: str, ranks: int, cells: int) -> None:
     skip_without_gpus(ranks)
     outcomes = run_ranks(partial(fused_step, cells, "mixed"), ranks, KERNELS[0], mode, "ghosts", device="cuda")
     check_single(outcomes, KERNELS[0], PORTRAIT)
+
+
+def steps_of_ways(world: World, crossing: Literal["none", "ghosts"], mode: str) -> list[Outcome]:
+    """A step of each way, one after the other with the same cells, by the strategies that a run would take them with.
+    Those of autograd know what the ones before have counted."""
+    TIMED_ON.append("cpu")
+    spread = pixel(world, PixelOptions(cells=3, crossing=crossing), "auto")
+    assert spread.choice is not None and spread.choice.trials.way == "mixed"
+    found: list[Outcome] = []
+    for way in ("mixed", "pixels", "splats", "mixed", "pixels"):
+        spread.choice.trials.way = way
+        chosen = spread.choice.others.get(way, spread)
+        if mode == "autograd":
+            outcome = take_step(chosen, "gaussians", VIEWS, POINTS, torch.float64)
+        else:
+            made = PRIMITIVES[KERNELS[0]]()
+            assert isinstance(made, Gaussians)
+            outcome = take_one(chosen, made, CUT, PORTRAIT, mode)
+        found.append({**outcome, "known": spread.assignment.knowledge() == chosen.assignment.knowledge() != []})
+    return found
+
+
+@pytest.mark.parametrize("mode", ["autograd", "step"])
+def test_the_law_for_each_way_that_time_may_choose(mode: str) -> None:
+    for ways in zip(*run_ranks(steps_of_ways, 2, "ghosts", mode), strict=True):
+        if mode == "autograd":
+            rest = ("gaussians", VIEWS, POINTS, torch.float64)
+            check(list(ways), one_step(World.single(), "single", *rest), torch.float64)
+        else:
+            check_single(list(ways), KERNELS[0], PORTRAIT)
+        assert all(one["known"] for one in ways), "whichever is taken, a checkpoint has what others know"
+
+
+def test_the_law_for_each_way_where_splats_stay_in_their_cells() -> None:
+    rest = ("gaussians", VIEWS, POINTS, torch.float64)
+    for ways in zip(*run_ranks(steps_of_ways, 2, "none", "autograd"), strict=True):
+        check(list(ways), step_of(3, World.single(), *rest), torch.float64)
+
+
+@pytest.mark.parametrize("crossing", ["none", "ghosts"])
+def test_pixels_chosen_are_pixels_asked_for(crossing: Any) -> None:
+    """The same legs, and the same plans, though the other way would send splats."""
+    pair, options = replace(World.single(), size=2), PixelOptions(crossing=crossing)
+    assert pixel(pair, options, "auto").choice is None, "on a CPU not by time: a resumed run gives the same bits"
+    TIMED_ON.append("cpu")
+    try:
+        auto, asked = pixel(pair, options, "auto"), pixel(pair, options, "pixels")
+        for fixed in ("pixels", "splats", "mixed"):
+            assert pixel(pair, options, fixed).choice is None  # type: ignore[arg-type]
+        assert pixel(World.single(), options, "auto").choice is None, "one rank sends nothing"
+    finally:
+        TIMED_ON.remove("cpu")
+    assert auto.choice is not None
+    chosen = auto.choice.others["pixels"]
+    assert chosen.placement is auto.placement and chosen.world is auto.world
+    for leg in ("rows", "pixels", "gradients"):
+        of_chosen, of_asked = getattr(chosen, leg), getattr(asked, leg)
+        assert type(of_chosen) is type(of_asked) and of_chosen is not getattr(auto, leg)
+    assert not chosen.rows.planned and chosen.assignment.learns is asked.assignment.learns is Learns.NOTHING
+    views = [View(torch.eye(4), torch.eye(3), 64, 48, index) for index in range(2)]
+    assert chosen.plan(views) == asked.plan(views) and auto.plan(views).homes
+    assert chosen.assignment.counts(2, 64, 48) == 0 < auto.assignment.counts(2, 64, 48)
 
 
 def test_what_does_not_go_with_it() -> None:

@@ -121,6 +121,12 @@ class StepBuffers:
         if self._transport is not None and not self._transport.lasts:
             self._transport = None
 
+    def drop(self) -> None:
+        """Holds nothing any longer: steps go on with other buffers, which take this memory. Every rank calls it."""
+        self._transport, self._shape = None, ()
+        self._lists, self._lists_shape = None, ()
+        self._pictures = torch.zeros(0)
+
     def lists(self, settings: StepSettings, kernels: Kernels, transport: Transport | StagedRows) -> TileLists:
         """What finds each tile's splats."""
         if not self._by_sort:

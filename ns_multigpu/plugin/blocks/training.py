@@ -45,6 +45,7 @@ from ns_multigpu.plugin.blocks.host_cameras import HostCameras
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
+from ns_multigpu.plugin.blocks.ways import Ways
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.plugin.faults.out_of_memory import Counts
 from ns_multigpu.plugin.model import surfaces
@@ -98,10 +99,8 @@ class Training:
         self._rows_drawn: int | None = None  # by one rank in one step, at most
         self._ring: ScalarRing | None = None
         self._ring_width = 0
-        self._travels = pipeline.strategy.rows.travels and world.size > 1
-        self._buffers = StepBuffers(pipeline, world)
-        self._room = StepCapacities(len(pipeline.datamanager.train_share.shapes), one_for_all=self._buffers.one_for_all)
-        self._first, self._block = FirstRoom(pipeline, world, self._buffers), range(0)
+        self._ways = Ways(pipeline, world)
+        self._block, self._again = range(0), False  # the present one, and whether steps of it were taken twice
         pool = GraphPool(world.device) if self._buffers.captures else None
         self._graphs = StepGraphs(pipeline.timer, computed, pool)
         self._learnt = LateCounts(pipeline.strategy.assignment.learn)
@@ -109,12 +108,28 @@ class Training:
         self._targets: list[Tensor] = []  # of the last step, as are these
         self._drawn = Plan((), ())
 
+    @property
+    def _buffers(self) -> StepBuffers:
+        return self._ways.buffers
+
+    @property
+    def _room(self) -> StepCapacities:
+        return self._ways.room
+
+    @property
+    def _first(self) -> FirstRoom:
+        return self._ways.first
+
+    @property
+    def _travels(self) -> bool:
+        return self._pipeline.strategy.rows.travels and self._world.size > 1
+
     def block(self, first: int, limit: int) -> range:
         """The steps from `first` on, before `limit`, that can be taken without a change in between."""
         batch, model, last = self._pipeline.batch_size, self._model, first
         self._signatures.clear()
         signature = self._signature(first)
-        while last + 1 < min(limit, first + MOST_STEPS):
+        while last + 1 < min(limit, first + (self._ways.most or MOST_STEPS)):
             if model.densifier.due_after(last * batch, batch) or self._signature(last + 1) != signature:
                 break
             last += 1
@@ -137,8 +152,9 @@ class Training:
 
         Refining, and resetting opacities, is left to the caller: see `refine`.
         """
-        self._block = steps
+        self._block, self._again = steps, False
         self._choose_lazy()
+        self._ways.begin(self._let_go)
         strategy, images = self._pipeline.strategy, steps[0] * self._pipeline.batch_size
         strategy.observe(self._model.primitive(depth=False), self._model.points, images)
         if strategy.assignment.foresees:
@@ -166,6 +182,7 @@ class Training:
             assert step is not None
             step.flush()  # here only: where it happens must not depend on capacities, for it rounds
         self._learnt.learn(leave=0)  # what is known at a checkpoint must not depend on what was on its way
+        self._ways.end(steps, again=self._again, ready=self._signature(steps[0])[1] == 1)
         return BlockResult(steps, [feed.indices for feed in feeds], reports, self._mse(step))
 
     def _choose_lazy(self) -> None:
@@ -212,6 +229,11 @@ class Training:
         """Leaves everything as after `done` steps of a block, which the device has taken, and holds no buffers."""
         go_back(self._points, self._names, self._optimizers, self._lazy, counts, done)
         self._release()
+
+    def _let_go(self) -> None:
+        """There is no step any longer that holds on to buffers; points stay where they are."""
+        self._graphs.forget()
+        self._step = self._key = None
 
     def _release(self) -> None:
         self._graphs.forget()
@@ -361,5 +383,6 @@ class Training:
         pairs = tell_pairs(status.segments, self._world) if self._travels else pairs_of(0, self._world.size)
         needed = (status.rows, pairs, status.intersections)
         self._room.learn(needed, status.full, status.done * self._pipeline.batch_size)
+        self._again |= status.full
         for feed in again:  # what their plans foresaw may not suffice either
             feed.plan = replace(feed.plan, room=())

@@ -6,10 +6,12 @@ from math import ceil, sqrt
 Rooms = tuple[tuple[int, ...], ...]
 """Lines of each of a rank's cells, by class of segments (`FixedShapes`)."""
 
-_STEPS, _SPREAD, _SPARE = 64, 2.0, 1.1
-"""Rays are drawn at random: how many of them meet a cell scatters by about a root from step to step. Room is for two
-roots more than there are, in so many even steps; and what was made for another step serves, if it is at most this times
-as large."""
+LEARNT = 12
+"""Steps at first that have exactly the room that they need, so that there is something to go by."""
+_STEPS, _SPREAD, _SPARE = 64, 1.5, 1.15
+"""Rays are drawn at random: how many of them meet a cell scatters by about a root from step to step. Room is for so
+many roots more than there were at most, in so many even steps; and what was made before serves where it is at most so
+many times as large as need be."""
 
 
 class KeptRooms:
@@ -20,22 +22,32 @@ class KeptRooms:
     """
 
     def __init__(self, rays: int) -> None:
-        self._rays = rays
+        self._rays, self._steps = rays, 0
+        self._most: list[list[int]] = []
         self._kept: list[Rooms] = []
 
     def of(self, counts: Sequence[Sequence[int]]) -> Rooms:
-        """Room for so many segments, by cell and class; the smallest there was before that serves, or else new."""
-        fresh = tuple(tuple(room_for(count, self._rays) for count in row) for row in counts)
-        most = _SPARE * _lines(fresh)
-        serve = [kept for kept in self._kept if _holds(kept, counts) and _lines(kept) <= most]
+        """Room for so many segments, by cell and class: the smallest there was before that serves, or else new."""
+        self._steps += 1
+        if not self._most:
+            self._most = [list(row) for row in counts]
+        self._most = [list(map(max, row, most)) for row, most in zip(counts, self._most, strict=True)]
+        if self._steps <= LEARNT:
+            return tuple(map(tuple, counts))
+        needed = _lines(tuple(tuple(room_for(count, self._rays) for count in row) for row in counts))
+        serve = [kept for kept in self._kept if _holds(kept, counts) and _lines(kept) <= _SPARE * needed]
         if serve:
             return min(serve, key=_lines)
+        fresh = tuple(tuple(room_for(count, self._rays) for count in row) for row in self._most)
+        if _lines(fresh) > _SPARE * needed:  # rays have changed since
+            self._most = [list(row) for row in counts]
+            fresh = tuple(tuple(room_for(count, self._rays) for count in row) for row in counts)
         self._kept.append(fresh)
         return fresh
 
 
 def room_for(count: int, rays: int) -> int:
-    """Lines for so many segments of so many rays; none for none."""
+    """Lines for so many segments of so many rays, and some more; none for none."""
     step = max(ceil(rays / _STEPS), 1)
     return min(ceil((count + _SPREAD * sqrt(count)) / step) * step, rays)
 
