@@ -203,6 +203,15 @@ def packed(columns: Sequence[Tensor]) -> Tensor:
 
 
 def unpacked(rows: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """[K, all columns] -> what `packed` was given, taken apart: [K, *shape] each, contiguous."""
+    """[K, all columns] -> what `packed` was given, taken apart: [K, *shape] each, contiguous.
+
+    Each has memory of its own. Part of a single row is contiguous as it is, but does not begin where a kernel can read
+    two or four numbers at once.
+    """
+    if len(shapes) == 1:
+        return [rows.reshape(len(rows), *shapes[0]).contiguous()]
     pieces = rows.split([math.prod(shape) for shape in shapes], dim=1)
-    return [piece.reshape(len(rows), *shape).contiguous() for piece, shape in zip(pieces, shapes, strict=True)]
+    return [
+        piece.clone(memory_format=torch.contiguous_format).view(len(rows), *shape)
+        for piece, shape in zip(pieces, shapes, strict=True)
+    ]

@@ -146,6 +146,19 @@ def test_dead_and_padding_rows_are_in_no_list() -> None:
     assert_same_lists(splats)
 
 
+def test_rows_need_not_begin_where_two_numbers_are_read_at_once() -> None:
+    """Part of a single row is contiguous wherever it begins."""
+    splats = make_splats(1, 64, 64).to("cuda")
+    expected = lists_of(*(x.cpu() for x in splats.intersect()))
+    assert any(expected)
+    radii, means2d = (
+        torch.cat([x.new_zeros(1, 1), x], 1)[:, 1:] for x in (splats.radii, splats.means2d)
+    )  # fmt: skip
+    assert radii.is_contiguous() and radii.data_ptr() % 8 == means2d.data_ptr() % 8 == 4
+    shifted = replace(splats, radii=radii, means2d=means2d)
+    assert lists_of(*(x.cpu() for x in shifted.intersect())) == expected
+
+
 def test_nothing_to_list() -> None:
     none, some = make_splats(0, 32, 20).to("cuda"), make_splats(5, 32, 20).to("cuda")
     cases = [

@@ -45,10 +45,14 @@ inline at::Tensor cuda_ints(const at::Tensor& tensor, const char* name, at::IntA
   return cuda_checked(tensor, name, shape, at::kInt, like);
 }
 
-// The tensor, copied if it does not start where a float4 may: a view into a larger buffer need not.
-inline at::Tensor aligned(const at::Tensor& tensor) {
-  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0 ? tensor : tensor.clone();
+// The tensor, copied if it does not start where a float4 may, or whatever has so many bytes: a view into a larger buffer
+// need not.
+inline at::Tensor aligned(const at::Tensor& tensor, uintptr_t bytes = 16) {
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0 ? tensor : tensor.clone();
 }
+
+// The same of a tensor [rows, 2] that is read two numbers at once.
+inline at::Tensor aligned_pairs(const at::Tensor& tensor) { return aligned(tensor, 8); }
 
 // Counts of points, rows, tiles and intersections are held as int32 on the device; bytes and offsets are not.
 inline int cuda_count(int64_t count, const char* what) {

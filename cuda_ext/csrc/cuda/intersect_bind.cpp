@@ -64,11 +64,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> run(const at::Tensor& means2d_, c
                                                    at::IntArrayRef patches, int64_t tile_size, int64_t capacity) {
   const PatchList list(patches, tile_size);
   const int tiles = cuda_count(list.tiles, "tiles"), count = cuda_count(means2d_.size(0), "rows");
-  const at::Tensor means2d = cuda_floats(means2d_, "means2d", {count, 2}, means2d_),
+  const at::Tensor means2d = aligned_pairs(cuda_floats(means2d_, "means2d", {count, 2}, means2d_)),
                    conics = cuda_floats(conics_, "conics", {count, 3}, means2d_),
                    row_opacities = cuda_floats(row_opacities_, "row_opacities", {count}, means2d_),
                    depths = cuda_floats(depths_, "depths", {count}, means2d_),
-                   radii = cuda_ints(radii_, "radii", {count, 2}, means2d_),
+                   radii = aligned_pairs(cuda_ints(radii_, "radii", {count, 2}, means2d_)),
                    view_ids = cuda_ints(view_ids_, "view_ids", {count}, means2d_);
   const c10::cuda::CUDAGuard guard(means2d.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();

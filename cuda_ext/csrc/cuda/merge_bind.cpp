@@ -131,11 +131,11 @@ Lists intersect_keys(const at::Tensor& means2d_, const at::Tensor& conics_, cons
   int64_t tiles = 0;
   const std::vector<PatchTiles> host = view_tiles(sizes, tile_size, &tiles);
   cuda_count(tiles, "tiles");
-  const at::Tensor means2d = cuda_floats(means2d_, "means2d", {count, 2}, means2d_),
+  const at::Tensor means2d = aligned_pairs(cuda_floats(means2d_, "means2d", {count, 2}, means2d_)),
                    conics = cuda_floats(conics_, "conics", {count, 3}, means2d_),
                    row_opacities = cuda_floats(row_opacities_, "row_opacities", {count}, means2d_),
                    depths = cuda_floats(depths_, "depths", {count}, means2d_),
-                   radii = cuda_ints(radii_, "radii", {count, 2}, means2d_),
+                   radii = aligned_pairs(cuda_ints(radii_, "radii", {count, 2}, means2d_)),
                    view_ids = cuda_ints(view_ids_, "view_ids", {count}, means2d_);
   const c10::cuda::CUDAGuard guard(means2d.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();

@@ -29,7 +29,7 @@ struct Inputs {
   Inputs(const at::Tensor& means2d_, const at::Tensor& conics_, const at::Tensor& opacities_,
          const at::Tensor& features_, const at::Tensor& tile_offsets_, const at::Tensor& row_ids_, const Cut& cut,
          int64_t tile_size)
-      : means2d(cuda_floats(means2d_, "means2d", {-1, 2}, means2d_)) {
+      : means2d(aligned_pairs(cuda_floats(means2d_, "means2d", {-1, 2}, means2d_))) {
     const int64_t rows = cuda_count(means2d.size(0), "rows");
     conics = cuda_floats(conics_, "conics", {rows, 3}, means2d);
     opacities = cuda_floats(opacities_, "row_opacities", {rows}, means2d);

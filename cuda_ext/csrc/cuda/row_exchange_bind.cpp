@@ -57,9 +57,9 @@ void route_lines(const at::Tensor& view_ids_, const at::Tensor& count_, const at
                  const at::Tensor& place_, const at::Tensor& counts_, const std::optional<at::Tensor>& reached_,
                  at::IntArrayRef cells) {
   const int rows = cuda_count(means2d_.size(0), "rows"), ranks = checked_ranks(ranks_);
-  const at::Tensor means2d = cuda_floats(means2d_, "means2d", {rows, 2}, means2d_),
+  const at::Tensor means2d = aligned_pairs(cuda_floats(means2d_, "means2d", {rows, 2}, means2d_)),
                    view_ids = cuda_ints(view_ids_, "view_ids", {rows}, means2d_),
-                   radii = cuda_ints(radii_, "radii", {rows, 2}, means2d_),
+                   radii = aligned_pairs(cuda_ints(radii_, "radii", {rows, 2}, means2d_)),
                    count = cuda_checked(count_, "count", {1}, at::kLong, means2d_),
                    place = cuda_ints(place_, "place", {ranks, rows}, means2d_),
                    counts = cuda_checked(counts_, "counts", {ranks}, at::kLong, means2d_);
@@ -91,12 +91,12 @@ void pack(const at::Tensor& view_ids_, const at::Tensor& means2d_, const at::Ten
   const int ranks = checked_ranks(place_.size(0));
   const int64_t end = end_.value_or(rows);
   check_lines(first, end, rows);
-  const at::Tensor means2d = cuda_floats(means2d_, "means2d", {rows, 2}, means2d_),
+  const at::Tensor means2d = aligned_pairs(cuda_floats(means2d_, "means2d", {rows, 2}, means2d_)),
                    conics = cuda_floats(conics_, "conics", {rows, 3}, means2d_),
                    opacities = cuda_floats(opacities_, "opacities", {rows}, means2d_),
                    features = cuda_floats(features_, "features", {rows, 3}, means2d_),
                    depths = cuda_floats(depths_, "depths", {rows}, means2d_),
-                   radii = cuda_ints(radii_, "radii", {rows, 2}, means2d_),
+                   radii = aligned_pairs(cuda_ints(radii_, "radii", {rows, 2}, means2d_)),
                    view_ids = cuda_ints(view_ids_, "view_ids", {rows}, means2d_),
                    place = cuda_ints(place_, "place", {ranks, rows}, means2d_),
                    destinations = cuda_checked(destinations_, "destinations", {ranks}, at::kLong, means2d_);

@@ -20,9 +20,9 @@ at::Tensor row_spans(const at::Tensor& layers_, const at::Tensor& means2d_, cons
   const int rows = cuda_count(means2d_.size(0), "rows"), layer_count = cuda_count(count_of_layers, "layers");
   TORCH_CHECK_VALUE(width >= 0 && height >= 0 && width < (1 << 24) && height < (1 << 24), "layers of ", width, "x",
                     height, " pixels.");
-  const at::Tensor means2d = cuda_floats(means2d_, "means2d", {rows, 2}, means2d_),
+  const at::Tensor means2d = aligned_pairs(cuda_floats(means2d_, "means2d", {rows, 2}, means2d_)),
                    layers = cuda_ints(layers_, "layers", {rows}, means2d_),
-                   radii = cuda_ints(radii_, "radii", {rows, 2}, means2d_);
+                   radii = aligned_pairs(cuda_ints(radii_, "radii", {rows, 2}, means2d_));
   at::Tensor count, cells;
   if (count_) count = cuda_checked(*count_, "count", {1}, at::kLong, means2d_);
   if (cells_) cells = cuda_checked(*cells_, "cells", {-1, rows}, at::kBool, means2d_);

@@ -66,12 +66,12 @@ void pack_wire(const at::Tensor& view_ids_, const at::Tensor& means2d_, const at
   TORCH_CHECK_VALUE(0 <= first && first <= end && end <= rows, "lines ", first, " to ", end,
                     ": need 0 <= first <= end <= ", rows, ", which is all of them.");
   const int64_t ranks = static_cast<int64_t>(capacities.size());
-  const at::Tensor means2d = cuda_floats(means2d_, "means2d", {rows, 2}, means2d_),
+  const at::Tensor means2d = aligned_pairs(cuda_floats(means2d_, "means2d", {rows, 2}, means2d_)),
                    conics = cuda_floats(conics_, "conics", {rows, 3}, means2d_),
                    opacities = cuda_floats(opacities_, "opacities", {rows}, means2d_),
                    features = cuda_floats(features_, "features", {rows, 3}, means2d_),
                    depths = cuda_floats(depths_, "depths", {rows}, means2d_),
-                   radii = cuda_ints(radii_, "radii", {rows, 2}, means2d_),
+                   radii = aligned_pairs(cuda_ints(radii_, "radii", {rows, 2}, means2d_)),
                    view_ids = cuda_ints(view_ids_, "view_ids", {rows}, means2d_),
                    place = cuda_ints(place_, "place", {ranks, rows}, means2d_);
   const WireSegments to = checked_segments(wire, starts, capacities, rank, half, full_row_words(slots),
@@ -132,12 +132,12 @@ void keep_rows(const at::Tensor& view_ids_, const at::Tensor& means2d_, const at
   const int64_t there = cuda_count(to_means2d.size(0), "lines that arrived");
   TORCH_CHECK_VALUE(0 <= start && 0 <= capacity && start + capacity <= there, "lines ", start, " to ",
                     start + capacity, " are to be kept, of ", there, " that arrived.");
-  const at::Tensor means2d = cuda_floats(means2d_, "means2d", {rows, 2}, means2d_),
+  const at::Tensor means2d = aligned_pairs(cuda_floats(means2d_, "means2d", {rows, 2}, means2d_)),
                    conics = cuda_floats(conics_, "conics", {rows, 3}, means2d_),
                    opacities = cuda_floats(opacities_, "opacities", {rows}, means2d_),
                    features = cuda_floats(features_, "features", {rows, 3}, means2d_),
                    depths = cuda_floats(depths_, "depths", {rows}, means2d_),
-                   radii = cuda_ints(radii_, "radii", {rows, 2}, means2d_),
+                   radii = aligned_pairs(cuda_ints(radii_, "radii", {rows, 2}, means2d_)),
                    view_ids = cuda_ints(view_ids_, "view_ids", {rows}, means2d_),
                    place = cuda_ints(place_, "place", {rows}, means2d_);
   const c10::cuda::CUDAGuard guard(means2d.device());
