@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from nerfstudio.cameras.cameras import Cameras, CameraType
+from nerfstudio.cameras.rays import RayBundle
 from nerfstudio.field_components.encodings import SHEncoding
 from nerfstudio.model_components.ray_generators import RayGenerator
 from torch.utils._python_dispatch import (
@@ -23,15 +24,18 @@ from ns_multigpu.core.transport import launched
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
-from ns_multigpu.plugin.radiance import fast_steps
+from ns_multigpu.plugin.radiance import fast_steps, rooms
 from ns_multigpu.plugin.radiance.fast_steps import FastSteps, make_capturable
 from ns_multigpu.plugin.radiance.pinhole_rays import PinholeRays
+from ns_multigpu.plugin.radiance.step_graphs import GraphsByKind
 from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
 from ns_multigpu.radiance.exchange import sum_gradients
+from ns_multigpu.radiance.slots import Slots
 from tests.plugin.course import write_capture
 from tests.plugin.radiance_scene import IMAGES, model, rays, truth
 from tests.plugin.test_radiance_run import configured
 from tests.ranks import run_ranks, skip_without_gpus
+from tests.recorded import RecordedPool
 
 
 def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, Any]) -> dict[str, Any]:
@@ -205,11 +209,11 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _fast(trainer: RadianceTrainer, **options: Any) -> FastSteps:
-    """What takes the steps on GPUs, here without a graph."""
+    """What takes the steps on GPUs, here without a graph unless one is given."""
     feed = trainer.pipeline.datamanager.feed()
     assert feed is not None
-    guard, what = trainer.guards.numbers, {"skips": False, "mixed": False, **options}
-    return FastSteps(trainer.pipeline, trainer.optimizers, trainer.world, guard, feed=feed, graphs=None, **what)
+    guard, what = trainer.guards.numbers, {"skips": False, "mixed": False, "graphs": None, **options}
+    return FastSteps(trainer.pipeline, trainer.optimizers, trainer.world, guard, feed=feed, **what)
 
 
 @pytest.mark.parametrize(
@@ -256,20 +260,38 @@ def test_the_watch_over_a_step_sees() -> None:
             wait()
 
 
-def _courses(world: World, capture: Path, out: Path, **options: Any) -> list[dict[str, torch.Tensor]]:
-    """What two trainers have after some steps: one whose steps are fed and taken as on GPUs, and one whose are not."""
+STEPS = 30
+
+
+def _courses(
+    world: World, capture: Path, out: Path, *, recorded: bool = False, **options: Any
+) -> list[dict[str, torch.Tensor]]:
+    """What two trainers have after some steps: one whose steps are fed and taken as on GPUs, and one whose are not.
+
+    Args:
+        recorded: whether the former's are noted and run again, as by a graph.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rooms, "LEARNT", 4)
+        return _both_courses(world, capture, out, recorded, options)
+
+
+def _both_courses(
+    world: World, capture: Path, out: Path, recorded: bool, options: dict[str, Any]
+) -> list[dict[str, torch.Tensor]]:
     ends: list[dict[str, torch.Tensor]] = []
     for name in ("fast", "plain"):
         with _trainer(capture, out / f"{name}-{world.size}", world, **options) as trainer:
             config = trainer.config
             config.fused_steps = "never" if name == "plain" else "auto"
-            trainer.pipeline.model.config.proposal_warmup = 5
+            trainer.pipeline.model.config.proposal_warmup, trainer.pipeline.model.config.proposal_update_every = 3, 2
             fast = world.device.type == "cpu" and name == "fast"
             if fast:
                 trainer._choose_steps()
-                trainer._fast = _fast(trainer)
+                graphs = GraphsByKind(world.device, print, RecordedPool()) if recorded else None
+                trainer._fast = _fast(trainer, graphs=graphs)
             losses: list[float] = []
-            for step in range(24):
+            for step in range(STEPS):
                 trainer.pipeline.train()
                 trainer.step = step
                 trainer.pipeline.model.begin_step(step)
@@ -277,7 +299,7 @@ def _courses(world: World, capture: Path, out: Path, **options: Any) -> list[dic
                 trainer.pipeline.model._end_step(step)
                 trainer._look_for_nan(now=False)
             assert (trainer._fast is not None) == (name == "fast")
-            if world.device.type == "cuda" and name == "fast":
+            if (recorded or world.device.type == "cuda") and name == "fast":
                 graphs = None if trainer._fast is None else trainer._fast._graphs
                 assert graphs is not None
                 kinds = [kind for kind, _ in graphs._captured if isinstance(kind, tuple)]
@@ -292,14 +314,55 @@ def _compare(ends: list[dict[str, torch.Tensor]]) -> None:
     fast, plain = ends
     assert fast.keys() == plain.keys()
     torch.testing.assert_close(fast["losses"], plain["losses"], rtol=5e-3, atol=1e-5)
-    assert len(plain["losses"].unique()) == 24
+    assert len(plain["losses"].unique()) == STEPS
     for name, value in plain.items():
         torch.testing.assert_close(fast[name], value, rtol=2e-2, atol=5e-3, msg=name)
 
 
+class _AsOperators:
+    """Grids by one operator each way, as on a GPU: what it does within is nobody's business."""
+
+    encode_grid = staticmethod(torch.ops.ns_multigpu.encode_grid)
+    encode_grid_backward = staticmethod(torch.ops.ns_multigpu.encode_grid_backward)
+
+
+def _recorded_courses(world: World, *args: Any, **options: Any) -> list[dict[str, torch.Tensor]]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("cuda_ext.ops.encode_grid.composed", _AsOperators)
+        norms = lambda tensors: list(torch._foreach_norm(list(tensors), torch.inf))  # noqa: E731
+        patched.setattr(fast_steps, "witnesses", norms)
+        return _courses(world, *args, recorded=True, **options)
+
+
 @pytest.mark.parametrize("samples_per", ["segment", "ray"])
-def test_fed_steps_are_the_steps(capture: Path, tmp_path: Path, samples_per: str) -> None:
-    for ends in run_ranks(partial(_courses, samples_per=samples_per), 2, capture, tmp_path):
+def test_recorded_steps_are_the_steps(capture: Path, tmp_path: Path, samples_per: str) -> None:
+    for ends in run_ranks(partial(_recorded_courses, samples_per=samples_per), 2, capture, tmp_path):
+        _compare(ends)
+
+
+def test_a_rank_whose_cells_no_ray_meets_takes_its_step(
+    capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _trainer(capture, tmp_path) as trainer:
+        spread = trainer.pipeline.model.spread
+        found = spread.slots
+
+        def missed(bundle: RayBundle) -> Slots:
+            slots = found(bundle)
+            none, rays = torch.zeros_like(slots.live), len(bundle)
+            order = torch.full_like(slots.order, len(slots.live) * rays)
+            return Slots(slots.near, slots.far, none, order, torch.zeros_like(slots.counts))
+
+        monkeypatch.setattr(spread, "slots", missed)
+        before = {name: p.detach().clone() for name, p in trainer.pipeline.model.own_parameters().items()}
+        trainer.pipeline.model.begin_step(0)
+        losses, _ = _fast(trainer).take(0)
+        assert bool(losses["rgb_loss"] > 0)
+        assert all(torch.equal(p, before[name]) for name, p in trainer.pipeline.model.own_parameters().items())
+
+
+def test_fed_steps_are_the_steps(capture: Path, tmp_path: Path) -> None:
+    for ends in run_ranks(_courses, 2, capture, tmp_path):
         _compare(ends)
 
 

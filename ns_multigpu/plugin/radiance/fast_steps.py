@@ -157,7 +157,9 @@ class FastSteps:
             outputs = yield from model.fixed.parts(rays, slots, rooms)
             metrics = model.pixel_metrics(outputs, batch)
             losses = model.get_loss_dict(outputs, batch, metrics)
-        functools.reduce(torch.add, losses.values()).backward()
+        loss = functools.reduce(torch.add, losses.values())
+        if loss.requires_grad:  # not where no ray meets this rank's cells
+            loss.backward()
         shared = [p for p in model.shared_parameters().values() if p.requires_grad]
         yield from sum_gradients_in_parts(shared, self._world)
         graded = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.numel()}

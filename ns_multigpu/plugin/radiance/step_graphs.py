@@ -26,12 +26,13 @@ class GraphsByKind:
     Args:
         device: a GPU.
         say: tells the user why steps are not captured, if they cannot be.
+        pool: captures; tests have one for CPUs.
     """
 
-    def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
+    def __init__(self, device: torch.device, say: Callable[[str], None], pool: GraphPool | None = None) -> None:
         self._device, self._say = device, say
-        self._stream = torch.cuda.Stream(device)
-        self._pool = GraphPool(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pool = GraphPool(device) if pool is None else pool
         self._seen: dict[Hashable, int] = {}
         self._captured: dict[tuple[Hashable, Hashable], tuple[list[Any], Any]] = {}
         self._no_room = False
@@ -72,6 +73,8 @@ class GraphsByKind:
         return room
 
     def _aside(self, parts: Callable[[], Parts[T]]) -> T:
+        if self._stream is None:
+            return launched(parts())
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -82,7 +85,8 @@ class GraphsByKind:
     def _capture(self, parts: Callable[[], Parts[T]]) -> tuple[list[Any], T]:
         self._pool.prepare()
         gc.collect()
-        torch.cuda.synchronize(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         collects = gc.isenabled()
         gc.disable()  # what it might let go of may not be let go of in a capture
         try:
