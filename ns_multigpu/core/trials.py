@@ -16,7 +16,7 @@ from dataclasses import dataclass
 FIRST = 32
 """Steps before the first trial: what plans go by, such as counts, is known of some views then."""
 WARM = 8
-"""Steps of each way that do not count: they make buffers, and find out how much room they need."""
+"""Steps of each way that do not count: they make buffers, and find out how much room they need. Half of them guess."""
 TIMED = 32
 """Steps of each way that do."""
 MOST = 16
@@ -81,12 +81,14 @@ class Trials:
         way: of the next block. chosen: by the last trial.
         trying: whether that is one of a trial: its time is to be told, and it has `most` steps at most.
         number: of trials begun.
+        settles: whether the last block was the one after which room is given up that the way does not need.
         growth: how many times as many points there are as when a trial was last over; at the first, 1.
     """
 
     def __init__(self, ways: Sequence[str], ranks: int) -> None:
         self._ways, self._ranks, self.way = tuple(ways), ranks, ways[0]
         self.trying, self.number, self.growth = False, 0, 1.0
+        self.settles = False
         self.chosen = self.way
         self._waited = 0  # steps that were ready since there was reason to look
         self._tried: tuple[int, int | None] | None = None  # points and placings at the last trial
@@ -99,7 +101,10 @@ class Trials:
     @property
     def most(self) -> int | None:
         """Steps of the next block at most; None where that is all the same."""
-        return (self._warm if self._warm > 0 else MOST) if self.trying else None
+        if not self.trying:
+            return None
+        half = WARM // 2
+        return MOST if self._warm <= 0 else self._warm - half if self._warm > half else self._warm
 
     def after(self, block: Block, spare: Callable[[], bool] = lambda: True) -> str | None:
         """Told of each block; sets the way of the next.
@@ -169,8 +174,9 @@ class Trials:
 
     def _time(self, block: Block) -> str | None:
         self._spent.append((block.steps, block.seconds))
-        if self._warm > 0:
-            self._warm -= block.steps
+        before, self._warm = self._warm, self._warm - block.steps
+        self.settles = before > WARM // 2 >= self._warm
+        if before > 0:
             return None
         now = self._times[self.way]
         if block.again and now.excused < _EXCUSED:

@@ -73,6 +73,17 @@ def test_what_warms_up_does_not_count() -> None:
     assert run.trials.figures()["exchange_trials_cost"] > warmed, "but it costs"
 
 
+def test_room_is_given_up_halfway_through_what_does_not_count() -> None:
+    run, settled = Run(), list[tuple[str, int]]()
+    run.take(FIRST, FAST_LINKS)
+    while run.trials.trying:
+        way = run.trials.way
+        run.take(run.trials.most or 0, FAST_LINKS)
+        if run.trials.settles:
+            settled.append((way, run.ways[FIRST:].count(way)))
+    assert settled == [(way, WARM // 2) for way in WAYS]
+
+
 def test_what_trials_have_cost() -> None:
     """In steps of the best way, to the step."""
     run = Run()

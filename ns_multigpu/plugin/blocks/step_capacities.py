@@ -65,11 +65,19 @@ class StepCapacities:
             return
         # Before all views have been seen, only what is far too much: the first guess of a run.
         halves = 3 if sum(seen for seen, _ in self._recent) >= self._window else 6
+        self._now = self._each(lambda w, c: w + w // 8 if c > halves * w // 2 + _SPARE else c, self._most())
+
+    def settle(self) -> None:
+        """Gives up what steps had no need of so far, but for half as much again, though not all views have been seen:
+        where the time of steps is to be measured that have just begun, and only guess what they need."""
+        if self._recent:
+            self._now = self._each(lambda w, c: w + w // 2 if c > 3 * w // 2 + _SPARE else c, self._most())
+
+    def _most(self) -> Capacities:
+        """That any step of late has needed."""
         rows, pairs, intersections = zip(*(most for _, most in self._recent), strict=True)
         most = tuple(tuple(map(max, *of_source, of_source[0])) for of_source in zip(*pairs, strict=True))
-        self._now = self._each(
-            lambda w, c: w + w // 8 if c > halves * w // 2 + _SPARE else c, (max(rows), most, max(intersections))
-        )
+        return max(rows), most, max(intersections)
 
     def _each(self, chosen: Callable[[int, int], int], needed: Capacities) -> Capacities:
         """A choice for each capacity, from what there should be room for and what there is."""

@@ -80,6 +80,8 @@ class Ways:
         points, placings = self._pipeline.model.total_points, self._strategy.placement.placings
         block = Block(len(steps), steps.stop, seconds, points, placings, again, ready)
         told = choice.trials.after(block, self._has_room)
+        if choice.trials.settles:
+            self.room.settle()
         if told is not None and self._world.is_main:
             CONSOLE.print(f"--pipeline.exchange auto: {told}", soft_wrap=True)
 
