@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from nerfstudio.cameras.camera_optimizers import CameraOptimizerConfig
 from nerfstudio.cameras.cameras import Cameras, CameraType
 from nerfstudio.cameras.rays import RayBundle
 from nerfstudio.field_components.encodings import SHEncoding
@@ -343,7 +344,8 @@ def test_recorded_steps_are_the_steps(capture: Path, tmp_path: Path, samples_per
 def test_a_rank_whose_cells_no_ray_meets_takes_its_step(
     capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with _trainer(capture, tmp_path) as trainer:
+    # Else what keeps poses near where they were has a gradient on rank 0.
+    with _trainer(capture, tmp_path, camera_optimizer=CameraOptimizerConfig(mode="off")) as trainer:
         spread = trainer.pipeline.model.spread
         found = spread.slots
 
