@@ -84,6 +84,8 @@ def _rank(
         barrier(world)  # a rank that leaves early takes its connections with it
     except BaseException:
         traceback.print_exc()
+        if backend == "nccl":  # else closing would wait for ranks that wait for this one
+            dist.distributed_c10d._abort_process_group()
         raise
     finally:
         # Errors that a test has caught keep frames, and so process groups, whose threads may abort the interpreter.
