@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 from nerfstudio.cameras.camera_optimizers import CameraOptimizerConfig
-from nerfstudio.cameras.cameras import Cameras, CameraType
 from nerfstudio.cameras.rays import RayBundle
 from nerfstudio.field_components.encodings import SHEncoding
-from nerfstudio.model_components.ray_generators import RayGenerator
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
@@ -27,7 +25,6 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.radiance import fast_steps, rooms
 from ns_multigpu.plugin.radiance.fast_steps import FastSteps, make_capturable
-from ns_multigpu.plugin.radiance.pinhole_rays import PinholeRays
 from ns_multigpu.plugin.radiance.step_graphs import GraphsByKind
 from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
 from ns_multigpu.radiance.exchange import sum_gradients
@@ -115,37 +112,6 @@ def test_a_ray_that_misses_a_cell_teaches_it_nothing() -> None:
         if param.grad is not None:
             assert bool(param.grad.isfinite().all()), name
             assert not name.startswith("cells.1.") or not param.grad.any(), name
-
-
-# ---- rays ----
-
-
-def _cameras(lens: bool) -> Cameras:
-    g = torch.Generator().manual_seed(8)
-    turned = torch.linalg.qr(torch.randn(5, 3, 3, generator=g)).Q
-    poses = torch.cat([turned, torch.randn(5, 3, 1, generator=g)], 2)
-    bent = 0.1 * torch.randn(5, 6, generator=g) * torch.tensor([[0.0], [1.0], [1.0], [1.0], [1.0]]) if lens else None
-    focal = 20 + torch.rand(5, 1, generator=g)
-    return Cameras(poses, focal, focal + 1, 8.2, 6.1, 17, 13, bent, CameraType.PERSPECTIVE)
-
-
-@pytest.mark.parametrize("lens", [False, True])
-def test_rays_are_nerfstudios(lens: bool) -> None:
-    cameras = _cameras(lens)
-    g = torch.Generator().manual_seed(9)
-    indices = torch.stack([torch.randint(n, (60,), generator=g) for n in (5, 13, 17)], 1)
-    found, expected = PinholeRays(cameras)(indices), RayGenerator(cameras)(indices)
-    for name in ("origins", "directions", "pixel_area", "camera_indices"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
-
-
-def test_only_perspective_cameras_fit() -> None:
-    cameras = _cameras(False)
-    assert PinholeRays.fits(cameras)
-    cameras.camera_type[2] = CameraType.FISHEYE.value
-    assert not PinholeRays.fits(cameras)
-    with pytest.raises(ValueError, match="not perspective"):
-        PinholeRays(cameras)
 
 
 # ---- what a graph would hold ----

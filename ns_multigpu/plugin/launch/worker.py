@@ -141,7 +141,10 @@ def _leave_record(error: BaseException, rank: int, folder: Path) -> None:
     message = str(error) if plain else f"{type(error).__name__}: {error}"
     report = "".join(traceback.format_exception(error))
     record = Failure(rank, time.time_ns(), plain, isinstance(error, _HOPELESS), message, report)
-    (folder / f"failure-{rank}.json").write_text(json.dumps(asdict(record)), "utf8")
+    # Whole or not at all: this process may be ended while it writes, and whoever ends it reads.
+    begun = folder / f"begun-{rank}.json"
+    begun.write_text(json.dumps(asdict(record)), "utf8")
+    begun.replace(folder / f"failure-{rank}.json")
     if not plain:
         time.sleep(LAST_WORDS)
 
