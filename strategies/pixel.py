@@ -51,7 +51,7 @@ def pixel(world: World, options: PixelOptions | None = None, exchange: Asked = "
     homes = [space.rank_of(cell) for cell in range(space.cells)]
     trials = Trials(WAYS, world.size) if exchange == "auto" and world.device.type in TIMED_ON else None
     decides = Exchange(
-        "splats" if exchange == "splats" else "auto", homes, half=half, ghosts=ghosts, trials=trials,
+        "splats" if exchange == "splats" else "mixed", homes, half=half, ghosts=ghosts, trials=trials,
     )  # fmt: skip
     views, crossing = CellPixels(space, exchange=decides, trials=trials), CellsInViews(space) if ghosts else None
     pixels = CompositePixels(space.layers if crossing is None else space.local, half=half, crossing=crossing)

@@ -28,9 +28,9 @@ from ns_multigpu.core.row_spans import spans_length, tile_rows
 from ns_multigpu.core.trials import Trials
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
 
-Kind: TypeAlias = Literal["pixels", "splats", "auto"]
+Kind: TypeAlias = Literal["splats", "mixed"]
 WAYS = ("mixed", "pixels", "splats")
-"""Ways to take steps that trials choose among: "mixed" is "auto" without trials, whichever is fewer bytes."""
+"""Ways to take steps that trials choose among: "mixed" is whichever is fewer bytes."""
 Spans: TypeAlias = Sequence[Sequence[tuple[int, int] | None]]
 """[rank][view] first and end row of tiles of what a rank owns."""
 PIXEL_BYTES = 4 * 4
@@ -80,10 +80,10 @@ class Exchange:
     """Decides, and remembers what decisions follow from. All ranks are told the same.
 
     Args:
-        kind: "auto", fewer bytes; or "splats", which sends splats alone.
+        kind: "mixed", whichever is fewer bytes; or "splats", which sends splats alone.
         homes: of each cell its rank. half: pixels are float16 on the wire.
         ghosts: whether splats are drawn in all cells that they reach; else in their own.
-        trials: of `WAYS`; with "auto" they say which it is to be. None: fewer bytes.
+        trials: of `WAYS`; they say which it is to be, in the place of `kind`. None for always `kind`.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class Exchange:
         splats = None if rows is None else (ROW_BYTES + GRADIENT_BYTES) * rows
         cheaper = splats is not None and splats < pixels + ghosts
         way = self._kind if self._trials is None else self._trials.way
-        by_splats = view.index >= 0 and (way == "splats" or (way in ("auto", "mixed") and cheaper))
+        by_splats = view.index >= 0 and (way == "splats" or (way == "mixed" and cheaper))
         if view.index >= 0:
             self._sent.pixels += 0 if by_splats else pixels
             self._sent.splats += (splats or 0) if by_splats else ghosts

@@ -30,7 +30,7 @@ def counts(first: int, second: int, of_rank: tuple[int, int] = (0, 1)) -> list[i
     return table.reshape(-1).tolist()
 
 
-def exchange_of(kind: Kind = "auto", half: bool = False) -> Exchange:
+def exchange_of(kind: Kind = "mixed", half: bool = False) -> Exchange:
     exchange = Exchange(kind, [0, 1], half=half)
     exchange.keep(TREE)
     return exchange
@@ -125,7 +125,7 @@ def test_a_resumed_run_knows_the_same() -> None:
 
 def test_ranks_with_more_cells_than_others() -> None:
     """What is told is rank after rank, of each as many cells as any has."""
-    exchange = Exchange("auto", [0, 0, 1])
+    exchange = Exchange("mixed", [0, 0, 1])
     views = [view_of(1), view_of(2)]
     table = np.zeros((2, 2, 2, 2 * ROWS), dtype=int)  # rank, view, its k-th cell
     table[0, 0, 1], table[1, 1, 0] = 10, 11
@@ -149,7 +149,7 @@ def test_a_source_without_splats_has_room_for_a_few() -> None:
 
 def test_the_way_that_time_chose() -> None:
     trials = Trials(WAYS, 2)
-    exchange = Exchange("auto", [0, 1], trials=trials)
+    exchange = Exchange("mixed", [0, 1], trials=trials)
     exchange.keep(TREE)
     exchange.learn([view_of()], counts(10, 2000))
     for way, sent in (("mixed", [(1, 0)]), ("splats", [(0, 1), (1, 0)]), ("pixels", []), ("mixed", [(1, 0)])):
@@ -161,7 +161,7 @@ def test_counts_grow_with_the_model_while_nobody_counts() -> None:
     """Where pixels were chosen, what is known is as old as the last trial. Where they were not, it is not."""
     for chosen, rows in (("pixels", 180), ("mixed", 60)):
         trials = Trials(WAYS, 2)
-        exchange = Exchange("auto", [0, 1], trials=trials)
+        exchange = Exchange("mixed", [0, 1], trials=trials)
         exchange.keep(TREE)
         exchange.learn([view_of()], counts(10, 2000))
         trials.chosen, trials.growth, trials.number = chosen, 3.0, 1

@@ -29,6 +29,19 @@ def test_rooms_of_random_rays_recur() -> None:
     assert len(set(seen)) <= 2 and seen.count(seen[0]) > 900
 
 
+def test_rooms_stay_few_where_some_classes_are_rare() -> None:
+    g = torch.Generator().manual_seed(4)
+    kept, seen = KeptRooms(2048), set[tuple[tuple[int, ...], ...]]()
+    rare = torch.tensor([200.0, 5, 1, 0.5, 0.3, 0.2])
+    for step in range(3000):
+        counts = [torch.poisson(rare, generator=g).int().tolist() for _ in range(8)]
+        rooms = kept.of(counts)
+        assert all(n <= m for row, room in zip(counts, rooms, strict=True) for n, m in zip(row, room, strict=True))
+        if step >= LEARNT:
+            seen.add(rooms)
+    assert len(seen) <= 20, "each is a graph"
+
+
 def _kept(*counts: int) -> KeptRooms:
     kept = KeptRooms(1000)
     for _ in range(LEARNT):

@@ -130,7 +130,7 @@ class FastSteps:
 
     def clip(self) -> Parts[tuple[Slots, Tensor]]:
         """What `FixedShapes.clipped` says of the rays of the step. See `compute`."""
-        yield from ()
+        yield from ()  # it has no collective
         with torch.no_grad():
             return self._pipeline.model.fixed.clipped(self._rays()[0])
 
@@ -164,7 +164,7 @@ class FastSteps:
         yield from sum_gradients_in_parts(shared, self._world)
         graded = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.numel()}
         seen = witnesses(list(graded.values()))
-        if self._skips:
+        if self._skips and seen:
             yield from self._leave_out(torch.stack([one.reshape(()) for one in seen]))
         self._optimizers.optimizer_step_all()
         values = [*losses.values(), *metrics.values(), *seen]

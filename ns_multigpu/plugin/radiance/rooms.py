@@ -1,7 +1,7 @@
 """How many lines a step of fixed shapes has for its segments: few different numbers, for each is a CUDA graph."""
 
 from collections.abc import Sequence
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 
 Rooms = tuple[tuple[int, ...], ...]
 """Lines of each of a rank's cells, by class of segments (`FixedShapes`)."""
@@ -12,6 +12,9 @@ _STEPS, _SPREAD, _SPARE = 64, 1.5, 1.15
 """Rays are drawn at random: how many of them meet a cell scatters by about a root from step to step. Room is for so
 many roots more than there were at most, in so many even steps; and what was made before serves where it is at most so
 many times as large as need be."""
+_FEW = 6
+"""After so many numbers of lines whatever holds serves, and new ones are for the most there ever was: each is a graph,
+and graphs have memory of their own."""
 
 
 class KeptRooms:
@@ -35,11 +38,12 @@ class KeptRooms:
         if self._steps <= LEARNT:
             return tuple(map(tuple, counts))
         needed = _lines(tuple(tuple(room_for(count, self._rays) for count in row) for row in counts))
-        serve = [kept for kept in self._kept if _holds(kept, counts) and _lines(kept) <= _SPARE * needed]
+        most = _SPARE * needed if len(self._kept) < _FEW else inf
+        serve = [kept for kept in self._kept if _holds(kept, counts) and _lines(kept) <= most]
         if serve:
             return min(serve, key=_lines)
         fresh = tuple(tuple(room_for(count, self._rays) for count in row) for row in self._most)
-        if _lines(fresh) > _SPARE * needed:  # rays have changed since
+        if _lines(fresh) > most:  # rays have changed since
             self._most = [list(row) for row in counts]
             fresh = tuple(tuple(room_for(count, self._rays) for count in row) for row in counts)
         self._kept.append(fresh)

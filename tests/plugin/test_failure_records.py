@@ -1,0 +1,34 @@
+"""What a worker writes down of its failure, for the launcher to say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ns_multigpu.plugin.launch import worker
+
+
+def test_a_failure_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "LAST_WORDS", 0.0)
+    worker._leave_record(RuntimeError("no more"), 1, tmp_path)
+    (file,) = tmp_path.glob("failure-*.json")
+    record = json.loads(file.read_text("utf8"))
+    assert file.name == "failure-1.json" and record["rank"] == 1 and record["message"] == "RuntimeError: no more"
+
+
+def test_a_worker_that_is_ended_while_it_writes_leaves_no_half_of_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended(BaseException):
+        pass
+
+    def ended(self: Path, text: str, *_: Any, **__: Any) -> int:
+        with self.open("w", encoding="utf8") as file:
+            file.write(text[: len(text) // 2])
+        raise Ended
+
+    monkeypatch.setattr(Path, "write_text", ended)
+    with pytest.raises(Ended):
+        worker._leave_record(RuntimeError("no more"), 1, tmp_path)
+    assert list(tmp_path.iterdir()) and not list(tmp_path.glob("failure-*.json"))
