@@ -180,7 +180,7 @@ class RadianceTrainer(Trainer):
             self.optimizers.optimizer_step_all()
         for scheduler in self.optimizers.schedulers.values():
             scheduler.step()
-        return loss.detach(), losses, metrics
+        return loss.detach(), {name: one.detach() for name, one in losses.items()}, metrics
 
     def _choose_steps(self) -> None:
         """Decides how steps are taken, and says so. Every rank calls it, once all is loaded.
