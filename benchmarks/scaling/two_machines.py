@@ -213,7 +213,7 @@ def main() -> int:
     parser.add_argument("--relays", choices=("yes", "no"), nargs="+", default=["yes"], help="of locality")
     parser.add_argument("--stages", type=int, nargs="+", default=[1], help="of a step; of tile and locality")
     parser.add_argument(
-        "--exchange", choices=("pixels", "splats", "auto"), nargs="+", default=["pixels"], help="of pixel"
+        "--exchange", choices=("pixels", "splats", "mixed", "auto"), nargs="+", default=["pixels"], help="of pixel"
     )
     parser.add_argument("--points", type=int, help="seed points of the city; by default as many as suit it")
     parser.add_argument("--kind", choices=("aerial", "street"), default="aerial", help="of capture")

@@ -16,7 +16,7 @@ same numbers some steps later (`Learns.SPANS`), so that they decide alike and no
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 from zlib import crc32
 
 import numpy as np
@@ -28,8 +28,8 @@ from ns_multigpu.core.row_spans import spans_length, tile_rows
 from ns_multigpu.core.trials import Trials
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
 
-Kind: TypeAlias = Literal["splats", "mixed"]
-WAYS = ("mixed", "pixels", "splats")
+Kind: TypeAlias = Literal["mixed", "pixels", "splats"]
+WAYS: Sequence[Kind] = get_args(Kind)
 """Ways to take steps that trials choose among: "mixed" is whichever is fewer bytes."""
 Spans: TypeAlias = Sequence[Sequence[tuple[int, int] | None]]
 """[rank][view] first and end row of tiles of what a rank owns."""
@@ -80,7 +80,7 @@ class Exchange:
     """Decides, and remembers what decisions follow from. All ranks are told the same.
 
     Args:
-        kind: "mixed", whichever is fewer bytes; or "splats", which sends splats alone.
+        kind: "mixed", whichever is fewer bytes; or "pixels" or "splats" alone.
         homes: of each cell its rank. half: pixels are float16 on the wire.
         ghosts: whether splats are drawn in all cells that they reach; else in their own.
         trials: of `WAYS`; they say which it is to be, in the place of `kind`. None for always `kind`.

@@ -15,8 +15,8 @@ def test_a_small_city() -> None:
     assert len(pixels) == 1 and pixels.pop() > 1e6, "whatever the model"
     splats = [row["splats"]["busiest"] for row in rows]
     assert splats[1] / splats[0] == pytest.approx(MODELS[1] / MODELS[0], rel=0.3)
-    parts = [row["auto"]["as splats"] for row in rows]
+    parts = [row["mixed"]["as splats"] for row in rows]
     assert 1 >= parts[0] >= parts[1] >= parts[2] >= 0 and parts[0] > parts[2]
     for row in rows:
         better = min(row[kind]["mean"] for kind in ("pixels", "splats"))
-        assert 0 < row["auto"]["mean"] < 1.05 * better
+        assert 0 < row["mixed"]["mean"] < 1.05 * better
