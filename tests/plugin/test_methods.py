@@ -1,6 +1,10 @@
 """The methods are what they say."""
 
+import dataclasses
+
+import pytest
 import yaml
+from nerfstudio.configs import external_methods as stock
 from nerfstudio.configs.method_configs import method_configs
 
 from ns_multigpu.dataparsers import city
@@ -40,3 +44,18 @@ def test_a_config_that_names_modules_by_their_old_places_is_read() -> None:
             old = old.replace(f"ns_multigpu.plugin.{now}.", f"ns_multigpu.plugin.{before}.")
         assert old != text
         assert yaml.load(old, Loader=yaml.Loader) == config
+
+
+def test_the_list_of_other_methods_walks_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock.inspect, "stack", lambda: pytest.fail("walked"))
+    methods, _ = stock.get_external_methods()
+    assert "splatfacto-w" in methods
+
+
+def test_a_method_that_is_not_installed_is_still_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(stock.Confirm, "ask", lambda question, **_: asked.append(question))
+    listed = stock.get_external_methods()[0]["splatfacto-w"]
+    with pytest.raises(SystemExit):
+        dataclasses.replace(listed)
+    assert len(asked) == 1

@@ -213,8 +213,8 @@ def test_tabs_of_a_real_browser(tmp_path: Path) -> None:
 
             def shows_the_scene(page: browser.Page) -> bool:
                 page.screenshot(picture)
-                scene = np.asarray(Image.open(picture).convert("RGB"), dtype=float)[80:480, 20:450]
-                return bool(scene.std() > 8)
+                scene = np.asarray(Image.open(picture).convert("RGB"))[80:480, 20:450]
+                return bool(np.median(scene.max(axis=2)) > 30)  # the model's background is 38 to 55, the page's 20
 
             # Where cores are few, the browser draws slowly; what is guarded here kept every later page black.
             later = (chromium.open(f"http://127.0.0.1:{port}") for _ in range(3))
