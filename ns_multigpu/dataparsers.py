@@ -2,7 +2,7 @@
 
 Apart from `methods`, because nerfstudio asks for these while its own datamanagers are still being imported: nothing
 that needs a datamanager may be imported here. It is the first of our modules that `ns-train` comes to, long before it
-knows what it is to do, so a run of several workers begins here: see `worker_server`.
+knows what it is to do, so what shortens a start is here: see `worker_server` and `quick_imports`.
 """
 
 import sys
@@ -10,8 +10,9 @@ import sys
 from nerfstudio.plugins.registry_dataparser import DataParserSpecification
 
 from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
-from ns_multigpu.plugin.launch import worker_server
+from ns_multigpu.plugin.launch import quick_imports, worker_server
 
+quick_imports.hasten()
 if worker_server.wanted(sys.argv):
     worker_server.start(["ns_multigpu.plugin.train.config"])  # it imports all that a worker needs
 

@@ -23,7 +23,6 @@ from nerfstudio.plugins.types import MethodSpecification
 from ns_multigpu.core.schema import Parameter
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.faults.errors import show_uncaught
-from ns_multigpu.plugin.launch import external_methods
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.radiance.config import RadianceTrainerConfig
 from ns_multigpu.plugin.radiance.datamanager import RadianceDataManagerConfig
@@ -37,7 +36,6 @@ from ns_multigpu.primitives.registry import all_parameters
 if len(sys.argv) > 1 and sys.argv[1].startswith(("splatfacto-", "nerfacto-xl")) and "train" in Path(sys.argv[0]).name:
     show_uncaught()  # Ctrl-C, from here on, is no traceback
 
-external_methods.hasten()
 run_parts().done("imports of ns_multigpu")
 
 IMAGES = 30000

@@ -17,9 +17,6 @@ for name, default in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.
     if signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
         signal.signal(getattr(signal, name), default)
 
-# nerfstudio's splatfacto has torch compile a function as it is imported: 3 s in every process that a test starts, for a
-# compiler that nothing here uses.
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 _FROM_ENV = World.__dict__["from_env"]
 

@@ -25,7 +25,7 @@ from tests.plugin import course
 from tests.plugin.rendering import make_pipeline
 from tests.ranks import run_ranks
 
-SOAK = float(os.environ.get("NS_MULTIGPU_SOAK_SECONDS", "20"))
+SOAK = float(os.environ.get("NS_MULTIGPU_SOAK_SECONDS", "10"))
 """How long three browsers are restless."""
 SEEN = (slice(10, -70), slice(70, -10))
 """Of a page's scene what nothing covers: rows and columns."""

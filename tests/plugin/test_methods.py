@@ -1,15 +1,18 @@
 """The methods are what they say."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import yaml
 from nerfstudio.configs import external_methods as stock
 from nerfstudio.configs.method_configs import method_configs
+from nerfstudio.utils import misc
 
 from ns_multigpu.dataparsers import city
 from ns_multigpu.methods import nerfacto_xl, splatfacto_batch
 from ns_multigpu.plugin._moved import MOVED
+from ns_multigpu.plugin.launch import quick_imports
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
 from ns_multigpu.primitives.registry import KINDS
 
@@ -59,3 +62,16 @@ def test_a_method_that_is_not_installed_is_still_offered(monkeypatch: pytest.Mon
     with pytest.raises(SystemExit):
         dataclasses.replace(listed)
     assert len(asked) == 1
+
+
+def test_a_function_is_compiled_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = list[Any]()
+    monkeypatch.setattr(quick_imports, "_compile_now", lambda **options: lambda f: compiled.append((f, options)) or f)
+
+    @misc.torch_compile(dynamic=True)
+    def double(number: int, *, times: int) -> int:
+        return 2 * number * times
+
+    assert not compiled and double.__name__ == "double"
+    assert [double(2, times=3), double(1, times=1)] == [12, 2]
+    assert compiled == [(double.__wrapped__, {"dynamic": True})]

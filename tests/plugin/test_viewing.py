@@ -106,6 +106,15 @@ def _steps(trainer: Any, first: int, last: int, seconds: float = 0.01) -> int:
     return last - first
 
 
+def _steps_until(trainer: Any, first: int, enough: Callable[[], bool]) -> int:
+    """Steps until it is so on all ranks, as it is on this one: all render at once. Returns the step behind the last."""
+    for step in range(first, first + 3000, 5):
+        _steps(trainer, step, step + 5)
+        if enough():
+            return step + 5
+    raise AssertionError("a page was hardly drawn")
+
+
 def _visit(world: World, capture: Path, folder: Path) -> dict[str, Any]:
     """Steps, a pause, steps, and a viewer that is kept open."""
     trainer = _trainer(world, capture, folder)
@@ -226,11 +235,11 @@ def _owners_seen(world: World, capture: Path, folder: Path) -> Any:
     render = renders._render
     renders._render = lambda request, roots: asked.append(request.owners) or render(request, roots)
     with contextlib.closing(renders):
-        _steps(trainer, 0, 15)
+        step = _steps_until(trainer, 0, lambda: len(asked) >= 3)
         before = list(asked)
         if viewer is not None:
             viewer.control_panel.output_render = "rank"
-        _steps(trainer, 15, 40)
+        _steps_until(trainer, step, lambda: asked[len(before) :].count(True) >= 2)
     if viewer is not None:
         viewer.thread.join(5)
     return before, asked[len(before) :], [] if viewer is None else viewer.images

@@ -139,7 +139,7 @@ def machines_named(world: World) -> str:
     """Which ranks are on which machine, for people; "" where there is one machine."""
     if world.machines == 1:
         return ""
-    listed = [f"{world.machine_name(n)} has ranks {_span(world.ranks_of(n))}" for n in range(world.machines)]
+    listed = [f"{world.machine_name(n)} has {_span(world.ranks_of(n))}" for n in range(world.machines)]
     return f"{world.machines} machines{' (pretended)' if world.pretended > 1 else ''}: {'; '.join(listed)}."
 
 
@@ -148,9 +148,9 @@ def at_another_machine(world: World) -> str:
     if world.machine == 0 or world.local_rank:
         return ""
     here, ranks = world.machine_name(world.machine), _span(world.ranks_of(world.machine))
-    return f"This is {here}, with ranks {ranks} of {world.size}. Progress is shown by {world.rank_name(0)}."
+    return f"This is {here}, with {ranks} of {world.size}. Progress is shown by {world.rank_name(0)}."
 
 
 def _span(ranks: range) -> str:
-    """ "2 to 3" for ranks 2 and 3."""
-    return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
+    """ "ranks 2 to 3" for ranks 2 and 3."""
+    return f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
