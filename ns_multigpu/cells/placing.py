@@ -120,11 +120,8 @@ class ByCells(Placement):
             self._stale, self._moved, self._saved = True, True, None
             assert self.tree is not None
             return shares_of(self._owners(self.tree.of(where)), ranks)
-        self._cut(
-            where, torch.ones(len(where), dtype=torch.int64, device=where.device), replace(self._world, group=None)
-        )
-        assert self.tree is not None
-        cells = self.tree.of(where)
+        ones = torch.ones(len(where), dtype=torch.int64, device=where.device)
+        cells = self._cut(where, ones, replace(self._world, group=None))
         if self._first is None:
             self._first = _boxes_around(where, cells, self.cells)
         return shares_of(self._owners(cells), ranks)
@@ -132,13 +129,11 @@ class ByCells(Placement):
     def settle(self, new: NewPoints, world: World) -> Settled:
         """By the cell that each point lies in; cells are cut anew where the work of one is too much."""
         where = new.positions().detach()
-        anew = False
-        if self.tree is None or self._unlevel(where, new.work) > max(self._imbalance, _WORSE * self._level):
-            self._cut(where, new.work, world)
-            anew = True
-        assert self.tree is not None
+        cells, anew = self._cells_of(where), False
+        if cells is None or self._unlevel(cells, new.work, world) > max(self._imbalance, _WORSE * self._level):
+            cells, anew = self._cut(where, new.work, world), True
         self._stale = self._moved = True
-        return Settled(self._owners(self.tree.of(where)), anew)
+        return Settled(self._owners(cells), anew)
 
     def moved(self, positions: Tensor) -> None:
         if self.local.count > 1:
@@ -189,52 +184,59 @@ class ByCells(Placement):
     def _owners(self, cells: Tensor) -> Tensor:
         return self._ranks.to(cells.device)[cells]
 
-    def _unlevel(self, where: Tensor, work: Tensor) -> float:
-        """The most work of a cell over the mean, of all ranks' points."""
-        assert self.tree is not None
-        sums = torch.zeros(self.cells, dtype=torch.int64, device=where.device)
-        sums.index_add_(0, self.tree.of(where), work)
-        sum_in_place(sums, self._world)
+    def _cells_of(self, where: Tensor) -> Tensor | None:
+        """The cells [N] of positions [N, 3]; None before there are any."""
+        return None if self.tree is None else self.tree.of(where)
+
+    def _unlevel(self, cells: Tensor, work: Tensor, world: World) -> float:
+        """The most work of a cell over the mean. `cells`: [N] those of this rank's points; `world`: who has points."""
+        sums = torch.zeros(self.cells, dtype=torch.int64, device=cells.device)
+        sums.index_add_(0, cells, work)
+        sum_in_place(sums, world)
         return imbalance(sums.tolist())
 
-    def _cut(self, where: Tensor, work: Tensor, world: World) -> None:
-        """Cuts cells anew. `world`: the ranks that have these points, or no group where each has all."""
+    def _cut(self, where: Tensor, work: Tensor, world: World) -> Tensor:
+        """Cuts cells anew. Returns those of the points.
+
+        Args:
+            world: the ranks that have these points, or no group where each has all.
+        """
         self.tree = CellTree.of_work(where, work, self.cells, world)
-        sums = torch.zeros(self.cells, dtype=torch.int64, device=where.device)
-        sums.index_add_(0, self.tree.of(where), work)
-        sum_in_place(sums, world)
-        self._level = imbalance(sums.tolist())
+        cells = self.tree.of(where)
+        self._level = self._unlevel(cells, work, world)
         self._placings += 1
         self._stale = self._moved = True
+        return cells
 
     def _measured(self, means: Tensor, extents: Tensor | None, world: World) -> NDArray[np.float64] | None:
         """The boxes of all ranks' cells. A cell without points has one whose lower corner is above its upper."""
         if extents is None:
             return None
-        cells = self.local.of_points
-        cells = torch.zeros_like(means[:, 0], dtype=torch.int64) if cells is None else cells
-        cells = cells + self.local.first
-        return _boxes_around(means, cells, self.cells, extents, world, self.tree if self.crosses else None)
+        tree = self.tree if self.crosses else None
+        return _boxes_around(means, self.local.of_points, self.cells, extents, world, tree, first=self.local.first)
 
 
 def _boxes_around(
-    means: Tensor, of_points: Tensor, cells: int, extents: Tensor | None = None, world: World | None = None,
-    tree: CellTree | None = None,
+    means: Tensor, of_points: Tensor | None, cells: int, extents: Tensor | None = None, world: World | None = None,
+    tree: CellTree | None = None, first: int = 0,
 ) -> NDArray[np.float64]:  # fmt: skip
-    """[cells, 2, 3] the boxes of points [N, 3] of these cells [N], with what they reach around them [N, 3]; of all
-    ranks of `world` together. With a tree, boxes are also around points of other cells that reach into the cell. A cell
-    without points has one whose lower corner is above its upper."""
-    bounds = torch.full((cells, 6), -math.inf, dtype=torch.float64, device=means.device)
+    """[cells, 2, 3] the boxes of points [N, 3] of these cells [N], counted from `first` on, or all of that one; with
+    what they reach around them [N, 3]; of all ranks of `world` together. With a tree, boxes are also around points of
+    other cells that reach into the cell. A cell without points has one whose lower corner is above its upper."""
+    bounds = torch.full((cells, 6), -math.inf, dtype=means.dtype, device=means.device)
     low, high = (means, means) if extents is None else (means - extents, means + extents)
-    of_points = of_points.long()[:, None].expand(-1, 6)
-    reached = torch.cat([-low, high], 1).double()
-    bounds.scatter_reduce_(0, of_points, reached, "amax")
+    reached = torch.cat([-low, high], 1)
+    if of_points is None:
+        bounds[first] = reached.amax(0) if len(means) else -math.inf
+    else:
+        bounds.scatter_reduce_(0, (of_points.long() + first)[:, None].expand(-1, 6), reached, "amax")
     if tree is not None and extents is not None and len(means):
         # A splat that is drawn flat may stick out of its ellipsoid's box, in a wide view by about as much again.
         far = _FLAT * extents.norm(dim=1, keepdim=True)
         for cell, (lower, upper) in enumerate(tree.boxes().to(means).unbind(0)):
             crosses = ((means + far >= lower) & (means - far <= upper)).all(1, keepdim=True)
-            bounds[cell] = torch.maximum(bounds[cell], torch.where(crosses, reached, -math.inf).amax(0))
+            bounds[cell] = torch.maximum(bounds[cell], reached.masked_fill(~crosses, -math.inf).amax(0))
+    bounds = bounds.double()
     if world is not None:
         max_in_place(bounds, world)
     boxes = bounds.view(cells, 2, 3).cpu()

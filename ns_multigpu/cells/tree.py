@@ -8,6 +8,7 @@ nothing has to be sorted by pixel.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,11 +64,14 @@ class CellTree:
         device = positions.device
         if not self.splits:
             return torch.zeros(len(positions), dtype=torch.int64, device=device)
+        root = self.splits[0]
+        where = torch.where(positions[:, root.axis].double() >= root.plane, root.above, root.below)
+        if self._depth == 1:
+            return -1 - where
         axes = torch.tensor([split.axis for split in self.splits], device=device)
         planes = torch.tensor([split.plane for split in self.splits], dtype=torch.float64, device=device)
         parts = torch.tensor([[split.below, split.above] for split in self.splits], device=device)
-        where = torch.zeros(len(positions), dtype=torch.int64, device=device)
-        for _ in range(self._depth):
+        for _ in range(self._depth - 1):
             inside = where.clamp_min(0)
             coordinate = positions.gather(1, axes[inside][:, None])[:, 0].double()
             next_ = parts[inside, (coordinate >= planes[inside]).long()]
@@ -142,56 +146,146 @@ class CellTree:
         """
         if cells < 1:
             raise ValueError(f"{cells} cells: at least 1 is needed")
-        splits: list[Split] = []
+        planes: dict[tuple[int, int], tuple[int, float]] = {}  # of parts, by their number of cells and first cell
+        parts = [(cells, 0)] if cells > 1 else []
+        at: Tensor | None = None  # the part that each point is in, negative for none; None for all in the first
+        while parts:
+            found = _planes(positions, work, at, [count for count, _ in parts], world)
+            planes |= zip(parts, found, strict=True)
+            halves = [half for part in parts for half in _halves(*part)]
+            parts = [half for half in halves if half[0] > 1]
+            if not parts:
+                break
+            # Who is in a part that is one cell now is in none that is cut.
+            next_ = torch.tensor([parts.index(half) if half in parts else -1 for half in halves], device=work.device)
+            below = torch.tensor([plane for _, plane in found], dtype=torch.float64, device=work.device)
+            axes = torch.tensor([axis for axis, _ in found], device=work.device)
+            at = torch.zeros_like(work) if at is None else at
+            inside = at.clamp_min(0)
+            beyond = _along(positions, axes, inside) >= below[inside]
+            at = torch.where(at < 0, at, next_[2 * inside + beyond])
+        return CellTree(_in_order(planes, cells))
 
-        def cut(rows: Tensor, count: int, first: int) -> int:
-            """Cuts the part that these rows are in into cells from `first` on; returns its number, as in `Split`."""
-            if count == 1:
-                return -1 - first
-            node, lower = len(splits), count // 2
-            splits.append(Split(0, 0.0, 0, 0))
-            where = positions.index_select(0, rows)
-            axis, plane = _plane(where, work.index_select(0, rows), lower, count, world)
-            beyond = where[:, axis].double() >= plane
-            below = cut(rows[~beyond], lower, first)
-            above = cut(rows[beyond], count - lower, first + lower)
-            splits[node] = Split(axis, plane, below, above)
-            return node
 
-        cut(torch.arange(len(positions), device=positions.device), cells, 0)
-        return CellTree(tuple(splits))
+def _halves(count: int, first: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The two parts of one that is to be so many cells from `first` on: theirs."""
+    lower = count // 2
+    return (lower, first), (count - lower, first + lower)
 
 
-def _plane(where: Tensor, work: Tensor, lower: int, count: int, world: World) -> tuple[int, float]:
-    """The axis along which points [N, 3] of all ranks are cut, and where: `lower` of `count` parts of work below."""
-    bounds = where.new_full((6,), -math.inf, dtype=torch.float64)
-    if len(where):
-        bounds = torch.cat([-where.amin(0), where.amax(0)]).double()
+def _in_order(planes: dict[tuple[int, int], tuple[int, float]], cells: int) -> tuple[Split, ...]:
+    """The splits of these parts, each before those of its parts."""
+    splits: list[Split] = []
+
+    def put(part: tuple[int, int]) -> int:
+        if part[0] == 1:
+            return -1 - part[1]
+        node = len(splits)
+        splits.append(Split(0, 0.0, 0, 0))
+        below, above = (put(half) for half in _halves(*part))
+        splits[node] = Split(*planes[part], below, above)
+        return node
+
+    put((cells, 0))
+    return tuple(splits)
+
+
+def _along(positions: Tensor, axes: Tensor, at: Tensor) -> Tensor:
+    """[N] float64 the coordinates of positions [N, 3] along the axis, of `axes` [P], of the part `at` [N] of each."""
+    if len(axes) == 1:
+        return positions[:, int(axes)].double()
+    return positions.gather(1, axes[at][:, None])[:, 0].double()
+
+
+def _planes(
+    positions: Tensor, work: Tensor, at: Tensor | None, counts: Sequence[int], world: World
+) -> list[tuple[int, float]]:
+    """Of each part that is to be so many cells the axis along which its points, of all ranks, are cut, and where: with
+    floor(count / 2) of count parts of its work below.
+
+    Args:
+        positions: [N, 3]. work: [N] int64. at: [N] int64 the part that each is in, negative for none; None for all in
+            the only one.
+        counts: of the P parts, above 1.
+    """
+    size, device = len(counts), positions.device
+    if at is None:
+        at = torch.zeros_like(work)
+    else:
+        within = (at >= 0).nonzero().flatten()
+        positions, work, at = (
+            positions.index_select(0, within),
+            work.index_select(0, within),
+            at.index_select(0, within),
+        )
+    bounds = positions.new_full((size, 6), -math.inf)
+    reached = torch.cat([-positions, positions], 1)
+    if size > 1:
+        bounds.scatter_reduce_(0, at[:, None].expand(-1, 6), reached, "amax")
+    elif len(positions):
+        bounds[0] = reached.amax(0)
+    bounds = bounds.double()
     max_in_place(bounds, world)
-    low, high = (-bounds[:3]).tolist(), bounds[3:].tolist()
-    extents = [b - a if b >= a else 0.0 for a, b in zip(low, high, strict=True)]
-    axis = max(range(3), key=lambda k: (extents[k], -k))
-    start, end = low[axis], high[axis]
-    if not math.isfinite(start):  # nobody has a point here
-        return axis, 0.0
-    along = where[:, axis].double()
-    before, wanted = 0, 0
+    axes: list[int] = []
+    highs: list[float] = []
+    ranges: list[tuple[float, float]] = []
+    for row in bounds.tolist():
+        low, high = [-b for b in row[:3]], row[3:]
+        extents = [b - a if b >= a else 0.0 for a, b in zip(low, high, strict=True)]
+        axis = max(range(3), key=lambda k: (extents[k], -k))
+        axes.append(axis)
+        highs.append(high[axis])
+        # Where nobody has a point there is nothing to look for.
+        ranges.append((low[axis], high[axis]) if math.isfinite(low[axis]) else (0.0, 0.0))
+    along = _along(positions, torch.tensor(axes, device=device), at)
+    goal = _Goal(torch.tensor(counts, device=device))
     for turn in range(2):
-        step = (end - start) / _BINS
-        if step <= 0 or start + step == start:
+        steps = [(end - start) / _BINS for start, end in ranges]
+        looks = [step > 0 and start + step != start for step, (start, _) in zip(steps, ranges, strict=True)]
+        if not any(looks):
             break
-        inside = (along >= start) & (along <= end if turn == 0 else along < end)
-        bins = ((along[inside] - start) / step).long().clamp_(0, _BINS - 1)
-        sums = torch.zeros(2, _BINS, dtype=torch.int64, device=where.device)
-        sums[0].index_add_(0, bins, work[inside])
+        numbers = [
+            [float(look), start, end, step] for look, step, (start, end) in zip(looks, steps, ranges, strict=True)
+        ]
+        table = torch.tensor(numbers, dtype=torch.float64, device=device)
+        look, start, end, step = table[0] if size == 1 else table[at].unbind(1)
+        inside = (look > 0) & (along >= start) & (along <= end if turn == 0 else along < end)
+        # Those outside go into a bin beyond all.
+        bins = ((along - start) / step).long().clamp_(0, _BINS - 1) + at * _BINS
+        bins = torch.where(inside, bins, size * _BINS)
+        sums = torch.zeros(2, size * _BINS + 1, dtype=torch.int64, device=device)
+        sums[0].index_add_(0, bins, work)
         sums[1].index_add_(0, bins, torch.ones_like(bins))
         sum_in_place(sums, world)
-        if turn == 0:
-            weighed = int(int(sums[0].sum()) == 0)  # no work at all: points count
-            wanted = -(-int(sums[weighed].sum()) * lower // count)
-        upto = before + sums[weighed].cumsum(0)
-        bin_ = min(int((upto < wanted).sum()), _BINS - 1)
-        before = int(upto[bin_ - 1]) if bin_ else before
-        start, end = start + bin_ * step, start + (bin_ + 1) * step
+        found = goal.bins(sums[:, :-1].view(2, size, _BINS))
+        ranges = [
+            (start + bin_ * step, start + (bin_ + 1) * step) if look else (start, end)
+            for look, step, bin_, (start, end) in zip(looks, steps, found, ranges, strict=True)
+        ]
     # The end of the bin in which the work below becomes enough. Where that is the last, nothing would lie above.
-    return axis, end if end <= high[axis] else start
+    return [
+        (axis, 0.0 if high == -math.inf else end if end <= high else start)
+        for axis, high, (start, end) in zip(axes, highs, ranges, strict=True)
+    ]
+
+
+class _Goal:
+    """How much work is to lie below the planes of parts that are to be so many cells, `counts` [P]."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self._counts = counts
+        self._before, self._wanted = torch.zeros_like(counts), torch.zeros_like(counts)
+        self._by_points, self._begun = counts < 0, False
+
+    def bins(self, sums: Tensor) -> list[int]:
+        """The bins in which the work below becomes enough, of sums [2, P, bins] of work and of points; the next ones
+        are of these bins."""
+        if not self._begun:
+            self._by_points, self._begun = sums[0].sum(1) == 0, True  # no work at all: points count
+            totals = torch.where(self._by_points, sums[1].sum(1), sums[0].sum(1))
+            self._wanted = -torch.div(-totals * (self._counts // 2), self._counts, rounding_mode="floor")
+        upto = self._before[:, None] + torch.where(self._by_points[:, None], sums[1], sums[0]).cumsum(1)
+        found = (upto < self._wanted[:, None]).sum(1).clamp_(max=sums.shape[2] - 1)
+        last = upto.gather(1, (found - 1).clamp_min(0)[:, None])[:, 0]
+        self._before = torch.where(found > 0, last, self._before)
+        return [int(bin_) for bin_ in found.tolist()]

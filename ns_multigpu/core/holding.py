@@ -52,7 +52,7 @@ class Holding:
             before = sum(row[0] for row in all_gather_ints_on_device([len(rows)], world)[: world.rank])
             return torch.arange(before, before + len(rows), device=rows.device)
         self.check(count, world)
-        return Ranking.of(self.places[rows], world).places
+        return Ranking.of(self.places[rows], world, ascending=True).places
 
     def before(self, values: Tensor, world: World) -> Tensor:
         """The sum of the values of all ranks' points before each of this rank's, [N] int64.
@@ -62,7 +62,7 @@ class Holding:
         """
         if self.places is not None:
             self.check(len(values), world)
-            return Ranking.of(self.places, world).before(values)
+            return Ranking.of(self.places, world, ascending=True).before(values)
         sums = values.cumsum(0)
         totals = all_gather_ints_on_device([int(sums[-1]) if len(sums) else 0], world)
         return sums - values + sum(row[0] for row in totals[: world.rank])

@@ -23,6 +23,9 @@ from ns_multigpu.core.splitters import imbalance
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.morton import Grid, census, dealt_codes
 
+_BYTE = 256
+"""Ranks whose numbers are bytes."""
+
 
 @dataclass(frozen=True)
 class Reordering:
@@ -155,21 +158,23 @@ def plan_move(
     counts, works = [row[0] for row in table], [row[1] for row in table]
     new = NewPoints(keys, positions or (lambda: keys.new_zeros(len(keys), 3)), weights, works, threshold)
     settled = placement.settle(new, world)
-    owners = _checked_owners(settled.owners, len(keys), placement, world)
+    owners, table, ascending = _told(settled.owners, weights, placement, world)
     leave = None
-    if bool((owners[1:] < owners[:-1]).any()):
-        leave = torch.sort(owners, stable=True).indices
-    send: list[int] = torch.bincount(owners, minlength=world.size).tolist()
-    sent_work: list[int] = weights.new_zeros(world.size).index_add_(0, owners, weights).tolist()
-    table = all_gather_ints_on_device([*send, *sent_work], world)
+    if not ascending:
+        few = owners.to(torch.uint8) if world.size <= _BYTE else owners  # sorted in a sixth of the time on a CPU
+        leave = torch.sort(few, stable=True).indices
+    send = table[world.rank][: world.size]
     receive = [row[world.rank] for row in table]
     by = keys
     if not placement.in_ranges:
         assert parents is not None
-        by = Ranking.of(keys, world, parents()).places
-    arrived = exchange_rows(by if leave is None else by[leave], send, receive, world)
-    placed, order = torch.sort(arrived, stable=True)
+        by = Ranking.of(keys, world, parents(), ascending=True).places
     totals = [sum(column) for column in zip(*table, strict=True)]
+    moved = sum(counts) - sum(row[rank] for rank, row in enumerate(table))
+    if moved:
+        placed, order = torch.sort(exchange_rows(by if leave is None else by[leave], send, receive, world), stable=True)
+    else:
+        placed, order = by, torch.arange(len(by), device=by.device)
     return Move(
         leave=leave,
         send=send,
@@ -178,18 +183,32 @@ def plan_move(
         places=None if placement.in_ranges else placed,
         counts_before=tuple(counts),
         counts_after=tuple(totals[: world.size]),
-        moved=sum(counts) - sum(row[rank] for rank, row in enumerate(table)),
+        moved=moved,
         imbalance_before=imbalance(works),
         imbalance_after=imbalance(totals[world.size :]),
         rebalanced=settled.anew,
     )
 
 
-def _checked_owners(owners: Tensor, count: int, placement: Placement, world: World) -> Tensor:
-    """The same owners, once all ranks know that everybody's are ranks."""
-    wrong = int(((owners < 0) | (owners >= world.size)).sum())
-    for rank, (many, bad) in enumerate(all_gather_ints_on_device([len(owners) - count, wrong], world)):
+def _told(owners: Tensor, weights: Tensor, placement: Placement, world: World) -> tuple[Tensor, list[list[int]], bool]:
+    """What all ranks send, once all know that everybody's owners are ranks. One look at the device, and one meeting.
+
+    Returns:
+        the owners [N] of the points, whose weights are [N]; by rank, the points that it sends to each and then their
+        weights; whether this rank's owners are ascending.
+    """
+    size = world.size
+    extra = len(owners) - len(weights)
+    inside = owners.clamp(0, size - 1) if extra == 0 else owners.new_zeros(len(weights))
+    facts = torch.zeros(2 + 2 * size, dtype=torch.int64, device=owners.device)
+    facts[0] = (owners[1:] < owners[:-1]).any()
+    facts[1] = ((owners < 0) | (owners >= size)).sum()
+    facts[2 : 2 + size].index_add_(0, inside, torch.ones_like(inside))
+    facts[2 + size :].index_add_(0, inside, weights)
+    falling, *numbers = facts.tolist()
+    table = all_gather_ints_on_device([extra, *numbers], world)
+    for rank, (many, bad, *_) in enumerate(table):
         if many or bad:
-            what = f"{bad} of them are not among the {world.size} ranks" if bad else f"that is {many:+} owners"
+            what = f"{bad} of them are not among the {size} ranks" if bad else f"that is {many:+} owners"
             raise ValueError(f"{type(placement).__name__} names owners for the points of rank {rank}: {what}")
-    return owners
+    return owners, [row[2:] for row in table], not falling

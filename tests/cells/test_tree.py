@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from ns_multigpu.cells import tree as tree_module
 from ns_multigpu.cells.tree import CellTree
 from ns_multigpu.core.world import World
 from tests.ranks import run_ranks
@@ -33,6 +34,28 @@ def test_cells_have_equal_work(cells: int) -> None:
     held = torch.zeros(cells, dtype=torch.int64).index_add_(0, tree.of(positions), work)
     assert int(held.sum()) == int(work.sum())
     assert float(held.max() * cells / held.sum()) < 1.02 and float(held.min() * cells / held.sum()) > 0.98
+
+
+def test_work_that_is_all_in_the_first_bin_is_shared() -> None:
+    """A point far away stretches the histogram so far that the second look has to part all others."""
+    positions = torch.cat([cloud(4000) * 1e-4, torch.tensor([[100.0, 0.0, 0.0]])])
+    cells = CellTree.of_work(positions, torch.ones(4001, dtype=torch.int64), 2, ALONE).of(positions)
+    assert abs(int((cells == 0).sum()) - 2000) < 40
+
+
+def test_parts_of_a_level_are_cut_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks meet three times a level, however many planes it has, and each part is cut as if it were alone."""
+    met: list[str] = []
+    for name in ("sum_in_place", "max_in_place"):
+        monkeypatch.setattr(tree_module, name, lambda *_, name=name: met.append(name))
+    positions, work = cloud(5000), torch.arange(5000) % 7
+    tree = CellTree.of_work(positions, work, 8, ALONE)
+    assert len(met) == 3 * 3
+    cells = tree.of(positions)
+    for half in (0, 1):
+        within = cells // 4 == half
+        alone = CellTree.of_work(positions[within], work[within], 4, ALONE)
+        assert torch.equal(alone.of(positions[within]), cells[within] - 4 * half)
 
 
 def test_the_largest_extent_is_cut_first() -> None:

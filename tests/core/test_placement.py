@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ns_multigpu.core.holding import Holding
@@ -57,6 +58,24 @@ def test_places_among_all_rows(size: int) -> None:
         assert torch.equal(places[order], torch.arange(len(keys))), case
         assert torch.equal(before[order], values[order].cumsum(0) - values[order]), case
         assert torch.equal(untied[torch.sort(keys, stable=True).indices], torch.arange(len(keys))), case
+
+
+def met(world: World) -> tuple[int, int]:
+    """How often ranks meet to rank some keys, most of which one rank has, and how many of them come here."""
+    meetings: list[str] = []
+    for name in ("all_gather_into_tensor", "all_to_all_single", "all_gather", "all_reduce"):
+        call = getattr(dist, name)
+        setattr(dist, name, lambda *args, name=name, call=call, **more: (meetings.append(name), call(*args, **more))[1])
+    g = keyed_generator("met", world.rank)
+    keys = torch.sort(torch.randint(LAST, (60_000 if world.rank == 0 else 600,), generator=g)).values
+    ranking = Ranking.of(keys, world, torch.arange(len(keys)), ascending=True)
+    return len(meetings), len(ranking._order)
+
+
+def test_ranks_meet_seldom_to_rank_and_share_the_sorting() -> None:
+    outcomes = run_ranks(met, 3)
+    assert [meetings for meetings, _ in outcomes] == [5] * 3
+    assert max(rows for _, rows in outcomes) < 1.1 * 61_200 / 3
 
 
 def held(world: World) -> list[list[Tensor]]:

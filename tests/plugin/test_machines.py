@@ -115,6 +115,8 @@ def test_gpus_that_are_unlike_are_named_by_machine() -> None:
     assert alike[0][1] == f"2 machines (pretended): machine 0 ({HOST}) has ranks 0 to 1; {SECOND} has ranks 2 to 3."
     shown = f"This is {SECOND}, with ranks 2 to 3 of 4. Progress is shown by rank 0 on machine 0 ({HOST})."
     assert [told[2] for told in alike] == ["", "", shown, ""]
+    [(_, pair, _), (_, _, second)] = run_ranks(_gpus, 2, [h200] * 2)
+    assert f"machine 0 ({HOST}) has rank 0; {SECOND} has rank 1." in pair and f"{SECOND}, with rank 1 of 2." in second
     [(unlike, _, _), *_] = run_ranks(_gpus, 4, [h200, h200, h200, a100])
     assert f"machine 0 ({HOST}) has 2 x {h200}; {SECOND} has 1 x {h200}, 1 x {a100}" in unlike
 

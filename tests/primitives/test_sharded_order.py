@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.placement import NewPoints, Settled
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.splitters import find_splitters, imbalance
 from ns_multigpu.core.world import World
+from ns_multigpu.primitives.gaussians import sharded_rows
 from ns_multigpu.primitives.gaussians.regroup import Regrouping
 from ns_multigpu.primitives.gaussians.sharded_rows import move_rows
 from ns_multigpu.primitives.sharded_order import Move, Reordering, order_keys, plan_move
+from tests.placements import HalfSpaces
 from tests.ranks import run_ranks
 
 LAST = (1 << 62) - 1
@@ -176,9 +179,15 @@ def carried(world: World) -> tuple[dict[str, Tensor], list[float]]:
     return found, steps
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_everything_of_a_point_travels(size: int) -> None:
-    outcomes = run_ranks(carried, size)
+def carried_by_parts(world: World) -> tuple[dict[str, Tensor], list[float]]:
+    """The same where rows are too many to travel whole."""
+    sharded_rows._AT_ONCE = 0
+    return carried(world)
+
+
+@pytest.mark.parametrize(("size", "carry"), [(1, carried), (3, carried), (3, carried_by_parts)])
+def test_everything_of_a_point_travels(size: int, carry: Any) -> None:
+    outcomes = run_ranks(carry, size)
     number = torch.arange(50, dtype=torch.float32)
     kept = torch.where(number % 10 == 4, 0.0, 1.0)
     bounds = [0, *accumulate(len(found["flat"]) for found, _ in outcomes)]
@@ -201,3 +210,63 @@ def test_everything_of_a_point_travels(size: int) -> None:
 def test_refusal() -> None:
     with pytest.raises(ValueError, match=r"at least 1, not 0\.9"):
         plan_move(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), World.single(), 0.9)
+
+
+class Dealt(HalfSpaces):
+    """Owners by parity of the first coordinate, but for every tenth point, which is the next rank's."""
+
+    def settle(self, new: NewPoints, world: World) -> Settled:
+        x = new.positions()[:, 0].long()
+        return Settled((x + (x % 10 == 3).long()) % world.size)
+
+
+def parted(world: World, at_once: int) -> dict[str, Any]:
+    """Points with x = rank, rank + size, ...: every tenth leaves. Some are split; the halves' offsets tell whose."""
+    sharded_rows._AT_ONCE = at_once
+    sent: list[tuple[int, int]] = []
+    exchange = sharded_rows.exchange_rows
+
+    def watched(x: Tensor, *rest: Any) -> Tensor:
+        sent.append((len(x), x.shape[1]))
+        return exchange(x, *rest)
+
+    sharded_rows.exchange_rows = watched
+    x = torch.arange(world.rank, 90, world.size)
+    means = torch.stack([x.float(), torch.zeros(len(x)), torch.zeros(len(x))], 1)
+    wide = x[:, None].float().expand(-1, 40).contiguous()
+    params = {"means": torch.nn.Parameter(means), "wide": torch.nn.Parameter(wide)}
+    optimizers = {name: torch.optim.Adam([param]) for name, param in params.items()}
+    for name, param in params.items():
+        optimizers[name].state[param] = {"step": torch.tensor(1.0), "exp_avg": param.detach() + 1}
+    fresh, children = torch.where(x % 4 == 1)[0], torch.where(x % 8 == 1)[0]
+    offsets = torch.stack([torch.zeros(len(children)), x[children].float(), torch.zeros(len(children))], 1)
+    move = plan_move(2 * x, torch.ones_like(x), world, 1.1, Dealt(), lambda: means, lambda: x)
+    row_of = torch.empty_like(x).scatter_(0, move.leaving(torch.arange(len(x))), torch.arange(len(x)))
+    regrouping = Regrouping(move.leaving(torch.arange(len(x))), row_of[fresh], row_of[children], offsets)
+
+    def edit(name: str, rows: Tensor, part: Regrouping) -> None:
+        if name == "means":
+            rows[part.children] += part.offsets
+
+    move_rows(params, optimizers, regrouping, move, world, edit)
+    averages = {f"{name}.exp_avg": optimizers[name].state[param]["exp_avg"] for name, param in params.items()}
+    return {name: value.detach() for name, value in params.items()} | averages | {"sent": sent, "places": move.places}
+
+
+@pytest.mark.parametrize("at_once", [0, 1 << 26])
+def test_only_points_that_change_their_owner_travel(at_once: int) -> None:
+    outcomes = run_ranks(parted, 2, at_once)
+    x = torch.arange(90)
+    owners = (x + (x % 10 == 3).long()) % 2
+    for rank, found in enumerate(outcomes):
+        mine = x[owners == rank].float()
+        assert torch.equal(found["places"].float(), mine)
+        born = torch.where(mine % 8 == 1, mine, 0.0)
+        assert torch.equal(found["means"], torch.stack([mine, born, torch.zeros(len(mine))], 1))
+        assert torch.equal(found["wide"], mine[:, None].expand(-1, 40))
+        kept = (mine % 4 != 1).float()
+        assert torch.equal(found["wide.exp_avg"], (kept * (mine + 1))[:, None].expand(-1, 40))
+        assert torch.equal(found["means.exp_avg"][:, 0], kept * (mine + 1))
+        leaving = int(((x % 2 == rank) & (owners != rank)).sum())
+        assert {rows for rows, _ in found["sent"]} == {leaving} and sum(w for _, w in found["sent"]) == 4 * 2 * 43
+        assert len(found["sent"]) == 1 if at_once else all(width <= 64 for _, width in found["sent"])

@@ -1,13 +1,15 @@
 """Carries a model's rows to the ranks that will own them: parameters and moments, a few columns at a time.
 
-Beside the model there is never more than one parameter's new rows (all three of its tensors where they are narrow) and
-a buffer of few columns on either side of the exchange.
+Only rows that change their owner travel (`parting`). Beside the model there is never more than one parameter's new rows
+(all three of its tensors) and a buffer of few columns on either side of the exchange, or of whole rows where few do.
 """
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +17,14 @@ from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints_on_device, all_gather_objects, exchange_rows
 from ns_multigpu.core.world import World
+from ns_multigpu.primitives.gaussians.parting import Parting
 from ns_multigpu.primitives.gaussians.regroup import Regrouping
 from ns_multigpu.primitives.sharded_order import Move
 
-_COLUMNS = 16
-"""Columns that travel together: one exchange for a narrow parameter and its moments, 64 bytes a row of a wide one."""
+_WIDTH = 64
+"""Bytes of a row that travel together at least: a narrow parameter with its moments."""
+_AT_ONCE = 1 << 26
+"""Bytes of all rows that travel together where rows are few: each exchange costs ranks a meeting."""
 
 Edit = Callable[[str, Tensor, Regrouping], None]
 """Makes a parameter's rows [T, ...], copied by the regrouping's source, what they are to be: name, rows, regrouping."""
@@ -63,23 +68,27 @@ def move_rows(
     Returns:
         bytes a point, its key included.
     """
-    row_bytes = 8
     kept = agree_on_kept(params, optimizers, world)
-    for name in list(params):
-        old = params[name]
+    parting = Parting.of(regrouping, move, world.rank)
+
+    def finish(name: str, number: int, rows: Tensor, part: Regrouping) -> None:
+        if number > 0:
+            rows.index_fill_(0, part.fresh, 0)
+        elif edit is not None:
+            edit(name, rows, part)
+
+    columns: dict[str, list[_Column]] = {}
+    for name, old in params.items():
         mine = optimizers[name].state.get(old, {}) if name in optimizers else {}
         slots = kept[name].slots
         tensors: list[Tensor | None] = [old.detach(), *(mine.get(key) for key in slots)]
         kinds = [_Slot(tuple(old.shape[1:]), old.dtype), *slots.values()]
-
-        def finish(number: int, rows: Tensor, name: str = name) -> None:
-            if number > 0:
-                rows.index_fill_(0, regrouping.fresh, 0)
-            elif edit is not None:
-                edit(name, rows, regrouping)
-
-        moved = _travel(tensors, kinds, regrouping.source, move, world, finish)
-        row_bytes += sum(math.prod(kind.shape) * kind.dtype.itemsize for kind in kinds)
+        pairs = enumerate(zip(tensors, kinds, strict=True))
+        columns[name] = [_Column(tensor, kind, partial(finish, name, number)) for number, (tensor, kind) in pairs]
+    arrivals = _Arrivals([one for of in columns.values() for one in of], parting, move.moved, world)
+    for name in list(params):
+        old, of_name = params[name], columns.pop(name)
+        moved = [_put_together(one, parting, arrivals.next()) for one in of_name]
         new = torch.nn.Parameter(moved[0], requires_grad=old.requires_grad)
         params[name] = new
         if name in optimizers:
@@ -88,8 +97,8 @@ def move_rows(
                 group["params"] = [new if p is old else p for p in group["params"]]
             optimizer.state.pop(old, None)
             if kept[name].slots or kept[name].rest:
-                optimizer.state[new] = kept[name].rest | dict(zip(slots, moved[1:], strict=True))
-    return row_bytes
+                optimizer.state[new] = kept[name].rest | dict(zip(kept[name].slots, moved[1:], strict=True))
+    return 8 + arrivals.row_bytes
 
 
 def agree_on_kept(
@@ -133,48 +142,94 @@ def _kept(optimizer: torch.optim.Optimizer | None, param: Tensor) -> _Kept:
     return _Kept(slots, rest)
 
 
-def _travel(
-    tensors: list[Tensor | None],
-    kinds: list[_Slot],
-    source: Tensor,
-    move: Move,
-    world: World,
-    finish: Callable[[int, Tensor], None],
-) -> list[Tensor]:
-    """New rows of each tensor: those of `source`, finished, from all ranks, in order. None stands for zeros."""
-    moved = [torch.empty(len(move.order), *k.shape, dtype=k.dtype, device=source.device) for k in kinds]
-    for block in _blocks(kinds):
+@dataclass(frozen=True)
+class _Column:
+    """A tensor with a row for each point; None stands for zeros.
+
+    Attributes:
+        finish: makes copied rows of it what they are to be, by the part of the regrouping that they are.
+    """
+
+    tensor: Tensor | None
+    kind: _Slot
+    finish: Callable[[Tensor, Regrouping], None]
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return math.prod(self.kind.shape)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.kind.dtype.itemsize
+
+    def rows(self, part: Regrouping, first: int = 0, end: int | None = None) -> Tensor:
+        """[rows, end - first] of a part of the new points; with their whole shape where all numbers are asked for."""
+        count, end = len(part.source), self.width if end is None else end
+        shape = self.kind.shape if end - first == self.width else (end - first,)
+        if self.tensor is None or len(self.tensor) == 0:
+            return torch.zeros(count, *shape, dtype=self.kind.dtype, device=part.source.device)
+        flat = self.tensor.reshape(len(self.tensor), self.width)[:, first:end]
+        rows = flat.index_select(0, part.source).view(count, *shape)
+        self.finish(rows, part)
+        return rows
+
+
+class _Arrivals:
+    """What comes from other ranks, a column after the other. It travels when it is asked for, with as many of those
+    behind it as there is room for: as many on all ranks.
+
+    Args:
+        columns: of all parameters. moved: rows that travel between any ranks.
+
+    Attributes:
+        row_bytes: of all columns.
+    """
+
+    def __init__(self, columns: list[_Column], parting: Parting, moved: int, world: World) -> None:
+        self._parting, self._moved, self._world = parting, moved, world
+        self.row_bytes = sum(one.row_bytes for one in columns)
+        self._waiting = deque(columns)
+        self._left: deque[tuple[_Column, int, int]] = deque()  # parts of columns that have not travelled
+        room = max(_WIDTH, _AT_ONCE // max(moved, 1))
+        for one in columns:
+            step = max(1, room // one.kind.dtype.itemsize)
+            self._left += [(one, a, min(one.width, a + step)) for a in range(0, one.width, step)]
+        self._room = room
+        self._there: deque[Tensor] = deque()  # bytes [K, ...] of such parts
+
+    def next(self) -> Tensor:
+        """[K, ...] of the next column."""
+        column, count = self._waiting.popleft(), len(self._parting.landing)
         pieces: list[Tensor] = []
-        for number, a, b in block:
-            tensor, kind = tensors[number], kinds[number]
-            if tensor is None:
-                pieces.append(torch.zeros(len(source), b - a, dtype=kind.dtype, device=source.device))
-                continue
-            piece = tensor.reshape(len(tensor), math.prod(kind.shape))[:, a:b][source]
-            finish(number, piece.view(len(source), *kind.shape) if b - a == math.prod(kind.shape) else piece)
-            pieces.append(piece)
-        rows = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
-        del pieces
-        rows = exchange_rows(rows, move.send, move.receive, world)
-        at = 0
-        for number, a, b in block:
-            flat = moved[number].view(len(move.order), math.prod(kinds[number].shape))
-            flat[:, a:b] = rows[:, at : at + b - a][move.order]
-            at += b - a
-    return moved
+        while sum(piece.shape[1] for piece in pieces) < column.row_bytes and self._moved:
+            if not self._there:
+                self._bring()
+            pieces.append(self._there.popleft())
+        shape = (count, *column.kind.shape)
+        if not pieces or count == 0:
+            return torch.empty(shape, dtype=column.kind.dtype, device=self._parting.landing.device)
+        return torch.cat(pieces, 1).view(column.kind.dtype).view(shape)
+
+    def _bring(self) -> None:
+        """Has the next parts travel."""
+        packed: list[Tensor] = []
+        widths: list[int] = []
+        while self._left:
+            column, a, b = self._left[0]
+            width = (b - a) * column.kind.dtype.itemsize
+            if widths and sum(widths) + width > self._room:
+                break
+            self._left.popleft()
+            rows = column.rows(self._parting.leave, a, b)
+            packed.append(rows.reshape(len(rows), b - a).view(torch.uint8))
+            widths.append(width)
+        rows = torch.cat(packed, 1) if len(packed) > 1 else packed[0]
+        rows = exchange_rows(rows, self._parting.send, self._parting.receive, self._world)
+        self._there += rows.split(widths, 1)
 
 
-def _blocks(kinds: list[_Slot]) -> list[list[tuple[int, int, int]]]:
-    """What travels together: (tensor, first column, end), one type, at most _COLUMNS in all. A narrow one is whole."""
-    blocks: list[list[tuple[int, int, int]]] = []
-    room = 0
-    for number, kind in enumerate(kinds):
-        width = math.prod(kind.shape)
-        for a in range(0, width, _COLUMNS):
-            b = min(width, a + _COLUMNS)
-            if b - a > room or kinds[blocks[-1][0][0]].dtype != kind.dtype:
-                blocks.append([])
-                room = _COLUMNS
-            blocks[-1].append((number, a, b))
-            room -= b - a
-    return blocks
+def _put_together(column: _Column, parting: Parting, arrived: Tensor) -> Tensor:
+    """[T, ...] the rows of a column that stayed, and those that have arrived."""
+    rows = column.rows(parting.stay)
+    return rows.index_copy_(0, parting.landing, arrived) if len(arrived) else rows
