@@ -107,10 +107,10 @@ def _steps(trainer: Any, first: int, last: int, seconds: float = 0.01) -> int:
 
 
 def _steps_until(trainer: Any, first: int, enough: Callable[[], bool]) -> int:
-    """Steps until it is so on all ranks, as it is on this one: all render at once. Returns the step behind the last."""
+    """Steps, on a busy machine as many as it takes, until rank 0 has enough; returns the step behind the last."""
     for step in range(first, first + 3000, 5):
         _steps(trainer, step, step + 5)
-        if enough():
+        if broadcast_object(enough() if trainer.world.is_main else None, 0, trainer.world):
             return step + 5
     raise AssertionError("a page was hardly drawn")
 
@@ -120,13 +120,13 @@ def _visit(world: World, capture: Path, folder: Path) -> dict[str, Any]:
     trainer = _trainer(world, capture, folder)
     viewer, renders, counts = trainer.viewer_state, trainer.pipeline.renders, list[int]()
     with contextlib.closing(renders):
-        taken = _steps(trainer, 0, 40)
+        taken = first = _steps_until(trainer, 0, lambda: len(viewer.images) >= 3)
         if viewer is not None:
             counts.append(len(viewer.images))
             trainer.training_state = "paused"
             viewer.then(5, lambda: setattr(trainer, "training_state", "training"))
         start = time.monotonic()
-        taken += _steps(trainer, 40, 42)
+        taken += _steps(trainer, first, first + 2)
         if viewer is not None:
             counts.append(len(viewer.images))
             trainer.training_state = "completed"
@@ -152,9 +152,9 @@ def _visit(world: World, capture: Path, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_visit(capture: Path, tmp_path: Path, size: int) -> None:
     results = run_ranks(_visit, size, capture, tmp_path)
-    assert [result["taken"] for result in results] == [42] * size
+    [taken] = {result["taken"] for result in results}
     in_steps, paused, completed = results[0]["counts"]
-    assert 3 <= in_steps <= 41, "at most one image a step"
+    assert 3 <= in_steps < taken, "at most one image a step"
     assert paused >= in_steps + 5 and completed >= paused + 5
     assert all(result["ended"] and result["same"] for result in results)
     assert results[0]["paused"] < 20
@@ -178,6 +178,10 @@ def test_pages_wait_until_pictures_are_due(capture: Path, tmp_path: Path, monkey
             _steps(trainer, 6, 7)
 
 
+STEP = 0.005
+"""Seconds: so few that blocks are longer than a step on a busy machine, too."""
+
+
 def _granted(world: World, capture: Path, folder: Path) -> list[int]:
     """How many steps all may take: with nobody there, with a page open, and when it is closed again."""
     trainer, pages = _trainer(world, capture, folder), dict[int, Any]()
@@ -190,7 +194,7 @@ def _granted(world: World, capture: Path, folder: Path) -> list[int]:
             pages.update({0: None}) if there else pages.clear()
             assert viewing.may_go_on(trainer, step)
             found.append(trainer.guards.granted)
-            time.sleep(0.02)
+            time.sleep(STEP)
     return found
 
 
@@ -198,7 +202,7 @@ def test_blocks_are_short_while_a_page_is_open(capture: Path, tmp_path: Path) ->
     first, second = run_ranks(_granted, 2, capture, tmp_path)
     assert first == second, "all ranks take as many steps"
     assert first[:3] == [MANY] * 3 and first[-1] == MANY
-    assert all(1 <= steps <= LONGEST_WAIT / 0.02 for steps in first[3:-1]) and max(first[3:-1]) >= 2
+    assert all(1 <= steps <= LONGEST_WAIT / STEP for steps in first[3:-1]) and max(first[3:-1]) >= 2
 
 
 def test_strides_fit_the_time_that_a_page_waits(monkeypatch: pytest.MonkeyPatch) -> None:
