@@ -107,8 +107,9 @@ class GivenCells(ByCells):
 
     splits: tuple[Split, ...] = ()
 
-    def _cut(self, where: torch.Tensor, work: torch.Tensor, world: World) -> None:
+    def _cut(self, where: torch.Tensor, work: torch.Tensor, world: World) -> torch.Tensor:
         self.tree, self._stale, self._moved = CellTree(self.splits), True, True
+        return self.tree.of(where)
 
 
 def with_splits(world: World, splits: tuple[Split, ...], crossing: Literal["none", "ghosts"] = "none") -> Strategy:
