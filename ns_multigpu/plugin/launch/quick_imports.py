@@ -1,11 +1,11 @@
 """What nerfstudio does while it is imported that no command needs to wait for.
 
 nerfstudio 1.1.5 knows methods that it does not ship, and lists them. For each it asks `inspect.stack()` which function
-makes the entry. That reads the source lines of every caller and goes through all loaded modules: 1 s of every command's
-start on a fast machine, 5 s on a slow one. The name of one caller is all that is wanted.
+makes the entry. That reads the source lines of every caller and goes through all loaded modules: 5 s of every command's
+start where cores are slow. The name of one caller is all that is wanted.
 
-Its splatfacto has torch compile a small function. That loads a compiler, 1 to 3 s, which our methods never call. It
-is loaded in the first call of that function, here.
+Its splatfacto has torch compile a small function. That loads a compiler, 2 to 3 s there, which our methods never call.
+It is loaded in the first call of that function, here.
 """
 
 import functools
