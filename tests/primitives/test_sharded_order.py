@@ -1,8 +1,10 @@
 """The order over ranks against one rank's stable sort, and what travels against what ought to be there."""
 
+import weakref
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -210,6 +212,29 @@ def test_everything_of_a_point_travels(size: int, carry: Any) -> None:
 def test_refusal() -> None:
     with pytest.raises(ValueError, match=r"at least 1, not 0\.9"):
         plan_move(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), World.single(), 0.9)
+
+
+def freed(world: World) -> list[int]:
+    """As each of three parameters is made anew, how many of the old ones have been freed."""
+    mine = torch.arange(world.rank, 40, world.size)
+    arrays = [np.zeros((len(mine), 4), np.float32) for _ in range(3)]
+    alive = [weakref.ref(array) for array in arrays]
+    params = {str(number): torch.nn.Parameter(torch.from_numpy(array)) for number, array in enumerate(arrays)}
+    del arrays
+    found: dict[str, int] = {}
+
+    def edit(name: str, *_: Any) -> None:
+        found[name] = sum(one() is None for one in alive)
+
+    move = plan_move(mine, torch.ones_like(mine), world, 1.1)
+    assert (move.moved > 0) == (world.size > 1)
+    move_rows(params, {}, Regrouping(move.leaving(mine) * 0, mine[:0], mine[:0], torch.zeros(0, 3)), move, world, edit)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_old_rows_are_freed_one_parameter_after_the_other(size: int) -> None:
+    assert run_ranks(freed, size) == [[0, 1, 2]] * size
 
 
 class Dealt(HalfSpaces):

@@ -190,9 +190,10 @@ class _Arrivals:
         self._parting, self._moved, self._world = parting, moved, world
         self.row_bytes = sum(one.row_bytes for one in columns)
         self._waiting = deque(columns)
-        self._left: deque[tuple[_Column, int, int]] = deque()  # parts of columns that have not travelled
+        # Parts of columns that have not travelled. None are kept if none will: what is kept is not freed.
+        self._left: deque[tuple[_Column, int, int]] = deque()
         room = max(_WIDTH, _AT_ONCE // max(moved, 1))
-        for one in columns:
+        for one in columns if moved else ():
             step = max(1, room // one.kind.dtype.itemsize)
             self._left += [(one, a, min(one.width, a + step)) for a in range(0, one.width, step)]
         self._room = room
