@@ -43,6 +43,15 @@ def test_work_that_is_all_in_the_first_bin_is_shared() -> None:
     assert abs(int((cells == 0).sum()) - 2000) < 40
 
 
+def test_work_that_is_all_at_the_upper_end_leaves_no_cell_empty() -> None:
+    """Whichever way the end of the last bin is rounded."""
+    ends = torch.randn(200, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).sort(1).values
+    for low, high in ends.tolist():
+        positions = torch.tensor([[low, 0.0, 0.0], *[[high, 0.0, 0.0]] * 9], dtype=torch.float64)
+        cells = CellTree.of_work(positions, torch.ones(10, dtype=torch.int64), 2, ALONE).of(positions)
+        assert cells.tolist() == [0] + [1] * 9
+
+
 def test_parts_of_a_level_are_cut_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks meet three times a level, however many planes it has, and each part is cut as if it were alone."""
     met: list[str] = []
