@@ -11,7 +11,7 @@ The binary layout is that of COLMAP's documentation, "Output format" (https://co
 import os
 import struct
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ns_multigpu.data.capture import CityCapture
 from ns_multigpu.data.seed_points import SeedPoints
+from ns_multigpu.data.side_by_side import side_by_side
 
 _PINHOLE = 1
 """COLMAP's number of the camera model PINHOLE: fx, fy, cx, cy."""
@@ -125,8 +126,6 @@ def write_colmap(
         FileExistsError: the folder holds something and overwrite is not given.
         PermissionError: the folder cannot be written to.
     """
-    from PIL import Image  # only here: rendering needs no more than torch, numpy and scipy
-
     prepare_folder(folder, overwrite)
     write_model(folder / "sparse" / "0", capture, f".{image_format}", capture.seed_points(points, device=device))
     if capture.time_varying:
@@ -137,18 +136,31 @@ def write_colmap(
     if depth != "none":
         (folder / "depth").mkdir(exist_ok=True)
 
-    def write(view: int) -> int:
-        name = capture.name(view)
-        picture = Image.fromarray(capture.image(view, device).numpy())
-        picture.save(folder / "images" / f"{name}.{image_format}", quality=95)  # png knows no quality and ignores it
-        if depth == "npy":
-            np.save(folder / "depth" / f"{name}.npy", capture.depth(view, device).numpy())
-        elif depth == "png":
-            steps = np.rint(capture.depth(view, device).numpy() / depth_unit)
-            steps[steps > 65535] = 0
-            Image.fromarray(steps.astype(np.uint16)).save(folder / "depth" / f"{name}.png")
-        return view
+    write = partial(_write_view, capture, folder, image_format, depth, depth_unit, device)
+    views = range(len(capture))
+    for _ in progress(side_by_side(write, views, workers, device), len(capture)):
+        pass
 
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        for _ in progress(pool.map(write, range(len(capture))), len(capture)):
-            pass
+
+def _write_view(
+    capture: CityCapture,
+    folder: Path,
+    image_format: str,
+    depth: str,
+    depth_unit: float,
+    device: torch.device | str,
+    view: int,
+) -> int:
+    """Renders a view's picture, and its depth, into the folder. See `write_colmap`."""
+    from PIL import Image  # only here: rendering needs no more than torch, numpy and scipy
+
+    name = capture.name(view)
+    picture = Image.fromarray(capture.image(view, device).numpy())
+    picture.save(folder / "images" / f"{name}.{image_format}", quality=95)  # png knows no quality and ignores it
+    if depth == "npy":
+        np.save(folder / "depth" / f"{name}.npy", capture.depth(view, device).numpy())
+    elif depth == "png":
+        steps = np.rint(capture.depth(view, device).numpy() / depth_unit)
+        steps[steps > 65535] = 0
+        Image.fromarray(steps.astype(np.uint16)).save(folder / "depth" / f"{name}.png")
+    return view

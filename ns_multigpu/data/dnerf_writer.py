@@ -11,13 +11,14 @@ are scaled so that all cameras are within 1 of their middle. There are no seed p
 import json
 import math
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from ns_multigpu.data.capture import CityCapture
 from ns_multigpu.data.colmap_writer import prepare_folder
+from ns_multigpu.data.side_by_side import side_by_side
 
 SPLITS = ("train", "val", "test")
 
@@ -41,8 +42,6 @@ def write_dnerf(
         FileExistsError: the folder holds something and overwrite is not given.
         PermissionError: the folder cannot be written to.
     """
-    from PIL import Image  # only here: rendering needs no more than torch, numpy and scipy
-
     if not capture.time_varying:
         raise ValueError("D-NeRF's layout is for scenes that move: give --time-varying")
     prepare_folder(folder, overwrite)
@@ -67,11 +66,14 @@ def write_dnerf(
         told = {"camera_angle_x": angle, "frames": frames}
         (folder / f"transforms_{split}.json").write_text(json.dumps(told, indent=1), "utf8")
 
-    def write(job: tuple[int, Path]) -> int:
-        view, path = job
-        Image.fromarray(capture.image(view, device).numpy()).save(path)
-        return view
+    for _ in progress(side_by_side(partial(_write_view, capture, device), jobs, workers, device), len(jobs)):
+        pass
 
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        for _ in progress(pool.map(write, jobs), len(jobs)):
-            pass
+
+def _write_view(capture: CityCapture, device: torch.device | str, job: tuple[int, Path]) -> int:
+    """Renders a view into its file."""
+    from PIL import Image  # only here: rendering needs no more than torch, numpy and scipy
+
+    view, path = job
+    Image.fromarray(capture.image(view, device).numpy()).save(path)
+    return view
