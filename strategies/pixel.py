@@ -7,7 +7,7 @@ part of a cell's layer has few splats, these may travel instead: then it is draw
 from typing import Literal, TypeAlias
 
 from ns_multigpu.cells.crossing import CellsInViews
-from ns_multigpu.cells.exchange import WAYS, Exchange
+from ns_multigpu.cells.exchange import PLAIN, WAYS, Exchange
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.sharing import CellPixels
@@ -49,7 +49,7 @@ def pixel(world: World, options: PixelOptions | None = None, exchange: Asked = "
         return _by_pixels(space, views, world, options)
     half, ghosts = options.wire == "half", options.crossing == "ghosts"
     homes = [space.rank_of(cell) for cell in range(space.cells)]
-    trials = Trials(WAYS, world.size) if exchange == "auto" and world.device.type in TIMED_ON else None
+    trials = Trials(WAYS, world.size, PLAIN) if exchange == "auto" and world.device.type in TIMED_ON else None
     decides = Exchange(
         "splats" if exchange == "splats" else "mixed", homes, half=half, ghosts=ghosts, trials=trials,
     )  # fmt: skip

@@ -31,6 +31,8 @@ from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
 Kind: TypeAlias = Literal["mixed", "pixels", "splats"]
 WAYS: Sequence[Kind] = get_args(Kind)
 """Ways to take steps that trials choose among: "mixed" is whichever is fewer bytes."""
+PLAIN: Kind = "pixels"
+"""The plain way of `Trials`: what travels does not depend on what was counted."""
 Spans: TypeAlias = Sequence[Sequence[tuple[int, int] | None]]
 """[rank][view] first and end row of tiles of what a rank owns."""
 PIXEL_BYTES = 4 * 4

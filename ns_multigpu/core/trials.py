@@ -7,6 +7,10 @@ A trial costs steps that were slower than need be, and buffers that are made ane
 of the fastest way. After the first one another is made only where the model has changed, and only so seldom that all
 trials together stay below a hundredth of the steps.
 
+One way is the plain one, whose steps do not go by counts. What others do changes as more views are counted, and a trial
+sees the beginning of it. So they have to be clearly ahead of the plain way in a trial, and are timed once more when
+they have been taken for a while: one that is slower then than the plain way was in the trial is left.
+
 Nothing here measures: whoever takes the steps tells how long they took. Told the same, all ranks choose the same.
 """
 
@@ -25,6 +29,10 @@ _GIVE_UP = 1.5
 """A way that takes so many times as long as the best one is not looked at any longer, after one block."""
 _BETTER = 1.02
 """Another way has to be so many times as fast as the present one: the views of its steps are not the same."""
+_AHEAD = 1.05
+"""A way has to be so many times as fast as the plain one, to be taken in its place."""
+PROOF = 256
+"""Steps of the chosen way before it is timed once more: it has counted many more views by then."""
 _EXCUSED = 4
 """Blocks of a way, at most, that do not count because their steps were taken again."""
 _CHANGED = 1.2
@@ -69,6 +77,14 @@ class _Timed:
         """Seconds a step."""
         return self.seconds / self.steps
 
+    def counts(self, block: Block) -> bool:
+        """Adds a block up, unless it is excused; whether it did."""
+        if block.again and self.excused < _EXCUSED:
+            self.excused += 1
+            return False
+        self.steps, self.seconds = self.steps + block.steps, self.seconds + block.seconds
+        return True
+
 
 class Trials:
     """Chooses a way for the steps to come. A way is changed between blocks, in `after` alone.
@@ -76,6 +92,7 @@ class Trials:
     Args:
         ways: their names. The first is what is begun with.
         ranks: of the run: a choice that was saved serves as many.
+        plain: the name of the plain way.
 
     Attributes:
         way: of the next block. chosen: by the last trial.
@@ -85,8 +102,8 @@ class Trials:
         growth: how many times as many points there are as when a trial was last over; at the first, 1.
     """
 
-    def __init__(self, ways: Sequence[str], ranks: int) -> None:
-        self._ways, self._ranks, self.way = tuple(ways), ranks, ways[0]
+    def __init__(self, ways: Sequence[str], ranks: int, plain: str) -> None:
+        self._ways, self._ranks, self.way, self._plain = tuple(ways), ranks, ways[0], plain
         self.trying, self.number, self.growth = False, 0, 1.0
         self.settles = False
         self.chosen = self.way
@@ -97,6 +114,8 @@ class Trials:
         self._warm = 0
         self._spent: list[tuple[int, float]] = []
         self._times: dict[str, _Timed] = {}
+        self._until_proof: int | None = None  # steps of the chosen way; None where it is the plain one, or was timed
+        self._proof: _Timed | None = None  # while it is timed once more
 
     @property
     def most(self) -> int | None:
@@ -113,8 +132,10 @@ class Trials:
             spare: whether there is memory for another way's buffers. It is asked for where a trial is due.
 
         Returns:
-            what to tell the user, where a trial is over.
+            what to tell the user, where a trial is over, or what it has chosen is left.
         """
+        if self._proof is not None:
+            return self._prove(block, self._proof)
         if self.trying:
             return self._time(block)
         self._waited = self._waited + block.steps if block.ready else 0
@@ -124,6 +145,10 @@ class Trials:
             self._waited = 0
             if spare():
                 self._begin(block)
+        elif self._until_proof is not None and block.ready:
+            self._until_proof -= block.steps
+            if self._until_proof <= 0:
+                self.trying, self._proof, self._until_proof = True, _Timed(), None
         return None
 
     def figures(self) -> dict[str, float]:
@@ -163,7 +188,7 @@ class Trials:
 
     def _begin(self, block: Block) -> None:
         self.growth = 1.0 if self._tried is None else max(block.points, 1) / max(self._tried[0], 1)
-        self.trying, self.number = True, self.number + 1
+        self.trying, self.number, self._until_proof = True, self.number + 1, None
         self._spent, self._times = [], {}
         self._left = [self.chosen, *(way for way in self._ways if way != self.chosen)]
         self._next()
@@ -179,10 +204,8 @@ class Trials:
         if before > 0:
             return None
         now = self._times[self.way]
-        if block.again and now.excused < _EXCUSED:
-            now.excused += 1
+        if not now.counts(block):
             return None
-        now.steps, now.seconds = now.steps + block.steps, now.seconds + block.seconds
         best = min(one.mean for one in self._times.values() if one.steps)
         if now.steps < TIMED and now.mean <= _GIVE_UP * best:
             return None
@@ -192,12 +215,30 @@ class Trials:
         return self._choose(block)
 
     def _choose(self, block: Block) -> str:
-        fastest = min(self._ways, key=lambda way: self._times[way].mean)
-        if self._times[fastest].mean * _BETTER < self._times[self.chosen].mean:
+        fastest = min(self._ways, key=self._cost)
+        # Where the plain way is one of the two, it has to be clearly behind: that is enough.
+        enough = 1.0 if self._tried is None or self._plain in (fastest, self.chosen) else _BETTER
+        if self._cost(fastest) * enough < self._cost(self.chosen):
             self.chosen = fastest
         self.way, self.trying, self._tried = self.chosen, False, (block.points, block.placings)
+        self._until_proof = None if self.way == self._plain else PROOF
         best = self._times[self.way].mean
         self._last = max(sum(seconds for _, seconds in self._spent) / best - sum(steps for steps, _ in self._spent), 0)
         self._lost += self._last
         others = ", ".join(f"{way} {1e3 * self._times[way].mean:.1f}" for way in self._ways if way != self.way)
         return f"{self.way}, {1e3 * best:.1f} ms a step; {others}"
+
+    def _cost(self, way: str) -> float:
+        """What ways are compared by: seconds a step, more of a way that is to be clearly ahead."""
+        return self._times[way].mean * (1.0 if way == self._plain else _AHEAD)
+
+    def _prove(self, block: Block, proof: _Timed) -> str | None:
+        """Times the way that was chosen, once more."""
+        if not proof.counts(block) or proof.steps < TIMED:
+            return None
+        self.trying, self._proof, before = False, None, self._times[self._plain].mean
+        if proof.mean <= before:
+            return None
+        left, self.way = self.way, self._plain
+        self.chosen = self.way
+        return f"{self.way}: {left} took {1e3 * proof.mean:.1f} ms a step after a while, {self.way} {1e3 * before:.1f}"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ns_multigpu.cells.exchange import GRADIENT_BYTES, PIXEL_BYTES, ROW_BYTES, WAYS, Exchange, Kind
+from ns_multigpu.cells.exchange import GRADIENT_BYTES, PIXEL_BYTES, PLAIN, ROW_BYTES, WAYS, Exchange, Kind
 from ns_multigpu.cells.tree import CellTree, Split
 from ns_multigpu.core.trials import Trials
 from ns_multigpu.core.types import Patch, View
@@ -148,7 +148,7 @@ def test_a_source_without_splats_has_room_for_a_few() -> None:
 
 
 def test_the_way_that_time_chose() -> None:
-    trials = Trials(WAYS, 2)
+    trials = Trials(WAYS, 2, PLAIN)
     exchange = Exchange("mixed", [0, 1], trials=trials)
     exchange.keep(TREE)
     exchange.learn([view_of()], counts(10, 2000))
@@ -160,7 +160,7 @@ def test_the_way_that_time_chose() -> None:
 def test_counts_grow_with_the_model_while_nobody_counts() -> None:
     """Where pixels were chosen, what is known is as old as the last trial. Where they were not, it is not."""
     for chosen, rows in (("pixels", 180), ("mixed", 60)):
-        trials = Trials(WAYS, 2)
+        trials = Trials(WAYS, 2, PLAIN)
         exchange = Exchange("mixed", [0, 1], trials=trials)
         exchange.keep(TREE)
         exchange.learn([view_of()], counts(10, 2000))
