@@ -188,7 +188,7 @@ class Trials:
 
     def _begin(self, block: Block) -> None:
         self.growth = 1.0 if self._tried is None else max(block.points, 1) / max(self._tried[0], 1)
-        self.trying, self.number, self._until_proof = True, self.number + 1, None
+        self.trying, self.number = True, self.number + 1
         self._spent, self._times = [], {}
         self._left = [self.chosen, *(way for way in self._ways if way != self.chosen)]
         self._next()
@@ -234,7 +234,8 @@ class Trials:
 
     def _prove(self, block: Block, proof: _Timed) -> str | None:
         """Times the way that was chosen, once more."""
-        if not proof.counts(block) or proof.steps < TIMED:
+        proof.counts(block)
+        if proof.steps < TIMED:
             return None
         self.trying, self._proof, before = False, None, self._times[self._plain].mean
         if proof.mean <= before:

@@ -91,6 +91,34 @@ def test_what_is_not_like_the_rest_proves_nothing(after: float) -> None:
     assert len(run.told) == (2 if after > 8 else 1), "it is timed once"
 
 
+def test_pixels_need_no_proof() -> None:
+    run = Run()
+    run.take(1000, FAST_LINKS)
+    for _ in range(100):
+        run.take(16, {**FAST_LINKS, "pixels": 20.0})
+        assert not run.trials.trying and run.trials.way == "pixels"
+    assert len(run.told) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "times", "chosen"),
+    [
+        ("mixed", {"mixed": 10.0, "pixels": 20.0, "splats": 9.9}, "mixed"),
+        ("mixed", {"mixed": 10.0, "pixels": 20.0, "splats": 9.7}, "splats"),
+        ("pixels", {"mixed": 9.4, "pixels": 10.0, "splats": 20.0}, "mixed"),
+        ("pixels", {"mixed": 9.6, "pixels": 10.0, "splats": 20.0}, "pixels"),
+        ("mixed", {"mixed": 9.6, "pixels": 10.0, "splats": 20.0}, "pixels"),
+    ],
+)
+def test_what_is_present_stays_where_it_is_nearly_as_fast(before: str, times: dict[str, float], chosen: str) -> None:
+    run = Run(taken=10**6)
+    run.take(1000, {**dict.fromkeys(WAYS, 20.0), before: 10.0})
+    assert run.trials.way == before
+    run.points *= 2
+    run.take(1000, times)
+    assert run.trials.number == 2 and run.trials.way == chosen
+
+
 def test_a_trial_that_is_due_comes_before_the_proof() -> None:
     trial = {"mixed": 7.0, "pixels": 8.0, "splats": 12.0}
     run = Run(taken=10**6)
