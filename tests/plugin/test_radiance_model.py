@@ -128,11 +128,36 @@ def _compare(one: dict[str, Any], found: list[dict[str, Any]], exact: bool) -> N
 
 
 @pytest.mark.parametrize(
+    ("cells", "options", "random"),
+    [
+        (1, {}, False), (2, {}, True), (2, {"spread": "ddp"}, False), (2, {"spread": "block"}, False),
+        (2, {"background_color": "last_sample"}, False), (1, {"background_color": "random"}, True),
+        (3, {"sampling": "occupancy"}, True),
+    ],
+)  # fmt: skip
+def test_colours_behind_several_cells_are_random(cells: int, options: dict[str, Any], random: bool) -> None:
+    """In training, so that no cell paints what should be solid on its last samples; in pictures they are black."""
+    ours = model(World.single(), cells, **options)
+    bundle, losses = rays(), list[float]()
+    for step in (3, 4):
+        ours.begin_step(step)
+        outputs = ours(bundle)
+        seen = outputs["rgb"].detach()
+        outputs["rgb"], outputs["accumulation"] = torch.zeros_like(seen), torch.zeros_like(outputs["accumulation"])
+        losses.append(float(ours.get_loss_dict(outputs, {"image": torch.zeros(len(seen), 3)}, None)["rgb_loss"]))
+    assert (losses[0] != losses[1]) == random and (losses[0] > 0.2) == random
+    assert ours.renderer_rgb.background_color == ("random" if random else "last_sample")
+    opaque = {name: torch.full((1, 3), 0.25) for name in ("colour", "behind")}
+    shown = ours._on_background(opaque["colour"], torch.ones(1, 1), opaque["behind"])
+    assert float(shown[0, 0]) == (0.25 if random else 0.5)
+
+
+@pytest.mark.parametrize(
     ("cells", "ranks", "options"),
     [
         (2, 2, {}),
         (4, 3, {"disable_scene_contraction": True}),
-        (4, 4, {"background_color": "random"}),
+        (4, 4, {"background_color": "last_sample"}),
         (3, 2, {"sampling": "occupancy"}),
         (3, 2, {"spread": "ddp"}),
         (3, 2, {"spread": "mega"}),

@@ -107,7 +107,7 @@ class FixedShapes:
         model, sampling = self._model, self._sampling
         device = model.device
         if self._numbers is None or self._numbers.anneal.device != device:
-            coloured = model.config.background_color == "random"
+            coloured = model.background == "random"
             widths = {parts: sampling.widths(parts) for parts in self._classes}
             self._numbers = StepNumbers(model.seed, model.numbers, widths, device, coloured)
         self._numbers.fill(sampling.step, rays, sampling.anneal)

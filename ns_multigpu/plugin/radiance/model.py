@@ -76,6 +76,9 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     """How opaque a voxel of it is to be found, to be occupied."""
     march_steps: int = 512
     """Even steps of a whole ray, with an occupancy grid."""
+    background_color: Literal["auto", "random", "last_sample", "black", "white"] = "auto"
+    """What is behind what lets light through. auto: with several cells of xl colours that are random in training, else
+    the last sample's, as in nerfacto. Cells have many samples far away, which would paint each view its last one."""
     predict_normals: tyro.conf.Suppress[bool] = False  # not there yet
 
 
@@ -108,7 +111,7 @@ class NerfactoXLModel(NerfactoModel):
             scaled = config.use_gradient_scaling
             self.sampling = OccupancySampling(self.seed, config.march_steps, config.alpha_thre, scaled)
         self.collider = NearFarCollider(near_plane=config.near_plane, far_plane=config.far_plane)
-        self.renderer_rgb = RGBRenderer(background_color=config.background_color)
+        self.renderer_rgb = RGBRenderer()
         self.rgb_loss = MSELoss()
         from torchmetrics.functional import structural_similarity_index_measure  # seconds of every method's start
 
@@ -128,6 +131,10 @@ class NerfactoXLModel(NerfactoModel):
         self.numbers = cells_of(world.rank, partition.cells, world.size)
         self.spread = self.way(partition, boxes, self.device)
         shared, config = self.shared if isinstance(self.shared, Head) else None, self.config
+        joined = partition.cells > 1 and config.spread == "xl"
+        asked = config.background_color
+        self.background = ("random" if joined else "last_sample") if asked == "auto" else asked
+        self.renderer_rgb.background_color = self.background
         grid = config.grid_resolution if config.sampling == "occupancy" else 0
         made = {
             str(c): Cell(c, self.spread.coordinates(c), config, shared, self.num_train_data, self.seed, grid)
@@ -316,7 +323,7 @@ class NerfactoXLModel(NerfactoModel):
 
     def _on_background(self, colour: Tensor, through: Tensor, last: Tensor) -> Tensor:
         """As `RGBRenderer.combine_rgb` does, of integrals."""
-        behind = chosen(self.config.background_color, colour)
+        behind = chosen(self.background, colour)
         if isinstance(behind, str):
             if behind == "random":  # blended with the image in the loss
                 return colour
@@ -333,7 +340,7 @@ class NerfactoXLModel(NerfactoModel):
 
     def pixel_metrics(self, outputs: dict[str, Any], batch: dict[str, Any]) -> dict[str, Tensor]:
         """PSNR of a batch of rays and, in training, its distortion; the same on every rank."""
-        truth = blended(_truth(outputs, batch, self.device), self.config.background_color)
+        truth = blended(_truth(outputs, batch, self.device), self.background)
         metrics = {"psnr": self.psnr(truth, outputs["rgb"])}
         if self.training:
             metrics["distortion"] = outputs["distortion"].mean()
@@ -348,7 +355,7 @@ class NerfactoXLModel(NerfactoModel):
         is to be there once.
         """
         image = _truth(outputs, batch, self.device)
-        predicted, behind = outputs["rgb"], self.config.background_color
+        predicted, behind = outputs["rgb"], self.background
         if behind == "random":  # the same on every rank
             behind = self._random_colours(predicted)
             predicted = predicted + behind * (1 - outputs["accumulation"])
