@@ -185,7 +185,13 @@ def _fast(trainer: RadianceTrainer, **options: Any) -> FastSteps:
 
 @pytest.mark.parametrize(
     ("background", "samples_per"),
-    [("last_sample", "segment"), ("random", "segment"), ("white", "segment"), ("last_sample", "ray")],
+    [
+        ("last_sample", "segment"),
+        ("random", "segment"),
+        ("white", "segment"),
+        ("auto", "segment"),
+        ("last_sample", "ray"),
+    ],
 )
 def test_a_step_waits_for_nothing_and_launches_the_same(
     capture: Path, tmp_path: Path, background: str, samples_per: str, monkeypatch: pytest.MonkeyPatch
