@@ -216,7 +216,7 @@ class Trials:
 
     def _choose(self, block: Block) -> str:
         fastest = min(self._ways, key=self._cost)
-        # Where the plain way is one of the two, it has to be clearly behind: that is enough.
+        # At first none is at home. Later the plain way has to be clearly behind to be left, and that is enough.
         enough = 1.0 if self._tried is None or self._plain in (fastest, self.chosen) else _BETTER
         if self._cost(fastest) * enough < self._cost(self.chosen):
             self.chosen = fastest
