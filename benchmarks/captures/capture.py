@@ -134,9 +134,11 @@ def train(run: str, seed: int, options: argparse.Namespace, folder: Path, gpu: i
 
 
 def refinements(metrics: Path) -> list[dict[str, float]]:
-    """Gaussians at each log of a run of ours, and how many were duplicated, split and pruned since the log before."""
+    """Of each log of a run of ours: Gaussians, how many were duplicated, split and pruned since the log before, and
+    milliseconds a step since then."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [{k: row[k] for k in ("step", "duplicated", "split", "pruned", "gaussians") if k in row} for row in rows]
+    kept = ("step", "duplicated", "split", "pruned", "gaussians", "step_ms", "compute_ms", "exchange_ms", "waiting_ms")
+    return [{k: row[k] for k in kept if k in row} for row in rows]
 
 
 def run_folder(output: Path) -> Path:

@@ -18,6 +18,9 @@ State = Mapping[str, Tensor]
 
 TRANSMITTANCE = "transmittance"
 
+_DENSEST = 1e30
+"""The most that a density counts as. Networks reach infinity, which a sample without length would make NaN."""
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -43,7 +46,7 @@ class Samples:
     @cached_property
     def depth(self) -> Tensor:
         """[n, S] optical depth of each sample."""
-        return self.density * self.edges.diff(dim=1)
+        return optical_depth(self.density, self.edges)
 
     @cached_property
     def weights(self) -> Tensor:
@@ -51,6 +54,11 @@ class Samples:
         # Not the sum up to a sample less its own: what is left of a small number beside a large one would be rounding.
         before = torch.cat([torch.zeros_like(self.depth[:, :1]), self.depth[:, :-1].cumsum(1)], 1)
         return torch.exp(-before) * -torch.expm1(-self.depth)
+
+
+def optical_depth(density: Tensor, edges: Tensor) -> Tensor:
+    """[n, S] of samples [n, S] between edges [n, S + 1]; finite, and so is its gradient, however dense they are."""
+    return density.clamp_max(_DENSEST) * edges.diff(dim=1)
 
 
 class Breakable(Protocol):

@@ -5,8 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from nerfstudio.field_components.activations import trunc_exp
 from torch import Tensor
 
+from ns_multigpu.plugin.radiance.levels import Bins, weights_of
 from ns_multigpu.radiance.integrals import (
     BACKGROUND,
     COLOUR,
@@ -142,3 +144,19 @@ def test_thin_air_before_a_wall_keeps_its_weight() -> None:
     edges = torch.tensor([[0.0, 1.0, 2.0]])
     samples = Samples(edges, torch.tensor([[0.1, 1e8]]), edges, {})
     torch.testing.assert_close(samples.weights, torch.tensor([[0.0951626, 0.9048374]]))
+
+
+@pytest.mark.parametrize("reaches", [100.0, 80.0])
+def test_whatever_is_dense_without_length_has_finite_gradients(reaches: float) -> None:
+    """exp(100) is infinite in float32, and infinity times no length would be NaN, in all samples of the segment."""
+    edges = torch.tensor([[0.0, 1.0, 1.0, 2.0, 1002.0]])
+    logits = torch.tensor([[0.0, reaches, reaches, 1.0]], requires_grad=True)
+    density = trunc_exp(logits)
+    samples = Samples(edges, density, edges / 1002, {"colour": torch.rand(1, 4, 3)})
+    seen = weights_of(Bins(edges, edges), density)
+    (Family([COLOUR, DEPTH, MOMENT, Distortion(), BACKGROUND]).within(samples).sum() + (seen * torch.arange(4)).sum()).backward()
+    assert logits.grad is not None
+    assert bool(logits.grad.isfinite().all())
+    expected = torch.tensor([[1 - torch.e**-1, 0.0, torch.e**-1, 0.0]])
+    torch.testing.assert_close(samples.weights, expected)
+    torch.testing.assert_close(seen, expected)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ns_multigpu.radiance.integrals import optical_depth
 from ns_multigpu.radiance.partition import distance, spacing
 
 _PADDING, _LEAST = 0.01, 1e-5
@@ -126,6 +127,6 @@ def weights_of(bins: Bins, density: Tensor) -> Tensor:
     Args:
         density: [n, S], per unit of distance.
     """
-    depth = bins.edges.diff(dim=1) * density
+    depth = optical_depth(density, bins.edges)
     before = torch.cat([torch.zeros_like(depth[:, :1]), depth[:, :-1].cumsum(1)], 1)
     return ((1 - torch.exp(-depth)) * torch.exp(-before)).nan_to_num()
