@@ -154,7 +154,9 @@ def test_whatever_is_dense_without_length_has_finite_gradients(reaches: float) -
     density = trunc_exp(logits)
     samples = Samples(edges, density, edges / 1002, {"colour": torch.rand(1, 4, 3)})
     seen = weights_of(Bins(edges, edges), density)
-    (Family([COLOUR, DEPTH, MOMENT, Distortion(), BACKGROUND]).within(samples).sum() + (seen * torch.arange(4)).sum()).backward()
+    (
+        Family([COLOUR, DEPTH, MOMENT, Distortion(), BACKGROUND]).within(samples).sum() + (seen * torch.arange(4)).sum()
+    ).backward()
     assert logits.grad is not None
     assert bool(logits.grad.isfinite().all())
     expected = torch.tensor([[1 - torch.e**-1, 0.0, torch.e**-1, 0.0]])
