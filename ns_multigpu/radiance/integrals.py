@@ -57,8 +57,12 @@ class Samples:
 
 
 def optical_depth(density: Tensor, edges: Tensor) -> Tensor:
-    """[n, S] of samples [n, S] between edges [n, S + 1]; finite, and so is its gradient, however dense they are."""
-    return density.clamp_max(_DENSEST) * edges.diff(dim=1)
+    """[n, S] of samples [n, S] between edges [n, S + 1]; finite, and so is its gradient, however dense they are.
+
+    In a segment of a few roundings' length edges go back by one now and then. Such a sample has no length: a negative
+    one would let through more light than there is.
+    """
+    return density.clamp_max(_DENSEST) * edges.diff(dim=1).clamp_min(0)
 
 
 class Breakable(Protocol):

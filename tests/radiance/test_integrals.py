@@ -8,7 +8,7 @@ import torch
 from nerfstudio.field_components.activations import trunc_exp
 from torch import Tensor
 
-from ns_multigpu.plugin.radiance.levels import Bins, weights_of
+from ns_multigpu.plugin.radiance.levels import Bins, Ends, by_weights, evenly, weights_of
 from ns_multigpu.radiance.integrals import (
     BACKGROUND,
     COLOUR,
@@ -162,3 +162,24 @@ def test_whatever_is_dense_without_length_has_finite_gradients(reaches: float) -
     expected = torch.tensor([[1 - torch.e**-1, 0.0, torch.e**-1, 0.0]])
     torch.testing.assert_close(samples.weights, expected)
     torch.testing.assert_close(seen, expected)
+
+
+def test_segments_of_a_few_roundings_length_have_finite_gradients() -> None:
+    """A ray that grazes a cell has one. Its samples' edges are in disorder, and what is dense must not make that NaN."""
+    g = torch.Generator().manual_seed(2)
+    near = torch.rand(500, 1, generator=g) + 0.1
+    far = near + 1e-5 * torch.rand(500, 1, generator=g)
+    ends = Ends(near, far, (torch.full_like(near, 0.05), torch.full_like(near, 1000.0)), uniform=False)
+    first = evenly(ends, 64, torch.rand(500, 1, generator=g))
+    bins = by_weights(ends, first, torch.rand(500, 64, generator=g), 48, torch.rand(500, 1, generator=g))
+    bins = bins.up_to_faces(ends)
+    assert bool((bins.edges.diff(dim=1) < 0).any()), "else this tests nothing"
+    logits = torch.full((500, 48), 40.0, requires_grad=True)
+    density = trunc_exp(logits)
+    samples = Samples(bins.edges, density, bins.edges / 1000, {"colour": torch.rand(500, 48, 3, generator=g)})
+    seen = weights_of(bins, density)
+    (Family([COLOUR, DEPTH, MOMENT, Distortion(), BACKGROUND]).within(samples).sum() + seen.square().sum()).backward()
+    assert logits.grad is not None
+    assert bool(logits.grad.isfinite().all())
+    for weights in (seen, samples.weights):
+        assert bool((weights >= 0).all()) and float(weights.sum(1).max()) < 1 + 1e-5
