@@ -165,7 +165,7 @@ def test_whatever_is_dense_without_length_has_finite_gradients(reaches: float) -
 
 
 def test_segments_of_a_few_roundings_length_have_finite_gradients() -> None:
-    """A ray that grazes a cell has one. Its samples' edges are in disorder, and what is dense must not make that NaN."""
+    """A ray that grazes a cell has one. Its samples' edges are in disorder: what is dense must not make that NaN."""
     g = torch.Generator().manual_seed(2)
     near = torch.rand(500, 1, generator=g) + 0.1
     far = near + 1e-5 * torch.rand(500, 1, generator=g)

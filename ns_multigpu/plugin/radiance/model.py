@@ -67,9 +67,10 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     sampling: Literal["proposals", "occupancy"] = "proposals"
     """Where samples are taken: by nerfacto's proposal networks, or in even steps through what an occupancy grid has not
     as empty (Instant-NGP)."""
-    samples_per: Literal["segment", "ray"] = "segment"
-    """What nerfacto's numbers of samples are for, with proposals: each segment, so that a ray that crosses k cells has
-    k times as many, and all segments of a cell are sampled at once; or a ray, whose k segments have a k-th each."""
+    samples_per: Literal["ray", "segment"] = "ray"
+    """What nerfacto's numbers of samples are for, with proposals: a ray, whose k segments have a k-th each; or each
+    segment, so that a ray that crosses k cells has k times as many. Segments behind what is seen then have as many as
+    those before it, and can paint each view its own background there."""
     grid_resolution: int = 128
     """Voxels of a cell's occupancy grid along each axis."""
     alpha_thre: float = 0.01
