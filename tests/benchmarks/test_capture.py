@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.captures import capture
-from benchmarks.captures.capture import command, environment, main, parts_table
+from benchmarks.captures.capture import command, environment, main, parts_table, refinements
 
 OPTIONS = Namespace(images=70, device="cpu", also_at=0, options="", dataparser=["colmap", "--data", "fox"])
 
@@ -100,3 +100,11 @@ def test_where_the_time_went_is_a_table_of_its_own() -> None:
     assert cells[0] == ["imports", "training", "start of the workers"]
     assert cells[1:] == [["2.00", "4.00", "0.00"], ["0.50", "0.00", "0.25"]]
     assert parts_table(["splatfacto"], results) is None
+
+
+def test_each_log_says_how_many_gaussians_there_are_and_what_a_step_took(tmp_path: Path) -> None:
+    parts = {"step_ms": 1.2, "compute_ms": 0.7, "exchange_ms": 0.2, "waiting_ms": 0.1}
+    rows = [{"step": 0, "gaussians": 10.0, **parts, "loss": 0.5}, {"step": 250, "gaussians": 12.0, "split": 2.0}]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
+    assert refinements(file) == [{"step": 0, "gaussians": 10.0, **parts}, rows[1]]

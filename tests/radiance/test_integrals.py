@@ -146,6 +146,13 @@ def test_thin_air_before_a_wall_keeps_its_weight() -> None:
     torch.testing.assert_close(samples.weights, torch.tensor([[0.0951626, 0.9048374]]))
 
 
+def test_a_thin_sheet_is_as_dense_as_it_says() -> None:
+    """What bounds densities is beyond all that can be told from opaque."""
+    edges = torch.tensor([[0.0, 1.0, 1.0 + 1e-5, 2.0]])
+    samples = Samples(edges, torch.tensor([[0.0, 1e9, 0.0]]), edges, {})
+    torch.testing.assert_close(samples.weights, torch.tensor([[0.0, 1.0, 0.0]]))
+
+
 @pytest.mark.parametrize("reaches", [100.0, 80.0])
 def test_whatever_is_dense_without_length_has_finite_gradients(reaches: float) -> None:
     """exp(100) is infinite in float32, and infinity times no length would be NaN, in all samples of the segment."""
