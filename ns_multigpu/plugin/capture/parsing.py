@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nerfstudio.data.dataparsers.base_dataparser import DataParserConfig
-from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
+from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParser, ColmapDataParserConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, NerfstudioDataParserConfig
 
 from ns_multigpu.core.world import World
@@ -17,6 +17,7 @@ from ns_multigpu.plugin.capture.colmap import point_count
 from ns_multigpu.plugin.capture.first_look import colmap_problems
 from ns_multigpu.plugin.capture.image_files import file_problem
 from ns_multigpu.plugin.capture.moved import look_where_it_is
+from ns_multigpu.plugin.capture.quick_colmap import QuickColmap
 from ns_multigpu.plugin.capture.reading import FAULTS
 
 
@@ -68,13 +69,15 @@ class _UnaskedNerfstudio(Nerfstudio):
 
 
 def _unasked(config: Any) -> Any:
-    """The dataparser's configuration, for one that asks nothing and reads no points where there are none."""
+    """The dataparser's configuration, for one that asks nothing, reads no points where there are none, and COLMAP's
+    points at once."""
     parser = config.dataparser
     if type(parser) is NerfstudioDataParserConfig:
         return dataclasses.replace(parser, _target=_UnaskedNerfstudio)
     if isinstance(parser, ColmapDataParserConfig):
         none = point_count(Path(config.data or parser.data) / parser.colmap_path) == 0
-        return dataclasses.replace(parser, load_3D_points=parser.load_3D_points and not none)
+        quick: Any = {"_target": QuickColmap} if parser._target is ColmapDataParser else {}
+        return dataclasses.replace(parser, load_3D_points=parser.load_3D_points and not none, **quick)
     return parser
 
 
