@@ -4,6 +4,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,12 +21,15 @@ from ns_multigpu.plugin.checkpoint import rows as blocks
 from ns_multigpu.plugin.checkpoint.rows import Rows, RowsPlanner, read_rows
 from ns_multigpu.plugin.checkpoint.verify import Stamp, new_digest
 
+_LARGE = 1 << 17
+"""Bytes from which on a piece's checksum is worth a thread."""
+
 
 class StampedFile:
     """A file being written that knows what it should contain.
 
     A write that fails (a full disk) is remembered and raised by `finish`, not at once: torch's writer is C++ underneath
-    and would hide it behind an error of its own.
+    and would hide it behind an error of its own. A thread takes the checksum of a large piece while it is written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,14 +38,19 @@ class StampedFile:
         self._error: tuple[int | None, str, str] | None = None
         self._path = path
         self._file: BinaryIO = path.open("wb")
+        self._beside = ThreadPoolExecutor(1, "checksum")
 
     def write(self, data: Any) -> int:
         """Appends `data`; returns its size in bytes."""
         size = memoryview(data).nbytes
-        self._digest.update(data)
+        taken = self._beside.submit(self._digest.update, data) if size >= _LARGE else self._digest.update(data)
         self._size += size
-        if self._error is None:
-            self._attempt(lambda: write_bytes(self._file, data))
+        try:
+            if self._error is None:
+                self._attempt(lambda: write_bytes(self._file, data))
+        finally:
+            if taken is not None:
+                taken.result()  # the piece is its owner's again behind this
         return size
 
     def tell(self) -> int:
@@ -68,6 +77,7 @@ class StampedFile:
         try:
             os.fsync(self.fileno())
         finally:
+            self._beside.shutdown()
             with suppress(OSError):
                 self._file.close()
         return Stamp(self._size, self._digest.hexdigest())

@@ -1,0 +1,55 @@
+"""What a checkpoint's file says of itself is what was written into it, whoever takes the checksum."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ns_multigpu.plugin.checkpoint import storage
+from ns_multigpu.plugin.checkpoint.storage import StampedFile
+from ns_multigpu.plugin.checkpoint.verify import Stamp, new_digest, stamp_of
+
+SIZES = [3, 1 << 20, 0, 7, (1 << 17) - 1, 1 << 17, 12]
+
+
+def test_pieces_of_all_sizes_are_in_the_checksum(tmp_path: Path) -> None:
+    file = StampedFile(tmp_path / "some")
+    for number, size in enumerate(SIZES):
+        assert file.write(bytes([number]) * size) == size
+    stamp = file.finish()
+    assert stamp.size == sum(SIZES) == (tmp_path / "some").stat().st_size
+    assert stamp == stamp_of(tmp_path / "some")
+
+
+def test_a_piece_is_its_owners_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch writes the next tensor where this one was: the checksum must have been taken by then."""
+    monkeypatch.setattr(storage, "write_bytes", lambda *_: None)
+    piece, file = bytearray(b"a" * (1 << 26)), StampedFile(tmp_path / "some")
+    expected = new_digest()
+    for letter in (b"b", b"c"):
+        expected.update(piece)
+        file.write(memoryview(piece))
+        piece[:] = letter * len(piece)
+    assert file.finish() == Stamp(2 * len(piece), expected.hexdigest())
+
+
+def test_a_piece_that_cannot_be_written_is_the_owners_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a piece is written: nobody may read it any longer when its memory goes."""
+    taken: list[Any] = []
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage, "write_bytes", interrupted)
+    file = StampedFile(tmp_path / "some")
+    plain = file._digest.update
+
+    class Slow:
+        def update(self, data: Any) -> None:
+            plain(data)
+            taken.append(len(data))
+
+    file._digest = Slow()
+    with pytest.raises(KeyboardInterrupt):
+        file.write(b"a" * (1 << 26))
+    assert taken == [1 << 26]
