@@ -1,6 +1,5 @@
 """Points of COLMAP's are nerfstudio's to the bit, and read once."""
 
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from nerfstudio.data.utils import colmap_parsing_utils as colmap
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture import quick_colmap
+from ns_multigpu.plugin.capture.colmap import Damaged
 from ns_multigpu.plugin.capture.parsing import parsed_together
 from ns_multigpu.plugin.capture.quick_colmap import QuickColmap
 
@@ -97,7 +97,7 @@ def test_all_else_is_for_nerfstudio(
 def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path, cut: int) -> None:
     file = _written(tmp_path) / "points3D.bin"
     file.write_bytes(file.read_bytes()[:-cut])
-    with pytest.raises(struct.error):
+    with pytest.raises(Damaged, match="truncated: it ends in point 50 of 50"):
         quick_colmap.read_points(file)
 
 

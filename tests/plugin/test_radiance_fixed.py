@@ -70,8 +70,8 @@ def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, A
         (4, 3, {"disable_scene_contraction": True}),
         (3, 700, {"proposal_warmup": 5, "use_gradient_scaling": True}),  # proposals do not learn in it
         (3, 2000, {"background_color": "random", "use_single_jitter": False}),
-        (4, 3, {"samples_per": "ray"}),
-        (3, 2000, {"samples_per": "ray", "use_single_jitter": False}),
+        (4, 3, {"samples_per": "segment"}),
+        (3, 2000, {"samples_per": "segment", "use_single_jitter": False}),
         (2, 3, {"background_color": "white", "proposal_initial_sampler": "uniform", "use_same_proposal_network": True}),
     ],
 )

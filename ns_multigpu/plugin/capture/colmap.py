@@ -7,6 +7,7 @@ format: https://colmap.github.io/format.html.
 import math
 import mmap
 import struct
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ class Reconstruction:
     problems: list[str] = field(default_factory=list[str])
 
 
-class _Damaged(Exception):
+class Damaged(Exception):
     """A file ends too early, or holds what cannot be."""
 
 
@@ -79,11 +80,11 @@ def look_at(folder: Path) -> Reconstruction:
             if min(width, height) < 1:
                 found.problems.append(f"{path}: camera {number} is {width}x{height} pixels")
         if not cameras:
-            raise _Damaged("it lists no cameras")
+            raise Damaged("it lists no cameras")
     with _told(found, folder / f"images.{kind}") as path:
         images = _images_text(path) if text else _images_binary(path)
         if not images:
-            raise _Damaged("it lists no images")
+            raise Damaged("it lists no images")
         for _, (name, camera, finite) in sorted(images.items()):
             if not finite:
                 found.problems.append(f"{name}: its pose is NaN or infinite")
@@ -118,7 +119,7 @@ def _told(found: Reconstruction, path: Path) -> Iterator[Path]:
         found.problems.append(f"{path}: there is no such file")
     except OSError as error:
         found.problems.append(f"{path}: it cannot be read ({error.strerror or error})")
-    except (_Damaged, UnicodeDecodeError, ValueError, IndexError) as error:
+    except (Damaged, UnicodeDecodeError, ValueError, IndexError) as error:
         found.problems.append(f"{path}: {error}. Copy it again, or run COLMAP again")
 
 
@@ -129,13 +130,13 @@ def _told(found: Reconstruction, path: Path) -> Iterator[Path]:
 def _bytes_of(path: Path) -> Iterator[mmap.mmap]:
     with path.open("rb") as file:
         if file.seek(0, 2) < _COUNT.size:
-            raise _Damaged("it is empty" if file.tell() == 0 else "it is truncated: it has not even a count")
+            raise Damaged("it is empty" if file.tell() == 0 else "it is truncated: it has not even a count")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield data
 
 
-def _cut(what: str, number: int, count: int) -> _Damaged:
-    return _Damaged(f"it is truncated: it ends in {what} {number + 1} of {count}")
+def _cut(what: str, number: int, count: int) -> Damaged:
+    return Damaged(f"it is truncated: it ends in {what} {number + 1} of {count}")
 
 
 def _cameras_binary(path: Path) -> dict[int, tuple[str, int, int]]:
@@ -147,7 +148,7 @@ def _cameras_binary(path: Path) -> dict[int, tuple[str, int, int]]:
                 raise _cut("camera", number, count)
             camera, model, width, height = _CAMERA.unpack_from(data, place)
             if model not in _PARAMETERS:
-                raise _Damaged(f"camera {camera} is of a model that is unknown, number {model}")
+                raise Damaged(f"camera {camera} is of a model that is unknown, number {model}")
             place += _CAMERA.size + 8 * _PARAMETERS[model]
             if place > len(data):
                 raise _cut("camera", number, count)
@@ -175,16 +176,28 @@ def _images_binary(path: Path) -> dict[int, tuple[str, int, bool]]:
 def _points_binary(path: Path) -> tuple[int, int]:
     """How many points there are, and the length of all tracks."""
     with _bytes_of(path) as data:
-        count, place = _COUNT.unpack_from(data)[0], _COUNT.size
-        length, size, unpack = len(data), _POINT.size, _COUNT.unpack_from
-        to_track = size - _COUNT.size
-        for number in range(count):
-            if place + size > length:
-                raise _cut("point", number, count)
-            place += size + _TRACK * unpack(data, place + to_track)[0]
-        if place > length:
-            raise _cut("point", count - 1, count)
-    return count, (place - _COUNT.size - count * size) // _TRACK
+        starts = point_starts(data)
+    count = len(starts) - 1
+    return count, (starts[-1] - _COUNT.size - count * _POINT.size) // _TRACK
+
+
+def point_starts(data: bytes | mmap.mmap) -> "array[int]":
+    """Where each point of a points3D.bin begins, its track behind it; and at last where the last one ends.
+
+    Raises:
+        Damaged: the file ends before.
+    """
+    count, place = _COUNT.unpack_from(data)[0], _COUNT.size
+    length, size, unpack = len(data), _POINT.size, _COUNT.unpack_from
+    to_track, starts = size - _COUNT.size, array("q", [place])
+    for number in range(count):
+        if place + size > length:
+            raise _cut("point", number, count)
+        place += size + _TRACK * unpack(data, place + to_track)[0]
+        starts.append(place)
+    if place > length:
+        raise _cut("point", count - 1, count)
+    return starts
 
 
 # ---- text ----
@@ -204,9 +217,9 @@ def _cameras_text(path: Path) -> dict[int, tuple[str, int, int]]:
         if not words:
             continue
         if len(words) < 5 or words[1] not in _NAMES:
-            raise _Damaged(f"this line is no camera: {' '.join(words)[:60]!r}")
+            raise Damaged(f"this line is no camera: {' '.join(words)[:60]!r}")
         if len(words) - 4 < _PARAMETERS[_NAMES.index(words[1])]:
-            raise _Damaged(f"it is truncated: camera {words[0]} lacks parameters")
+            raise Damaged(f"it is truncated: camera {words[0]} lacks parameters")
         cameras[int(words[0])] = (words[1], int(words[2]), int(words[3]))
     return cameras
 
@@ -218,10 +231,10 @@ def _images_text(path: Path) -> dict[int, tuple[str, int, bool]]:
         if not words:
             continue
         if len(words) < 10:
-            raise _Damaged(f"this line is no image: {' '.join(words)[:60]!r}")
+            raise Damaged(f"this line is no image: {' '.join(words)[:60]!r}")
         keypoints = next(lines, None)
         if keypoints is None or len(keypoints) % 3:
-            raise _Damaged(f"it is truncated: image {words[9]} lacks its keypoints")
+            raise Damaged(f"it is truncated: image {words[9]} lacks its keypoints")
         finite = all(math.isfinite(float(word)) for word in words[1:8])
         images[int(words[0])] = (words[9], int(words[8]), finite)
     return images
@@ -234,6 +247,6 @@ def _points_text(path: Path) -> tuple[int, int]:
         if not words:
             continue
         if len(words) < 8 or len(words) % 2:
-            raise _Damaged(f"it is truncated: this line is no point: {' '.join(words)[:60]!r}")
+            raise Damaged(f"it is truncated: this line is no point: {' '.join(words)[:60]!r}")
         count, observations = count + 1, observations + (len(words) - 8) // 2
     return count, observations

@@ -4,7 +4,6 @@ nerfstudio makes an object of each point, for the training views and again for t
 makes of them is the same here, to the bit.
 """
 
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import torch
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParser
 from torch import Tensor
 
+from ns_multigpu.plugin.capture.colmap import point_starts
+
 _POINT = np.dtype([("id", "<u8"), ("xyz", "<f8", 3), ("rgb", "u1", 3), ("error", "<f8"), ("track", "<u8")])
 """What is before a point's track, https://colmap.github.io/format.html."""
-_LENGTH = struct.Struct("<Q")
-_OBSERVATION = 8
-"""Bytes of each view in a track."""
 _AT_ONCE = 1 << 18
 """Points that are taken out of a file together: an index of each of their bytes is made."""
 
@@ -41,23 +39,19 @@ class QuickColmap(ColmapDataParser):
 
 
 def read_points(file: Path) -> np.ndarray[Any, Any]:
-    """The points of a points3D.bin, in the file's order: id, xyz, rgb, error and how many views are in the track.
+    """The points of a points3D.bin, in the file's order.
+
+    Returns:
+        [points] with the fields id, xyz [3] float64, rgb [3] uint8, error, and track: how many views are in it.
 
     Raises:
-        struct.error: the file ends too early.
+        Damaged: the file ends too early.
     """
     data = file.read_bytes()
-    place, starts = _LENGTH.size, list[int]()
-    to_length, rest, unpack = _POINT.itemsize - _LENGTH.size, _POINT.itemsize, _LENGTH.unpack_from
-    for _ in range(unpack(data)[0]):
-        starts.append(place)
-        place += rest + _OBSERVATION * unpack(data, place + to_length)[0]
-    if place > len(data):
-        raise struct.error(f"{file}: it is truncated: it ends in the last point's track")
-    every, of_point = np.frombuffer(data, np.uint8), np.arange(rest)
-    found = np.empty(len(starts), _POINT)
+    starts, every = np.array(point_starts(data))[:-1], np.frombuffer(data, np.uint8)
+    found, of_point = np.empty(len(starts), _POINT), np.arange(_POINT.itemsize)
     for first in range(0, len(starts), _AT_ONCE):
-        some = np.array(starts[first : first + _AT_ONCE])
+        some = starts[first : first + _AT_ONCE]
         found[first : first + _AT_ONCE] = every[some[:, None] + of_point].view(_POINT)[:, 0]
     return found
 
