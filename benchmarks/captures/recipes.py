@@ -262,9 +262,7 @@ class Runs:
         with self.changed:
             done = {(r["capture"], r["recipe"], r["images"], r["seed"]) for r in self.results}
             for look in looks:
-                kept = {
-                    k: v for k, v in look.items() if k not in ("earlier", "refinements", "course", "bytes_per_step")
-                }
+                kept = {k: v for k, v in look.items() if k not in ("earlier", "refinements", "bytes_per_step")}
                 if (job.name, job.recipe, look["images"], job.seed) not in done:
                     self.results.append({**asdict(job), "capture": job.name, **more, **kept})
             self._write()

@@ -21,13 +21,18 @@ def test_what_is_whole_has_no_problem(tmp_path: Path, write: object) -> None:
     assert found.problems == []
     assert found.views == [ColmapView(name, *SIZE) for name in ("a.jpg", "b.jpg", "c.jpg")], "by image id"
     assert found.points == 20 == point_count(tmp_path)
+    tracks = nerfstudio.read_points3D_binary if write is write_binary else nerfstudio.read_points3D_text
+    file = next(tmp_path.glob("points3D.*"))
+    assert found.observations == sum(len(point.image_ids) for point in tracks(file).values())
 
 
 @pytest.mark.skipif(not FOX.is_dir(), reason=f"the fox capture is not at {FOX}")
 def test_a_real_reconstruction() -> None:
     found = look_at(FOX)
     images = nerfstudio.read_images_binary(FOX / "images.bin")
-    assert found.problems == [] and found.points == len(nerfstudio.read_points3D_binary(FOX / "points3D.bin"))
+    points = nerfstudio.read_points3D_binary(FOX / "points3D.bin")
+    assert found.problems == [] and found.points == len(points)
+    assert found.observations == sum(len(point.image_ids) for point in points.values())
     assert [view.name for view in found.views] == [images[number].name for number in sorted(images)]
 
 
