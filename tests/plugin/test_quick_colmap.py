@@ -97,7 +97,7 @@ def test_all_else_is_for_nerfstudio(
 def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path, cut: int) -> None:
     file = _written(tmp_path) / "points3D.bin"
     file.write_bytes(file.read_bytes()[:-cut])
-    with pytest.raises(Damaged, match="truncated: it ends in point 50 of 50"):
+    with pytest.raises(Damaged, match=r"points3D.bin: it is truncated: it ends in point 50 of 50"):
         quick_colmap.read_points(file)
 
 

@@ -12,7 +12,7 @@ import torch
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParser
 from torch import Tensor
 
-from ns_multigpu.plugin.capture.colmap import point_starts
+from ns_multigpu.plugin.capture.colmap import Damaged, point_starts
 
 _POINT = np.dtype([("id", "<u8"), ("xyz", "<f8", 3), ("rgb", "u1", 3), ("error", "<f8"), ("track", "<u8")])
 """What is before a point's track, https://colmap.github.io/format.html."""
@@ -48,7 +48,11 @@ def read_points(file: Path) -> np.ndarray[Any, Any]:
         Damaged: the file ends too early.
     """
     data = file.read_bytes()
-    starts, every = np.array(point_starts(data))[:-1], np.frombuffer(data, np.uint8)
+    try:
+        starts = np.array(point_starts(data))[:-1]
+    except Damaged as error:
+        raise Damaged(f"{file}: {error}") from None
+    every = np.frombuffer(data, np.uint8)
     found, of_point = np.empty(len(starts), _POINT), np.arange(_POINT.itemsize)
     for first in range(0, len(starts), _AT_ONCE):
         some = starts[first : first + _AT_ONCE]
