@@ -19,7 +19,7 @@ from nerfstudio.scripts.train import _set_random_seed
 from PIL import Image
 
 from benchmarks.captures import splatfacto_baseline
-from benchmarks.captures.splatfacto_baseline import peak_mib
+from benchmarks.captures.splatfacto_baseline import draw_view, peak_mib
 from ns_multigpu.data import City, CityCapture, write_colmap
 from ns_multigpu.plugin.render.evaluation import spread
 from ns_multigpu.plugin.train import trainer as _imported_for_the_runs  # noqa: F401
@@ -32,12 +32,19 @@ def begin(log: Path) -> None:
     os.dup2(file, 2)
 
 
-def train_ours(words: Sequence[str], log: Path, output: Path, normals: tuple[int, Path] | None = None) -> None:
+def train_ours(
+    words: Sequence[str],
+    log: Path,
+    output: Path,
+    normals: tuple[int, Path] | None = None,
+    picture: Path | None = None,
+) -> None:
     """Trains as `ns-train` does with these words; all held-out views are scored, and `output` gets it as JSON.
 
     Args:
         normals: of so many held-out views a picture of the photograph, the rendering and its normals, for points that
             have normals, and the PNG to write.
+        picture: the PNG to write of the middle held-out view; see `draw_view`.
     """
     begin(log)
     sys.argv = ["ns-train", *words]  # it is looked at for what was given
@@ -54,6 +61,8 @@ def train_ours(words: Sequence[str], log: Path, output: Path, normals: tuple[int
     start = time.perf_counter()
     scores = trainer.pipeline.get_average_eval_image_metrics()
     seconds = trainer.progress.seconds
+    if picture is not None:
+        draw_view(trainer.pipeline, picture)
     if normals is not None:
         draw_normals(trainer.pipeline, *normals)
     result = {
@@ -84,10 +93,11 @@ def draw_normals(pipeline: Any, views: int, file: Path) -> None:
     Image.fromarray((picture * 255 + 0.5).to(torch.uint8).numpy()).save(file)
 
 
-def train_splatfacto(words: Sequence[str], log: Path, output: Path) -> None:
+def train_splatfacto(words: Sequence[str], log: Path, output: Path, picture: Path | None = None) -> None:
     """Trains nerfstudio's own; the words are those of `splatfacto_baseline`, which writes `result.json` itself."""
     begin(log)
-    sys.argv = ["splatfacto_baseline", *words]
+    shown = [] if picture is None else ["--picture", str(picture)]
+    sys.argv = ["splatfacto_baseline", *shown, *words]
     splatfacto_baseline.main()
     (Path(output.parent) / "result.json").replace(output)
 

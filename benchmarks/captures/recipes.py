@@ -103,6 +103,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cities", type=Path, help="folder for cities' captures; by default a temporary one")
     parser.add_argument("--city-size", nargs=4, type=int, default=[3, 160, 960, 540], help="blocks, views, W, H")
     parser.add_argument("--output", type=Path, help="folder for the runs' logs; by default a temporary one")
+    parser.add_argument("--pictures", type=Path, help="folder: of each run the middle held-out view, as a PNG")
     parser.add_argument("--json", type=Path, required=True)
     return parser.parse_args(argv)
 
@@ -185,7 +186,9 @@ class Runs:
         self.jobs = jobs_of(options, self.recipes)
         self.folders, self.cities = folders_of(options, self.jobs)
         self.logs = options.output or Path(mkdtemp(prefix="recipes-"))
-        self.logs.mkdir(parents=True, exist_ok=True)
+        for place in (self.logs, options.pictures):
+            if place is not None:
+                place.mkdir(parents=True, exist_ok=True)
         before = json.loads(options.json.read_text()) if options.json.exists() else {"results": []}
         self.results: list[dict[str, Any]] = before["results"]
         done = {(r["capture"], r["recipe"], r["images"], r["seed"]) for r in self.results}
@@ -242,7 +245,9 @@ class Runs:
         folder, log, output = self.logs / label, self.logs / f"{label}.log", self.logs / label / "recipe.json"
         folder.mkdir(parents=True, exist_ok=True)
         words = words_of(job, self.recipes[job.recipe], self.folders[job.of], folder, self.options)
-        took = self.call("train_" + self._kind(job), words, log, output)
+        picture = None if self.options.pictures is None else self.options.pictures / f"{label}.png"
+        shown = [picture] if self.recipes[job.recipe] is None else [None, picture]
+        took = self.call("train_" + self._kind(job), words, log, output, *shown)
         if took is None or not output.exists():
             looks = folder / "looks.json"
             self._keep(job, json.loads(looks.read_text()) if looks.exists() else [], {"wall_s": None})

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torchmetrics.image.lpip as lpip
 import tyro
+from PIL import Image
 
 from benchmarks.captures.gsplat_surfels import Peer
 from benchmarks.captures.our_rasterization import rasterization
@@ -72,6 +73,18 @@ def peak_mib() -> float:
     return torch.cuda.max_memory_allocated() / 2**20
 
 
+@torch.no_grad()
+def draw_view(pipeline: Any, file: Path) -> None:
+    """Writes the middle held-out view as a PNG: the photograph, and beside it the rendering."""
+    pipeline.eval()
+    dataset = pipeline.datamanager.eval_dataset
+    index = len(dataset) // 2
+    rendered = pipeline.model.get_outputs_for_camera(dataset.cameras[index : index + 1].to(pipeline.device))["rgb"]
+    photograph = dataset[index]["image"][..., :3].to(rendered)
+    picture = torch.cat([photograph, rendered.clamp(0, 1)], 1)
+    Image.fromarray((picture * 255 + 0.5).to(torch.uint8).cpu().numpy()).save(file)
+
+
 def recorded(strategy: Any) -> list[dict[str, int]]:
     """What each refinement of gsplat's `strategy` does from now on: its image, how many Gaussians it duplicates, splits
     and prunes, and how many there are then."""
@@ -104,6 +117,7 @@ def main() -> None:
     parser.add_argument("--normal-loss", type=float, default=0.0, help="of 2D Gaussians, its weight")
     parser.add_argument("--normal-loss-start", type=int, default=0, help="images before it counts")
     parser.add_argument("--options", default="", help="further options of ns-train, as one string")
+    parser.add_argument("--picture", type=Path, help="PNG of the middle held-out view, photograph and rendering")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("dataparser", nargs="+")
     options = parser.parse_args()
@@ -143,6 +157,8 @@ def main() -> None:
     seconds = time.perf_counter() - start - earlier.seconds
     peak = peak_mib()
     scores = trainer.pipeline.get_average_eval_image_metrics()
+    if options.picture is not None:
+        draw_view(trainer.pipeline, options.picture)
     result = {
         "psnr": scores["psnr"],
         "ssim": scores["ssim"],

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ns_multigpu.radiance.sums import running_sum
+
 State = Mapping[str, Tensor]
 """Name of an integral -> [n, width] its value over each of n stretches."""
 
@@ -20,6 +22,9 @@ TRANSMITTANCE = "transmittance"
 
 _DENSEST = 1e30
 """The most that a density counts as. Networks reach infinity, which a sample without length would make NaN."""
+
+_UNSEEN = 1e-5
+"""What the end of a segment counts in which nothing is seen: a ray that meets nothing has the mean of its ends."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Samples:
     def weights(self) -> Tensor:
         """[n, S] w = T (1 - exp(-density length)): what a segment's beginning sees of each sample."""
         # Not the sum up to a sample less its own: what is left of a small number beside a large one would be rounding.
-        before = torch.cat([torch.zeros_like(self.depth[:, :1]), self.depth[:, :-1].cumsum(1)], 1)
+        before = torch.cat([torch.zeros_like(self.depth[:, :1]), running_sum(self.depth)[:, :-1]], 1)
         return torch.exp(-before) * -torch.expm1(-self.depth)
 
 
@@ -143,7 +148,7 @@ class Distortion:
     def within(self, samples: Samples) -> Tensor:
         w, u = samples.weights, _middles(samples.coordinates)
         # The sum over pairs in time linear in their number: what is in front of each sample, and its moment.
-        before, moment = w.cumsum(1) - w, (w * u).cumsum(1) - w * u
+        before, moment = running_sum(w) - w, running_sum(w * u) - w * u
         between = 2 * (w * (u * before - moment)).sum(1, keepdim=True)
         return between + (w.square() * samples.coordinates.diff(dim=1)).sum(1, keepdim=True) / 3
 
@@ -154,10 +159,12 @@ class Distortion:
 
 
 @dataclass(frozen=True)
-class Last:
-    """A value of the last sample of a ray: nerfacto's background, "last_sample".
+class LastSamples:
+    """A value of segments' last samples, of each as much as the segment is seen: nerfacto's background, "last_sample".
 
-    One number more says whether a stretch has a sample: of two, the one behind counts if it has.
+    One number more is the sum of these weights, to divide by. Over one segment that leaves its last sample's value, as
+    nerfacto has it. The last sample of a whole ray would not do: with several cells it is often in one that shows
+    nothing, far behind what is seen. Weights have no gradient: what shows a segment is what is in it, not its end.
     """
 
     name: str
@@ -167,10 +174,11 @@ class Last:
 
     def within(self, samples: Samples) -> Tensor:
         last = self.of(samples)[:, -1]
-        return torch.cat([last, torch.ones_like(last[:, :1])], 1)
+        seen = -torch.expm1(-samples.depth.sum(1, keepdim=True).detach()) + _UNSEEN
+        return torch.cat([last * seen, seen], 1)
 
     def join(self, front: State, back: State) -> Tensor:
-        return torch.where(back[self.name][:, -1:] > 0, back[self.name], front[self.name])
+        return front[self.name] + front[TRANSMITTANCE].detach() * back[self.name]
 
 
 def _middles(edges: Tensor) -> Tensor:
@@ -180,8 +188,13 @@ def _middles(edges: Tensor) -> Tensor:
 COLOUR = Weighted("colour", 3, lambda samples: samples.values["colour"])
 DEPTH = Weighted("depth", 1, lambda samples: samples.middles[:, :, None])
 MOMENT = Weighted("moment", 1, lambda samples: _middles(samples.coordinates)[:, :, None])
-BACKGROUND = Last("background", 4, lambda samples: samples.values["colour"])
-"""The colour of the last sample, and whether there is one."""
+BACKGROUND = LastSamples("background", 4, lambda samples: samples.values["colour"])
+"""The colour of last samples times their weights, and the sum of these: see `ended`."""
+
+
+def ended(state: Tensor) -> Tensor:
+    """[R, C] the value that `LastSamples` [R, C + 1] has behind each ray; 0 for a ray without a segment."""
+    return state[:, :-1] / state[:, -1:].clamp_min(_UNSEEN / 2)
 
 
 class Family:

@@ -1,6 +1,7 @@
 """How many Gaussians suit a capture."""
 
 from ns_multigpu.primitives.gaussians.cap import (
+    FULL_SEEDS,
     LEAST_PER_SEED,
     PER_SEED,
     PIXELS_EACH,
@@ -15,6 +16,14 @@ MANY = 10**9
 def test_seed_points_say_how_much_there_is_to_see() -> None:
     found = chosen_cap(1000, 1000, MANY)
     assert found.points == PER_SEED * 1000 and f"{PER_SEED} for each of 1,000 seed points" in found.why
+
+
+def test_many_seed_points_count_for_less() -> None:
+    for further in (0, 500):
+        found = chosen_cap(1000, FULL_SEEDS + further, MANY)
+        assert found.points == PER_SEED * FULL_SEEDS + LEAST_PER_SEED * further
+        assert found.why.startswith(f"{PER_SEED} for each of {FULL_SEEDS:,} seed points")
+        assert (f", {LEAST_PER_SEED} for each of 500 more" in found.why) == (further == 500)
 
 
 def test_few_pixels_allow_fewer() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ns_multigpu.radiance.integrals import optical_depth
 from ns_multigpu.radiance.partition import distance, spacing
+from ns_multigpu.radiance.sums import running_sum
 
 _PADDING, _LEAST = 0.01, 1e-5
 """What is added to each weight before samples are drawn by them; and the least that weights sum up to."""
@@ -106,7 +107,7 @@ def by_weights(ends: Ends, before: Bins, weights: Tensor, samples: int, moved: T
     total = weights.sum(1, keepdim=True)
     lack = torch.relu(_LEAST - total)
     pdf = (weights + lack / weights.shape[1]) / (total + lack)
-    cdf = pdf.cumsum(1).clamp_max(1.0)
+    cdf = running_sum(pdf).clamp_max(1.0)
     cdf = torch.cat([torch.zeros_like(cdf[:, :1]), cdf], 1)
     bins = samples + 1
     at = torch.linspace(0.0, 1.0 - (1.0 / bins), steps=bins, device=cdf.device)
@@ -128,5 +129,5 @@ def weights_of(bins: Bins, density: Tensor) -> Tensor:
         density: [n, S], per unit of distance.
     """
     depth = optical_depth(density, bins.edges)
-    before = torch.cat([torch.zeros_like(depth[:, :1]), depth[:, :-1].cumsum(1)], 1)
+    before = torch.cat([torch.zeros_like(depth[:, :1]), running_sum(depth)[:, :-1]], 1)
     return ((1 - torch.exp(-depth)) * torch.exp(-before)).nan_to_num()

@@ -8,7 +8,7 @@ Rooms = tuple[tuple[int, ...], ...]
 
 LEARNT = 12
 """Steps at first that have exactly the room that they need, so that there is something to go by."""
-_STEPS, _SPREAD, _SPARE = 64, 1.5, 1.15
+_STEPS, _SPREAD, _SPARE = 256, 1.5, 1.05
 """Rays are drawn at random: how many of them meet a cell scatters by about a root from step to step. Room is for so
 many roots more than there were at most, in so many even steps; and what was made before serves where it is at most so
 many times as large as need be."""

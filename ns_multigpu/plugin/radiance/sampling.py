@@ -19,6 +19,7 @@ from ns_multigpu.plugin.radiance.levels import Bins, Ends, by_weights, evenly, w
 from ns_multigpu.radiance.integrals import TRANSMITTANCE, Samples, State
 from ns_multigpu.radiance.partition import spacing
 from ns_multigpu.radiance.segments import Segments
+from ns_multigpu.radiance.sums import running_sum
 
 _ALWAYS_UNTIL = 10
 """Until this step proposal networks learn in every step, as in nerfstudio."""
@@ -282,7 +283,7 @@ def median_depth(groups: list[Group], before: Tensor, whole: State, segments: Se
         assert isinstance(group.rows, Tensor)
         at = first + group.rows
         ray = segments.ray[at]
-        sums = 1 - before[at] * (1 - group.taken.weights.cumsum(1))
+        sums = 1 - before[at] * (1 - running_sum(group.taken.weights))
         half = torch.full_like(before[at], 0.5)
         index = torch.searchsorted(sums.contiguous(), half)
         ends = (last[ray] == at)[:, None]

@@ -4,8 +4,11 @@ from dataclasses import dataclass
 
 PER_SEED = 9
 """Gaussians for each seed point: there are more of these where there is more to see."""
+FULL_SEEDS = 30_000
+"""Seed points that count so. Beyond them the scene is known more densely, and each stands for less of it."""
 LEAST_PER_SEED = 4
-"""The same where pixels are few: a model that cannot grow loses more than one that fits its views too well."""
+"""Gaussians for each seed point beyond `FULL_SEEDS`; and for each at least where pixels are few: a model that cannot
+grow loses more than one that fits its views too well."""
 PIXELS_EACH = 50
 """Pixels of training views for each Gaussian, at least: with fewer, Gaussians fit the views rather than the scene."""
 PIXELS_WITHOUT_SEEDS = 600
@@ -40,9 +43,12 @@ def chosen_cap(start: int, seeds: int, pixels: int) -> ChosenCap:
     if seeds == 0:
         why = f"one for {PIXELS_WITHOUT_SEEDS} pixels of the training views, for there are no seed points"
         return _at_least(start, pixels // PIXELS_WITHOUT_SEEDS, why)
-    by_seeds, by_pixels, least = PER_SEED * seeds, pixels // PIXELS_EACH, LEAST_PER_SEED * seeds
+    full, further = min(seeds, FULL_SEEDS), max(seeds - FULL_SEEDS, 0)
+    by_seeds, least = PER_SEED * full + LEAST_PER_SEED * further, LEAST_PER_SEED * seeds
+    by_pixels = pixels // PIXELS_EACH
     if by_seeds <= by_pixels:
-        return _at_least(start, by_seeds, f"{PER_SEED} for each of {seeds:,} seed points")
+        and_further = f", {LEAST_PER_SEED} for each of {further:,} more" if further else ""
+        return _at_least(start, by_seeds, f"{PER_SEED} for each of {full:,} seed points{and_further}")
     if least <= by_pixels:
         return _at_least(start, by_pixels, f"one for {PIXELS_EACH} pixels of the training views")
     return _at_least(start, least, f"{LEAST_PER_SEED} for each of {seeds:,} seed points, for there are few pixels")
