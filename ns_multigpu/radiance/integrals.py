@@ -23,9 +23,6 @@ TRANSMITTANCE = "transmittance"
 _DENSEST = 1e30
 """The most that a density counts as. Networks reach infinity, which a sample without length would make NaN."""
 
-_UNSEEN = 1e-5
-"""What the end of a segment counts in which nothing is seen: a ray that meets nothing has the mean of its ends."""
-
 
 @dataclass(frozen=True)
 class Samples:
@@ -159,12 +156,10 @@ class Distortion:
 
 
 @dataclass(frozen=True)
-class LastSamples:
-    """A value of segments' last samples, of each as much as the segment is seen: nerfacto's background, "last_sample".
+class Last:
+    """A value of the last sample of a ray: nerfacto's background, "last_sample".
 
-    One number more is the sum of these weights, to divide by. Over one segment that leaves its last sample's value, as
-    nerfacto has it. The last sample of a whole ray would not do: with several cells it is often in one that shows
-    nothing, far behind what is seen. Weights have no gradient: what shows a segment is what is in it, not its end.
+    One number more says whether a stretch has a sample: of two, the one behind counts if it has.
     """
 
     name: str
@@ -174,11 +169,10 @@ class LastSamples:
 
     def within(self, samples: Samples) -> Tensor:
         last = self.of(samples)[:, -1]
-        seen = -torch.expm1(-samples.depth.sum(1, keepdim=True).detach()) + _UNSEEN
-        return torch.cat([last * seen, seen], 1)
+        return torch.cat([last, torch.ones_like(last[:, :1])], 1)
 
     def join(self, front: State, back: State) -> Tensor:
-        return front[self.name] + front[TRANSMITTANCE].detach() * back[self.name]
+        return torch.where(back[self.name][:, -1:] > 0, back[self.name], front[self.name])
 
 
 def _middles(edges: Tensor) -> Tensor:
@@ -188,13 +182,8 @@ def _middles(edges: Tensor) -> Tensor:
 COLOUR = Weighted("colour", 3, lambda samples: samples.values["colour"])
 DEPTH = Weighted("depth", 1, lambda samples: samples.middles[:, :, None])
 MOMENT = Weighted("moment", 1, lambda samples: _middles(samples.coordinates)[:, :, None])
-BACKGROUND = LastSamples("background", 4, lambda samples: samples.values["colour"])
-"""The colour of last samples times their weights, and the sum of these: see `ended`."""
-
-
-def ended(state: Tensor) -> Tensor:
-    """[R, C] the value that `LastSamples` [R, C + 1] has behind each ray; 0 for a ray without a segment."""
-    return state[:, :-1] / state[:, -1:].clamp_min(_UNSEEN / 2)
+BACKGROUND = Last("background", 4, lambda samples: samples.values["colour"])
+"""The colour of the last sample, and whether there is one."""
 
 
 class Family:

@@ -21,7 +21,6 @@ from ns_multigpu.radiance.integrals import (
     Samples,
     State,
     Weighted,
-    ended,
 )
 from ns_multigpu.radiance.sums import running_sum
 
@@ -49,7 +48,7 @@ class SpreadOfColour:
 
 NORMAL = Weighted("normal", 3, lambda samples: samples.values["normal"])
 SQUARES = Weighted("squares", 1, lambda samples: samples.values["colour"].square().sum(-1, keepdim=True))
-FAMILY = Family([COLOUR, DEPTH, MOMENT, Distortion(), NORMAL, SQUARES, SpreadOfColour()])
+FAMILY = Family([COLOUR, DEPTH, MOMENT, Distortion(), BACKGROUND, NORMAL, SQUARES, SpreadOfColour()])
 
 
 def _ray(samples: int, rays: int = 5) -> Samples:
@@ -120,47 +119,15 @@ def test_distortion_is_nerfstudios() -> None:
     torch.testing.assert_close(FAMILY.unpacked(FAMILY.within(whole))["distortion"][:, 0], expected)
 
 
-def test_behind_a_ray_are_its_segments_last_samples_as_much_as_they_are_seen() -> None:
-    """And without a segment behind it, that of the only one: nerfacto's."""
-    family = Family([BACKGROUND])
+def test_the_last_sample_counts_even_if_nothing_is_behind() -> None:
     whole = _ray(8)
-    parts = _part(whole, 0, 5), _part(whole, 5, 8)
+    rows = torch.cat([FAMILY.within(_part(whole, 0, 5)), FAMILY.within(_part(whole, 5, 8))])
     order = torch.tensor([[ray, 5 + ray] for ray in range(5)])
-    order[2, 1] = 10  # the third ray ends after the first segment
-    found, _ = family.fold(torch.cat([family.within(part) for part in parts]), order)
-    through = [torch.exp(-part.depth.sum(1, keepdim=True)) for part in parts]
-    seen = 1 - through[0], through[0] * (1 - through[1])
-    ends = [part.values["colour"][:, -1] for part in parts]
-    mixed = (seen[0] * ends[0] + seen[1] * ends[1]) / (seen[0] + seen[1])
-    mixed[2] = ends[0][2]
-    assert bool((seen[1] > 0.005).all()) and bool((seen[0] > 0.005).all())
-    torch.testing.assert_close(ended(found["background"]), mixed, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(ended(family.within(whole)[:, 1:]), whole.values["colour"][:, -1])
-
-
-def test_behind_what_shows_nothing_are_all_ends_alike() -> None:
-    empty = Samples(_ray(8).edges, torch.zeros(5, 8, dtype=torch.float64), _ray(8).coordinates, _ray(8).values)
-    family = Family([BACKGROUND])
-    rows = torch.cat([family.within(_part(empty, 0, 5)), family.within(_part(empty, 5, 8))])
-    found, _ = family.fold(rows, torch.tensor([[ray, 5 + ray] for ray in range(5)]))
-    colours = empty.values["colour"]
-    torch.testing.assert_close(ended(found["background"]), (colours[:, 4] + colours[:, 7]) / 2)
-    nothing, _ = family.fold(rows, torch.full((1, 1), 10))
-    assert bool((ended(nothing["background"]) == 0).all())
-
-
-def test_what_is_behind_teaches_colours_and_not_densities() -> None:
-    whole = _ray(8)
-    density = whole.density.clone().requires_grad_()
-    colour = whole.values["colour"].clone().requires_grad_()
-    family = Family([BACKGROUND])
-    samples = Samples(whole.edges, density, whole.coordinates, {"colour": colour})
-    rows = torch.cat([family.within(_part(samples, 0, 5)), family.within(_part(samples, 5, 8))])
-    found, _ = family.fold(rows, torch.tensor([[ray, 5 + ray] for ray in range(5)]))
-    ended(found["background"]).square().sum().backward()
-    assert density.grad is None or not bool(density.grad.any())
-    assert colour.grad is not None
-    assert bool((colour.grad.abs().sum(2) > 0).nonzero()[:, 1].unique().tolist() == [4, 7])
+    order[2, 1] = len(rows)  # the third ray ends after the first segment
+    found, _ = FAMILY.fold(rows, order)
+    last = whole.values["colour"][:, -1].clone()
+    last[2] = whole.values["colour"][2, 4]
+    torch.testing.assert_close(found["background"][:, :3], last)
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 24, 64])

@@ -44,7 +44,6 @@ from ns_multigpu.radiance.integrals import (
     Family,
     Samples,
     State,
-    ended,
 )
 from ns_multigpu.radiance.partition import Partition
 from ns_multigpu.radiance.segments import Segments, cell_of
@@ -284,7 +283,7 @@ class NerfactoXLModel(NerfactoModel):
         """What is shown of whole rays."""
         assert rays.nears is not None and rays.fars is not None
         through = whole[TRANSMITTANCE]
-        colour = self._on_background(whole["colour"], through, ended(whole["background"]))
+        colour = self._on_background(whole["colour"], through, whole["background"][:, :3])
         return {
             **{one.name: whole[one.name] for one in self.integrals},
             "rgb": colour if self.training else colour.nan_to_num().clamp(0.0, 1.0),
