@@ -1,12 +1,17 @@
 """What `benchmarks.captures.recipes` runs, in which order, and what it keeps."""
 
+import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
-from benchmarks.captures import recipes
+from benchmarks.captures import recipe_run, recipes, splatfacto_baseline
 from benchmarks.captures.recipes import Job, Runs, arguments, folders_of, jobs_of, table, variants, words_of
 
 
@@ -78,12 +83,14 @@ class _Calls:
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.called, self.now, self.cut = seconds, list[str](), 0.0, False
+        self.given = list[tuple[Any, ...]]()
 
     def __call__(self, runs: Runs, function: str, *given: Any) -> float | None:
         self.called.append(function)
         if function == "make_city":
             return self.seconds
-        words, _, output = given
+        words, _, output, *_ = given
+        self.given.append(given)
         self.now += self.seconds
         if "fails" in words:
             return None
@@ -121,6 +128,43 @@ def test_what_is_there_is_not_run_again(tmp_path: Path, calls: _Calls) -> None:
     again.go()
     assert len(calls.called) == 6, "the new seed alone"
     assert len(again.results) == 8
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_of_each_run_there_is_a_picture_where_that_is_asked_for(tmp_path: Path, calls: _Calls, asked: bool) -> None:
+    words = ("--captures", str(tmp_path / "fox"), "--recipes", "splatfacto", "ours", "--images", "9")
+    Runs(options(tmp_path, *words, *(["--pictures", str(tmp_path / "pictures")] if asked else []))).go()
+    for function, given in zip(calls.called, calls.given, strict=True):
+        bound = inspect.signature(getattr(recipe_run, function)).bind(*given).arguments
+        name = f"fox-{function.removeprefix('train_')}-9-42.png"
+        assert bound["picture"] == (tmp_path / "pictures" / name if asked else None)
+        assert bound.get("normals") is None
+    assert (tmp_path / "pictures").is_dir() == asked
+
+
+def test_a_picture_is_the_photograph_and_what_was_rendered(tmp_path: Path) -> None:
+    photographs = torch.rand(5, 6, 4, 3)
+    rendered = photographs[2].clone()
+    rendered[0, 0] = torch.tensor([2.0, 0.0, -1.0])
+    asked = list[torch.Tensor]()
+
+    def render(camera: torch.Tensor) -> dict[str, torch.Tensor]:
+        asked.append(camera)
+        return {"rgb": rendered}
+
+    class Views(list[dict[str, torch.Tensor]]):
+        cameras = torch.arange(5)
+
+    pipeline = SimpleNamespace(
+        eval=lambda: None, device="cpu", model=SimpleNamespace(get_outputs_for_camera=render),
+        datamanager=SimpleNamespace(eval_dataset=Views({"image": image} for image in photographs)),
+    )  # fmt: skip
+    splatfacto_baseline.draw_view(pipeline, tmp_path / "view.png")
+    assert [int(camera) for camera in asked] == [2], "the middle one"
+    seen = torch.tensor(np.asarray(Image.open(tmp_path / "view.png"))) / 255
+    assert seen.shape == (6, 8, 3)
+    assert bool(((seen[:, :4] - photographs[2]).abs() < 0.003).all())
+    assert bool(((seen[:, 4:] - rendered.clamp(0, 1)).abs() < 0.003).all())
 
 
 def test_a_run_that_is_cut_off_leaves_its_scores(tmp_path: Path, calls: _Calls) -> None:
