@@ -71,6 +71,7 @@ def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, A
         (3, 700, {"proposal_warmup": 5, "use_gradient_scaling": True}),  # proposals do not learn in it
         (3, 2000, {"background_color": "random", "use_single_jitter": False}),
         (4, 3, {"samples_per": "segment"}),
+        (2, 3, {"background_color": "sky"}),
         (3, 2000, {"samples_per": "segment", "use_single_jitter": False}),
         (2, 3, {"background_color": "white", "proposal_initial_sampler": "uniform", "use_same_proposal_network": True}),
     ],
@@ -190,6 +191,7 @@ def _fast(trainer: RadianceTrainer, **options: Any) -> FastSteps:
         ("random", "segment"),
         ("white", "segment"),
         ("auto", "segment"),
+        ("sky", "ray"),
         ("last_sample", "ray"),
     ],
 )

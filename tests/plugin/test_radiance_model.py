@@ -148,7 +148,7 @@ def test_colours_behind_several_cells_are_random(cells: int, options: dict[str, 
     assert (losses[0] != losses[1]) == random and (losses[0] > 0.2) == random
     assert ours.renderer_rgb.background_color == ("random" if random else "last_sample")
     opaque = {name: torch.full((1, 3), 0.25) for name in ("colour", "behind")}
-    shown = ours._on_background(opaque["colour"], torch.ones(1, 1), opaque["behind"])
+    shown = ours._on_background(opaque["colour"], torch.ones(1, 1), opaque["behind"], torch.zeros(1, 3))
     assert float(shown[0, 0]) == (0.25 if random else 0.5)
 
 
@@ -159,8 +159,10 @@ def test_colours_behind_several_cells_are_random(cells: int, options: dict[str, 
         (4, 3, {"disable_scene_contraction": True}),
         (4, 4, {"background_color": "last_sample"}),
         (4, 3, {"samples_per": "segment"}),
+        (4, 3, {"background_color": "sky"}),
         (3, 2, {"sampling": "occupancy"}),
         (3, 2, {"spread": "ddp"}),
+        (3, 2, {"spread": "ddp", "background_color": "sky"}),
         (3, 2, {"spread": "mega"}),
         (3, 2, {"spread": "block", "disable_scene_contraction": True}),
     ],
@@ -169,6 +171,7 @@ def test_any_number_of_ranks_is_one(cells: int, ranks: int, options: dict[str, A
     one = _step(World.single(), cells, options)
     alone = options.get("spread") in ("mega", "block")
     groups = {"cells", "camera_optimizer"} | ({"shared"} if not alone else set())
+    groups |= {"sky"} if options.get("background_color") == "sky" else set()
     assert {name.split(".")[0] for name in one["gradients"]} == groups
     assert (one["outside"] > 0) == ("disable_scene_contraction" in options), "some rays miss a box"
     found = run_ranks(_step, ranks, cells, options)

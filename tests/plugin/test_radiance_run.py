@@ -167,9 +167,10 @@ def test_evaluation_in_one_process_shows_what_was_trained(
 def _all_ways(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str, torch.Tensor], ...]]:
     """Of each way: a run of two ranks, one that goes on from its middle on one rank, and what that was before."""
     ends: dict[str, tuple[dict[str, torch.Tensor], ...]] = {}
-    for way in ("ddp", "mega", "block", "xl occupancy", "ddp occupancy"):
-        spread, *grids = way.split()
-        options = {"spread": spread, "sampling": "occupancy" if grids else "proposals"}
+    for way in ("ddp", "mega", "block", "xl occupancy", "ddp occupancy", "xl sky"):
+        spread, *more = way.split()
+        options = {"spread": spread, "sampling": "occupancy" if more == ["occupancy"] else "proposals"}
+        options |= {"background_color": "sky"} if more == ["sky"] else {}
         config = configured(capture, out / way, steps=8, **options)
         config.steps_per_save, config.save_only_latest_checkpoint = 4, False
         found = [_everything(trained(world, config))]
@@ -188,6 +189,7 @@ def test_all_ways_go_on_with_other_numbers_of_ranks(capture: Path, tmp_path: Pat
         assert _near(two, again) == [], spread
         theirs = ends[1][spread][0]
         assert _near(theirs, again) == [], spread
+        assert any(name.startswith("sky.") for name in two) == (spread == "xl sky"), spread
         fields = {name[:8] for name in two if name.startswith("cells.")}
         assert fields == {"cells.0."}, f"{spread}: rank 0 of two has one of three fields, or the one that there is"
         assert {name[:8] for name in again if name.startswith("cells.")} == (
@@ -266,6 +268,10 @@ def test_bad_options_are_named(capture: Path, tmp_path: Path) -> None:
     config = configured(capture, tmp_path, spread="block", cells=40)
     with pytest.raises(InputError, match="groups of cameras are empty"):
         config.pipeline.setup(device="cpu", test_mode="val")
+    for spread in ("mega", "block"):
+        config = configured(capture, tmp_path, spread=spread, background_color="sky")
+        with pytest.raises(InputError, match=f"background-color sky: .*spread {spread} each field is trained alone"):
+            config.check_method()
     config = configured(capture, tmp_path, cells=-1)
     with pytest.raises(InputError, match="cells -1"):
         config.check_method()

@@ -7,17 +7,20 @@ from nerfstudio.model_components import renderers
 from nerfstudio.utils import colors
 from torch import Tensor
 
+_LEARNT = ("last_sample", "random", "sky")
+"""What is no colour; behind true pixels it is black."""
+
 _SENT: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def chosen(option: Any, like: Tensor) -> Any:
-    """The background that is to be shown: "last_sample", "random", or a colour [3] or [..., 3] on the device of `like`.
+    """The background that is to be shown: a name, or a colour [3] or [..., 3] on the device of `like`.
 
     Args:
         option: `background_color`, a name or a colour; what nerfstudio's commands have set for all models overrides it.
     """
     override: Any = renderers.BACKGROUND_COLOR_OVERRIDE
-    return option if option in ("last_sample", "random") and override is None else colour(option, like)
+    return option if option in _LEARNT and override is None else colour(option, like)
 
 
 def colour(option: Any, like: Tensor) -> Tensor:
@@ -36,11 +39,11 @@ def blended(image: Tensor, option: Any) -> Tensor:
     """The colours [..., 3] of an image [..., 3 or 4] on a background; without a fourth channel as they are.
 
     Args:
-        option: as of `chosen`; behind true pixels "last_sample" and "random" are black. Colours that
-            were drawn at random are given themselves.
+        option: as of `chosen`; behind true pixels what is no colour is black. Colours that were drawn at random are
+            given themselves.
     """
     if image.shape[-1] < 4:
         return image
     rgb, opacity = image[..., :3], image[..., 3:]
-    behind = colour("black" if isinstance(option, str) and option in ("last_sample", "random") else option, rgb)
+    behind = colour("black" if isinstance(option, str) and option in _LEARNT else option, rgb)
     return rgb * opacity + behind * (1 - opacity)

@@ -44,6 +44,11 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
         model: Any = self.pipeline.model
         if model.cells < 0:
             raise InputError(f"--pipeline.model.cells {model.cells}: give how many cells, or 0 for one a GPU.")
+        if model.background_color == "sky" and model.spread in ("mega", "block"):
+            raise InputError(
+                "--pipeline.model.background-color sky: all cells share one sky, and with --pipeline.model.spread "
+                f"{model.spread} each field is trained alone. Give another background."
+            )
         if model.spread == "mega" and model.disable_scene_contraction:
             raise InputError(
                 "--pipeline.model.spread mega: each field has what is outside of its tile contracted around it. Leave "

@@ -30,6 +30,7 @@ from ns_multigpu.plugin.radiance.fixed import FixedShapes, why_not
 from ns_multigpu.plugin.radiance.marching import OccupancySampling
 from ns_multigpu.plugin.radiance.renders import Renders
 from ns_multigpu.plugin.radiance.sampling import Group, Lines, ProposalSampling, in_order, median_depth
+from ns_multigpu.plugin.radiance.sky import Sky
 from ns_multigpu.plugin.radiance.spread import WAYS, Mega, Spread, Taken, blended_samples
 from ns_multigpu.radiance.contraction import Domain
 from ns_multigpu.radiance.exchange import all_segments, cells_of, segments_of_ranks
@@ -77,9 +78,9 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     """How opaque a voxel of it is to be found, to be occupied."""
     march_steps: int = 512
     """Even steps of a whole ray, with an occupancy grid."""
-    background_color: Literal["auto", "random", "last_sample", "black", "white"] = "auto"
+    background_color: Literal["auto", "random", "last_sample", "sky", "black", "white"] = "auto"
     """What is behind what lets light through. auto: with several cells of xl colours that are random in training, else
-    the last sample's, as in nerfacto. Cells have many samples far away, which would paint each view its last one."""
+    the last sample's, as in nerfacto. sky: a colour for each direction, which all cells share."""
     predict_normals: tyro.conf.Suppress[bool] = False  # not there yet
 
 
@@ -103,6 +104,7 @@ class NerfactoXLModel(NerfactoModel):
         self.way = WAYS[config.spread]
         # Fields that are trained alone have heads of their own.
         self.shared = nn.Module() if self.way.independent else Head(config, self.num_train_data, self.seed)
+        self.sky = Sky(self.seed) if config.background_color == "sky" else None
         self.camera_optimizer = config.camera_optimizer.setup(num_cameras=self.num_train_data, device="cpu")
         self.cells = nn.ModuleDict()
         self.partition: Partition | None = None
@@ -132,10 +134,9 @@ class NerfactoXLModel(NerfactoModel):
         self.numbers = cells_of(world.rank, partition.cells, world.size)
         self.spread = self.way(partition, boxes, self.device)
         shared, config = self.shared if isinstance(self.shared, Head) else None, self.config
-        joined = partition.cells > 1 and config.spread == "xl"
-        asked = config.background_color
-        self.background = ("random" if joined else "last_sample") if asked == "auto" else asked
-        self.renderer_rgb.background_color = self.background
+        auto = "random" if partition.cells > 1 and config.spread == "xl" else "last_sample"
+        self.background = auto if config.background_color == "auto" else config.background_color
+        self.renderer_rgb.background_color = "black" if self.background == "sky" else self.background
         grid = config.grid_resolution if config.sampling == "occupancy" else 0
         made = {
             str(c): Cell(c, self.spread.coordinates(c), config, shared, self.num_train_data, self.seed, grid)
@@ -166,9 +167,9 @@ class NerfactoXLModel(NerfactoModel):
 
     def get_param_groups(self) -> dict[str, list[nn.Parameter]]:
         """As nerfacto's, of this rank's cells; the colour head and the appearance embedding are with the fields."""
-        every = self.cells.named_parameters()
-        proposals, fields = [], list(self.shared.parameters())
-        for name, p in every:
+        parts = [part for part in (self.shared, self.sky) if part is not None]
+        proposals, fields = [], [p for part in parts for p in part.parameters()]
+        for name, p in self.cells.named_parameters():
             if p.requires_grad:
                 (proposals if ".proposal_networks." in name else fields).append(p)
         groups = {"fields": fields, **({"proposal_networks": proposals} if proposals else {})}
@@ -283,7 +284,7 @@ class NerfactoXLModel(NerfactoModel):
         """What is shown of whole rays."""
         assert rays.nears is not None and rays.fars is not None
         through = whole[TRANSMITTANCE]
-        colour = self._on_background(whole["colour"], through, whole["background"][:, :3])
+        colour = self._on_background(whole["colour"], through, whole["background"][:, :3], rays.directions)
         return {
             **{one.name: whole[one.name] for one in self.integrals},
             "rgb": colour if self.training else colour.nan_to_num().clamp(0.0, 1.0),
@@ -322,13 +323,13 @@ class NerfactoXLModel(NerfactoModel):
     def _looked(self, number: int, rays: RayBundle, positions: Tensor, ray: Tensor) -> tuple[Tensor, Tensor]:
         return self.cell(number).look(positions, rays[ray])
 
-    def _on_background(self, colour: Tensor, through: Tensor, last: Tensor) -> Tensor:
+    def _on_background(self, colour: Tensor, through: Tensor, last: Tensor, directions: Tensor) -> Tensor:
         """As `RGBRenderer.combine_rgb` does, of integrals."""
         behind = chosen(self.background, colour)
         if isinstance(behind, str):
             if behind == "random":  # blended with the image in the loss
                 return colour
-            behind = last
+            behind = last if self.sky is None else self.sky.behind(directions, self.world)
         return colour + through * behind
 
     # ---- losses and metrics ----
