@@ -64,3 +64,10 @@ def test_the_most_of_what_was_seen_is_what_room_is_made_for() -> None:
     for count in (400, 410, *[400] * LEARNT):
         rooms = kept.of([[count]])
     assert rooms == ((room_for(410, 1000),),)
+
+
+def test_a_twelfth_more_than_is_needed_is_too_much() -> None:
+    kept = _kept(400, 500)
+    first = kept.of([[400], [500]])
+    assert kept.of([[390], [490]]) == first
+    assert sum(map(sum, kept.of([[365], [455]]))) < 0.95 * sum(map(sum, first))

@@ -66,6 +66,15 @@ def test_points_that_cannot_follow_it_keep_their_densifier_and_that_is_said(prim
         check_primitive(config.pipeline.model, "tile")
 
 
+def test_of_the_optimizers_only_the_rate_of_higher_harmonics_is_another() -> None:
+    best_ones, plain = given("--recipe", "best").optimizers, given().optimizers
+    rates = {name: (best_ones[name]["optimizer"].lr, plain[name]["optimizer"].lr) for name in plain}
+    assert {name for name, (ours, theirs) in rates.items() if ours != theirs} == {"features_rest"}
+    assert rates["features_rest"] == (pytest.approx(4 * rates["features_rest"][1]), rates["features_rest"][1])
+    best_ones["features_rest"]["optimizer"].lr = rates["features_rest"][1]
+    assert best_ones == plain, "and nothing else of them"
+
+
 def test_what_the_command_line_names_counts_more() -> None:
     """Also where it names the value that is the option's own default."""
     words = ("--pipeline.model.max-gs-num", "5000", "--pipeline.model.stop_split_at=15000")
