@@ -11,8 +11,8 @@ def running_sum(rows: Tensor) -> Tensor:
     """[n, S] for each sample the sum up to it, itself included: `rows.cumsum(1)`.
 
     A GPU takes it in pieces. PyTorch 2.11 gives a row of S numbers a power of two of threads that it finds from the
-    ratio of n to S; where n is too large for S that comes out as 512 threads, of which all but S wait: 65,536 rows of
-    24 samples took 20 times as long as they should.
+    ratio of n to S; where n is too large for S that comes out as 512 threads, of which all but S wait. On an H200
+    65,536 rows of 48 samples took 363 microseconds, and take 32 in pieces.
 
     Args:
         rows: [n, S], at least one column.
