@@ -152,13 +152,6 @@ def test_colours_behind_several_cells_are_random(cells: int, options: dict[str, 
     assert float(shown[0, 0]) == (0.25 if random else 0.5)
 
 
-def test_behind_transparent_photographs_the_sky_is_black() -> None:
-    """As is nerfacto's last sample: nerfstudio knows no colour of that name."""
-    photograph = torch.rand(3, 2, 4)
-    seen = model(World.single(), 2, background_color="sky").renderer_rgb.blend_background(photograph)
-    torch.testing.assert_close(seen, photograph[..., :3] * photograph[..., 3:])
-
-
 @pytest.mark.parametrize(
     ("cells", "ranks", "options"),
     [

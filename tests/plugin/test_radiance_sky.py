@@ -4,6 +4,7 @@ import torch
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.radiance.sky import Sky
+from tests.plugin.radiance_scene import model
 
 
 def _directions(count: int) -> torch.Tensor:
@@ -51,3 +52,10 @@ def test_its_gradient_is_rank_0s() -> None:
         colours = sky.behind(_directions(4), World(rank, 2, rank, 2, torch.device("cpu")))
         assert torch.equal(colours.detach(), sky(_directions(4)).detach())
         assert colours.requires_grad == learns
+
+
+def test_behind_transparent_photographs_the_sky_is_black() -> None:
+    """As is nerfacto's last sample: nerfstudio knows no colour of that name."""
+    photograph = torch.rand(3, 2, 4)
+    seen = model(World.single(), 2, background_color="sky").renderer_rgb.blend_background(photograph)
+    torch.testing.assert_close(seen, photograph[..., :3] * photograph[..., 3:])
