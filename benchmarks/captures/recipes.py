@@ -186,8 +186,10 @@ class Runs:
         self.jobs = jobs_of(options, self.recipes)
         self.folders, self.cities = folders_of(options, self.jobs)
         self.logs = options.output or Path(mkdtemp(prefix="recipes-"))
-        for place in (self.logs, options.pictures):
+        for option, place in (("--output", self.logs), ("--pictures", options.pictures)):
             if place is not None:
+                if place.exists() and not place.is_dir():
+                    raise SystemExit(f"{option} {place}: that is a file. Give a folder.")
                 place.mkdir(parents=True, exist_ok=True)
         before = json.loads(options.json.read_text()) if options.json.exists() else {"results": []}
         self.results: list[dict[str, Any]] = before["results"]

@@ -17,7 +17,7 @@ from benchmarks.captures.recipes import Job, Runs, arguments, folders_of, jobs_o
 
 def options(tmp_path: Path, *words: str) -> Any:
     (tmp_path / "fox").mkdir(exist_ok=True)
-    return arguments([*words, "--json", str(tmp_path / "out.json"), "--output", str(tmp_path / "logs")])
+    return arguments(["--json", str(tmp_path / "out.json"), "--output", str(tmp_path / "logs"), *words])
 
 
 def test_variants_build_on_each_other_and_follow_the_length(tmp_path: Path) -> None:
@@ -140,6 +140,14 @@ def test_of_each_run_there_is_a_picture_where_that_is_asked_for(tmp_path: Path, 
         assert bound["picture"] == (tmp_path / "pictures" / name if asked else None)
         assert bound.get("normals") is None
     assert (tmp_path / "pictures").is_dir() == asked
+
+
+@pytest.mark.parametrize("option", ["--output", "--pictures"])
+def test_a_file_where_a_folder_should_be_is_named(tmp_path: Path, option: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SystemExit, match=f"{option} {file}: that is a file. Give a folder."):
+        Runs(options(tmp_path, "--captures", str(tmp_path / "fox"), option, str(file)))
 
 
 def test_a_picture_is_the_photograph_and_what_was_rendered(tmp_path: Path) -> None:
