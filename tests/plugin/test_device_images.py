@@ -86,24 +86,32 @@ def test_on_a_gpu_they_stay_where_they_fit(share: float, monkeypatch: pytest.Mon
     monkeypatch.setattr(device_images, "_SHARE", share)
     world = World.single("cuda:0")
     images = _images(world)
-    assert len(images._kept) == (COUNT if share > 0 else 0)
     for batch in BATCHES:
         views = _views(len(batch))
         found = [part.data["image"] for part in images.get(batch, DealtViews().assign(views, 1), views)]
         assert all(image.is_cuda and torch.equal(image.cpu(), _image(i)) for image, i in zip(found, batch, strict=True))
+    assert len(images._kept) == (COUNT if share > 0 else 0)
 
 
-def _made_smaller(world: World, fits: bool) -> tuple[int, int]:
-    """How often images were made smaller, and bytes that were exchanged after the first round."""
+def _made_smaller(world: World, fits: bool, budget: int | None = None) -> dict[str, int]:
+    """How often images were made smaller, decoded, and what is kept at two resolutions and at the full one."""
     device_images._SHARE = 0.1 if fits else -1.0
     if fits:  # a CPU counts as having no memory for them
-        device_images.all_gather_ints = lambda values, world: [[1 << 30]] * world.size  # type: ignore[assignment]
-    images, count = _images(world), 0
+        gather = device_images.all_gather_ints
+        device_images.all_gather_ints = lambda values, world: gather([1 << 30, *values[1:]], world)
+    shrunk, decoded = list[int](), list[int]()
+
+    def decode(index: int) -> ImageData:
+        decoded.append(index)
+        return _decode(index)
+
+    share = ImageShare([SHAPE] * COUNT, decode, world, label="test", budget=budget)
+    images = DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
+    decoded.clear()
 
     def shrink(image: Tensor) -> Tensor:
-        nonlocal count
-        count += 1
-        return image.float()[::2, ::2]
+        shrunk.append(1)
+        return image.float()[::2, ::2].clone()
 
     for factor in (4, 4, 2, 2):
         for batch in BATCHES:
@@ -113,13 +121,30 @@ def _made_smaller(world: World, fits: bool) -> tuple[int, int]:
             mine = [batch[patch.view] for patch in plan.owned[world.rank]]
             expected = [_image(index).float()[::2, ::2] for index in mine]
             assert all(torch.equal(a.data["image"], b) for a, b in zip(found, expected, strict=True))
-    images.get(BATCHES[0], DealtViews().assign(_views(4), world.size), _views(4))
-    assert not images._smaller, "what is not needed any more makes room"
-    return count, world.traffic.sent
+        if fits:  # whole ones beside them would double what images take
+            assert [tuple(image.shape) for image in images._kept] == [(2, 3, 3)] * COUNT
+    plan = DealtViews().assign(_views(4), world.size)
+    for part, patch in zip(images.get(BATCHES[0], plan, _views(4)), plan.owned[world.rank], strict=True):
+        assert torch.equal(part.data["image"], _image(BATCHES[0][patch.view]))
+    if fits:
+        assert [tuple(image.shape) for image in images._kept] == [(4, 5, 3)] * COUNT
+    return {"shrunk": len(shrunk), "decoded": len(decoded), "originals": len(images._originals)}
 
 
-def test_images_that_are_on_the_gpu_are_made_smaller_once() -> None:
-    [(count, _)] = run_ranks(_made_smaller, 1, True)
-    assert count == 2 * COUNT
-    [(count, _)] = run_ranks(_made_smaller, 1, False)
-    assert count == 4 * sum(map(len, BATCHES))
+@pytest.mark.parametrize("size", [1, 2])
+def test_images_that_are_on_the_gpu_are_made_smaller_once_and_whole_ones_make_room(size: int) -> None:
+    for found in run_ranks(_made_smaller, size, True):
+        assert found == {"shrunk": 2 * COUNT, "decoded": 0, "originals": 0}
+
+
+def test_images_that_do_not_fit_are_made_smaller_in_each_step() -> None:
+    [found] = run_ranks(_made_smaller, 1, False)
+    assert found["shrunk"] == 4 * sum(map(len, BATCHES))
+
+
+def test_images_that_would_have_to_be_decoded_again_stay() -> None:
+    """A host with no room for its share decodes an image whenever it is asked for one: that is done once."""
+    found = run_ranks(_made_smaller, 2, True, 128)
+    assert [one["shrunk"] for one in found] == [2 * COUNT] * 2
+    assert [one["originals"] for one in found] == [COUNT] * 2
+    assert sum(one["decoded"] for one in found) == COUNT

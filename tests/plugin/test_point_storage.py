@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cuda_ext.ops.adam import AdamStep, FusedAdam
 from ns_multigpu.core.plan import Plan
@@ -199,6 +200,45 @@ def test_large_models_get_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.held(points)[0] is False
     assert points.rows == 120
     assert all(points.params[name].data_ptr() == model.params[name].data_ptr() for name in ORDER)
+
+
+def test_a_model_that_outgrows_its_room_is_never_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was too small goes first, and then each tensor as soon as its values are in the new one."""
+    model, points = Model(200), PointStorage()
+    AdamStep(model.optimizers, with_grads=False)
+    model.held(points)
+    too_small = [StorageWeakRef(x.untyped_storage()) for x in points._all()]
+    model.take(torch.arange(400) % 200)
+    before, adam = model.values(), AdamStep(model.optimizers, with_grads=False)
+    each = [
+        StorageWeakRef(x.untyped_storage())
+        for place, name in enumerate(ORDER)
+        for x in (model.params[name], adam.exp_avgs[place], adam.exp_avg_sqs[place])
+    ]
+    gone: list[int] = []
+    with_room = point_storage._with_room
+
+    def counted(x: Tensor, rows: int) -> Tensor:
+        assert all(one.expired() for one in too_small)
+        gone.append(sum(one.expired() for one in each))
+        return with_room(x, rows)
+
+    monkeypatch.setattr(point_storage, "_with_room", counted)
+    assert not points.has_room(400)
+    points.hold(model.params, adam, model.state)
+    assert gone[: len(each)] == list(range(len(each)))
+    assert points.has_room(400) and not points.has_room(points.rows + 1) and not points.has_room(10)
+    assert all(torch.equal(value, before[name]) for name, value in model.values().items())
+
+
+def test_there_is_no_room_for_more_points_than_there_will_be() -> None:
+    assert [point_storage.room_for(count, 1000) for count in (100, 790, 1000, 1001)] == [128, 1024, 1024, 1024]
+    assert point_storage.room_for(2000, 1000) == 2048, "a model may begin with more than its cap"
+    model, points = Model(190), PointStorage(cap=200)
+    model.held(points)
+    assert points.rows == 256
+    model.take(torch.arange(200) % 190)
+    assert model.held(points)[0] is True
 
 
 def test_ranks_with_shards_of_different_lengths_make_their_steps_anew_together() -> None:

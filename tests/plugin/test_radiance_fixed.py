@@ -72,6 +72,7 @@ def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, A
         (3, 2000, {"background_color": "random", "use_single_jitter": False}),
         (4, 3, {"samples_per": "segment"}),
         (2, 3, {"background_color": "sky"}),
+        (2, 3, {"background_color": "mean"}),
         (3, 2000, {"samples_per": "segment", "use_single_jitter": False}),
         (2, 3, {"background_color": "white", "proposal_initial_sampler": "uniform", "use_same_proposal_network": True}),
     ],

@@ -128,15 +128,15 @@ def _compare(one: dict[str, Any], found: list[dict[str, Any]], exact: bool) -> N
 
 
 @pytest.mark.parametrize(
-    ("cells", "options", "random"),
+    ("cells", "options", "background"),
     [
-        (1, {}, False), (2, {}, True), (2, {"spread": "ddp"}, False), (2, {"spread": "block"}, False),
-        (2, {"background_color": "last_sample"}, False), (1, {"background_color": "random"}, True),
-        (3, {"sampling": "occupancy"}, True),
+        (1, {}, "last_sample"), (2, {}, "mean"), (2, {"spread": "ddp"}, "last_sample"),
+        (3, {"sampling": "occupancy"}, "mean"), (2, {"background_color": "last_sample"}, "last_sample"),
+        (1, {"background_color": "mean"}, "mean"), (2, {"background_color": "random"}, "random"),
     ],
 )  # fmt: skip
-def test_colours_behind_several_cells_are_random(cells: int, options: dict[str, Any], random: bool) -> None:
-    """In training, so that no cell paints what should be solid on its last samples; in pictures they are black."""
+def test_what_is_behind_cells(cells: int, options: dict[str, Any], background: str) -> None:
+    """With several cells the ray's own mean. What is random is so in training; in pictures it is black."""
     ours = model(World.single(), cells, **options)
     bundle, losses = rays(), list[float]()
     for step in (3, 4):
@@ -145,11 +145,13 @@ def test_colours_behind_several_cells_are_random(cells: int, options: dict[str, 
         seen = outputs["rgb"].detach()
         outputs["rgb"], outputs["accumulation"] = torch.zeros_like(seen), torch.zeros_like(outputs["accumulation"])
         losses.append(float(ours.get_loss_dict(outputs, {"image": torch.zeros(len(seen), 3)}, None)["rgb_loss"]))
+    random = background == "random"
     assert (losses[0] != losses[1]) == random and (losses[0] > 0.2) == random
-    assert ours.renderer_rgb.background_color == ("random" if random else "last_sample")
-    opaque = {name: torch.full((1, 3), 0.25) for name in ("colour", "behind")}
-    shown = ours._on_background(opaque["colour"], torch.ones(1, 1), opaque["behind"], torch.zeros(1, 3))
-    assert float(shown[0, 0]) == (0.25 if random else 0.5)
+    assert ours.renderer_rgb.background_color == ("black" if background == "mean" else background)
+    colour, last = torch.tensor([[0.1, 0.2, 0.3]]), torch.full((1, 3), 0.5)
+    shown = ours._on_background(colour, torch.full((1, 1), 0.6), last, torch.zeros(1, 3))
+    expected = {"random": colour, "mean": colour / 0.4, "last_sample": colour + 0.3}
+    torch.testing.assert_close(shown, expected[background])
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,7 @@ def test_colours_behind_several_cells_are_random(cells: int, options: dict[str, 
         (2, 2, {}),
         (4, 3, {"disable_scene_contraction": True}),
         (4, 4, {"background_color": "last_sample"}),
+        (4, 2, {"background_color": "random"}),
         (4, 3, {"samples_per": "segment"}),
         (4, 3, {"background_color": "sky"}),
         (3, 2, {"sampling": "occupancy"}),

@@ -1,8 +1,10 @@
 """The sky behind radiance cells: colours by direction, the same on every rank, and learnt once."""
 
+import pytest
 import torch
 
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.radiance.backgrounds import mean_colour
 from ns_multigpu.plugin.radiance.sky import Sky
 from tests.plugin.radiance_scene import model
 
@@ -54,8 +56,19 @@ def test_its_gradient_is_rank_0s() -> None:
         assert colours.requires_grad == learns
 
 
-def test_behind_transparent_photographs_the_sky_is_black() -> None:
+@pytest.mark.parametrize("background", ["sky", "mean"])
+def test_behind_transparent_photographs_what_is_no_colour_is_black(background: str) -> None:
     """As is nerfacto's last sample: nerfstudio knows no colour of that name."""
     photograph = torch.rand(3, 2, 4)
-    seen = model(World.single(), 2, background_color="sky").renderer_rgb.blend_background(photograph)
+    seen = model(World.single(), 2, background_color=background).renderer_rgb.blend_background(photograph)
     torch.testing.assert_close(seen, photograph[..., :3] * photograph[..., 3:])
+
+
+def test_a_ray_s_mean_colour_has_gradients_that_do_not_explode() -> None:
+    colour = torch.tensor([[1e-4, 2e-4, 0.0], [0.2, 0.1, 0.05]], requires_grad=True)
+    through = torch.tensor([[0.9999], [0.5]], requires_grad=True)
+    seen = mean_colour(colour, through)
+    torch.testing.assert_close(seen, torch.tensor([[0.005, 0.01, 0.0], [0.4, 0.2, 0.1]]))
+    seen.sum().backward()
+    assert colour.grad is not None and through.grad is not None
+    assert float(colour.grad.max()) == pytest.approx(50) and through.grad[0] == 0 and through.grad[1] > 0

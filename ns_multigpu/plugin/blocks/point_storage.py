@@ -21,9 +21,11 @@ MOST_SPARED = 1 << 20
 it, and memory is worth more."""
 
 
-def room_for(count: int) -> int:
-    """How many points there is to be room for when there are `count`: a quarter more, in steps of 64."""
-    return max(64, -(-5 * count // 256) * 64)
+def room_for(count: int, cap: int | None = None) -> int:
+    """How many points there is to be room for when there are `count`: a quarter more, in steps of 64; but no more than
+    for the `cap` that they stop at, if there is one."""
+    wanted = max(64, -(-5 * count // 256) * 64)
+    return wanted if cap is None else min(wanted, -(-max(count, cap) // 64) * 64)
 
 
 class PointStorage:
@@ -33,6 +35,7 @@ class PointStorage:
 
     Args:
         names: of the parameters, in their kernels' order.
+        cap: points that densification stops at; None for no such number.
 
     Attributes:
         params: by name, [C, ...]: the model's parameters are the first rows.
@@ -40,8 +43,8 @@ class PointStorage:
         statistics: by name, densification's running sums, [C].
     """
 
-    def __init__(self, *, names: Sequence[str] = ORDER) -> None:
-        self._names = tuple(names)
+    def __init__(self, *, names: Sequence[str] = ORDER, cap: int | None = None) -> None:
+        self._names, self._cap = tuple(names), cap
         self._roomy = False  # what is held now has room to spare
         self.params: dict[str, Tensor] = {}
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
@@ -57,6 +60,10 @@ class PointStorage:
         (on the rank that has the most). If not, it is to be forgotten before: each tensor is to go when there is a new
         one in its place."""
         return self._roomy and points <= MOST_SPARED
+
+    def has_room(self, points: int) -> bool:
+        """Whether so many points (on the rank that has the most) would lie where points lie now."""
+        return self._roomy and points <= self.rows <= max(2 * points, room_for(points, self._cap))
 
     def forget(self) -> None:
         """Holds nothing any longer: the model's tensors are to be the only ones."""
@@ -87,12 +94,14 @@ class PointStorage:
             self.moments = dict(zip(names, zip(adam.exp_avgs, adam.exp_avg_sqs, strict=True), strict=True))
             self.statistics = sums
             return False
-        now = [*(params[name].detach() for name in names), *adam.exp_avgs, *adam.exp_avg_sqs, *sums.values()]
-        same = self._fits(most, now, sums)
+        same = self._fits(most, params, adam, sums)
         if not same:
-            self._make(room_for(most), now, sums)
-        flat = self._all()
-        moved = [(there, x) for there, x in zip(flat, now, strict=True) if there.data_ptr() != x.data_ptr()]
+            self._make(room_for(most, self._cap), params, adam, sums)
+        moved = [
+            (there, x)
+            for there, x in zip(self._all(), self._given(params, adam, sums), strict=True)
+            if there.data_ptr() != x.data_ptr()
+        ]
         if moved:
             torch._foreach_copy_([there[:count] for there, _ in moved], [x for _, x in moved])  # pyright: ignore
         self.params[POSITION][count:].fill_(torch.nan)  # no operator sees a point without a position
@@ -104,23 +113,44 @@ class PointStorage:
             state[name] = there[:count]
         return same
 
-    def _fits(self, count: int, now: list[Tensor], sums: dict[str, Tensor]) -> bool:
+    def _fits(self, count: int, params: MutableMapping[str, Any], adam: AdamStep, sums: dict[str, Tensor]) -> bool:
         """Whether what is held has room for `count` points, not far too much, and is of their kind."""
-        if not self._roomy or not count <= self.rows <= max(2 * count, room_for(count)):
+        if not self.has_room(count):
             return False
         here = [(x.dtype, x.shape[1:]) for x in self._all()]
-        return sums.keys() == self.statistics.keys() and here == [(x.dtype, x.shape[1:]) for x in now]
+        return sums.keys() == self.statistics.keys() and here == [
+            (x.dtype, x.shape[1:]) for x in self._given(params, adam, sums)
+        ]
 
-    def _make(self, rows: int, now: list[Tensor], sums: dict[str, Tensor]) -> None:
-        made = [x.new_zeros(rows, *x.shape[1:]) for x in now]
-        names = self._names
-        n = len(names)
-        self.params = dict(zip(names, made[:n], strict=True))
-        self.moments = dict(zip(names, zip(made[n : 2 * n], made[2 * n : 3 * n], strict=True), strict=True))
-        self.statistics = dict(zip(sums, made[3 * n :], strict=True))
+    def _make(self, rows: int, params: MutableMapping[str, Any], adam: AdamStep, sums: dict[str, Tensor]) -> None:
+        """Room for so many rows, with the points in it. What was held is let go before, and each tensor as soon as the
+        new one has its values: there are never two models."""
+        self.forget()
+        count = len(params[POSITION])
+        for place, name in enumerate(self._names):
+            self.params[name] = _with_room(params[name].detach(), rows)
+            params[name].data = self.params[name][:count]
+            first = _with_room(adam.exp_avgs[place], rows)
+            adam.place_moments(place, first[:count], adam.exp_avg_sqs[place])
+            second = _with_room(adam.exp_avg_sqs[place], rows)
+            adam.place_moments(place, first[:count], second[:count])
+            self.moments[name] = (first, second)
+        self.statistics = {name: _with_room(x, rows) for name, x in sums.items()}
+        sums.update({name: there[:count] for name, there in self.statistics.items()})
         self._roomy = True
+
+    def _given(self, params: MutableMapping[str, Any], adam: AdamStep, sums: dict[str, Tensor]) -> list[Tensor]:
+        """What `hold` is given, in the order of `_all`."""
+        return [*(params[name].detach() for name in self._names), *adam.exp_avgs, *adam.exp_avg_sqs, *sums.values()]
 
     def _all(self) -> list[Tensor]:
         """Everything, in the order of `hold`."""
         firsts, seconds = zip(*self.moments.values(), strict=True)
         return [*self.params.values(), *firsts, *seconds, *self.statistics.values()]
+
+
+def _with_room(x: Tensor, rows: int) -> Tensor:
+    """[rows, ...] with the values of `x` in front, and zeros."""
+    made = x.new_zeros(rows, *x.shape[1:])
+    made[: len(x)] = x
+    return made

@@ -93,7 +93,9 @@ class Training:
         self._lazy: LazyAdam | None = None
         self._key: object = None
         self._names = names(self._model.schema)
-        self._points = PointStorage(names=self._names)
+        options = self._model.config
+        cap = options.max_gs_num if options.densifier == "mcmc" else None
+        self._points = PointStorage(names=self._names, cap=cap)
         self._noise = StepNoise(pipeline, optimizers)
         self._wants_lazy = self._may_put_off()
         self._rows_drawn: int | None = None  # by one rank in one step, at most
@@ -354,6 +356,8 @@ class Training:
             model.densifier.statistics(model.gauss_params, model.densifier_state)
         groups = [self._optimizers.optimizers[name] for name in self._names]
         self._adam = AdamStep(groups, with_grads=False)
+        if not self._points.has_room(model.most_points):
+            self._let_go()  # what is too small makes room for what is not
         stays = self._points.hold(model.gauss_params, self._adam, model.densifier_state, model.most_points)
         if stays and self._step is not None and self._key == key and not self._first.due(self._room.now):
             return self._step  # a refinement has changed nothing that its graph knows

@@ -20,7 +20,9 @@ class DeviceImages:
     """The images of a batch's views on the ranks that render them.
 
     They are kept on every GPU if all of them take at most a tenth of its memory; otherwise each step has them brought
-    from the ranks that hold them. Every rank makes one and calls it with the same views.
+    from the ranks that hold them. What is kept has the resolution that training is at: as bytes become floats, images
+    at half the resolution take as much memory as whole ones, and both are never there at once. Every rank makes one
+    and calls it with the same views and factors.
 
     Args:
         data: holds each rank's share of the images.
@@ -28,18 +30,21 @@ class DeviceImages:
     """
 
     def __init__(self, data: DistributedDataManager, world: World) -> None:
-        self._data, self._world = data, world
-        self._kept: dict[int, Tensor] = {}
-        self._smaller: dict[int, Tensor] = {}
-        self._factor = 1
-        total = sum(shape.nbytes for shape in data.train_share.shapes)
+        self._share, self._world = data.train_share, world
+        self._kept: list[Tensor] = []
+        self._factor = 0
+        """By what the images in `_kept` were made smaller; 0 before there are any."""
+        self._originals: list[Tensor] = []
+        """Whole images, where bringing them again would take long."""
+        total = sum(shape.nbytes for shape in self._share.shapes)
         memory = 0
         if world.device.type == "cuda":
             memory = torch.cuda.get_device_properties(world.device).total_memory
-        # The ranks' GPUs may differ, and fetching takes all ranks: the smallest decides.
-        if total <= _SHARE * min(row[0] for row in all_gather_ints([memory], world)):
-            for index in range(len(data.train_share.shapes)):
-                self._kept[index] = data.train_share.fetch(index, world.device)["image"]
+        # The ranks' GPUs may differ, and fetching takes all ranks: the smallest decides, and one that has to decode
+        # images again and again.
+        rows = all_gather_ints([memory, int(self._share.store.complete)], world)
+        self._fits = total <= _SHARE * min(row[0] for row in rows)
+        self._again = all(row[1] for row in rows)
 
     def get(self, indices: list[int], plan: Plan, views: Sequence[View]) -> list[ImagePart]:
         """What this rank's patches show of their images [H, W, 3], in the order of the patches; see
@@ -50,12 +55,7 @@ class DeviceImages:
             plan: whose pixels are whose.
             views: the batch's.
         """
-        mine = plan.owned[self._world.rank]
-        self._smaller = {}
-        if self._kept:
-            return [ImagePart.whole({"image": self._kept[indices[patch.view]]}) for patch in mine]
-        there = self._data.train_share.deliver(indices, plan, self._world.device, views)
-        return [there[patch] for patch in mine]
+        return self.get_smaller(indices, plan, views, 1, lambda image: image)
 
     def get_smaller(
         self,
@@ -67,23 +67,31 @@ class DeviceImages:
     ) -> list[ImagePart]:
         """The same at a lower resolution, then whole images [H / factor, W / factor, 3]. Every rank calls it alike.
 
-        Where all images are on the GPU each is made smaller once, and kept until another `factor`, or full resolution,
-        is asked for: as bytes become floats, half the resolution takes as much memory as the images do.
+        Where images are kept on the GPU, all are made smaller at the first call with a `factor`, and those of another
+        one are let go.
 
         Args:
             factor: 1 for the images as they are.
             shrink: makes an image so much smaller; it depends on the image alone.
         """
+        mine = plan.owned[self._world.rank]
+        if self._fits:
+            if factor != self._factor:
+                self._keep(factor, shrink)
+            return [ImagePart.whole({"image": self._kept[indices[patch.view]]}) for patch in mine]
+        there = self._share.deliver(indices, plan, self._world.device, views)
+        parts = [there[patch] for patch in mine]
         if factor == 1:
-            return self.get(indices, plan, views)
-        if not self._kept:
-            return [ImagePart.whole({"image": shrink(part.data["image"])}) for part in self.get(indices, plan, views)]
-        if factor != self._factor:
-            self._smaller, self._factor = {}, factor
-        found: list[ImagePart] = []
-        for patch in plan.owned[self._world.rank]:
-            index = indices[patch.view]
-            if index not in self._smaller:
-                self._smaller[index] = shrink(self._kept[index])
-            found.append(ImagePart.whole({"image": self._smaller[index]}))
-        return found
+            return parts
+        return [ImagePart.whole({"image": shrink(part.data["image"])}) for part in parts]
+
+    def _keep(self, factor: int, shrink: Callable[[Tensor], Tensor]) -> None:
+        self._kept, self._factor = [], factor
+        for index in range(len(self._share.shapes)):
+            if index < len(self._originals):
+                image = self._originals[index]
+            else:
+                image = self._share.fetch(index, self._world.device)["image"]
+                if not self._again:
+                    self._originals.append(image)
+            self._kept.append(image if factor == 1 else shrink(image))

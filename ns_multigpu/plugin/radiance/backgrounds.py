@@ -1,4 +1,4 @@
-"""Colours behind pixels, as nerfstudio's `RGBRenderer` has them; each is sent to a device once."""
+"""Colours behind pixels, as nerfstudio's `RGBRenderer` has them, and a ray's own; each is sent to a device once."""
 
 from typing import Any
 
@@ -7,8 +7,11 @@ from nerfstudio.model_components import renderers
 from nerfstudio.utils import colors
 from torch import Tensor
 
-_LEARNT = ("last_sample", "random", "sky")
+_LEARNT = ("last_sample", "random", "sky", "mean")
 """What is no colour; behind true pixels it is black."""
+
+_LEAST_OPAQUE = 0.02
+"""The least that a ray's colour is divided by to be its mean: what is hardly there stays dark, its gradient small."""
 
 _SENT: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -47,3 +50,12 @@ def blended(image: Tensor, option: Any) -> Tensor:
     rgb, opacity = image[..., :3], image[..., 3:]
     behind = colour("black" if isinstance(option, str) and option in _LEARNT else option, rgb)
     return rgb * opacity + behind * (1 - opacity)
+
+
+def mean_colour(colour: Tensor, through: Tensor) -> Tensor:
+    """A ray's colour [R, 3] with its own mean behind it, in proportion to what comes `through` [R, 1].
+
+    That is the mean over the ray, weighted by what is seen of each sample. It follows from integrals that all cells
+    share. What is far behind counts by how much of it is seen, not for all that is left.
+    """
+    return colour / (1 - through).clamp_min(_LEAST_OPAQUE)

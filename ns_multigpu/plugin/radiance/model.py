@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ns_multigpu.core.collectives import max_int, sum_in_place
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
-from ns_multigpu.plugin.radiance.backgrounds import blended, chosen
+from ns_multigpu.plugin.radiance.backgrounds import blended, chosen, mean_colour
 from ns_multigpu.plugin.radiance.draws import background
 from ns_multigpu.plugin.radiance.fields import Cell, Head
 from ns_multigpu.plugin.radiance.figures import Figures
@@ -78,9 +78,9 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     """How opaque a voxel of it is to be found, to be occupied."""
     march_steps: int = 512
     """Even steps of a whole ray, with an occupancy grid."""
-    background_color: Literal["auto", "random", "last_sample", "sky", "black", "white"] = "auto"
-    """What is behind what lets light through. auto: with several cells of xl colours that are random in training, else
-    the last sample's, as in nerfacto. sky: a colour for each direction, which all cells share."""
+    background_color: Literal["auto", "mean", "random", "last_sample", "sky", "black", "white"] = "auto"
+    """What is behind what lets light through. auto: with several cells of xl mean, the ray's own mean colour, else the
+    last sample's, as in nerfacto. random: in training. sky: a colour for each direction, which all cells share."""
     predict_normals: tyro.conf.Suppress[bool] = False  # not there yet
 
 
@@ -134,9 +134,9 @@ class NerfactoXLModel(NerfactoModel):
         self.numbers = cells_of(world.rank, partition.cells, world.size)
         self.spread = self.way(partition, boxes, self.device)
         shared, config = self.shared if isinstance(self.shared, Head) else None, self.config
-        auto = "random" if partition.cells > 1 and config.spread == "xl" else "last_sample"
+        auto = "mean" if partition.cells > 1 and config.spread == "xl" else "last_sample"
         self.background = auto if config.background_color == "auto" else config.background_color
-        self.renderer_rgb.background_color = "black" if self.background == "sky" else self.background
+        self.renderer_rgb.background_color = "black" if self.background in ("sky", "mean") else self.background
         grid = config.grid_resolution if config.sampling == "occupancy" else 0
         made = {
             str(c): Cell(c, self.spread.coordinates(c), config, shared, self.num_train_data, self.seed, grid)
@@ -327,8 +327,8 @@ class NerfactoXLModel(NerfactoModel):
         """As `RGBRenderer.combine_rgb` does, of integrals."""
         behind = chosen(self.background, colour)
         if isinstance(behind, str):
-            if behind == "random":  # blended with the image in the loss
-                return colour
+            if behind in ("random", "mean"):  # what is random is blended in the loss, with the image
+                return colour if behind == "random" else mean_colour(colour, through)
             behind = last if self.sky is None else self.sky.behind(directions, self.world)
         return colour + through * behind
 
