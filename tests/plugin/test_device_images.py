@@ -113,6 +113,9 @@ def _made_smaller(world: World, fits: bool, budget: int | None = None) -> dict[s
         shrunk.append(1)
         return image.float()[::2, ::2].clone()
 
+    images.bring(4, shrink)
+    if fits:
+        assert len(shrunk) == COUNT, "before the first step"
     for factor in (4, 4, 2, 2):
         for batch in BATCHES:
             views = _views(len(batch))

@@ -10,13 +10,17 @@ import pytest
 import torch
 from nerfstudio.utils import writer
 from nerfstudio.utils.writer import EventName
+from torch import Tensor
 
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.blocks import fused_blocks
 from ns_multigpu.plugin.blocks.timing import Pace
 from ns_multigpu.plugin.blocks.training import Training
+from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.plugin.faults.signals import MANY, NonFiniteError
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.train import terminal
+from ns_multigpu.plugin.train.progress import ProgressLog
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from tests.plugin.course import follow, write_capture
@@ -130,6 +134,31 @@ def test_what_waits_from_the_start_goes_out_with_the_first_block(
     _, events = run({}, lambda trainer: setattr(trainer, "_start_step", 9))
     assert sorted(events.seen)[0] == 16 and TIME in events.seen[16] and RAYS in events.seen[16]
     assert f"step 16 of {STEPS} (27 %)" in capsys.readouterr().out
+
+
+def test_images_are_there_at_the_resolution_of_the_first_step_before_the_clock_starts(
+    run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[object] = []
+    bring, restart = DeviceImages.bring, ProgressLog.restart_clock
+
+    def brought(self: DeviceImages, factor: int, shrink: Callable[[Tensor], Tensor]) -> None:
+        happened.append((factor, tuple(shrink(torch.zeros(24, 32, 3)).shape)))
+        bring(self, factor, shrink)
+
+    def restarted(self: ProgressLog, step: int) -> None:
+        happened.append("clock")
+        restart(self, step)
+
+    monkeypatch.setattr(DeviceImages, "bring", brought)
+    monkeypatch.setattr(ProgressLog, "restart_clock", restarted)
+    monkeypatch.setattr(fused_blocks, "fuses", lambda *_: (True, ""))  # these views are too small at half their size
+
+    def ready(trainer: DistributedTrainer) -> None:
+        trainer._start_step, trainer._may_go_on = 24, lambda step: False
+
+    run({"pipeline.model.num_downscales": 2, "pipeline.model.resolution_schedule": 20}, ready)
+    assert happened[:2] == [(2, (12, 16, 3)), "clock"]
 
 
 def test_a_viewer_is_told_how_fast_it_goes_after_each_block(

@@ -69,7 +69,8 @@ class Timed:
             self._trainer.setup()
         trainer = self._trainer
         trainer.guards.numbers.prepare(trainer.optimizers.optimizers)
-        fused = FusedBlocks.if_asked_for(trainer.config, trainer.pipeline, trainer.optimizers, world, trainer.guards)
+        given = (trainer.config, trainer.pipeline, trainer.optimizers, world, trainer.guards)
+        fused = FusedBlocks.if_asked_for(*given, 0)
         if fused is None:
             raise RuntimeError("steps are not fused: see above why")
         self._fused, self._next, self._views = fused, 0, views

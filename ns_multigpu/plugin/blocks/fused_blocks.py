@@ -40,9 +40,9 @@ class FusedBlocks:
 
     @classmethod
     def if_asked_for(
-        cls, config: Any, pipeline: Any, optimizers: Any, world: World, guards: Guards
+        cls, config: Any, pipeline: Any, optimizers: Any, world: World, guards: Guards, first: int
     ) -> "FusedBlocks | None":
-        """What takes this run's steps where they are fused, else None; says which on the terminal.
+        """What takes this run's steps from the `first` on where they are fused, else None; says which on the terminal.
 
         Raises:
             InputError: they must be fused and cannot, or something is asked for that is for fused steps only.
@@ -51,7 +51,11 @@ class FusedBlocks:
         if text:
             CONSOLE.print(text)
         check_wishes(pipeline, fused=yes)
-        return cls(pipeline, optimizers, world, guards) if yes else None
+        if not yes:
+            return None
+        made = cls(pipeline, optimizers, world, guards)
+        made.training.bring_images(first)
+        return made
 
     def take(self, steps: range, *, metrics: bool) -> Measured | None:
         """Takes the steps of a block and what densification they are followed by. Every rank calls it with the same.

@@ -14,6 +14,7 @@ at the model, they are taken. With selective Adam they are not taken at all, and
 noise moves all of them after each step (`fused_noise`).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -250,7 +251,7 @@ class Training:
         plan, factor = with_halos(feed.plan, step.settings.width, step.settings.height), self._signature(feed.step)[1]
         mine, batch = plan.owned[self._world.rank], (feed.indices, plan, feed.views)
         with self._pipeline.timer.measure("data"):
-            parts = self._images.get_smaller(*batch, factor, lambda image: self._small(image, feed.step))
+            parts = self._images.get_smaller(*batch, factor, functools.partial(self._small, feed.step))
             self._targets, self._drawn = self._buffers.targets(parts, mine, feed.views), plan
         step.rgb = self._graphs.take(plan, lambda: step.parts(plan, self._targets))
         if self._pipeline.strategy.assignment.learns is not Learns.NOTHING:
@@ -339,7 +340,11 @@ class Training:
                 self._observed.fill(feed.indices)
         self._render(step, feed)
 
-    def _small(self, image: Tensor, step: int) -> Tensor:
+    def bring_images(self, step: int) -> None:
+        """Has the images that steps from this one on need, where they are kept on the GPU. Every rank calls it."""
+        self._images.bring(self._signature(step)[1], functools.partial(self._small, step))
+
+    def _small(self, step: int, image: Tensor) -> Tensor:
         """The image at the step's resolution, as floats."""
         self._model.step = step * self._pipeline.batch_size
         return self._model.get_gt_img(image)

@@ -76,8 +76,7 @@ class DeviceImages:
         """
         mine = plan.owned[self._world.rank]
         if self._fits:
-            if factor != self._factor:
-                self._keep(factor, shrink)
+            self.bring(factor, shrink)
             return [ImagePart.whole({"image": self._kept[indices[patch.view]]}) for patch in mine]
         there = self._share.deliver(indices, plan, self._world.device, views)
         parts = [there[patch] for patch in mine]
@@ -85,7 +84,10 @@ class DeviceImages:
             return parts
         return [ImagePart.whole({"image": shrink(part.data["image"])}) for part in parts]
 
-    def _keep(self, factor: int, shrink: Callable[[Tensor], Tensor]) -> None:
+    def bring(self, factor: int, shrink: Callable[[Tensor], Tensor]) -> None:
+        """Has all images here at a resolution, where they are kept. As `get_smaller`, every rank calls it alike."""
+        if not self._fits or factor == self._factor:
+            return
         self._kept, self._factor = [], factor
         for index in range(len(self._share.shapes)):
             if index < len(self._originals):

@@ -130,7 +130,8 @@ class DistributedTrainer(Trainer):
         self.progress = ProgressLog(self.world, self.base_dir, self.config.logging.steps_per_log)
         if self.config.eval_at_start:
             self.progress.start_metrics = self.pipeline.get_average_eval_image_metrics(step=self._start_step)
-        fused = FusedBlocks.if_asked_for(self.config, self.pipeline, self.optimizers, self.world, self.guards)
+        given = (self.config, self.pipeline, self.optimizers, self.world, self.guards)
+        fused = FusedBlocks.if_asked_for(*given, self._start_step)
         announce(self.pipeline, self.optimizers, self.world, fused=fused is not None)
         images = self.config.max_num_iterations * self.pipeline.batch_size
         warn_of_size_rule(self.pipeline.model, self.world, images)
