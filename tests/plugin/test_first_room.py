@@ -141,7 +141,7 @@ def test_a_step_outlasts_a_refinement_unless_points_were_placed_anew(
     run._signature, run._names, run._wants_lazy = (lambda step: (0, 1, False, ())), (), False
     run._key, run._step, run._adam = ((0, 1, False, ()), "room"), "step", None
     run._model = SimpleNamespace(gauss_params={}, densifier_state={}, most_points=3)
-    run._points = SimpleNamespace(hold=lambda params, adam, state, most: most == 3)
+    run._points = SimpleNamespace(has_room=lambda most: most == 3, hold=lambda params, adam, state, most: most == 3)
     run._pipeline = run._optimizers = SimpleNamespace(optimizers={})
     first = SimpleNamespace(due=lambda now: placed_anew and now == "room")
     run._ways = SimpleNamespace(room=SimpleNamespace(now="room"), first=first)

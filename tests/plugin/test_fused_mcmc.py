@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.blocks import point_storage
 from ns_multigpu.plugin.blocks.first_room import FirstRoom
+from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.plugin.course import POINTS, follow, write_capture
@@ -99,6 +101,28 @@ def test_relocation_and_growth(tile: bool, folder: Path) -> None:
     assert counts[0] > POINTS and counts[-1] == 70
     assert [count for _, count in found["points"]] == counts
     assert found["metrics"]["psnr"] == pytest.approx(expected["metrics"]["psnr"], abs=1.0)
+
+
+def test_a_step_lets_go_of_points_that_need_more_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels hold the tensors that are too small."""
+    began, make = Training.__init__, PointStorage._make
+    holders: list[Training] = []
+    made: list[tuple[bool, int]] = []
+
+    def begin(self: Training, *given: Any) -> None:
+        began(self, *given)
+        holders.append(self)
+
+    def counted(self: PointStorage, rows: int, *given: Any) -> None:
+        made.append((holders[-1]._step is None, rows))
+        make(self, rows, *given)
+
+    monkeypatch.setattr(Training, "__init__", begin)
+    monkeypatch.setattr(PointStorage, "_make", counted)
+    monkeypatch.setattr(point_storage, "room_for", lambda count, cap=None: count)
+    train(World.single(), folder, "room", max_gs_num=70, mcmc_min_opacity=0.095)
+    assert [free for free, _ in made] == [True] * len(made) and len(made) > 2
+    assert holders[-1]._points._cap == made[-1][1] == 70
 
 
 def sums_of(fused: str, world: World, folder: Path, tile: bool) -> dict[str, Any]:
