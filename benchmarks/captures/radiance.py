@@ -11,7 +11,7 @@ A way is one of
 
 Behind its name a way may have options of its own, after a colon: "xl-2:--pipeline.model.log2-hashmap-size 18".
 Ways are run one after the other, each in processes of its own. A way ends after --steps steps or --seconds seconds of
-training. What follows `--` is the dataparser, as `ns-train` takes it. A city to train on: `ns-multigpu city`.
+training. Of one that fails, or outlasts --limit, what had been evaluated is kept. What follows `--` is the dataparser, as `ns-train` takes it. A city to train on: `ns-multigpu city`.
 """
 
 import argparse
@@ -29,6 +29,8 @@ from rich.table import Table
 
 from benchmarks.lib.environment import describe
 
+COURSES = "courses.json"
+"""The file, in a way's folder, with what has been evaluated so far."""
 _WAY = re.compile(r"(nerfacto|(?P<spread>xl|ddp|mega|block)-(?P<cells>\d+))(x(?P<gpus>\d+))?(:(?P<options>.*))?")
 
 
@@ -71,7 +73,10 @@ def run(way: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     wall = time.perf_counter() - start
     file = output / "result.json"
     if code or not file.exists():
-        return {"way": way, "failed": (output / "log.txt").read_text()[-3000:], "code": code, "wall_s": wall}
+        looks = output / COURSES
+        courses = json.loads(looks.read_text()) if looks.exists() else []
+        said = (output / "log.txt").read_text()[-3000:]
+        return {"way": way, "failed": said, "code": code, "wall_s": wall, "courses": courses}
     return {"way": way, "wall_s": wall, **json.loads(file.read_text())}
 
 
@@ -79,10 +84,10 @@ def table(rows: list[dict[str, Any]]) -> Table:
     """The rows for people to read."""
     shown = Table("way", "steps", "rays/s", "ms/step", "parameters", "MiB", "PSNR by rays (seconds)")
     for row in rows:
-        if "failed" in row:
-            shown.add_row(row["way"], f"failed, exit code {row['code']}")
-            continue
         course = [f"{c['psnr']:.2f} at {c['rays'] / 1e6:.2f} M ({c['seconds']:.0f})" for c in row["courses"]]
+        if "failed" in row:
+            shown.add_row(row["way"], f"failed, exit code {row['code']}", *[""] * 4, ", ".join(course))
+            continue
         speed = [f"{row.get(key, 0):,.{digits}f}" for key, digits in (("rays_per_s", 0), ("ms_per_step", 1))]
         shown.add_row(
             row["way"],

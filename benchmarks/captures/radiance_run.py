@@ -25,6 +25,7 @@ from nerfstudio.utils import comms
 from torch import Tensor
 from torchmetrics.functional import structural_similarity_index_measure
 
+from benchmarks.captures.radiance import COURSES
 from benchmarks.captures.splatfacto_baseline import NoLpips
 from ns_multigpu.radiance.exchange import bytes_a_ray
 
@@ -88,6 +89,8 @@ class Run:
                     training = float(torch.stack(list(recent)).mean())
                     row = {"steps": step, "rays": step * self._rays_a_step(), "seconds": spent, "training": training}
                     courses.append({**row, **self._evaluated()})
+                    if self.rank == 0:  # for a way that is ended before it is done
+                        (options.output / COURSES).write_text(json.dumps(courses))
                 if over:
                     break
                 off += self._now() - now

@@ -1,5 +1,8 @@
 """The world of this process. Nerfstudio builds its objects from configs, with no place to hand one through."""
 
+import atexit
+import sys
+
 from ns_multigpu.core.world import World
 
 _current: World | None = None
@@ -14,3 +17,14 @@ def set_world(world: World | None) -> None:
 def get_world(device: str = "cpu") -> World:
     """This process's world; a world of one on `device` where no launcher made one (ns-eval, ns-render, ns-viewer)."""
     return _current if _current is not None else World.single(device)
+
+
+@atexit.register
+def _leave() -> None:
+    """Ends the groups of a process that torchrun has started, while Python is whole.
+
+    A thread of theirs that lets go of a tensor after that would abort the process. Where an error ends it, other ranks
+    may never come to the end: nobody waits for them.
+    """
+    if _current is not None and not hasattr(sys, "last_value"):
+        _current.close()
