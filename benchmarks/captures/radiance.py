@@ -11,7 +11,8 @@ A way is one of
 
 Behind its name a way may have options of its own, after a colon: "xl-2:--pipeline.model.log2-hashmap-size 18".
 Ways are run one after the other, each in processes of its own. A way ends after --steps steps or --seconds seconds of
-training. Of one that fails, or outlasts --limit, what had been evaluated is kept. What follows `--` is the dataparser, as `ns-train` takes it. A city to train on: `ns-multigpu city`.
+training. Of one that fails, or outlasts --limit, what had been evaluated is kept. What follows `--` is the dataparser,
+as `ns-train` takes it. A city to train on: `ns-multigpu city`.
 """
 
 import argparse

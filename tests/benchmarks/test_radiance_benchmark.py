@@ -54,7 +54,11 @@ def ends(code: int, *, done: bool) -> Any:
     def command(way: str, given: Any, output: Path) -> list[str]:
         for name, content in files.items():
             (output / name).write_text(json.dumps(content))
-        return [sys.executable, "-c", f"import time; print('words'); time.sleep({9 * (code < 0)}); exit({max(code, 0)})"]
+        return [
+            sys.executable,
+            "-c",
+            f"import time; print('words'); time.sleep({9 * (code < 0)}); exit({max(code, 0)})",
+        ]
 
     return command
 

@@ -172,6 +172,35 @@ def test_one_tile_with_a_hundred_thousand_splats(monkeypatch: pytest.MonkeyPatch
 
 
 @VARIANTS
+@pytest.mark.parametrize("channels", [3, 4])
+@pytest.mark.parametrize("opacities", [(0.004, 0.006), (0.004, 0.1)], ids=["open", "closing"])
+def test_lists_that_are_split(
+    monkeypatch: pytest.MonkeyPatch, variant: str, channels: int, opacities: tuple[float, float]
+) -> None:
+    """Some tiles have longer lists, and some shorter ones; the rounding alone may tell."""
+    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
+    splats = make_splats(60_000, 90, 45, sizes=(0.3, 3.0), opacities=opacities, channels=channels)
+    splats = replace(splats, means2d=splats.means2d * torch.rand(60_000, 1, generator=torch.Generator().manual_seed(3)))
+    lists = splats.intersect()
+    lengths = lists[0].diff()
+    assert int(lengths.max()) > 8 * 1024 and int(lengths.min()) < 2048
+    whole = _forward(splats, lists, "cuda", torch.float32)[1]
+    monkeypatch.setenv("NS_MULTIGPU_SPLIT_ABOVE", "2048")
+    _compare(splats, lists, tolerance=2e-4, differing=0.02)
+    split, again = (_forward(splats, lists, "cuda", torch.float32)[1] for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(split[:3], again[:3], strict=True))
+    assert not torch.equal(split[0], whole[0]) and torch.allclose(split[0], whole[0], atol=2e-4)
+
+
+@pytest.mark.parametrize("length", ["2047", "many", "4294967296"])
+def test_a_length_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, length: str) -> None:
+    monkeypatch.setenv("NS_MULTIGPU_SPLIT_ABOVE", length)
+    splats = make_splats(50, 20, 18)
+    with pytest.raises(ValueError, match=f"NS_MULTIGPU_SPLIT_ABOVE is '{length}'.*2048 at least"):
+        _forward(splats, splats.intersect(), "cuda", torch.float32)
+
+
+@VARIANTS
 def test_nothing_visible(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
     some = make_splats(5, 20, 18)

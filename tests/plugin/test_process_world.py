@@ -11,7 +11,7 @@ from tests.plugin.test_launch import HANG, ROOT, environment, free_port
 ENDING = """
 import atexit, sys
 import torch.distributed as dist
-atexit.register(lambda: print("in a group" if dist.is_initialized() else "has left", flush=True))  # the last to be asked
+atexit.register(lambda: print("in a group" if dist.is_initialized() else "has left", flush=True))  # asked last
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.launch.process_world import set_world
 set_world(World.from_env("cpu"))

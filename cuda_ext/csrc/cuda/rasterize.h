@@ -11,6 +11,8 @@ namespace nsmg {
 constexpr int kFastTile = 16;      // the tile size of the fast kernels; others go through the generic ones
 constexpr int kFastChannels = 4;   // the most channels of the fast kernels
 constexpr int kChunk = 256;        // splats between two checkpoints, and of one block of the backward pass
+constexpr int kSegment = 1024;     // splats of one block of the forward pass, where lists are split
+constexpr int kSegmentChunks = kSegment / kChunk;
 constexpr int kRecordFloats = 16;  // a row's gradient record: one 64-byte piece
 constexpr int kPatchGroup = 96;    // patches handed over in one launch, by value
 
@@ -54,7 +56,11 @@ struct RasterState {
   int32_t* reached;    // [T] end of the intersections that reached any pixel
   int32_t* slot_tile;  // [chunk slots] the tile of each, -1 for none
   float4* table;       // [M,3] packed splats: (x, y, a, b), (c, log2 opacity, limit, feature 3), features 0 to 2
-  float* checkpoints;  // [checkpoints, 1 + channels, 256] transmittance and sums before the chunk, by thread
+  float* checkpoints;  // [checkpoints, 1 + channels, 256] transmittance and sums before the chunk, by thread; of a list
+                       // that is split, sums before chunks that begin no segment are counted from the segment's start
+  int split_above;     // lists of more splats than this are split; at least 2 kSegment
+
+  __host__ __device__ bool is_split(const TileInfo& tile) const { return tile.end - tile.first > split_above; }
 
   // Floats needed in all; sets the pointers from `base`.
   int64_t place(float* base, const RasterShape& shape) {
@@ -95,21 +101,55 @@ struct RecordTarget {
 
 enum class BackwardVariant { kPixel, kSplat };
 
-// Scratch ints that plan_tiles needs: the tiles' order, and counts by length.
 constexpr int kLengthClasses = 16;
-inline int64_t plan_ints(const RasterShape& shape) { return shape.tiles + 2 * kLengthClasses; }
+
+// A part of a list that is split.
+struct Segment {
+  int tile, index;
+};
+
+// What is known before the forward pass, in scratch ints.
+struct RasterPlan {
+  int32_t* order;         // [T] tiles, long lists first
+  int32_t* classes;       // [2, length classes] how many tiles there are, and how many have a place
+  int32_t* segment_count; // [1]
+  // Where lists may be split:
+  int32_t* ended;         // [T] how many of a tile's segments have come to their end
+  Segment* segments;      // [most] those of a tile side by side
+  float* transmittances;  // [most, 256] of a segment alone, by thread; negative where it closes the pixel
+  int most;               // 0: no list is split
+
+  // Ints needed in all; sets the pointers from `base`.
+  int64_t place(int32_t* base, const RasterShape& shape, bool splits) {
+    // A list of n > 2 kSegment splats has at most 1.5 n / kSegment segments.
+    most = splits ? int(3 * shape.intersections / (2 * kSegment)) : 0;
+    int64_t used = 0;
+    const auto take = [&](int64_t ints) {
+      int32_t* start = base + used;
+      used += (ints + 1) / 2 * 2;
+      return start;
+    };
+    order = take(shape.tiles);
+    classes = take(2 * kLengthClasses + 1);
+    segment_count = classes + 2 * kLengthClasses;
+    ended = take(splits ? shape.tiles : 0);
+    segments = reinterpret_cast<Segment*>(take(2 * int64_t(most)));
+    transmittances = reinterpret_cast<float*>(take(kChunk * int64_t(most)));
+    return used;
+  }
+};
 
 // Packs the rows into state.table. Must come before the other launches.
-cudaError_t launch_pack(const RasterInputs& in, const RasterShape& shape, const RasterState& state, int32_t* plan,
-                        cudaStream_t stream);
+cudaError_t launch_pack(const RasterInputs& in, const RasterShape& shape, const RasterState& state,
+                        const RasterPlan& plan, cudaStream_t stream);
 // Describes the tiles of one group of patches.
 cudaError_t launch_describe(const PatchGroup& group, const RasterInputs& in, const RasterShape& shape,
-                            const RasterState& state, int32_t* plan, cudaStream_t stream);
-// Orders the tiles, long ones first, and maps chunk slots to tiles.
-cudaError_t launch_order(const RasterInputs& in, const RasterShape& shape, const RasterState& state, int32_t* plan,
-                         cudaStream_t stream);
+                            const RasterState& state, const RasterPlan& plan, cudaStream_t stream);
+// Orders the tiles, long ones first, maps chunk slots to tiles, and lists segments.
+cudaError_t launch_order(const RasterInputs& in, const RasterShape& shape, const RasterState& state,
+                         const RasterPlan& plan, cudaStream_t stream);
 cudaError_t launch_forward(const RasterInputs& in, const RasterShape& shape, const RasterState& state,
-                           const int32_t* plan, const RasterOutputs& outputs, cudaStream_t stream);
+                           const RasterPlan& plan, const RasterOutputs& outputs, cudaStream_t stream);
 cudaError_t launch_backward_pixel(const RasterInputs& in, const RasterShape& shape, const RasterState& state,
                                   const RasterGradients& pixels, const RecordTarget& target, bool absgrad,
                                   cudaStream_t stream);

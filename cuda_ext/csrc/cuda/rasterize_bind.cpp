@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -45,6 +46,18 @@ struct Inputs {
   }
 };
 
+// For measuring: NS_MULTIGPU_SPLIT_ABOVE is the longest list that one block of the forward pass walks alone. The same
+// forward and backward.
+int split_above() {
+  const char* value = std::getenv("NS_MULTIGPU_SPLIT_ABOVE");
+  if (value == nullptr || *value == '\0') return std::numeric_limits<int>::max();
+  const int64_t asked = std::strtoll(value, nullptr, 10);
+  TORCH_CHECK_VALUE(asked >= 2 * kSegment && asked <= std::numeric_limits<int>::max(),
+                    "NS_MULTIGPU_SPLIT_ABOVE is '", value, "'; it must be a number of splats, ", 2 * kSegment,
+                    " at least.");
+  return int(asked);
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> rasterize(
     const at::Tensor& means2d, const at::Tensor& conics, const at::Tensor& row_opacities, const at::Tensor& features,
     const at::Tensor& tile_offsets, const at::Tensor& row_ids, at::IntArrayRef patches, int64_t tile_size,
@@ -60,8 +73,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> rasterize(
   RasterState state;
   at::Tensor kept = at::empty({state.place(nullptr, shape)}, floats);
   state.place(kept.mutable_data_ptr<float>(), shape);
-  at::Tensor scratch = at::empty({plan_ints(shape)}, floats.dtype(at::kInt));
-  int32_t* plan = scratch.mutable_data_ptr<int32_t>();
+  state.split_above = split_above();
+  const bool splits = shape.fast() && shape.rows > 0 && shape.intersections > state.split_above;
+  if (!splits) state.split_above = std::numeric_limits<int>::max();
+  RasterPlan plan;
+  at::Tensor scratch = at::empty({plan.place(nullptr, shape, splits)}, floats.dtype(at::kInt));
+  plan.place(scratch.mutable_data_ptr<int32_t>(), shape, splits);
 
   NSMG_CUDA_CHECK(launch_pack(inputs.in, shape, state, plan, stream));
   for (const PatchGroup& group : cut.groups)
@@ -101,6 +118,7 @@ void add_records(const Inputs& inputs, const Cut& cut, const at::Tensor& alpha_,
   const at::Tensor held = cuda_floats(kept, "state (of rasterize with the same inputs)",
                                       {state.place(nullptr, shape)}, like);
   state.place(const_cast<float*>(held.const_data_ptr<float>()), shape);  // the kernels read it only
+  state.split_above = split_above();
   const RasterGradients pixels{out.const_data_ptr<float>(), alpha.const_data_ptr<float>(),
                                v_out.const_data_ptr<float>(), v_alpha.const_data_ptr<float>(),
                                last.const_data_ptr<int32_t>()};

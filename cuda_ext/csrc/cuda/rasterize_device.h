@@ -1,11 +1,12 @@
 // What the rasterization kernels share: staging of packed splats, the place of a thread's two pixels, reductions over a
-// warp, and adding up gradient records. A 16x16 tile has 128 threads; warp w has the 8x8 sub-tile (w % 2, w / 2) of it,
-// lane l the pixels (l % 8, l / 8) and (l % 8, l / 8 + 4) of that.
+// warp, and the place of gradient records. A 16x16 tile has 128 threads; warp w has the 8x8 sub-tile (w % 2, w / 2) of
+// it, lane l the pixels (l % 8, l / 8) and (l % 8, l / 8 + 4) of that.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "../common/compositing.h"
+#include "memory_device.h"
 #include "rasterize.h"
 
 namespace nsmg {
@@ -15,13 +16,6 @@ constexpr int kTileThreads = 128;
 constexpr int kTileWarps = kTileThreads / 32;
 constexpr int kSubTile = 8;
 constexpr int kRecordQuads = 3;  // the quarters of a gradient record in use: 12 of 16 floats
-
-__device__ __forceinline__ void copy_async_16(float4* shared, const float4* global) {
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
-}
-
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // A row of the table; whatever row_ids holds, the address stays inside.
 __device__ __forceinline__ int table_row(const int32_t* __restrict__ row_ids, int place, int rows) {
@@ -89,6 +83,12 @@ __device__ __forceinline__ void stage_chunk(const int32_t* __restrict__ row_ids,
   }
 }
 
+// What the pixels' state was before a chunk of the tile, which is not the first.
+template <int kChannels>
+__device__ __forceinline__ float* checkpoint_before(const RasterState& state, const TileInfo& info, int chunk) {
+  return state.checkpoints + (int64_t(info.first / kChunk) + chunk - 1) * (kChunk * (1 + kChannels));
+}
+
 // A pixel at the start of a chunk.
 template <int kChannels>
 struct PixelStart {
@@ -110,11 +110,16 @@ __device__ __forceinline__ PixelStart<kChannels> pixel_start(const RasterState& 
   float sums[kChannels] = {};
   start.transmittance = 1.0f;
   if (chunk.index > 0) {
-    const float* checkpoint = state.checkpoints + thread +
-                              (int64_t(info.first / kChunk) + chunk.index - 1) * (kChunk * (1 + kChannels));
+    const float* checkpoint = checkpoint_before<kChannels>(state, info, chunk.index) + thread;
     start.transmittance = fabsf(checkpoint[0]);
 #pragma unroll
     for (int d = 0; d < kChannels; ++d) sums[d] = checkpoint[(d + 1) * kChunk];
+  }
+  const int within = chunk.index % kSegmentChunks;
+  if (within > 0 && chunk.index > within && state.is_split(info)) {  // the others are counted from the list's start
+    const float* checkpoint = checkpoint_before<kChannels>(state, info, chunk.index - within) + thread;
+#pragma unroll
+    for (int d = 0; d < kChannels; ++d) sums[d] += checkpoint[(d + 1) * kChunk];
   }
   start.v_alpha = pixels.v_alpha[place];
   start.remainder = start.v_alpha * (start.transmittance - (1.0f - fabsf(pixels.alpha[place])));
@@ -193,35 +198,6 @@ __device__ __forceinline__ float* record_of(const RecordTarget& target, int row)
   const int owner = target.owners[row];
   if (owner < 0) return nullptr;
   return reinterpret_cast<float*>(target.sinks[owner]) + kRecordFloats * static_cast<int64_t>(target.slots[row]);
-}
-
-__device__ __forceinline__ void add_float(float* address, float value, bool system_scope) {
-  const size_t global = __cvta_generic_to_global(address);
-  if (system_scope) {
-    asm volatile("red.relaxed.sys.global.add.f32 [%0], %1;" ::"l"(global), "f"(value) : "memory");
-  } else {
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(global), "f"(value) : "memory");
-  }
-}
-
-__device__ __forceinline__ void add_quad(float* address, const float4& v, bool system_scope) {
-#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201
-  const size_t global = __cvta_generic_to_global(address);
-  if (system_scope) {
-    asm volatile("red.relaxed.sys.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(v.x), "f"(v.y),
-                 "f"(v.z), "f"(v.w)
-                 : "memory");
-  } else {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(v.x), "f"(v.y),
-                 "f"(v.z), "f"(v.w)
-                 : "memory");
-  }
-#else
-  add_float(address, v.x, system_scope);
-  add_float(address + 1, v.y, system_scope);
-  add_float(address + 2, v.z, system_scope);
-  add_float(address + 3, v.w, system_scope);
-#endif
 }
 
 }  // namespace nsmg

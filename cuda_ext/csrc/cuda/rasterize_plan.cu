@@ -1,5 +1,5 @@
 // Before the compositing: packs rows into records that one gather brings, describes the tiles, orders them by length,
-// and says which block of the backward pass works on which chunk.
+// and says which block of the backward pass works on which chunk, and of the forward pass on which segment.
 #include <cuda_runtime.h>
 
 #include "../common/compositing.h"
@@ -14,7 +14,7 @@ constexpr int kThreads = 256;
 // memory touch every bank once.
 __global__ void __launch_bounds__(kThreads)
 pack(RasterInputs in, int64_t rows, int channels, float4* __restrict__ table, int32_t* __restrict__ counts) {
-  if (blockIdx.x == 0 && threadIdx.x < 2 * kLengthClasses) counts[threadIdx.x] = 0;
+  if (blockIdx.x == 0 && threadIdx.x <= 2 * kLengthClasses) counts[threadIdx.x] = 0;  // and that of segments
   const int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (row >= rows) return;
   const float2 mean = reinterpret_cast<const float2*>(in.means2d)[row];
@@ -83,8 +83,9 @@ describe(const __grid_constant__ PatchGroup group, const int32_t* __restrict__ t
 
 __global__ void __launch_bounds__(kThreads)
 order(const int32_t* __restrict__ tile_offsets, int intersections, int tiles, int slots,
-      int32_t* __restrict__ slot_tile, const int32_t* __restrict__ class_counts, int32_t* __restrict__ class_used,
-      int32_t* __restrict__ tile_order) {
+      int32_t* __restrict__ slot_tile, RasterPlan plan, int split_above) {
+  const int32_t* class_counts = plan.classes;
+  int32_t* class_used = plan.classes + kLengthClasses;
   __shared__ int counts[kLengthClasses], starts[kLengthClasses];
   if (threadIdx.x < kLengthClasses) counts[threadIdx.x] = 0;
   __syncthreads();
@@ -94,6 +95,12 @@ order(const int32_t* __restrict__ tile_offsets, int intersections, int tiles, in
     const Run run = tile_run(tile_offsets, index, intersections);
     own_class = length_class(run.end - run.first);
     rank = atomicAdd(&counts[own_class], 1);
+    const int count = run.end - run.first;
+    if (count > split_above) {
+      const int own = (count + kSegment - 1) / kSegment, first = atomicAdd(plan.segment_count, own);
+      for (int k = 0; k < min(own, plan.most - first); ++k) plan.segments[first + k] = {index, k};
+      plan.ended[index] = 0;
+    }
   }
   __syncthreads();
   if (threadIdx.x < kLengthClasses && counts[threadIdx.x] > 0) {
@@ -102,7 +109,7 @@ order(const int32_t* __restrict__ tile_offsets, int intersections, int tiles, in
     starts[threadIdx.x] = before + atomicAdd(&class_used[threadIdx.x], counts[threadIdx.x]);
   }
   __syncthreads();
-  if (index < tiles) tile_order[starts[own_class] + rank] = index;
+  if (index < tiles) plan.order[starts[own_class] + rank] = index;
   if (index < slots) {
     int low = 0, high = tiles - 1;  // the last tile whose first slot is at or before this one
     while (low < high) {
@@ -123,28 +130,27 @@ unsigned blocks(int64_t items) { return unsigned((items + kThreads - 1) / kThrea
 
 }  // namespace
 
-cudaError_t launch_pack(const RasterInputs& in, const RasterShape& shape, const RasterState& state, int32_t* plan,
-                        cudaStream_t stream) {
+cudaError_t launch_pack(const RasterInputs& in, const RasterShape& shape, const RasterState& state,
+                        const RasterPlan& plan, cudaStream_t stream) {
   pack<<<shape.rows > 0 ? blocks(shape.rows) : 1, kThreads, 0, stream>>>(in, shape.rows, shape.channels, state.table,
-                                                                         plan + shape.tiles);
+                                                                         plan.classes);
   return cudaGetLastError();
 }
 
 cudaError_t launch_describe(const PatchGroup& group, const RasterInputs& in, const RasterShape& shape,
-                            const RasterState& state, int32_t* plan, cudaStream_t stream) {
+                            const RasterState& state, const RasterPlan& plan, cudaStream_t stream) {
   if (group.tiles == 0) return cudaSuccess;
   describe<<<blocks(group.tiles), kThreads, 0, stream>>>(group, in.tile_offsets, int(shape.intersections),
-                                                         shape.tile_size, state.tiles, plan + shape.tiles);
+                                                         shape.tile_size, state.tiles, plan.classes);
   return cudaGetLastError();
 }
 
-cudaError_t launch_order(const RasterInputs& in, const RasterShape& shape, const RasterState& state, int32_t* plan,
-                         cudaStream_t stream) {
+cudaError_t launch_order(const RasterInputs& in, const RasterShape& shape, const RasterState& state,
+                         const RasterPlan& plan, cudaStream_t stream) {
   if (shape.tiles == 0) return cudaSuccess;
-  int32_t* counts = plan + shape.tiles;
   order<<<blocks(shape.chunk_slots()), kThreads, 0, stream>>>(in.tile_offsets, int(shape.intersections),
                                                               int(shape.tiles), int(shape.chunk_slots()),
-                                                              state.slot_tile, counts, counts + kLengthClasses, plan);
+                                                              state.slot_tile, plan, state.split_above);
   return cudaGetLastError();
 }
 
