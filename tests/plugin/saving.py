@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ns_multigpu.core.world import World
@@ -29,6 +30,12 @@ def tensors_of(step: int, rank: int = 0) -> dict[str, torch.Tensor]:
 def write(models: Path, step: int, world: World = ALONE) -> str:
     model = {"_model.gauss_params.means": torch.full((20, 3), float(step))}
     return save(models, step, lambda: model, tensors_of(step, world.rank), {"images": step}, world)
+
+
+def as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on these small checkpoints are written as large ones are: in several files."""
+    monkeypatch.setattr(checkpoint_storage, "_PART", 1000)
+    monkeypatch.setattr(checkpoint_storage, "cores", lambda: 64)
 
 
 def copied(models: Path, place: Path) -> Path:

@@ -20,7 +20,7 @@ from ns_multigpu.plugin.checkpoint.host_copy import Content, share_out
 from ns_multigpu.plugin.checkpoint.rows import Rows
 from ns_multigpu.plugin.checkpoint.verify import check_checkpoint, latest_checkpoint, states_folder, step_of
 from ns_multigpu.plugin.checkpoint.whole import open_checkpoint
-from tests.plugin.saving import ALONE, copied, disk, steps_in, tensors_of, until, write
+from tests.plugin.saving import ALONE, as_large_ones, copied, disk, files_of, steps_in, tensors_of, until, write
 from tests.plugin.test_checkpoint_faults import _count, in_another_process
 from tests.ranks import run_ranks
 
@@ -87,7 +87,7 @@ def _no_room(world: World, models: Path) -> list[bool]:
         begun = threading.Event()
 
         def wait(_: str, begun: threading.Event = begun) -> None:
-            if threading.current_thread() is not threading.main_thread():
+            if threading.current_thread().name == "checkpoint":
                 begun.wait(60)
 
         host_copy.available_memory = spare if last else available
@@ -100,6 +100,26 @@ def _no_room(world: World, models: Path) -> list[bool]:
             writer.finish()
     host_copy.available_memory, host_copy.apart = available, apart
     return there
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_one_file_after_the_other_while_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """Who waits for a save has all threads at it."""
+    as_large_ones(monkeypatch)
+    models, writing = tmp_path / "nerfstudio_models", set[str]()
+
+    def note(name: str) -> None:
+        writing.add(threading.current_thread().name.partition("_")[0])
+
+    writer = CheckpointWriter(models, 0, ALONE, print)
+    with disk(note):
+        assert writer.save(1, lambda: content_of(1, ALONE), background=background)
+        writer.finish()
+    assert len([path for path in files_of(models, 1) if path.suffix == ".distcp"]) == (1 if background else 4)
+    assert ("model" in writing) == (not background) and ("checkpoint" in writing) == background
+    assert steps_in(models) == [1]
 
 
 @pytest.mark.parametrize("size", [1, 2])

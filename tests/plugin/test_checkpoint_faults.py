@@ -5,11 +5,13 @@ import os
 import resource
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import storage as checkpoint_storage
@@ -22,7 +24,7 @@ from ns_multigpu.plugin.checkpoint.verify import (
     step_of,
 )
 from ns_multigpu.plugin.checkpoint.whole import remove_old
-from tests.plugin.saving import ALONE, copied, files_of, newest_as_nerfstudio_finds_it, write
+from tests.plugin.saving import ALONE, as_large_ones, copied, files_of, newest_as_nerfstudio_finds_it, tensors_of, write
 from tests.ranks import run_ranks
 
 
@@ -135,8 +137,8 @@ def _write_with_loss(world: World, models: Path, lost_on: int, left: int | None)
     """A save of which a rank's file is lost once it has been written, or all but its first bytes."""
     usual = checkpoint.save_tensors
 
-    def save_tensors(folder: Path, *rest: Any) -> Any:
-        stamps = usual(folder, *rest)
+    def save_tensors(folder: Path, *rest: Any, **how: Any) -> Any:
+        stamps = usual(folder, *rest, **how)
         if world.rank == lost_on:
             file = folder / f"__{world.rank}_0.distcp"
             file.unlink() if left is None else os.truncate(file, left)
@@ -156,6 +158,85 @@ def test_a_rank_whose_file_does_not_arrive(models: Path, lost_on: int, left: int
     assert then == then_1 == ""
     assert [step_of(p) for p in checkpoints_in(models)] == [1, 2, 4]
     assert len(list(states_folder(models).iterdir())) == 3
+
+
+def _refusing(name: str, usual: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    def write_bytes(file: Any, data: Any) -> None:
+        if Path(file.name).name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+        usual(file, data)
+
+    return write_bytes
+
+
+def test_state_in_several_files(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_large_ones(monkeypatch)
+    assert write(models, 3) == ""
+    found = files_of(models, 3)
+    assert [path.name for path in found[2:-1]] == [f"__0_{part}.distcp" for part in range(4)]
+    assert all(path.stat().st_size > 1000 for path in found[2:-1])
+    assert check_checkpoint(found[0]) is not None
+    saved = checkpoint_storage.SavedTensors(found[1].parent)
+    expected = tensors_of(3)
+    assert saved.names == sorted(expected)
+    assert all(torch.equal(value, expected[name]) for name, value in saved.read(saved.names).items())
+
+
+@pytest.mark.parametrize("full", ["__0_0.distcp", "__0_1.distcp", "__0_3.distcp", "step-000000003.ckpt"])
+@pytest.mark.parametrize("opens", [True, False])
+def test_full_disk_in_any_file(
+    models: Path, full: str, opens: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also in one that a thread of torch's writes, which tells nobody of its errors."""
+    as_large_ones(monkeypatch)
+    with monkeypatch.context() as patched:
+        if opens:
+            patched.setattr(checkpoint_storage, "write_bytes", _refusing(full, checkpoint_storage.write_bytes))
+        else:
+            usual = Path.open
+
+            def refuse(self: Path, *how: Any) -> Any:
+                if self.name == full and "wb" in how:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+                return usual(self, *how)
+
+            patched.setattr(Path, "open", refuse)
+        said = write(models, 3)
+    assert "No space left on device" in said and full in said
+    assert "Exception in thread" not in capfd.readouterr().err
+    assert [step_of(p) for p in checkpoints_in(models)] == [1, 2] and len(list(states_folder(models).iterdir())) == 2
+    assert write(models, 4) == "" and check_checkpoint(files_of(models, 4)[0]) is not None
+
+
+def test_the_model_is_written_beside_the_state(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    met, usual, waited = threading.Barrier(2), checkpoint_storage.write_bytes, set[str]()
+
+    def write_bytes(file: Any, data: Any) -> None:
+        name = Path(file.name).name
+        if name in ("__0_0.distcp", "step-000000003.ckpt") and name not in waited:
+            waited.add(name)
+            met.wait(60)  # for the other
+        usual(file, data)
+
+    monkeypatch.setattr(checkpoint_storage, "write_bytes", write_bytes)
+    assert write(models, 3) == "" and len(waited) == 2
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "cores", "ranks", "files"),
+    [
+        (0, 64, 1, 1),
+        (127, 64, 1, 1),
+        (128, 64, 1, 2),
+        (5000, 64, 1, 4),
+        (5000, 3, 1, 3),
+        (5000, 8, 4, 2),
+        (900, 2, 4, 1),
+    ],
+)
+def test_files_at_once(megabytes: int, cores: int, ranks: int, files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_storage, "cores", lambda: cores)
+    assert checkpoint_storage.files_at_once(megabytes << 20, ranks) == files
 
 
 def test_full_disk_in_earnest(models: Path) -> None:

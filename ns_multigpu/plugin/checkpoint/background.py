@@ -86,9 +86,11 @@ class CheckpointWriter:
         taken = content()
         copied = host_copy(taken, self._world) if background else None
         if copied is not None:
-            self._under_way = _UnderWay(step, lambda world: self._write(step, copied, world), self._world)
+            self._under_way = _UnderWay(
+                step, lambda world: self._write(step, copied, world, at_once=False), self._world
+            )
         else:
-            problem = self._write(step, taken, self._world)
+            problem = self._write(step, taken, self._world, at_once=True)
             self._ended(Outcome(step, problem, time.perf_counter() - began))
         stall = 1e3 * (time.perf_counter() - began)
         self._measured["save_stall_ms"] = self._measured.get("save_stall_ms", 0.0) + stall
@@ -130,8 +132,9 @@ class CheckpointWriter:
         measured, self._measured = self._measured, {}
         return measured
 
-    def _write(self, step: int, content: Content, world: World) -> str:
-        problem = save(self._models, step, content.pipeline, content.tensors, content.values, world)
+    def _write(self, step: int, content: Content, world: World, *, at_once: bool) -> str:
+        given = (content.pipeline, content.tensors, content.values)
+        problem = save(self._models, step, *given, world, at_once=at_once)
         if not problem:
             remove_old(self._models, self._keep, world)
         return problem

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,16 +21,21 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import rows as blocks
 from ns_multigpu.plugin.checkpoint.rows import Rows, RowsPlanner, read_rows
 from ns_multigpu.plugin.checkpoint.verify import Stamp, new_digest
+from ns_multigpu.plugin.launch.launcher import cores
 
 _LARGE = 1 << 17
 """Bytes from which on a piece's checksum is worth a thread."""
+_PART = 64 << 20
+"""Bytes of a rank that are worth a file of their own, written beside its others."""
+_PARTS = 4
+"""Files of a rank at most: each that is being written holds a piece in the host's memory."""
 
 
 class StampedFile:
     """A file being written that knows what it should contain.
 
-    A write that fails (a full disk) is remembered and raised by `finish`, not at once: torch's writer is C++ underneath
-    and would hide it behind an error of its own. A thread takes the checksum of a large piece while it is written.
+    What fails (a full disk) is remembered and raised by `finish`, not at once: torch's writer is C++ underneath and
+    would hide it behind an error of its own. A thread takes the checksum of a large piece while it is written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +43,8 @@ class StampedFile:
         # Its numbers, not the error: that would hold on to the frames it went through, and the file is held by C++.
         self._error: tuple[int | None, str, str] | None = None
         self._path = path
-        self._file: BinaryIO = path.open("wb")
+        self._file: BinaryIO = open(os.devnull, "wb")  # noqa: SIM115 - closed by `finish`
+        self._attempt(self._open)
         self._beside = ThreadPoolExecutor(1, "checksum")
 
     def write(self, data: Any) -> int:
@@ -81,6 +88,9 @@ class StampedFile:
             with suppress(OSError):
                 self._file.close()
         return Stamp(self._size, self._digest.hexdigest())
+
+    def _open(self) -> None:
+        self._file = self._path.open("wb")
 
     def _settle(self) -> None:
         if self._error is None:
@@ -129,10 +139,17 @@ def sync_folder(folder: Path) -> None:
 
 
 class _StampingFiles(FileSystem):
-    """torch's access to files, through `StampedFile`."""
+    """torch's access to files, through `StampedFile`.
+
+    Attributes:
+        stamps: of the files that are whole, by name.
+        errors: of those that are not, and that torch's further threads wrote: it would let them pass.
+    """
 
     def __init__(self) -> None:
         self.stamps: dict[str, Stamp] = {}
+        self.errors: list[OSError] = []
+        self._thread = threading.get_ident()
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -142,14 +159,21 @@ class _StampingFiles(FileSystem):
             return
         file = StampedFile(Path(path))
         yield file
-        self.stamps[Path(path).name] = file.finish()
+        try:
+            self.stamps[Path(path).name] = file.finish()
+        except OSError as error:
+            if threading.get_ident() == self._thread:
+                raise
+            self.errors.append(error)
 
     def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
         self.stamps[Path(new_path).name] = self.stamps.pop(Path(path).name)
 
 
-def save_tensors(folder: Path, tensors: Mapping[str, Tensor | Rows], world: World) -> dict[str, Stamp]:
+def save_tensors(
+    folder: Path, tensors: Mapping[str, Tensor | Rows], world: World, *, at_once: bool = True
+) -> dict[str, Stamp]:
     """Writes tensors; those that several ranks name are the same on each and are written by one of them.
 
     Every rank calls it.
@@ -157,14 +181,18 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor | Rows], world: Worl
     Args:
         folder: an empty folder that all ranks see.
         tensors: by name; of one that the ranks hold together each writes its rows.
+        at_once: a rank may write several files, each in a thread.
 
     Returns:
         what this rank has written.
 
     Raises:
         CheckpointException: it failed, here or on another rank (torch tells all of them).
+        OSError: it failed here, and the others do not know.
     """
-    writer = dcp.FileSystemWriter(folder, thread_count=1)
+    own = sum((value.own if isinstance(value, Rows) else value).nbytes for value in tensors.values())
+    threads = files_at_once(own, world.host_size) if at_once else 1
+    writer = dcp.FileSystemWriter(folder, sync_files=False, thread_count=threads)  # `StampedFile` syncs them
     writer.fs = files = _StampingFiles()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -175,7 +203,14 @@ def save_tensors(folder: Path, tensors: Mapping[str, Tensor | Rows], world: Worl
             process_group=world.control,
             no_dist=world.control is None,
         )
+    if files.errors:
+        raise files.errors[0]
     return files.stamps
+
+
+def files_at_once(size: int, local_ranks: int) -> int:
+    """Files in which a rank writes `size` bytes, each in a thread: no more than its share of the machine's cores."""
+    return max(1, min(_PARTS, size // _PART, cores() // local_ranks))
 
 
 class _Reader(dcp.FileSystemReader):

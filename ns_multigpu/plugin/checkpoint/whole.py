@@ -1,8 +1,9 @@
 """Writing checkpoints with all ranks together, whole or not at all, and opening them.
 
 See `checkpoint.verify` for where things lie. A save goes: a folder `unfinished-...` beside the states; everything is
-written into it and brought to the disk; the manifest last; the folder gets its name; the .ckpt is moved into its place.
-A process that dies anywhere in between leaves at most a folder that nothing names, which the next save removes.
+written into it and brought to the disk, the model beside the training state; the manifest last; the folder gets its
+name; the .ckpt is moved into its place. A process that dies anywhere in between leaves at most a folder that nothing
+names, which the next save removes.
 """
 
 import gc
@@ -10,11 +11,13 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -53,6 +56,8 @@ def save(
     tensors: Mapping[str, Tensor | Rows],
     values: Mapping[str, Any],
     world: World,
+    *,
+    at_once: bool = True,
 ) -> str:
     """Writes a checkpoint. Every rank calls it, and gets the same answer.
 
@@ -62,6 +67,7 @@ def save(
         pipeline: the state that nerfstudio's commands read; called on rank 0. A marker of shards in it (see
             sharded_state) is told the name of the state folder.
         tensors, values: the training state (see training_state); values are rank 0's.
+        at_once: several threads write. Not where training goes on meanwhile: it needs the host more.
 
     Returns:
         "" if there is a checkpoint now; otherwise what the disk said, and everything is as it was.
@@ -79,12 +85,17 @@ def save(
                 shutil.rmtree(left, ignore_errors=True)
             folder.mkdir()
 
-    def write() -> dict[str, Stamp]:
-        return save_tensors(folder, tensors, world)
+    def write() -> tuple[dict[str, Stamp], Stamp | None]:
+        if not at_once or not world.is_main:
+            stamps = save_tensors(folder, tensors, world, at_once=at_once)
+            return stamps, write_model() if world.is_main else None
+        with ThreadPoolExecutor(1, "model") as beside:
+            stamp = beside.submit(write_model)
+            return save_tensors(folder, tensors, world), stamp.result()
 
-    def write_model() -> Stamp | None:
-        if not world.is_main:
-            return None
+    def write_model() -> Stamp:
+        if world.device.type == "cuda":  # whatever asks for the thread's device is to find this rank's
+            torch.cuda.set_device(world.device)
         content = dict(pipeline())
         if SHARDS in content:
             content[SHARDS] = {**content[SHARDS], "state": name}
@@ -109,15 +120,14 @@ def save(
             sync_folder(models)
 
     _, problem = together(begin, world, OSError)
-    stamps, stamp, files = None, None, dict[str, Stamp]()
+    stamp, files = None, dict[str, Stamp]()
     if not problem:
-        stamps, problem = together(write, world, OSError)
-    if not problem:
-        for part in all_gather_objects(stamps, world):
-            files.update(part)
-        stamp, problem = together(write_model, world, OSError)
-    if not problem:
-        _, problem = together(commit, world, OSError)
+        written, problem = together(write, world, OSError)
+        if written is not None:
+            stamp = written[1]
+            for part in all_gather_objects(written[0], world):
+                files.update(part)
+            _, problem = together(commit, world, OSError)
     if problem and world.is_main:
         shutil.rmtree(folder, ignore_errors=True)
         if not (models / file.name).exists():
