@@ -208,6 +208,23 @@ def test_full_disk_in_any_file(
     assert write(models, 4) == "" and check_checkpoint(files_of(models, 4)[0]) is not None
 
 
+def test_every_file_is_brought_to_the_disk(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its last byte, and before the checkpoint has its name."""
+    as_large_ones(monkeypatch)
+    usual, synced = os.fsync, dict[str, int]()
+
+    def fsync(descriptor: int) -> None:
+        usual(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_file():
+            assert not (models / path.name).exists()
+            synced[path.name.removesuffix(".tmp")] = path.stat().st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert write(models, 3) == ""
+    assert synced == {path.name: path.stat().st_size for path in files_of(models, 3)}
+
+
 def test_the_model_is_written_beside_the_state(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     met, usual, waited = threading.Barrier(2), checkpoint_storage.write_bytes, set[str]()
 
