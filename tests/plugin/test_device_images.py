@@ -151,3 +151,21 @@ def test_images_that_would_have_to_be_decoded_again_stay() -> None:
     assert [one["shrunk"] for one in found] == [2 * COUNT] * 2
     assert [one["originals"] for one in found] == [COUNT] * 2
     assert sum(one["decoded"] for one in found) == COUNT
+
+
+@pytest.mark.parametrize(
+    ("memory", "complete", "kept", "again"),
+    [
+        ([1 << 30, 1 << 30], [1, 1], True, True),
+        ([1 << 30, 1000], [1, 1], False, True),  # one GPU has too little memory: images travel to both
+        ([1 << 30, 1 << 30], [0, 1], True, False),  # one rank would have to decode its images again
+    ],
+)
+def test_the_weakest_rank_decides(
+    memory: list[int], complete: list[int], kept: bool, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fetching takes all ranks, so they decide alike."""
+    rows = [list(row) for row in zip(memory, complete, strict=True)]
+    monkeypatch.setattr(device_images, "all_gather_ints", lambda own, world: rows)
+    images = _images(World.single())
+    assert (images._fits, images._again) == (kept, again)
