@@ -167,5 +167,6 @@ def test_the_weakest_rank_decides(
     """Fetching takes all ranks, so they decide alike."""
     rows = [list(row) for row in zip(memory, complete, strict=True)]
     monkeypatch.setattr(device_images, "all_gather_ints", lambda own, world: rows)
+    monkeypatch.setattr(device_images, "_SHARE", 0.1)
     images = _images(World.single())
     assert (images._fits, images._again) == (kept, again)
