@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,16 @@ from ns_multigpu.plugin.checkpoint.verify import (
     step_of,
 )
 from ns_multigpu.plugin.checkpoint.whole import remove_old
-from tests.plugin.saving import ALONE, as_large_ones, copied, files_of, newest_as_nerfstudio_finds_it, tensors_of, write
+from tests.plugin.saving import (
+    ALONE,
+    as_large_ones,
+    copied,
+    disk,
+    files_of,
+    newest_as_nerfstudio_finds_it,
+    tensors_of,
+    write,
+)
 from tests.ranks import run_ranks
 
 
@@ -237,6 +247,21 @@ def test_the_model_is_written_beside_the_state(models: Path, monkeypatch: pytest
 
     monkeypatch.setattr(checkpoint_storage, "write_bytes", write_bytes)
     assert write(models, 3) == "" and len(waited) == 2
+
+
+def test_a_gpu_has_done_its_work_before_threads_copy_from_it(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their streams do not wait for the one that training uses; and they begin with the first GPU for theirs."""
+    told: list[tuple[str, Any, bool]] = []
+
+    def note(name: str) -> Callable[[Any], None]:
+        return lambda device: told.append((name, device, threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(torch.cuda, "synchronize", note("synchronize"))
+    monkeypatch.setattr(torch.cuda, "set_device", note("set_device"))
+    device = torch.device("cuda:1")
+    with disk(lambda _: told.append(("write", None, False))):
+        assert write(models, 3, replace(ALONE, device=device)) == ""
+    assert told[0] == ("synchronize", device, True) and ("set_device", device, False) in told[1:]
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,8 @@ def save(
             folder.mkdir()
 
     def write() -> tuple[dict[str, Stamp], Stamp | None]:
+        if at_once and world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)  # other threads copy on streams that wait for none
         if not at_once or not world.is_main:
             stamps = save_tensors(folder, tensors, world, at_once=at_once)
             return stamps, write_model() if world.is_main else None
