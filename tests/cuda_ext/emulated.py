@@ -1,8 +1,8 @@
 """The CUDA kernels of the rasterization on a CPU: their own sources, compiled for the fibers in `emulation/`.
 
 What stands in their way is replaced: launches (`kernel<<<...>>>(...)`) and the few instructions that are written in
-PTX (`memory_device.h`). Few blocks take all segments, so that each takes several. It is slow, some 10,000 splats of a
-tile a second, and sees neither the order in which a GPU's writes become visible nor blocks that run at the same time.
+PTX (`memory_device.h`). Few blocks take all segments, so that each takes several. It is slow, and sees neither the
+order in which a GPU's writes become visible nor blocks that run at the same time.
 """
 
 import ctypes

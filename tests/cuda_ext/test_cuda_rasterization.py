@@ -192,7 +192,7 @@ def test_lists_that_are_split(
     assert not torch.equal(split[0], whole[0]) and torch.allclose(split[0], whole[0], atol=2e-4)
 
 
-@pytest.mark.parametrize("length", ["2047", "many", "4294967296"])
+@pytest.mark.parametrize("length", ["2047", "many", "4096 splats", "4294967296"])
 def test_a_length_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, length: str) -> None:
     monkeypatch.setenv("NS_MULTIGPU_SPLIT_ABOVE", length)
     splats = make_splats(50, 20, 18)

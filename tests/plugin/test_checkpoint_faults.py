@@ -17,6 +17,7 @@ import torch
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import storage as checkpoint_storage
 from ns_multigpu.plugin.checkpoint import whole as checkpoint
+from ns_multigpu.plugin.checkpoint.rows import Rows
 from ns_multigpu.plugin.checkpoint.verify import (
     check_checkpoint,
     checkpoints_in,
@@ -205,10 +206,10 @@ def test_full_disk_in_any_file(
         else:
             usual = Path.open
 
-            def refuse(self: Path, *how: Any) -> Any:
+            def refuse(self: Path, *how: Any, **more: Any) -> Any:
                 if self.name == full and "wb" in how:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
-                return usual(self, *how)
+                return usual(self, *how, **more)
 
             patched.setattr(Path, "open", refuse)
         said = write(models, 3)
@@ -278,7 +279,26 @@ def test_a_gpu_has_done_its_work_before_threads_copy_from_it(models: Path, monke
 )
 def test_files_at_once(megabytes: int, cores: int, ranks: int, files: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_storage, "cores", lambda: cores)
-    assert checkpoint_storage.files_at_once(megabytes << 20, ranks) == files
+    monkeypatch.setattr(checkpoint_storage, "available_memory", lambda: 0)
+    tensors = {"means": torch.empty(1).expand(megabytes << 18)}  # on the host: nothing is copied
+    assert checkpoint_storage.files_at_once(tensors, ranks) == files
+    assert checkpoint_storage.files_at_once({}, ranks) == 1
+
+
+@pytest.mark.parametrize(
+    ("room", "ranks", "files"), [(None, 1, 4), (8000, 1, 4), (6000, 1, 3), (6000, 3, 1), (10, 1, 1)]
+)
+@pytest.mark.parametrize("rows", [False, True])
+def test_copies_from_a_gpu_leave_half_of_the_memory(
+    room: int | None, ranks: int, files: int, rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file holds one tensor of 1000 MiB, or one block of rows of as many."""
+    monkeypatch.setattr(checkpoint_storage, "cores", lambda: 64)
+    monkeypatch.setattr(checkpoint_storage, "available_memory", lambda: None if room is None else room << 20)
+    one = torch.empty(1 << 20, 250, device="meta")
+    more = torch.empty(3 << 20, 250, device="meta")
+    tensors = {"small": one[:5], "large": Rows(more, 0, len(more)) if rows else one}
+    assert checkpoint_storage.files_at_once(tensors, ranks) == files
 
 
 def test_full_disk_in_earnest(models: Path) -> None:

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <limits>
 
 namespace nsmg {
 
@@ -58,7 +59,7 @@ struct RasterState {
   float4* table;       // [M,3] packed splats: (x, y, a, b), (c, log2 opacity, limit, feature 3), features 0 to 2
   float* checkpoints;  // [checkpoints, 1 + channels, 256] transmittance and sums before the chunk, by thread; of a list
                        // that is split, sums before chunks that begin no segment are counted from the segment's start
-  int split_above;     // lists of more splats than this are split; at least 2 kSegment
+  int split_above = std::numeric_limits<int>::max();  // lists of more splats are split; at least 2 kSegment
 
   __host__ __device__ bool is_split(const TileInfo& tile) const { return tile.end - tile.first > split_above; }
 

@@ -51,8 +51,9 @@ struct Inputs {
 int split_above() {
   const char* value = std::getenv("NS_MULTIGPU_SPLIT_ABOVE");
   if (value == nullptr || *value == '\0') return std::numeric_limits<int>::max();
-  const int64_t asked = std::strtoll(value, nullptr, 10);
-  TORCH_CHECK_VALUE(asked >= 2 * kSegment && asked <= std::numeric_limits<int>::max(),
+  char* end = nullptr;
+  const int64_t asked = std::strtoll(value, &end, 10);
+  TORCH_CHECK_VALUE(*end == '\0' && asked >= 2 * kSegment && asked <= std::numeric_limits<int>::max(),
                     "NS_MULTIGPU_SPLIT_ABOVE is '", value, "'; it must be a number of splats, ", 2 * kSegment,
                     " at least.");
   return int(asked);

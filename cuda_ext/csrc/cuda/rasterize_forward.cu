@@ -27,7 +27,7 @@ struct Pixel {
 
 // The pieces of consecutive lanes lie side by side, three to a splat, so that a splat's two sectors are asked for once.
 struct Stager {
-  const int32_t* __restrict__ row_ids;  // of the tile
+  const int32_t* __restrict__ row_ids;  // of the list, or of a segment
   const float4* __restrict__ table;
   int rows, count;
   int piece_rows[kPieces];

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +22,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import rows as blocks
 from ns_multigpu.plugin.checkpoint.rows import Rows, RowsPlanner, read_rows
 from ns_multigpu.plugin.checkpoint.verify import Stamp, new_digest
+from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.launch.launcher import cores
 
 _LARGE = 1 << 17
@@ -28,7 +30,7 @@ _LARGE = 1 << 17
 _PART = 64 << 20
 """Bytes of a rank that are worth a file of their own, written beside its others."""
 _PARTS = 4
-"""Files of a rank at most: each that is being written holds a piece in the host's memory."""
+"""Files of a rank at most."""
 
 
 class StampedFile:
@@ -43,7 +45,7 @@ class StampedFile:
         # Its numbers, not the error: that would hold on to the frames it went through, and the file is held by C++.
         self._error: tuple[int | None, str, str] | None = None
         self._path = path
-        self._file: BinaryIO = open(os.devnull, "wb")  # noqa: SIM115 - closed by `finish`
+        self._file: BinaryIO = BytesIO()  # never read: where the file does not open, `finish` says so
         self._attempt(self._open)
         self._beside = ThreadPoolExecutor(1, "checksum")
 
@@ -190,8 +192,7 @@ def save_tensors(
         CheckpointException: it failed, here or on another rank (torch tells all of them).
         OSError: it failed here, and the others do not know.
     """
-    own = sum((value.own if isinstance(value, Rows) else value).nbytes for value in tensors.values())
-    threads = files_at_once(own, world.host_size) if at_once else 1
+    threads = files_at_once(tensors, world.host_size) if at_once else 1
     writer = dcp.FileSystemWriter(folder, sync_files=False, thread_count=threads)  # `StampedFile` syncs them
     writer.fs = files = _StampingFiles()
     with warnings.catch_warnings():
@@ -208,9 +209,22 @@ def save_tensors(
     return files.stamps
 
 
-def files_at_once(size: int, local_ranks: int) -> int:
-    """Files in which a rank writes `size` bytes, each in a thread: no more than its share of the machine's cores."""
-    return max(1, min(_PARTS, size // _PART, cores() // local_ranks))
+def files_at_once(tensors: Mapping[str, Tensor | Rows], local_ranks: int) -> int:
+    """Files in which a rank writes tensors, each in a thread.
+
+    They are at most 4, one for 64 MiB, and one for a core of this rank's share. Each holds a copy of what it takes from
+    a GPU: together these have half of the rank's share of the host's memory.
+    """
+    size = copy = 0
+    for value in tensors.values():
+        own = value.own if isinstance(value, Rows) else value
+        size += own.nbytes
+        if not own.is_cpu:
+            copy = max(copy, (own[: blocks.BLOCK] if isinstance(value, Rows) else own).nbytes)
+    most = min(_PARTS, size // _PART, cores() // local_ranks)
+    if copy and (room := available_memory()) is not None:
+        most = min(most, room // (2 * local_ranks * copy))
+    return max(1, most)
 
 
 class _Reader(dcp.FileSystemReader):

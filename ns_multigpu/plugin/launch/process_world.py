@@ -23,8 +23,8 @@ def get_world(device: str = "cpu") -> World:
 def _leave() -> None:
     """Ends the groups of a process that torchrun has started, while Python is whole.
 
-    A thread of theirs that lets go of a tensor after that would abort the process. Where an error ends it, other ranks
-    may never come to the end: nobody waits for them.
+    torch asks for it. A thread of theirs that is at work after that may abort the process. Where an error ends it, the
+    groups stay: other ranks may never come to the end.
     """
     if _current is not None and not hasattr(sys, "last_value"):
         _current.close()
