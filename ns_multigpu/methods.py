@@ -79,6 +79,7 @@ def splatfacto(
             **{parameter.name: _group(parameter.rate, final=parameter.final_rate) for parameter in schema},
             "camera_opt": _group(1e-4, final=5e-7, warmup=1000),
             "bilateral_grid": _group(2e-3, final=1e-4, warmup=1000),
+            "exposures": _group(2e-3, final=2e-4),
         },
         # A table of what nerfstudio's own profiler saw would follow the end of a run; `metrics.jsonl` has our times.
         # A log ends a block of fused steps, and that takes as long as a small capture's step.

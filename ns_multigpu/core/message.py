@@ -10,6 +10,7 @@ from torch import Tensor
 from cuda_ext.ops.row_reach import reach_counts
 from cuda_ext.ops.step_control import HEAD, step_message
 from ns_multigpu.core.assignment import Learns
+from ns_multigpu.core.exposures import StepExposures
 from ns_multigpu.core.kernels import Rows
 from ns_multigpu.core.pixel_carriers import PixelCarrier
 from ns_multigpu.core.plan import Plan
@@ -30,11 +31,12 @@ class StepMessage:
         learns: Learns,
     ) -> None:  # fmt: skip
         self._settings, self._pixels, self._stages = settings, carrier, stages
-        self._stays, self._words, self._learns = stays, words, learns
+        self._stays, self._words, self._learns = stays, words - settings.tail, learns
 
     def of(
         self, rows: Rows, numbers: tuple[Tensor, Tensor, Tensor], plan: Plan, met: Sequence[tuple[Tensor, Tensor]],
         views: Sequence[View], own: Sequence[Patch], first_view: int, reached: Tensor | None,
+        exposures: StepExposures | None = None,
     ) -> Tensor:  # fmt: skip
         """The message [words] int64.
 
@@ -44,6 +46,7 @@ class StepMessage:
             met: of each stage the offsets of the tiles that were drawn, and how many intersections there were.
             own: what this rank draws. first_view: the position in the batch of the first view of the rows.
             reached: which cells each row reaches, where rows cross cells.
+            exposures: what is told of them at the end, if there are any.
         """
         counts, room, most_rows = numbers
         offsets, most = met[0]
@@ -64,7 +67,7 @@ class StepMessage:
             message[HEAD:] = self._pixels.live()
         elif self._learns is Learns.SPANS:
             message[HEAD:] = self._pixels.spans(rows, views, reached)
-        return message
+        return message if exposures is None else torch.cat([message, exposures.told()])
 
     def _bands(self, own: Sequence[Patch], views: Sequence[View]) -> list[int]:
         """Where the rows of tiles of this rank's bands stand, without halos, if they count: see `step_message`."""

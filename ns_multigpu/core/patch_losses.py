@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.band_loss import band_loss_into
+from ns_multigpu.core.exposures import StepExposures
 from ns_multigpu.core.pixel_carriers import Settled
 from ns_multigpu.core.step_settings import StepSettings
 from ns_multigpu.core.types import Patch, View
@@ -17,10 +18,14 @@ class PatchLosses:
     Args:
         settings: the step's.
         backgrounds: [B, 3], by view. report: [B + 1], to whose first B numbers, by view, losses are added.
+        exposures: of the views, if their colours are mapped before they are compared.
     """
 
-    def __init__(self, settings: StepSettings, backgrounds: Tensor, report: Tensor) -> None:
+    def __init__(
+        self, settings: StepSettings, backgrounds: Tensor, report: Tensor, exposures: StepExposures | None = None
+    ) -> None:
         self._settings, self._backgrounds, self._report = settings, backgrounds, report
+        self._exposures = exposures
         size = settings.width, settings.height, settings.views
         self._v_l1, self._v_ssim = loss_weights(*size, settings.ssim_lambda, report.device)
 
@@ -46,11 +51,17 @@ class PatchLosses:
             rgb = drawn.color.new_empty(target.shape)
             offset = s.ssim_lambda if (patch.x0, patch.y0) == (0, 0) else 0.0
             # Nothing comes from the halo's pixels: the way back need not look at them, says `last`.
+            color, alpha, background = drawn.color[piece], drawn.alpha[piece], self._backgrounds[patch.view]
+            blended = color, alpha, background
+            if self._exposures is not None:
+                color, background = self._exposures.applied(patch.view, *blended)
             band_loss_into(
-                drawn.color[piece], drawn.alpha[piece], self._backgrounds[patch.view], target, inner,
+                color, alpha, background, target, inner,
                 self._v_l1, self._v_ssim, offset=offset, scale=s.views, rgb=rgb, loss=self._report[patch.view],
                 v_out=v_color[piece], v_alpha=v_alpha[piece], last=None if drawn.last is None else drawn.last[piece],
             )  # fmt: skip
+            if self._exposures is not None:
+                self._exposures.brought_back(patch.view, *blended, v_color[piece], v_alpha[piece])
             x0, y0, x1, y1 = inner
             rgbs.append(rgb[y0:y1, x0:x1])
         return rgbs, v_color, v_alpha

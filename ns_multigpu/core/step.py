@@ -32,13 +32,12 @@ from torch import Tensor
 from cuda_ext.ops.adam import SCALARS
 from cuda_ext.ops.lazy_adam import LazyAdam
 from cuda_ext.ops.row_exchange import route_lines
-from cuda_ext.ops.row_wire import MOST_VIEWS
 from cuda_ext.ops.step_control import HEAD, step_gate
 from ns_multigpu.core.assignment import Learns
-from ns_multigpu.core.cell_rows import CellRows
+from ns_multigpu.core.composable import follow_each_other, why_no_step
 from ns_multigpu.core.crossing import RowsCross, route_crossing
+from ns_multigpu.core.exposures import StepExposures
 from ns_multigpu.core.kernels import Cameras, Kernels, Rows
-from ns_multigpu.core.legs import GradientsToOwner, RowsStay, SummedGradients
 from ns_multigpu.core.message import StepMessage
 from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.patch_losses import PatchLosses
@@ -50,39 +49,7 @@ from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.tile_lists import GatheredLists, TileLists
 from ns_multigpu.core.transport import Begun, Returned, Transport
 from ns_multigpu.core.transports import Parts, StagedRows
-from ns_multigpu.core.travelling_rows import RowsTravel
 from ns_multigpu.core.types import View
-
-
-def why_no_step(strategy: Strategy, batch: int) -> str | None:
-    """Why no `Step` does what a strategy's pieces say with so many views; None if it does. The same on every rank.
-
-    The legs' own types count: a class derived from one of them may do something else.
-    """
-    if type(strategy.rows) not in (RowsStay, RowsTravel, RowsCross, CellRows):
-        return f"the step's operators know no way for rows like {type(strategy.rows).__name__}"
-    if carrier_of(strategy.pixels, strategy.world) is None:
-        return f"the step's operators know no way for pixels like {type(strategy.pixels).__name__}"
-    if isinstance(strategy.rows, CellRows) and strategy.rows.layers.labels(batch) > MOST_VIEWS:
-        return (
-            f"splats travel with labels for {MOST_VIEWS} views times cells of a GPU, and {batch} views times "
-            f"{strategy.rows.layers.most} cells are more"
-        )
-    if type(strategy.gradients) not in (GradientsToOwner, SummedGradients):
-        return f"the step's operators know no way for gradients like {type(strategy.gradients).__name__}"
-    plan = strategy.plan([View(torch.eye(4), torch.eye(3), 256, 256, index=-1) for _ in range(batch)])
-    for rank in range(strategy.world.size):
-        positions = strategy.placement.views_to_splat(plan, replace(strategy.world, rank=rank))
-        if not _follow_each_other(positions):
-            return (
-                f"rank {rank} would splat its points for the views {positions} of a step; operators want at least one, "
-                "and views that follow each other"
-            )
-    return None
-
-
-def _follow_each_other(positions: Sequence[int]) -> bool:
-    return len(positions) > 0 and list(positions) == list(range(positions[0], positions[-1] + 1))
 
 
 class Step:
@@ -105,6 +72,7 @@ class Step:
         measure: called with the name of each part (project, send, sort, raster, pixels, loss, backward, return,
             update), gives a context to do it in. What leaves while other rows are projected is in `project`.
         observed: what the batch's views observe [B, K], where kernels have a loss of depth; filled as inputs are.
+        exposures: what the views' colours are mapped by, and learns of it; its Adam has the last line of `scalars`.
 
     Raises:
         ValueError: no step is composed of the strategy's pieces, or steps are to be put off where they cannot.
@@ -112,8 +80,8 @@ class Step:
     Attributes:
         inputs: one vector that holds the next five, in this order.
         viewmats: [B, 4, 4] the batch's world-to-camera matrices. Ks: [B, 3, 3] its intrinsics.
-        backgrounds: [B, 3]. scalars: [parameters, 8] Adam's, see `cuda_ext.ops.adam.AdamStep`.
-        times: [B] the views', see `View.time`.
+        backgrounds: [B, 3]. scalars: [parameters (+ 1 of exposures), 8] Adam's, see `cuda_ext.ops.adam.AdamStep`.
+        times: [B] the views', see `View.time`. With exposures their indices follow, [B].
         report: [B + 1] this rank's shares of the views' losses (summed over ranks they are the views', not divided by
             B), and a number that is finite where all gradients of the rows drawn here, or that arrived here, are. It is
             finite, too, where the step is not taken.
@@ -136,6 +104,7 @@ class Step:
         measure: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
         group_culling: bool | None = None,
         observed: Observations | None = None,
+        exposures: StepExposures | None = None,
     ) -> None:
         reason = why_no_step(strategy, settings.views)
         if reason is not None:
@@ -158,15 +127,20 @@ class Step:
         self._pixels = carrier
         device, batch, count = self._model.params[0].device, settings.views, len(kernels.parameters)
         self._device = device
-        parts = (16 * batch, 9 * batch, 3 * batch, count * SCALARS, batch)
+        assert (exposures is not None) == settings.exposures, "a message has room for them"
+        self._exposures, lines = exposures, count + settings.exposures
+        parts = (16 * batch, 9 * batch, 3 * batch, lines * SCALARS, batch, batch * settings.exposures)
         self.inputs = torch.zeros(sum(parts), device=device)
-        viewmats, Ks, backgrounds, scalars, self.times = self.inputs.split(parts)
+        viewmats, Ks, backgrounds, scalars, self.times, indices = self.inputs.split(parts)
+        if exposures is not None:
+            exposures.indices = indices
         self.viewmats, self.Ks = viewmats.view(batch, 4, 4), Ks.view(batch, 3, 3)
         self.backgrounds, self.scalars = backgrounds.view(-1, 3), scalars.view(-1, SCALARS)
         self.report = torch.zeros(batch + 1, device=device)
         self.rgb: list[Tensor] = []
         ranks, travels = self._world.size, transport.travels
-        shape = (batch, settings.tile_rows) if self._learns is Learns.WORK else (ranks, transport.words - HEAD)
+        self._ends = transport.words - settings.tail  # where a message goes on with what is told of exposures
+        shape = (batch, settings.tile_rows) if self._learns is Learns.WORK else (ranks, self._ends - HEAD)
         self.learnt = torch.zeros(shape, dtype=torch.int64, device=device)
         self._reached: Tensor | None = None  # which cells each row reaches, from when it leaves to what is told of it
         self._stages = stages_of(batch, len(transport.stages))
@@ -182,7 +156,7 @@ class Step:
         # Its blocks go first: behind those of a projection they would begin when that is done.
         self._side = torch.cuda.Stream(device, priority=-1) if aside else None
         # A step that must not count takes Adam's with these: moments keep, and nothing moves.
-        self._still = scalars_of_no_step(count, device)
+        self._still = scalars_of_no_step(lines, device)
         # How far the steps have got, and the most of each number of rows: one vector, for one look.
         self._told = torch.zeros(6 + numbers, dtype=torch.int64, device=device)
         self._status, self._most = self._told[:6], self._told[6:]
@@ -191,7 +165,7 @@ class Step:
         # Of segments the message tells what is lacking: each pair has a capacity of its own.
         limits = [settings.rows, 0, settings.intersections]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
-        self._losses = PatchLosses(settings, self.backgrounds, self.report)
+        self._losses = PatchLosses(settings, self.backgrounds, self.report, exposures)
         self._message = StepMessage(settings, carrier, self._stages, first.stays, transport.words, self._learns)
 
     @property
@@ -225,6 +199,8 @@ class Step:
             what `rgb` is to be.
         """
         self.rgb = []  # the memory of the last step's renderings is this one's
+        if self._exposures is not None:
+            self._exposures.begin()
         s, world, kernels, transport, measure = (
             self.settings, self._world, self._kernels, self._transport, self._measure
         )  # fmt: skip
@@ -288,7 +264,9 @@ class Step:
                 message = self._nothing
                 if k + 1 == len(parts):
                     numbers, own = (self._counts, self._room, self._most), plan.drawn[world.rank]
-                    message = self._message.of(rows, numbers, plan, met, views, own, splatted.start, self._reached)
+                    message = self._message.of(
+                        rows, numbers, plan, met, views, own, splatted.start, self._reached, self._exposures
+                    )
                     self._reached = None
                 del arrived, lists, drawn, v_color, v_alpha  # their memory is the update's, or the next stage's
                 home.append(Begun(one.bring_back(rows, self._place[k], message, splatted), several))
@@ -301,7 +279,7 @@ class Step:
                 back = yield from later.finish()
                 records = records.add_(back.records)  # a row has come back in one stage; in the others it is zero
         with measure("update"):
-            heads, work = back.messages[:, :HEAD], back.messages[:, HEAD:]
+            heads, work = back.messages[:, :HEAD], back.messages[:, HEAD : self._ends]
             *counts, sent = heads.unbind(1)
             summed = self._learns is Learns.WORK
             if self._learns in (Learns.NEEDS, Learns.LIVE, Learns.SPANS):
@@ -314,13 +292,16 @@ class Step:
             rows = back.rows._replace(count=real)
             whole = splatted if back.witness_views is None else range(s.views)
             cameras = self._cameras(whole)
-            kernels.update(self._model, cameras, scalars, rows, records, self.report[-1:], back.witness_views)
+            if self._exposures is not None:
+                self._exposures.step(back.messages[:, self._ends :], scalars[-1:])
+            of_points = scalars[: len(kernels.parameters)]
+            kernels.update(self._model, cameras, of_points, rows, records, self.report[-1:], back.witness_views)
         return [image for image in rgb if image is not None]
 
     def _splatted(self, plan: Plan) -> range:
         """Positions in the batch of the views that this rank splats its points for."""
         positions = self._strategy.placement.views_to_splat(plan, self._world)
-        assert _follow_each_other(positions), "as `why_no_step` found of any batch of so many views"
+        assert follow_each_other(positions), "as `why_no_step` found of any batch of so many views"
         return range(positions[0], positions[-1] + 1)
 
     def _leave(

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from cuda_ext.ops.step_control import HEAD
 from ns_multigpu.core.assignment import Assignment
+from ns_multigpu.core.exposures import words_of
 from ns_multigpu.core.pairs import Pairs
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch
@@ -31,6 +32,7 @@ class StepSettings:
         intersections: capacity of what a rank draws.
         groups: parts of a rank's own rows, of equally many lines. Where rows travel each leaves while the next is
             projected, or with 1 all of them when all are there; the result is the same.
+        exposures: whether each view has a map of its colours, which is learnt (see `StepExposures`).
 
     Raises:
         ValueError: `groups` is below 1.
@@ -44,6 +46,7 @@ class StepSettings:
     segment: int | Pairs
     intersections: int
     groups: int = 1
+    exposures: bool = False
 
     def __post_init__(self) -> None:
         if self.groups < 1:
@@ -66,8 +69,14 @@ class StepSettings:
         return -(-self.height // TILE)
 
     def words(self, assignment: Assignment | None = None) -> int:
-        """Length of a rank's message: with what the assignment learns, if there is one that does."""
-        return HEAD + (assignment.counts(self.views, self.width, self.height) if assignment is not None else 0)
+        """Length of a rank's message: with what the assignment learns, if there is one that does, and `tail`."""
+        learns = assignment.counts(self.views, self.width, self.height) if assignment is not None else 0
+        return HEAD + learns + self.tail
+
+    @property
+    def tail(self) -> int:
+        """Words at the end of a message: of exposures."""
+        return words_of(self.views) if self.exposures else 0
 
 
 @dataclass(frozen=True)

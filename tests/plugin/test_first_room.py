@@ -138,7 +138,8 @@ def test_a_step_outlasts_a_refinement_unless_points_were_placed_anew(
 
     monkeypatch.setattr(training, "AdamStep", lambda *_, **__: "Adam's")
     run: Any = object.__new__(training.Training)
-    run._signature, run._names, run._wants_lazy = (lambda step: (0, 1, False, ())), (), False
+    run._signature, run._wants_lazy = (lambda step: (0, 1, False, ())), False
+    run._names = run._stepped = ()
     run._key, run._step, run._adam = ((0, 1, False, ()), "room"), "step", None
     run._model = SimpleNamespace(gauss_params={}, densifier_state={}, most_points=3)
     run._points = SimpleNamespace(has_room=lambda most: most == 3, hold=lambda params, adam, state, most: most == 3)

@@ -43,7 +43,9 @@ def make_run(fused_steps: str = "always") -> SimpleNamespace:
         depth_loss=0.0,
     )
     densifier = object.__new__(ReplicatedDensifier)
-    model = SimpleNamespace(config=options, densifier=densifier, means=torch.zeros(4, 3), primitive=Gaussians)
+    model = SimpleNamespace(
+        config=options, densifier=densifier, means=torch.zeros(4, 3), primitive=Gaussians, exposures=None
+    )
     cameras = SimpleNamespace(width=torch.full((3, 1), 30), height=torch.full((3, 1), 22))
     data = SimpleNamespace(
         train_dataset=SimpleNamespace(cameras=cameras),
@@ -109,6 +111,12 @@ def _one_transparent(run: SimpleNamespace) -> None:
     run.pipeline.datamanager.train_shapes[1].channels = 4
 
 
+def _exposures_decay(run: SimpleNamespace) -> None:
+    run.pipeline.model.exposures = torch.nn.Parameter(torch.zeros(2))
+    run.optimizers.optimizers["exposures"] = FusedAdam([run.pipeline.model.exposures], weight_decay=0.1)
+    run.optimizers.config["exposures"] = {"optimizer": SimpleNamespace(max_norm=None)}
+
+
 OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
     (_set("pipeline.model.config.camera_optimizer.mode", "SO3xR3"), "camera poses are optimized"),
     (_set("pipeline.model.config.use_bilateral_grid", True), "there is a bilateral grid"),
@@ -125,6 +133,7 @@ OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
     (_other_optimizer, "an optimizer is not Adam"),
     (_no_optimizer, "an optimizer is not Adam"),
     (_one_decays, "an optimizer has weight decay"),
+    (_exposures_decay, "an optimizer has weight decay"),
     (_one_clipped, "gradients are clipped"),
 ]
 

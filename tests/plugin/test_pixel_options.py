@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ns_multigpu.cells.options import PixelOptions
+from ns_multigpu.core.composable import why_no_step
 from ns_multigpu.core.crossing import RowsCross
-from ns_multigpu.core.step import why_no_step
 from ns_multigpu.core.world import World
 from ns_multigpu.methods import splatfacto_pixel, splatfacto_tile
 from ns_multigpu.plugin.faults.errors import InputError

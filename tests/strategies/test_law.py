@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ns_multigpu.core.collectives import all_gather_rows, sum_all
 from ns_multigpu.core.depth_loss import depth_loss
+from ns_multigpu.core.exposures import drift, exposed
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.strategy import Strategy
@@ -29,7 +30,7 @@ from ns_multigpu.primitives.surfels.functions import screen_radii as surfel_radi
 from ns_multigpu.primitives.surfels.losses import distortion_loss, normal_loss
 from strategies import STRATEGIES
 from tests.ranks import run_ranks, skip_without_gpus
-from tests.strategies.scene import make_image, make_moving_points, make_observations, make_points, make_views
+from tests.strategies.scene import make_image, make_maps, make_moving_points, make_observations, make_points, make_views
 
 PRIMITIVES: dict[str, Callable[[], Primitive]] = {
     "gaussians": lambda: Gaussians(sh_degree=3, depth=True),
@@ -79,11 +80,11 @@ def on_machines(world: World, machines: int) -> World:
 
 def take_step(
     spread: Strategy, primitive: str, views: int, points: int, dtype: torch.dtype, size: tuple[int, int] | None = None,
-    kind: tuple[Primitive, Points] | None = None, observes: bool = False,
+    kind: tuple[Primitive, Points] | None = None, observes: bool = False, exposes: bool = False,
 ) -> Outcome:  # fmt: skip
     """Renders a batch, takes the loss of this rank's patches and exchanges gradients. Views have one size, if given.
     `kind`: a primitive that is not in the table, and so many points of it. `observes`: views observe points, whose
-    depth counts."""
+    depth counts. `exposes`: their colours are mapped."""
     world = spread.world
     drawn, whole = kind or points_of(primitive, points, dtype, world.device)
     batch = seen = make_views(views, dtype, world.device, size)
@@ -98,11 +99,13 @@ def take_step(
     plan = spread.plan(batch, holders=[(3 * i) % world.size for i in range(views)])
     rendering = spread.render(drawn, held, batch, plan)
     loss = sum((r.sum() * 0.0 for r in rendering.splats.rows.values() if r.requires_grad), start=torch.zeros(()))
+    maps = make_maps(views, dtype, world.device).requires_grad_() if exposes else None
     images: Pieces = []
     depths: Pieces = []
     for pixels in rendering.pixels:
         view = batch[pixels.patch.view]
-        rgb = (pixels.color + (1 - pixels.alpha) * 0.3).clamp(0, 1)
+        rgb = pixels.color + (1 - pixels.alpha) * 0.3
+        rgb = (rgb if maps is None else exposed(rgb, maps[view.index])).clamp(0, 1)
         x0, y0, x1, y1 = pixels.patch.inner(view)
         images.append((pixels.patch, rgb.detach()[y0:y1, x0:x1].cpu()))
         if pixels.depth is not None:
@@ -115,9 +118,10 @@ def take_step(
             loss = loss + (normal_loss(pixels, view) + 0.1 * distortion_loss(pixels, view)) / len(batch)
         if observes:
             loss = loss + DEPTH_WEIGHT * depth_loss(pixels, view) / len(batch)
-    leaves = [*poses, *held.params.values()]
+    learnt = {} if maps is None else {"exposures": maps}
+    leaves = [*poses, *learnt.values(), *held.params.values()]
     spread.gradients.begin_backward(leaves)
-    loss.backward()
+    (loss if maps is None else loss + drift(maps) / world.size).backward()
     spread.gradients.end_backward()
     gradients = {name: _gradient(value) for name, value in held.params.items()}
     if not spread.placement.replicated:
@@ -135,7 +139,7 @@ def take_step(
         "depths": depths,
         "statistics": sum_all(statistics, world).cpu(),
         "gradients": {name: grad.cpu() for name, grad in gradients.items()},
-        "poses": {str(i): _gradient(pose).cpu() for i, pose in enumerate(poses)},
+        "poses": {name: _gradient(of).cpu() for name, of in [*enumerate(poses), *learnt.items()]},
     }
 
 

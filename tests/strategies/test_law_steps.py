@@ -15,11 +15,13 @@ import torch
 
 from cuda_ext.ops.adam import adam_scalars
 from ns_multigpu.core.assignment import DealtViews
+from ns_multigpu.core.composable import why_no_step
+from ns_multigpu.core.exposures import StepExposures
 from ns_multigpu.core.legs import RowsStay, SummedGradients, WholePixels
 from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.stages import stages_of
-from ns_multigpu.core.step import Step, why_no_step
+from ns_multigpu.core.step import Step
 from ns_multigpu.core.step_settings import StepSettings, with_halos
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.tile_lists import SortedLists
@@ -32,7 +34,7 @@ from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
 from tests.ranks import run_ranks, skip_without_gpus
 from tests.recorded import RecordedPool
-from tests.strategies.scene import make_image, make_observations, make_points, make_views
+from tests.strategies.scene import make_image, make_maps, make_observations, make_points, make_views
 from tests.strategies.test_law import (
     KNOW_MACHINES,
     LIKE_SINGLE,
@@ -80,10 +82,10 @@ def step_on(machines: int, world: World, *rest: Any) -> Outcome:
 
 def take_one(
     spread: Strategy, kind: Any, count: int, size: tuple[int, int], mode: str, by_sort: bool = False,
-    half: bool | None = None, whole: Points | None = None, observes: bool = False, **more: Any,
+    half: bool | None = None, whole: Points | None = None, observes: bool = False, exposes: bool = False, **more: Any,
 ) -> Outcome:  # fmt: skip
     """What `one_step` returns, of a step that reads nothing back. With `half` given rows travel by collectives. The
-    points are 3D Gaussians, unless given; `observes`: see `take_step`; `more` are options of their kernels."""
+    points are 3D Gaussians, unless given; `observes`, `exposes`: see `take_step`; `more` are options of the kernels."""
     world = spread.world
     device = world.device
     views = make_views(count, torch.float32, device, size)
@@ -95,8 +97,16 @@ def take_one(
     statistics = {name: torch.zeros(len(held), device=device) for name in ("grad2d", "count", "radii")}
     spread.observe(kind, held, 0)
     observed = make_observations(count, torch.float32, device) if observes else None
-    step = made(spread, kind, views, params, moments, statistics, by_sort, half, observed, **more)
+    learnt = None
+    if exposes:
+        maps = make_maps(count, torch.float32, device)
+        begun["exposures"], params["exposures"] = maps.clone(), maps
+        moments["exposures"] = torch.zeros_like(maps), torch.zeros_like(maps)
+        learnt = StepExposures(maps, *moments["exposures"], count)
+    step = made(spread, kind, views, params, moments, statistics, by_sort, half, observed, learnt, **more)
     fill(step, views)
+    if learnt is not None:
+        learnt.indices.copy_(torch.tensor([view.index for view in views]))
     plan = with_halos(spread.plan_alike(views), *size)
     targets = []
     for patch in plan.owned[world.rank]:
@@ -121,11 +131,14 @@ def take_one(
 
 def made(
     spread: Strategy, kind: Any, views: list[View], params: Any, moments: Any, statistics: Any, by_sort: bool,
-    half: bool | None = None, observed: Observations | None = None, **more: Any,
+    half: bool | None = None, observed: Observations | None = None, exposures: StepExposures | None = None,
+    room: Any = None, **more: Any,
 ) -> Step:  # fmt: skip
     """The step of a strategy and a primitive, with what carries its rows."""
     world = spread.world
-    settings = StepSettings(views[0].width, views[0].height, len(views), LAMBDA, **ROOM)
+    settings = StepSettings(
+        views[0].width, views[0].height, len(views), LAMBDA, **{**ROOM, **(room or {})}, exposures=exposures is not None
+    )
     kernels = replace(kind, depth=False).kernels(**more)
     assert kernels is not None
     words = settings.words(spread.assignment)
@@ -136,7 +149,10 @@ def made(
     )  # fmt: skip
     lists = SortedLists(settings, world, transport.lines, peer=False) if by_sort else None
     counted = statistics if world.is_main or not spread.gradients.summed else {}
-    return Step(kernels, params, moments, counted, settings, spread, transport, lists=lists, observed=observed)
+    return Step(
+        kernels, params, moments, counted, settings, spread, transport, lists=lists, observed=observed,
+        exposures=exposures,
+    )  # fmt: skip
 
 
 def replay(

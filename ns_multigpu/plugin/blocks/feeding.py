@@ -27,7 +27,7 @@ class Feed:
     Attributes:
         step: its number. indices: of its views, in the capture. views: these, on the host.
         inputs: what `Step.inputs` is to be, float32 on the host. Of B views: 16 B numbers of world-to-camera matrices,
-            9 B of intrinsics, 3 B of backgrounds, Adam's 8 for each parameter, B times.
+            9 B of intrinsics, 3 B of backgrounds, Adam's 8 for each parameter, B times, and with exposures B indices.
         plan: who draws what. rate: see `StepNoise.rate`.
     """
 
@@ -66,15 +66,15 @@ class Feeding:
         lines = adam.count()
         for scheduler in self._optimizers.schedulers.values():
             next_rates(scheduler)
-        inputs = np.zeros(29 * batch + sum(map(len, lines)), dtype=np.float32)
+        told = [view.time for view in views] + ([] if pipeline.model.exposures is None else indices)
+        inputs = np.zeros(28 * batch + sum(map(len, lines)) + len(told), dtype=np.float32)
         matrices, Ks = inputs[: 16 * batch].reshape(batch, 16), inputs[16 * batch : 25 * batch].reshape(batch, 9)
         for place, (_, numbers) in enumerate(cameras):
             matrices[place], Ks[place] = numbers[:16], numbers[16:]
         backgrounds = inputs[25 * batch : 28 * batch].reshape(batch, 3)
         for view in {patch.view for patch in plan.owned[self._rank]}:  # nobody looks at the others
             backgrounds[view] = self._background(step * batch + view)
-        inputs[28 * batch : -batch] = [number for line in lines for number in line]
-        inputs[-batch:] = [view.time for view in views]
+        inputs[28 * batch :] = [number for line in lines for number in line] + told
         return Feed(step, indices, views, torch.from_numpy(inputs), plan, rate())
 
     def _background(self, image: int) -> np.ndarray[Any, Any]:

@@ -5,10 +5,10 @@ from typing import Any
 
 from cuda_ext.dispatch.load import backend, kernels_serve
 from cuda_ext.ops.adam import FusedAdam, is_plain
-from ns_multigpu.core.step import why_no_step
+from ns_multigpu.core.composable import why_no_step
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.model import surfaces
+from ns_multigpu.plugin.model import exposures, surfaces
 from ns_multigpu.primitives.registry import FIRST, titled
 
 _MOST_VIEWS = 128
@@ -108,7 +108,7 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     shapes = pipeline.datamanager.train_shapes
     smallest = 11 * 2**options.num_downscales
     kernels = model.primitive(depth=False).kernels()
-    names = () if kernels is None else kernels.parameters
+    names = () if kernels is None else (*kernels.parameters, *exposures.groups(model))
     groups = [optimizers.optimizers.get(name) for name in names]
     pieces = why_no_step(pipeline.strategy, pipeline.batch_size)
     tests: Sequence[tuple[bool, Callable[[], str]]] = (

@@ -64,7 +64,7 @@ def go_back(
     """Takes the steps that points have been put off, and counts `done` steps from where `counts` was taken.
 
     Args:
-        names: of the parameters, in their kernels' order.
+        names: of the parameters' optimizers.
     """
     groups = [optimizers.optimizers[name] for name in names]
     adam = AdamStep(groups, with_grads=False)

@@ -78,7 +78,7 @@ class PointStorage:
 
         Args:
             params: the model's parameters by name.
-            adam: of their optimizers, in the kernels' order.
+            adam: of their optimizers, in the kernels' order; and perhaps of others behind them.
             state: densification's, whose running sums are `grad2d`, `count` and `radii`, as far as they are there.
             most: points of the rank that has the most, where each has its own; the same on all.
 
@@ -91,7 +91,7 @@ class PointStorage:
         if most > MOST_SPARED:
             self._roomy = False
             self.params = {name: params[name].detach() for name in names}
-            self.moments = dict(zip(names, zip(adam.exp_avgs, adam.exp_avg_sqs, strict=True), strict=True))
+            self.moments = {name: (adam.exp_avgs[k], adam.exp_avg_sqs[k]) for k, name in enumerate(names)}
             self.statistics = sums
             return False
         same = self._fits(most, params, adam, sums)
@@ -141,7 +141,8 @@ class PointStorage:
 
     def _given(self, params: MutableMapping[str, Any], adam: AdamStep, sums: dict[str, Tensor]) -> list[Tensor]:
         """What `hold` is given, in the order of `_all`."""
-        return [*(params[name].detach() for name in self._names), *adam.exp_avgs, *adam.exp_avg_sqs, *sums.values()]
+        moments = [*adam.exp_avgs[: len(self._names)], *adam.exp_avg_sqs[: len(self._names)]]
+        return [*(params[name].detach() for name in self._names), *moments, *sums.values()]
 
     def _all(self) -> list[Tensor]:
         """Everything, in the order of `hold`."""

@@ -49,7 +49,7 @@ from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from ns_multigpu.plugin.blocks.ways import Ways
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.plugin.faults.out_of_memory import Counts
-from ns_multigpu.plugin.model import surfaces
+from ns_multigpu.plugin.model import exposures, surfaces
 
 MOST_STEPS = 64
 """Steps of a block at most: so long a signal, or the viewer, may have to wait."""
@@ -94,6 +94,7 @@ class Training:
         self._lazy: LazyAdam | None = None
         self._key: object = None
         self._names = names(self._model.schema)
+        self._stepped = [*self._names, *exposures.groups(self._model)]  # by the same Adam
         options = self._model.config
         cap = options.max_gs_num if options.densifier == "mcmc" else None
         self._points = PointStorage(names=self._names, cap=cap)
@@ -230,7 +231,7 @@ class Training:
 
     def go_back(self, counts: Counts, done: int) -> None:
         """Leaves everything as after `done` steps of a block, which the device has taken, and holds no buffers."""
-        go_back(self._points, self._names, self._optimizers, self._lazy, counts, done)
+        go_back(self._points, self._stepped, self._optimizers, self._lazy, counts, done)
         self._release()
 
     def _let_go(self) -> None:
@@ -276,12 +277,13 @@ class Training:
 
     def _made(self, view: View, kernels: Kernels, counts: bool, kind: torch.dtype) -> Step:
         """The step for the present capacities."""
-        assert self._room.now is not None
+        assert self._room.now is not None and self._adam is not None
         options, strategy = self._model.config, self._pipeline.strategy
         rows, pairs, intersections = self._room.now
         settings = StepSettings(
             width=view.width, height=view.height, views=self._pipeline.batch_size, ssim_lambda=options.ssim_lambda,
             rows=rows, segment=pairs, intersections=intersections, groups=self._pipeline.config.overlap,
+            exposures=self._model.exposures is not None,
         )  # fmt: skip
         # Where every rank sees every row, rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
         counted = counts and (self._world.is_main or not strategy.gradients.summed)
@@ -293,6 +295,7 @@ class Training:
             # Noise moves all points after each step: boxes would have to be made anew, which reads as much as it saves.
             group_culling=False if self._noise.active else None,
             observed=None if self._observed is None else self._observed.batch,
+            exposures=exposures.in_steps(self._model, self._adam, settings.views),
         )  # fmt: skip
 
     def _kernels(self, degree: int, counts: bool, losses: Sequence[tuple[str, float]]) -> Kernels:
@@ -360,7 +363,7 @@ class Training:
         if counts:
             model.densifier.statistics(model.gauss_params, model.densifier_state)
         groups = [self._optimizers.optimizers[name] for name in self._names]
-        self._adam = AdamStep(groups, with_grads=False)
+        self._adam = AdamStep([self._optimizers.optimizers[name] for name in self._stepped], with_grads=False)
         if not self._points.has_room(model.most_points):
             self._let_go()  # what is too small makes room for what is not
         stays = self._points.hold(model.gauss_params, self._adam, model.densifier_state, model.most_points)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from nerfstudio.models.splatfacto import SplatfactoModelConfig
 
+from ns_multigpu.plugin.model import exposures
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.primitives.registry import FIRST, PrimitiveName
 
@@ -43,6 +44,10 @@ class SplatModelConfig(SplatfactoModelConfig):
     agree: of disparities, in units of the scene; 0 for none. The published weight is 0.01. It needs COLMAP's tracks."""
     depth_loss_start: int = 0
     """How many images are seen before the depth loss counts."""
+    exposure: exposures.Choice = "off"
+    """A map of colours for each training view, learnt beside the Gaussians, for photographs of different exposure or
+    white balance: "affine" has one, "off" none, and "auto" where the photographs differ. Views that are held out, and
+    what is shown, have none. See docs/recipes.md#exposure."""
     optimizer_state: Literal["full", "compact"] = "full"
     """How Adam keeps its two moments of every parameter of the Gaussians: "full", as float32, 8 bytes a parameter and
     472 a Gaussian; "compact", as bfloat16 that is rounded up or down at random, half of that. With compact a Gaussian

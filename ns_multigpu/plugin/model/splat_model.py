@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from ns_multigpu.core.densifier import Densifier
+from ns_multigpu.core.exposures import drift, exposed
 from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.primitive import Primitive
@@ -28,7 +29,7 @@ from ns_multigpu.core.schema import POSITION, Parameter, names
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.launch.checks import check_first_points, check_random_points
-from ns_multigpu.plugin.model import surfaces
+from ns_multigpu.plugin.model import exposures, surfaces
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
@@ -52,6 +53,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     config: "SplatModelConfig"
     training_options: Any
+    exposures: torch.nn.Parameter | None
     chosen_cap: ChosenCap | None = None
     """With mcmc, how many Gaussians suit the capture, where that is what caps them."""
     elsewhere: Callable[[Cameras, OrientedBox | None], MutableMapping[str, Any] | None] | None = None
@@ -83,6 +85,9 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             self.background_color = torch.tensor([0.1490, 0.1647, 0.2157])
         else:
             self.background_color = get_color(config.background_color)
+        self.register_parameter(exposures.GROUP, None)
+        if config.exposure == "affine":
+            exposures.add(self)
         if config.use_bilateral_grid:
             x, y, w = config.grid_shape
             self.bil_grids = BilateralGrid(num=self.num_train_data, grid_X=x, grid_Y=y, grid_W=w)
@@ -111,6 +116,10 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     def get_gaussian_param_groups(self) -> dict[str, list[torch.nn.Parameter]]:
         """A group of learning rates for each parameter of the points."""
         return {name: [param] for name, param in self.gauss_params.items()}
+
+    def get_param_groups(self) -> dict[str, list[torch.nn.Parameter]]:
+        """All groups of learning rates."""
+        return super().get_param_groups() | ({} if self.exposures is None else {exposures.GROUP: [self.exposures]})
 
     def prepare_densifier(self, world: World, seed: int) -> None:
         """Makes densification count over `world` and draw by `seed`. Called before the first step."""
@@ -235,6 +244,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         self.camera_optimizer.get_loss_dict(extra)
         if self.config.use_bilateral_grid:
             extra["tv_loss"] = 10 * total_variation_loss(self.bil_grids.grids)
+        if self.exposures is not None:
+            extra["exposure_drift"] = drift(self.exposures)
         losses.update({name: value / world.size for name, value in extra.items()})
         return losses, {"mse": squared} if metrics else {}
 
@@ -263,7 +274,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         return drawn.to(self.device)
 
     def _composite(self, pixels: Pixels, view: View, background: Tensor) -> Tensor:
-        rgb = (pixels.color + (1 - pixels.alpha) * background).clamp(0.0, 1.0)
+        rgb = pixels.color + (1 - pixels.alpha) * background
+        rgb = (rgb if self.exposures is None else exposed(rgb, self.exposures[view.index])).clamp(0.0, 1.0)
         if not self.config.use_bilateral_grid:
             return rgb
         x0, y0, x1, y1 = pixels.patch.rendered(view)

@@ -34,6 +34,7 @@ from ns_multigpu.plugin.faults.errors import show_uncaught
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.process_world import get_world, set_world
 from ns_multigpu.plugin.launch.run_parts import run_parts
+from ns_multigpu.plugin.model import exposures
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.model.kinds import times_note
 from ns_multigpu.plugin.model.metrics import means
@@ -45,6 +46,7 @@ from ns_multigpu.plugin.render.evaluation import RenderedView, rendered_views, s
 from ns_multigpu.plugin.render.service import RenderService
 from ns_multigpu.plugin.render.spiral import let_spirals_begin
 from ns_multigpu.plugin.train.capacity import choose_cap
+from ns_multigpu.plugin.train.exposure_choice import choose_exposure
 from ns_multigpu.plugin.train.strategy import strategy_of
 from strategies import STRATEGIES
 
@@ -189,13 +191,15 @@ class DistributedPipeline(VanillaPipeline):
             checks.check_views(len(self.datamanager.train_dataset), 1 if sharded else self.world.size)
             if note := times_note(config.model.primitive, self.datamanager.train_dataset.cameras):
                 CONSOLE.print(note, soft_wrap=True)
-            if _count(self.model.seed_points) == 0 and not config.model.random_init:
+            seeds = self.model.seed_points
+            if (seeds is None or len(seeds[0]) == 0) and not config.model.random_init:
                 CONSOLE.print(
                     f"The capture has no seed points: training begins with {self.model.num_points:,} random Gaussians, "
                     "as Splatfacto's does (--pipeline.model.num-random and random-scale say how many, and where).",
                     soft_wrap=True,
                 )
             choose_cap(self.model, self.datamanager.train_dataset.cameras)
+            choose_exposure(self.model, self.datamanager, self.world)
             checks.check_cap(self.model.num_points, config.model.densifier, config.model.max_gs_num)
             self.strategy.placement.look(self._training_views)
             if sharded:
@@ -276,6 +280,7 @@ class DistributedPipeline(VanillaPipeline):
         where = str((self.config.checkpoints or Path()) / f"step-{step:09d}.ckpt")
         check_kind(loaded_state, model.config.primitive, where)
         loaded_state = without_kind(loaded_state)
+        exposures.expect(model, loaded_state)
         if self.renders.shared and not model.sharded:
             model.hold_shard(self.strategy.placement, self.world)
         if SHARDS not in loaded_state and not model.sharded:
@@ -391,7 +396,3 @@ class DistributedPipeline(VanillaPipeline):
             gathered.update(part)
         # In the order of the views, so that the mean has the same bits on every world size.
         return means([gathered[index] for index in sorted(gathered)], deviations=get_std)
-
-
-def _count(seed_points: tuple[Tensor, Tensor] | None) -> int:
-    return 0 if seed_points is None else len(seed_points[0])

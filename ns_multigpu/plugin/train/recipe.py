@@ -37,6 +37,7 @@ def best(images: int) -> dict[str, Any]:
         "pipeline.model.resolution_schedule": 1500,
         "pipeline.model.densifier": "mcmc",
         "pipeline.model.max_gs_num": None,
+        "pipeline.model.exposure": "auto",
         "pipeline.model.mcmc_picks": "both",
         "pipeline.model.stop_split_at": max(25000, round(images * 5 / 6)),
         "pipeline.model.refine_every": min(max(round(images / 150), 50), 100),

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _OPTIONS = {
     "camera_optimizer": "--pipeline.model.camera-optimizer.mode",
     "bil_grids": "--pipeline.model.use-bilateral-grid",
+    "exposures": "--pipeline.model.exposure",
 }
 """What decides whether a model has a part."""
 _NOT_CARRIED = ("_model.lpips.",)

@@ -1,0 +1,62 @@
+"""A copy of a capture whose training photographs differ in exposure, as a camera's own choice makes them differ.
+
+    python -m benchmarks.captures.varied_exposure --data FOX --output FOX-1-STOP --stops 1
+
+Each photograph is made 2^u times as bright, in linear light, with u drawn evenly from -STOPS to STOPS; every 8th, which
+`benchmarks.captures.recipes` holds out, stays as it is. So what a recipe makes of the copy is measured against the
+exposures' middle, and beside what it makes of the capture itself. All copies of an image at smaller sizes get the same.
+"""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+KINDS = (".jpg", ".jpeg", ".png")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Writes the copy."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="a capture in COLMAP's layout")
+    parser.add_argument("--output", type=Path, required=True, help="a folder that does not exist yet")
+    parser.add_argument("--stops", type=float, required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--interval", type=int, default=8, help="of the photographs that are held out")
+    options = parser.parse_args(argv)
+    shutil.copytree(options.data, options.output)
+    folders = [folder for folder in sorted(options.output.iterdir()) if folder.name.split("_")[0] == "images"]
+    names = sorted(str(file.relative_to(folders[0])) for file in folders[0].rglob("*") if file.suffix.lower() in KINDS)
+    stops = exposures(len(names), options.stops, options.seed, options.interval)
+    for name, stop in zip(names, stops, strict=True):
+        for folder in folders if stop else ():
+            change(folder / name, stop)
+    print(f"{options.output}: {len(names)} photographs, {np.count_nonzero(stops)} of another exposure.")
+
+
+def exposures(views: int, stops: float, seed: int, interval: int) -> np.ndarray:
+    """[views] by how many stops each photograph is brighter; 0 for those that are held out. The others' mean is 0."""
+    drawn = np.random.default_rng(seed).uniform(-stops, stops, views)
+    held_out = np.arange(views) % interval == 0
+    drawn[held_out] = 0.0
+    drawn[~held_out] -= drawn[~held_out].mean()
+    return drawn
+
+
+def change(file: Path, stops: float) -> None:
+    """Makes a photograph brighter by so many stops; what is beyond white is white."""
+    image = Image.open(file)
+    pixels = np.asarray(image.convert("RGB"), dtype=np.float32) / 255
+    brighter = np.clip(
+        pixels * 2 ** (stops / 2.2), 0, 1
+    )  # a power of light is one of what a display's gamma made of it
+    made = Image.fromarray((brighter * 255 + 0.5).astype(np.uint8))
+    exif = image.info.get("exif", b"")
+    made.save(file, **({"quality": 92, "exif": exif} if file.suffix.lower() != ".png" else {}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""A model's maps of colours, one for each training view: where it has them (`--pipeline.model.exposure`)."""
+
+from typing import Any, Literal
+
+import torch
+
+from cuda_ext.ops.adam import AdamStep
+from ns_multigpu.core.exposures import StepExposures, identity_maps
+from ns_multigpu.core.schema import POSITION
+
+Choice = Literal["off", "affine", "auto"]
+
+GROUP = "exposures"
+"""The name of a model's maps, also of their optimizer."""
+
+
+def add(model: Any) -> None:
+    """Gives a model maps that change nothing yet; in the place of those that it has."""
+    maps = identity_maps(model.num_train_data).to(model.gauss_params[POSITION].device)
+    model.register_parameter(GROUP, torch.nn.Parameter(maps))
+
+
+def groups(model: Any) -> list[str]:
+    """The groups of learning rates that a model has for its maps."""
+    return [] if model.exposures is None else [GROUP]
+
+
+def in_steps(model: Any, adam: AdamStep, views: int) -> StepExposures | None:
+    """A model's maps as fused steps of so many views take them; None where it has none.
+
+    Args:
+        adam: of the points, and of the maps behind them.
+    """
+    if model.exposures is None:
+        return None
+    return StepExposures(model.exposures.detach(), adam.exp_avgs[-1], adam.exp_avg_sqs[-1], views)
+
+
+def expect(model: Any, state: dict[str, Any]) -> None:
+    """Makes a model ready for a checkpoint that has maps or none. A model that goes on training is by now."""
+    saved = f"_model.{GROUP}" in state
+    if saved and model.exposures is None:
+        add(model)
+    elif not saved and model.exposures is not None:
+        model.register_parameter(GROUP, None)

@@ -1,0 +1,84 @@
+"""`--pipeline.model.exposure`: whether the model of a run that begins has maps of colours, and what is said of that."""
+
+from typing import Any
+
+import torch
+from nerfstudio.utils.rich_utils import CONSOLE
+from torch import Tensor
+
+from ns_multigpu.core.collectives import broadcast_object
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.capture.checks import raise_together
+from ns_multigpu.plugin.capture.differing_exposures import MANY, Exposures, differ, measured
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.model import exposures
+from ns_multigpu.plugin.model.cameras import view_from_camera
+
+LOOKED_AT = 64
+"""Photographs, at most: evenly spread over the capture."""
+
+
+def choose_exposure(model: Any, datamanager: Any, world: World) -> None:
+    """Decides, before training, whether the model has maps, and says so where that is the program's choice. Every rank
+    calls it.
+
+    Raises:
+        InputError: the option does not go with another one.
+    """
+    config = model.config
+    if config.exposure != "off" and config.use_bilateral_grid:
+        raise InputError(
+            f"--pipeline.model.exposure {config.exposure} and --pipeline.model.use-bilateral-grid True both correct "
+            "the exposure of views. Leave out one of them."
+        )
+    if config.exposure != "auto":
+        return
+    found = exposures_of(datamanager, model.seed_points, world)
+    if found is not None and differ(found):
+        exposures.add(model)
+    CONSOLE.print(described(None if found is None else found.spread), soft_wrap=True)
+
+
+def exposures_of(datamanager: Any, seed_points: tuple[Tensor, Tensor] | None, world: World) -> Exposures | None:
+    """How the training photographs' exposures differ. Every rank calls it and gets the same; one reads.
+
+    Args:
+        datamanager: a `DistributedDataManager`, its capture checked.
+        seed_points: [N, 3] positions in the model's world and [N, 3] colours up to 255.
+
+    Returns:
+        None where too few seed points, or photographs that show them, tell.
+
+    Raises:
+        InputError: on every rank, if a photograph cannot be read.
+    """
+    found: Exposures | None = None
+    problems: list[str] = []
+    if world.is_main and seed_points is not None:
+        cameras = datamanager.train_dataset.cameras
+        chosen = [round(i) for i in torch.linspace(0, len(cameras) - 1, min(LOOKED_AT, len(cameras))).tolist()]
+        singles = [cameras[index : index + 1].to("cpu") for index in chosen]
+        views = [view_from_camera(one, one.camera_to_worlds.reshape(-1, 3, 4)[0], 0) for one in singles]
+        try:
+            found = measured(*seed_points, views, lambda k: datamanager.train_reader.read(chosen[k])["image"])
+        except ValueError as error:  # says which file it is
+            problems = [str(error)]
+    raise_together(problems, world, "A photograph cannot be read:")
+    return broadcast_object(found, 0, world)
+
+
+def described(spread: float | None) -> str:
+    """What is said of the choice.
+
+    Args:
+        spread: of the views' exposures, in stops; None where it could not be measured.
+    """
+    if spread is None:
+        return (
+            "Exposure: too few seed points to compare the photographs with, so no correction "
+            "(--pipeline.model.exposure affine has one)."
+        )
+    measured = f"Exposure: the photographs differ by {spread:.2f} stops"
+    if spread > MANY:
+        return f"{measured}, so each has a correction that is learnt (--pipeline.model.exposure off has none)."
+    return f"{measured}, so they need no correction."

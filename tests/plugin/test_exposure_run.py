@@ -1,0 +1,106 @@
+"""Runs with `--pipeline.model.exposure`: fused steps learn what others learn, checkpoints carry it, and who decides."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from nerfstudio.cameras.camera_optimizers import CameraOptimizerConfig
+
+from ns_multigpu.core.exposures import identity_maps
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.capture.differing_exposures import MANY
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.train import exposure_choice
+from tests.plugin.course import TRAIN, write_capture
+from tests.plugin.resuming import differing, everything, start
+
+
+def begin(folder: Path, name: str, steps: int, **options: Any) -> Any:
+    still = CameraOptimizerConfig(mode="off")
+    options = {"exposure": "affine", "camera_optimizer": still, **options}
+    return start(World.single(), folder / "capture", folder / name, steps, 2, **options)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_capture(tmp_path / "capture", wide=False)
+    return tmp_path
+
+
+def test_fused_steps_learn_what_others_do(folder: Path) -> None:
+    """The maps move by a hundred times as much as they differ."""
+    maps: list[torch.Tensor] = []
+    for fused in ("never", "always"):
+        trainer = begin(folder, fused, 6, fused_steps=fused)
+        for group in trainer.optimizers.optimizers["exposures"].param_groups:
+            group["eps"] = 1e-4
+        trainer.train()
+        assert torch.isfinite(trainer.pipeline.model.exposures).all()
+        maps.append(trainer.pipeline.model.exposures.detach())
+    moved = (maps[0] - identity_maps(TRAIN)).abs().amax((1, 2))
+    assert float(moved.min()) > 1e-3, "each view has had its turn"
+    assert float((maps[0] - maps[1]).abs().max()) < 0.01 * float(moved.min())
+
+
+@pytest.mark.parametrize("fused", ["always", "never"])
+def test_a_run_goes_on_bit_for_bit(folder: Path, fused: str) -> None:
+    options: dict[str, Any] = {"fused_steps": fused, "steps_per_save": 4, "keep_checkpoints": 0}
+    whole = begin(folder, "whole", 8, **options)
+    whole.train()
+    saved = whole.checkpoint_dir / "step-000000004.ckpt"
+    resumed = begin(folder, "resumed", 8, load_checkpoint=saved, **options)
+    loaded = resumed.pipeline.model.exposures.detach().clone()
+    assert resumed._start_step == 5 and not torch.equal(loaded, identity_maps(TRAIN))
+    resumed.train()
+    assert "model/exposures" in everything(whole) and differing(everything(whole), everything(resumed)) == []
+    with pytest.raises(InputError, match=r"--pipeline\.model\.exposure"):
+        begin(folder, "without", 8, load_checkpoint=saved, **{**options, "exposure": "off"})
+
+
+def test_a_model_that_is_looked_at_takes_maps_as_the_checkpoint_has_them(folder: Path) -> None:
+    """A run whose own choice it was has "auto" in its config."""
+    trained = begin(folder, "run", 2).pipeline
+    with torch.no_grad():
+        trained.model.exposures += 0.25
+    state = {name: value.clone() for name, value in trained.state_dict().items()}
+    looked_at = begin(folder, "other", 2, exposure="off").pipeline
+    looked_at.load_pipeline(state, 1)
+    assert torch.equal(looked_at.model.exposures, trained.model.exposures)
+    camera, _ = looked_at.datamanager.next_train(0)
+    shown = looked_at.eval().model.get_outputs(camera)["rgb"]
+    with torch.no_grad():
+        looked_at.model.exposures -= 0.25
+    assert torch.equal(shown, looked_at.model.get_outputs(camera)["rgb"]), "what is shown has no map"
+    del state["_model.exposures"]
+    looked_at.load_pipeline(state, 1)
+    assert looked_at.model.exposures is None
+
+
+@pytest.mark.parametrize(
+    ("spread", "said"),
+    [
+        (2 * MANY, "so each has a correction that is learnt"),
+        (MANY / 2, "so they need no correction"),
+        (None, "too few seed points"),
+    ],
+)
+def test_auto_goes_by_the_photographs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, spread: float | None, said: str
+) -> None:
+    found = None if spread is None else SimpleNamespace(spread=spread)
+    monkeypatch.setattr(exposure_choice, "exposures_of", lambda *_: found)
+    trainer = begin(folder, "run", 2, exposure="auto")
+    assert said in " ".join(capsys.readouterr().out.split())
+    maps = trainer.pipeline.model.exposures
+    assert (maps is not None) == (spread == 2 * MANY) == ("exposures" in trainer.optimizers.optimizers)
+    if maps is not None:
+        trainer.train()
+        assert not torch.equal(maps, identity_maps(TRAIN))
+
+
+def test_two_corrections_are_refused(folder: Path) -> None:
+    for choice in ("affine", "auto"):
+        with pytest.raises(InputError, match=f"exposure {choice} and --pipeline.model.use-bilateral-grid True both"):
+            begin(folder, choice, 2, exposure=choice, use_bilateral_grid=True)

@@ -1,0 +1,92 @@
+"""The law for exposures: with a map of colours for each view pixels, loss and gradients, also those by the maps, are
+those of one rank, in each mode; and steps of other kinds of points have them, too."""
+
+import pytest
+import torch
+
+from ns_multigpu.core.exposures import StepExposures
+from ns_multigpu.core.step_settings import with_halos
+from ns_multigpu.core.world import World
+from strategies import STRATEGIES
+from tests.ranks import run_ranks, skip_without_gpus
+from tests.strategies.scene import make_image, make_maps, make_views
+from tests.strategies.test_law import LIKE_SINGLE, Outcome, check, points_of, take_step
+from tests.strategies.test_law_steps import MODES, POINTS, PORTRAIT, check_outcomes, count_of, fill, made, take_one
+
+WAYS = [*LIKE_SINGLE, "pixel"]
+
+
+def step(world: World, strategy: str, dtype: torch.dtype, exposes: bool = True) -> Outcome:
+    return take_step(STRATEGIES[strategy](world), "gaussians", 4, 90, dtype, exposes=exposes)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("strategy", WAYS)
+def test_equals_single(strategy: str, ranks: int) -> None:
+    expected = step(World.single(), "single", torch.float64)
+    without = step(World.single(), "single", torch.float64, False)
+    assert abs(float(expected["loss"] - without["loss"])) > 0.002
+    for name, gradient in expected["gradients"].items():  # the scene shows a difference
+        assert float((gradient - without["gradients"][name]).abs().max()) > 0.01 * float(gradient.abs().max())
+    check(run_ranks(step, ranks, strategy, torch.float64), expected, torch.float64)
+
+
+def fused(world: World, strategy: str, mode: str, primitive: str = "gaussians") -> Outcome:
+    kind, whole = points_of(primitive, POINTS, torch.float32, world.device)
+    return take_one(STRATEGIES[strategy](world), kind, count_of(strategy), PORTRAIT, mode, whole=whole, exposes=True)
+
+
+def check_fused(outcomes: list[Outcome], strategy: str, primitive: str = "gaussians") -> None:
+    """Whether ranks together did what one rank does through autograd."""
+    count = count_of(strategy)
+    single = STRATEGIES["single"](World.single())
+    expected = take_step(single, primitive, count, POINTS, torch.float32, PORTRAIT, exposes=True)
+    by_maps = expected["poses"]["exposures"]
+    assert float(by_maps.abs().amax((1, 2)).min()) > 0, "also views that are not in the batch hold the mean"
+    for outcome in outcomes:
+        found = outcome["gradients"].pop("exposures")
+        torch.testing.assert_close(found, by_maps, rtol=1e-4, atol=2e-5 * float(by_maps.abs().max()))
+        assert torch.equal(found, outcomes[0].setdefault("maps", found)), "each rank has all maps"
+    replicated = STRATEGIES[strategy](World.single()).placement.replicated
+    check_outcomes(outcomes, expected, count, PORTRAIT, replicated=replicated)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strategy", WAYS)
+def test_a_fused_step_equals_single(strategy: str, mode: str, ranks: int) -> None:
+    check_fused(run_ranks(fused, ranks, strategy, mode), strategy)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "mode"), [("batch", 2, "captured"), ("tile", 3, "step")])
+def test_a_fused_step_of_4d_gaussians_equals_single(strategy: str, ranks: int, mode: str) -> None:
+    check_fused(run_ranks(fused, ranks, strategy, mode, "4D gaussians"), strategy, "4D gaussians")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strategy", WAYS)
+def test_a_fused_step_equals_single_on_gpus(strategy: str, mode: str, ranks: int) -> None:
+    skip_without_gpus(ranks)
+    check_fused(run_ranks(fused, ranks, strategy, mode, device="cuda"), strategy)
+
+
+def test_a_step_that_finds_no_room_leaves_maps_alone() -> None:
+    spread, count = STRATEGIES["single"](World.single()), 3
+    kind, held = points_of("gaussians", POINTS, torch.float32)
+    views = make_views(count, torch.float32, size=PORTRAIT)
+    params = {name: value.detach() for name, value in held.params.items()}
+    moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
+    maps = make_maps(count, torch.float32)
+    before, firsts, seconds = maps.clone(), torch.ones_like(maps), torch.ones_like(maps)
+    learnt = StepExposures(maps, firsts, seconds, count)
+    for rows, done in ((8, 0), (2048, 1)):
+        step = made(spread, kind, views, params, moments, {}, False, None, None, learnt, room={"rows": rows})
+        fill(step, views)
+        step.scalars[:, 0] = 1e-3
+        plan = with_halos(spread.plan_alike(views), *PORTRAIT)
+        step.take(plan, [make_image(views[patch.view]) for patch in plan.owned[0]])
+        assert step.status().done == done
+        assert torch.equal(maps, before) == (not done)
+        assert torch.equal(firsts, torch.ones_like(maps)) == torch.equal(seconds, torch.ones_like(maps)) == (not done)
