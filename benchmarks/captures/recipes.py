@@ -3,7 +3,7 @@
     python -m benchmarks.captures.recipes --captures fox=../data/fox ../data/bonsai aerial-1 street-1 \\
         --recipes splatfacto mcmc best --images 7000 15000 30000 --seeds 42 43 44 --at-once 4 --json recipes.json
 
-A capture is a folder in COLMAP's layout (NAME=FOLDER, or FOLDER alone), every 8th view held out at full size; or a city
+A capture is a folder in COLMAP's layout (NAME=FOLDER, or FOLDER alone), every 8th view held out; or a city
 of ours, `aerial-SEED` or `street-SEED`, which is rendered into --cities first. In a --plan, `fox~0.2` is fox with a
 fifth of its views to train on, evenly spread, and the others held out. A recipe is one of
 
@@ -102,6 +102,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--method", default="splatfacto-batch", help="of the runs of ours")
     parser.add_argument("--cities", type=Path, help="folder for cities' captures; by default a temporary one")
     parser.add_argument("--city-size", nargs=4, type=int, default=[3, 160, 960, 540], help="blocks, views, W, H")
+    parser.add_argument("--downscale-factor", type=int, default=1, help="of the captures' images")
     parser.add_argument("--output", type=Path, help="folder for the runs' logs; by default a temporary one")
     parser.add_argument("--pictures", type=Path, help="folder: of each run the middle held-out view, as a PNG")
     parser.add_argument("--json", type=Path, required=True)
@@ -163,7 +164,8 @@ def folders_of(options: argparse.Namespace, jobs: Sequence[Job]) -> tuple[dict[s
 
 def words_of(job: Job, option_words: list[str] | None, folder: Path, output: Path, options: Any) -> list[str]:
     """The command line of a run."""
-    data = ["colmap", "--data", str(folder), "--colmap-path", "sparse/0", "--downscale-factor", "1", *job.split]
+    data = ["colmap", "--data", str(folder), "--colmap-path", "sparse/0"]
+    data += ["--downscale-factor", str(options.downscale_factor), *job.split]
     if option_words is None:
         words = ["--images", str(job.images[-1]), "--seed", str(job.seed), "--output", str(output)]
         return [*words, "--also-at", *map(str, job.images[:-1]), "--", *data]
