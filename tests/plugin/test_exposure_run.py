@@ -12,6 +12,7 @@ from ns_multigpu.core.exposures import identity_maps
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture.differing_exposures import MANY
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.train import exposure_choice
 from tests.plugin.course import TRAIN, write_capture
 from tests.plugin.resuming import differing, everything, start
@@ -93,6 +94,7 @@ def test_auto_goes_by_the_photographs(
     monkeypatch.setattr(exposure_choice, "exposures_of", lambda *_: found)
     trainer = begin(folder, "run", 2, exposure="auto")
     assert said in " ".join(capsys.readouterr().out.split())
+    assert "exposure of the photographs" in run_parts().parts
     maps = trainer.pipeline.model.exposures
     assert (maps is not None) == (spread == 2 * MANY) == ("exposures" in trainer.optimizers.optimizers)
     if maps is not None:

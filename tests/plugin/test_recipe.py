@@ -50,6 +50,7 @@ def test_every_method_has_it(method: str) -> None:
     for name, wanted in best(IMAGES).items():
         assert value(config, name) == wanted
     assert "--pipeline.model.densifier mcmc" in told(config)[0] and "best" in told(config)[0]
+    assert "--pipeline.model.exposure auto" in told(config)[0]
     assert told(config)[0] in config._in_short() and "None" not in told(config)[0]
 
 

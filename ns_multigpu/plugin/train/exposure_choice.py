@@ -11,6 +11,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.differing_exposures import MANY, Exposures, differ, measured
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model import exposures
 from ns_multigpu.plugin.model.cameras import view_from_camera
 
@@ -37,6 +38,7 @@ def choose_exposure(model: Any, datamanager: Any, world: World) -> None:
     if found is not None and differ(found):
         exposures.add(model)
     CONSOLE.print(described(None if found is None else found.spread), soft_wrap=True)
+    run_parts().done("exposure of the photographs")
 
 
 def exposures_of(datamanager: Any, seed_points: tuple[Tensor, Tensor] | None, world: World) -> Exposures | None:
