@@ -10,7 +10,7 @@ from ns_multigpu.core.world import World
 from strategies import STRATEGIES
 from tests.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_image, make_maps, make_views
-from tests.strategies.test_law import LIKE_SINGLE, Outcome, check, points_of, take_step
+from tests.strategies.test_law import LIKE_SINGLE, Outcome, check, on_machines, points_of, take_step
 from tests.strategies.test_law_steps import MODES, POINTS, PORTRAIT, check_outcomes, count_of, fill, made, take_one
 
 WAYS = [*LIKE_SINGLE, "pixel"]
@@ -31,9 +31,13 @@ def test_equals_single(strategy: str, ranks: int) -> None:
     check(run_ranks(step, ranks, strategy, torch.float64), expected, torch.float64)
 
 
-def fused(world: World, strategy: str, mode: str, primitive: str = "gaussians") -> Outcome:
+def fused(
+    world: World, strategy: str, mode: str, primitive: str = "gaussians", machines: int = 1, stages: int = 1
+) -> Outcome:
+    spread = STRATEGIES[strategy](on_machines(world, machines) if machines > 1 else world)
+    spread.rows.stages = stages
     kind, whole = points_of(primitive, POINTS, torch.float32, world.device)
-    return take_one(STRATEGIES[strategy](world), kind, count_of(strategy), PORTRAIT, mode, whole=whole, exposes=True)
+    return take_one(spread, kind, count_of(strategy), PORTRAIT, mode, whole=whole, exposes=True)
 
 
 def check_fused(outcomes: list[Outcome], strategy: str, primitive: str = "gaussians") -> None:
@@ -61,6 +65,13 @@ def test_a_fused_step_equals_single(strategy: str, mode: str, ranks: int) -> Non
 @pytest.mark.parametrize(("strategy", "ranks", "mode"), [("batch", 2, "captured"), ("tile", 3, "step")])
 def test_a_fused_step_of_4d_gaussians_equals_single(strategy: str, ranks: int, mode: str) -> None:
     check_fused(run_ranks(fused, ranks, strategy, mode, "4D gaussians"), strategy, "4D gaussians")
+
+
+@pytest.mark.parametrize(("ranks", "machines", "stages"), [(4, 2, 1), (4, 2, 3), (2, 1, 3)])
+def test_a_fused_step_over_machines_and_in_stages_equals_single(ranks: int, machines: int, stages: int) -> None:
+    """What is told of exposures is at the end of the last stage's message, which others hand on."""
+    outcomes = run_ranks(fused, ranks, "locality", "captured", "gaussians", machines, stages)
+    check_fused(outcomes, "locality")
 
 
 @pytest.mark.gpu
