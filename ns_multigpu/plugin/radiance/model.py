@@ -240,7 +240,7 @@ class NerfactoXLModel(NerfactoModel):
                 outputs["ray"] = taken.ray
             self.figures = self._counted(taken, groups, len(ray_bundle))
             return outputs
-        outputs["depth"] = median_depth(groups, before, whole, segments, first)
+        outputs["depth"] = median_depth(groups, before, whole, segments, first, self.background)
         sum_in_place(outputs["depth"], self.world)
         if taken.ray is not None and taken.weights is not None:
             outputs = {
@@ -318,7 +318,7 @@ class NerfactoXLModel(NerfactoModel):
         taken = Samples(edges, density, self.sampling.coordinates(edges, near, far), {"colour": colour})
         whole, before = self.family.fold(self.family.within(taken), segments.order)
         every = Group(torch.arange(len(segments), device=edges.device), taken, 0)
-        return {**self.pixels(whole, rays), "depth": median_depth([every], before, whole, segments, 0)}
+        return {**self.pixels(whole, rays), "depth": median_depth([every], before, whole, segments, 0, self.background)}
 
     def _looked(self, number: int, rays: RayBundle, positions: Tensor, ray: Tensor) -> tuple[Tensor, Tensor]:
         return self.cell(number).look(positions, rays[ray])

@@ -269,12 +269,16 @@ def in_order(parts: list[Tensor], groups: list[Group], none: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def median_depth(groups: list[Group], before: Tensor, whole: State, segments: Segments, first: int) -> Tensor:
+def median_depth(
+    groups: list[Group], before: Tensor, whole: State, segments: Segments, first: int, background: str
+) -> Tensor:
     """[R, 1] where a ray's weights reach one half, or its last sample; 0 where that is in none of these groups.
 
     Args:
         groups: samples of segments from number `first` on. before: [M, 1] the light that reaches segments.
         whole: the states of rays.
+        background: what is behind rays. Where that is their mean colour, light that comes through costs nothing, and
+            weights of what is solid may add up to less than one half: then it is one half of their sum.
     """
     depth = torch.zeros_like(whole[TRANSMITTANCE])
     place = segments.counts - 1
@@ -284,10 +288,11 @@ def median_depth(groups: list[Group], before: Tensor, whole: State, segments: Se
         at = first + group.rows
         ray = segments.ray[at]
         sums = 1 - before[at] * (1 - running_sum(group.taken.weights))
-        half = torch.full_like(before[at], 0.5)
+        sum_of_all = 1 - whole[TRANSMITTANCE][ray] if background == "mean" else torch.ones_like(before[at])
+        half = (0.5 * sum_of_all).clamp_min(1e-6)  # where there is nothing, the last sample
         index = torch.searchsorted(sums.contiguous(), half)
         ends = (last[ray] == at)[:, None]
-        here = (before[at] > 0.5) & ((index < sums.shape[1]) | ends)
+        here = (before[at] > 1 - half) & ((index < sums.shape[1]) | ends)
         edges = group.taken.edges
         middles = (edges[:, 1:] + edges[:, :-1]) / 2
         found = middles.gather(1, index.clamp_max(sums.shape[1] - 1))
