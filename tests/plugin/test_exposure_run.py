@@ -1,5 +1,6 @@
 """Runs with `--pipeline.model.exposure`: fused steps learn what others learn, checkpoints carry it, and who decides."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture.differing_exposures import MANY
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.run_parts import run_parts
+from ns_multigpu.plugin.model import exposures
+from ns_multigpu.plugin.render import evaluation
 from ns_multigpu.plugin.train import exposure_choice
 from tests.plugin.course import TRAIN, write_capture
 from tests.plugin.resuming import differing, everything, start
@@ -69,6 +72,9 @@ def test_a_model_that_is_looked_at_takes_maps_as_the_checkpoint_has_them(folder:
     looked_at = begin(folder, "other", 2, exposure="off").pipeline
     looked_at.load_pipeline(state, 1)
     assert torch.equal(looked_at.model.exposures, trained.model.exposures)
+    assert not looked_at.model.config.color_corrected_metrics, "a trainer's pipeline measures often"
+    exposures.expect(looked_at.model, state, looks=True)
+    assert looked_at.model.config.color_corrected_metrics
     camera, _ = looked_at.datamanager.next_train(0)
     shown = looked_at.eval().model.get_outputs(camera)["rgb"]
     with torch.no_grad():
@@ -100,6 +106,25 @@ def test_auto_goes_by_the_photographs(
     if maps is not None:
         trainer.train()
         assert not torch.equal(maps, identity_maps(TRAIN))
+
+
+def test_held_out_views_are_measured_with_corrected_colours_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = begin(folder, "run", 2).pipeline
+    pipeline.model.lpips.missing, pipeline.model.config.color_corrected_metrics = True, True
+    found, expected = pipeline.held_out_quality(10), pipeline.get_average_eval_image_metrics()
+    assert (found.psnr, found.corrected) == pytest.approx((expected["psnr"], expected["cc_psnr"]), rel=1e-4)
+    assert found.corrected > found.psnr + 0.1
+    said = f"{found.psnr:.2f} dB (SSIM {found.ssim:.3f}; {found.corrected:.2f} dB with corrected colours)"
+    assert found.described() == f"{said} on 1 held-out views"
+
+    pipeline.model.config.color_corrected_metrics = False  # as in training
+
+    def fails(*_: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(evaluation, "color_correct", fails)
+    assert math.isnan(pipeline.held_out_quality(10).corrected)
+    assert begin(folder, "without", 2, exposure="off").pipeline.held_out_quality(10).corrected is None
 
 
 def test_two_corrections_are_refused(folder: Path) -> None:

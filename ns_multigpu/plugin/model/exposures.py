@@ -36,10 +36,16 @@ def in_steps(model: Any, adam: AdamStep, views: int) -> StepExposures | None:
     return StepExposures(model.exposures.detach(), adam.exp_avgs[-1], adam.exp_avg_sqs[-1], views)
 
 
-def expect(model: Any, state: dict[str, Any]) -> None:
-    """Makes a model ready for a checkpoint that has maps or none. A model that goes on training is by now."""
+def expect(model: Any, state: dict[str, Any], *, looks: bool) -> None:
+    """Makes a model ready for a checkpoint that has maps or none. A model that goes on training is by now.
+
+    Args:
+        state: the checkpoint's. looks: whether the model is only looked at. Then it is measured with corrected colours,
+            too: held-out photographs may have exposures of their own. In training that would take too long.
+    """
     saved = f"_model.{GROUP}" in state
     if saved and model.exposures is None:
         add(model)
     elif not saved and model.exposures is not None:
         model.register_parameter(GROUP, None)
+    model.config.color_corrected_metrics |= saved and looks

@@ -1,13 +1,16 @@
-"""Held-out views, rendered for the ranks that hold their images."""
+"""Held-out views, rendered for the ranks that hold their images, and how good they are."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import torch
 from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.model_components.lib_bilagrid import color_correct
 from torch import Tensor
 
+from ns_multigpu.core.collectives import all_gather_objects
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.render.service import RenderService
 
@@ -28,6 +31,28 @@ class RenderedView:
     image: dict[str, Any]
     outputs: dict[str, Tensor]
     seconds: float
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """How well held-out views are rendered: means over `views` of the `total` that there are; PSNR in dB.
+
+    Attributes:
+        corrected: PSNR once each view's colours are as near to the photograph's as a map of colours brings them; None
+            where nobody asked for it (`color_corrected_metrics`) and the model has no maps of exposure.
+    """
+
+    views: int
+    total: int
+    psnr: float
+    ssim: float
+    corrected: float | None = None
+
+    def described(self) -> str:
+        """For the user."""
+        some = f"{self.views} of {self.total}" if self.views < self.total else f"{self.total}"
+        corrected = "" if self.corrected is None else f"; {self.corrected:.2f} dB with corrected colours"
+        return f"{self.psnr:.2f} dB (SSIM {self.ssim:.3f}{corrected}) on {some} held-out views"
 
 
 def rendered_views(
@@ -64,6 +89,47 @@ def rendered_views(
         for index, outputs, seconds in mine:
             camera, image = held[next(places)]
             yield RenderedView(index, camera, image, outputs, seconds)
+
+
+@torch.no_grad()
+def held_out_quality(model: Any, datamanager: Any, renders: RenderService, world: World, most: int) -> HeldOut | None:
+    """PSNR and SSIM of some held-out views, as ns-eval computes them. Every rank calls it and gets the same.
+
+    Args:
+        model: a `SplatModel`, not in training. datamanager: a `DistributedDataManager`.
+        renders: the model's. world: the ranks.
+        most: how many views to look at, at most.
+
+    Returns:
+        None where no views are held out.
+    """
+    total = len(datamanager.eval_dataset)
+    if total == 0:
+        return None
+    rows: dict[int, tuple[float, ...]] = {}
+    for view in rendered_views(model, datamanager, renders, world, spread(total, most)):
+        rgb = view.outputs["rgb"]
+        truth = model.composite_with_background(model.get_gt_img(view.image["image"]), view.outputs["background"])
+        truth = truth.to(model.device)
+        images = [image.permute(2, 0, 1)[None] for image in (truth, rgb)]
+        rows[view.index] = float(model.psnr(*images)), float(model.ssim(*images))
+        if model.exposures is not None or model.config.color_corrected_metrics:
+            rows[view.index] += (_corrected_psnr(model, truth, rgb),)
+    gathered: dict[int, tuple[float, ...]] = {}
+    for part in all_gather_objects(rows, world):
+        gathered.update(part)
+    # In the order of the views, so that the mean has the same bits on every world size.
+    columns = list(zip(*(gathered[index] for index in sorted(gathered)), strict=True))
+    return HeldOut(len(gathered), total, *(sum(column) / len(column) for column in columns))
+
+
+def _corrected_psnr(model: Any, truth: Tensor, rgb: Tensor) -> float:
+    """NaN where nerfstudio finds no correction, as of an image of one colour."""
+    try:
+        corrected = color_correct(rgb, truth)
+    except AssertionError:
+        return float("nan")
+    return float(model.psnr(truth.permute(2, 0, 1)[None], corrected.permute(2, 0, 1)[None]))
 
 
 def spread(views: int, most: int) -> list[int]:

@@ -42,7 +42,7 @@ from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.render import team, viewer
-from ns_multigpu.plugin.render.evaluation import RenderedView, rendered_views, spread
+from ns_multigpu.plugin.render.evaluation import HeldOut, RenderedView, held_out_quality, rendered_views
 from ns_multigpu.plugin.render.service import RenderService
 from ns_multigpu.plugin.render.spiral import let_spirals_begin
 from ns_multigpu.plugin.train.capacity import choose_cap
@@ -102,16 +102,6 @@ class DistributedPipelineConfig(BesideCheckpoints, VanillaPipelineConfig):
         checks.check_views_per_rank(self.views_per_rank)
         checks.check_views_per_step(self.views_per_step, ranks, cuts_views=True)
         return self.views_per_rank * ranks if self.views_per_step is None else self.views_per_step
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """How well held-out views are rendered: means over `views` of the `total` that there are; PSNR in dB."""
-
-    psnr: float
-    ssim: float
-    views: int
-    total: int
 
 
 @dataclass
@@ -180,6 +170,7 @@ class DistributedPipeline(VanillaPipeline):
         # A world of one as far as nerfstudio knows: it would wrap the model in DDP, which densification breaks.
         super().__init__(config, device, test_mode, world_size=1, local_rank=0, grad_scaler=grad_scaler)
         self.observed: DeviceObservations | None = None
+        self._looks = test_mode != "val"  # and does not train
         if test_mode == "val":
             # Training: later than the datamanager because it knows, earlier than any image is read.
             run_parts().done("model")
@@ -280,7 +271,7 @@ class DistributedPipeline(VanillaPipeline):
         where = str((self.config.checkpoints or Path()) / f"step-{step:09d}.ckpt")
         check_kind(loaded_state, model.config.primitive, where)
         loaded_state = without_kind(loaded_state)
-        exposures.expect(model, loaded_state)
+        exposures.expect(model, loaded_state, looks=self._looks)
         if self.renders.shared and not model.sharded:
             model.hold_shard(self.strategy.placement, self.world)
         if SHARDS not in loaded_state and not model.sharded:
@@ -331,32 +322,12 @@ class DistributedPipeline(VanillaPipeline):
         self.train()
         return metrics, images
 
-    @torch.no_grad()
     def held_out_quality(self, most: int) -> HeldOut | None:
-        """PSNR and SSIM of some held-out views, as ns-eval computes them. Every rank calls it and gets the same.
-
-        Args:
-            most: how many views to look at, at most.
-
-        Returns:
-            None where no views are held out.
-        """
-        total = len(self.datamanager.eval_dataset)
-        if total == 0:
-            return None
+        """See `evaluation.held_out_quality`."""
         self.eval()
-        model, some, rows = self.model, spread(total, most), dict[int, tuple[float, float]]()
-        for view in rendered_views(model, self.datamanager, self.renders, self.world, some):
-            truth = model.composite_with_background(model.get_gt_img(view.image["image"]), view.outputs["background"])
-            images = [image.permute(2, 0, 1)[None] for image in (truth.to(model.device), view.outputs["rgb"])]
-            rows[view.index] = float(model.psnr(*images)), float(model.ssim(*images))
+        found = held_out_quality(self.model, self.datamanager, self.renders, self.world, most)
         self.train()
-        gathered: dict[int, tuple[float, float]] = {}
-        for part in all_gather_objects(rows, self.world):
-            gathered.update(part)
-        columns = list(zip(*(gathered[index] for index in sorted(gathered)), strict=True))
-        psnr, ssim = (sum(column) / len(column) for column in columns)
-        return HeldOut(psnr, ssim, len(gathered), total)
+        return found
 
     def get_average_eval_image_metrics(
         self, step: int | None = None, output_path: Path | None = None, get_std: bool = False

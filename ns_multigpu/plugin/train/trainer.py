@@ -33,10 +33,11 @@ from ns_multigpu.plugin.launch.entering import enter_world
 from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.plugin.render import viewing
+from ns_multigpu.plugin.render.evaluation import HeldOut
 from ns_multigpu.plugin.train.capacity import announce
 from ns_multigpu.plugin.train.last_save import save_last
 from ns_multigpu.plugin.train.partition_picture import PartitionPicture
-from ns_multigpu.plugin.train.pipeline import DistributedPipeline, DistributedPipelineConfig, HeldOut
+from ns_multigpu.plugin.train.pipeline import DistributedPipeline, DistributedPipelineConfig
 from ns_multigpu.plugin.train.progress import ProgressLog
 from ns_multigpu.plugin.train.resume import RunCheckpoints
 from ns_multigpu.plugin.train.size_rule import warn_of_size_rule
@@ -383,8 +384,7 @@ class DistributedTrainer(Trainer):
             ("Run folder", str(folder)),
         ]
         if held_out is not None:
-            some = f"{held_out.views} of {held_out.total}" if held_out.views < held_out.total else f"{held_out.total}"
-            lines.insert(0, ("PSNR", f"{held_out.psnr:.2f} dB (SSIM {held_out.ssim:.3f}) on {some} held-out views"))
+            lines.insert(0, ("PSNR", held_out.described()))
         psnr = self.progress.psnr
         if psnr.fallen:
             lines.append(("Warning", f"training's PSNR ended at {psnr.now:.1f} dB; its best was {psnr.best[0]:.1f}"))
