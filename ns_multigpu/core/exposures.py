@@ -1,5 +1,5 @@
-"""Exposure: an affine map of colours for each training view, learnt beside the points (as Kerbl et al. 2024, A
-Hierarchical 3D Gaussian Representation, section 6.1: a matrix and an offset for each image).
+"""Exposure: an affine map of colours for each training view, learnt beside the points: a matrix and an offset for
+each image, as Kerbl et al. 2024 have them (A Hierarchical 3D Gaussian Representation for Real-Time Rendering).
 
 A camera that chooses its exposure and white balance anew for each photograph shows one surface in many colours. Points
 have one colour for all views. So a view's map M = (A | b) [3, 4] is applied to its pixels before they are compared with

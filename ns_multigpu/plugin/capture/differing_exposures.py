@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool2d
 
 from ns_multigpu.core.types import View
 
@@ -94,8 +93,9 @@ def _nearest(points: Tensor, view: View) -> tuple[Tensor, Tensor, Tensor]:
 
 def _stops(colours: Tensor, x: Tensor, y: Tensor, image: Tensor) -> float | None:
     """By how many stops an image is brighter than colours [n, 3] at pixels; None where too few can be compared."""
-    pixels = image[..., :3].permute(2, 0, 1).float() / (1.0 if image.dtype.is_floating_point else 255.0)
-    around = avg_pool2d(pixels, 3, stride=1, padding=1)[:, y, x].T  # a point is seldom in the middle of its pixel
+    steps = torch.arange(-1, 2)  # a point is seldom in the middle of its pixel
+    nine = image[y[:, None, None] + steps[:, None], x[:, None, None] + steps, :3].flatten(1, 2)
+    around = nine.float().mean(1) / (1.0 if image.dtype.is_floating_point else 255.0)
     fair = torch.ones(len(x), dtype=torch.bool)
     for shown in (around, colours):
         fair &= (shown.mean(1) > _BLACK) & (shown.amax(1) < _WHITE)
