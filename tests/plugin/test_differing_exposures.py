@@ -15,6 +15,7 @@ from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, Distr
 from ns_multigpu.plugin.capture.differing_exposures import MANY, Exposures, differ, measured
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.train import exposure_choice
 from ns_multigpu.plugin.train.exposure_choice import exposures_of
 from tests.plugin.captures import manager, write_capture
 from tests.ranks import run_ranks
@@ -52,9 +53,9 @@ def photograph(view: View, points: Tensor, colours: Tensor, stops: float) -> Ten
     return (light.clamp(max=1) ** (1 / 2.2) * 255).round().to(torch.uint8).view(HEIGHT, WIDTH, 3)
 
 
-def of_wall(change: Any = lambda image: image) -> Exposures | None:
+def of_wall(change: Any = lambda image: image, more: float = 0.0) -> Exposures | None:
     points, colours = wall()
-    images = [photograph(view, points, colours, stops) for view, stops in zip(VIEWS, STOPS, strict=True)]
+    images = [photograph(view, points, colours, stops + more) for view, stops in zip(VIEWS, STOPS, strict=True)]
     return measured(points, colours, VIEWS, lambda k: change(images[k]))
 
 
@@ -64,6 +65,11 @@ def test_known_exposures_are_found_again(change: Any) -> None:
     assert found is not None and found.stops == pytest.approx(STOPS, abs=0.05)
     assert found.spread == pytest.approx(0.8, abs=0.05), "the tenth and the ninetieth of a hundred"
     assert differ(found) and not differ(Exposures(found.stops, 0.9 * MANY))
+
+
+def test_what_all_have_alike_does_not_count() -> None:
+    found = of_wall(more=0.4)
+    assert found is not None and found.stops == pytest.approx(STOPS, abs=0.05)
 
 
 def test_what_the_wall_hides_does_not_count() -> None:
@@ -113,6 +119,15 @@ def test_one_rank_reads_and_all_know(tmp_path: Path) -> None:
     folder = write_capture(tmp_path / "capture")
     (first, reads), (second, none) = run_ranks(_on_rank, 2, folder)
     assert isinstance(first, Exposures) and first == second and (reads, none) == (9, 0)
+
+
+def test_photographs_are_spread_over_the_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exposure_choice, "LOOKED_AT", 3)
+    data = manager(write_capture(tmp_path / "capture"), World.single())
+    read, reads = data.train_reader.read, []
+    data.train_reader.read = lambda index: reads.append(index) or read(index)  # type: ignore[method-assign]
+    exposures_of(data, (torch.rand(500, 3), torch.full((500, 3), 128.0)), World.single())
+    assert sorted(reads) == [0, 4, 8], "of nine"
 
 
 def test_a_photograph_that_cannot_be_read_is_named(tmp_path: Path) -> None:
