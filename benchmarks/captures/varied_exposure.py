@@ -27,14 +27,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--interval", type=int, default=8, help="of the photographs that are held out")
     options = parser.parse_args(argv)
+    names = photographs(options.data)
+    if not names:
+        parser.error(f"--data {options.data}: there are no photographs in a folder images: give a capture's folder.")
+    if options.output.exists():
+        parser.error(f"--output {options.output} is there already: give a folder that is not.")
+    if options.stops <= 0 or options.interval < 2:
+        parser.error(f"--stops {options.stops:g}, --interval {options.interval}: need stops above 0, and 2 at least.")
     shutil.copytree(options.data, options.output)
-    folders = [folder for folder in sorted(options.output.iterdir()) if folder.name.split("_")[0] == "images"]
-    names = sorted(str(file.relative_to(folders[0])) for file in folders[0].rglob("*") if file.suffix.lower() in KINDS)
+    folders = [folder for folder in options.output.iterdir() if folder.name.split("_")[0] == "images"]
     stops = exposures(len(names), options.stops, options.seed, options.interval)
     for name, stop in zip(names, stops, strict=True):
         for folder in folders if stop else ():
             change(folder / name, stop)
     print(f"{options.output}: {len(names)} photographs, {np.count_nonzero(stops)} of another exposure.")
+
+
+def photographs(capture: Path) -> list[str]:
+    """The names of a capture's photographs, within `images`."""
+    whole = capture / "images"
+    return sorted(str(file.relative_to(whole)) for file in whole.rglob("*") if file.suffix.lower() in KINDS)
 
 
 def exposures(views: int, stops: float, seed: int, interval: int) -> np.ndarray:
@@ -50,9 +62,8 @@ def change(file: Path, stops: float) -> None:
     """Makes a photograph brighter by so many stops; what is beyond white is white."""
     image = Image.open(file)
     pixels = np.asarray(image.convert("RGB"), dtype=np.float32) / 255
-    brighter = np.clip(
-        pixels * 2 ** (stops / 2.2), 0, 1
-    )  # a power of light is one of what a display's gamma made of it
+    # A power of light is one of what a display's gamma has made of it.
+    brighter = np.clip(pixels * 2 ** (stops / 2.2), 0, 1)
     made = Image.fromarray((brighter * 255 + 0.5).astype(np.uint8))
     exif = image.info.get("exif", b"")
     made.save(file, **({"quality": 92, "exif": exif} if file.suffix.lower() != ".png" else {}))

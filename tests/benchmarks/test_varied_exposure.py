@@ -1,12 +1,32 @@
 """`benchmarks.captures.varied_exposure`: which photographs it changes, and by how much."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from benchmarks.captures.varied_exposure import exposures, main
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--data", "none", "--output", "copy", "--stops", "1"), "no photographs in a folder images"),
+        (("--data", "capture", "--output", "capture", "--stops", "1"), "--output capture is there already"),
+        (("--data", "capture", "--output", "copy", "--stops", "0"), "need stops above 0"),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "capture" / "images").mkdir(parents=True)
+    Image.new("RGB", (4, 4)).save(tmp_path / "capture" / "images" / "0.png")
+    with pytest.raises(SystemExit):
+        main(words)
+    assert said in capsys.readouterr().err and not (tmp_path / "copy").exists()
 
 
 def test_photographs_to_train_on_differ_and_held_out_ones_do_not(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Short courses with everything in them, and what must be the same at their ends."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,25 @@ def start(
     trainer = DistributedTrainer(config)
     trainer.setup()
     return trainer
+
+
+def went_on(begin: Callable[..., DistributedTrainer], **options: Any) -> tuple[DistributedTrainer, DistributedTrainer]:
+    """A course of eight steps, and one that goes on from the middle of it.
+
+    Args:
+        begin: called with the run's name, the steps of the whole course and options; gives a trainer that is set up.
+    """
+    whole = begin("whole", 8, steps_per_save=4, keep_checkpoints=0, **options)
+    whole.train()
+    resumed = begin("resumed", 8, load_checkpoint=middle_of(whole), **options)
+    assert resumed._start_step == 5
+    resumed.train()
+    return whole, resumed
+
+
+def middle_of(whole: DistributedTrainer) -> Path:
+    """The checkpoint that the second course of `went_on` began with."""
+    return whole.checkpoint_dir / "step-000000004.ckpt"
 
 
 def in_double(world: World, *args: Any, **options: Any) -> DistributedTrainer:

@@ -1,5 +1,6 @@
 """Runs with `--pipeline.model.depth-loss`: what is logged, and that they go on from a checkpoint bit for bit."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.surfaces import check_primitive
 from tests.plugin.course import write_capture
 from tests.plugin.reconstruction import add_model
-from tests.plugin.resuming import differing, everything, start
+from tests.plugin.resuming import differing, everything, middle_of, start, went_on
 
 WEIGHT, START = 0.3, 4
 
@@ -50,15 +51,10 @@ def test_it_is_logged_and_counts_from_its_start_on(folder: Path, primitive: str)
 
 @pytest.mark.parametrize("fused", ["always", "never"])
 def test_a_run_goes_on_bit_for_bit(folder: Path, fused: str) -> None:
-    options: dict[str, Any] = {"fused_steps": fused, "steps_per_save": 4, "keep_checkpoints": 0}
-    whole = begin(folder, "whole", 8, **options)
-    whole.train()
-    saved = whole.checkpoint_dir / "step-000000004.ckpt"
-    resumed = begin(folder, "resumed", 8, load_checkpoint=saved, **options)
-    assert resumed._start_step == 5
-    resumed.train()
+    whole, resumed = went_on(partial(begin, folder), fused_steps=fused)
     assert differing(everything(whole), everything(resumed)) == []
-    other = begin(folder, "other", 8, load_checkpoint=saved, **options, depth_loss_start=10**6)
+    saved = middle_of(whole)
+    other = begin(folder, "other", 8, load_checkpoint=saved, fused_steps=fused, depth_loss_start=10**6)
     other.train()
     assert "model/gauss_params.means" in differing(everything(whole), everything(other)), "it matters"
 

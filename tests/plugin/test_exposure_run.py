@@ -1,8 +1,8 @@
 """Runs with `--pipeline.model.exposure`: fused steps learn what others learn, checkpoints carry it, and who decides."""
 
 import math
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +11,14 @@ from nerfstudio.cameras.camera_optimizers import CameraOptimizerConfig
 
 from ns_multigpu.core.exposures import identity_maps
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.capture.differing_exposures import MANY
+from ns_multigpu.plugin.capture.differing_exposures import MANY, Exposures
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model import exposures
 from ns_multigpu.plugin.render import evaluation
 from ns_multigpu.plugin.train import exposure_choice
 from tests.plugin.course import TRAIN, write_capture
-from tests.plugin.resuming import differing, everything, start
+from tests.plugin.resuming import differing, everything, middle_of, start, went_on
 
 
 def begin(folder: Path, name: str, steps: int, **options: Any) -> Any:
@@ -50,17 +50,10 @@ def test_fused_steps_learn_what_others_do(folder: Path) -> None:
 
 @pytest.mark.parametrize("fused", ["always", "never"])
 def test_a_run_goes_on_bit_for_bit(folder: Path, fused: str) -> None:
-    options: dict[str, Any] = {"fused_steps": fused, "steps_per_save": 4, "keep_checkpoints": 0}
-    whole = begin(folder, "whole", 8, **options)
-    whole.train()
-    saved = whole.checkpoint_dir / "step-000000004.ckpt"
-    resumed = begin(folder, "resumed", 8, load_checkpoint=saved, **options)
-    loaded = resumed.pipeline.model.exposures.detach().clone()
-    assert resumed._start_step == 5 and not torch.equal(loaded, identity_maps(TRAIN))
-    resumed.train()
+    whole, resumed = went_on(partial(begin, folder), fused_steps=fused)
     assert "model/exposures" in everything(whole) and differing(everything(whole), everything(resumed)) == []
     with pytest.raises(InputError, match=r"--pipeline\.model\.exposure"):
-        begin(folder, "without", 8, load_checkpoint=saved, **{**options, "exposure": "off"})
+        begin(folder, "without", 8, load_checkpoint=middle_of(whole), fused_steps=fused, exposure="off")
 
 
 def test_a_model_that_is_looked_at_takes_maps_as_the_checkpoint_has_them(folder: Path) -> None:
@@ -96,7 +89,7 @@ def test_a_model_that_is_looked_at_takes_maps_as_the_checkpoint_has_them(folder:
 def test_auto_goes_by_the_photographs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, spread: float | None, said: str
 ) -> None:
-    found = None if spread is None else SimpleNamespace(spread=spread)
+    found = None if spread is None else Exposures([], spread)
     monkeypatch.setattr(exposure_choice, "exposures_of", lambda *_: found)
     trainer = begin(folder, "run", 2, exposure="auto")
     assert said in " ".join(capsys.readouterr().out.split())

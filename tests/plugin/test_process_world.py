@@ -19,8 +19,10 @@ import atexit, sys
 import torch.distributed as dist
 atexit.register(lambda: print("in a group" if dist.is_initialized() else "has left", flush=True))  # asked last
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.launch.process_world import set_world
-set_world(World.from_env("cpu"))
+from ns_multigpu.plugin.launch import process_world
+process_world.set_world(World.from_env("cpu"))
+wait = process_world.wait_for_gloo
+process_world.wait_for_gloo = lambda: print("waits", dist.is_initialized(), wait(), flush=True)
 assert dist.is_initialized()
 if "fail" in sys.argv:
     raise ValueError("this rank alone")
@@ -43,6 +45,7 @@ def test_groups_end_before_python_does_unless_an_error_ends_it(tmp_path: Path, f
     said = [process.communicate(timeout=HANG)[0] for process in running]
     assert [process.returncode for process in running] == [0, int(fails)], said
     assert "has left" in said[0] and ("in a group" if fails else "has left") in said[1], said
+    assert "waits False True" in said[0] and f"waits {fails} True" in said[1], "for gloo's threads, whatever ends it"
 
 
 def _compute(done: threading.Event) -> None:

@@ -1,34 +1,54 @@
 """The law for exposures: with a map of colours for each view pixels, loss and gradients, also those by the maps, are
 those of one rank, in each mode; and steps of other kinds of points have them, too."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from ns_multigpu.core.exposures import StepExposures
 from ns_multigpu.core.step_settings import with_halos
+from ns_multigpu.core.types import Points
 from ns_multigpu.core.world import World
+from ns_multigpu.primitives.surfels.functions import Surfels
 from strategies import STRATEGIES
 from tests.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_image, make_maps, make_views
 from tests.strategies.test_law import LIKE_SINGLE, Outcome, check, on_machines, points_of, take_step
+from tests.strategies.test_law_convexes import ALL as CONVEX
+from tests.strategies.test_law_convexes import convexes
 from tests.strategies.test_law_steps import MODES, POINTS, PORTRAIT, check_outcomes, count_of, fill, made, take_one
+from tests.strategies.test_law_surfels import surfels
 
 WAYS = [*LIKE_SINGLE, "pixel"]
 
 
-def step(world: World, strategy: str, dtype: torch.dtype, exposes: bool = True) -> Outcome:
-    return take_step(STRATEGIES[strategy](world), "gaussians", 4, 90, dtype, exposes=exposes)
+KINDS = ["gaussians", "4D gaussians", "2dgs", "convex"]
+
+
+def kind_of(name: str, count: int, dtype: torch.dtype, device: Any = "cpu") -> tuple[Any, Points]:
+    if name == "2dgs":
+        return Surfels(sh_degree=2), surfels(count, dtype, device)
+    if name == "convex":
+        return CONVEX, convexes(count, dtype, device)
+    return points_of(name, count, dtype, device)
+
+
+def step(world: World, strategy: str, name: str, dtype: torch.dtype, exposes: bool = True) -> Outcome:
+    kind = kind_of(name, 90, dtype, world.device)
+    return take_step(STRATEGIES[strategy](world), name, 4, 90, dtype, kind=kind, exposes=exposes)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("strategy", WAYS)
-def test_equals_single(strategy: str, ranks: int) -> None:
-    expected = step(World.single(), "single", torch.float64)
-    without = step(World.single(), "single", torch.float64, False)
+@pytest.mark.parametrize("name", KINDS)
+def test_equals_single(name: str, strategy: str, ranks: int) -> None:
+    expected = step(World.single(), "single", name, torch.float64)
+    without = step(World.single(), "single", name, torch.float64, False)
     assert abs(float(expected["loss"] - without["loss"])) > 0.002
-    for name, gradient in expected["gradients"].items():  # the scene shows a difference
-        assert float((gradient - without["gradients"][name]).abs().max()) > 0.01 * float(gradient.abs().max())
-    check(run_ranks(step, ranks, strategy, torch.float64), expected, torch.float64)
+    for of, gradient in expected["gradients"].items():  # the scene shows a difference
+        assert float((gradient - without["gradients"][of]).abs().max()) > 0.01 * float(gradient.abs().max())
+    check(run_ranks(step, ranks, strategy, name, torch.float64), expected, torch.float64)
 
 
 def fused(
@@ -36,7 +56,7 @@ def fused(
 ) -> Outcome:
     spread = STRATEGIES[strategy](on_machines(world, machines) if machines > 1 else world)
     spread.rows.stages = stages
-    kind, whole = points_of(primitive, POINTS, torch.float32, world.device)
+    kind, whole = kind_of(primitive, POINTS, torch.float32, world.device)
     return take_one(spread, kind, count_of(strategy), PORTRAIT, mode, whole=whole, exposes=True)
 
 
@@ -44,7 +64,8 @@ def check_fused(outcomes: list[Outcome], strategy: str, primitive: str = "gaussi
     """Whether ranks together did what one rank does through autograd."""
     count = count_of(strategy)
     single = STRATEGIES["single"](World.single())
-    expected = take_step(single, primitive, count, POINTS, torch.float32, PORTRAIT, exposes=True)
+    kind = kind_of(primitive, POINTS, torch.float32)
+    expected = take_step(single, primitive, count, POINTS, torch.float32, PORTRAIT, kind=kind, exposes=True)
     by_maps = expected["poses"]["exposures"]
     assert float(by_maps.abs().amax((1, 2)).min()) > 0, "also views that are not in the batch hold the mean"
     for outcome in outcomes:
@@ -52,7 +73,8 @@ def check_fused(outcomes: list[Outcome], strategy: str, primitive: str = "gaussi
         torch.testing.assert_close(found, by_maps, rtol=1e-4, atol=2e-5 * float(by_maps.abs().max()))
         assert torch.equal(found, outcomes[0].setdefault("maps", found)), "each rank has all maps"
     replicated = STRATEGIES[strategy](World.single()).placement.replicated
-    check_outcomes(outcomes, expected, count, PORTRAIT, replicated=replicated)
+    sized = primitive != "convex"
+    check_outcomes(outcomes, expected, count, PORTRAIT, replicated=replicated, sized=sized)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -62,9 +84,13 @@ def test_a_fused_step_equals_single(strategy: str, mode: str, ranks: int) -> Non
     check_fused(run_ranks(fused, ranks, strategy, mode), strategy)
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "mode"), [("batch", 2, "captured"), ("tile", 3, "step")])
-def test_a_fused_step_of_4d_gaussians_equals_single(strategy: str, ranks: int, mode: str) -> None:
-    check_fused(run_ranks(fused, ranks, strategy, mode, "4D gaussians"), strategy, "4D gaussians")
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "mode"),
+    [("single", 1, "captured"), ("batch", 2, "captured"), ("tile", 3, "step"), ("locality", 2, "captured")],
+)  # fmt: skip
+@pytest.mark.parametrize("primitive", KINDS[1:])
+def test_a_fused_step_of_other_points_equals_single(primitive: str, strategy: str, ranks: int, mode: str) -> None:
+    check_fused(run_ranks(fused, ranks, strategy, mode, primitive), strategy, primitive)
 
 
 @pytest.mark.parametrize(("ranks", "machines", "stages"), [(4, 2, 1), (4, 2, 3), (2, 1, 3)])

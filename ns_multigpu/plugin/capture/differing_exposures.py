@@ -17,6 +17,7 @@ from ns_multigpu.core.types import View
 MANY = 0.25
 """Stops from which on photographs differ: see `Exposures.spread`. Measured in benchmarks/results/recipes.md."""
 _POINTS = 20_000
+"""Seed points that are looked at, at most."""
 _FEW = 30
 """Points that a photograph has to show, at least."""
 _CELLS = 48
@@ -26,6 +27,7 @@ _GAMMA = 2.2
 _BLACK, _WHITE = 16 / 255, 245 / 255
 """What is darker is noise, and what is brighter may have been cut off."""
 _THREADS = 8
+"""That read photographs, at most."""
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,9 @@ def expect(model: Any, state: dict[str, Any], *, looks: bool) -> None:
     """Makes a model ready for a checkpoint that has maps or none. A model that goes on training is by now.
 
     Args:
-        state: the checkpoint's. looks: whether the model is only looked at. Then it is measured with corrected colours,
-            too: held-out photographs may have exposures of their own. In training that would take too long.
+        state: the checkpoint's.
+        looks: whether the model is only looked at. Then it is measured with corrected colours, too: held-out
+            photographs may have exposures of their own. Not in training: 2 megapixels take 2.5 s on two cores.
     """
     saved = f"_model.{GROUP}" in state
     if saved and model.exposures is None:

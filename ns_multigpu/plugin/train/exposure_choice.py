@@ -9,7 +9,7 @@ from torch import Tensor
 from ns_multigpu.core.collectives import broadcast_object
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
-from ns_multigpu.plugin.capture.differing_exposures import MANY, Exposures, differ, measured
+from ns_multigpu.plugin.capture.differing_exposures import Exposures, differ, measured
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model import exposures
@@ -37,7 +37,7 @@ def choose_exposure(model: Any, datamanager: Any, world: World) -> None:
     found = exposures_of(datamanager, model.seed_points, world)
     if found is not None and differ(found):
         exposures.add(model)
-    CONSOLE.print(described(None if found is None else found.spread), soft_wrap=True)
+    CONSOLE.print(described(found), soft_wrap=True)
     run_parts().done("exposure of the photographs")
 
 
@@ -69,18 +69,14 @@ def exposures_of(datamanager: Any, seed_points: tuple[Tensor, Tensor] | None, wo
     return broadcast_object(found, 0, world)
 
 
-def described(spread: float | None) -> str:
-    """What is said of the choice.
-
-    Args:
-        spread: of the views' exposures, in stops; None where it could not be measured.
-    """
-    if spread is None:
+def described(found: Exposures | None) -> str:
+    """What is said of the choice; None is what could not be measured."""
+    if found is None:
         return (
             "Exposure: too few seed points to compare the photographs with, so no correction "
             "(--pipeline.model.exposure affine has one)."
         )
-    measured = f"Exposure: the photographs differ by {spread:.2f} stops"
-    if spread > MANY:
+    measured = f"Exposure: the photographs differ by {found.spread:.2f} stops"
+    if differ(found):
         return f"{measured}, so each has a correction that is learnt (--pipeline.model.exposure off has none)."
     return f"{measured}, so they need no correction."
