@@ -184,8 +184,9 @@ def test_lists_that_are_split(
     lists = splats.intersect()
     lengths = lists[0].diff()
     assert int(lengths.max()) > 8 * 1024 and int(lengths.min()) < 2048
+    monkeypatch.setenv("NS_MULTIGPU_SPLIT_ABOVE", "2147483647")
     whole = _forward(splats, lists, "cuda", torch.float32)[1]
-    monkeypatch.setenv("NS_MULTIGPU_SPLIT_ABOVE", "2048")
+    monkeypatch.delenv("NS_MULTIGPU_SPLIT_ABOVE")
     _compare(splats, lists, tolerance=2e-4, differing=0.02)
     split, again = (_forward(splats, lists, "cuda", torch.float32)[1] for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(split[:3], again[:3], strict=True))

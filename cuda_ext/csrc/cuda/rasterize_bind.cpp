@@ -46,11 +46,11 @@ struct Inputs {
   }
 };
 
-// For measuring: NS_MULTIGPU_SPLIT_ABOVE is the longest list that one block of the forward pass walks alone. The same
-// forward and backward.
+// The longest list that one block of the forward pass walks alone; the same forward and backward. NS_MULTIGPU_SPLIT_ABOVE
+// is for measuring: 2147483647 splits none.
 int split_above() {
   const char* value = std::getenv("NS_MULTIGPU_SPLIT_ABOVE");
-  if (value == nullptr || *value == '\0') return std::numeric_limits<int>::max();
+  if (value == nullptr || *value == '\0') return 2 * kSegment;
   char* end = nullptr;
   const int64_t asked = std::strtoll(value, &end, 10);
   TORCH_CHECK_VALUE(*end == '\0' && asked >= 2 * kSegment && asked <= std::numeric_limits<int>::max(),
