@@ -50,6 +50,11 @@ class Densifier(Protocol):
         """Whether a step that sees `images` images from number `step` on is followed by a refinement or a reset."""
         ...
 
+    def replaces(self, params: Any, step: int, images: int) -> bool:
+        """Whether what `refine_when_due` does after that step may put new tensors in the place of parameters, moments or
+        statistics; the same on every rank. Else all stay where they are, and only their values change."""
+        ...
+
     def refine_when_due(
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int
     ) -> None:

@@ -12,6 +12,7 @@ from ns_multigpu.plugin.blocks import point_storage
 from ns_multigpu.plugin.blocks.first_room import FirstRoom
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.training import Training
+from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.plugin.course import POINTS, follow, write_capture
 from tests.plugin.tile_course import MODEL, Outcome, course, furthest
@@ -151,3 +152,25 @@ def test_gradients_that_say_what_is_picked_are_those_of_ordinary_steps(tile: boo
         both = torch.cat([part[name] for part in two]) if tile else two[0][name] + two[1][name]
         for found in (one[name], both):
             torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-3 * float(value.max()))
+
+
+@pytest.mark.parametrize("tile", [False, True])
+@pytest.mark.parametrize("spared", [0, point_storage.MOST_SPARED])
+def test_a_refinement_that_adds_none_leaves_the_step(
+    tile: bool, spared: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a model that has no room to spare, but for the one at image 40, which makes the order anew."""
+    monkeypatch.setattr(point_storage, "MOST_SPARED", spared)
+    made, usual = list[int](), Training._made
+
+    def counted(self: Training, *given: Any) -> Any:
+        made.append(1)
+        return usual(self, *given)
+
+    monkeypatch.setattr(Training, "_made", counted)
+    monkeypatch.setattr(McmcDensifier, "_orders", lambda self, image: self.morton and image == 40)
+    train(World.single(), folder, f"never-{tile}-{spared}", tile=tile, refine_every=1000)
+    without = len(made)
+    made.clear()
+    train(World.single(), folder, f"often-{tile}-{spared}", tile=tile, mcmc_min_opacity=0.095)
+    assert len(made) == without + (0 if spared else 1)

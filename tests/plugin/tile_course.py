@@ -42,13 +42,17 @@ def course(
             order = dealt_order(model.means.detach())
             for value in model.gauss_params.values():
                 value.data = value.detach()[order]
-        name = "_rearrange" if model.config.densifier == "mcmc" else "_refine"
+        mcmc = model.config.densifier == "mcmc"
+        name = "refine_when_due" if mcmc else "_refine"
         refine = getattr(model.densifier, name)
 
         def counted(params: Any, *rest: Any) -> None:
+            before = getattr(model.densifier, "reordering", None)
             refine(params, *rest)
+            if mcmc and not model.densifier.due_after(*rest[-2:]):
+                return
             record = getattr(model.densifier, "reordering", None)
-            rebalanced.append(record is not None and record.rebalanced)
+            rebalanced.append(record is not before and record.rebalanced)
             refined.append((model.step, sum(row[0] for row in all_gather_ints([len(params["means"])], world))))
 
         setattr(model.densifier, name, counted)

@@ -156,6 +156,36 @@ def test_growth_up_to_the_cap_of_the_whole_model() -> None:
         assert optimizers[name].state[value]["exp_avg"].shape == value.shape
 
 
+@pytest.mark.parametrize("morton", [False, True])
+def test_a_refinement_that_adds_none_changes_tensors_in_place(morton: bool) -> None:
+    """Of a model in an order, but for every third."""
+    params, optimizers = model(100)
+    densifier = McmcDensifier(
+        cap_max=105, noise_lr=0.0, refine_start_iter=0, refine_every=10, min_opacity=0.3, morton=morton, order_every=3,
+        picks="both",
+    )  # fmt: skip
+    state: dict[str, Any] = {}
+    assert not densifier.replaces(params, 9, 1), "nothing is due"
+    for image, replaces in ((10, True), (20, False), (30, morton), (40, False)):
+        sums = densifier.statistics(params, state)
+        for value in sums.values():
+            value.fill_(3.0)
+        moments = [optimizers[name].state[value]["exp_avg"] for name, value in params.items()]
+        before = [*params.values(), *moments, *sums.values()]
+        opacities = params["opacities"].detach().clone()
+        params["opacities"].data[:5] = -9.0
+        assert densifier.replaces(params, image, 1) == replaces
+        densifier.step_post_backward(params, optimizers, step=image, images=1, rate=1.0, state=state)
+        moments = [optimizers[name].state[value]["exp_avg"] for name, value in params.items()]
+        after = [*params.values(), *moments, *state.values()]
+        same = [one is other for one, other in zip(before, after, strict=True)]
+        assert all(same) if not replaces else not any(same[: len(params)])
+        assert not any(bool(value.any()) for value in state.values()) and not torch.equal(
+            params["opacities"], opacities
+        )
+    assert densifier.replaces(params, 25, 10) == morton, "the one after image 30 is among them"
+
+
 def test_one_large_step_refines_as_often_as_its_images() -> None:
     params, optimizers = model(100)
     densifier = McmcDensifier(noise_lr=0.0, refine_start_iter=0, refine_every=10, min_opacity=0.0)

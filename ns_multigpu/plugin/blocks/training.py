@@ -214,10 +214,10 @@ class Training:
         model, batch = self._model, self._pipeline.batch_size
         if not model.densifier.due_after(steps[-1] * batch, batch):
             return
-        if self._points.keeps(model.most_points):
+        if model.densifier.replaces(model.gauss_params, steps[-1] * batch, batch):
             self._adam = None  # the step may stay, if the points find room where they are
-        else:
-            self._release()
+            if not self._points.keeps(model.most_points):
+                self._release()
         model.densifier.refine_when_due(
             model.gauss_params, self._optimizers.optimizers, model.densifier_state, steps[-1] * batch, batch
         )

@@ -106,6 +106,10 @@ class ReplicatedDensifier(DefaultStrategy):
         images = self._before_stop(step, images)
         return due(self.refine_every, step, images) is not None or due(self.reset_every, step, images) is not None
 
+    def replaces(self, params: Any, step: int, images: int) -> bool:
+        """See `Densifier`: what is decided follows from statistics, so it may always be so."""
+        return self.due_after(step, images)
+
     def refine_when_due(
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int
     ) -> None:

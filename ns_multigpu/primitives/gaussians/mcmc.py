@@ -6,6 +6,7 @@ numbers, which are keyed by (seed, image); and the picks, which are made in inte
 GPU may come out differently twice, and replicas must pick the same.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -53,7 +54,8 @@ class McmcDensifier:
         refine_start_iter, refine_stop_iter, refine_every: when to relocate and grow, in images seen.
         min_opacity: a Gaussian of at most this opacity is dead.
         seed: the run's seed.
-        morton: bring the Gaussians into the order of `morton` at each refinement.
+        morton: bring the Gaussians into the order of `morton` at each refinement that adds some, and at every
+            `order_every`th. In between a few that were relocated lie far from their neighbours, and none has to move.
         picks: where relocated and added Gaussians go: onto those drawn by "opacity", as in the paper; by "gradient",
             their mean gradient on screen, to what default densification would split; or by the product of "both".
             (After a step that several refinements follow, the first alone goes by gradients: none has been counted
@@ -72,6 +74,7 @@ class McmcDensifier:
     min_opacity: float = 0.005
     seed: int = 0
     morton: bool = False
+    order_every: int = 10
     picks: Literal["opacity", "gradient", "both"] = "opacity"
     world: World = field(default_factory=World.single)
 
@@ -145,11 +148,23 @@ class McmcDensifier:
         for image in self._dues(step, images):
             steep = self._steepness(params, state)
             self._relocate(params, optimizers, image, steep)
-            sources = self._growth(params, image, steep)
-            self._share_out(params, sources)
-            self._rearrange(params, optimizers, sources)
-            for name in self.statistics(params, state):
-                state[name] = params["means"].new_zeros(len(params["means"]))
+            room = self._room(params)
+            if room or self._orders(image):
+                sources = self._growth(params, image, steep, room)
+                self._share_out(params, sources)
+                self._rearrange(params, optimizers, sources)
+            count = len(params["means"])
+            for name, sums in self.statistics(params, state).items():
+                state[name] = sums.zero_() if len(sums) == count else sums.new_zeros(count)
+
+    def replaces(self, params: Any, step: int, images: int) -> bool:
+        """See `Densifier`: what only moves dead Gaussians changes tensors in place."""
+        due = self._dues(step, images)
+        return bool(due) and (self._room(params) > 0 or any(self._orders(image) for image in due))
+
+    def _orders(self, image: int) -> bool:
+        """Whether the refinement after that image brings the Gaussians into their order even if it adds none."""
+        return self.morton and image % (self.order_every * self.refine_every) == 0
 
     def _steepness(self, params: Any, state: dict[str, Any]) -> Tensor | None:
         """What Gaussians are picked by besides being alive, [N] in [0, 1]; None for their opacities."""
@@ -211,16 +226,20 @@ class McmcDensifier:
             value.data[targets] = value.data[sources]
             clear_moments(optimizers.get(name), value, sources)
 
-    def _growth(self, params: Any, image: int, steep: Tensor | None) -> Tensor:
-        """Which Gaussians get a copy, once for each, drawn by opacity or by `steep`, up to the cap."""
-        count = len(params["means"])
+    def _growth(self, params: Any, image: int, steep: Tensor | None, room: int) -> Tensor:
+        """Which Gaussians get a copy, once for each, drawn by opacity or by `steep`: `room` in all."""
         opacities = sigmoid(params["opacities"].detach().flatten())
         weights = opacities if steep is None else self._weights(opacities, steep)
-        return pick(weights, self._room(count), keyed_generator(self.seed, "grow", image))
+        return pick(weights, room, keyed_generator(self.seed, "grow", image))
 
-    def _room(self, count: int) -> int:
-        """How many a whole model of `count` Gaussians grows by."""
+    def _room(self, params: Any) -> int:
+        """How many the whole model grows by at a refinement; the same on every rank."""
+        count = self._whole(len(params["means"]))
         return max(0, min(self.cap_max, int(GROWTH * count)) - count)
+
+    def _whole(self, count: int) -> int:
+        """Gaussians of the whole model, of which `count` are here."""
+        return count
 
     def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor) -> None:
         """Adds the copies of `sources`, and brings the Gaussians into their order if that is wanted."""
@@ -232,10 +251,11 @@ class McmcDensifier:
 
     def _share_out(self, params: Any, sources: Tensor) -> None:
         """Makes each picked Gaussian so faint and small that it and its copies look as it did alone."""
-        copies = torch.bincount(sources, minlength=len(params["means"]))
-        chosen = torch.where(copies > 0)[0]
+        if len(sources) == 0:
+            return
+        chosen, copies = torch.unique(sources, return_counts=True)
         logits = params["opacities"].data
-        opacities, factors = relocated(sigmoid(logits[chosen].flatten()), copies[chosen] + 1)
+        opacities, factors = relocated(sigmoid(logits[chosen].flatten()), copies + 1)
         largest = 1.0 - torch.finfo(torch.float32).eps
         logits[chosen] = logit(opacities.clamp(self.min_opacity, largest)).reshape(-1, *logits.shape[1:])
         params["scales"].data[chosen] += factors.log()[:, None]
@@ -258,18 +278,22 @@ def relocated(opacities: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
     ratios = ratios.clamp(1, MOST_COPIES)
     old = opacities.to(torch.float64).clamp(max=1.0 - torch.finfo(torch.float32).eps)
     new = -torch.expm1(torch.log1p(-old) / ratios)
-    table = torch.tensor(
-        [
-            [(-1.0) ** (j - 1) * math.comb(n, j) / math.sqrt(j) for j in range(1, MOST_COPIES + 1)]
-            for n in range(MOST_COPIES + 1)
-        ],
-        dtype=torch.float64,
-        device=opacities.device,
-    )
+    table = _coefficients(opacities.device)
     f = torch.zeros_like(new)
-    for j in range(MOST_COPIES - 1, -1, -1):
-        f = (f + table[ratios, j]) * new
+    # Of the highest powers, which no ratio here has, all coefficients are zero: some 150 launches less as a rule.
+    for j in range(int(ratios.max()) - 1 if len(ratios) else 0, -1, -1):
+        f = (f + table[j][ratios]) * new
     return new.to(opacities.dtype), (old / f).to(opacities.dtype)
+
+
+@functools.cache
+def _coefficients(device: torch.device) -> Tensor:
+    """[j - 1, N] float64: C(N, j) (-1)^(j-1) / sqrt(j), see `relocated`."""
+    rows = [
+        [(-1.0) ** (j - 1) * math.comb(n, j) / math.sqrt(j) for n in range(MOST_COPIES + 1)]
+        for j in range(1, MOST_COPIES + 1)
+    ]
+    return torch.tensor(rows, dtype=torch.float64, device=device)
 
 
 def grown(count: int, sources: Tensor) -> Listing:

@@ -6,6 +6,7 @@ sums over all Gaussians that stand before its own which of them are its. The row
 travel to where the dead one was.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -99,16 +100,22 @@ class ShardedMcmc(McmcDensifier):
         leaving = draws.rows[torch.sort(to, stable=True).indices]
         places = targets[torch.sort(here, stable=True).indices]
         self._share_out(params, draws.rows)
-        for name, value in params.items():
+        rows = exchange_rows(torch.cat([x.data[leaving].flatten(1) for x in params.values()], 1), send, receive, world)
+        widths = [math.prod(value.shape[1:]) for value in params.values()]
+        for (name, value), row in zip(params.items(), rows.split(widths, 1), strict=True):
             # As in gsplat the moments of what was moved here stay as they are.
-            value.data[places] = exchange_rows(value.data[leaving], send, receive, world)
+            value.data[places] = row.reshape(-1, *value.shape[1:])
             clear_moments(optimizers.get(name), value, draws.rows)
 
-    def _growth(self, params: Any, image: int, steep: Tensor | None) -> Tensor:
+    def _growth(self, params: Any, image: int, steep: Tensor | None, room: int) -> Tensor:
         opacities = sigmoid(params["opacities"].detach().flatten())
         weights = opacities if steep is None else self._weights(opacities, steep)
-        count = sum(row[0] for row in all_gather_ints([len(opacities)], self.world))
-        return self._draw(weights, self._room(count), keyed_generator(self.seed, "grow", image)).rows
+        return self._draw(weights, room, keyed_generator(self.seed, "grow", image)).rows
+
+    def _whole(self, count: int) -> int:
+        self._first_row(count)
+        assert self._counts is not None
+        return sum(self._counts)
 
     @torch.no_grad()
     def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor) -> None:
@@ -130,10 +137,12 @@ class ShardedMcmc(McmcDensifier):
 
     def _draw(self, weights: Tensor, count: int, generator: torch.Generator) -> _Draws:
         """What `pick` draws from all ranks' weights, by place."""
+        none = torch.empty(0, dtype=torch.int64, device=weights.device)
+        if count == 0:
+            return _Draws(0, none, none)
         each = quanta(weights)
         total = sum(row[0] for row in all_gather_ints([int(each.sum())], self.world))
-        if count == 0 or total == 0:
-            none = torch.empty(0, dtype=torch.int64, device=weights.device)
+        if total == 0:
             return _Draws(0, none, none)
         starts = self.holding.before(each, self.world)
         drawn = torch.randint(total, (count,), generator=generator).to(weights.device)
