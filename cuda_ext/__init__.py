@@ -31,6 +31,7 @@ from cuda_ext.ops.row_reach import reach_counts
 from cuda_ext.ops.row_spans import row_spans
 from cuda_ext.ops.series import series
 from cuda_ext.ops.step_control import step_gate, step_message
+from cuda_ext.ops.told_lines import tell_lines
 
 __all__ = [
     "AdamStep",
@@ -91,6 +92,7 @@ __all__ = [
     "splat_update",
     "step_gate",
     "step_message",
+    "tell_lines",
     "unpack",
     "use_reference",
 ]

@@ -153,6 +153,8 @@ SCHEMAS: tuple[str, ...] = (
     "Tensor opacities, Tensor features, Tensor depths, Tensor radii, Tensor owners, Tensor slots)",
     "collect(Tensor place, Tensor count, Tensor sources, int capacity) -> Tensor records",
     "add_records(Tensor records, Tensor sinks, Tensor owners, Tensor slots, bool system_scope) -> ()",
+    "tell_lines(Tensor[] arrays, int[] taken, Tensor count, Tensor destinations, Tensor? gate=None, "
+    "int gate_column=0) -> ()",
     # Segments of one buffer, by rank.
     "pack_wire(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
     "Tensor radii, Tensor place, Tensor(a!) wire, int[] starts, int[] capacities, int rank, bool half, bool slots, "

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +94,20 @@ class Drawn:
     rest: Any
 
 
+class ToldLines(NamedTuple):
+    """What a rank writes into the others' memory of its rows: see `cuda_ext.ops.told_lines`.
+
+    Attributes:
+        arrays: in the order of `ReplicaRows.everyone`, a line a row. taken: of each, the words of a line that matter.
+        gate, gate_column: of which of the last array's columns nothing is told where the gate is not above zero.
+    """
+
+    arrays: Sequence[Tensor]
+    taken: Sequence[int]
+    gate: Tensor | None = None
+    gate_column: int = 0
+
+
 class ReplicaRows(ABC):
     """What ranks that hold the same points tell each other of the rows that they drew.
 
@@ -110,6 +124,11 @@ class ReplicaRows(ABC):
         Args:
             first_view: the position in the batch of the first view of the rows.
         """
+
+    def told(self, rows: Rows, records: Tensor, first_view: int) -> ToldLines:
+        """The same for ranks that reach each other's memory. What is told so need not be in `records` afterwards."""
+        arrays = self.mine(rows, records, first_view)
+        return ToldLines(arrays, [array[:1].numel() for array in arrays])
 
     @abstractmethod
     def rows(self, counts: Tensor) -> tuple[Rows, Tensor]:

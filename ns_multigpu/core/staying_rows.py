@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cuda_ext.ops.told_lines import tell_lines
 from ns_multigpu.core.collectives import all_gather_into, all_gather_together
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
 from ns_multigpu.core.pairs import Pairs
@@ -19,8 +20,6 @@ from ns_multigpu.core.transport import Collective, Parts, Returned, Transport
 from ns_multigpu.core.world import World
 
 _ALIGN = 256
-_ALONE = 1 << 20
-"""Bytes from which on a copy is launched by itself: copies launched together have few blocks for each tensor."""
 
 
 class OwnRows(Transport):
@@ -86,20 +85,18 @@ class PeerReplicas(OwnRows):
     same points: each then takes the same step.
 
     A step has two barriers, around the writing: behind the first, nobody reads what was written in the step before any
-    more; behind the second, all have written.
+    more; behind the second, all have written. As many rows are written as there are: there is room for more.
 
     Raises:
         RuntimeError: there is no peer memory (see `PeerBuffer`).
-
-    Attributes:
-        step_bytes: what this rank sends to others in a step.
     """
 
     lasts = True
 
     def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
         super().__init__(world, kernels, rows, capacity, words)
-        self._replicas = kernels.replicas(world.size, rows, world.device)
+        lines = -(-rows // 4) * 4  # so that each rank's lines of each array begin at a multiple of 16 bytes
+        self._replicas = kernels.replicas(world.size, lines, world.device)
         first = [torch.zeros(world.size, words, dtype=torch.int64, device=world.device), *self._replicas.everyone]
         starts = [0]
         for tensor in first:
@@ -114,24 +111,22 @@ class PeerReplicas(OwnRows):
         self._theirs = [
             [buffer.view(rank, at + here * size, (size // 4,), torch.int32) for at, size in places] for rank in ranks
         ]
-        self.step_bytes = (world.size - 1) * sum(shares)
+        addresses = [[one.data_ptr() for one in theirs[1:]] for theirs in self._theirs]
+        self._places = torch.tensor(addresses, dtype=torch.int64, device=world.device)
+        self._line_bytes = 0  # of what is told of a row
 
     def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         yield from ()
-        told = (message, *self._replicas.mine(rows, self._table, views.start))
-        mine = [one.view(-1).view(torch.int32) for one in told]
+        told = self._replicas.told(rows, self._table, views.start)
+        self._line_bytes = 4 * sum(told.taken)
+        mine = message.view(torch.int32)
         self._buffer.barrier()
-        self._write(mine)
+        torch._foreach_copy_([theirs[0] for theirs in self._theirs], [mine] * self.world.size)  # pyright: ignore
+        tell_lines(told.arrays, told.taken, rows.count, self._places, told.gate, told.gate_column)
         self._buffer.barrier()
         everyone, records = self._replicas.rows(self._messages[:, 0])
         return Returned(everyone, records, self._messages, views)
 
-    def _write(self, mine: Sequence[Tensor]) -> None:
-        """Puts this rank's numbers where each rank keeps them, its own with them."""
-        pairs = [(there, one) for theirs in self._theirs for there, one in zip(theirs, mine, strict=True)]
-        for there, one in pairs:
-            if one.nbytes >= _ALONE:
-                there.copy_(one)
-        small = [(there, one) for there, one in pairs if one.nbytes < _ALONE]
-        if small:
-            torch._foreach_copy_([there for there, _ in small], [one for _, one in small])  # pyright: ignore
+    def step_bytes(self, rows: int) -> int:
+        """What this rank sends to others in a step of so many rows, of which there has been one."""
+        return (self.world.size - 1) * (self._messages[0].nbytes + rows * self._line_bytes)

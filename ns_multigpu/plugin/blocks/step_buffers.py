@@ -170,7 +170,7 @@ class StepBuffers:
     def count_traffic(self, status: Status) -> None:
         """Counts what peers wrote to each other; collectives count for themselves."""
         if isinstance(self._transport, PeerReplicas):
-            self._world.traffic.add(self._transport.step_bytes * status.done)
+            self._world.traffic.add(self._transport.step_bytes(status.rows) * status.done)
         if self.peer:
             assert self._transport is not None, "which a step has gone through"
             self._world.traffic.add(2 * 4 * self._transport.kernels.record_floats * status.sent)

@@ -10,13 +10,15 @@ from cuda_ext.ops.boxes import new_boxes, splat_boxes
 from cuda_ext.ops.fused import SplatRows, splat_forward, splat_update
 from cuda_ext.ops.lazy_adam import LazyAdam, splat_flush
 from cuda_ext.ops.row_exchange import RECORD_FLOATS
-from ns_multigpu.core.kernels import Cameras, Model, ReplicaRows
+from ns_multigpu.core.kernels import Cameras, Model, ReplicaRows, ToldLines
 from ns_multigpu.core.schema import flat
 from ns_multigpu.primitives.gaussians.row_kernels import GaussianRowKernels
 from ns_multigpu.primitives.gaussians.schema import ORDER
 
 _MEANS, _LOG_SCALES = ORDER.index("means"), ORDER.index("scales")
 _COLORS = slice(6, 9)
+_MEANT = 12
+"""Numbers of a gradient's record that mean something, which are its first."""
 """Where a gradient record has those of the colours."""
 
 
@@ -102,8 +104,8 @@ class GaussianKernels(GaussianRowKernels):
 
 
 class GaussianReplicaRows(ReplicaRows):
-    """View ids, point ids, radii, conics and gradient records: 92 bytes a row, rather than a gradient of every
-    parameter (236 bytes a point). Each rank takes the same step from the same rows in the same order, so that replicas
+    """View ids, point ids, radii, conics and gradient records: 92 bytes a row by collectives and 76 through memory,
+    rather than a gradient of every parameter (236 bytes a point). Each rank takes the same step from the same rows in the same order, so that replicas
     stay the same to the last bit.
 
     Args:
@@ -123,6 +125,10 @@ class GaussianReplicaRows(ReplicaRows):
         # Records go with the 4 of their 16 numbers that mean nothing: it is quicker than to take these out and put them
         # back.
         return [rows.view_ids + first_view, rows.point_ids, rows.radii, rows.conics, records]
+
+    def told(self, rows: SplatRows, records: Tensor, first_view: int) -> ToldLines:
+        arrays = [rows.view_ids + first_view, rows.point_ids, rows.radii, rows.conics, records]
+        return ToldLines(arrays, [1, 1, 2, 3, _MEANT], rows.features, _COLORS.start)
 
     def rows(self, counts: Tensor) -> tuple[SplatRows, Tensor]:
         view_ids, point_ids, radii, conics, records = self.everyone
