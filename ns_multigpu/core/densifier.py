@@ -51,8 +51,8 @@ class Densifier(Protocol):
         ...
 
     def replaces(self, params: Any, step: int, images: int) -> bool:
-        """Whether what `refine_when_due` does after that step may put new tensors in the place of parameters, moments or
-        statistics; the same on every rank. Else all stay where they are, and only their values change."""
+        """Whether `refine_when_due` may put new tensors in the place of parameters, moments or statistics after that
+        step; the same on every rank. Else all stay where they are, and only their values change."""
         ...
 
     def refine_when_due(

@@ -9,7 +9,6 @@ from ns_multigpu.core.collectives import all_gather_ints
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.gaussians import mcmc
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
 from ns_multigpu.primitives.sharded_order import Reordering

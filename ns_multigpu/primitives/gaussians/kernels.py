@@ -105,8 +105,8 @@ class GaussianKernels(GaussianRowKernels):
 
 class GaussianReplicaRows(ReplicaRows):
     """View ids, point ids, radii, conics and gradient records: 92 bytes a row by collectives and 76 through memory,
-    rather than a gradient of every parameter (236 bytes a point). Each rank takes the same step from the same rows in the same order, so that replicas
-    stay the same to the last bit.
+    rather than a gradient of every parameter (236 bytes a point). Each rank takes the same step from the same rows in
+    the same order, so that replicas stay the same to the last bit.
 
     Args:
         lines: of all ranks.
