@@ -112,9 +112,19 @@ def test_held_out_views_are_measured_with_corrected_colours_too(folder: Path, mo
 
     pipeline.model.config.color_corrected_metrics = False  # as in training
 
+    usual, tries = evaluation.color_correct, list[int]()
+
+    def too_large(*images: torch.Tensor) -> Any:
+        tries.append(1)
+        if len(tries) == 1:  # as on the GPU; then on the host
+            raise torch.OutOfMemoryError
+        return usual(*images)
+
     def fails(*_: Any) -> Any:
         raise AssertionError
 
+    monkeypatch.setattr(evaluation, "color_correct", too_large)
+    assert pipeline.held_out_quality(10).corrected == pytest.approx(found.corrected, abs=1e-3) and len(tries) == 2
     monkeypatch.setattr(evaluation, "color_correct", fails)
     assert math.isnan(pipeline.held_out_quality(10).corrected)
     assert begin(folder, "without", 2, exposure="off").pipeline.held_out_quality(10).corrected is None
