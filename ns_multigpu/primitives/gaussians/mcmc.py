@@ -153,6 +153,8 @@ class McmcDensifier:
                 sources = self._growth(params, image, steep, room)
                 self._share_out(params, sources)
                 self._rearrange(params, optimizers, sources)
+            elif self._settles():
+                self._settle(params, optimizers)
             count = len(params["means"])
             for name, sums in self.statistics(params, state).items():
                 state[name] = sums.zero_() if len(sums) == count else sums.new_zeros(count)
@@ -160,7 +162,14 @@ class McmcDensifier:
     def replaces(self, params: Any, step: int, images: int) -> bool:
         """See `Densifier`: what only moves dead Gaussians changes tensors in place."""
         due = self._dues(step, images)
-        return bool(due) and (self._room(params) > 0 or any(self._orders(image) for image in due))
+        return bool(due) and (self._settles() or self._room(params) > 0 or any(self._orders(image) for image in due))
+
+    def _settles(self) -> bool:
+        """Whether Gaussians that have only changed their positions may have to move to another rank."""
+        return False
+
+    def _settle(self, params: Any, optimizers: dict[str, Any]) -> None:
+        """Moves these, whose order stays."""
 
     def _orders(self, image: int) -> bool:
         """Whether the refinement after that image brings the Gaussians into their order even if it adds none."""

@@ -3,7 +3,7 @@
 
 Gaussians are drawn by opacity over the whole model: every rank makes the same draws, in integers, and knows from the
 sums over all Gaussians that stand before its own which of them are its. The rows of a relocated Gaussian's source
-travel to where the dead one was.
+travel to where the dead one was. Where owners hold ranges of the order it stays there until the next reordering.
 """
 
 import math
@@ -19,6 +19,7 @@ from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier, clear_moments, grown, quanta
+from ns_multigpu.primitives.gaussians.regroup import Listing
 from ns_multigpu.primitives.gaussians.sharded_rows import move_rows
 from ns_multigpu.primitives.sharded_order import Reordering, clock, order_keys, plan_move
 from ns_multigpu.primitives.steady import sigmoid
@@ -119,11 +120,29 @@ class ShardedMcmc(McmcDensifier):
 
     @torch.no_grad()
     def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor) -> None:
-        means, world = params["means"], self.world
+        means = params["means"]
         started = clock(means.device)
         listing = grown(len(means), sources)
         categories = (torch.arange(len(listing.source), device=means.device) >= len(means)).long()
-        keys, order = torch.sort(order_keys(listing.positions(means), categories, world), stable=True)
+        keys, order = torch.sort(order_keys(listing.positions(means), categories, self.world), stable=True)
+        self._move(params, optimizers, listing, keys, order, started)
+
+    def _settles(self) -> bool:
+        # Ranges of an order stay even. Owners that places have are to be near what is placed there.
+        return not self.holding.placement.in_ranges
+
+    @torch.no_grad()
+    def _settle(self, params: Any, optimizers: dict[str, Any]) -> None:
+        means, places = params["means"], self.holding.places
+        assert places is not None, "of owners that hold no ranges"
+        listing, started = grown(len(means), places[:0]), clock(means.device)
+        self._move(params, optimizers, listing, places, torch.arange(len(means), device=means.device), started)
+
+    def _move(
+        self, params: Any, optimizers: dict[str, Any], listing: Listing, keys: Tensor, order: Tensor, started: float
+    ) -> None:
+        """Brings the listed Gaussians, which have these keys in this order, to their owners."""
+        means, world = params["means"], self.world
         parents = partial(self.holding.places_of, listing.source[order], len(means), world)
         move = plan_move(
             keys, torch.ones_like(keys), world, self.threshold, self.holding.placement,
