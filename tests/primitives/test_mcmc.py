@@ -183,7 +183,7 @@ def test_a_refinement_that_adds_none_changes_tensors_in_place(morton: bool) -> N
         assert not any(bool(value.any()) for value in state.values()) and not torch.equal(
             params["opacities"], opacities
         )
-    assert densifier.replaces(params, 25, 10) == morton, "the one after image 30 is among them"
+    assert densifier.replaces(params, 15, 16) == morton, "the one after image 30 is among them, if not the first"
 
 
 def test_one_large_step_refines_as_often_as_its_images() -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ns_multigpu.core.placement import AllHere, Placement, Replicated, Sharded
 from ns_multigpu.core.world import World
+from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
+from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
 from ns_multigpu.primitives.sharded_order import plan_move
 from tests.placements import TOYS, HalfSpaces, Wrong
 from tests.primitives import test_sharded_densifier, test_sharded_mcmc
@@ -61,27 +63,33 @@ def test_any_owners_train_the_model_of_one_gpu(kind: str) -> None:
     compare(kind, 2, "cuda")
 
 
-def owned(world: World) -> bool:
+def owned(world: World, kind: str) -> bool:
     """Whether each rank has what the placement gives it, when a refinement is done."""
-    holding = holding_of(HalfSpaces(), "even", test_sharded_densifier.initial("even"), world)
+    module = KINDS[kind]
+    holding = holding_of(HalfSpaces(), "even", module.initial("even"), world)
     seen: list[bool] = []
-    refine = test_sharded_densifier.ShardedDensifier._refine
+    sharded, name = (ShardedMcmc, "refine_when_due") if kind == "mcmc" else (ShardedDensifier, "_refine")
+    refine = getattr(sharded, name)
 
     def watched(self: Any, params: Any, *rest: Any) -> None:
         refine(self, params, *rest)
+        if kind == "mcmc" and not self.due_after(*rest[-2:]):
+            return
         owners = HalfSpaces().owners(params["means"].detach(), world.size)
         seen.append(bool((owners == world.rank).all()) and len(owners) > 0)
 
-    test_sharded_densifier.ShardedDensifier._refine = watched  # type: ignore[method-assign]
-    try:
-        test_sharded_densifier.course(world, "even", True, holding)
-    finally:
-        test_sharded_densifier.ShardedDensifier._refine = refine  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, name, watched)
+        patch.setitem(test_sharded_mcmc.RULES, "cap_max", test_sharded_mcmc.COUNT)  # so that it never grows,
+        patch.setitem(test_sharded_mcmc.RULES, "order_every", 1000)  # and is never brought into its order
+        module.course(world, "even", True, holding)
     return len(seen) >= test_sharded_densifier.REFINED and all(seen)
 
 
-def test_owners_are_those_that_the_placement_names() -> None:
-    assert all(run_ranks(owned, 3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_owners_are_those_that_the_placement_names(kind: str) -> None:
+    """MCMC's also behind refinements that only relocate."""
+    assert all(run_ranks(owned, 3, kind))
 
 
 def test_replicas_stay_where_they_are() -> None:

@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from cuda_ext import SplatRows, tell_lines
+from cuda_ext.ops.row_exchange import RECORD_FLOATS
 from ns_multigpu.core import staying_rows
 from ns_multigpu.core.kernels import ToldLines
 from ns_multigpu.core.staying_rows import PeerReplicas
+from ns_multigpu.core.step_settings import Status
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
+from ns_multigpu.primitives.gaussians.kernels import GaussianReplicaRows
 from strategies import STRATEGIES
 from tests.ranks import run_ranks
 from tests.strategies import test_law_steps
@@ -80,8 +85,13 @@ def two_steps(folder: Path, world: World) -> list[list[float]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staying_rows, "PeerBuffer", SharedFile)
         numbers = Numbers(world.size)
-        kernels: Any = SimpleNamespace(record_floats=1, replicas=lambda *_: numbers)
+        asked: list[int] = []
+        kernels: Any = SimpleNamespace(
+            record_floats=1,
+            replicas=lambda _, lines, __: asked.append(lines) or numbers,  # type: ignore[func-returns-value]
+        )
         told = PeerReplicas(world, kernels, rows=1, capacity=1, words=1)
+        assert asked == [4], "each rank's lines begin at a multiple of 16 bytes"
         found: list[list[float]] = []
         for step in (1, 2):
             numbers.step = float(10 * step + world.rank)
@@ -97,3 +107,35 @@ def two_steps(folder: Path, world: World) -> list[list[float]]:
 
 def test_nobody_writes_what_another_has_still_to_read(tmp_path: Path) -> None:
     assert run_ranks(partial(two_steps, tmp_path), 2) == [[[10.0, 11.0, 1, 1], [20.0, 21.0, 2, 2]]] * 2
+
+
+def test_what_is_told_through_memory_is_what_collectives_tell() -> None:
+    """Of the rows that there are, the numbers that mean something; no gradient where a colour is clamped at black."""
+    g, lines, room = torch.Generator().manual_seed(0), 5, 8
+    floats = [torch.randn(room, *shape, generator=g) for shape in ((2,), (3,), (), (3,), ())]
+    floats[3].clamp_(min=0.0)
+    assert 0 < int((floats[3][:lines] == 0).sum()) < 3 * lines
+    ids, radii = torch.arange(room, dtype=torch.int32), torch.ones(room, 2, dtype=torch.int32)
+    rows = SplatRows(ids // 4, ids, torch.tensor([lines]), *floats, radii)
+    records = torch.randn(room, RECORD_FLOATS, generator=g)
+    replicas = GaussianReplicaRows(room, torch.device("cpu"))
+    told = replicas.told(rows, records, 3)
+    places = torch.tensor([[one.data_ptr() for one in replicas.everyone]])
+    tell_lines(told.arrays, told.taken, rows.count, places, told.gate, told.gate_column)
+    for there, mine in zip(replicas.everyone, replicas.mine(rows, records.clone(), 3), strict=True):
+        wide = there.dim() == 2 and there.shape[1] == RECORD_FLOATS
+        expected = mine[:lines, :12] if wide else mine[:lines]
+        assert torch.equal(there[:lines, :12] if wide else there[:lines], expected)
+        assert not bool(there[lines:].any()) and bool(expected.any())
+
+
+def test_traffic_is_of_the_rows_that_there_are() -> None:
+    added: list[float] = []
+    told = object.__new__(PeerReplicas)
+    told.world, told._line_bytes = World(0, 2, 0, 2, torch.device("cpu")), 76
+    told._messages = torch.zeros(2, 125, dtype=torch.int64)
+    buffers: Any = SimpleNamespace(
+        _transport=told, peer=False, _world=SimpleNamespace(traffic=SimpleNamespace(add=added.append))
+    )
+    StepBuffers.count_traffic(buffers, Status(3, 10, (), 0, full=False, sent=0))
+    assert added == [3 * 1760]
