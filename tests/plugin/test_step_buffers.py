@@ -97,13 +97,15 @@ def test_replicas_write_to_each_other_where_gpus_can(name: Any, monkeypatch: pyt
 
 
 def test_what_replicas_write_to_each_other_is_counted() -> None:
-    """All of their room, in each step. Ranks meet in its `return`, where there is no collective to be measured."""
+    """The rows that there are, in each step, and a message. Ranks meet in its `return`, where there is no collective to
+    be measured."""
     buffers = make_buffers("batch")
     buffers._transport = told = PeerReplicas.__new__(PeerReplicas)
-    told.step_bytes = 1000
+    told.world, told._line_bytes = World(0, 3, 0, 3, torch.device("cpu")), 76
+    told._messages = torch.zeros(3, 125, dtype=torch.int64)
     before = buffers._world.traffic.sent
     buffers.count_traffic(Status(done=3, rows=9, segments=(2, 5), intersections=30, full=False, sent=0))
-    assert buffers._world.traffic.sent - before == 3000
+    assert buffers._world.traffic.sent - before == 3 * 2 * (1000 + 9 * 76)
     buffers.tells = True
     assert [part for part in ("project", "send", "return") if buffers.exchanges_in(part)] == ["return"]
     buffers.forget()

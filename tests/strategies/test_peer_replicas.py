@@ -14,9 +14,7 @@ from cuda_ext.ops.row_exchange import RECORD_FLOATS
 from ns_multigpu.core import staying_rows
 from ns_multigpu.core.kernels import ToldLines
 from ns_multigpu.core.staying_rows import PeerReplicas
-from ns_multigpu.core.step_settings import Status
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.primitives.gaussians.kernels import GaussianReplicaRows
 from strategies import STRATEGIES
 from tests.ranks import run_ranks
@@ -127,15 +125,3 @@ def test_what_is_told_through_memory_is_what_collectives_tell() -> None:
         expected = mine[:lines, :12] if wide else mine[:lines]
         assert torch.equal(there[:lines, :12] if wide else there[:lines], expected)
         assert not bool(there[lines:].any()) and bool(expected.any())
-
-
-def test_traffic_is_of_the_rows_that_there_are() -> None:
-    added: list[float] = []
-    told = object.__new__(PeerReplicas)
-    told.world, told._line_bytes = World(0, 2, 0, 2, torch.device("cpu")), 76
-    told._messages = torch.zeros(2, 125, dtype=torch.int64)
-    buffers: Any = SimpleNamespace(
-        _transport=told, peer=False, _world=SimpleNamespace(traffic=SimpleNamespace(add=added.append))
-    )
-    StepBuffers.count_traffic(buffers, Status(3, 10, (), 0, full=False, sent=0))
-    assert added == [3 * 1760]
