@@ -11,6 +11,7 @@ from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.reference import told_lines as composed
 
 MOST_ARRAYS = 8
+"""Arrays that are told at once, at most: as many as the kernel has room for."""
 
 
 @torch.no_grad()

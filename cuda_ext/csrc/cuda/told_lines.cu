@@ -1,5 +1,5 @@
 // A thread reads 16 bytes of an array and writes them to every rank's memory, this GPU's own with them: so no array is read
-// twice, and writes to others are in whole rows of 128 bytes and more.
+// twice, and a warp's writes lie side by side.
 #include <cuda_runtime.h>
 
 #include "cuda/told_lines.h"

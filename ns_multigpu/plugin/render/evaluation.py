@@ -128,7 +128,7 @@ def _corrected_psnr(model: Any, truth: Tensor, rgb: Tensor) -> float:
     try:
         try:
             corrected = color_correct(rgb, truth)
-        except torch.OutOfMemoryError:  # it takes 1.2 KB a pixel; on the host it takes seconds
+        except torch.OutOfMemoryError:  # it takes more memory than a step; on the host, more time
             corrected = color_correct(rgb.cpu(), truth.cpu()).to(rgb)
     except AssertionError:
         return float("nan")

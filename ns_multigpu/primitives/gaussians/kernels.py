@@ -124,7 +124,7 @@ class GaussianReplicaRows(ReplicaRows):
         torch.ops.aten.threshold_backward.grad_input(by_color, rows.features, 0, grad_input=by_color)
         # Records go with the 4 of their 16 numbers that mean nothing: it is quicker than to take these out and put them
         # back.
-        return [rows.view_ids + first_view, rows.point_ids, rows.radii, rows.conics, records]
+        return [*self.told(rows, records, first_view).arrays]
 
     def told(self, rows: SplatRows, records: Tensor, first_view: int) -> ToldLines:
         arrays = [rows.view_ids + first_view, rows.point_ids, rows.radii, rows.conics, records]

@@ -260,8 +260,6 @@ class McmcDensifier:
 
     def _share_out(self, params: Any, sources: Tensor) -> None:
         """Makes each picked Gaussian so faint and small that it and its copies look as it did alone."""
-        if len(sources) == 0:
-            return
         chosen, copies = torch.unique(sources, return_counts=True)
         logits = params["opacities"].data
         opacities, factors = relocated(sigmoid(logits[chosen].flatten()), copies + 1)
@@ -289,7 +287,7 @@ def relocated(opacities: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
     new = -torch.expm1(torch.log1p(-old) / ratios)
     table = _coefficients(opacities.device)
     f = torch.zeros_like(new)
-    # Of the highest powers, which no ratio here has, all coefficients are zero: some 150 launches less as a rule.
+    # Higher powers than the largest ratio have only coefficients of zero, and each would be three launches.
     for j in range(int(ratios.max()) - 1 if len(ratios) else 0, -1, -1):
         f = (f + table[j][ratios]) * new
     return new.to(opacities.dtype), (old / f).to(opacities.dtype)

@@ -156,12 +156,10 @@ class ShardedMcmc(McmcDensifier):
 
     def _draw(self, weights: Tensor, count: int, generator: torch.Generator) -> _Draws:
         """What `pick` draws from all ranks' weights, by place."""
-        none = torch.empty(0, dtype=torch.int64, device=weights.device)
-        if count == 0:
-            return _Draws(0, none, none)
         each = quanta(weights)
         total = sum(row[0] for row in all_gather_ints([int(each.sum())], self.world))
-        if total == 0:
+        if count == 0 or total == 0:
+            none = torch.empty(0, dtype=torch.int64, device=weights.device)
             return _Draws(0, none, none)
         starts = self.holding.before(each, self.world)
         drawn = torch.randint(total, (count,), generator=generator).to(weights.device)
