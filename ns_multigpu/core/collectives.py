@@ -103,19 +103,36 @@ def all_gather_ints_on_device(values: Sequence[int], world: World) -> list[list[
     device, and is for where all ranks go on together anyway."""
     if world.group is None:
         return [list(values)]
-    mine = torch.tensor(list(values), dtype=torch.int64).to(world.device)
-    table = mine.new_empty(world.size * len(mine))
-    if len(mine):
-        dist.all_gather_into_tensor(table, mine, group=world.group)
-    return [[int(v) for v in row] for row in table.view(world.size, len(mine)).tolist()]
+    return gather_on_device(on_device(values, world), world)
+
+
+def gather_on_device(x: Tensor, world: World) -> list[list[int]]:
+    """Every rank's `x`, [K] int64 on its device: row r is rank r's. The host waits once, when all of it is there."""
+    if world.group is None:
+        return [x.tolist()]
+    table = x.new_empty(world.size * len(x))
+    if len(x):
+        dist.all_gather_into_tensor(table, x.contiguous(), group=world.group)
+    return cast(list[list[int]], table.view(world.size, len(x)).tolist())
+
+
+def on_device(values: Sequence[int], world: World) -> Tensor:
+    """[K] int64, the host's integers on the rank's device. Nobody waits."""
+    mine = torch.tensor(list(values), dtype=torch.int64)
+    return mine if world.device.type == "cpu" else mine.pin_memory().to(world.device, non_blocking=True)
 
 
 def sum_ints_on_device(x: Tensor, world: World) -> list[int]:
     """The sums over all ranks of `x`, [K] int64 on the rank's device, which is overwritten. See
     `all_gather_ints_on_device`."""
+    return cast(list[int], add_up(x, world).tolist())
+
+
+def add_up(x: Tensor, world: World) -> Tensor:
+    """`x`, a few numbers that the host sends about points rather than points, summed over all ranks into itself."""
     if world.group is not None and x.numel():
         dist.all_reduce(x, group=world.group)
-    return cast(list[int], x.tolist())
+    return x
 
 
 def all_gather_floats(values: Sequence[float], world: World) -> list[list[float]]:

@@ -250,8 +250,7 @@ class Sharded(Placement):
             targets = list(accumulate(works))[:-1]
         sums = torch.nn.functional.pad(new.work.cumsum(0), (1, 0))
         splitters = find_splitters(new.keys, sums, targets, sum(works), world)
-        ends = torch.tensor(splitters, dtype=torch.int64, device=new.keys.device)
-        return Settled(torch.searchsorted(ends, new.keys, right=True), anew)
+        return Settled(torch.searchsorted(splitters, new.keys, right=True), anew)
 
 
 def even_bounds(count: int, ranks: int) -> tuple[int, ...]:

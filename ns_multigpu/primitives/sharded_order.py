@@ -10,13 +10,13 @@ point's place is asked for (`core.ranking`) and travels with it.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints_on_device, exchange_rows, sum_ints_on_device
+from ns_multigpu.core.collectives import exchange_rows, gather_on_device, sum_ints_on_device
 from ns_multigpu.core.placement import NewPoints, Placement, Sharded
 from ns_multigpu.core.ranking import Ranking
 from ns_multigpu.core.splitters import imbalance
@@ -106,6 +106,36 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
+@dataclass(frozen=True)
+class Survey:
+    """What ranks tell each other before their points are put in order.
+
+    Attributes:
+        grid: the cells for all ranks' points together.
+        works: the work of all points of each rank.
+        tags: by rank, what it was given.
+    """
+
+    grid: Grid
+    works: tuple[int, ...]
+    tags: tuple[int, ...]
+
+    @staticmethod
+    def of(means: Tensor, work: Tensor, tag: int, world: World) -> "Survey":
+        """Asks all ranks. The ranks meet once, and the host waits for that.
+
+        Args:
+            means: [N, 3] this rank's positions. work: [] int64, of its points together. tag: any 64 bits, signed.
+        """
+        where = census(means)
+        others = where.new_zeros(2, world.size)
+        others[0, world.rank] = work
+        others[1, world.rank] = tag
+        told = sum_ints_on_device(torch.cat([where, others.flatten()]), world)
+        by_rank = [tuple(told[k : k + world.size]) for k in range(len(where), len(told), world.size)]
+        return Survey(Grid.of(told[: len(where)]), *by_rank)
+
+
 def common_grid(means: Tensor, world: World) -> Grid:
     """The cells for all ranks' points together; the same on every rank.
 
@@ -115,8 +145,8 @@ def common_grid(means: Tensor, world: World) -> Grid:
     return Grid.of(sum_ints_on_device(census(means), world))
 
 
-def order_keys(means: Tensor, categories: Tensor, world: World) -> Tensor:
-    """By the code of `dealt_codes` for all ranks' points, then by category: 62 bits.
+def order_keys(means: Tensor, categories: Tensor, grid: Grid) -> Tensor:
+    """By the code of `dealt_codes` in the grid for all ranks' points, then by category: 62 bits.
 
     Args:
         means: [N, 3] positions.
@@ -125,12 +155,13 @@ def order_keys(means: Tensor, categories: Tensor, world: World) -> Tensor:
     Returns:
         [N] int64.
     """
-    return dealt_codes(means, common_grid(means, world)) * 4 + categories
+    return dealt_codes(means, grid) * 4 + categories
 
 
 def plan_move(
     keys: Tensor,
     weights: Tensor,
+    works: Sequence[int],
     world: World,
     threshold: float,
     placement: Placement | None = None,
@@ -142,6 +173,7 @@ def plan_move(
     Args:
         keys: [N] int64 in [0, 2^62), ascending.
         weights: [N] int64, work by point; at least 0.
+        works: their sum, by rank: see `Survey`.
         threshold: see `NewPoints`.
         placement: who is asked; `Sharded` by default.
         positions: gives the points' positions [N, 3], by key.
@@ -154,15 +186,9 @@ def plan_move(
     if threshold < 1.0:
         raise ValueError(f"a threshold of imbalance is at least 1, not {threshold}: 1 is even")
     placement = placement or Sharded()
-    table = all_gather_ints_on_device([len(keys), int(weights.sum())], world)
-    counts, works = [row[0] for row in table], [row[1] for row in table]
     new = NewPoints(keys, positions or (lambda: keys.new_zeros(len(keys), 3)), weights, works, threshold)
     settled = placement.settle(new, world)
-    owners, table, ascending = _told(settled.owners, weights, placement, world)
-    leave = None
-    if not ascending:
-        few = owners.to(torch.uint8) if world.size <= _BYTE else owners  # sorted in a sixth of the time on a CPU
-        leave = torch.sort(few, stable=True).indices
+    leave, table = _told(settled.owners, weights, placement, world)
     send = table[world.rank][: world.size]
     receive = [row[world.rank] for row in table]
     by = keys
@@ -170,6 +196,7 @@ def plan_move(
         assert parents is not None
         by = Ranking.of(keys, world, parents(), ascending=True).places
     totals = [sum(column) for column in zip(*table, strict=True)]
+    counts = tuple(sum(row[: world.size]) for row in table)
     moved = sum(counts) - sum(row[rank] for rank, row in enumerate(table))
     if moved:
         placed, order = torch.sort(exchange_rows(by if leave is None else by[leave], send, receive, world), stable=True)
@@ -181,7 +208,7 @@ def plan_move(
         receive=receive,
         order=order,
         places=None if placement.in_ranges else placed,
-        counts_before=tuple(counts),
+        counts_before=counts,
         counts_after=tuple(totals[: world.size]),
         moved=moved,
         imbalance_before=imbalance(works),
@@ -190,25 +217,28 @@ def plan_move(
     )
 
 
-def _told(owners: Tensor, weights: Tensor, placement: Placement, world: World) -> tuple[Tensor, list[list[int]], bool]:
-    """What all ranks send, once all know that everybody's owners are ranks. One look at the device, and one meeting.
+def _told(owners: Tensor, weights: Tensor, placement: Placement, world: World) -> tuple[Tensor | None, list[list[int]]]:
+    """What all ranks send, once all know that everybody's owners are ranks. One meeting, for which the host waits.
 
     Returns:
-        the owners [N] of the points, whose weights are [N]; by rank, the points that it sends to each and then their
-        weights; whether this rank's owners are ascending.
+        the order in which points leave, by owner; None where owners ascend. By rank, the points that it sends to each,
+        and then their weights.
     """
     size = world.size
     extra = len(owners) - len(weights)
     inside = owners.clamp(0, size - 1) if extra == 0 else owners.new_zeros(len(weights))
-    facts = torch.zeros(2 + 2 * size, dtype=torch.int64, device=owners.device)
-    facts[0] = (owners[1:] < owners[:-1]).any()
+    few = inside.to(torch.uint8) if size <= _BYTE else inside  # sorted in a sixth of the time on a CPU
+    sorted_owners, leave = torch.sort(few, stable=True)
+    # Where the points of each owner begin; to count them would have all of them add to a few numbers.
+    ends = torch.searchsorted(sorted_owners.long(), torch.arange(size + 1, device=owners.device))
+    before = torch.nn.functional.pad(weights[leave].cumsum(0), (1, 0))[ends]
+    facts = torch.zeros(3, dtype=torch.int64, device=owners.device)
+    facts[0] = extra
     facts[1] = ((owners < 0) | (owners >= size)).sum()
-    facts[2 : 2 + size].index_add_(0, inside, torch.ones_like(inside))
-    facts[2 + size :].index_add_(0, inside, weights)
-    falling, *numbers = facts.tolist()
-    table = all_gather_ints_on_device([extra, *numbers], world)
-    for rank, (many, bad, *_) in enumerate(table):
+    facts[2] = (owners[1:] < owners[:-1]).any()
+    told = gather_on_device(torch.cat([facts, ends.diff(), before.diff()]), world)
+    for rank, (many, bad, *_) in enumerate(told):
         if many or bad:
             what = f"{bad} of them are not among the {size} ranks" if bad else f"that is {many:+} owners"
             raise ValueError(f"{type(placement).__name__} names owners for the points of rank {rank}: {what}")
-    return owners, [row[2:] for row in table], not falling
+    return leave if told[world.rank][2] else None, [row[3:] for row in told]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ns_multigpu.core.collectives import all_gather_ints
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded, Shares, shares_of
 from ns_multigpu.core.random import keyed_generator
@@ -88,9 +89,10 @@ def held(world: World) -> list[list[Tensor]]:
         holding = Holding(HalfSpaces(), places)
         where = mine if places is None else places
         chosen = torch.where(where % 3 == 1)[0]
+        told = list(zip(*all_gather_ints([len(chosen), int((where**2).sum())], world), strict=True))
         found.append([
             where, holding.places_of(torch.arange(len(where)), len(where), world), chosen,
-            holding.among(chosen, len(where), world), holding.before(where**2, world),
+            holding.among(chosen, len(where), told[0], world), holding.before(where**2, told[1], world),
         ])  # fmt: skip
     return found
 
@@ -108,8 +110,8 @@ def test_places_that_are_not_the_models() -> None:
     holding = Holding(HalfSpaces(), torch.arange(4))
     for ask in (
         lambda: holding.places_of(torch.arange(2), 5, World.single()),
-        lambda: holding.among(torch.arange(2), 5, World.single()),
-        lambda: holding.before(torch.arange(5), World.single()),
+        lambda: holding.among(torch.arange(2), 5, [2], World.single()),
+        lambda: holding.before(torch.arange(5), [10], World.single()),
     ):
         with pytest.raises(RuntimeError, match="rank 0 has 5 points, and the places of 4"):
             ask()

@@ -95,7 +95,7 @@ def test_owners_are_those_that_the_placement_names(kind: str) -> None:
 def test_replicas_stay_where_they_are() -> None:
     for placement in (AllHere(), Replicated()):
         keys = torch.arange(5)
-        move = plan_move(keys, torch.ones_like(keys), World.single(), 1.1, placement)
+        move = plan_move(keys, torch.ones_like(keys), [5], World.single(), 1.1, placement)
         assert move.send == [5] and move.moved == 0 and move.places is None and move.leave is None
         assert placement.shares(5, lambda: torch.zeros(5, 3), 1) == [range(5)] and placement.kind is None
     assert Sharded().kind is None and HalfSpaces().kind == "HalfSpaces"
@@ -107,7 +107,7 @@ def misplaced(world: World) -> list[str]:
     placements: list[Placement] = [Wrong(owner) for owner in (-1, world.size, None)]
     for placement in placements:
         with pytest.raises(ValueError) as error:
-            plan_move(keys, torch.ones_like(keys), world, 1.1, placement, parents=lambda: keys)
+            plan_move(keys, torch.ones_like(keys), [4] * world.size, world, 1.1, placement, parents=lambda: keys)
         told.append(str(error.value))
     return told
 

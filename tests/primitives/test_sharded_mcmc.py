@@ -109,9 +109,9 @@ def test_a_model_replaced_behind_its_back_is_noticed() -> None:
     densifier = ShardedMcmc()
     values = whole_model(20)
     densifier.step_post_backward(*shard(values, [0, 20], 0), step=0, images=1, rate=1e-3)
-    with pytest.raises(RuntimeError, match=r"has 12 Gaussians, not the 20 .* call forget"):
+    with pytest.raises(RuntimeError, match=r"has 12 points, not the 20 .* Holding\.hold"):
         densifier.step_post_backward(*shard(values, [0, 12], 0), step=1, images=1, rate=1e-3)
-    densifier.forget()
+    densifier.holding.hold(None, values["means"][:12])
     densifier.step_post_backward(*shard(values, [0, 12], 0), step=1, images=1, rate=1e-3)
 
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from ns_multigpu.core.collectives import all_gather_ints
 from ns_multigpu.core.placement import NewPoints, Settled
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.splitters import find_splitters, imbalance
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians import sharded_rows
 from ns_multigpu.primitives.gaussians.regroup import Regrouping
-from ns_multigpu.primitives.gaussians.sharded_rows import move_rows
-from ns_multigpu.primitives.sharded_order import Move, Reordering, order_keys, plan_move
+from ns_multigpu.primitives.gaussians.sharded_rows import OptimizerStates, move_rows
+from ns_multigpu.primitives.sharded_order import Move, Reordering, Survey, common_grid, order_keys, plan_move
 from tests.placements import HalfSpaces
 from tests.ranks import run_ranks
 
@@ -70,8 +71,10 @@ def reorder(world: World, case: str) -> tuple[Move, Reordering, dict[str, Tensor
     }
     none = order[:0]
     world.traffic.since(case)
-    move = plan_move(sorted_keys, weights[order], world, 1.1)
-    row_bytes = move_rows(params, {}, Regrouping(order, none, none, torch.zeros(0, 3)), move, world)
+    works = [int(w.sum()) for _, w in rows_of(case, world.size)]
+    move = plan_move(sorted_keys, weights[order], works, world, 1.1)
+    regrouping = Regrouping(order, none, none, torch.zeros(0, 3))
+    row_bytes = move_rows(params, {}, regrouping, move, OptimizerStates.here(params, {}), world)
     return move, move.record(0.0, row_bytes), {n: v.detach() for n, v in params.items()}, world.traffic.since(case)
 
 
@@ -120,7 +123,7 @@ def test_splitters_are_as_near_as_can_be(span: int) -> None:
     total = int(weights.sum())
     targets = [*sorted(torch.randint(total + 1, (30,), generator=g).tolist()), total]
     sums = torch.nn.functional.pad(weights.cumsum(0), (1, 0))
-    found = find_splitters(keys, sums, targets, total, World.single())
+    found = find_splitters(keys, sums, targets, total, World.single()).tolist()
     assert found == sorted(found)
     possible = [0, total, *(int(weights[keys < key].sum()) for key in keys)]
     for target, splitter in zip(targets, found, strict=True):
@@ -139,8 +142,12 @@ def boxed(world: World) -> bool:
     means, categories = torch.randn(90, 3, generator=g), torch.randint(4, (90,), generator=g)
     bounds = [0, 0, *(90 * k // (world.size - 1) for k in range(1, world.size))]
     own = slice(bounds[world.rank], bounds[world.rank + 1])
-    keys = order_keys(means[own], categories[own], world)
-    return torch.equal(keys, order_keys(means, categories, World.single())[own])
+    survey = Survey.of(means[own], torch.tensor(7 * world.rank), -world.rank, world)
+    assert survey.works == tuple(7 * rank for rank in range(world.size))
+    assert survey.tags == tuple(-rank for rank in range(world.size))
+    assert survey.grid == common_grid(means[own], world) == common_grid(means, World.single())
+    keys = order_keys(means[own], categories[own], survey.grid)
+    return torch.equal(keys, order_keys(means, categories, common_grid(means, World.single()))[own])
 
 
 SHAPES: dict[str, tuple[int, ...]] = {"wide": (15, 3), "flat": (), "thin": (3,), "none": (0, 3), "bare": (4,)}
@@ -166,10 +173,14 @@ def carried(world: World) -> tuple[dict[str, Tensor], list[float]]:
                 "scale": torch.arange(count, dtype=torch.float32) * 3,
             }
     keys = torch.arange(count)
-    move = plan_move(keys, torch.ones_like(keys), world, 1.1)
+    kept = OptimizerStates.here(params, optimizers)
+    told = all_gather_ints([count, kept.tag], world)
+    assert len({tag for _, tag in told}) == world.size, "they have taken 3, 7 and no steps"
+    move = plan_move(keys, torch.ones_like(keys), [many for many, _ in told], world, 1.1)
     fresh = keys[keys % 10 == 4]
     edit = lambda name, rows, _: rows.neg_() if name in ("thin", "flat") else None  # noqa: E731
-    move_rows(params, optimizers, Regrouping(keys, fresh, keys[:0], torch.zeros(0, 3)), move, world, edit)
+    kept = kept.agree([tag for _, tag in told], world)
+    move_rows(params, optimizers, Regrouping(keys, fresh, keys[:0], torch.zeros(0, 3)), move, kept, world, edit)
     found = {name: value.detach() for name, value in params.items()}
     steps: list[float] = []
     for name, optimizer in optimizers.items():
@@ -211,7 +222,7 @@ def test_everything_of_a_point_travels(size: int, carry: Any) -> None:
 
 def test_refusal() -> None:
     with pytest.raises(ValueError, match=r"at least 1, not 0\.9"):
-        plan_move(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), World.single(), 0.9)
+        plan_move(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), [0], World.single(), 0.9)
 
 
 def freed(world: World) -> list[int]:
@@ -226,9 +237,14 @@ def freed(world: World) -> list[int]:
     def edit(name: str, *_: Any) -> None:
         found[name] = sum(one() is None for one in alive)
 
-    move = plan_move(mine, torch.ones_like(mine), world, 1.1)
+    works = [len(range(rank, 40, world.size)) for rank in range(world.size)]
+    move = plan_move(mine, torch.ones_like(mine), works, world, 1.1)
     assert (move.moved > 0) == (world.size > 1)
-    move_rows(params, {}, Regrouping(move.leaving(mine) * 0, mine[:0], mine[:0], torch.zeros(0, 3)), move, world, edit)
+    regrouping, kept = (
+        Regrouping(move.leaving(mine) * 0, mine[:0], mine[:0], torch.zeros(0, 3)),
+        OptimizerStates.here(params, {}),
+    )
+    move_rows(params, {}, regrouping, move, kept, world, edit)
     return list(found.values())
 
 
@@ -265,7 +281,9 @@ def parted(world: World, at_once: int) -> dict[str, Any]:
         optimizers[name].state[param] = {"step": torch.tensor(1.0), "exp_avg": param.detach() + 1}
     fresh, children = torch.where(x % 4 == 1)[0], torch.where(x % 8 == 1)[0]
     offsets = torch.stack([torch.zeros(len(children)), x[children].float(), torch.zeros(len(children))], 1)
-    move = plan_move(2 * x, torch.ones_like(x), world, 1.1, Dealt(), lambda: means, lambda: x)
+    move = plan_move(
+        2 * x, torch.ones_like(x), [90 // world.size] * world.size, world, 1.1, Dealt(), lambda: means, lambda: x
+    )
     row_of = torch.empty_like(x).scatter_(0, move.leaving(torch.arange(len(x))), torch.arange(len(x)))
     regrouping = Regrouping(move.leaving(torch.arange(len(x))), row_of[fresh], row_of[children], offsets)
 
@@ -273,7 +291,7 @@ def parted(world: World, at_once: int) -> dict[str, Any]:
         if name == "means":
             rows[part.children] += part.offsets
 
-    move_rows(params, optimizers, regrouping, move, world, edit)
+    move_rows(params, optimizers, regrouping, move, OptimizerStates.here(params, optimizers), world, edit)
     averages = {f"{name}.exp_avg": optimizers[name].state[param]["exp_avg"] for name, param in params.items()}
     return {name: value.detach() for name, value in params.items()} | averages | {"sent": sent, "places": move.places}
 

@@ -4,7 +4,6 @@ import torch
 from nerfstudio.models.splatfacto import SplatfactoModel
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints_on_device
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Placement, checked_shares, rows_of
 from ns_multigpu.core.schema import POSITION
@@ -53,7 +52,8 @@ class ShardedPoints(SplatfactoModel):
         means = self.gauss_params[POSITION].detach()
         order = dealt_order(means)
         shares = placement.shares(len(order), lambda: means[order], world.size)
-        own = checked_shares(placement, shares, len(order), world.size)[world.rank]
+        shares = checked_shares(placement, shares, len(order), world.size)
+        own = shares[world.rank]
         mine = rows_of(order, own)
         places = None
         if not placement.in_ranges:
@@ -62,14 +62,14 @@ class ShardedPoints(SplatfactoModel):
         self.holding = Holding(placement)
         for name, value in list(self.gauss_params.items()):
             self.gauss_params[name] = torch.nn.Parameter(value.detach()[mine])
-        self.holding.hold(places, self.gauss_params[POSITION])
+        self.holding.hold(places, self.gauss_params[POSITION], [len(share) for share in shares])
         self.shard_world = world
         self.count_shards()
 
     def count_shards(self) -> None:
         """Learns how many points each rank of a sharded model has now. Every rank calls it."""
-        if self.shard_world is not None:
-            self.shard_counts = [row[0] for row in all_gather_ints_on_device([self.num_points], self.shard_world)]
+        if self.holding is not None and self.shard_world is not None:
+            self.shard_counts = list(self.holding.of_ranks(self.num_points, self.shard_world))
 
     def replicated_parameters(self) -> list[torch.nn.Parameter]:
         """What is to be the same on every rank: all parameters, or all but a sharded model's points."""

@@ -285,7 +285,7 @@ class DistributedPipeline(VanillaPipeline):
         if model.holding is not None:
             model.shard_counts = own.counts
             places = None if own.places is None else own.places.to(model.device)
-            model.holding.hold(places, model.gauss_params[POSITION])
+            model.holding.hold(places, model.gauss_params[POSITION], own.counts)
 
     def get_train_loss_dict(
         self, step: int, *, metrics: bool = False

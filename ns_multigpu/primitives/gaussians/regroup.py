@@ -11,7 +11,7 @@ are near each other in memory.
 A GPU is done with an operator on some 100,000 points before the host has launched the next: few of them is fast.
 """
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -156,6 +156,16 @@ class Fates:
     n_duplicate: int
     n_stays: int
 
+    @staticmethod
+    def of(masks: Tensor, counts: Sequence[int]) -> "Fates":
+        """Fates of the points that `masks` [5 + births, N] are of.
+
+        Args:
+            counts: of how many points each of the masks is true.
+        """
+        kept, copied, born, *_, split, duplicate, stays = counts
+        return Fates(masks, kept, copied, born, split, duplicate, stays)
+
     @property
     def births(self) -> int:
         """Into how many a point is split."""
@@ -265,9 +275,13 @@ def grow_and_prune(
 @torch.no_grad()
 def decide(
     rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int,
-    halves: Halves = GAUSSIAN_HALVES,
+    halves: Halves = GAUSSIAN_HALVES, read: Callable[[Tensor], list[int]] = Tensor.tolist,
 ) -> Fates:  # fmt: skip
-    """Decides what becomes of every point, each by itself. Waits for the device. See `grow_and_prune`."""
+    """Decides what becomes of every point, each by itself. Waits for the device. See `grow_and_prune`.
+
+    Args:
+        read: brings numbers, [K] int64, from the device to the host.
+    """
     largest = halves.sizes(params)
     opacities = sigmoid(params["opacities"].flatten())
     steep = state["grad2d"] / state["count"].clamp_min(1) > rules.grow_grad2d
@@ -288,8 +302,7 @@ def decide(
         gone, child_gone = gone | (largest > too_large), child_gone | (halves.child_sizes(largest) > too_large)
     stays, born = ~gone, split > child_gone
     masks = torch.stack([stays > split, stays & duplicate, *[born] * halves.births, split, duplicate, stays])
-    kept, copied, born, *others = masks.sum(dim=1).tolist()
-    return Fates(masks, kept, copied, born, *others[-3:])
+    return Fates.of(masks, read(masks.sum(dim=1)))
 
 
 @torch.no_grad()

@@ -10,15 +10,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints_on_device
+from ns_multigpu.core.collectives import gather_on_device
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
-from ns_multigpu.primitives.gaussians.regroup import decide, edit_children, regroup
-from ns_multigpu.primitives.gaussians.sharded_rows import move_rows
-from ns_multigpu.primitives.sharded_order import Reordering, clock, order_keys, plan_move
+from ns_multigpu.primitives.gaussians.regroup import Fates, decide, edit_children, regroup
+from ns_multigpu.primitives.gaussians.sharded_rows import OptimizerStates, move_rows
+from ns_multigpu.primitives.sharded_order import Reordering, Survey, clock, order_keys, plan_move
 
 
 @dataclass
@@ -52,40 +53,51 @@ class ShardedDensifier(ReplicatedDensifier):
         statistics = self.statistics(params, state)
         device = params["means"].device
         started = clock(device)
-        wanted = decide(self, params, state, image, self.halves)
         count = len(params["means"])
-        told = all_gather_ints_on_device(
-            [count, wanted.total, wanted.n_split, wanted.n_duplicate, wanted.pruned, count - wanted.n_stays], world
-        )
-        now, after, split, duplicated, pruned, pruned_only = (sum(column) for column in zip(*told, strict=True))
-        fates = self.within_cap(wanted, now, after)
-        splits = [row[2] if fates is wanted else 0 for row in told]
-        self._note_changes(*((duplicated, split, pruned) if fates is wanted else (0, 0, pruned_only)))
+        told: list[list[int]] = []
+
+        def read(sums: Tensor) -> list[int]:
+            told.extend(gather_on_device(torch.cat([sums, sums.new_full((1,), count)]), world))
+            return told[world.rank][:-1]
+
+        wanted = decide(self, params, state, image, self.halves, read)
+        now = sum(row[-1] for row in told)
+        each = [Fates.of(wanted.masks[:, :0], row[:-1]) for row in told]  # by rank; there is no point among them
+        fates = self.within_cap(wanted, now, sum(one.total for one in each))
+        splits = [one.n_split if fates is wanted else 0 for one in each]
+        if fates is wanted:
+            pruned = now + sum(one.pruned for one in each)
+            self._note_changes(sum(one.n_duplicate for one in each), sum(splits), pruned)
+        else:
+            self._note_changes(0, 0, now - sum(one.n_stays for one in each))
         del wanted
+        categories, points = fates.listed()
         drawn = None
         if sum(splits) > 0:
             # What one rank draws for all splits, of which these are some.
             generator = keyed_generator(self.seed, "densify", image, device=device)
             drawn = torch.randn(self.halves.births, sum(splits), self.halves.draws, device=device, generator=generator)
-            drawn = drawn.index_select(1, self.holding.among(fates.split.nonzero().flatten(), count, world))
+            drawn = drawn.index_select(1, self.holding.among(points[fates.total :], count, splits, world))
         listing = regroup(params, fates, drawn, self.halves)
+        kept = OptimizerStates.here(params, optimizers)
         # A key has room for four categories: of more halves than two at one place, the later go by their parents.
-        categories = fates.listed()[0][: fates.total].clamp_(max=3)
-        keys = order_keys(listing.positions(params["means"]), categories, world)
-        del fates, drawn
-        keys, order = torch.sort(keys, stable=True)
+        categories = categories[: fates.total].clamp_(max=3)
+        weights = self.refine_every + self.seen_cost * statistics["count"].long()[listing.source]
+        positions = listing.positions(params["means"])
+        survey = Survey.of(positions, weights.sum(), kept.tag, world)
+        keys, order = torch.sort(order_keys(positions, categories, survey.grid), stable=True)
+        del fates, drawn, categories, points, positions
         source = listing.source[order]
-        weights = self.refine_every + self.seen_cost * statistics["count"].long()[source]
         move = plan_move(
-            keys, weights, world, self.threshold, self.holding.placement,
+            keys, weights[order], survey.works, world, self.threshold, self.holding.placement,
             partial(listing.positions, params["means"], order), partial(self.holding.places_of, source, count, world),
         )  # fmt: skip
         del keys, weights, source
         regrouping = listing.ordered(move.leaving(order))
         del listing, order
         edit = partial(edit_children, self, halves=self.halves)
-        row_bytes = move_rows(params, optimizers, regrouping, move, world, edit)
-        self.holding.hold(move.places, params["means"])
+        row_bytes = move_rows(params, optimizers, regrouping, move, kept.agree(survey.tags, world), world, edit)
+        self.holding.hold(move.places, params["means"], move.counts_after)
         for name, value in statistics.items():
             state[name] = value.new_zeros(len(params["means"]))
         self.reordering = move.record(started, row_bytes)

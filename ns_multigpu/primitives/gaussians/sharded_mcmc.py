@@ -7,6 +7,7 @@ travel to where the dead one was. Where owners hold ranges of the order it stays
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints, exchange_rows, sum_in_place
+from ns_multigpu.core.collectives import all_gather_ints_on_device, exchange_rows, gather_on_device, sum_in_place
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier, clear_moments, grown, quanta
 from ns_multigpu.primitives.gaussians.regroup import Listing
-from ns_multigpu.primitives.gaussians.sharded_rows import move_rows
-from ns_multigpu.primitives.sharded_order import Reordering, clock, order_keys, plan_move
+from ns_multigpu.primitives.gaussians.sharded_rows import OptimizerStates, move_rows
+from ns_multigpu.primitives.sharded_order import Reordering, Survey, clock, order_keys, plan_move
 from ns_multigpu.primitives.steady import sigmoid
 
 
@@ -31,10 +32,12 @@ class _Draws:
 
     Attributes:
         count: how many, D.
+        asked: how many of them each rank has asked for; empty where nothing could be drawn.
         mine: [M] int64, the draws of this rank's Gaussians, ascending. rows: [M] int64, which those are.
     """
 
     count: int
+    asked: Sequence[int]
     mine: Tensor
     rows: Tensor
 
@@ -54,29 +57,13 @@ class ShardedMcmc(McmcDensifier):
     holding: Holding = field(default_factory=lambda: Holding(Sharded()))
     threshold: float = 1.1
     reordering: Reordering | None = field(default=None, init=False)
-    _counts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.morton:
             raise ValueError("shards are ranges of an order, or parts of one: a sharded densifier cannot do without it")
 
-    def forget(self) -> None:
-        """Learns the ranks' numbers of Gaussians anew: to be called where anybody else has changed them, who says in
-        `holding` where they stand."""
-        self._counts = None
-
-    def _first_row(self, count: int) -> int:
-        if self._counts is None:
-            self._counts = tuple(row[0] for row in all_gather_ints([count], self.world))
-        if self._counts[self.world.rank] != count:
-            raise RuntimeError(
-                f"rank {self.world.rank} has {count} Gaussians, not the {self._counts[self.world.rank]} of the last "
-                "refinement: call forget() on every rank where a model is replaced"
-            )
-        return sum(self._counts[: self.world.rank])
-
     def _places(self, count: int) -> tuple[int, Tensor | None]:
-        first, places = self._first_row(count), self.holding.places
+        first, places = sum(self.holding.of_ranks(count, self.world)[: self.world.rank]), self.holding.places
         if places is not None:
             self.holding.check(count, self.world)
         return first, places
@@ -89,12 +76,12 @@ class ShardedMcmc(McmcDensifier):
         opacities = sigmoid(params["opacities"].detach().flatten())
         dead = opacities <= self.min_opacity
         targets = torch.where(dead)[0]
-        wanted = sum(row[0] for row in all_gather_ints([len(targets)], world))
-        draws = self._draw(self._weights(opacities, steep), wanted, keyed_generator(self.seed, "relocate", image))
+        weights, generator = self._weights(opacities, steep), keyed_generator(self.seed, "relocate", image)
+        draws = self._draw(weights, len(targets), generator)
         if draws.count == 0:
             return
         # The draws go to the dead by their places: the first to the one that stands before all others.
-        slots = self.holding.among(targets, len(dead), world)
+        slots = self.holding.among(targets, len(dead), draws.asked, world)
         to, here = self._owners(draws.count, slots)[draws.mine], self._owners(draws.count, draws.mine)[slots]
         traffic = torch.stack([torch.bincount(ranks, minlength=world.size) for ranks in (to, here)])
         send, receive = traffic.tolist()
@@ -111,12 +98,11 @@ class ShardedMcmc(McmcDensifier):
     def _growth(self, params: Any, image: int, steep: Tensor | None, room: int) -> Tensor:
         opacities = sigmoid(params["opacities"].detach().flatten())
         weights = opacities if steep is None else self._weights(opacities, steep)
-        return self._draw(weights, room, keyed_generator(self.seed, "grow", image)).rows
+        asked = room if self.world.is_main else 0
+        return self._draw(weights, asked, keyed_generator(self.seed, "grow", image)).rows
 
     def _whole(self, count: int) -> int:
-        self._first_row(count)
-        assert self._counts is not None
-        return sum(self._counts)
+        return sum(self.holding.of_ranks(count, self.world))
 
     @torch.no_grad()
     def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor) -> None:
@@ -124,8 +110,12 @@ class ShardedMcmc(McmcDensifier):
         started = clock(means.device)
         listing = grown(len(means), sources)
         categories = (torch.arange(len(listing.source), device=means.device) >= len(means)).long()
-        keys, order = torch.sort(order_keys(listing.positions(means), categories, self.world), stable=True)
-        self._move(params, optimizers, listing, keys, order, started)
+        positions, kept = listing.positions(means), OptimizerStates.here(params, optimizers)
+        survey = Survey.of(positions, categories.new_full((), len(positions)), kept.tag, self.world)
+        keys, order = torch.sort(order_keys(positions, categories, survey.grid), stable=True)
+        del positions
+        kept = kept.agree(survey.tags, self.world)
+        self._move(params, optimizers, listing, keys, order, survey.works, kept, started)
 
     def _settles(self) -> bool:
         # Ranges of an order stay even. Owners that places have are to be near what is placed there.
@@ -136,38 +126,43 @@ class ShardedMcmc(McmcDensifier):
         means, places = params["means"], self.holding.places
         assert places is not None, "of owners that hold no ranges"
         listing, started = grown(len(means), places[:0]), clock(means.device)
-        self._move(params, optimizers, listing, places, torch.arange(len(means), device=means.device), started)
+        kept, order = OptimizerStates.here(params, optimizers), torch.arange(len(means), device=means.device)
+        told = all_gather_ints_on_device([len(means), kept.tag], self.world)
+        works, tags = ([row[k] for row in told] for k in (0, 1))
+        self._move(params, optimizers, listing, places, order, works, kept.agree(tags, self.world), started)
 
     def _move(
-        self, params: Any, optimizers: dict[str, Any], listing: Listing, keys: Tensor, order: Tensor, started: float
-    ) -> None:
+        self, params: Any, optimizers: dict[str, Any], listing: Listing, keys: Tensor, order: Tensor,
+        works: Sequence[int], kept: OptimizerStates, started: float,
+    ) -> None:  # fmt: skip
         """Brings the listed Gaussians, which have these keys in this order, to their owners."""
         means, world = params["means"], self.world
         parents = partial(self.holding.places_of, listing.source[order], len(means), world)
         move = plan_move(
-            keys, torch.ones_like(keys), world, self.threshold, self.holding.placement,
+            keys, torch.ones_like(keys), works, world, self.threshold, self.holding.placement,
             partial(listing.positions, means, order), parents,
         )  # fmt: skip
         del parents
-        row_bytes = move_rows(params, optimizers, listing.ordered(move.leaving(order)), move, world)
-        self.holding.hold(move.places, params["means"])
+        row_bytes = move_rows(params, optimizers, listing.ordered(move.leaving(order)), move, kept, world)
+        self.holding.hold(move.places, params["means"], move.counts_after)
         self.reordering = move.record(started, row_bytes)
-        self._counts = move.counts_after
 
-    def _draw(self, weights: Tensor, count: int, generator: torch.Generator) -> _Draws:
-        """What `pick` draws from all ranks' weights, by place."""
+    def _draw(self, weights: Tensor, asked: int, generator: torch.Generator) -> _Draws:
+        """What `pick` draws from all ranks' weights, by place, for all ranks together: each asks for so many."""
         each = quanta(weights)
-        total = sum(row[0] for row in all_gather_ints([int(each.sum())], self.world))
+        told = gather_on_device(torch.stack([each.sum(), each.new_full((), asked)]), self.world)
+        totals, wanted = ([row[k] for row in told] for k in (0, 1))
+        total, count = sum(totals), sum(wanted)
         if count == 0 or total == 0:
             none = torch.empty(0, dtype=torch.int64, device=weights.device)
-            return _Draws(0, none, none)
-        starts = self.holding.before(each, self.world)
+            return _Draws(0, [], none, none)
+        starts = self.holding.before(each, totals, self.world)
         drawn = torch.randint(total, (count,), generator=generator).to(weights.device)
         # The first of this rank's Gaussians that ends beyond a number has it, if it begins before.
         rows = torch.searchsorted(starts + each, drawn, right=True)
         beyond = torch.nn.functional.pad(starts, (0, 1), value=total)
         mine = torch.where(beyond[rows] <= drawn)[0]
-        return _Draws(count, mine, rows[mine])
+        return _Draws(count, wanted, mine, rows[mine])
 
     def _owners(self, count: int, mine: Tensor) -> Tensor:
         """Whose each of `count` things is, [count] int64, each rank saying which are its."""

@@ -7,7 +7,7 @@ Only rows that change their owner travel (`parting`). Beside the model there is 
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints_on_device, all_gather_objects, exchange_rows
+from ns_multigpu.core.collectives import all_gather_objects, exchange_rows
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.parting import Parting
 from ns_multigpu.primitives.gaussians.regroup import Regrouping
@@ -51,6 +51,7 @@ def move_rows(
     optimizers: Mapping[str, torch.optim.Optimizer],
     regrouping: Regrouping,
     move: Move,
+    kept: "OptimizerStates",
     world: World,
     edit: Edit | None = None,
 ) -> int:
@@ -63,12 +64,12 @@ def move_rows(
         optimizers: by parameter; may lack some, the same on every rank. They go on with the new parameters.
         regrouping: of this rank's points, in the order in which they leave (`Move.leaving`).
         move: see `plan_move`.
+        kept: what all ranks' optimizers keep, as they have agreed.
         edit: see `Edit`; must leave alone what is wide. None to change nothing.
 
     Returns:
         bytes a point, its key included.
     """
-    kept = agree_on_kept(params, optimizers, world)
     parting = Parting.of(regrouping, move, world.rank)
 
     def finish(name: str, number: int, rows: Tensor, part: Regrouping) -> None:
@@ -80,7 +81,7 @@ def move_rows(
     columns: dict[str, list[_Column]] = {}
     for name, old in params.items():
         mine = optimizers[name].state.get(old, {}) if name in optimizers else {}
-        slots = kept[name].slots
+        slots = kept.of[name].slots
         tensors: list[Tensor | None] = [old.detach(), *(mine.get(key) for key in slots)]
         kinds = [_Slot(tuple(old.shape[1:]), old.dtype), *slots.values()]
         pairs = enumerate(zip(tensors, kinds, strict=True))
@@ -96,37 +97,46 @@ def move_rows(
             for group in optimizer.param_groups:
                 group["params"] = [new if p is old else p for p in group["params"]]
             optimizer.state.pop(old, None)
-            if kept[name].slots or kept[name].rest:
-                optimizer.state[new] = kept[name].rest | dict(zip(kept[name].slots, moved[1:], strict=True))
+            if kept.of[name].slots or kept.of[name].rest:
+                optimizer.state[new] = kept.of[name].rest | dict(zip(kept.of[name].slots, moved[1:], strict=True))
     return 8 + arrivals.row_bytes
 
 
-def agree_on_kept(
-    params: Mapping[str, Tensor], optimizers: Mapping[str, torch.optim.Optimizer], world: World
-) -> dict[str, _Kept]:
-    """What the optimizers of all ranks keep, by parameter: of each moment that any has, and the rest of the rank that
-    has taken the most steps."""
-    mine = {name: _kept(optimizers.get(name), param) for name, param in params.items()}
-    # Nearly always all keep the same: to ask that is quicker than to tell it.
-    everyone = [mine]
-    if len({row[0] for row in all_gather_ints_on_device([_digest(mine)], world)}) > 1:
-        everyone = all_gather_objects(mine, world)
-    agreed: dict[str, _Kept] = {}
-    for name in params:
-        of_name: list[_Kept] = [one[name] for one in everyone]
-        slots = {key: one.slots[key] for one in of_name for key in one.slots}
-        furthest = max(of_name, key=lambda one: float(one.rest.get("step", -1)))
-        agreed[name] = _Kept(dict(sorted(slots.items())), furthest.rest)
-    return agreed
+@dataclass(frozen=True)
+class OptimizerStates:
+    """What optimizers keep besides parameters, by parameter."""
 
+    of: dict[str, _Kept]
 
-def _digest(kept: Mapping[str, _Kept]) -> int:
-    """A number of 64 bits that differs where what is kept does."""
-    said: list[Any] = []
-    for name, one in sorted(kept.items()):
-        rest = {key: value.tolist() if torch.is_tensor(value) else value for key, value in one.rest.items()}
-        said.append((name, sorted(one.slots.items()), sorted(rest.items())))
-    return int.from_bytes(hashlib.blake2b(repr(said).encode(), digest_size=8).digest(), "big", signed=True)
+    @staticmethod
+    def here(params: Mapping[str, Tensor], optimizers: Mapping[str, torch.optim.Optimizer]) -> "OptimizerStates":
+        """What this rank's optimizers keep; they may lack some of the parameters."""
+        return OptimizerStates({name: _kept(optimizers.get(name), param) for name, param in params.items()})
+
+    @property
+    def tag(self) -> int:
+        """A number of 64 bits that differs where what is kept does."""
+        said: list[Any] = []
+        for name, one in sorted(self.of.items()):
+            rest = {key: value.tolist() if torch.is_tensor(value) else value for key, value in one.rest.items()}
+            said.append((name, sorted(one.slots.items()), sorted(rest.items())))
+        return int.from_bytes(hashlib.blake2b(repr(said).encode(), digest_size=8).digest(), "big", signed=True)
+
+    def agree(self, tags: Sequence[int], world: World) -> "OptimizerStates":
+        """What the optimizers of all ranks keep: each moment that any has, and the rest of the rank that has taken the
+        most steps. Every rank calls it.
+
+        Args:
+            tags: all ranks'. Nearly always all keep the same: to ask that is quicker than to tell it.
+        """
+        everyone = [self] if len(set(tags)) == 1 else all_gather_objects(self, world)
+        agreed: dict[str, _Kept] = {}
+        for name in self.of:
+            of_name: list[_Kept] = [one.of[name] for one in everyone]
+            slots = {key: one.slots[key] for one in of_name for key in one.slots}
+            furthest = max(of_name, key=lambda one: float(one.rest.get("step", -1)))
+            agreed[name] = _Kept(dict(sorted(slots.items())), furthest.rest)
+        return OptimizerStates(agreed)
 
 
 def _kept(optimizer: torch.optim.Optimizer | None, param: Tensor) -> _Kept:
