@@ -6,9 +6,11 @@ MOST_BITS = 20
 """Bits an axis: three times as many fit into an int64 with room for two more."""
 
 
-def interleaved(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """The bits of three int64s in turn, x lowest, of their `MOST_BITS` lowest bits each."""
-    return _spread(x) | _spread(y) << 1 | _spread(z) << 2
+def interleaved(places: Tensor) -> Tensor:
+    """The bits of the three int64s of each row of `places` [..., 3] in turn, the first one's lowest, of their `MOST_BITS`
+    lowest bits each."""
+    x, y, z = _spread(places).unbind(-1)
+    return x | y << 1 | z << 2
 
 
 def _spread(x: Tensor) -> Tensor:

@@ -249,7 +249,7 @@ class Sharded(Placement):
         else:
             targets = list(accumulate(works))[:-1]
         sums = torch.nn.functional.pad(new.work.cumsum(0), (1, 0))
-        splitters = find_splitters(new.keys, sums, targets, sum(works), world)
+        splitters = find_splitters(new.keys, sums, targets, world)
         return Settled(torch.searchsorted(splitters, new.keys, right=True), anew)
 
 

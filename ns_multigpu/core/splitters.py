@@ -25,7 +25,7 @@ def imbalance(works: Sequence[int]) -> float:
     return max(works) * len(works) / sum(works) if sum(works) > 0 else 1.0
 
 
-def find_splitters(keys: Tensor, sums: Tensor, targets: Sequence[int], total: int, world: World) -> Tensor:
+def find_splitters(keys: Tensor, sums: Tensor, targets: Sequence[int], world: World) -> Tensor:
     """Keys such that the weight of all ranks' smaller keys is as near to each target as equal keys allow.
 
     Every rank calls it. The host waits for nothing: what is found stays on the device.
@@ -34,22 +34,22 @@ def find_splitters(keys: Tensor, sums: Tensor, targets: Sequence[int], total: in
         keys: [N] int64 in [0, 2^62), ascending.
         sums: [N + 1] int64, the weight before each of them, and of all of them.
         targets: ascending.
-        total: the weight of all ranks' keys.
 
     Returns:
         [targets] int64, a key for each, ascending; the same on every rank.
     """
-    wanted = on_device(targets, world)
-    # What is known of each splitter: all keys below `low` weigh `less`, at most the target; all below `low` + 2^bits
-    # weigh `more`, which is above it unless these are all keys.
-    low, less, more = torch.zeros_like(wanted), torch.zeros_like(wanted), torch.full_like(wanted, total)
+    wanted = on_device(targets, world)[:, None]
+    low = torch.zeros_like(wanted)  # all keys below it weigh the target at most
     bits = KEY_BITS
     for digit in _DIGITS:
         bits -= digit
-        tried = low[:, None] + (torch.arange(1, 1 << digit, device=keys.device) << bits)
-        below = add_up(sums[torch.searchsorted(keys, tried)], world)
-        value = (below <= wanted[:, None]).sum(1, keepdim=True)
-        known = torch.cat([less[:, None], below, more[:, None]], 1)
-        low = low + (value[:, 0] << bits)
-        less, more = known.gather(1, value)[:, 0], known.gather(1, value + 1)[:, 0]
-    return torch.where(wanted - less <= more - wanted, low, low + 1)
+        tried = low + (torch.arange(1, 1 << digit, device=keys.device) << bits)
+        low = low + ((_below(tried, keys, sums, world) <= wanted).sum(1, keepdim=True) << bits)
+    ends = torch.cat([low, low + 1], 1)
+    less, more = _below(ends, keys, sums, world).unbind(1)
+    return torch.where(wanted[:, 0] - less <= more - wanted[:, 0], *ends.unbind(1))
+
+
+def _below(ends: Tensor, keys: Tensor, sums: Tensor, world: World) -> Tensor:
+    """The weight of all ranks' keys below each of `ends`."""
+    return add_up(sums[torch.searchsorted(keys, ends)], world)

@@ -41,7 +41,7 @@ def z_codes(means: Tensor, low: Tensor, side: float) -> Tensor:
         low: [3], the cube's lower corner. side: of the cube, > 0. Ranks that hold parts of a model share both.
     """
     cells = ((_finite(means) - low.double()) / side * (1 << MOST_BITS)).clamp_(0, (1 << MOST_BITS) - 1).long()
-    return interleaved(*cells.unbind(-1))
+    return interleaved(cells)
 
 
 def z_order(means: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ The cells follow from the points' census alone, which ranks can add up: where th
 decides.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -93,12 +94,17 @@ def _codes(means: Tensor, grid: Grid) -> Tensor:
     places.clamp_(0, (1 << MORTON_BITS) - 1)
     # Counted from the origin: where the cube has to grow, cells keep their hands.
     cells = (places - half) >> (grid.cell - (grid.half + 1 - MORTON_BITS))
-    hand = (cells * torch.tensor(_LATTICE, device=means.device)).sum(dim=-1)
-    # The lowest bit first: half of all hands are then every other one.
-    code = torch.zeros_like(hand)
-    for bit in range(HAND_BITS):
-        code |= (hand >> bit & 1) << (HAND_BITS - 1 - bit)
-    return code << 3 * MORTON_BITS | interleaved(*places.unbind(-1))
+    lattice, hands = _tables(means.device)
+    code = hands[(cells * lattice).sum(dim=-1) & ((1 << HAND_BITS) - 1)]
+    return code << 3 * MORTON_BITS | interleaved(places)
+
+
+@functools.cache
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """[3] int64, `_LATTICE`; [64] int64, the bits of 0 to 63 the other way round. The lowest bit of a hand first: half of
+    all hands are then every other one."""
+    hands = [int(f"{hand:0{HAND_BITS}b}"[::-1], 2) for hand in range(1 << HAND_BITS)]
+    return torch.tensor(_LATTICE, device=device), torch.tensor(hands, device=device)
 
 
 def dealt_order(means: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def test_splitters_are_as_near_as_can_be(span: int) -> None:
     total = int(weights.sum())
     targets = [*sorted(torch.randint(total + 1, (30,), generator=g).tolist()), total]
     sums = torch.nn.functional.pad(weights.cumsum(0), (1, 0))
-    found = find_splitters(keys, sums, targets, total, World.single()).tolist()
+    found = find_splitters(keys, sums, targets, World.single()).tolist()
     assert found == sorted(found)
     possible = [0, total, *(int(weights[keys < key].sum()) for key in keys)]
     for target, splitter in zip(targets, found, strict=True):

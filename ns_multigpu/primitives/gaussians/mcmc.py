@@ -285,11 +285,11 @@ def relocated(opacities: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
     ratios = ratios.clamp(1, MOST_COPIES)
     old = opacities.to(torch.float64).clamp(max=1.0 - torch.finfo(torch.float32).eps)
     new = -torch.expm1(torch.log1p(-old) / ratios)
-    table = _coefficients(opacities.device)
     f = torch.zeros_like(new)
-    # Higher powers than the largest ratio have only coefficients of zero, and each would be three launches.
-    for j in range(int(ratios.max()) - 1 if len(ratios) else 0, -1, -1):
-        f = (f + table[j][ratios]) * new
+    # Higher powers than the largest ratio have only coefficients of zero.
+    powers = int(ratios.max()) if len(ratios) else 0
+    for of_power in reversed(_coefficients(opacities.device)[:powers, ratios].unbind()):
+        f = (f + of_power) * new
     return new.to(opacities.dtype), (old / f).to(opacities.dtype)
 
 
@@ -338,4 +338,4 @@ def clear_moments(optimizer: torch.optim.Optimizer | None, param: Tensor, rows: 
         return
     for value in optimizer.state[param].values():
         if torch.is_tensor(value) and value.shape == param.shape:
-            value[rows] = 0
+            value.index_fill_(0, rows, 0)

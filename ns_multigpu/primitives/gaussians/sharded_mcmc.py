@@ -167,6 +167,6 @@ class ShardedMcmc(McmcDensifier):
     def _owners(self, count: int, mine: Tensor) -> Tensor:
         """Whose each of `count` things is, [count] int64, each rank saying which are its."""
         owners = torch.zeros(count, dtype=torch.int64, device=mine.device)
-        owners[mine] = self.world.rank
+        owners.index_fill_(0, mine, self.world.rank)
         sum_in_place(owners, self.world)
         return owners
