@@ -292,8 +292,14 @@ def test_without_points_space_is_cut_along_rays(
 def test_more_cells_than_points(capture: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = configured(capture, tmp_path, cells=64)
     pipeline = config.pipeline.setup(device="cpu", test_mode="val")
-    assert "of 64 cells have none of the 60 points" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "of 64 cells have none of the 60 points" in said and "training views for 64 cells: with fewer than" in said
     assert len(pipeline.model.cells) == 64
+
+
+def test_one_field_wants_no_more_views(capture: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    configured(capture, tmp_path, cells=4, spread="ddp").pipeline.setup(device="cpu", test_mode="val")
+    assert "training views for" not in capfd.readouterr().out
 
 
 def test_rays_that_miss_all_cells(capture: Path, tmp_path: Path) -> None:

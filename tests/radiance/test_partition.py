@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ns_multigpu.radiance.contraction import Domain, contract, expand
-from ns_multigpu.radiance.partition import distance, partition, points_along, spacing
+from ns_multigpu.radiance.partition import distance, few_views, partition, points_along, spacing
 from tests.radiance.scene import cut
 
 
@@ -100,3 +100,10 @@ def test_points_along_rays_are_spaced_as_first_samples() -> None:
     points = points_along(origins, directions, 0.05, 1000.0, 64)
     assert points.shape == (128, 3) and int((points[:64, 0] < 1).sum()) == pytest.approx(31, abs=1)
     assert bool((points[64:, 2] < 0).all())
+
+
+@pytest.mark.parametrize(("views", "cells", "said"), [(299, 2, True), (300, 2, False), (43, 1, False), (599, 4, True)])
+def test_few_views_for_many_cells_are_told(views: int, cells: int, said: bool) -> None:
+    text = few_views(views, cells)
+    assert (text is not None) == said
+    assert text is None or (f"{views} training views for {cells} cells" in text and "spread ddp" in text)

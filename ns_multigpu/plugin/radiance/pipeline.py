@@ -27,7 +27,7 @@ from ns_multigpu.plugin.radiance.renders import Renders
 from ns_multigpu.plugin.radiance.saved import SavedField, field_in, read_parameters
 from ns_multigpu.plugin.radiance.team_plan import plan_for_field
 from ns_multigpu.plugin.render import team, viewer
-from ns_multigpu.radiance.partition import Partition, partition
+from ns_multigpu.radiance.partition import Partition, few_views, partition
 
 
 @dataclass
@@ -140,6 +140,8 @@ class RadiancePipeline(VanillaPipeline):
                 "cells would do.[/yellow]",
                 soft_wrap=True,
             )
+        if config.spread == "xl" and (text := few_views(model.num_train_data, count)):
+            CONSOLE.print(f"[yellow]{text}[/yellow]", soft_wrap=True)
         return cells, boxes
 
     def partition_picture(self, file: Path) -> None:
