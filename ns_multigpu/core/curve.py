@@ -7,8 +7,8 @@ MOST_BITS = 20
 
 
 def interleaved(places: Tensor) -> Tensor:
-    """The bits of the three int64s of each row of `places` [..., 3] in turn, the first one's lowest, of their `MOST_BITS`
-    lowest bits each."""
+    """The bits of the three int64s of each row of `places` [..., 3] in turn, the first one's lowest; of each its
+    `MOST_BITS` lowest."""
     x, y, z = _spread(places).unbind(-1)
     return x | y << 1 | z << 2
 
