@@ -101,8 +101,8 @@ def _codes(means: Tensor, grid: Grid) -> Tensor:
 
 @functools.cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """[3] int64, `_LATTICE`; [64] int64, the bits of 0 to 63 the other way round: with the lowest bit first, half of all
-    hands are every other one."""
+    """[3] int64, `_LATTICE`; [64] int64, the bits of 0 to 63 the other way round: with the lowest bit first, half
+    of all hands are every other one."""
     hands = [int(f"{hand:0{HAND_BITS}b}"[::-1], 2) for hand in range(1 << HAND_BITS)]
     return torch.tensor(_LATTICE, device=device), torch.tensor(hands, device=device)
 

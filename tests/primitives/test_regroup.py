@@ -108,14 +108,32 @@ def test_all_can_be_pruned() -> None:
 def test_the_order_keeps_the_points() -> None:
     rules = DefaultStrategy(**RULES)
     plain, ordered = model(), model()
-    for each, morton in ((plain, False), (ordered, True)):
+    for each, by in ((plain, "as listed"), (ordered, "morton")):
         torch.manual_seed(3)
-        grow_and_prune(rules, *each, 200, morton=morton)
+        grow_and_prune(rules, *each, 200, order=by)
     order = dealt_order(plain[0]["means"])
     assert not torch.equal(order, torch.arange(len(order)))
     theirs = lines(ordered)
     for name, value in lines(plain).items():
         assert torch.equal(theirs[name], value[order]), name
+
+
+def test_new_points_stand_beside_those_that_they_come_from() -> None:
+    """Halves, in their order, where the whole stood; a copy behind what it is a copy of."""
+    rules = DefaultStrategy(**RULES)
+    plain, beside = model(), model()
+    for each, by in ((plain, "as listed"), (beside, "beside")):
+        each[0]["number"] = torch.nn.Parameter(torch.arange(float(COUNT)))
+        torch.manual_seed(3)
+        done = grow_and_prune(rules, *each, 200, order=by)
+        assert min(done) > 0
+    numbers = plain[0]["number"].detach()
+    assert not torch.equal(numbers, numbers.sort().values)
+    order = numbers.sort(stable=True).indices
+    theirs = lines(beside)
+    for name, value in lines(plain).items():
+        assert torch.equal(theirs[name], value[order]), name
+    assert torch.equal(beside[0]["number"].detach(), numbers[order])
 
 
 def test_optimizers_go_on() -> None:

@@ -15,7 +15,7 @@ from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.splitters import find_splitters, imbalance
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians import sharded_rows
-from ns_multigpu.primitives.gaussians.regroup import Regrouping
+from ns_multigpu.primitives.gaussians.listing import Regrouping
 from ns_multigpu.primitives.gaussians.sharded_rows import OptimizerStates, move_rows
 from ns_multigpu.primitives.sharded_order import Move, Reordering, Survey, common_grid, order_keys, plan_move
 from tests.placements import HalfSpaces

@@ -42,7 +42,8 @@ class ReplicatedDensifier(DefaultStrategy):
     Attributes:
         world: the ranks whose statistics are summed.
         seed: the run's seed.
-        morton: bring the points into the order of `morton` at each refinement.
+        morton: bring the points into the order of `morton` at every `order_every`-th refinement; at the others new ones
+            stand where those stood that they come from.
         cap: most points of the whole model, None for any number: a refinement that would lead beyond only prunes.
         held_back: called each time that happens, with the number of points there would have been.
         halves: what the halves of a split are.
@@ -56,6 +57,7 @@ class ReplicatedDensifier(DefaultStrategy):
     world: World = field(default_factory=World.single)
     seed: int = 0
     morton: bool = False
+    order_every: int = 10
     cap: int | None = None
     held_back: Callable[[int], None] | None = None
     halves: Halves = GAUSSIAN_HALVES
@@ -126,6 +128,10 @@ class ReplicatedDensifier(DefaultStrategy):
         if reset is not None:
             reset_opa(params=params, optimizers=optimizers, state=state, value=self.prune_opa * 2.0)
 
+    def _orders(self, image: int) -> bool:
+        """Whether the refinement after that image brings the points into their order."""
+        return image % (self.order_every * self.refine_every) == 0
+
     def _before_stop(self, step: int, images: int) -> int:
         """How many of the images from number `step` on come before refining stops. A step may see some on either side:
         what would be due behind, such as a reset of opacities that nothing would mend, is not due."""
@@ -142,7 +148,7 @@ class ReplicatedDensifier(DefaultStrategy):
             optimizers,
             state,
             image,
-            morton=self.morton,
+            order="as listed" if not self.morton else "morton" if self._orders(image) else "beside",
             cap=self._alone_within_cap,
             # Alike on every rank, whatever else a rank draws.
             generator=keyed_generator(self.seed, "densify", image, device=state["grad2d"].device),

@@ -20,7 +20,8 @@ from ns_multigpu.core.collectives import sum_in_place
 from ns_multigpu.core.random import keyed_generator, seed_from
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.densifier import add_gradients, dues
-from ns_multigpu.primitives.gaussians.regroup import Listing, gather_points
+from ns_multigpu.primitives.gaussians.listing import Listing
+from ns_multigpu.primitives.gaussians.regroup import gather_points
 from ns_multigpu.primitives.morton import dealt_order
 from ns_multigpu.primitives.steady import logit, sigmoid
 
@@ -152,7 +153,7 @@ class McmcDensifier:
             if room or self._orders(image):
                 sources = self._growth(params, image, steep, room)
                 self._share_out(params, sources)
-                self._rearrange(params, optimizers, sources)
+                self._rearrange(params, optimizers, sources, self._orders(image))
             elif self._settles():
                 self._settle(params, optimizers)
             count = len(params["means"])
@@ -172,7 +173,7 @@ class McmcDensifier:
         """Moves these, whose order stays."""
 
     def _orders(self, image: int) -> bool:
-        """Whether the refinement after that image brings the Gaussians into their order even if it adds none."""
+        """Whether the refinement after that image brings the Gaussians into their order."""
         return self.morton and image % (self.order_every * self.refine_every) == 0
 
     def _steepness(self, params: Any, state: dict[str, Any]) -> Tensor | None:
@@ -250,12 +251,16 @@ class McmcDensifier:
         """Gaussians of the whole model, of which `count` are here."""
         return count
 
-    def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor) -> None:
-        """Adds the copies of `sources`, and brings the Gaussians into their order if that is wanted."""
-        if len(sources) == 0 and not self.morton:
+    def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor, orders: bool) -> None:
+        """Adds the copies of `sources`: behind all, or with `morton` beside their sources. With `orders` all Gaussians
+        are brought into their order."""
+        if len(sources) == 0 and not orders:
             return
         listing = grown(len(params["means"]), sources)
-        regrouping = listing.ordered(dealt_order(listing.positions(params["means"]))) if self.morton else listing
+        regrouping = listing
+        if self.morton:
+            by = dealt_order(listing.positions(params["means"])) if orders else listing.beside()
+            regrouping = listing.ordered(by)
         gather_points(params, optimizers, regrouping)
 
     def _share_out(self, params: Any, sources: Tensor) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ns_multigpu.primitives.gaussians.regroup import Regrouping
+from ns_multigpu.primitives.gaussians.listing import Regrouping
 from ns_multigpu.primitives.sharded_order import Move
 
 

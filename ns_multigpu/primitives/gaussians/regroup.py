@@ -6,19 +6,20 @@ are made first, one small tensor of counts is read back, and an index says where
 fate can be decided before it exists: it has its parent's opacity and radius, and 1 / 1.6 of its scales.
 
 Optionally the points are brought into the order of `morton` on the same way, so that points near each other in space
-are near each other in memory.
+are near each other in memory; or stand where those stood that they come from, which are near them.
 
 A GPU is done with an operator on some 100,000 points before the host has launched the next: few of them is fast.
 """
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from gsplat.strategy import DefaultStrategy
 from torch import Tensor
 
+from ns_multigpu.primitives.gaussians.listing import Listing, Regrouping
 from ns_multigpu.primitives.morton import dealt_order
 from ns_multigpu.primitives.steady import logit, rotate, rotations, sigmoid
 
@@ -78,65 +79,6 @@ GAUSSIAN_HALVES = Halves()
 
 
 @dataclass(frozen=True)
-class Regrouping:
-    """Where T new points come from, in any order.
-
-    Attributes:
-        source: [T] int64, the old point that each new one is a copy of.
-        fresh: [F] int64, the new points that are not what they were: their moments start from zero.
-        children: [births C] int64, the new points among `fresh` that came out of a split: first halves, then second.
-        offsets: [births C, 3 or more] how far each child lies from its parent, in space and what else `Halves` draw.
-    """
-
-    source: Tensor
-    fresh: Tensor
-    children: Tensor
-    offsets: Tensor
-
-    def clear(self, moments: list[Tensor]) -> None:
-        """Sets the fresh points' rows of each of `moments`, [T, ...], to zero."""
-        for moment in moments:
-            moment.index_fill_(0, self.fresh, 0)
-
-
-@dataclass(frozen=True)
-class Listing:
-    """Where T new points come from, listed as kept ones, copies, first halves of splits and second halves.
-
-    Attributes:
-        source: [T] int64, the old point that each new one is a copy of.
-        n_kept: how many are what they were: the first. The others are fresh.
-        offsets: [births C, 3 or more] how far each child, one of the last, lies from its parent: see `Regrouping`.
-    """
-
-    source: Tensor
-    n_kept: int
-    offsets: Tensor
-
-    @property
-    def children(self) -> slice:
-        """The halves of splits."""
-        return slice(len(self.source) - len(self.offsets), None)
-
-    def clear(self, moments: list[Tensor]) -> None:
-        """Sets the fresh points' rows of each of `moments`, [T, ...], to zero."""
-        if moments and self.n_kept < len(self.source):
-            torch._foreach_zero_([moment[self.n_kept :] for moment in moments])  # pyright: ignore
-
-    def positions(self, means: Tensor, order: Tensor | None = None) -> Tensor:
-        """The new points' means, [T, 3], from the old ones'; the k-th that of `order[k]`, [T] int64, if given."""
-        new = means.detach().index_select(0, self.source)
-        new[self.children] += self.offsets[:, :3]
-        return new if order is None else new[order]
-
-    def ordered(self, order: Tensor) -> Regrouping:
-        """The same new points in another order: the k-th becomes the one that was at `order[k]`, [T] int64."""
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        source = self.source.index_select(0, order)
-        return Regrouping(source, place[self.n_kept :], place[self.children], self.offsets)
-
-
-@dataclass(frozen=True)
 class Fates:
     """What becomes of each of N points, and of how many.
 
@@ -158,11 +100,7 @@ class Fates:
 
     @staticmethod
     def of(masks: Tensor, counts: Sequence[int]) -> "Fates":
-        """Fates of the points that `masks` [5 + births, N] are of.
-
-        Args:
-            counts: of how many points each of the masks is true.
-        """
+        """Those of the points of `masks` [5 + births, N], each of which is true of so many as `counts` says."""
         kept, copied, born, *_, split, duplicate, stays = counts
         return Fates(masks, kept, copied, born, split, duplicate, stays)
 
@@ -221,7 +159,7 @@ def grow_and_prune(
     state: dict[str, Any],
     image: int,
     *,
-    morton: bool = False,
+    order: Literal["as listed", "beside", "morton"] = "as listed",
     cap: Callable[[Fates], Fates] | None = None,
     generator: torch.Generator | None = None,
     spent: Collection[str] = (),
@@ -238,7 +176,7 @@ def grow_and_prune(
         optimizers: by parameter; may lack some. They go on with the new parameters.
         state: `grad2d`, `count` and, where the rules ask for it, `radii`, [N] each; `scene_scale`. Tensors follow.
         image: the clock, which some rules look at.
-        morton: bring the points into the order of `morton` as well.
+        order: of the new points: kept ones first; or each where the one stood that it comes from; or that of `morton`.
         cap: may take growth out of what has been decided.
         generator: what to draw from, of the points' device; None for the device's default generator, as gsplat.
         spent: those of `state` that do not follow, but count anew from zero, whatever is done.
@@ -251,7 +189,7 @@ def grow_and_prune(
     if cap is not None:
         fates = cap(fates)
     sums = {name: value for name, value in state.items() if isinstance(value, Tensor) and len(value) == fates.now}
-    if fates.n_duplicate == fates.n_split == 0 and fates.total == fates.now and not morton:
+    if fates.n_duplicate == fates.n_split == 0 and fates.total == fates.now and order != "morton":
         for name in sums.keys() & spent:
             sums[name].zero_()
         return 0, 0, 0
@@ -262,7 +200,10 @@ def grow_and_prune(
             halves.births, fates.n_split, halves.draws, device=params["means"].device, generator=generator
         )
     listing = regroup(params, fates, drawn, halves)
-    regrouping = listing.ordered(dealt_order(listing.positions(params["means"]))) if morton else listing
+    regrouping = listing
+    if order != "as listed":
+        by = dealt_order(listing.positions(params["means"])) if order == "morton" else listing.beside()
+        regrouping = listing.ordered(by)
     gather_points(
         params, optimizers, regrouping, lambda name, rows: edit_children(rules, name, rows, regrouping, halves)
     )

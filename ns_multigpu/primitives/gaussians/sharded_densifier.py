@@ -16,10 +16,10 @@ from ns_multigpu.core.collectives import gather_on_device
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.primitives.gaussians.arranging import Arranging
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.regroup import Fates, decide, edit_children, regroup
-from ns_multigpu.primitives.gaussians.sharded_rows import OptimizerStates, move_rows
-from ns_multigpu.primitives.sharded_order import Reordering, Survey, clock, order_keys, plan_move
+from ns_multigpu.primitives.sharded_order import Reordering
 
 
 @dataclass
@@ -52,7 +52,6 @@ class ShardedDensifier(ReplicatedDensifier):
         world = self.world
         statistics = self.statistics(params, state)
         device = params["means"].device
-        started = clock(device)
         count = len(params["means"])
         told: list[list[int]] = []
 
@@ -62,15 +61,17 @@ class ShardedDensifier(ReplicatedDensifier):
 
         wanted = decide(self, params, state, image, self.halves, read)
         now = sum(row[-1] for row in told)
-        each = [Fates.of(wanted.masks[:, :0], row[:-1]) for row in told]  # by rank; there is no point among them
+        none = wanted.masks[:, :0]
+        each = [Fates.of(none, row[:-1]) for row in told]  # by rank
         fates = self.within_cap(wanted, now, sum(one.total for one in each))
-        splits = [one.n_split if fates is wanted else 0 for one in each]
-        if fates is wanted:
+        grows = fates is wanted
+        splits = [one.n_split if grows else 0 for one in each]
+        del wanted
+        if grows:
             pruned = now + sum(one.pruned for one in each)
             self._note_changes(sum(one.n_duplicate for one in each), sum(splits), pruned)
         else:
             self._note_changes(0, 0, now - sum(one.n_stays for one in each))
-        del wanted
         categories, points = fates.listed()
         drawn = None
         if sum(splits) > 0:
@@ -79,25 +80,23 @@ class ShardedDensifier(ReplicatedDensifier):
             drawn = torch.randn(self.halves.births, sum(splits), self.halves.draws, device=device, generator=generator)
             drawn = drawn.index_select(1, self.holding.among(points[fates.total :], count, splits, world))
         listing = regroup(params, fates, drawn, self.halves)
-        kept = OptimizerStates.here(params, optimizers)
-        # A key has room for four categories: of more halves than two at one place, the later go by their parents.
-        categories = categories[: fates.total].clamp_(max=3)
-        weights = self.refine_every + self.seen_cost * statistics["count"].long()[listing.source]
-        positions = listing.positions(params["means"])
-        survey = Survey.of(positions, weights.sum(), kept.tag, world)
-        keys, order = torch.sort(order_keys(positions, categories, survey.grid), stable=True)
-        del fates, drawn, categories, points, positions
-        source = listing.source[order]
-        move = plan_move(
-            keys, weights[order], survey.works, world, self.threshold, self.holding.placement,
-            partial(listing.positions, params["means"], order), partial(self.holding.places_of, source, count, world),
-        )  # fmt: skip
-        del keys, weights, source
-        regrouping = listing.ordered(move.leaving(order))
-        del listing, order
-        edit = partial(edit_children, self, halves=self.halves)
-        row_bytes = move_rows(params, optimizers, regrouping, move, kept.agree(survey.tags, world), world, edit)
-        self.holding.hold(move.places, params["means"], move.counts_after)
+        work = partial(self._work, statistics["count"], listing.source)
+        edit, arranging = (
+            partial(edit_children, self, halves=self.halves),
+            Arranging(self.holding, self.threshold, world),
+        )
+        if self._orders(image):
+            # A key has room for four categories: of more halves than two at one place, the later go by their parents.
+            categories = categories[: fates.total].clamp_(max=3)
+            del fates, drawn, points
+            self.reordering = arranging.in_order(params, optimizers, listing, categories, work, edit)
+        else:
+            after = [one.total if grows else one.n_stays for one in each]
+            del fates, drawn, categories, points
+            self.reordering = arranging.beside(params, optimizers, listing, after, work, edit) or self.reordering
         for name, value in statistics.items():
             state[name] = value.new_zeros(len(params["means"]))
-        self.reordering = move.record(started, row_bytes)
+
+    def _work(self, seen: Tensor, source: Tensor) -> Tensor:
+        """How much work new points are, [T] int64, by how often the old ones that they come from were seen."""
+        return self.refine_every + self.seen_cost * seen.long()[source]

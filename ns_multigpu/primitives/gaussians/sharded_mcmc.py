@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints_on_device, exchange_rows, gather_on_device, sum_in_place
+from ns_multigpu.core.collectives import exchange_rows, gather_on_device, sum_in_place
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.primitives.gaussians.arranging import Arranging
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier, clear_moments, grown, quanta
-from ns_multigpu.primitives.gaussians.regroup import Listing
-from ns_multigpu.primitives.gaussians.sharded_rows import OptimizerStates, move_rows
-from ns_multigpu.primitives.sharded_order import Reordering, Survey, clock, order_keys, plan_move
+from ns_multigpu.primitives.sharded_order import Reordering
 from ns_multigpu.primitives.steady import sigmoid
 
 
@@ -104,48 +103,28 @@ class ShardedMcmc(McmcDensifier):
     def _whole(self, count: int) -> int:
         return sum(self.holding.of_ranks(count, self.world))
 
-    @torch.no_grad()
-    def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor) -> None:
-        means = params["means"]
-        started = clock(means.device)
-        listing = grown(len(means), sources)
-        categories = (torch.arange(len(listing.source), device=means.device) >= len(means)).long()
-        positions, kept = listing.positions(means), OptimizerStates.here(params, optimizers)
-        survey = Survey.of(positions, categories.new_full((), len(positions)), kept.tag, self.world)
-        keys, order = torch.sort(order_keys(positions, categories, survey.grid), stable=True)
-        del positions
-        kept = kept.agree(survey.tags, self.world)
-        self._move(params, optimizers, listing, keys, order, survey.works, kept, started)
+    def _rearrange(self, params: Any, optimizers: dict[str, Any], sources: Tensor, orders: bool) -> None:
+        listing = grown(len(params["means"]), sources)
+        work = partial(torch.ones_like, listing.source)
+        if orders:
+            categories = (torch.arange(len(listing.source), device=sources.device) >= listing.n_kept).long()
+            self.reordering = self._arranging.in_order(params, optimizers, listing, categories, work)
+        else:
+            done = self._arranging.beside(params, optimizers, listing, None, work)
+            self.reordering = done or self.reordering
 
     def _settles(self) -> bool:
         # Ranges of an order stay even. Owners that places have are to be near what is placed there.
         return not self.holding.placement.in_ranges
 
-    @torch.no_grad()
     def _settle(self, params: Any, optimizers: dict[str, Any]) -> None:
-        means, places = params["means"], self.holding.places
-        assert places is not None, "of owners that hold no ranges"
-        listing, started = grown(len(means), places[:0]), clock(means.device)
-        kept, order = OptimizerStates.here(params, optimizers), torch.arange(len(means), device=means.device)
-        told = all_gather_ints_on_device([len(means), kept.tag], self.world)
-        works, tags = ([row[k] for row in told] for k in (0, 1))
-        self._move(params, optimizers, listing, places, order, works, kept.agree(tags, self.world), started)
+        means = params["means"]
+        none = torch.empty(0, dtype=torch.int64, device=means.device)
+        self.reordering = self._arranging.settle(params, optimizers, grown(len(means), none))
 
-    def _move(
-        self, params: Any, optimizers: dict[str, Any], listing: Listing, keys: Tensor, order: Tensor,
-        works: Sequence[int], kept: OptimizerStates, started: float,
-    ) -> None:  # fmt: skip
-        """Brings the listed Gaussians, which have these keys in this order, to their owners."""
-        means, world = params["means"], self.world
-        parents = partial(self.holding.places_of, listing.source[order], len(means), world)
-        move = plan_move(
-            keys, torch.ones_like(keys), works, world, self.threshold, self.holding.placement,
-            partial(listing.positions, means, order), parents,
-        )  # fmt: skip
-        del parents
-        row_bytes = move_rows(params, optimizers, listing.ordered(move.leaving(order)), move, kept, world)
-        self.holding.hold(move.places, params["means"], move.counts_after)
-        self.reordering = move.record(started, row_bytes)
+    @property
+    def _arranging(self) -> Arranging:
+        return Arranging(self.holding, self.threshold, self.world)
 
     def _draw(self, weights: Tensor, asked: int, generator: torch.Generator) -> _Draws:
         """What `pick` draws from all ranks' weights, by place, for all ranks together: each asks for so many."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_objects, exchange_rows
 from ns_multigpu.core.world import World
+from ns_multigpu.primitives.gaussians.listing import Regrouping
 from ns_multigpu.primitives.gaussians.parting import Parting
-from ns_multigpu.primitives.gaussians.regroup import Regrouping
 from ns_multigpu.primitives.sharded_order import Move
 
 _WIDTH = 64
