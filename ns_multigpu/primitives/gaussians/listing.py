@@ -59,7 +59,7 @@ class Listing:
         return new if order is None else new[order]
 
     def beside(self) -> Tensor:
-        """The order [T] int64 in which each new point stands where its old one stood; those of one as they are listed."""
+        """The order [T] int64 in which each new point stands where its old one stood, and of one all as listed."""
         return torch.sort(self.source, stable=True).indices
 
     def ordered(self, order: Tensor) -> Regrouping:

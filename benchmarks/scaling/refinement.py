@@ -1,0 +1,147 @@
+"""What a refinement of a model over ranks takes besides its points: milliseconds of the host, and how often ranks meet.
+
+    python -m benchmarks.scaling.refinement --ranks 2 --points 5000 --json refinement.json
+
+A model of few points is refined again and again, with Adam's moments, so that operators, launches and meetings are what
+takes time. `grows` adds a twentieth to MCMC's Gaussians, `splits` is splatfacto's refinement, which splits, copies and
+prunes. `ordered` are refinements that bring all into their order, `beside` the others. Runs in a tree from before there
+was that choice, too (NS_MULTIGPU_COMMIT says which): all are ordered there.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.lib.environment import describe
+from ns_multigpu.core.collectives import barrier
+from ns_multigpu.core.holding import Holding
+from ns_multigpu.core.placement import Sharded
+from ns_multigpu.core.world import World
+from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
+from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
+
+SHAPES = {
+    "means": (3,),
+    "scales": (3,),
+    "quats": (4,),
+    "opacities": (1,),
+    "features_dc": (3,),
+    "features_rest": (15, 3),
+}
+MEETINGS = ("all_gather_into_tensor", "all_to_all_single", "all_gather", "all_reduce", "all_gather_object")
+EVERY = 100
+TIMEOUT = timedelta(seconds=120)
+
+
+def model(points: int, rank: int, device: torch.device) -> tuple[Any, dict[str, torch.optim.Optimizer]]:
+    """A rank's points under Adams that have taken a step."""
+    g = torch.Generator().manual_seed(rank)
+    params = torch.nn.ParameterDict(
+        {n: torch.nn.Parameter(torch.randn(points, *s, generator=g).to(device)) for n, s in SHAPES.items()}
+    )
+    params["scales"].data -= 3.0
+    optimizers: dict[str, torch.optim.Optimizer] = {n: torch.optim.Adam([p], lr=1e-3) for n, p in params.items()}
+    for name, optimizer in optimizers.items():
+        params[name].grad = torch.ones_like(params[name])
+        optimizer.step()
+        params[name].grad = None
+    return params, optimizers
+
+
+def refine(kind: str, points: int, world: World, times: int) -> dict[str, list[tuple[float, int]]]:
+    """Of each refinement, by whether it orders: milliseconds, and how often ranks meet."""
+    params, optimizers = model(points, world.rank, world.device)
+    held: Any = {"holding": Holding(Sharded()), "world": world}
+    grows = kind == "grows"
+    densifier: Any = (
+        ShardedMcmc(cap_max=1 << 30, refine_start_iter=0, refine_every=EVERY, **held)
+        if grows
+        else ShardedDensifier(refine_start_iter=0, refine_every=EVERY, reset_every=1 << 20, morton=True, **held)
+    )
+    state: dict[str, Any] = {} if grows else densifier.initialize_state(scene_scale=1.0)
+    met: list[str] = []
+    for name in MEETINGS:
+        call: Callable[..., Any] = getattr(dist, name)
+        setattr(dist, name, lambda *a, call=call, name=name, **k: (met.append(name), call(*a, **k))[1])
+    found: dict[str, list[tuple[float, int]]] = {"ordered": [], "beside": []}
+    for k in range(1, times + 1):
+        if not grows:
+            sums = densifier.statistics(params, state)
+            sums["grad2d"].copy_(torch.linspace(0, 2.2 * densifier.grow_grad2d, len(sums["grad2d"]))).mul_(0.5)
+            sums["grad2d"][::40] *= 2.0
+            sums["count"].fill_(1.0)
+        barrier(world)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        met.clear()
+        began = time.perf_counter()
+        densifier.refine_when_due(params, optimizers, state, k * EVERY, 1)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        took = 1e3 * (time.perf_counter() - began)
+        beside = k % getattr(densifier, "order_every", 1) > 0 and (not grows or hasattr(densifier, "_arranging"))
+        found["beside" if beside else "ordered"].append((took, len(met)))
+    return found
+
+
+def run_rank(rank: int, size: int, points: int, times: int, device: str, folder: str) -> None:
+    """One rank; rank 0 writes what it has measured."""
+    os.environ["GROUP_RANK"] = "0"
+    place = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(place)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=TIMEOUT,
+        device_id=place if device == "cuda" else None,
+    )  # fmt: skip
+    world = World.from_groups(place, TIMEOUT)
+    figures = [
+        {
+            "kind": kind, "way": way, "refinements": len(took), "ms": round(statistics.median(ms for ms, _ in took), 2),
+            "meetings": statistics.median(met for _, met in took),
+        }
+        for kind in ("grows", "splits")
+        for way, took in refine(kind, points, world, times).items()
+        if took
+    ]  # fmt: skip
+    if rank == 0:
+        (Path(folder) / "figures.json").write_text(json.dumps(figures))
+    barrier(world)
+    world.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--points", type=int, default=5000, help="of each rank, in the beginning")
+    parser.add_argument("--times", type=int, default=30, help="refinements")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        args = (options.ranks, options.points, options.times, options.device, folder)
+        torch.multiprocessing.spawn(run_rank, args, nprocs=options.ranks)  # pyright: ignore[reportPrivateImportUsage]
+        figures = json.loads((Path(folder) / "figures.json").read_text())
+    table = Table("refinement", "way", "refinements", "ms, median", "meetings")
+    for row in figures:
+        table.add_row(row["kind"], row["way"], str(row["refinements"]), f"{row['ms']:.2f}", f"{row['meetings']:.0f}")
+    Console().print(table)
+    if options.json is not None:
+        options.json.write_text(json.dumps({**describe(), "rows": figures}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""How often ranks meet for a refinement."""
+
+import pytest
+
+from benchmarks.scaling.refinement import refine
+from ns_multigpu.core.world import World
+from tests.ranks import run_ranks
+
+
+def meetings(world: World, kind: str) -> dict[str, list[int]]:
+    return {way: [met for _, met in found] for way, found in refine(kind, 60, world, 10).items()}
+
+
+@pytest.mark.parametrize(("kind", "beside", "ordered"), [("grows", 3, 13), ("splits", 1, 12)])
+def test_ranks_meet_seldom_where_new_points_stand_beside_old_ones(kind: str, beside: int, ordered: int) -> None:
+    for found in run_ranks(meetings, 2, kind):
+        assert found["beside"] == [beside] * 9
+        assert len(found["ordered"]) == 1 and found["ordered"][0] <= ordered
