@@ -60,8 +60,8 @@ class SplatModelConfig(SplatfactoModelConfig):
     densifier: Literal["default", "mcmc"] = "default"
     """How points are added and removed: "default" splits, clones and prunes; "mcmc" relocates, up to max-gs-num."""
     morton_order: bool = False
-    """Order the Gaussians at each refinement along a Morton curve within small cells, which are dealt out: neighbours
-    in space, neighbours in memory. Where they are spread over the GPUs, they always are in that order."""
+    """Order the Gaussians, at every tenth refinement, along a Morton curve within small cells, which are dealt out:
+    neighbours in space, neighbours in memory. Where they are spread over the GPUs, that is always done."""
     rebalance_above: float = 1.1
     """Where the Gaussians are spread over the GPUs: spread them anew, at a refinement, once a GPU has more than this
     times the mean of the work."""

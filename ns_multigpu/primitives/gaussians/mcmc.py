@@ -55,8 +55,8 @@ class McmcDensifier:
         refine_start_iter, refine_stop_iter, refine_every: when to relocate and grow, in images seen.
         min_opacity: a Gaussian of at most this opacity is dead.
         seed: the run's seed.
-        morton: bring the Gaussians into the order of `morton` at each refinement that adds some, and at every
-            `order_every`th. In between a few that were relocated lie far from their neighbours, and none has to move.
+        morton: bring the Gaussians into the order of `morton` at every `order_every`th refinement. In between new ones
+            stand beside those that they come from; a few that were relocated lie far from their neighbours.
         picks: where relocated and added Gaussians go: onto those drawn by "opacity", as in the paper; by "gradient",
             their mean gradient on screen, to what default densification would split; or by the product of "both".
             (After a step that several refinements follow, the first alone goes by gradients: none has been counted
