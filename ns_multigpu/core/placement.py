@@ -3,9 +3,9 @@
 """Which rank owns which point: at the start, at a refinement and on resume.
 
 Ownership is one thing, the order of the points another. The order of a whole model follows from where its points lie
-(`primitives.morton`), or lay when it was put in order last, whatever rank has them. A point's *place* is its number in that order, and all that is drawn at
-random for a point goes by its place: so the ranks together train the same model, whoever owns what. Each owner keeps
-its points in ascending places.
+(`primitives.morton`), or lay when it was put in order last, whatever rank has them. A point's *place* is its number in
+that order, and all that is drawn at random for a point goes by its place: so the ranks together train the same model,
+whoever owns what. Each owner keeps its points in ascending places.
 """
 
 from abc import ABC, abstractmethod

@@ -78,7 +78,7 @@ def talk(gbit: float | None, megabytes: int, *, blocks: bool) -> list[float]:
 @pytest.mark.parametrize("blocks", [True, False])
 def test_both_ways_are_held_to_the_rate(blocks: bool) -> None:
     tries: list[float] = []
-    while len(tries) < 4 and not any(rate > 0.95 * GBIT for rate in tries):  # other programs may take the processors
+    while len(tries) < 12 and not any(rate > 0.95 * GBIT for rate in tries):  # other programs may take the processors
         rates = talk(GBIT, 30, blocks=blocks)
         assert max(rates) < 1.03 * GBIT
         tries.append(min(rates))

@@ -103,7 +103,8 @@ def test_equals_one_rank(size: int) -> None:
         assert len(expected["means"]) > 50 and len(expected) == 4 * 6
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
         records = outcomes[0][case][1]
-        assert len(records) == ORDERED
+        # Those that are out of balance are dealt out at others, too.
+        assert len(records) >= ORDERED and (size > 1 or len(records) == ORDERED)
         for k, record in enumerate(records):
             assert len({(o[case][1][k].counts_after, o[case][1][k].moved) for o in outcomes}) == 1
             assert case == "few places" or record.imbalance_after <= max(record.imbalance_before, 1.15)

@@ -1,8 +1,8 @@
 """Where a refinement's new points go, of a model that is spread over the ranks: each rank makes new ones of its own.
 
 Most refinements leave the order as it is: a new point stands where the one stood that it comes from. Where owners hold
-ranges of the order, nothing then travels, and ranks need not meet. From time to time all are put in order by where they
-lie now, and dealt out (`sharded_order`).
+ranges of the order of about equal work, nothing then travels, and ranks need not meet. From time to time all are put in
+order by where they lie now, and dealt out (`sharded_order`).
 """
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints_on_device
 from ns_multigpu.core.holding import Holding
+from ns_multigpu.core.splitters import imbalance
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.listing import Listing
 from ns_multigpu.primitives.gaussians.regroup import gather_points
@@ -65,20 +66,20 @@ class Arranging:
     @torch.no_grad()
     def beside(
         self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], listing: Listing,
-        counts: Sequence[int] | None, work: Callable[[], Tensor], edit: Edit | None = None,
+        counts: Sequence[int] | None, works: Sequence[int] | None, work: Callable[[], Tensor], edit: Edit | None = None,
     ) -> Reordering | None:  # fmt: skip
         """Has each stand where the one stood that it comes from (`Listing.beside`), and brings it to its owner.
 
         Args:
-            counts: new points by rank; None to ask.
+            counts: new points by rank; None to ask. works: about how much work they are, by rank; None for equal work.
 
         Returns:
-            what that did; None where owners hold ranges of the order, so that all stay where they are.
+            what that did; None where owners hold ranges of the order and none has too much, so that all stay.
         """
         count, order = len(params["means"]), listing.beside()
         if counts is None:
             counts = [row[0] for row in all_gather_ints_on_device([len(order)], self.world)]
-        if self.holding.placement.in_ranges:
+        if self.holding.placement.in_ranges and imbalance(works or counts) <= self.threshold:
             regrouping = listing.ordered(order)
             gather_points(params, optimizers, regrouping, edit and (lambda name, rows: edit(name, rows, regrouping)))
             self.holding.hold(None, params["means"], counts)

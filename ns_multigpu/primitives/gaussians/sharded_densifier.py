@@ -56,13 +56,14 @@ class ShardedDensifier(ReplicatedDensifier):
         told: list[list[int]] = []
 
         def read(sums: Tensor) -> list[int]:
-            told.extend(gather_on_device(torch.cat([sums, sums.new_full((1,), count)]), world))
-            return told[world.rank][:-1]
+            seen = statistics["count"].sum(dtype=torch.float64).long()
+            told.extend(gather_on_device(torch.cat([sums, torch.stack([seen, seen.new_full((), count)])]), world))
+            return told[world.rank][:-2]
 
         wanted = decide(self, params, state, image, self.halves, read)
         now = sum(row[-1] for row in told)
         none = wanted.masks[:, :0]
-        each = [Fates.of(none, row[:-1]) for row in told]  # by rank
+        each = [Fates.of(none, row[:-2]) for row in told]  # by rank
         fates = self.within_cap(wanted, now, sum(one.total for one in each))
         grows = fates is wanted
         splits = [one.n_split if grows else 0 for one in each]
@@ -92,8 +93,10 @@ class ShardedDensifier(ReplicatedDensifier):
             self.reordering = arranging.in_order(params, optimizers, listing, categories, work, edit)
         else:
             after = [one.total if grows else one.n_stays for one in each]
+            works = [self.refine_every * row[-1] + self.seen_cost * row[-2] for row in told]  # of the old ones
             del fates, drawn, categories, points
-            self.reordering = arranging.beside(params, optimizers, listing, after, work, edit) or self.reordering
+            done = arranging.beside(params, optimizers, listing, after, works, work, edit)
+            self.reordering = done or self.reordering
         for name, value in statistics.items():
             state[name] = value.new_zeros(len(params["means"]))
 

@@ -110,7 +110,7 @@ class ShardedMcmc(McmcDensifier):
             categories = (torch.arange(len(listing.source), device=sources.device) >= listing.n_kept).long()
             self.reordering = self._arranging.in_order(params, optimizers, listing, categories, work)
         else:
-            done = self._arranging.beside(params, optimizers, listing, None, work)
+            done = self._arranging.beside(params, optimizers, listing, None, None, work)
             self.reordering = done or self.reordering
 
     def _settles(self) -> bool:
