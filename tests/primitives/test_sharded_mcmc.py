@@ -87,10 +87,9 @@ def test_equals_one_rank(size: int) -> None:
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
         assert outcomes[0][case][2] == totals and totals[-1] == (COUNT if case == "all are dead" else 340), totals
         records = outcomes[0][case][1]
-        # After images 6, 12 and 18 it grows; after 12, 24 and 36 it is ordered. If out of balance, it is dealt out at once.
-        assert len(records) == 3 + (case == "a rank owns all" and size > 1) + (
-            case == "a rank owns nothing" and size > 1
-        )
+        # After images 6, 12 and 18 it grows; after 12, 24 and 36 it is ordered. Out of balance, it is dealt out at once.
+        uneven = size > 1 and case in ("a rank owns all", "a rank owns nothing")
+        assert len(records) == 3 + uneven
         if case != "few places":  # of which each is on one rank
             assert all(record.imbalance_after < 1.11 for record in records)
         if size > 1:
