@@ -87,7 +87,7 @@ def test_equals_one_rank(size: int) -> None:
         assert_same(together([outcome[case][0] for outcome in outcomes]), expected, f"{case}, {size} ranks")
         assert outcomes[0][case][2] == totals and totals[-1] == (COUNT if case == "all are dead" else 340), totals
         records = outcomes[0][case][1]
-        # After images 6, 12 and 18 it grows; after 12, 24 and 36 it is ordered. Out of balance, it is dealt out at once.
+        # After images 6, 12 and 18 it grows; after 12, 24 and 36 it is ordered; out of balance, dealt out at once.
         uneven = size > 1 and case in ("a rank owns all", "a rank owns nothing")
         assert len(records) == 3 + uneven
         if case != "few places":  # of which each is on one rank
