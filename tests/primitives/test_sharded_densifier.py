@@ -83,6 +83,8 @@ def course(world: World, case: str, sharded: bool, holding: Holding | None = Non
         densifier.step_post_backward(params, optimizers, state, step, {"n_cameras": BATCH, **info})
         for name in ("grad2d", "count"):
             assert len(state[name]) == len(params["means"])
+        if sharded:
+            held.of_ranks(len(params["means"]), world)  # an error if the holding was told wrong
         if isinstance(densifier, ShardedDensifier) and densifier.reordering is not None:
             records.append(densifier.reordering)
             densifier.reordering = None

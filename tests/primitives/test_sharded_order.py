@@ -281,9 +281,11 @@ def parted(world: World, at_once: int) -> dict[str, Any]:
         optimizers[name].state[param] = {"step": torch.tensor(1.0), "exp_avg": param.detach() + 1}
     fresh, children = torch.where(x % 4 == 1)[0], torch.where(x % 8 == 1)[0]
     offsets = torch.stack([torch.zeros(len(children)), x[children].float(), torch.zeros(len(children))], 1)
-    move = plan_move(
-        2 * x, torch.ones_like(x), [90 // world.size] * world.size, world, 1.1, Dealt(), lambda: means, lambda: x
-    )
+    works = [int((torch.arange(rank, 90, world.size) ** 2).sum()) for rank in range(world.size)]
+    move = plan_move(2 * x, x**2, works, world, 1.1, Dealt(), lambda: means, lambda: x)
+    owners = torch.arange(90) + (torch.arange(90) % 10 == 3).long()
+    held = torch.zeros(world.size, dtype=torch.int64).index_add_(0, owners % world.size, torch.arange(90) ** 2)
+    assert move.imbalance_after == imbalance(held.tolist())
     row_of = torch.empty_like(x).scatter_(0, move.leaving(torch.arange(len(x))), torch.arange(len(x)))
     regrouping = Regrouping(move.leaving(torch.arange(len(x))), row_of[fresh], row_of[children], offsets)
 
