@@ -283,9 +283,9 @@ class DistributedPipeline(VanillaPipeline):
         own = self.own_rows(loaded_state)
         load_points(lambda rest: load(rest, step), model.gauss_params, loaded_state, folder, own.rows, model.device)
         if model.holding is not None:
-            model.shard_counts = own.counts
             places = None if own.places is None else own.places.to(model.device)
             model.holding.hold(places, model.gauss_params[POSITION], own.counts)
+            model.count_shards()
 
     def get_train_loss_dict(
         self, step: int, *, metrics: bool = False
