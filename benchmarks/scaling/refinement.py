@@ -131,6 +131,11 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    for name in ("ranks", "points", "times"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: give 1 or more")
+    if options.device == "cuda" and options.ranks > torch.cuda.device_count():
+        parser.error(f"--ranks {options.ranks}: there are {torch.cuda.device_count()} GPUs, and each rank takes one")
     with TemporaryDirectory() as folder:
         args = (options.ranks, options.points, options.times, options.device, folder)
         torch.multiprocessing.spawn(run_rank, args, nprocs=options.ranks)  # pyright: ignore[reportPrivateImportUsage]

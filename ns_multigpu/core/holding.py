@@ -58,7 +58,7 @@ class Holding:
         return self.counts
 
     def places_of(self, rows: Tensor, count: int, world: World) -> Tensor:
-        """Places of some of this rank's `count` points, [M] int64, in the whole model."""
+        """Places of some of this rank's `count` points, [M] int64, in the whole model. Errors as of `of_ranks`."""
         if self.places is None:
             return rows + sum(self.of_ranks(count, world)[: world.rank])
         self.check(count, world)

@@ -12,8 +12,8 @@ from ns_multigpu.radiance.contraction import Domain
 _MARGIN = 1e-6
 """A plane keeps this part of its box's extent away from the box's faces: no cell is without volume."""
 VIEWS_A_CELL = 150
-"""Training views a cell with which several cells were ahead of one in pictures that were held out. With 22, 70 and 105
-they were 3.7, 1.2 and 0.7 dB behind, with 157 they were 0.3 dB ahead (benchmarks/results/nerfacto-xl.md)."""
+"""Training views a cell from which on two cells were ahead of one in views that were held out. With 22, 70 and 105 they
+were 3.7, 1.2 and 0.7 dB behind, with 157 they were 0.3 dB ahead (benchmarks/results/nerfacto-xl.md)."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,6 @@ def few_views(views: int, cells: int) -> str | None:
     if cells < 2 or views >= VIEWS_A_CELL * cells:
         return None
     return (
-        f"{views} training views for {cells} cells: with fewer than about {VIEWS_A_CELL} views a cell, views that were "
-        "held out were worse than with one field. --pipeline.model.spread ddp trains one field on all GPUs."
+        f"{views} training views for {cells} cells: where two cells had fewer than about {VIEWS_A_CELL} views "
+        "each, views that were held out were worse than with one field. --pipeline.model.spread ddp trains one field on all GPUs."
     )

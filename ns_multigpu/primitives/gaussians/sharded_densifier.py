@@ -56,14 +56,14 @@ class ShardedDensifier(ReplicatedDensifier):
         told: list[list[int]] = []
 
         def read(sums: Tensor) -> list[int]:
+            """This rank's sums; what all ranks have is told on the same way."""
             seen = statistics["count"].sum(dtype=torch.float64).long()
             told.extend(gather_on_device(torch.cat([sums, torch.stack([seen, seen.new_full((), count)])]), world))
             return told[world.rank][:-2]
 
         wanted = decide(self, params, state, image, self.halves, read)
         now = sum(row[-1] for row in told)
-        none = wanted.masks[:, :0]
-        each = [Fates.of(none, row[:-2]) for row in told]  # by rank
+        each = [Fates.of(wanted.masks[:, :0], row[:-2]) for row in told]  # by rank, numbers alone
         fates = self.within_cap(wanted, now, sum(one.total for one in each))
         grows = fates is wanted
         splits = [one.n_split if grows else 0 for one in each]
@@ -82,10 +82,8 @@ class ShardedDensifier(ReplicatedDensifier):
             drawn = drawn.index_select(1, self.holding.among(points[fates.total :], count, splits, world))
         listing = regroup(params, fates, drawn, self.halves)
         work = partial(self._work, statistics["count"], listing.source)
-        edit, arranging = (
-            partial(edit_children, self, halves=self.halves),
-            Arranging(self.holding, self.threshold, world),
-        )
+        edit = partial(edit_children, self, halves=self.halves)
+        arranging = Arranging(self.holding, self.threshold, world)
         if self._orders(image):
             # A key has room for four categories: of more halves than two at one place, the later go by their parents.
             categories = categories[: fates.total].clamp_(max=3)
