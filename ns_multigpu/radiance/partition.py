@@ -154,6 +154,6 @@ def few_views(views: int, cells: int) -> str | None:
         return None
     return (
         f"{views} training views for {cells} cells: where two cells had fewer than about {VIEWS_A_CELL} views "
-        "each, views that were held out were worse than with one field. --pipeline.model.spread ddp trains one field on "
-        "all GPUs."
+        "each, views that were held out were worse than with one field. --pipeline.model.spread ddp trains one field "
+        "on all GPUs."
     )
