@@ -90,6 +90,7 @@ def test_short_runs_refine_more_often_and_long_ones_longer() -> None:
     every, stop = "pipeline.model.refine_every", "pipeline.model.stop_split_at"
     assert [best(n)[every] for n in (100, 7000, 12000, 15000, 30000)] == [50, 50, 80, 100, 100]
     assert [best(n)[stop] for n in (7000, 30000, 60000)] == [25000, 25000, 50000]
+    assert [best(n)["pipeline.model.gs_per_seed"] for n in (7000, 11000, 15000, 30000)] == [9, 11, 13, 13]
     config = given("--recipe", "best", "--max-num-iterations", "6000", "--pipeline.views-per-rank", "2", ranks=3)
     assert config.pipeline.model.refine_every == 50, "at most 6,000 images"
     config = given("--recipe", "best", "--max-num-images", "60000", "--pipeline.views-per-rank", "2", ranks=3)
@@ -147,6 +148,16 @@ def test_the_cap_is_chosen_from_the_capture_and_said(tmp_path: Path, monkeypatch
     assert isinstance(model.densifier, McmcDensifier) and model.densifier.cap_max == expected
     assert model.num_points == expected
     assert "pixels of the training views" in said[0] and f"stops at {expected:,}" in said[0]
+
+
+def test_the_cap_counts_as_many_for_each_seed_point_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_capture(tmp_path / "capture", wide=False)
+    monkeypatch.setattr("ns_multigpu.primitives.gaussians.cap.PIXELS_EACH", 1)
+    asked = {"densifier": "mcmc", "max_gs_num": None}
+    model = start(World.single(), tmp_path / "capture", tmp_path / "a", 1, **asked, gs_per_seed=3).pipeline.model
+    assert model.config.max_gs_num == 3 * POINTS and "3 for each of" in model.chosen_cap.why
+    with pytest.raises(InputError, match=r"--pipeline.model.gs-per-seed 0: give 1 or more"):
+        start(World.single(), tmp_path / "capture", tmp_path / "b", 1, **asked, gs_per_seed=0)
 
 
 @pytest.mark.parametrize("wrong", [{"initial_opacity": 1.0}, {"initial_opacity": 0.0}, {"initial_scale": 0.0}])

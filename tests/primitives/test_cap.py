@@ -3,26 +3,36 @@
 from ns_multigpu.primitives.gaussians.cap import (
     FULL_SEEDS,
     LEAST_PER_SEED,
+    LONG,
     PER_SEED,
     PIXELS_EACH,
     PIXELS_WITHOUT_SEEDS,
+    SHORT,
     ChosenCap,
     chosen_cap,
+    per_seed,
 )
 
 MANY = 10**9
 
 
 def test_seed_points_say_how_much_there_is_to_see() -> None:
-    found = chosen_cap(1000, 1000, MANY)
-    assert found.points == PER_SEED * 1000 and f"{PER_SEED} for each of 1,000 seed points" in found.why
+    for each in (PER_SEED[0], 11):
+        found = chosen_cap(1000, 1000, MANY, each)
+        assert found.points == each * 1000 and f"{each} for each of 1,000 seed points" in found.why
+    assert chosen_cap(1000, 1000, MANY) == chosen_cap(1000, 1000, MANY, PER_SEED[0])
+
+
+def test_a_long_run_has_more_for_each() -> None:
+    middle = (SHORT + LONG) // 2
+    assert [per_seed(n) for n in (1, SHORT, middle, LONG, 10 * LONG)] == [9, 9, 11, 13, 13]
 
 
 def test_many_seed_points_count_for_less() -> None:
     for further in (0, 500):
-        found = chosen_cap(1000, FULL_SEEDS + further, MANY)
-        assert found.points == PER_SEED * FULL_SEEDS + LEAST_PER_SEED * further
-        assert found.why.startswith(f"{PER_SEED} for each of {FULL_SEEDS:,} seed points")
+        found = chosen_cap(1000, FULL_SEEDS + further, MANY, 13)
+        assert found.points == 13 * FULL_SEEDS + LEAST_PER_SEED * further
+        assert found.why.startswith(f"13 for each of {FULL_SEEDS:,} seed points")
         assert (f", {LEAST_PER_SEED} for each of 500 more" in found.why) == (further == 500)
 
 

@@ -71,6 +71,8 @@ class SplatModelConfig(SplatfactoModelConfig):
     max_gs_num: int | None = 1_000_000
     """With mcmc, the most Gaussians the whole model may have, over all ranks; "None": as many as suit the capture. The
     start of a run says how many that are."""
+    gs_per_seed: int = 9
+    """With mcmc and a cap that suits the capture, how many Gaussians for each of the first 30,000 seed points."""
     noise_lr: float = 5e5
     """With mcmc, noise on positions in units of their learning rate."""
     mcmc_opacity_reg: float = 0.01

@@ -89,13 +89,18 @@ def choose_cap(model: Any, cameras: Any) -> None:
 
     Args:
         model: a `SplatModel` that holds all of the points that training starts from. cameras: the training views'.
+
+    Raises:
+        InputError: there is to be no Gaussian for a seed point.
     """
     options, seeds = model.config, model.seed_points
+    if options.gs_per_seed < 1:
+        raise InputError(f"--pipeline.model.gs-per-seed {options.gs_per_seed}: give 1 or more.")
     if options.densifier != "mcmc" or options.max_gs_num is not None:
         return
     count = 0 if options.random_init or seeds is None else len(seeds[0])
     pixels = int((cameras.width.long() * cameras.height.long()).sum())
-    model.chosen_cap = chosen_cap(model.num_points, count, pixels)
+    model.chosen_cap = chosen_cap(model.num_points, count, pixels, options.gs_per_seed)
     options.max_gs_num = model.chosen_cap.points
 
 

@@ -1,9 +1,9 @@
 """`--recipe`: many options at once. What the command line says of one of them counts more.
 
 Schedules count images from the start and span 30,000, as splatfacto's do, so that a short run ends in the middle of
-them: fitted to a run of 7,000 they cost up to 0.4 dB (benchmarks/results/recipes.md). Two things follow the run's
+them: fitted to a run of 7,000 they cost up to 0.4 dB (benchmarks/results/recipes.md). Three things follow the run's
 length: refinements come more often in a short one, which would else be half over before the model has grown to its cap;
-and all rates fall over its last part.
+a long one has more Gaussians; and all rates fall over its last part.
 """
 
 import sys
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.primitives.gaussians.cap import per_seed
 from ns_multigpu.primitives.registry import KINDS
 
 Recipe = Literal["splatfacto", "best"]
@@ -37,6 +38,7 @@ def best(images: int) -> dict[str, Any]:
         "pipeline.model.resolution_schedule": 1500,
         "pipeline.model.densifier": "mcmc",
         "pipeline.model.max_gs_num": None,
+        "pipeline.model.gs_per_seed": per_seed(images),
         "pipeline.model.exposure": "auto",
         "pipeline.model.mcmc_picks": "both",
         "pipeline.model.stop_split_at": max(25000, round(images * 5 / 6)),

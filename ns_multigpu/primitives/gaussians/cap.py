@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
-PER_SEED = 9
-"""Gaussians for each seed point: there are more of these where there is more to see."""
+PER_SEED = (9, 13)
+"""Gaussians for each seed point, in a short run and in a long one: there are more of these where there is more to see.
+A long run has the time to fit more: 13 gain up to 0.2 dB there (benchmarks/results/recipes.md)."""
+SHORT, LONG = 7_000, 15_000
+"""Images of such runs. Between them it is in proportion."""
 FULL_SEEDS = 30_000
 """Seed points that count so. Beyond them the scene is known more densely, and each stands for less of it."""
 LEAST_PER_SEED = 4
@@ -33,22 +36,29 @@ class ChosenCap:
         return ChosenCap(max(fits, now), f"{self.why}, but memory has room for no more")
 
 
-def chosen_cap(start: int, seeds: int, pixels: int) -> ChosenCap:
+def per_seed(images: int) -> int:
+    """Gaussians for each seed point in a run that sees so many images."""
+    part = (images - SHORT) / (LONG - SHORT)
+    return round(PER_SEED[0] + (PER_SEED[1] - PER_SEED[0]) * min(max(part, 0.0), 1.0))
+
+
+def chosen_cap(start: int, seeds: int, pixels: int, each: int = PER_SEED[0]) -> ChosenCap:
     """How many Gaussians suit a capture.
 
     Args:
         start: Gaussians that training begins with. seeds: seed points of the capture; 0 for none.
         pixels: of all training views.
+        each: Gaussians for each of the first `FULL_SEEDS` seed points.
     """
     if seeds == 0:
         why = f"one for {PIXELS_WITHOUT_SEEDS} pixels of the training views, for there are no seed points"
         return _at_least(start, pixels // PIXELS_WITHOUT_SEEDS, why)
     full, further = min(seeds, FULL_SEEDS), max(seeds - FULL_SEEDS, 0)
-    by_seeds, least = PER_SEED * full + LEAST_PER_SEED * further, LEAST_PER_SEED * seeds
+    by_seeds, least = each * full + LEAST_PER_SEED * further, LEAST_PER_SEED * seeds
     by_pixels = pixels // PIXELS_EACH
     if by_seeds <= by_pixels:
         and_further = f", {LEAST_PER_SEED} for each of {further:,} more" if further else ""
-        return _at_least(start, by_seeds, f"{PER_SEED} for each of {full:,} seed points{and_further}")
+        return _at_least(start, by_seeds, f"{each} for each of {full:,} seed points{and_further}")
     if least <= by_pixels:
         return _at_least(start, by_pixels, f"one for {PIXELS_EACH} pixels of the training views")
     return _at_least(start, least, f"{LEAST_PER_SEED} for each of {seeds:,} seed points, for there are few pixels")
