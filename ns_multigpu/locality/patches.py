@@ -80,6 +80,14 @@ class Tally:
         )
 
 
+_Key = tuple[tuple[int, int, int], ...]
+
+
+def _key(views: Sequence[View]) -> _Key:
+    """What a plan is for. The same views at another resolution are cut into other patches."""
+    return tuple((view.index, view.width, view.height) for view in views)
+
+
 class LocalPatches(Assignment):
     """Patches to ranks, by what each needs from each rank.
 
@@ -101,7 +109,7 @@ class LocalPatches(Assignment):
         )  # fmt: skip
         ahead = options.plans == "ahead" or (options.plans == "auto" and world.device.type == "cuda")
         self._planner = Planner(self._assigner) if ahead and options.assignment != "random" and world.size > 1 else None
-        self._coming: deque[tuple[tuple[int, ...], int]] = deque()  # views of foreseen batches, and their numbers
+        self._coming: deque[tuple[_Key, int]] = deque()  # foreseen batches, and their numbers
         self._foreseen, self._agreed = 0, -1
         self.tally = Tally()
 
@@ -110,7 +118,7 @@ class LocalPatches(Assignment):
 
     def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
         """The plan that was made ahead, if this batch was foreseen; the rule's where it is late."""
-        chosen = self._foreseen_plan(tuple(view.index for view in views))
+        chosen = self._foreseen_plan(_key(views))
         if chosen is None:
             chosen = self._at_once(views, ranks)
         self._count(chosen, self._needed(views))
@@ -128,7 +136,7 @@ class LocalPatches(Assignment):
         for views in batches:
             needed = self._needed(views)
             self._planner.submit(self._foreseen, len(self._cut(views)) if needed is None else needed)
-            self._coming.append((tuple(view.index for view in views), self._foreseen))
+            self._coming.append((_key(views), self._foreseen))
             self._foreseen += 1
 
     def figures(self) -> dict[str, float]:
@@ -211,7 +219,7 @@ class LocalPatches(Assignment):
             drawn[rank].append(patch)
         return Plan.of(drawn)
 
-    def _foreseen_plan(self, key: tuple[int, ...]) -> Ints | None:
+    def _foreseen_plan(self, key: _Key) -> Ints | None:
         """What was planned ahead for a batch of these views; None if it was not foreseen."""
         while self._planner is not None and any(views == key for views, _ in self._coming):
             first, number = self._coming.popleft()

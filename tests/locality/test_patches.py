@@ -151,6 +151,15 @@ def test_a_foreseen_plan_is_served_and_a_late_one_is_a_miss() -> None:
     assert made.assign_alike(batches[0], 2) == wanted[0] and made.figures()["plan_misses"] == 0
 
 
+def test_a_plan_for_another_resolution_is_not_served() -> None:
+    """What was foreseen before the resolution changed: the views are the same, their patches are not."""
+    made, access = assignment(2, 2, plans="ahead")
+    access.record(range(2), np.random.default_rng(3).integers(0, 99, (32, 2)).astype(np.float64))
+    small, large = ([view_of(size, 0), view_of(size, 1)] for size in ((16, 16), (64, 64)))
+    made.foresee([small, large])
+    assert made.assign_alike(large, 2).patches() == made.assign(large, 2).patches()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"patches": 0}, "patches 0"), ({"patches": 9}, "1 to 8"), ({"group_size": 7}, "group-size 7"),
