@@ -1,11 +1,12 @@
 """The pipeline: a step's batch, spread by a strategy; evaluation in lockstep. No DDP wrapper."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torchvision.utils as vutils
 from nerfstudio.pipelines.base_pipeline import VanillaPipeline, VanillaPipelineConfig
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
+from ns_multigpu.core.like_views import alike, points_seen
 from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.types import View
 from ns_multigpu.locality.options import LocalityOptions
@@ -65,6 +67,9 @@ class DistributedPipelineConfig(BesideCheckpoints, VanillaPipelineConfig):
     views_per_step: int | None = None
     """Views of a step over all ranks, instead of views-per-rank times their number. Strategies that deal out whole
     views need a multiple of the number of ranks; those that cut views, any number."""
+    level_steps: bool = True
+    """Views that see about as many seed points come into one step, so that no GPU waits long for another. False takes
+    them in splatfacto's order, as steps of one view always do."""
 
     transport: Literal["auto", "peer", "collective"] = "auto"
     """How splats and their gradients travel where points are sharded: "peer" reads and writes the other GPUs' memory
@@ -221,13 +226,27 @@ class DistributedPipeline(VanillaPipeline):
         """Reads this rank's images. Every rank calls it."""
         run_parts().done("optimizers, viewer, checkpoint, logs")
         data, at_home = self.datamanager, self.strategy.placement.homes_of_views
-        data.sequence.arrange = self.strategy.placement.arranged(self.batch_size)
+        data.sequence.arrange = self.strategy.placement.arranged(self.batch_size) or self._arranged()
         if self.world.machines > 1 and len(at_home) == len(data.train_dataset):
             per_machine = self.world.size // self.world.machines
             data.hold_by(homes_of(at_home, data.train_shapes, self.world.machines, per_machine, data.train_memory))
         _ = self.datamanager.train_share
         _ = self.datamanager.train_cameras_on_device
         run_parts().done("images")
+
+    def _arranged(self) -> Callable[[list[int], int], list[int]] | None:
+        """Puts views of like work into one step; None where there is nothing to choose, or nothing to tell by.
+
+        It goes by the capture alone: a run that goes on, and one with another strategy, has the same order.
+        """
+        seeds, size = self.model.seed_points, self.batch_size
+        if not self.config.level_steps or size < 2 or seeds is None or len(seeds[0]) == 0:
+            return None
+        work: list[int] = []
+        if self.world.is_main:
+            work = points_seen(np.asarray(seeds[0].double().cpu().numpy()), self._training_views())
+        work = broadcast_object(work, 0, self.world)  # for processors round differently
+        return lambda order, begins: alike(order, work, size, -begins % size)
 
     def own_rows(self, loaded_state: dict[str, Any]) -> OwnRows:
         """The rows of a .ckpt's points that this rank goes on with, as its placement says; all where it holds all.

@@ -1,0 +1,65 @@
+"""Views of like work in one step, so that ranks with a view each do not wait for the one with the most to draw.
+
+How much there is to draw differs: a view from the air that looks straight down sees a third of what an oblique one
+does. Where views are dealt out as they were shuffled, a step takes as long as the longest of its views: on such a
+city 1.22 times the mean of two, and 1.40 of four.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ns_multigpu.core.types import View
+
+WINDOW = 16
+"""Steps that views are exchanged between. With more, views of a step are more alike; and always the same ones."""
+NEAR = 0.01
+"""Nearest depth at which a point is seen, world units."""
+MOST_LOOKS = 8_000_000
+"""Points times views that are looked at; of more points, some are left out, evenly."""
+LEAST_POINTS = 1_000
+"""Points that are looked at all the same."""
+
+
+def points_seen(points: NDArray[np.float64], views: Sequence[View]) -> list[int]:
+    """How many of the points each view has within its image: what its work grows with.
+
+    Args:
+        points: [N, 3], world units. views: pinhole cameras; their tensors are read on the host.
+    """
+    most = max(MOST_LOOKS // max(len(views), 1), LEAST_POINTS)
+    some, result = points[:: -(-len(points) // most) or 1], list[int]()
+    for view in views:
+        viewmat, K = (np.asarray(m.detach().cpu().double().numpy()) for m in (view.viewmat, view.K))
+        there = some @ viewmat[:3, :3].T + viewmat[:3, 3]
+        there = there[there[:, 2] >= NEAR]
+        x, y = (there @ K[:2].T / there[:, 2:]).T
+        result.append(int(((x > 0) & (x < view.width) & (y > 0) & (y < view.height)).sum()))
+    return result
+
+
+def alike(order: Sequence[int], work: Sequence[int], size: int, lead: int = 0) -> list[int]:
+    """The same views in another order, in which those of a step have like work.
+
+    The views of `WINDOW` steps at a time are sorted by their work and cut into steps; these stay in the order in which
+    the first view of each was drawn. Views that complete the step of the epoch before, or that begin a step which the
+    next completes, stay where they are. An epoch has each view once.
+
+    Args:
+        order: views of an epoch. work: of each view of the capture.
+        size: views of a step. lead: of the first step, as many as are still to be found for it; 0 for all.
+
+    Raises:
+        ValueError: the size is not positive.
+    """
+    if size < 1:
+        raise ValueError(f"a step of {size} views: at least 1 is needed")
+    end = len(order) - (len(order) - lead) % size
+    result = list(order[:lead])
+    for begin in range(lead, end, WINDOW * size):
+        drawn = order[begin : min(begin + WINDOW * size, end)]
+        ranked = sorted(range(len(drawn)), key=lambda place: work[drawn[place]])
+        steps = [ranked[k : k + size] for k in range(0, len(ranked), size)]
+        result += [drawn[place] for step in sorted(steps, key=min) for place in step]
+    return result + list(order[max(end, lead) :])
