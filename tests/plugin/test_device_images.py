@@ -1,6 +1,7 @@
 """The images of a fused step's views: kept on every GPU, or brought from the ranks that hold them."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,28 @@ def _at_home(world: World) -> int:
 
 def test_nobody_waits_where_every_image_is_where_it_is_needed() -> None:
     assert run_ranks(_at_home, 2) == [0, 0]
+
+
+def _all_here(world: World) -> int:
+    """How often ranks meet until each has all images."""
+    images, met = _images(world), list[int]()
+    images._fits = True
+    device_images._AT_ONCE = 4 * SHAPE.nbytes
+    exchange = image_share.exchange_rows
+
+    def counted(*given: Any) -> Tensor:
+        met.append(1)
+        return exchange(*given)
+
+    image_share.exchange_rows = counted
+    images.bring(1, lambda image: image)
+    assert all(torch.equal(image, _image(index)) for index, image in enumerate(images._kept))
+    assert len(images._kept) == COUNT
+    return len(met)
+
+
+def test_many_images_travel_in_one_message() -> None:
+    assert run_ranks(_all_here, 2) == [3, 3], "four, four and one"
 
 
 @pytest.mark.gpu

@@ -66,6 +66,10 @@ def _deliver(world: World, budget: int | None) -> dict[str, object]:
         assert all(_same(part.data, _image(batch[patch.view])) for patch, part in images.items())
     for index in (0, 5, 6):
         assert _same(share.fetch(index, world.device), _image(index))
+    some = [7, 0, 5, 6, 3]
+    for index, data in zip(some, share.fetch_all(some, world.device), strict=True):
+        assert _same(data, _image(index))
+    assert share.fetch_all([], world.device) == []
     for index in share.own:
         assert _same(share.image(index, world.device), _image(index))
     with pytest.raises(KeyError):

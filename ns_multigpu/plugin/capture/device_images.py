@@ -14,6 +14,8 @@ from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 
 _SHARE = 0.1
 """The part of a GPU's memory that images may take."""
+_AT_ONCE = 64 << 20
+"""Bytes of images that ranks send each other in one message. One for each image is hundreds, which are waited for."""
 
 
 class DeviceImages:
@@ -89,11 +91,21 @@ class DeviceImages:
         if not self._fits or factor == self._factor:
             return
         self._kept, self._factor = [], factor
-        for index in range(len(self._share.shapes)):
-            if index < len(self._originals):
-                image = self._originals[index]
-            else:
-                image = self._share.fetch(index, self._world.device)["image"]
-                if not self._again:
-                    self._originals.append(image)
-            self._kept.append(image if factor == 1 else shrink(image))
+        if self._originals:
+            self._kept = [shrink(image) for image in self._originals] if factor > 1 else list(self._originals)
+            return
+        for indices in self._together():
+            images = [data["image"] for data in self._share.fetch_all(indices, self._world.device)]
+            self._originals += [] if self._again else images
+            self._kept += [shrink(image) for image in images] if factor > 1 else images
+
+    def _together(self) -> list[list[int]]:
+        """All images, in parts that are brought at once."""
+        parts, room = list[list[int]](), 0
+        for index, shape in enumerate(self._share.shapes):
+            if shape.nbytes > room:
+                parts.append([])
+                room = _AT_ONCE
+            parts[-1].append(index)
+            room -= shape.nbytes
+        return parts

@@ -154,13 +154,19 @@ class ImageShare:
 
     def fetch(self, index: int, device: torch.device) -> ImageData:
         """A view's image on every rank. Every rank calls it."""
-        home, shape = self.holder(index), self.shapes[index]
-        whole = (0, 0, shape.width, shape.height)
-        moves = [Move(home, rank, 0, whole) for rank in range(self._world.size) if rank != home]
-        held = {index: ImagePart(whole, self.image(index, device))} if home == self._world.rank else {}
-        arrived = self._exchange(moves, [index], held, device)
-        part = held[index] if held else arrived[0][1]
-        return dict(part.data)
+        return self.fetch_all([index], device)[0]
+
+    def fetch_all(self, indices: Sequence[int], device: torch.device) -> list[ImageData]:
+        """Several views' images on every rank, in one message between each two. Every rank calls it with the same."""
+        rank, moves, held = self._world.rank, list[Move](), dict[int, ImagePart]()
+        for position, index in enumerate(indices):
+            home, shape = self.holder(index), self.shapes[index]
+            whole = (0, 0, shape.width, shape.height)
+            moves += [Move(home, other, position, whole) for other in range(self._world.size) if other != home]
+            if home == rank:
+                held[index] = ImagePart(whole, self.image(index, device))
+        arrived = {indices[move.position]: part for move, part in self._exchange(moves, indices, held, device)}
+        return [dict((held | arrived)[index].data) for index in indices]
 
     def _rows(self, index: int, device: torch.device, rows: tuple[int, int] | None = None) -> ImageData:
         """Some rows of an image that is held here; all of them unless told."""
