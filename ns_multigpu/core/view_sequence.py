@@ -14,6 +14,7 @@ class ViewSequence:
     the number of views alone, so that a run on any number of ranks sees the same images in the same order: the order
     in which nerfstudio's full-image datamanager draws them for the same seed (one generator of Python's `random`, which
     shuffles all views anew for every epoch), so that runs of ours and of `splatfacto` can be compared image by image.
+    Where steps have several views, an epoch may be arranged by what these are (see `arrange`).
 
     Args:
         count: number of views.
