@@ -15,9 +15,11 @@ A run is one of
 `wall s` is from Enter to prompt; where it goes by the run's own account is in a table of its own.
 
 A seed is the run's and that of the order of the views: runs of one seed see the same views in the same order,
-splatfacto's too; steps of several views take the views of some steps in another one (--pipeline.level-steps). What follows `--` is the dataparser, as `ns-train` takes it. Runs of one GPU start at once on the
-GPUs that --slots lists; speeds are taken from runs that had their GPU to themselves. Those that share one are evaluated
-as soon as they are trained, the others when no run is under way any more; --json has what is there after each.
+splatfacto's too. Only steps of several views have those of some steps in another order (--pipeline.level-steps).
+
+What follows `--` is the dataparser, as `ns-train` takes it. Runs of one GPU start at once on the GPUs that --slots
+lists; speeds are taken from runs that had their GPU to themselves. Those that share one are evaluated as soon as they
+are trained, the others when no run is under way any more; --json has what is there after each.
 """
 
 import argparse

@@ -7,8 +7,7 @@ city 1.22 times the mean of two, and 1.40 of four.
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
 
 from ns_multigpu.core.types import View
 
@@ -22,19 +21,19 @@ LEAST_POINTS = 1_000
 """Points that are looked at all the same."""
 
 
-def points_seen(points: NDArray[np.float64], views: Sequence[View]) -> list[int]:
+def points_seen(points: Tensor, views: Sequence[View]) -> list[int]:
     """How many of the points each view has within its image: what its work grows with.
 
     Args:
-        points: [N, 3], world units. views: pinhole cameras; their tensors are read on the host.
+        points: [N, 3], world units. views: pinhole cameras. All on the host.
     """
     most = max(MOST_LOOKS // max(len(views), 1), LEAST_POINTS)
-    some, result = points[:: -(-len(points) // most) or 1], list[int]()
+    some, result = points[:: -(-len(points) // most) or 1].double(), list[int]()
     for view in views:
-        viewmat, K = (np.asarray(m.detach().cpu().double().numpy()) for m in (view.viewmat, view.K))
+        viewmat, K = view.viewmat.double(), view.K.double()
         there = some @ viewmat[:3, :3].T + viewmat[:3, 3]
         there = there[there[:, 2] >= NEAR]
-        x, y = (there @ K[:2].T / there[:, 2:]).T
+        x, y = (there @ K[:2].T / there[:, 2:]).unbind(1)
         result.append(int(((x > 0) & (x < view.width) & (y > 0) & (y < view.height)).sum()))
     return result
 

@@ -2,7 +2,6 @@
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -72,9 +71,9 @@ def view(z: float, width: int = 20, height: int = 10) -> View:
 
 
 def test_points_in_the_image_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = np.array([[0.0, 0, 1], [0.4, 0, 1], [0.6, 0, 1], [0, 0.2, 1], [0, 0.3, 1], [0, -0.3, 1], [0, 0, -1]])
+    points = torch.tensor([[0.0, 0, 1], [0.4, 0, 1], [0.6, 0, 1], [0, 0.2, 1], [0, 0.3, 1], [0, -0.3, 1], [0, 0, -1]])
     assert points_seen(points, [view(0), view(-9), view(2), view(0, height=20)]) == [3, 7, 0, 5]
     monkeypatch.setattr(like_views, "MOST_LOOKS", 8)
     monkeypatch.setattr(like_views, "LEAST_POINTS", 1)
-    assert points_seen(np.tile(points[:1], (1000, 1)), [view(0), view(2)]) == [4, 0], "some stand for all"
+    assert points_seen(points[:1].expand(1000, 3), [view(0), view(2)]) == [4, 0], "some stand for all"
     assert points_seen(points[:0], [view(0)]) == [0]

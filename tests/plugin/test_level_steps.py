@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -29,8 +28,7 @@ def flat(steps: list[list[int]]) -> list[int]:
 
 
 def work_of(trainer: Any) -> list[int]:
-    seeds = trainer.pipeline.model.seed_points[0]
-    return points_seen(np.asarray(seeds.double().numpy()), trainer.pipeline._training_views())
+    return points_seen(trainer.pipeline.model.seed_points[0], trainer.pipeline._training_views())
 
 
 def drawn(trainer: Any) -> tuple[list[int], int]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torchvision.utils as vutils
 from nerfstudio.pipelines.base_pipeline import VanillaPipeline, VanillaPipelineConfig
@@ -244,7 +243,7 @@ class DistributedPipeline(VanillaPipeline):
             return None
         work: list[int] = []
         if self.world.is_main:
-            work = points_seen(np.asarray(seeds[0].double().cpu().numpy()), self._training_views())
+            work = points_seen(seeds[0].cpu(), self._training_views())
         work = broadcast_object(work, 0, self.world)  # for processors round differently
         return lambda order, begins: alike(order, work, size, -begins % size)
 
