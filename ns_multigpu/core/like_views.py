@@ -1,8 +1,7 @@
 """Views of like work in one step, so that ranks with a view each do not wait for the one with the most to draw.
 
 How much there is to draw differs: a view from the air that looks straight down sees a third of what an oblique one
-does. Where views are dealt out as they were shuffled, a step takes as long as the longest of its views: on such a
-city 1.22 times the mean of two, and 1.40 of four.
+does, and a step takes as long as the longest of its views. Gains: benchmarks/results/whole-runs.md.
 """
 
 from collections.abc import Sequence
@@ -21,8 +20,19 @@ LEAST_POINTS = 1_000
 """Points that are looked at all the same."""
 
 
+def works(points: Tensor, views: Sequence[View]) -> list[float]:
+    """How much work each view is, 2 in the mean: half of it by the points that it sees, half by its pixels.
+
+    Args:
+        points, views: see `points_seen`.
+    """
+    seen, pixels = points_seen(points, views), [view.width * view.height for view in views]
+    of_seen, of_pixels = (len(views) / max(sum(counts), 1) for counts in (seen, pixels))
+    return [of_seen * s + of_pixels * p for s, p in zip(seen, pixels, strict=True)]
+
+
 def points_seen(points: Tensor, views: Sequence[View]) -> list[int]:
-    """How many of the points each view has within its image: what its work grows with.
+    """How many of the points each view has within its image.
 
     Args:
         points: [N, 3], world units. views: pinhole cameras. All on the host.
@@ -38,7 +48,7 @@ def points_seen(points: Tensor, views: Sequence[View]) -> list[int]:
     return result
 
 
-def alike(order: Sequence[int], work: Sequence[int], size: int, lead: int = 0) -> list[int]:
+def alike(order: Sequence[int], work: Sequence[float], size: int, lead: int = 0) -> list[int]:
     """The same views in another order, in which those of a step have like work.
 
     The views of `WINDOW` steps at a time are sorted by their work and cut into steps; these stay in the order in which

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ns_multigpu.core import like_views
-from ns_multigpu.core.like_views import WINDOW, alike, points_seen
+from ns_multigpu.core.like_views import WINDOW, alike, points_seen, works
 from ns_multigpu.core.types import View
 
 
@@ -77,3 +77,15 @@ def test_points_in_the_image_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(like_views, "LEAST_POINTS", 1)
     assert points_seen(points[:1].expand(1000, 3), [view(0), view(2)]) == [4, 0], "some stand for all"
     assert points_seen(points[:0], [view(0)]) == [0]
+
+
+def test_work_is_by_points_and_by_pixels() -> None:
+    points = torch.tensor([[0.0, 0, 1], [0.1, 0, 1], [0, 0, -1]])
+    views = [view(0), view(-9), view(2), view(0, width=40, height=20)]
+    assert points_seen(points, views) == [2, 3, 0, 2]
+    pixels = 200 * (3 + 4) / 4
+    assert works(points, views) == pytest.approx(
+        [2 / 1.75 + 200 / pixels, 3 / 1.75 + 200 / pixels, 200 / pixels, 2 / 1.75 + 800 / pixels]
+    )
+    assert sum(works(points, views)) == pytest.approx(2 * 4)
+    assert works(points[:0], views[:2]) == [1, 1], "nobody sees anything"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ns_multigpu.core.like_views import alike, points_seen
+from ns_multigpu.core.like_views import alike, works
 from ns_multigpu.core.view_sequence import ViewSequence
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.train import pipeline as pipelines
@@ -27,8 +27,8 @@ def flat(steps: list[list[int]]) -> list[int]:
     return [view for step in steps for view in step]
 
 
-def work_of(trainer: Any) -> list[int]:
-    return points_seen(trainer.pipeline.model.seed_points[0], trainer.pipeline._training_views())
+def work_of(trainer: Any) -> list[float]:
+    return works(trainer.pipeline.model.seed_points[0], trainer.pipeline._training_views())
 
 
 def drawn(trainer: Any) -> tuple[list[int], int]:
@@ -69,7 +69,7 @@ def test_without_seed_points_there_is_nothing_to_tell_by(tmp_path: Path, points:
 def courses(world: World, capture: Path, out: Path) -> dict[str, Any]:
     """The views of each step on each rank, where only the first rank knows what views see."""
     if not world.is_main:
-        pipelines.points_seen = lambda *_: 1 / 0  # type: ignore[assignment]
+        pipelines.works = lambda *_: 1 / 0  # type: ignore[assignment]
     found = {}
     for method, options in (("splatfacto-batch", {}), ("splatfacto-tile", {"views_per_step": BATCH})):
         trainer = start(world, capture, out / method, 8, 1, method=method, **options)

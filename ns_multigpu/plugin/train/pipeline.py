@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
-from ns_multigpu.core.like_views import alike, points_seen
+from ns_multigpu.core.like_views import alike, works
 from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.types import View
 from ns_multigpu.locality.options import LocalityOptions
@@ -241,9 +241,9 @@ class DistributedPipeline(VanillaPipeline):
         seeds, size = self.model.seed_points, self.batch_size
         if not self.config.level_steps or size < 2 or seeds is None or len(seeds[0]) == 0:
             return None
-        work: list[int] = []
+        work: list[float] = []
         if self.world.is_main:
-            work = points_seen(seeds[0].cpu(), self._training_views())
+            work = works(seeds[0].cpu(), self._training_views())
         work = broadcast_object(work, 0, self.world)  # for processors round differently
         return lambda order, begins: alike(order, work, size, -begins % size)
 
