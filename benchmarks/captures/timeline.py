@@ -43,12 +43,12 @@ def profile(output: Path, at: int, blocks: int, argv: list[str]) -> None:
     plain, watched = fused_blocks.FusedBlocks.take, list[Any]()
     rank = os.environ.get("RANK", "0")
 
-    def take(self: Any, steps: range, *, metrics: bool) -> Any:
+    def take(self: Any, steps: range, **more: Any) -> Any:
         if not watched and steps[0] * self._pipeline.batch_size >= at:
             kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
             watched.append(torch.profiler.profile(activities=kinds))
             watched[0].__enter__()
-        result = plain(self, steps, metrics=metrics)
+        result = plain(self, steps, **more)
         watched.extend([None] * bool(watched))
         if len(watched) == 1 + blocks:
             if torch.cuda.is_available():

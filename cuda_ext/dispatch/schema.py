@@ -133,6 +133,12 @@ SCHEMAS: tuple[str, ...] = (
     "Tensor(e!) table, Tensor(f!) steps) -> ()",
     "add_noise(Tensor(a!) means, Tensor quats, Tensor log_scales, Tensor logits, Tensor? rows, int first, int start, "
     "float scale, Tensor? taken, float steepness, float threshold) -> ()",
+    "draw_sources(Tensor sums, Tensor empty, Tensor slots, int start, Tensor? taken) -> "
+    "(Tensor sources, Tensor copies)",
+    "share_out(Tensor(a!) logits, Tensor(b!) log_scales, Tensor copies, Tensor coefficients, float min_opacity, "
+    "Tensor(c!)[] cleared) -> ()",
+    "copy_rows(Tensor(a!)[] tensors, Tensor sources) -> ()",
+    "take_rows(Tensor[] tensors, Tensor index) -> Tensor[]",
     "adam_step(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
     "Tensor scalars, bool set_grads_to_zero) -> ()",
     # The addresses in `destinations` and `sources`, too, no dispatcher sees.

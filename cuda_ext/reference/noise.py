@@ -19,10 +19,15 @@ def table_normals(numbers: Tensor, start: int) -> Tensor:
     Args:
         numbers: [K] int64. start: where the table begins.
     """
-    bits = _splitmix(numbers.add_(1).mul_(_signed(0x9E3779B97F4A7C15)).add_(start))
+    bits = table_bits(numbers, start)
     radius = ((bits >> 32 & 0xFFFFFFFF).double() + 0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
     angle = (bits & 0xFFFFFFFF).double().mul_(2.0**-32 * 2.0 * math.pi)
     return radius.mul_(angle.cos_())
+
+
+def table_bits(numbers: Tensor, start: int) -> Tensor:
+    """The 64 bits that such a table makes its numbers of, as int64s: [K]. Overwrites `numbers`; see `table_normals`."""
+    return _splitmix(numbers.add_(1).mul_(_signed(0x9E3779B97F4A7C15)).add_(start))
 
 
 def _splitmix(x: Tensor) -> Tensor:

@@ -61,6 +61,21 @@ class Densifier(Protocol):
         """Refines, if it is due after that step, whose statistics have been counted."""
         ...
 
+    def refine_ahead(
+        self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int,
+        taken: Tensor,
+    ) -> bool:  # fmt: skip
+        """Orders what `refine_when_due` would do after a step of which the device alone knows whether it was taken.
+
+        Args:
+            taken: [] bool on the device; nothing happens there where it is False.
+
+        Returns:
+            whether it has: not where it is not due, or where something about it must be known here. The same on every
+            rank.
+        """
+        ...
+
     def move(self, params: Any, step: int, images: int, rate: float, taken: Tensor | None = None) -> None:
         """What moves all points after a step, if it is `noisy`; `taken` [] is 0 or False for nothing after all."""
         ...

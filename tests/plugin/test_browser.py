@@ -39,10 +39,10 @@ def _train(world: World, folder: Path, port: int, strategy: str) -> list[int]:
     """Trains with a viewer, without changing the model, until there is a file `stop`; returns the lengths of blocks."""
     lengths, usual_run, usual_render = list[int](), Training.run, PageRenderer._render_img
 
-    def take(self: Any, steps: range) -> Any:
+    def take(self: Any, steps: range, **more: Any) -> Any:
         lengths.append(len(steps))
         time.sleep(0.02)  # two cores are for the browser, too
-        return usual_run(self, steps)
+        return usual_run(self, steps, **more)
 
     def render(self: Any, state: CameraState) -> Any:
         outputs = usual_render(self, state)

@@ -181,8 +181,8 @@ def test_nan_is_found_at_the_next_look_and_named(
 ) -> None:
     usual, views, ends = Training.run, dict[int, int](), list[int]()
 
-    def spoilt(self: Training, steps: range) -> Any:
-        result = usual(self, steps)
+    def spoilt(self: Training, steps: range, **more: Any) -> Any:
+        result = usual(self, steps, **more)
         ends.append(steps[-1])
         views.update(zip(steps, (shown[0] for shown in result.views), strict=True))
         if 19 in steps and what == "loss":
@@ -238,7 +238,9 @@ def test_absgrad_is_computed_where_somebody_reads_it(
 
 def test_blocks_are_as_short_as_was_granted(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, usual = list[int](), Training.run
-    monkeypatch.setattr(Training, "run", lambda self, steps: lengths.append(len(steps)) or usual(self, steps))
+    monkeypatch.setattr(
+        Training, "run", lambda self, steps, **more: lengths.append(len(steps)) or usual(self, steps, **more)
+    )
 
     def grant(trainer: Any, step: int) -> bool:
         trainer.guards.signals.granted = 3 if step < 30 else MANY

@@ -121,3 +121,40 @@ def test_a_way_that_has_just_begun_gives_up_what_it_guessed() -> None:
     assert room.now == three(padded(250_000), padded(100_000), padded(100_000)), "not all views have been seen"
     room.settle()
     assert room.now == three(padded(100_000) * 3 // 2, padded(40_000) * 3 // 2, padded(100_000))
+
+
+def test_room_that_is_nearly_used_up_grows_where_steps_are_made_anew() -> None:
+    """Of rows and intersections, not of what travels with its room; and by bounds."""
+    room = StepCapacities(10)
+    room.spare()
+    assert room.now is None, "there is none yet"
+    room.begin(three(padded(10_000), padded(10_000), 9 * padded(20_000) // 8))
+    room.learn(three(10_000, 10_000, 20_000), False, BLOCK)
+    room.spare()
+    assert room.now == (padded(10_000) * 5 // 4, pairs_of(padded(10_000), 2), 9 * padded(20_000) // 8)
+    room.spare(13, 13)
+    assert room.now[2] == padded(20_000) * 13 // 8
+    room.begin(three(padded(8_000_000), 1024, 9 * padded(100) // 8))
+    room.learn(three(8_000_000, 10, 100), False, BLOCK)
+    room.spare()
+    assert room.now[0] == padded(8_000_000) + (1 << 20)
+
+
+def test_a_growing_model_takes_few_blocks_twice() -> None:
+    """A twentieth more after each block; every fifth makes steps anew, as there is room for a quarter more points."""
+
+    def again(spares: bool) -> int:
+        room, failures, need = StepCapacities(100), 0, 20_000.0
+        room.begin(three(padded(20_000), padded(10), padded(40_000)))
+        for block in range(60):
+            assert room.now is not None
+            needed = three(int(need), 5, 2 * int(need))
+            full = needed[0] > room.now[0] or needed[2] > room.now[2]
+            failures += full
+            room.learn(needed, full, 0 if full else BLOCK)
+            if spares and block % 5 == 4:
+                room.spare()
+            need *= 1.05
+        return failures
+
+    assert again(spares=False) >= 3 and again(spares=True) == 0

@@ -115,6 +115,39 @@ def _steps_until(trainer: Any, first: int, enough: Callable[[], bool]) -> int:
     raise AssertionError("a page was hardly drawn")
 
 
+def _settle(world: World, folder: Path) -> list[bool]:
+    """Whether steps are settled ahead: for no reason, for the other rank's signal, for a page; and what came of it."""
+    guards = Guards(GuardedConfig(str(folder)), world, str, lambda: "")
+    strides = Strides()
+    renders = SimpleNamespace(waiting=0, strides=strides)
+    trainer = SimpleNamespace(
+        world=world, guards=guards, stop_training=False, training_state="training", viewer_state=None,
+        pipeline=SimpleNamespace(renders=renders),
+    )  # fmt: skip
+    found: list[bool] = []
+    viewing.settle(trainer, 10)
+    found += [guards.has_settled(10), guards.has_settled(11)]
+    guards.may_go_on, usual = None, guards.may_go_on  # type: ignore[assignment, method-assign]
+    found.append(not guards.has_settled(10) or viewing.may_go_on(trainer, 10))  # asks nobody
+    guards.may_go_on = usual  # type: ignore[method-assign]
+    if world.is_main:
+        trainer.viewer_state = SimpleNamespace(render_statemachines={0: None})
+    viewing.settle(trainer, 20)
+    found.append(guards.has_settled(20))
+    trainer.viewer_state = None
+    viewing.settle(trainer, 30)
+    if world.rank == world.size - 1:
+        guards.signals.requested = int(signal.SIGTERM)
+    viewing.settle(trainer, 40)
+    found += [guards.has_settled(30), guards.has_settled(40), viewing.may_go_on(trainer, 40)]
+    return found
+
+
+def test_steps_are_settled_while_the_device_works(tmp_path: Path) -> None:
+    assert run_ranks(_settle, 2, tmp_path) == [[True, False, True, False, False, False, False]] * 2
+    assert _settle(World.single(), tmp_path) == [False, False, True, False, False, False, False], "alone, nobody waits"
+
+
 def _visit(world: World, capture: Path, folder: Path) -> dict[str, Any]:
     """Steps, a pause, steps, and a viewer that is kept open."""
     trainer = _trainer(world, capture, folder)

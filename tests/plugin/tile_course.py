@@ -56,6 +56,17 @@ def course(
             refined.append((model.step, sum(row[0] for row in all_gather_ints([len(params["means"])], world))))
 
         setattr(model.densifier, name, counted)
+        if mcmc:
+            ahead = model.densifier.refine_ahead
+
+            def counted_ahead(params: Any, *rest: Any) -> bool:
+                done, taken = ahead(params, *rest), rest[-1]
+                if done and bool(taken):
+                    rebalanced.append(False)
+                    refined.append((rest[-3], sum(row[0] for row in all_gather_ints([len(params["means"])], world))))
+                return bool(done)
+
+            model.densifier.refine_ahead = counted_ahead
 
     options = {MODEL + "morton_order": True, **options}
     if tile:

@@ -80,6 +80,33 @@ def test_same_points_on_any_number_of_ranks(size: int) -> None:
             torch.testing.assert_close(outcome[name], value)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_what_becomes_of_points_may_be_decided_ahead(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The points are the same. A block that is taken again counts anew, and is decided anew."""
+    outcomes: list[dict[str, Tensor]] = []
+    for ahead in (False, True):
+        params, optimizers = model()
+        densifier = ReplicatedDensifier(**RULES, seed=7)
+        state = densifier.initialize_state()
+        given = (params, optimizers, state, 16, 1)
+        densifier._count(params, state, rows_of(0, COUNT))
+        if ahead and again:
+            assert not densifier.refine_ahead(*given, torch.tensor(False))
+        densifier._count(params, state, rows_of(1, COUNT))
+        if ahead:
+            before = {name: state[name].clone() for name in ("grad2d", "count", "radii")}
+            assert not densifier.refine_ahead(*given, torch.tensor(True)), "how many there are has to be known"
+            assert all(torch.equal(state[name], value) for name, value in before.items())
+            monkeypatch.setattr(densifier, "_decided", lambda *_: pytest.fail("decided twice"))
+        densifier.refine_when_due(*given)
+        outcomes.append({name: value.detach() for name, value in params.items()})
+    assert len(outcomes[0]["means"]) != COUNT
+    assert all(torch.equal(outcomes[1][name], value) for name, value in outcomes[0].items())
+    densifier = ReplicatedDensifier(**RULES)
+    densifier.refine_ahead({}, {}, {}, 17, 1, torch.tensor(True))
+    assert densifier._ahead is None, "nothing is due"
+
+
 def test_one_image_a_step_is_gsplat() -> None:
     expected, optimizers = model()
     peer = DefaultStrategy(**RULES)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cuda_ext.reference.relocation import MOST_COPIES, relocated
 from ns_multigpu.core.random import keyed_generator
-from ns_multigpu.primitives.gaussians.mcmc import MOST_COPIES, McmcDensifier, pick, relocated
+from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier, pick
 
 
 def equation_9(opacity: float, ratio: int) -> tuple[float, float]:
@@ -184,6 +185,34 @@ def test_a_refinement_that_adds_none_changes_tensors_in_place(morton: bool) -> N
             params["opacities"], opacities
         )
     assert densifier.replaces(params, 15, 16) == morton, "the one after image 30 is among them, if not the first"
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_refinement_may_be_ordered_before_its_step_is_known_to_have_been_taken(taken: bool) -> None:
+    """Only one that moves points alone; what it does is what it does later, or nothing."""
+    outcomes: list[list[Tensor]] = []
+    for ahead in (False, True):
+        params, optimizers = model(100)
+        densifier = McmcDensifier(
+            cap_max=100, noise_lr=0.0, refine_start_iter=0, refine_every=10, min_opacity=0.3, picks="both"
+        )
+        state: dict[str, Any] = {}
+        for value in densifier.statistics(params, state).values():
+            value.copy_(torch.linspace(0.0, 2.0, 100))
+        given = (params, optimizers, state, 10, 1)
+        if ahead:
+            assert not densifier.refine_ahead(params, optimizers, state, 9, 1, torch.tensor(taken)), "nothing is due"
+            assert densifier.refine_ahead(*given, torch.tensor(taken))
+        elif taken:
+            densifier.refine_when_due(*given)
+        moments = [optimizers[name].state[value]["exp_avg"] for name, value in params.items()]
+        outcomes.append([x.detach() for x in (*params.values(), *moments, *state.values())])
+    assert all(torch.equal(x, y) for x, y in zip(*outcomes, strict=True))
+    assert bool(outcomes[0][-1].any()) != taken, "statistics are spent where it was taken"
+    growing = McmcDensifier(cap_max=105, refine_start_iter=0, refine_every=10)
+    assert not growing.refine_ahead(*model(100), {}, 10, 1, torch.tensor(True))
+    ordering = McmcDensifier(cap_max=100, refine_start_iter=0, refine_every=10, morton=True, order_every=1)
+    assert not ordering.refine_ahead(*model(100), {}, 10, 1, torch.tensor(True))
 
 
 def test_one_large_step_refines_as_often_as_its_images() -> None:

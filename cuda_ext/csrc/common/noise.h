@@ -9,13 +9,17 @@
 
 namespace nsmg {
 
-// Number k of the table that begins at `start`: 64 bits that SplitMix64 (Steele, Lea and Flood 2014) draws k-th, by Box
-// and Muller's transform.
-NSMG_HD float table_normal(uint64_t start, uint64_t k) {
+// The 64 bits that SplitMix64 (Steele, Lea and Flood 2014) draws k-th, from `start` on.
+NSMG_HD uint64_t table_bits(uint64_t start, uint64_t k) {
   uint64_t bits = start + (k + 1) * 0x9E3779B97F4A7C15ull;
   bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9ull;
   bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBull;
-  bits ^= bits >> 31;
+  return bits ^ (bits >> 31);
+}
+
+// Number k of the table that begins at `start`: of these bits, by Box and Muller's transform.
+NSMG_HD float table_normal(uint64_t start, uint64_t k) {
+  const uint64_t bits = table_bits(start, k);
   constexpr double unit = 1.0 / 4294967296.0, turn = 2.0 * 3.14159265358979323846;
   const double radius = std::sqrt(-2.0 * std::log((double(bits >> 32) + 0.5) * unit));
   return float(radius * std::cos(double(bits & 0xFFFFFFFFull) * (unit * turn)));

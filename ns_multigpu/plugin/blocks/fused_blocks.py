@@ -1,6 +1,7 @@
 """Blocks of fused steps as the training loop sees them: timed, looked at for NaN, and measured at their ends."""
 
 import time
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -57,18 +58,19 @@ class FusedBlocks:
         made.training.bring_images(first)
         return made
 
-    def take(self, steps: range, *, metrics: bool) -> Measured | None:
+    def take(self, steps: range, *, metrics: bool, meanwhile: Callable[[], None] | None = None) -> Measured | None:
         """Takes the steps of a block and what densification they are followed by. Every rank calls it with the same.
 
         Args:
             steps: the steps.
             metrics: whether to say how the last of them went (the trainer asks when it logs).
+            meanwhile: called once, while the device is busy with the block.
         """
         pipeline, last, began = self._pipeline, steps[-1], time.perf_counter()
         if not (pipeline.training and pipeline.model.training):  # to tell all modules takes longer than to ask two
             pipeline.train()
         pipeline.model.step = steps[0] * pipeline.batch_size
-        result = self.training.run(steps)
+        result = self.training.run(steps, metrics=metrics, meanwhile=meanwhile)
         pipeline.model.step = last * pipeline.batch_size
         self.training.refine(steps)
         self._seconds = self._pace.after(len(steps), time.perf_counter() - began)
@@ -97,4 +99,4 @@ class FusedBlocks:
                 more = pipeline.model.regularisation(pipeline.batch_size)
             terms |= {name: share * value for name, value in more.items()}
         loss = torch.stack(list(terms.values())).sum()
-        return loss, terms, {"mse": result.mse}
+        return loss, terms, {} if result.mse is None else {"mse": result.mse}

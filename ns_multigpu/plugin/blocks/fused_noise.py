@@ -44,11 +44,11 @@ class StepNoise:
         if self.active and not self._model.densifier.due_after(first, batch):
             self._model.densifier.move(self._model.gauss_params, first, batch, rate, step.taken)
 
-    def after_refinement(self, number: int) -> None:
-        """The noise of the step before it, the last that `after` was told of."""
+    def after_refinement(self, number: int, taken: Any = None) -> None:
+        """The noise of the step before it, the last that `after` was told of; none where `taken` [] is False."""
         if self.active:
             batch = self._pipeline.batch_size
-            self._model.densifier.move(self._model.gauss_params, number * batch, batch, self._rate)
+            self._model.densifier.move(self._model.gauss_params, number * batch, batch, self._rate, taken)
 
     def weights(self) -> dict[str, float]:
         """`opacity_weight` and `scale_weight` of a step: the terms are means, and those are of sums."""

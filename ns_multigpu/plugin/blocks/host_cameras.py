@@ -3,9 +3,10 @@
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ns_multigpu.core.types import View
-from ns_multigpu.plugin.model.cameras import view_from_camera
+from ns_multigpu.plugin.model.cameras import Intrinsics, intrinsics_of, view_at, world_to_camera
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
@@ -19,6 +20,8 @@ class HostCameras:
 
     def __init__(self, data: Any) -> None:
         self._data = data
+        self._intrinsics: list[Intrinsics] = []
+        self._viewmats: dict[int, Tensor] = {}
         self._made: dict[tuple[int, int], tuple[View, Numbers]] = {}
 
     def __call__(self, index: int, factor: int) -> tuple[View, Numbers]:
@@ -26,7 +29,10 @@ class HostCameras:
         intrinsics."""
         key = (index, factor)
         if key not in self._made:
-            camera = self._data.train_camera(index)
-            view = view_from_camera(camera, camera.camera_to_worlds.reshape(-1, 3, 4)[0], index, factor)
+            cameras = self._data.train_dataset.cameras
+            self._intrinsics = self._intrinsics or intrinsics_of(cameras)
+            if index not in self._viewmats:
+                self._viewmats[index] = world_to_camera(cameras.camera_to_worlds[index].reshape(3, 4))
+            view = view_at(self._intrinsics[index], self._viewmats[index], index, factor)
             self._made[key] = (view, np.concatenate([view.viewmat.numpy().ravel(), view.K.numpy().ravel()]))
         return self._made[key]

@@ -17,6 +17,8 @@ Capacities: TypeAlias = tuple[int, Pairs, int]
 """Of rows, of the rows of each pair of ranks, and of intersections."""
 _SPARE = 3 * 8192
 """Rows or intersections of too much room that are not worth new buffers."""
+_MOST_SPARE = 1 << 20
+"""Rows or intersections that there is room for beside those that were needed, at most, before more are needed."""
 _IMAGES = 500
 """Images that must have been seen, and every view once, before room is given up."""
 
@@ -66,6 +68,19 @@ class StepCapacities:
         # Before all views have been seen, only what is far too much: the first guess of a run.
         halves = 3 if sum(seen for seen, _ in self._recent) >= self._window else 6
         self._now = self._each(lambda w, c: w + w // 8 if c > halves * w // 2 + _SPARE else c, self._most())
+
+    def spare(self, least: int = 9, wanted: int = 10) -> None:
+        """Has room for `wanted` eighths of the rows and intersections that were needed of late, and some more, where
+        there is not for `least` eighths. Called where steps are made anew in any case: room that turns out too small
+        costs a block."""
+
+        def chosen(w: int, c: int) -> int:
+            return max(c, w + min(w * (wanted - 8) // 8, _MOST_SPARE)) if c < w * least // 8 else c
+
+        if self._recent:
+            rows, _, intersections = self._each(chosen, self._most())
+            assert self._now is not None
+            self._now = rows, self._now[1], intersections  # what goes by collectives travels with its room
 
     def settle(self) -> None:
         """Gives up what steps had no need of so far, but for half as much again, though not all views have been seen:

@@ -44,12 +44,14 @@ from ns_multigpu.plugin.blocks.fused_rescue import go_back, last_whole_step
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.host_cameras import HostCameras
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
+from ns_multigpu.plugin.blocks.refining import Refining
+from ns_multigpu.plugin.blocks.signatures import Signatures
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from ns_multigpu.plugin.blocks.ways import Ways
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.plugin.faults.out_of_memory import Counts
-from ns_multigpu.plugin.model import exposures, surfaces
+from ns_multigpu.plugin.model import exposures
 
 MOST_STEPS = 64
 """Steps of a block at most: so long a signal, or the viewer, may have to wait."""
@@ -63,13 +65,13 @@ class BlockResult:
         steps: their numbers.
         views: of each step, the batch's views by their number in the capture.
         reports: [steps, B + 1] see `Step.report`.
-        mse: [] this rank's share of the last step's mean squared error.
+        mse: [] this rank's share of the last step's mean squared error; None where nobody asked.
     """
 
     steps: range
     views: list[list[int]]
     reports: Tensor
-    mse: Tensor
+    mse: Tensor | None
 
 
 class Training:
@@ -88,7 +90,7 @@ class Training:
         self._images = DeviceImages(pipeline.datamanager, world)
         self._camera, self._observed = HostCameras(pipeline.datamanager), pipeline.observed
         self._feeding = Feeding(pipeline, optimizers, world.rank, self._camera)
-        self._signatures: dict[int, tuple[int, int, bool, tuple[tuple[str, float], ...]]] = {}  # of this block's steps
+        self._signature = Signatures(pipeline)
         self._step: Step | None = None
         self._adam: AdamStep | None = None
         self._lazy: LazyAdam | None = None
@@ -99,6 +101,7 @@ class Training:
         cap = options.max_gs_num if options.densifier == "mcmc" else None
         self._points = PointStorage(names=self._names, cap=cap)
         self._noise = StepNoise(pipeline, optimizers)
+        self._refining = Refining(pipeline, optimizers, self._noise)
         self._wants_lazy = self._may_put_off()
         self._rows_drawn: int | None = None  # by one rank in one step, at most
         self._ring: ScalarRing | None = None
@@ -131,7 +134,7 @@ class Training:
     def block(self, first: int, limit: int) -> range:
         """The steps from `first` on, before `limit`, that can be taken without a change in between."""
         batch, model, last = self._pipeline.batch_size, self._model, first
-        self._signatures.clear()
+        self._signature.forget()
         signature = self._signature(first)
         while last + 1 < min(limit, first + (self._ways.most or MOST_STEPS)):
             if model.densifier.due_after(last * batch, batch) or self._signature(last + 1) != signature:
@@ -151,10 +154,14 @@ class Training:
             [[self._camera(index, factor)[0] for index in indices] for indices, factor in batches]
         )
 
-    def run(self, steps: range) -> BlockResult:
+    def run(self, steps: range, *, metrics: bool = True, meanwhile: Callable[[], None] | None = None) -> BlockResult:
         """Takes the steps of a block. Every rank calls it with the same.
 
         Refining, and resetting opacities, is left to the caller: see `refine`.
+
+        Args:
+            metrics: whether somebody wants to know how the last step went.
+            meanwhile: called once, when the device has been given all steps.
         """
         self._block, self._again = steps, False
         self._choose_lazy()
@@ -178,6 +185,11 @@ class Training:
                         self._take(step, feeds[k])
                     self._noise.after(step, steps[k], feeds[k].rate)
                     reports[k].copy_(step.report)
+                if self._lazy is None:  # else steps that were put off come first
+                    self._refining.ahead(steps[-1], step.taken)
+                if meanwhile is not None:
+                    meanwhile()
+                    meanwhile = None
                 with self._pipeline.timer.measure("waiting for the device"):
                     status = step.status()
                 taken.done += status.done
@@ -185,9 +197,12 @@ class Training:
                 self._learn(status, feeds[taken.done :])
             assert step is not None
             step.flush()  # here only: where it happens must not depend on capacities, for it rounds
+        if self._signature.enlarges(steps[0]):  # its views are a few; the next ones may need more
+            self._room.spare(13, 13)
         self._learnt.learn(leave=0)  # what is known at a checkpoint must not depend on what was on its way
         self._ways.end(steps, again=self._again, ready=self._signature(steps[0])[1] == 1)
-        return BlockResult(steps, [feed.indices for feed in feeds], reports, self._mse(step))
+        mse = self._mse(step) if metrics else None
+        return BlockResult(steps, [feed.indices for feed in feeds], reports, mse)
 
     def _choose_lazy(self) -> None:
         """Whether to put steps off in the block that begins: not where a step draws much of the model, for a point that
@@ -211,19 +226,13 @@ class Training:
 
     def refine(self, steps: range) -> None:
         """Densification after a block."""
-        model, batch = self._model, self._pipeline.batch_size
-        if not model.densifier.due_after(steps[-1] * batch, batch):
+        if not self._refining.due(steps[-1]):
             return
-        if model.densifier.replaces(model.gauss_params, steps[-1] * batch, batch):
+        if self._refining.replaces(steps[-1]):
             self._adam = None  # the step may stay, if the points find room where they are
-            if not self._points.keeps(model.most_points):
+            if not self._points.keeps(self._model.most_points):
                 self._release()
-        model.densifier.refine_when_due(
-            model.gauss_params, self._optimizers.optimizers, model.densifier_state, steps[-1] * batch, batch
-        )
-        self._noise.after_refinement(steps[-1])
-        if model.sharded:
-            model.count_shards()
+        self._refining.take(steps[-1])
 
     def taken_since(self) -> int:
         """Steps that the device has taken since it was asked last."""
@@ -314,18 +323,6 @@ class Training:
 
     # ---- the host's part of a step ----
 
-    def _signature(self, step: int) -> tuple[int, int, bool, tuple[tuple[str, float], ...]]:
-        """What a step depends on that changes on its own: harmonics, resolution, whether statistics count, and weights
-        of further losses."""
-        if step in self._signatures:
-            return self._signatures[step]
-        config, images = self._model.config, step * self._pipeline.batch_size
-        degree = min(images // config.sh_degree_interval, config.sh_degree)
-        factor = 2 ** max(config.num_downscales - images // config.resolution_schedule, 0)
-        found = degree, factor, self._model.counts(images), tuple(surfaces.weights(config, images).items())
-        self._signatures[step] = found
-        return found
-
     def _feed(self, step: int) -> Feed:
         """What a step is fed; it is counted in optimizers and schedules."""
         self._prepared(step)
@@ -369,6 +366,7 @@ class Training:
         stays = self._points.hold(model.gauss_params, self._adam, model.densifier_state, model.most_points)
         if stays and self._step is not None and self._key == key and not self._first.due(self._room.now):
             return self._step  # a refinement has changed nothing that its graph knows
+        self._room.spare()  # points become more; the step is made anew here
         serves = all(lazy_serves(group["betas"], group["eps"]) for o in groups for group in o.param_groups)
         if not self._wants_lazy or not serves:
             self._lazy = None

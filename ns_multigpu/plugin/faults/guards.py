@@ -13,7 +13,7 @@ from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults import memory
 from ns_multigpu.plugin.faults.numerics import NumericGuard
-from ns_multigpu.plugin.faults.signals import MANY, RENDER, STOP, WAIT, Interrupted, StopSignals, signal_name
+from ns_multigpu.plugin.faults.signals import GO_ON, MANY, RENDER, STOP, WAIT, Interrupted, StopSignals, signal_name
 from ns_multigpu.plugin.faults.watchdog import Heartbeat, Watchdog, heartbeat_store
 
 _PAUSE = 0.05
@@ -46,6 +46,7 @@ class Guards:
     ) -> None:
         self._config, self._world, self._last_checkpoint = config, world, last_checkpoint
         self.heart = Heartbeat()
+        self._settled: int | None = None
         # Alone, a process waits for nobody: nothing can keep it from seeing a signal.
         self.signals = StopSignals(self.heart if world.group is not None else None)
         self.numbers = NumericGuard(
@@ -139,6 +140,19 @@ class Guards:
                     renders.wait_until_wanted(_PAUSE)
             else:
                 return verdict != STOP
+
+    def settle(self, step: int, *, asks: bool) -> None:
+        """Settles ahead of time that all ranks take `step`, where none of them `asks` to be asked when it comes. Every
+        rank calls it, at any time before."""
+        if self._world.group is None:  # alone, nobody waits for an answer
+            return
+        self.heart.beat("decide", step)
+        verdict = self.signals.verdict(self._world, wait=asks)
+        self._settled = step if verdict == GO_ON else None
+
+    def has_settled(self, step: int) -> bool:
+        """Whether `step` has been settled; else `may_go_on` is to be called. The same on every rank."""
+        return self._settled == step
 
     def interrupted(self, step: int | None, saved: Path | None, folder: Path, command: str) -> Interrupted:
         """What to raise when all ranks have stopped for a signal; says so, on rank 0.

@@ -1,5 +1,7 @@
 """From nerfstudio's cameras to the core's views."""
 
+from typing import NamedTuple
+
 import torch
 from nerfstudio.cameras.cameras import Cameras
 from torch import Tensor
@@ -16,13 +18,43 @@ def view_from_camera(camera: Cameras, camera_to_world: Tensor, index: int, downs
         index: the view's number in its capture.
         downscale: renders at 1/downscale of the size, rounded down, as nerfstudio does.
     """
+    return view_at(intrinsics_of(camera)[0], world_to_camera(camera_to_world), index, downscale)
+
+
+class Intrinsics(NamedTuple):
+    """What a camera is but for its pose: pixels, and the moment of its photograph in [0, 1]."""
+
+    fx: float
+    fy: float
+    cx: float
+    cy: float
+    width: int
+    height: int
+    time: float
+
+
+def intrinsics_of(cameras: Cameras) -> list[Intrinsics]:
+    """Of each of these cameras. To take one camera out of nerfstudio's costs a third of a millisecond."""
+    tensors = (cameras.fx, cameras.fy, cameras.cx, cameras.cy, cameras.width, cameras.height)
+    columns = [x.reshape(-1).tolist() for x in tensors]
+    times = cameras.times.reshape(-1).tolist() if cameras.times is not None else [0.0] * len(columns[0])
+    return [Intrinsics(*row) for row in zip(*columns, times, strict=True)]
+
+
+def view_at(camera: Intrinsics, viewmat: Tensor, index: int, downscale: int = 1) -> View:
+    """A view by its intrinsics and world-to-camera matrix [4, 4]; see `view_from_camera`."""
     scale = 1.0 / downscale
-    width, height = int(int(camera.width.item()) * scale), int(int(camera.height.item()) * scale)
-    fx, fy, cx, cy = (float(v.item()) * scale for v in (camera.fx, camera.fy, camera.cx, camera.cy))
-    device = camera_to_world.device
-    K = torch.tensor([[fx, 0.0, cx], [0.0, fy, cy], [0.0, 0.0, 1.0]], device=device)
-    moment = float(camera.times.item()) if camera.times is not None else 0.0
-    return View(world_to_camera(camera_to_world), K, width, height, index=index, time=moment)
+    fx, fy, cx, cy = (x * scale for x in camera[:4])
+    K = torch.tensor([[fx, 0.0, cx], [0.0, fy, cy], [0.0, 0.0, 1.0]], device=viewmat.device)
+    width, height = int(camera.width * scale), int(camera.height * scale)
+    return View(viewmat, K, width, height, index=index, time=camera.time)
+
+
+def views_of(cameras: Cameras) -> list[View]:
+    """The views of all of these cameras, on the host, with the poses that they have."""
+    poses = cameras.camera_to_worlds.reshape(-1, 3, 4)
+    pairs = zip(intrinsics_of(cameras), poses, strict=True)
+    return [view_at(one, world_to_camera(pose), index) for index, (one, pose) in enumerate(pairs)]
 
 
 def world_to_camera(camera_to_world: Tensor) -> Tensor:

@@ -14,20 +14,34 @@ def may_go_on(trainer: Any, step: int) -> bool:
 
     In between it renders for the viewer. While a page is open, `Guards.granted` is short. Every rank calls it.
     """
-    renders, viewer = trainer.pipeline.renders, trainer.viewer_state
+    renders = trainer.pipeline.renders
     renders.strides.ended(step)
-    watched = bool(getattr(viewer, "render_statemachines", None))
     try:
+        if trainer.guards.has_settled(step):
+            return True
         return trainer.guards.may_go_on(
             step,
             stop=lambda: trainer.stop_training,
             paused=lambda: trainer.training_state != "training",
             renders=renders,
             due=renders.strides.due,
-            steps=renders.strides.steps if watched else MANY,
+            steps=renders.strides.steps if _watched(trainer) else MANY,
         )
     finally:
         renders.strides.begins(step)
+
+
+def settle(trainer: Any, step: int) -> None:
+    """While the device works on the steps before `step`: agrees with the other ranks to take it, unless one of them has
+    a reason to ask again. So nobody waits for an answer between two blocks. Every rank calls it."""
+    renders = trainer.pipeline.renders
+    asks = trainer.stop_training or trainer.training_state != "training" or renders.waiting > 0 or _watched(trainer)
+    trainer.guards.settle(step, asks=asks)
+
+
+def _watched(trainer: Any) -> bool:
+    """Whether a page of rank 0's viewer is open."""
+    return bool(getattr(trainer.viewer_state, "render_statemachines", None))
 
 
 def stay_open(trainer: Any) -> None:

@@ -36,7 +36,7 @@ from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.process_world import get_world, set_world
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model import exposures
-from ns_multigpu.plugin.model.cameras import view_from_camera
+from ns_multigpu.plugin.model.cameras import views_of
 from ns_multigpu.plugin.model.kinds import times_note
 from ns_multigpu.plugin.model.metrics import means
 from ns_multigpu.plugin.model.options import SplatModelConfig
@@ -212,9 +212,7 @@ class DistributedPipeline(VanillaPipeline):
 
     def _training_views(self) -> list[View]:
         """All training views, on the host, at full resolution, with the poses of the capture."""
-        cameras = self.datamanager.train_dataset.cameras
-        singles = [cameras[index : index + 1] for index in range(len(cameras))]
-        return [view_from_camera(one, one.camera_to_worlds.reshape(-1, 3, 4)[0], k) for k, one in enumerate(singles)]
+        return views_of(self.datamanager.train_dataset.cameras)
 
     @property
     def batch_size(self) -> int:

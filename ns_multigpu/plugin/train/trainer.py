@@ -178,7 +178,8 @@ class DistributedTrainer(Trainer):
         self.step = steps[-1]
         logs = self._logs(self.step) or last
         with self.train_lock:
-            measured = fused.take(steps, metrics=logs)
+            settle = functools.partial(viewing.settle, self, steps.stop)
+            measured = fused.take(steps, metrics=logs, meanwhile=None if last else settle)
         self.steps_taken += len(steps)
         writer.GLOBAL_BUFFER["step"] = self.step  # a run that a signal ends prints it
         # It costs a millisecond: when it is shown, a viewer goes by it, or something else waits to be written with it.

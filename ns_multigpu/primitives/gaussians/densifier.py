@@ -20,7 +20,7 @@ from ns_multigpu.core.types import Splats, View
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.cap import allowed_growth
 from ns_multigpu.primitives.gaussians.functions import screen_radii
-from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_HALVES, Fates, Halves, grow_and_prune
+from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_HALVES, Decided, Fates, Halves, grow_and_prune
 
 
 def dues(period: int, first: int, count: int) -> range:
@@ -62,6 +62,7 @@ class ReplicatedDensifier(DefaultStrategy):
     held_back: Callable[[int], None] | None = None
     halves: Halves = GAUSSIAN_HALVES
     changes: dict[str, int] = field(default_factory=dict, init=False, compare=False)
+    _ahead: tuple[int, Decided] | None = field(default=None, init=False, compare=False, repr=False)
 
     def step_post_backward(
         self,
@@ -112,21 +113,32 @@ class ReplicatedDensifier(DefaultStrategy):
         """See `Densifier`: what is decided follows from statistics, so it may always be so."""
         return self.due_after(step, images)
 
+    @torch.no_grad()
+    def refine_ahead(
+        self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int,
+        taken: Tensor,
+    ) -> bool:  # fmt: skip
+        """See `Densifier`: how many points there will be must be known here. What becomes of each is decided ahead."""
+        image = self._refines(step, images)
+        self._ahead = None if image is None else (image, self._decided(params, state, image))
+        return False
+
     def refine_when_due(
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int
     ) -> None:
         """Refines, and resets opacities, if either is due after a step whose statistics have been counted."""
-        images = self._before_stop(step, images)
-        refine = due(self.refine_every, step, images)
-        reset = due(self.reset_every, step, images)
-        if (
-            refine is not None
-            and refine > self.refine_start_iter
-            and refine % self.reset_every >= self.pause_refine_after_reset
-        ):
-            self._refine(params, optimizers, state, refine)
-        if reset is not None:
+        image = self._refines(step, images)
+        if image is not None:
+            self._refine(params, optimizers, state, image)
+        if due(self.reset_every, step, self._before_stop(step, images)) is not None:
             reset_opa(params=params, optimizers=optimizers, state=state, value=self.prune_opa * 2.0)
+
+    def _refines(self, step: int, images: int) -> int | None:
+        """The image after which points are refined, if that is due after the step."""
+        image = due(self.refine_every, step, self._before_stop(step, images))
+        if image is None or image <= self.refine_start_iter:
+            return None
+        return image if image % self.reset_every >= self.pause_refine_after_reset else None
 
     def _orders(self, image: int) -> bool:
         """Whether the refinement after that image brings the points into their order."""
@@ -137,11 +149,17 @@ class ReplicatedDensifier(DefaultStrategy):
         what would be due behind, such as a reset of opacities that nothing would mend, is not due."""
         return max(0, min(images, self.refine_stop_iter - step))
 
+    def _decided(self, params: Any, state: dict[str, Any], image: int) -> Decided:
+        """What becomes of each point, by what all ranks have counted."""
+        # Of copies: the step that has counted last may have to be taken again.
+        sums = {name: value.clone() for name, value in self.statistics(params, state).items()}
+        for name, value in sums.items():
+            (max_in_place if name == "radii" else sum_in_place)(value, self.world)
+        return Decided.of(self, params, {**state, **sums}, image, self.halves)
+
     def _refine(self, params: Any, optimizers: Any, state: dict[str, Any], image: int) -> None:
-        for name in ("grad2d", "count"):
-            sum_in_place(state[name], self.world)
-        if self.refine_scale2d_stop_iter > 0:
-            max_in_place(state["radii"], self.world)
+        ahead, self._ahead = self._ahead, None
+        found = ahead[1] if ahead is not None and ahead[0] == image else self._decided(params, state, image)
         done = grow_and_prune(
             self,
             params,
@@ -154,6 +172,7 @@ class ReplicatedDensifier(DefaultStrategy):
             generator=keyed_generator(self.seed, "densify", image, device=state["grad2d"].device),
             spent=("grad2d", "count", "radii"),
             halves=self.halves,
+            decided=found,
         )
         self._note_changes(*done)
 

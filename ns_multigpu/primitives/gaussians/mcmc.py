@@ -6,9 +6,8 @@ numbers, which are keyed by (seed, image); and the picks, which are made in inte
 GPU may come out differently twice, and replicas must pick the same.
 """
 
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -23,10 +22,7 @@ from ns_multigpu.primitives.gaussians.densifier import add_gradients, dues
 from ns_multigpu.primitives.gaussians.listing import Listing
 from ns_multigpu.primitives.gaussians.regroup import gather_points
 from ns_multigpu.primitives.morton import dealt_order
-from ns_multigpu.primitives.steady import logit, sigmoid
-
-MOST_COPIES = 51
-"""A Gaussian that is to become more than this many is treated as if it became this many, as in gsplat."""
+from ns_multigpu.primitives.steady import sigmoid
 
 GROWTH = 1.05
 """Each refinement grows the model by a twentieth, up to the cap."""
@@ -152,13 +148,32 @@ class McmcDensifier:
             room = self._room(params)
             if room or self._orders(image):
                 sources = self._growth(params, image, steep, room)
-                self._share_out(params, sources)
+                self._share_out(params, counted(sources, len(params["means"])))
                 self._rearrange(params, optimizers, sources, self._orders(image))
             elif self._settles():
                 self._settle(params, optimizers)
             count = len(params["means"])
             for name, sums in self.statistics(params, state).items():
                 state[name] = sums.zero_() if len(sums) == count else sums.new_zeros(count)
+
+    @torch.no_grad()
+    def refine_ahead(
+        self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int,
+        taken: Tensor,
+    ) -> bool:  # fmt: skip
+        """See `Densifier`: relocation alone can be, where the device knows by itself how many are dead."""
+        due = self._dues(step, images)
+        if not due or not self._foresees() or self.replaces(params, step, images):
+            return False
+        for image in due:
+            self._relocate(params, optimizers, image, self._steepness(params, state), taken)
+            for sums in self.statistics(params, state).values():
+                sums.masked_fill_(taken, 0.0)
+        return True
+
+    def _foresees(self) -> bool:
+        """Whether a relocation asks the device nothing."""
+        return True
 
     def replaces(self, params: Any, step: int, images: int) -> bool:
         """See `Densifier`: what only moves dead Gaussians changes tensors in place."""
@@ -180,7 +195,8 @@ class McmcDensifier:
         """What Gaussians are picked by besides being alive, [N] in [0, 1]; None for their opacities."""
         if self.picks == "opacity":
             return None
-        sums = self.statistics(params, state)
+        # Of copies: the step that has counted last may have to be taken again.
+        sums = {name: value.clone() for name, value in self.statistics(params, state).items()}
         self._sum_over_ranks(sums)
         mean = sums["grad2d"] / sums["count"].clamp(min=1)
         return (mean / STEEPEST).clamp(max=1.0)
@@ -222,19 +238,17 @@ class McmcDensifier:
         all [N] int64 where they do not follow each other."""
         return 0, None
 
-    def _relocate(self, params: Any, optimizers: dict[str, Any], image: int, steep: Tensor | None) -> None:
-        """Moves every dead Gaussian onto a living one, drawn by opacity or by `steep`."""
+    def _relocate(
+        self, params: Any, optimizers: dict[str, Any], image: int, steep: Tensor | None, taken: Tensor | None = None
+    ) -> None:
+        """Moves every dead Gaussian onto a living one, drawn by opacity or by `steep`; none where `taken` is False."""
         opacities = sigmoid(params["opacities"].detach().flatten())
-        dead = opacities <= self.min_opacity
-        targets = torch.where(dead)[0]
-        sources = pick(self._weights(opacities, steep), len(targets), keyed_generator(self.seed, "relocate", image))
-        if len(sources) == 0:
-            return
-        self._share_out(params, sources)
-        for name, value in params.items():
-            # As in gsplat the moments of what was moved here stay as they are.
-            value.data[targets] = value.data[sources]
-            clear_moments(optimizers.get(name), value, sources)
+        sums = quanta(self._weights(opacities, steep)).cumsum(0)
+        start = seed_from(self.seed, "relocate", image)
+        sources, copies = cuda_ext.draw_sources(sums, opacities <= self.min_opacity, start=start, taken=taken)
+        # As in gsplat the moments of what is moved stay as they are.
+        self._share_out(params, copies, moments_of(params, optimizers))
+        cuda_ext.copy_rows([value.data for value in params.values()], sources)
 
     def _growth(self, params: Any, image: int, steep: Tensor | None, room: int) -> Tensor:
         """Which Gaussians get a copy, once for each, drawn by opacity or by `steep`: `room` in all."""
@@ -263,49 +277,13 @@ class McmcDensifier:
             regrouping = listing.ordered(by)
         gather_points(params, optimizers, regrouping)
 
-    def _share_out(self, params: Any, sources: Tensor) -> None:
-        """Makes each picked Gaussian so faint and small that it and its copies look as it did alone."""
-        chosen, copies = torch.unique(sources, return_counts=True)
-        logits = params["opacities"].data
-        opacities, factors = relocated(sigmoid(logits[chosen].flatten()), copies + 1)
-        largest = 1.0 - torch.finfo(torch.float32).eps
-        logits[chosen] = logit(opacities.clamp(self.min_opacity, largest)).reshape(-1, *logits.shape[1:])
-        params["scales"].data[chosen] += factors.log()[:, None]
-
-
-def relocated(opacities: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
-    """What a Gaussian must become for `ratio` coincident copies to look as it did alone (equation 9).
-
-    With o the opacity and N the ratio, o' = 1 - (1 - o)^(1/N), and scales are multiplied by o / f, where
-    f = sum_{i=1..N} sum_{k=0..i-1} C(i-1, k) (-1)^k o'^(k+1) / sqrt(k+1). Summing over i first (hockey stick) leaves
-    f = sum_{j=1..N} C(N, j) (-1)^(j-1) o'^j / sqrt(j), which Horner's rule evaluates in float64: its terms cancel.
-
-    Args:
-        opacities: [M] in (0, 1).
-        ratios: [M] integers; those above MOST_COPIES count as MOST_COPIES.
-
-    Returns:
-        new opacities [M] and the scales' factors [M], of the opacities' dtype.
-    """
-    ratios = ratios.clamp(1, MOST_COPIES)
-    old = opacities.to(torch.float64).clamp(max=1.0 - torch.finfo(torch.float32).eps)
-    new = -torch.expm1(torch.log1p(-old) / ratios)
-    f = torch.zeros_like(new)
-    # Higher powers than the largest ratio have only coefficients of zero.
-    powers = int(ratios.max()) if len(ratios) else 0
-    for of_power in reversed(_coefficients(opacities.device)[:powers, ratios].unbind()):
-        f = (f + of_power) * new
-    return new.to(opacities.dtype), (old / f).to(opacities.dtype)
-
-
-@functools.cache
-def _coefficients(device: torch.device) -> Tensor:
-    """[j - 1, N] float64: C(N, j) (-1)^(j-1) / sqrt(j), see `relocated`."""
-    rows = [
-        [(-1.0) ** (j - 1) * math.comb(n, j) / math.sqrt(j) for n in range(MOST_COPIES + 1)]
-        for j in range(1, MOST_COPIES + 1)
-    ]
-    return torch.tensor(rows, dtype=torch.float64, device=device)
+    def _share_out(self, params: Any, copies: Tensor, cleared: Sequence[Tensor] = ()) -> None:
+        """Makes each Gaussian that gets `copies` [N] int32 so faint and small that it and they look as it did alone;
+        its rows of `cleared` become zero."""
+        cuda_ext.share_out(
+            params["opacities"].data.view(-1), params["scales"].data, copies, min_opacity=self.min_opacity,
+            cleared=cleared,
+        )  # fmt: skip
 
 
 def grown(count: int, sources: Tensor) -> Listing:
@@ -337,10 +315,17 @@ def pick(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return torch.searchsorted(sums, drawn, right=True)
 
 
-def clear_moments(optimizer: torch.optim.Optimizer | None, param: Tensor, rows: Tensor) -> None:
-    """Sets to zero what an optimizer keeps for some rows of a parameter."""
-    if optimizer is None or param not in optimizer.state:
-        return
-    for value in optimizer.state[param].values():
-        if torch.is_tensor(value) and value.shape == param.shape:
-            value.index_fill_(0, rows, 0)
+def counted(rows: Tensor, count: int) -> Tensor:
+    """How often each of `count` rows is among `rows` [M] int64: [count] int32."""
+    found = torch.zeros(count, dtype=torch.int32, device=rows.device)
+    return found.index_add_(0, rows, torch.ones_like(rows, dtype=torch.int32))
+
+
+def moments_of(params: Any, optimizers: dict[str, Any]) -> list[Tensor]:
+    """What optimizers keep for each row of the parameters."""
+    found: list[Tensor] = []
+    for name, value in params.items():
+        state = optimizers[name].state if name in optimizers else {}
+        kept = state[value].values() if value in state else ()
+        found += [moment for moment in kept if torch.is_tensor(moment) and moment.shape == value.shape]
+    return found

@@ -19,10 +19,13 @@ import torch
 from gsplat.strategy import DefaultStrategy
 from torch import Tensor
 
+import cuda_ext
 from ns_multigpu.primitives.gaussians.listing import Listing, Regrouping
 from ns_multigpu.primitives.morton import dealt_order
 from ns_multigpu.primitives.steady import logit, rotate, rotations, sigmoid
 
+_TOGETHER = 1 << 20
+"""Points of a model at most whose parameters and moments are gathered at once."""
 SHRINK = 1.6
 """A split's two children have their parent's scales divided by this (Kerbl et al. 2023, section 5.2)."""
 
@@ -151,6 +154,27 @@ class Fates:
         return categories, points
 
 
+@dataclass(frozen=True)
+class Decided:
+    """What becomes of each point, as the device knows it before the host does.
+
+    Attributes:
+        masks: as `Fates.masks`. sums: of each mask, [K] int64.
+    """
+
+    masks: Tensor
+    sums: Tensor
+
+    @staticmethod
+    def of(
+        rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int,
+        halves: Halves = GAUSSIAN_HALVES,
+    ) -> "Decided":  # fmt: skip
+        """See `decide`; does not wait for the device."""
+        masks = _masks(rules, params, state, image, halves)
+        return Decided(masks, masks.sum(dim=1))
+
+
 @torch.no_grad()
 def grow_and_prune(
     rules: DefaultStrategy,
@@ -164,6 +188,7 @@ def grow_and_prune(
     generator: torch.Generator | None = None,
     spent: Collection[str] = (),
     halves: Halves = GAUSSIAN_HALVES,
+    decided: Decided | None = None,
 ) -> tuple[int, int, int]:
     """Does what `DefaultStrategy._grow_gs` and `_prune_gs` do, one after the other. Waits for the device once.
 
@@ -181,11 +206,14 @@ def grow_and_prune(
         generator: what to draw from, of the points' device; None for the device's default generator, as gsplat.
         spent: those of `state` that do not follow, but count anew from zero, whatever is done.
         halves: what the halves of a split are.
+        decided: what becomes of the points, where that has been found out.
 
     Returns:
         how many points were duplicated, split and pruned.
     """
-    fates = decide(rules, params, state, image, halves)
+    decided = decided or Decided.of(rules, params, state, image, halves)
+    fates = Fates.of(decided.masks, decided.sums.tolist())
+    del decided
     if cap is not None:
         fates = cap(fates)
     sums = {name: value for name, value in state.items() if isinstance(value, Tensor) and len(value) == fates.now}
@@ -223,6 +251,15 @@ def decide(
     Args:
         read: brings numbers, [K] int64, from the device to the host.
     """
+    decided = Decided.of(rules, params, state, image, halves)
+    return Fates.of(decided.masks, read(decided.sums))
+
+
+@torch.no_grad()
+def _masks(
+    rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int, halves: Halves
+) -> Tensor:
+    """What `Fates.masks` is."""
     largest = halves.sizes(params)
     opacities = sigmoid(params["opacities"].flatten())
     steep = state["grad2d"] / state["count"].clamp_min(1) > rules.grow_grad2d
@@ -242,8 +279,7 @@ def decide(
         too_large = rules.prune_scale3d * state["scene_scale"]
         gone, child_gone = gone | (largest > too_large), child_gone | (halves.child_sizes(largest) > too_large)
     stays, born = ~gone, split > child_gone
-    masks = torch.stack([stays > split, stays & duplicate, *[born] * halves.births, split, duplicate, stays])
-    return Fates.of(masks, read(masks.sum(dim=1)))
+    return torch.stack([stays > split, stays & duplicate, *[born] * halves.births, split, duplicate, stays])
 
 
 @torch.no_grad()
@@ -264,7 +300,8 @@ def regroup(
         return Listing(source, fates.n_kept, means.new_empty(0, max(halves.draws, 3)))
     parents = source[fates.total - fates.n_born :]
     numbers = drawn.index_select(1, torch.searchsorted(split, parents))
-    of_parents = {name: param.detach().index_select(0, parents) for name, param in params.items() if param.dim() == 2}
+    flat = [name for name, param in params.items() if param.dim() == 2]
+    of_parents = dict(zip(flat, cuda_ext.take_rows([params[name] for name in flat], parents), strict=True))
     offsets = halves.offsets(of_parents, numbers).flatten(0, 1)
     return Listing(source, fates.n_kept, offsets.to(means.dtype))
 
@@ -276,46 +313,62 @@ def gather_points(
     regrouping: Regrouping | Listing,
     edit: Callable[[str, Tensor], None] | None = None,
 ) -> None:
-    """Puts new points in the place of the old ones, one parameter after the other: there are never two models.
+    """Puts new points in the place of the old ones. Of a large model there are never two.
 
     Args:
         params, optimizers: see `grow_and_prune`.
         edit: makes a parameter's rows [T, ...], copied by the regrouping's source, what they are to be: name, rows.
     """
-    moments: list[Tensor] = []
-    for name in list(params):
-        rows = params[name].index_select(0, regrouping.source)
-        if edit is not None:
-            edit(name, rows)
-        moments += replace_parameter(optimizers.get(name), params, name, rows, regrouping.source)
-    regrouping.clear(moments)
+    fresh: list[Tensor] = []
+    for names in _groups(params):
+        rows = cuda_ext.take_rows([x for name in names for x in _rows_of(params[name], optimizers.get(name))],
+                                  regrouping.source)  # fmt: skip
+        for name in names:
+            moments = rows[1 : 1 + len(_keys(params[name], optimizers.get(name)))]
+            if edit is not None:
+                edit(name, rows[0])
+            _replace(optimizers.get(name), params, name, rows[0], moments)
+            del rows[: 1 + len(moments)]
+            fresh += moments
+    regrouping.clear(fresh)
 
 
-def replace_parameter(
-    optimizer: torch.optim.Optimizer | None, params: MutableMapping[str, Any], name: str, value: Tensor, source: Tensor
-) -> list[Tensor]:
-    """Puts `value` [T, ...] in place of the parameter `name`, in its optimizer too, whose moments follow.
+def _groups(params: Mapping[str, Tensor]) -> list[list[str]]:
+    """The parameters that are gathered at once: all of a small model, where launching an operator takes longer than
+    what it does. Of a large one each by itself: there are never two of it."""
+    names = list(params)
+    return [names] if len(params["means"]) <= _TOGETHER else [[name] for name in names]
 
-    Returns:
-        the new moments, each row, [T] of them, that of the old point `source` says, fresh or not.
-    """
+
+def _keys(param: Tensor, optimizer: torch.optim.Optimizer | None) -> list[str]:
+    """What an optimizer keeps for each row of a parameter, by name."""
+    state = optimizer.state if optimizer is not None else {}
+    kept = state[param].items() if param in state else ()
+    return [key for key, value in kept if torch.is_tensor(value) and value.shape == param.shape]
+
+
+def _rows_of(param: Tensor, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+    """A parameter, and what its optimizer keeps for each row of it."""
+    keys = _keys(param, optimizer)
+    return [param, *(optimizer.state[param][key] for key in keys)] if optimizer is not None else [param]
+
+
+def _replace(
+    optimizer: torch.optim.Optimizer | None, params: MutableMapping[str, Any], name: str, value: Tensor,
+    moments: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Puts `value` [T, ...] in place of the parameter `name`, in its optimizer too, with these `moments`."""
     old = params[name]
     new = torch.nn.Parameter(value, requires_grad=old.requires_grad)
     params[name] = new
-    moments: list[Tensor] = []
     if optimizer is None:
-        return moments
+        return
     for group in optimizer.param_groups:
         group["params"] = [new if p is old else p for p in group["params"]]
-    if old not in optimizer.state:
-        return moments
-    state = optimizer.state.pop(old)
-    for key, moment in state.items():
-        if torch.is_tensor(moment) and moment.shape == old.shape:
-            state[key] = moment.index_select(0, source)
-            moments.append(state[key])
-    optimizer.state[new] = state
-    return moments
+    if old in optimizer.state:
+        keys, state = _keys(old, optimizer), optimizer.state.pop(old)
+        state.update(zip(keys, moments, strict=True))
+        optimizer.state[new] = state
 
 
 def edit_children(

@@ -47,6 +47,10 @@ class ShardedDensifier(ReplicatedDensifier):
         if not self.morton:
             raise ValueError("shards are ranges of an order, or parts of one: a sharded densifier cannot do without it")
 
+    def refine_ahead(self, *_: Any) -> bool:
+        """See `Densifier`: what ranks have to tell each other they tell when it is due."""
+        return False
+
     @torch.no_grad()
     def _refine(self, params: Any, optimizers: Any, state: dict[str, Any], image: int) -> None:
         world = self.world

@@ -7,7 +7,7 @@ travel to where the dead one was. Where owners hold ranges of the order it stays
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuda_ext.reference.relocation import draws
 from ns_multigpu.core.collectives import exchange_rows, gather_on_device, sum_in_place
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded
-from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.core.random import keyed_generator, seed_from
 from ns_multigpu.primitives.gaussians.arranging import Arranging
-from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier, clear_moments, grown, quanta
+from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier, counted, grown, moments_of, quanta
 from ns_multigpu.primitives.sharded_order import Reordering
 from ns_multigpu.primitives.steady import sigmoid
 
@@ -70,35 +71,46 @@ class ShardedMcmc(McmcDensifier):
     def _sum_over_ranks(self, sums: dict[str, Tensor]) -> None:
         """Nothing: a rank counts all that is drawn of its own Gaussians."""
 
-    def _relocate(self, params: Any, optimizers: dict[str, Any], image: int, steep: Tensor | None) -> None:
+    def _foresees(self) -> bool:
+        return False  # how many rows travel is told between ranks
+
+    def _relocate(
+        self, params: Any, optimizers: dict[str, Any], image: int, steep: Tensor | None, taken: Tensor | None = None
+    ) -> None:
         world = self.world
         opacities = sigmoid(params["opacities"].detach().flatten())
         dead = opacities <= self.min_opacity
         targets = torch.where(dead)[0]
-        weights, generator = self._weights(opacities, steep), keyed_generator(self.seed, "relocate", image)
-        draws = self._draw(weights, len(targets), generator)
-        if draws.count == 0:
+        start = seed_from(self.seed, "relocate", image)
+        drawn = self._draw(
+            self._weights(opacities, steep), len(targets), lambda total, count: draws(count, total, start, dead.device)
+        )
+        if drawn.count == 0:
             return
         # The draws go to the dead by their places: the first to the one that stands before all others.
-        slots = self.holding.among(targets, len(dead), draws.asked, world)
-        to, here = self._owners(draws.count, slots)[draws.mine], self._owners(draws.count, draws.mine)[slots]
+        slots = self.holding.among(targets, len(dead), drawn.asked, world)
+        to, here = self._owners(drawn.count, slots)[drawn.mine], self._owners(drawn.count, drawn.mine)[slots]
         traffic = torch.stack([torch.bincount(ranks, minlength=world.size) for ranks in (to, here)])
         send, receive = traffic.tolist()
-        leaving = draws.rows[torch.sort(to, stable=True).indices]
+        leaving = drawn.rows[torch.sort(to, stable=True).indices]
         places = targets[torch.sort(here, stable=True).indices]
-        self._share_out(params, draws.rows)
+        # As in gsplat the moments of what is moved stay as they are.
+        self._share_out(params, counted(drawn.rows, len(dead)), moments_of(params, optimizers))
         rows = exchange_rows(torch.cat([x.data[leaving].flatten(1) for x in params.values()], 1), send, receive, world)
         widths = [math.prod(value.shape[1:]) for value in params.values()]
-        for (name, value), row in zip(params.items(), rows.split(widths, 1), strict=True):
-            # As in gsplat the moments of what was moved here stay as they are.
+        for value, row in zip(params.values(), rows.split(widths, 1), strict=True):
             value.data[places] = row.reshape(-1, *value.shape[1:])
-            clear_moments(optimizers.get(name), value, draws.rows)
 
     def _growth(self, params: Any, image: int, steep: Tensor | None, room: int) -> Tensor:
         opacities = sigmoid(params["opacities"].detach().flatten())
         weights = opacities if steep is None else self._weights(opacities, steep)
         asked = room if self.world.is_main else 0
-        return self._draw(weights, asked, keyed_generator(self.seed, "grow", image)).rows
+        generator = keyed_generator(self.seed, "grow", image)
+
+        def drawn(total: int, count: int) -> Tensor:
+            return torch.randint(total, (count,), generator=generator)
+
+        return self._draw(weights, asked, drawn).rows
 
     def _whole(self, count: int) -> int:
         return sum(self.holding.of_ranks(count, self.world))
@@ -126,8 +138,12 @@ class ShardedMcmc(McmcDensifier):
     def _arranging(self) -> Arranging:
         return Arranging(self.holding, self.threshold, self.world)
 
-    def _draw(self, weights: Tensor, asked: int, generator: torch.Generator) -> _Draws:
-        """What `pick` draws from all ranks' weights, by place, for all ranks together: each asks for so many."""
+    def _draw(self, weights: Tensor, asked: int, numbers: Callable[[int, int], Tensor]) -> _Draws:
+        """What `pick` draws from all ranks' weights, by place, for all ranks together: each asks for so many.
+
+        Args:
+            numbers: given the weights' total and a count, so many numbers below the total, [count] int64.
+        """
         each = quanta(weights)
         told = gather_on_device(torch.stack([each.sum(), each.new_full((), asked)]), self.world)
         totals, wanted = ([row[k] for row in told] for k in (0, 1))
@@ -136,7 +152,7 @@ class ShardedMcmc(McmcDensifier):
             none = torch.empty(0, dtype=torch.int64, device=weights.device)
             return _Draws(0, [], none, none)
         starts = self.holding.before(each, totals, self.world)
-        drawn = torch.randint(total, (count,), generator=generator).to(weights.device)
+        drawn = numbers(total, count).to(weights.device)
         # The first of this rank's Gaussians that ends beyond a number has it, if it begins before.
         rows = torch.searchsorted(starts + each, drawn, right=True)
         beyond = torch.nn.functional.pad(starts, (0, 1), value=total)

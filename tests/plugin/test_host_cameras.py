@@ -1,0 +1,54 @@
+"""Cameras of training views as steps take them: nerfstudio's numbers, read once."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from nerfstudio.cameras.cameras import Cameras
+
+from ns_multigpu.plugin.blocks.host_cameras import HostCameras
+from ns_multigpu.plugin.blocks.signatures import Signatures
+from ns_multigpu.plugin.model.cameras import view_from_camera, views_of
+
+
+@pytest.mark.parametrize("times", [False, True])
+def test_they_are_those_of_one_camera_after_another(times: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    g, count = torch.Generator().manual_seed(0), 7
+    sides = {name: 900 * torch.rand(count, 1, generator=g) for name in ("fx", "fy", "cx", "cy")}
+    sizes = {name: torch.randint(5, 2000, (count, 1), generator=g) for name in ("width", "height")}
+    moments = torch.rand(count, 1, generator=g) if times else None
+    cameras = Cameras(torch.randn(count, 3, 4, generator=g), **sides, **sizes, times=moments)
+    singles = [cameras[index : index + 1] for index in range(count)]
+    expected = {
+        (index, factor): view_from_camera(one, one.camera_to_worlds[0], index, factor)
+        for index, one in enumerate(singles)
+        for factor in (1, 4)
+    }
+    monkeypatch.setattr(Cameras, "__getitem__", lambda *_: pytest.fail("a camera is slow to take out"))
+    found = HostCameras(SimpleNamespace(train_dataset=SimpleNamespace(cameras=cameras)))
+    for (index, factor), wanted in expected.items():
+        view, numbers = found(index, factor)
+        assert found(index, factor)[0] is view
+        for one in (view, views_of(cameras)[index]) if factor == 1 else (view,):
+            assert torch.equal(one.viewmat, wanted.viewmat) and torch.equal(one.K, wanted.K)
+            assert (one.width, one.height, one.index) == (wanted.width, wanted.height, wanted.index)
+            assert one.time == wanted.time and (one.time > 0) == times
+        assert np.array_equal(numbers, torch.cat([wanted.viewmat.flatten(), wanted.K.flatten()]).numpy())
+
+
+def test_a_step_is_told_from_the_one_before_it_by_the_size_of_images() -> None:
+    options = SimpleNamespace(
+        sh_degree_interval=10, sh_degree=3, num_downscales=2, resolution_schedule=8, depth_loss=0.0,
+        depth_loss_start=0, primitive="3dgs",
+    )  # fmt: skip
+    model: Any = SimpleNamespace(config=options, counts=lambda images: images < 6)
+    found = Signatures(SimpleNamespace(model=model, batch_size=2))
+    assert [found(step)[:3] for step in (0, 3, 4, 8)] == [(0, 4, True), (0, 4, False),
+                                                        (0, 2, False), (1, 1, False)]  # fmt: skip
+    assert [step for step in range(20) if found.enlarges(step)] == [4, 8]
+    model.config.num_downscales = 0
+    assert found(0)[1] == 4, "it is the block's"
+    found.forget()
+    assert found(0)[1] == 1 and not found.enlarges(4)
