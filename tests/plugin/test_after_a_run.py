@@ -21,6 +21,7 @@ from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.commands import with_options
 from ns_multigpu.plugin.train.config import read_config
+from ns_multigpu.plugin.train.goodbye import say_how_it_went
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.plugin.course import write_capture
 from tests.plugin.resuming import start
@@ -131,7 +132,7 @@ def test_a_quality_that_fell_stands_in_the_box(begin: Callable[..., DistributedT
     trainer.progress.psnr.now, trainer.progress.psnr.best = 11.0, (25.0, 7)
     trainer.config.max_num_images = 30
     capfd.readouterr()
-    trainer._say_goodbye(trainer.base_dir, None)
+    say_how_it_went(trainer, trainer.base_dir, None)
     said = capfd.readouterr().out
     assert box(said)["Warning"] == "training's PSNR ended at 11.0 dB; its best was 25.0" and "PSNR" not in box(said)
     assert commands(said)["Go on, for twice as long"][-2:] == ["--max-num-images", "6"]

@@ -1,5 +1,6 @@
 """The images of a fused step's views: kept on every GPU, or brought from the ranks that hold them."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,9 +117,12 @@ def test_on_a_gpu_they_stay_where_they_fit(share: float, monkeypatch: pytest.Mon
     assert len(images._kept) == (COUNT if share > 0 else 0)
 
 
-def _made_smaller(world: World, fits: bool, budget: int | None = None) -> dict[str, int]:
-    """How often images were made smaller, decoded, and what is kept at two resolutions and at the full one."""
+def _made_smaller(world: World, fits: bool, budget: int | None = None, *, whole: bool = False) -> dict[str, int]:
+    """How often images were made smaller, decoded, and what is kept at two resolutions and at the full one. `whole`:
+    there is room for whole ones beside them."""
     device_images._SHARE = 0.1 if fits else -1.0
+    if not whole:
+        device_images._WHOLE = 0.0
     if fits:  # a CPU counts as having no memory for them
         gather = device_images.all_gather_ints
         device_images.all_gather_ints = lambda values, world: gather([1 << 30, *values[1:]], world)
@@ -161,6 +165,12 @@ def _made_smaller(world: World, fits: bool, budget: int | None = None) -> dict[s
 def test_images_that_are_on_the_gpu_are_made_smaller_once_and_whole_ones_make_room(size: int) -> None:
     for found in run_ranks(_made_smaller, size, True):
         assert found == {"shrunk": 2 * COUNT, "decoded": 0, "originals": 0}
+
+
+def test_whole_images_stay_beside_smaller_ones_where_there_is_room() -> None:
+    """Then a change of resolution takes no other rank, and no host."""
+    for found in run_ranks(partial(_made_smaller, whole=True), 2, True):
+        assert found == {"shrunk": 2 * COUNT, "decoded": 0, "originals": COUNT}
 
 
 def test_images_that_do_not_fit_are_made_smaller_in_each_step() -> None:

@@ -37,8 +37,8 @@ def _log(world: World, folder: Path, seconds: Any) -> list[tuple[str, Any]]:
     part = torch.tensor(0.25 * (1 + world.rank), requires_grad=True)
     measured = (2 * part, {"main_loss": part, "scale_reg": part}, {"mse": torch.tensor(0.0005)})
     for step, times in ((0, {}), (10, seconds[world.rank])):
-        timer: Any = SimpleNamespace(take=lambda times=times: dict(times))
-        log.log(step, 4, timer, measured, model, optimizers, {"save_ms": 5.0})
+        timer: Any = SimpleNamespace(cut=lambda times=times: lambda: dict(times))
+        log.log(step, 4, timer, measured, model, optimizers, {"save_ms": 5.0})()
     return told
 
 

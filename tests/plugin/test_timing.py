@@ -24,9 +24,6 @@ class Gpu:
         self.made += 1
         return Event(self)
 
-    def synchronize(self) -> None:
-        self.waits += 1
-
 
 class Event:
     def __init__(self, gpu: Gpu) -> None:
@@ -35,6 +32,9 @@ class Event:
     def record(self) -> None:
         self.gpu.recorded += 1
         self.at = self.gpu.now
+
+    def synchronize(self) -> None:
+        self.gpu.waits += 1
 
     def elapsed_time(self, later: "Event") -> float:
         assert 0 <= self.at <= later.at
@@ -45,7 +45,7 @@ class Event:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
-    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("what comes behind is nobody's to wait for"))
     return gpu
 
 
@@ -86,6 +86,17 @@ def test_nothing_is_made_that_is_there_or_waited_for_twice(gpu: Gpu) -> None:
         timer.take()
     assert gpu.made <= made + 10 and gpu.waits == 21
     assert timer.take() == {} and gpu.waits == 21
+
+
+def test_what_was_measured_may_be_asked_for_later(gpu: Gpu) -> None:
+    timer, other = StepTimer(torch.device("cuda", 0)), StepTimer(torch.device("cuda", 0))
+    answers = []
+    for count in (50, 21):
+        for one in (timer, other):
+            take_steps(one, gpu, count)
+        answers.append((timer.cut(), other.take()))
+    assert gpu.waits == 2, "nobody has asked the first"
+    assert all(later() == at_once for later, at_once in answers) and gpu.waits == 4 and timer.take() == {}
 
 
 @pytest.mark.parametrize("block", [25, 50, 10])

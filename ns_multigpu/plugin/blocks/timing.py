@@ -71,23 +71,29 @@ class StepTimer:
         self._seconds[to] += seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds of each part since the last call. On CUDA it waits for the device: call it when logging."""
-        if self._events:
-            torch.cuda.synchronize()
+        """Seconds of each part since the last call. On CUDA it waits for what is measured to be done."""
+        return self.cut()()
+
+    def cut(self) -> Callable[[], dict[str, float]]:
+        """Begins anew; what it returns says what `take` would have said now, and may be asked later."""
+        events, seconds, steps, measured = self._events, self._seconds, self._steps, self._measured
+        self._events, self._seconds, self._steps, self._measured = [], defaultdict(float), 0, 0
+
+        def read() -> dict[str, float]:
             sampled: dict[str, float] = defaultdict(float)
-            for part, around, in_step, first, last in self._events:
-                self._add(sampled if in_step else self._seconds, part, around, first.elapsed_time(last) / 1e3)
+            if events:
+                events[-1][-1].synchronize()  # the others were over before
+            for part, around, in_step, first, last in events:
+                self._add(sampled if in_step else seconds, part, around, first.elapsed_time(last) / 1e3)
                 self._spare += (first, last)
-            self._events = []
-            if self._measured:
-                self._usual = {part: seconds / self._measured for part, seconds in sampled.items()}
-        if self._cuda and self._steps:  # if they are too few for one to be measured, they were as those before
-            for part, seconds in self._usual.items():
-                self._seconds[part] += seconds * self._steps
-        self._steps = self._measured = 0
-        result = dict(self._seconds)
-        self._seconds.clear()
-        return result
+            if measured:
+                self._usual = {part: took / measured for part, took in sampled.items()}
+            if self._cuda and steps:  # if they are too few for one to be measured, they were as those before
+                for part, took in self._usual.items():
+                    seconds[part] += took * steps
+            return dict(seconds)
+
+        return read
 
     @contextmanager
     def _on_host(self, part: str) -> Iterator[None]:

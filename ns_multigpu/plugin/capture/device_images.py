@@ -14,6 +14,9 @@ from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 
 _SHARE = 0.1
 """The part of a GPU's memory that images may take."""
+_WHOLE = 0.025
+"""The part of a GPU's memory that whole images may take beside those that are shown. They are bytes, so that whole and
+smaller ones take no more than twice as much; to bring them again takes all ranks, and a host that copies."""
 _AT_ONCE = 64 << 20
 """Bytes of images that ranks send each other in one message. One for each image is hundreds, which are waited for."""
 
@@ -37,7 +40,7 @@ class DeviceImages:
         self._factor = 0
         """By what the images in `_kept` were made smaller; 0 before there are any."""
         self._originals: list[Tensor] = []
-        """Whole images, where bringing them again would take long."""
+        """Whole images, where bringing them again would take long or they take little room."""
         total = sum(shape.nbytes for shape in self._share.shapes)
         memory = 0
         if world.device.type == "cuda":
@@ -46,7 +49,7 @@ class DeviceImages:
         # images again and again.
         rows = all_gather_ints([memory, int(self._share.store.complete)], world)
         self._fits = total <= _SHARE * min(row[0] for row in rows)
-        self._again = all(row[1] for row in rows)
+        self._again = all(row[1] for row in rows) and total > _WHOLE * min(row[0] for row in rows)
 
     def get(self, indices: list[int], plan: Plan, views: Sequence[View]) -> list[ImagePart]:
         """What this rank's patches show of their images [H, W, 3], in the order of the patches; see

@@ -4,8 +4,9 @@ import gc
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ _PATIENCE = 1000
 
 _FEWEST_LOGS = 20
 """Logs that it has to be below for, at least: a few views say little."""
+
+
+@dataclass(frozen=True)
+class _Since:
+    """How far a run has come since its last log: the step, how many since then of `batch` images each, in how many
+    seconds, and bytes that each has sent."""
+
+    step: int
+    steps: int
+    batch: int
+    elapsed: float
+    sent: float
 
 
 class ProgressLog:
@@ -92,8 +105,8 @@ class ProgressLog:
         model: Any,
         optimizers: Any,
         further: Mapping[str, float],
-    ) -> None:
-        """Sums what the ranks measured in a step and writes it. Every rank calls it at the same steps.
+    ) -> Callable[[], None]:
+        """Takes down what this rank measured. Every rank calls it at the same steps.
 
         Args:
             timer: of this rank's time by part since the last log.
@@ -101,34 +114,46 @@ class ProgressLog:
             model: a `SplatModel`.
             optimizers: a `BatchOptimizers`.
             further: what else belongs into the row: what saves took, what plans came to.
+
+        Returns:
+            sums it over the ranks and writes it: to be called once, by every rank, also when the next steps are on
+            their way.
         """
         loss, losses, metrics = measured
-        shares, seconds = {"loss": loss, **losses, **metrics}, timer.take()
+        shares = {"loss": loss, **losses, **metrics}
         values = torch.stack([share.detach().float().reshape(()) for share in shares.values()]).tolist()
-        # All that one rank tells the others goes in one collective, over the host: each would be waited for.
         crossed = float(self._world.traffic.between_since("log"))
-        table = all_gather_floats([*values, *(seconds.get(part, 0.0) for part in _PARTS), crossed], self._world)
-        summed = summed_up(list(shares), [row[: len(values)] for row in table])
-        more = {**changes_of(model.densifier), **reordering_of(model.densifier), **further}
-        if self._world.machines > 1:
-            more["bytes_between_machines"] = sum(row[-1] for row in table) / max(step - self._last_step, 1)
-        row = self.row(step, batch, [row[len(values) : -1] for row in table], summed, model.total_points, more)
-        if "psnr" in summed and (warning := self.psnr.look(summed["psnr"], step)) and self._world.is_main:
-            CONSOLE.print(Text(warning, "bold yellow"), soft_wrap=True)
-        extra: dict[str, Any] = {"psnr": summed["psnr"], "gaussian_count": model.total_points}
+        points, more = model.total_points, {**changes_of(model.densifier), **reordering_of(model.densifier), **further}
+        extra: dict[str, Any] = {"gaussian_count": points}
         model.camera_optimizer.get_metrics_dict(extra)
         rates = {name: scheduler.get_last_lr()[0] for name, scheduler in optimizers.schedulers.items()}
-        write_step(step, summed, list(losses), extra, row, rates, self._world)
+        since, seconds = self._since(step, batch), timer.cut()
 
-    def row(
-        self,
-        step: int,
-        batch: int,
-        seconds: Sequence[Sequence[float]],
-        values: Mapping[str, float],
-        points: int,
+        def finish() -> None:
+            taken = seconds()
+            # All that one rank tells the others goes in one collective, over the host: each would be waited for.
+            table = all_gather_floats([*values, *(taken.get(part, 0.0) for part in _PARTS), crossed], self._world)
+            summed = summed_up(list(shares), [row[: len(values)] for row in table])
+            if self._world.machines > 1:
+                more["bytes_between_machines"] = sum(row[-1] for row in table) / since.steps
+            row = self._row(since, [row[len(values) : -1] for row in table], summed, points, more)
+            if "psnr" in summed and (warning := self.psnr.look(summed["psnr"], step)) and self._world.is_main:
+                CONSOLE.print(Text(warning, "bold yellow"), soft_wrap=True)
+            write_step(step, summed, list(losses), {"psnr": summed["psnr"], **extra}, row, rates, self._world)
+
+        return finish
+
+    def _since(self, step: int, batch: int) -> "_Since":
+        """How far the run has come since the last log; the next one begins here."""
+        now, steps = time.perf_counter(), max(step - self._last_step, 1)
+        elapsed = max(now - self._last_time - self._pause_since_log, 1e-9)
+        self._last_step, self._last_time, self._pause_since_log = step, now, 0.0
+        return _Since(step, steps, batch, elapsed, self._world.traffic.since("log") / steps)
+
+    def _row(
+        self, since: "_Since", seconds: Sequence[Sequence[float]], values: Mapping[str, float], points: int,
         more: Mapping[str, float],
-    ) -> dict[str, float]:
+    ) -> dict[str, float]:  # fmt: skip
         """The means since the last row, over ranks, for the logs.
 
         Args:
@@ -136,27 +161,23 @@ class ProgressLog:
             values: losses and metrics of this step, already summed over ranks.
             more: what else belongs into the row.
         """
-        now = time.perf_counter()
-        steps = max(step - self._last_step, 1)
-        busy = [data + compute for data, compute, _ in seconds]
+        busy, steps = [data + compute for data, compute, _ in seconds], since.steps
         data, compute, exchange = (sum(column) / len(seconds) for column in zip(*seconds, strict=True))
         # A rank that is ready early spends the difference to the slowest inside the exchange.
         waiting = sum(min(max(busy) - b, row[2]) for b, row in zip(busy, seconds, strict=True)) / len(seconds)
-        elapsed = max(now - self._last_time - self._pause_since_log, 1e-9)
         result = {
             "data_ms": 1e3 * data / steps,
             "compute_ms": 1e3 * compute / steps,
             "exchange_ms": 1e3 * (exchange - waiting) / steps,
             "waiting_ms": 1e3 * waiting / steps,
-            "step_ms": 1e3 * elapsed / steps,
-            "images_per_s": steps * batch / elapsed,
-            "bytes_per_step": self._world.traffic.since("log") / steps,
+            "step_ms": 1e3 * since.elapsed / steps,
+            "images_per_s": steps * since.batch / since.elapsed,
+            "bytes_per_step": since.sent,
             "gaussians": float(points),
             **more,
         }
-        self._last_step, self._last_time, self._pause_since_log = step, now, 0.0
         if self._world.is_main:
-            line = {"step": step, **{k: round(v, 6) for k, v in {**values, **result}.items()}}
+            line = {"step": since.step, **{k: round(v, 6) for k, v in {**values, **result}.items()}}
             self._write("metrics.jsonl", "a", json.dumps(line) + "\n")
         return result
 

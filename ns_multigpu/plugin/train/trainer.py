@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,20 +29,20 @@ from ns_multigpu.plugin.faults.guards import Guards
 from ns_multigpu.plugin.faults.out_of_memory import Attempt, saving
 from ns_multigpu.plugin.faults.signals import STOP
 from ns_multigpu.plugin.launch import checks
-from ns_multigpu.plugin.launch.commands import commands_afterwards, resume_command
+from ns_multigpu.plugin.launch.commands import resume_command
 from ns_multigpu.plugin.launch.entering import enter_world
 from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.plugin.render import viewing
-from ns_multigpu.plugin.render.evaluation import HeldOut
 from ns_multigpu.plugin.train.capacity import announce
+from ns_multigpu.plugin.train.goodbye import say_how_it_went
 from ns_multigpu.plugin.train.last_save import save_last
 from ns_multigpu.plugin.train.partition_picture import PartitionPicture
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline, DistributedPipelineConfig
 from ns_multigpu.plugin.train.progress import ProgressLog
 from ns_multigpu.plugin.train.resume import RunCheckpoints
 from ns_multigpu.plugin.train.size_rule import warn_of_size_rule
-from ns_multigpu.plugin.train.terminal import duration, quiet, say_goodbye
+from ns_multigpu.plugin.train.terminal import quiet
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.train.config import DistributedTrainerConfig
@@ -138,7 +139,7 @@ class DistributedTrainer(Trainer):
         warn_of_size_rule(self.pipeline.model, self.world, images)
         self.progress.restart_clock(self._start_step)  # where steps are fused, images are on the GPUs now
         self.stop_training = False
-        self.steps_taken = 0
+        self.steps_taken, self._late, self._look_later = 0, list[Callable[[], None]](), False
         steps = self.config.max_num_iterations  # in all: a run that was resumed has taken some of them
         self.step = self._start_step - 1
         # Nerfstudio's terminal log prints it, also where a run that was killed after its last save has no step to take.
@@ -154,6 +155,7 @@ class DistributedTrainer(Trainer):
                     block = fused.training.block(step, limit)
                     self._fused_steps(fused, block, last=block.stop == steps)
                 step = block.stop
+            self._finish_late()
         self.progress.trained()
         if self.guards.signals.agreed:
             self._finish_progress({})
@@ -172,20 +174,37 @@ class DistributedTrainer(Trainer):
         self.steps_taken += 1
         self._show_speed(step, train_time.duration)
         self._after_steps(step, last, (loss, losses, metrics) if logs else None)
+        self._finish_late()
 
     def _fused_steps(self, fused: FusedBlocks, steps: range, last: bool) -> None:
         """Takes the steps of a block; only after the last of them is there anything else to do."""
         self.step = steps[-1]
         logs = self._logs(self.step) or last
         with self.train_lock:
-            settle = functools.partial(viewing.settle, self, steps.stop)
-            measured = fused.take(steps, metrics=logs, meanwhile=None if last else settle)
+            measured = fused.take(steps, metrics=logs, meanwhile=functools.partial(self._meanwhile, steps, last))
         self.steps_taken += len(steps)
         writer.GLOBAL_BUFFER["step"] = self.step  # a run that a signal ends prints it
         # It costs a millisecond: when it is shown, a viewer goes by it, or something else waits to be written with it.
-        if logs or self.viewer_state is not None or writer.EVENT_STORAGE:
+        if self.viewer_state is not None or writer.EVENT_STORAGE:
             self._show_speed(self.step, fused.show_pace(self.step))
-        self._after_steps(self.step, last, measured)
+        elif logs:
+            self._late.append(lambda step=self.step: self._show_speed(step, fused.show_pace(step)))
+        self._after_steps(self.step, last, measured, later=True)
+
+    def _meanwhile(self, steps: range, last: bool) -> None:
+        """What the host does while the device is busy with a block of steps. Every rank calls it."""
+        self._finish_late()
+        if not last:
+            viewing.settle(self, steps.stop)
+        if self._look_later:  # it waits for the device, as what comes next does
+            self._look_later = False
+            self._look_for_nan(now=True)
+
+    def _finish_late(self) -> None:
+        """What was left for later of what follows a block: nobody waits for it. Every rank calls it."""
+        late, self._late = self._late, []
+        for task in late:
+            task()
 
     def _logs(self, step: int) -> bool:
         return step_check(step, self.config.logging.steps_per_log, run_at_zero=True)
@@ -194,15 +213,19 @@ class DistributedTrainer(Trainer):
         if step > 1:
             writer.put_time(EventName.TRAIN_RAYS_PER_SEC, self.rays / max(0.001, seconds), step, avg_over_steps=True)
 
-    def _after_steps(self, step: int, last: bool, measured: Measured | None) -> None:
-        """What follows a step, and what follows a block after its last: looks, logs, evaluation, checkpoints."""
-        self._look_for_nan(now=last or step_check(step, self.config.steps_per_save))
+    def _after_steps(self, step: int, last: bool, measured: Measured | None, *, later: bool = False) -> None:
+        """What follows a step, and what follows a block after its last: looks, logs, evaluation, checkpoints. With
+        `later`, looks that are not for a checkpoint may wait for `_meanwhile`."""
+        now = last or step_check(step, self.config.steps_per_save)
+        self._look_later = later and not now and self.guards.numbers.due(step)
+        if not self._look_later:
+            self._look_for_nan(now=now)
         self._update_viewer_state(step)
         if self.partition_picture.due:
             with self.progress.paused():
                 self.partition_picture.draw()
         if measured is not None:
-            self._log(step, measured)
+            self._late += [self._log(step, measured), writer.write_out_storage]
         if step_check(step, self.config.steps_per_checksum):
             self.compare_replicas(step)
         if self.pipeline.datamanager.eval_dataset:
@@ -331,11 +354,11 @@ class DistributedTrainer(Trainer):
     def _circumstances(self) -> memory.Circumstances:
         return self.guards.circumstances(self)
 
-    def _log(self, step: int, measured: Measured) -> None:
-        """Sums what the ranks measured and writes it. Every rank calls it at the same steps."""
+    def _log(self, step: int, measured: Measured) -> Callable[[], None]:
+        """Takes down what this rank measured; see `ProgressLog.log`. Every rank calls it at the same steps."""
         pipeline = self.pipeline
         more = {**self.checkpoints.writer.measured(), **pipeline.strategy.assignment.figures()}
-        self.progress.log(step, self.batch_size, pipeline.timer, measured, pipeline.model, self.optimizers, more)
+        return self.progress.log(step, self.batch_size, pipeline.timer, measured, pipeline.model, self.optimizers, more)
 
     def _after_train(self) -> None:
         """Saves, says how it went and what can be done next, and keeps the viewer open if there is one.
@@ -354,10 +377,10 @@ class DistributedTrainer(Trainer):
         quality = None if held_out is None else (held_out.psnr, held_out.ssim, held_out.views)
         self._finish_progress(dict(zip(("psnr", "ssim", "held_out_views"), quality or (), strict=False)))
         writer.write_out_storage()
-        self._say_goodbye(folder, held_out)
+        say_how_it_went(self, folder, held_out)
         self._run_callbacks(self.step, TrainingCallbackLocation.AFTER_TRAIN)
         if not self.config.viewer.quit_on_train_completion:
-            self._train_complete_viewer()
+            viewing.stay_open(self)
 
     def save_last(self, step: int) -> Path:
         """Writes the checkpoint that the run ends with, wherever there is room; returns the run folder that it is in.
@@ -374,28 +397,3 @@ class DistributedTrainer(Trainer):
 
     def _command_to_go_on(self, folder: Path) -> str:
         return resume_command(str(self.config.method_name), folder, folder / self.config.relative_model_dir)
-
-    def _say_goodbye(self, folder: Path, held_out: HeldOut | None) -> None:
-        """Says how it went. `folder` is the run's, or where its last checkpoint is."""
-        images, taken = (self.step + 1) * self.batch_size, (self.step + 1 - self._start_step) * self.batch_size
-        lines = [
-            ("Images", f"{images:,}" if taken == images else f"{images:,}, {taken:,} of them now"),
-            ("Training", f"{duration(self.progress.seconds)}, {taken / self.progress.seconds:,.0f} images a second"),
-            ("Gaussians", f"{self.pipeline.model.total_points:,}"),
-            ("Run folder", str(folder)),
-        ]
-        if held_out is not None:
-            lines.insert(0, ("PSNR", held_out.described()))
-        psnr = self.progress.psnr
-        if psnr.fallen:
-            lines.append(("Warning", f"training's PSNR ended at {psnr.now:.1f} dB; its best was {psnr.best[0]:.1f}"))
-        if self.config.max_num_images is not None:
-            longer = ("--max-num-images", str(2 * images))
-        else:
-            longer = ("--max-num-iterations", str(2 * (self.step + 1)))
-        models = folder / self.config.relative_model_dir
-        say_goodbye(lines, commands_afterwards(str(self.config.method_name), folder, models, *longer))
-
-    def _train_complete_viewer(self) -> None:
-        """Keeps the viewer open until Ctrl-C, or SIGTERM."""
-        viewing.stay_open(self)
