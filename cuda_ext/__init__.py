@@ -26,7 +26,7 @@ from cuda_ext.ops.peer_sort import band_lists, intersect_keys, merge_level, publ
 from cuda_ext.ops.pieces import composite_pieces, composite_pieces_backward, gather_pieces, live_boxes, scatter_pieces
 from cuda_ext.ops.projection import Projection, project, sh_colors
 from cuda_ext.ops.rasterization import intersect, intersect_capacity, rasterize
-from cuda_ext.ops.relocation import copy_rows, draw_sources, share_out, take_rows
+from cuda_ext.ops.relocation import copy_rows, draw_sources, share_out, take_rows, turn
 from cuda_ext.ops.row_exchange import ArrivedRows, collect, pack, route_lines, unpack
 from cuda_ext.ops.row_reach import reach_counts
 from cuda_ext.ops.row_spans import row_spans
@@ -98,6 +98,7 @@ __all__ = [
     "step_message",
     "take_rows",
     "tell_lines",
+    "turn",
     "unpack",
     "use_reference",
 ]

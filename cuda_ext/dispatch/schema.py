@@ -139,6 +139,7 @@ SCHEMAS: tuple[str, ...] = (
     "Tensor(c!)[] cleared) -> ()",
     "copy_rows(Tensor(a!)[] tensors, Tensor sources) -> ()",
     "take_rows(Tensor[] tensors, Tensor index) -> Tensor[]",
+    "turn(Tensor quats, Tensor vectors) -> Tensor",
     "adam_step(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
     "Tensor scalars, bool set_grads_to_zero) -> ()",
     # The addresses in `destinations` and `sources`, too, no dispatcher sees.

@@ -14,6 +14,7 @@ from torch import Tensor
 from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.checks import check_floats, check_tensors
+from cuda_ext.reference import quaternions
 from cuda_ext.reference import relocation as reference
 
 
@@ -104,6 +105,26 @@ def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
     return op([tensor.detach() for tensor in tensors], index)  # type: ignore[no-any-return]
 
 
+@torch.no_grad()
+def turn(quats: Tensor, vectors: Tensor) -> Tensor:
+    """Vectors by the rotations of quaternions, each for itself: what others are beside it does not matter.
+
+    Args:
+        quats: [M, 4] (w, x, y, z) of any length but zero. vectors: [B, M, 3].
+
+    Returns:
+        [B, M, 3].
+
+    Raises:
+        TypeError, ValueError: types or shapes are wrong.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    count = len(quats)
+    check_floats(quats, quats=(quats, (count, 4)), vectors=(vectors, (-1, count, 3)))
+    op: Any = torch.ops.ns_multigpu.turn if kernels_serve(quats) else quaternions.turn
+    return op(quats.detach(), vectors)  # type: ignore[no-any-return]
+
+
 def _check_rows(tensors: Sequence[Tensor], count: int) -> None:
     for tensor in tensors:
         if tensor.dim() == 0 or len(tensor) != count or not tensor.is_contiguous():
@@ -130,7 +151,13 @@ def _take_fake(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
     return [tensor.new_empty(len(index), *tensor.shape[1:]) for tensor in tensors]
 
 
+@torch.library.register_fake("ns_multigpu::turn", lib=LIBRARY)
+def _turn_fake(_: Tensor, vectors: Tensor) -> Tensor:
+    return torch.empty_like(vectors)
+
+
 LIBRARY.impl("draw_sources", reference.draw_sources, "CPU")
 LIBRARY.impl("share_out", reference.share_out, "CPU")
 LIBRARY.impl("copy_rows", reference.copy_rows, "CPU")
 LIBRARY.impl("take_rows", reference.take_rows, "CPU")
+LIBRARY.impl("turn", quaternions.turn, "CPU")

@@ -1,4 +1,4 @@
-"""What moves points onto others, and takes rows, on CUDA: our kernels against the reference, without a wait."""
+"""What moves points onto others, takes rows and turns vectors: our CUDA kernels against the reference."""
 
 import pytest
 import torch
@@ -61,6 +61,16 @@ def test_rows_are_taken(count: int) -> None:
     taken = cuda_ext.take_rows([x.cuda() for x in tensors], index.cuda())
     assert all(torch.equal(x.cpu(), was[index]) for x, was in zip(taken, tensors, strict=True))
     assert [x.dtype for x in taken] == [x.dtype for x in tensors] and len(taken) == 64
+
+
+def test_vectors_are_turned_as_by_the_reference() -> None:
+    g = torch.Generator().manual_seed(0)
+    storage, vectors = torch.randn(4 * COUNT + 1, generator=g), torch.randn(2, COUNT, 3, generator=g)
+    quats = storage[1:].view(COUNT, 4)
+    got = cuda_ext.turn(storage.cuda()[1:].view(COUNT, 4), vectors.cuda())  # where no float4 may begin
+    torch.testing.assert_close(got.cpu(), cuda_ext.turn(quats, vectors), rtol=1e-5, atol=1e-5)
+    assert torch.equal(cuda_ext.turn(quats[7:9].cuda(), vectors[:, 7:9].cuda()), got[:, 7:9])
+    assert cuda_ext.turn(quats[:0].cuda(), vectors[:, :0].cuda()).shape == (2, 0, 3)
 
 
 def test_the_device_alone_decides() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
+from cuda_ext.reference.projection import rotation_matrices
 from cuda_ext.reference.relocation import draws, relocated
 
 COUNT, START = 500, 1234
@@ -94,6 +95,17 @@ def test_rows_are_taken() -> None:
     assert not cuda_ext.take_rows([torch.nn.Parameter(tensors[0])], index)[0].requires_grad
     with pytest.raises(TypeError, match=r"index is torch\.int32"):
         cuda_ext.take_rows(tensors, index.int())
+
+
+def test_vectors_are_turned() -> None:
+    g = torch.Generator().manual_seed(0)
+    quats, vectors = 3 * torch.randn(COUNT, 4, generator=g), torch.randn(2, COUNT, 3, generator=g)
+    turned = cuda_ext.turn(quats, vectors)
+    expected = torch.einsum("mij,bmj->bmi", rotation_matrices(quats), vectors)
+    torch.testing.assert_close(turned, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(cuda_ext.turn(quats[7:9], vectors[:, 7:9]), turned[:, 7:9])
+    with pytest.raises(ValueError, match="vectors must have the shape"):
+        cuda_ext.turn(quats, vectors[0])
 
 
 def test_bad_input() -> None:

@@ -145,7 +145,11 @@ def test_a_step_outlasts_a_refinement_unless_points_were_placed_anew(
     run._points = SimpleNamespace(has_room=lambda most: most == 3, hold=lambda params, adam, state, most: most == 3)
     run._pipeline = run._optimizers = SimpleNamespace(optimizers={})
     first = SimpleNamespace(due=lambda now: placed_anew and now == "room")
-    run._ways = SimpleNamespace(room=SimpleNamespace(now="room", spare=begins_anew), first=first)
+    run._ways = SimpleNamespace(
+        room=SimpleNamespace(now="room", spare=lambda pairs: begins_anew()),
+        buffers=SimpleNamespace(peer=True),
+        first=first,
+    )
     run._graphs = SimpleNamespace(forget=begins_anew)
     if placed_anew:
         with pytest.raises(MadeAnewError):

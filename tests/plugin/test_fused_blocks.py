@@ -12,14 +12,16 @@ from nerfstudio.utils import writer
 from nerfstudio.utils.writer import EventName
 from torch import Tensor
 
+from ns_multigpu.core.step import Step
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks import fused_blocks
 from ns_multigpu.plugin.blocks.timing import Pace
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.plugin.capture.device_images import DeviceImages
+from ns_multigpu.plugin.faults.numerics import NumericGuard
 from ns_multigpu.plugin.faults.signals import MANY, NonFiniteError
 from ns_multigpu.plugin.model.splat_model import SplatModel
-from ns_multigpu.plugin.train import terminal
+from ns_multigpu.plugin.train import progress, terminal
 from ns_multigpu.plugin.train.progress import ProgressLog
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from ns_multigpu.primitives.gaussians.functions import Gaussians
@@ -119,6 +121,39 @@ def test_blocks_that_log_write_and_no_others(
     said = capsys.readouterr().out
     assert all(f"step {step} of {STEPS} ({100 * step / STEPS:.0f} %), " in said for step in (0, 20, 40))
     assert "(13 %)" not in said, "8 of 60: a block that does not log"
+
+
+def test_looks_and_logs_come_while_the_device_is_busy(
+    run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But a look that is for a checkpoint, which must not hold NaN; and what follows the last block."""
+    busy, found = [False], list[tuple[str, int, bool]]()
+    taken, status, look, write = Training.run, Step.status, NumericGuard.look, progress.write_step
+
+    def run_block(self: Training, steps: range, **more: Any) -> Any:
+        busy[0] = True
+        return taken(self, steps, **more)
+
+    def waits(self: Step) -> Any:
+        busy[0] = False
+        return status(self)
+
+    def looks(self: NumericGuard, step: int, *given: Any, **more: Any) -> None:
+        found.append(("look", self._noted[-1].steps[-1], busy[0]))
+        look(self, step, *given, **more)
+
+    def logs(step: int, *given: Any) -> None:
+        found.append(("log", step, busy[0]))
+        write(step, *given)
+
+    monkeypatch.setattr(Training, "run", run_block)
+    monkeypatch.setattr(Step, "status", waits)
+    monkeypatch.setattr(NumericGuard, "look", looks)
+    monkeypatch.setattr(progress, "write_step", logs)
+    run({"steps_per_save": 24})
+    expected = [("look", step, True) for step in (0, 8, 16, 32, 40, 56)] + [("log", step, True) for step in (0, 20, 40)]
+    expected += [("look", step, False) for step in (24, 48, STEPS - 1)] + [("log", STEPS - 1, False)]
+    assert sorted(found) == sorted(expected)
 
 
 def test_what_evaluation_finds_is_written_at_once(run: Callable[..., tuple[DistributedTrainer, Events]]) -> None:

@@ -133,7 +133,9 @@ def test_room_that_is_nearly_used_up_grows_where_steps_are_made_anew() -> None:
     room.spare()
     assert room.now == (padded(10_000) * 5 // 4, pairs_of(padded(10_000), 2), 9 * padded(20_000) // 8)
     room.spare(13, 13)
-    assert room.now[2] == padded(20_000) * 13 // 8
+    assert room.now[2] == padded(20_000) * 13 // 8 and room.now[1] == pairs_of(padded(10_000), 2)
+    room.spare(pairs=True)
+    assert room.now[1] == pairs_of(padded(10_000) * 5 // 4, 2)
     room.begin(three(padded(8_000_000), 1024, 9 * padded(100) // 8))
     room.learn(three(8_000_000, 10, 100), False, BLOCK)
     room.spare()

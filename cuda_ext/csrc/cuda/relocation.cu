@@ -105,6 +105,20 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+__global__ void __launch_bounds__(kThreads)
+    turn_kernel(const float4* __restrict__ quats, const float* __restrict__ vectors, int points, int64_t sets,
+                float* __restrict__ turned) {
+  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= points * sets) return;
+  const float4 q = quats[i % points];
+  const Quat<float> quat = {q.x, q.y, q.z, q.w};
+  const Mat3<float> frame = rotation(scaled(quat, inverse_length(quat)));
+  const Vec3<float> v = {vectors[3 * i], vectors[3 * i + 1], vectors[3 * i + 2]};
+  turned[3 * i] = dot(frame.r0, v);
+  turned[3 * i + 1] = dot(frame.r1, v);
+  turned[3 * i + 2] = dot(frame.r2, v);
+}
+
 int blocks(int points) { return (points + kThreads - 1) / kThreads; }
 
 }  // namespace
@@ -136,6 +150,15 @@ cudaError_t take_rows_launch(const RowArrays& arrays, const RowArrays& to, const
   const int64_t wanted = (int64_t(points) * widest + 4 * kThreads - 1) / (4 * kThreads);
   const unsigned across = unsigned(wanted < 4096 ? wanted : 4096);
   take_kernel<<<dim3(across, unsigned(arrays.count)), kThreads, 0, stream>>>(arrays, to, index, points);
+  return cudaGetLastError();
+}
+
+cudaError_t turn_launch(const float* quats, const float* vectors, int points, int64_t sets, float* turned,
+                        cudaStream_t stream) {
+  const int64_t all = points * sets;
+  if (all == 0) return cudaSuccess;
+  turn_kernel<<<unsigned((all + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
+      reinterpret_cast<const float4*>(quats), vectors, points, sets, turned);
   return cudaGetLastError();
 }
 

@@ -1,5 +1,5 @@
-// What moves points from where nobody sees them: draws, the formula of relocation, and rows copied on the spot; and rows
-// of many arrays taken at once. On the given stream, without a wait, and without a look at what is on the device.
+// What moves points from where nobody sees them: draws, the formula of relocation, and rows copied on the spot; rows of
+// many arrays taken at once, and vectors turned. On the given stream, without a wait, and without a look at what is on the device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -48,5 +48,9 @@ cudaError_t copy_rows_launch(const RowArrays& arrays, const int32_t* sources, in
 // Row i of each array of `to` is row index[i] of the one in its place. The arrays are alike but for their rows.
 cudaError_t take_rows_launch(const RowArrays& arrays, const RowArrays& to, const int64_t* index, int points,
                              cudaStream_t stream);
+
+// turned [sets, points, 3]: vectors, alike, by the rotations of quats [points, 4] (aligned to 16 bytes).
+cudaError_t turn_launch(const float* quats, const float* vectors, int points, int64_t sets, float* turned,
+                        cudaStream_t stream);
 
 }  // namespace nsmg

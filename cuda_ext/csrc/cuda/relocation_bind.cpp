@@ -1,4 +1,4 @@
-// `draw_sources`, `share_out`, `copy_rows` and `take_rows` on CUDA.
+// `draw_sources`, `share_out`, `copy_rows`, `take_rows` and `turn` on CUDA.
 #include "cuda/relocation.h"
 
 #include <ATen/core/Tensor.h>
@@ -123,6 +123,17 @@ std::vector<at::Tensor> take_rows(at::TensorList tensors, const at::Tensor& inde
   return out;
 }
 
+at::Tensor turn(const at::Tensor& quats_, const at::Tensor& vectors_) {
+  const c10::cuda::CUDAGuard guard(quats_.device());
+  const int points = cuda_count(quats_.size(0), "points");
+  const at::Tensor quats = aligned(cuda_floats(quats_, "quats", {points, 4}, quats_));
+  const at::Tensor vectors = cuda_floats(vectors_, "vectors", {-1, points, 3}, quats);
+  const at::Tensor turned = at::empty(vectors.sizes(), vectors.options());
+  NSMG_CUDA_CHECK(turn_launch(quats.const_data_ptr<float>(), vectors.const_data_ptr<float>(), points, vectors.size(0),
+                              turned.mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()));
+  return turned;
+}
+
 }  // namespace
 }  // namespace nsmg
 
@@ -131,4 +142,5 @@ TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   m.impl("share_out", &nsmg::share_out);
   m.impl("copy_rows", &nsmg::copy_rows);
   m.impl("take_rows", &nsmg::take_rows);
+  m.impl("turn", &nsmg::turn);
 }

@@ -69,18 +69,22 @@ class StepCapacities:
         halves = 3 if sum(seen for seen, _ in self._recent) >= self._window else 6
         self._now = self._each(lambda w, c: w + w // 8 if c > halves * w // 2 + _SPARE else c, self._most())
 
-    def spare(self, least: int = 9, wanted: int = 10) -> None:
+    def spare(self, least: int = 9, wanted: int = 10, *, pairs: bool = False) -> None:
         """Has room for `wanted` eighths of the rows and intersections that were needed of late, and some more, where
         there is not for `least` eighths. Called where steps are made anew in any case: room that turns out too small
-        costs a block."""
+        costs a block.
+
+        Args:
+            pairs: of the rows of pairs of ranks, too: where what travels does not travel with its room.
+        """
 
         def chosen(w: int, c: int) -> int:
             return max(c, w + min(w * (wanted - 8) // 8, _MOST_SPARE)) if c < w * least // 8 else c
 
         if self._recent:
-            rows, _, intersections = self._each(chosen, self._most())
+            rows, of_pairs, intersections = self._each(chosen, self._most())
             assert self._now is not None
-            self._now = rows, self._now[1], intersections  # what goes by collectives travels with its room
+            self._now = rows, of_pairs if pairs else self._now[1], intersections
 
     def settle(self) -> None:
         """Gives up what steps had no need of so far, but for half as much again, though not all views have been seen:

@@ -22,7 +22,7 @@ from torch import Tensor
 import cuda_ext
 from ns_multigpu.primitives.gaussians.listing import Listing, Regrouping
 from ns_multigpu.primitives.morton import dealt_order
-from ns_multigpu.primitives.steady import logit, rotate, rotations, sigmoid
+from ns_multigpu.primitives.steady import logit, sigmoid
 
 _TOGETHER = 1 << 20
 """Points of a model at most whose parameters and moments are gathered at once."""
@@ -66,7 +66,7 @@ class Halves:
         along = params["scales"].exp()
         if along.shape[1] == 2:  # flat: its children lie in its plane
             along = torch.nn.functional.pad(along, (0, 1))
-        return rotate(rotations(params["quats"]), along * drawn)
+        return cuda_ext.turn(params["quats"], along * drawn)
 
     def move(self, name: str, rows: Tensor, offsets: Tensor) -> None:
         """Makes a parameter's rows [births C, ...] the halves', in place: adds what is theirs of the offsets."""
