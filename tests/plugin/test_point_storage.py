@@ -188,6 +188,18 @@ def test_tensors_stay_the_model_s_own() -> None:
     assert model.state["scene_scale"] == 1.0
 
 
+def test_larger_models_get_room_where_there_is_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(point_storage, "MOST_SPARED", 50)
+    points = PointStorage(cap=190)
+    model = Model(180)
+    model.held(points)
+    assert points.keeps(200) and not points.keeps(201) and points.rows == 192
+    assert model.held(points)[0] is True
+    free = PointStorage()
+    Model(180).held(free)
+    assert not free.keeps(180) and free.rows == 180
+
+
 def test_large_models_get_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(point_storage, "MOST_SPARED", 100)
     model, points = Model(90), PointStorage()

@@ -19,6 +19,9 @@ from ns_multigpu.primitives.gaussians.schema import ORDER
 MOST_SPARED = 1 << 20
 """Points of a model at most that gets room to spare: with more, a step takes so long that a capture is nothing beside
 it, and memory is worth more."""
+WITH_CAP = 4
+"""So many times as many where points stop at a cap: the room is for them, and will be needed. Beside it there is a
+second model for a moment, when a refinement makes one."""
 
 
 def room_for(count: int, cap: int | None = None) -> int:
@@ -45,6 +48,7 @@ class PointStorage:
 
     def __init__(self, *, names: Sequence[str] = ORDER, cap: int | None = None) -> None:
         self._names, self._cap = tuple(names), cap
+        self._most = MOST_SPARED if cap is None else WITH_CAP * MOST_SPARED
         self._roomy = False  # what is held now has room to spare
         self.params: dict[str, Tensor] = {}
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
@@ -59,7 +63,7 @@ class PointStorage:
         """Whether what is held may still serve once a refinement has replaced the tensors of a model of so many points
         (on the rank that has the most). If not, it is to be forgotten before: each tensor is to go when there is a new
         one in its place."""
-        return self._roomy and points <= MOST_SPARED
+        return self._roomy and points <= self._most
 
     def has_room(self, points: int) -> bool:
         """Whether so many points (on the rank that has the most) would lie where points lie now."""
@@ -88,7 +92,7 @@ class PointStorage:
         count, names = len(params[POSITION]), self._names
         most = count if most is None else most
         sums = {name: state[name] for name in ("grad2d", "count", "radii") if isinstance(state.get(name), Tensor)}
-        if most > MOST_SPARED:
+        if most > self._most:
             self._roomy = False
             self.params = {name: params[name].detach() for name in names}
             self.moments = {name: (adam.exp_avgs[k], adam.exp_avg_sqs[k]) for k, name in enumerate(names)}
