@@ -146,8 +146,8 @@ def test_a_step_outlasts_a_refinement_unless_points_were_placed_anew(
     run._pipeline = run._optimizers = SimpleNamespace(optimizers={})
     first = SimpleNamespace(due=lambda now: placed_anew and now == "room")
     run._ways = SimpleNamespace(
-        room=SimpleNamespace(now="room", spare=lambda pairs: begins_anew()),
-        buffers=SimpleNamespace(peer=True),
+        room=SimpleNamespace(now="room", spare=begins_anew),
+        buffers=SimpleNamespace(spared=dict),
         first=first,
     )
     run._graphs = SimpleNamespace(forget=begins_anew)

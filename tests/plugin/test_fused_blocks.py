@@ -232,7 +232,8 @@ def test_nan_is_found_at_the_next_look_and_named(
     with pytest.raises(NonFiniteError) as caught:
         run({})
     text = str(caught.value)
-    assert ends[-1] == 24, "eight steps are looked at together"
+    # Eight steps are looked at together. A parameter may be of the next eight, which are looked at before it is said.
+    assert ends[-1] == (24 if what == "loss" else 32)
     if what == "loss":
         assert f"step 19: loss of view {views[19]} ({views[19]}.png)" in text
     else:

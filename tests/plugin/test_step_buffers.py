@@ -55,6 +55,17 @@ def test_a_transport_serves_as_long_as_its_sizes_do(strategy: str, kind: type) -
         first = second
 
 
+def test_what_travels_with_its_room_has_none_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_buffers("batch").spared() == {"rows": False, "pairs": False}
+    assert make_buffers("tile").spared() == {"rows": True, "pairs": False}
+    monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: Transport("peer", "said so"))
+    assert make_buffers("batch", transport="auto").spared() == {"rows": True, "pairs": False}
+    assert make_buffers("tile", transport="auto").spared() == {"rows": True, "pairs": True}
+    config = SimpleNamespace(transport="auto", tile_lists="gather", gradients="atomics", overlap=1, wire="full")
+    alone = SimpleNamespace(config=config, strategy=STRATEGIES["batch"](World.single()))
+    assert StepBuffers(alone, World.single()).spared()["rows"]
+
+
 def test_where_rows_stay_their_buffers_go_with_the_step() -> None:
     """Before a refinement, and before room is asked for the next step's, of which they are a part."""
     for strategy, stays in (("tile", True), ("batch", False)):

@@ -111,6 +111,11 @@ class StepBuffers:
         )  # fmt: skip
         return self._transport
 
+    def spared(self) -> dict[str, bool]:
+        """What may have room to spare: not what goes by collectives, which travels with its room."""
+        replicas = self._strategy.gradients.summed and self._world.size > 1
+        return {"rows": self.tells or not replicas, "pairs": self.peer}
+
     def pairs(self, segment: int | Pairs) -> Pairs:
         """The capacities of all pairs of ranks, or with relays of all that they count; of each stage."""
         each = self.relays.numbers if self.relays else self._world.size

@@ -66,25 +66,30 @@ class StepCapacities:
             self._now = self._each(lambda w, c: max(c, 2 * w if w > c else w), needed)
             return
         # Before all views have been seen, only what is far too much: the first guess of a run.
-        halves = 3 if sum(seen for seen, _ in self._recent) >= self._window else 6
-        self._now = self._each(lambda w, c: w + w // 8 if c > halves * w // 2 + _SPARE else c, self._most())
+        all_seen = sum(seen for seen, _ in self._recent) >= self._window
+        self._now = self._each(
+            lambda w, c: w + w // 8 if c > (_too_much(w) if all_seen else 3 * w) + _SPARE else c,
+            self._most(),
+            lambda w, c: w + w // 8 if c > (3 if all_seen else 6) * w // 2 + _SPARE else c,
+        )
 
-    def spare(self, least: int = 9, wanted: int = 10, *, pairs: bool = False) -> None:
-        """Has room for `wanted` eighths of the rows and intersections that were needed of late, and some more, where
-        there is not for `least` eighths. Called where steps are made anew in any case: room that turns out too small
-        costs a block.
+    def spare(self, least: int = 9, wanted: int = 16, *, rows: bool = True, pairs: bool = False) -> None:
+        """Has room for `wanted` eighths of what was needed of late, and some more, where there is not for `least`
+        eighths. Called where steps are made anew in any case: room that turns out too small costs a block. Far more
+        than is needed now, for other room may be another buffer that all GPUs reach, and making one takes 20 ms.
 
         Args:
-            pairs: of the rows of pairs of ranks, too: where what travels does not travel with its room.
+            rows, pairs: for those of a rank, and of each pair of ranks, too. Not where they travel with their room.
         """
 
-        def chosen(w: int, c: int) -> int:
-            return max(c, w + min(w * (wanted - 8) // 8, _MOST_SPARE)) if c < w * least // 8 else c
+        def chosen(w: int, c: int, eighths: int = wanted) -> int:
+            return max(c, w + min(w * (eighths - 8) // 8, _MOST_SPARE)) if c < w * least // 8 else c
 
         if self._recent:
-            rows, of_pairs, intersections = self._each(chosen, self._most())
+            # Room of pairs is given up sooner than that of others.
+            found = self._each(chosen, self._most(), lambda w, c: chosen(w, c, min(wanted, 12)))
             assert self._now is not None
-            self._now = rows, of_pairs if pairs else self._now[1], intersections
+            self._now = found[0] if rows else self._now[0], found[1] if pairs else self._now[1], found[2]
 
     def settle(self) -> None:
         """Gives up what steps had no need of so far, but for half as much again, though not all views have been seen:
@@ -98,12 +103,22 @@ class StepCapacities:
         most = tuple(tuple(map(max, *of_source, of_source[0])) for of_source in zip(*pairs, strict=True))
         return max(rows), most, max(intersections)
 
-    def _each(self, chosen: Callable[[int, int], int], needed: Capacities) -> Capacities:
-        """A choice for each capacity, from what there should be room for and what there is."""
+    def _each(
+        self, chosen: Callable[[int, int], int], needed: Capacities, of_pairs: Callable[[int, int], int] | None = None
+    ) -> Capacities:
+        """A choice for each capacity, from what there should be room for and what there is; another one for those of
+        pairs, where it is given."""
         assert self._now is not None
+        of_pairs = of_pairs or chosen
         rows, pairs, intersections = self._now
         each = tuple(
-            tuple(chosen(padded(n), c) for n, c in zip(wanted, there, strict=True))
+            tuple(of_pairs(padded(n), c) for n, c in zip(wanted, there, strict=True))
             for wanted, there in zip(needed[1], pairs, strict=True)
         )
         return chosen(padded(needed[0]), rows), each, chosen(padded(needed[2]), intersections)
+
+
+def _too_much(wanted: int) -> int:
+    """Room that is given up once all views have been seen: of a small model more than `spare` makes, of a large one,
+    where memory counts, half as much again."""
+    return min(5 * wanted // 2, max(3 * wanted // 2, wanted + _MOST_SPARE))

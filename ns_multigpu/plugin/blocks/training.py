@@ -198,7 +198,7 @@ class Training:
             assert step is not None
             step.flush()  # here only: where it happens must not depend on capacities, for it rounds
         if self._signature.enlarges(steps[0]):  # its views are a few; the next ones may need more
-            self._room.spare(13, 13, pairs=self._buffers.peer)
+            self._room.spare(12, 12, **self._buffers.spared())
         self._learnt.learn(leave=0)  # what is known at a checkpoint must not depend on what was on its way
         self._ways.end(steps, again=self._again, ready=self._signature(steps[0])[1] == 1)
         mse = self._mse(step) if metrics else None
@@ -366,7 +366,7 @@ class Training:
         stays = self._points.hold(model.gauss_params, self._adam, model.densifier_state, model.most_points)
         if stays and self._step is not None and self._key == key and not self._first.due(self._room.now):
             return self._step  # a refinement has changed nothing that its graph knows
-        self._room.spare(pairs=self._buffers.peer)  # points become more; the step is made anew here
+        self._room.spare(**self._buffers.spared())  # points become more; the step is made anew here
         serves = all(lazy_serves(group["betas"], group["eps"]) for o in groups for group in o.param_groups)
         if not self._wants_lazy or not serves:
             self._lazy = None

@@ -82,6 +82,8 @@ class NumericGuard:
         self._world, self._every, self._skip = world, every, on_nonfinite == "skip"
         self.replicated, self._view_name, self._say = replicated, view_name, say
         self._noted: list[_Noted] = []
+        self.unsure = False
+        """Parameters hold what may come from steps that were not noted yet: to be looked at as soon as they are."""
 
     @property
     def active(self) -> bool:
@@ -168,19 +170,23 @@ class NumericGuard:
 
     def due(self, step: int, *, now: bool = False) -> bool:
         """Whether `look` would read anything after `step`."""
-        return self.active and bool(self._noted) and (now or step % self._every == 0)
+        return self.active and bool(self._noted) and (now or self.unsure or step % self._every == 0)
 
     @torch.no_grad()
-    def look(self, step: int, params: Mapping[str, Tensor], *, now: bool = False) -> None:
+    def look(self, step: int, params: Mapping[str, Tensor], *, now: bool = False, in_flight: bool = False) -> None:
         """Reads what `watch` and `note` have recorded since the last time, every so many steps or, with `now`, at once.
         Called on every rank at the same steps.
+
+        Args:
+            in_flight: further steps have been given to the device. What only parameters show may come from these: then
+                it is `unsure`, and forgets nothing.
 
         Raises:
             NonFiniteError: on every rank, the same, where the run cannot go on.
         """
         if not self.due(step, now=now):
             return
-        noted, self._noted = self._noted, []
+        noted, self._noted, self.unsure = self._noted, [], False
         held = {name: p.detach() for name, p in params.items() if p.dim() and p.numel() and p.is_floating_point()}
         numbers = self._together([*(one.numbers for one in noted), *witnesses(list(held.values()))])
         # Where all is well this is 0, on all ranks, and all that is waited for; NaN and infinity make it NaN.
@@ -199,6 +205,9 @@ class NumericGuard:
             bad.update(part)
         if not every and not bad:
             return  # it was something that nobody looks at
+        if in_flight and not every:
+            self._noted, self.unsure = noted, True
+            return
         first, last, count = noted[0].steps[0], noted[-1].steps[-1], sum(len(one.steps) for one in noted)
         lines = self._account(every, bad)
         account = f"Steps {first} to {last} were looked at:\n  " + "\n  ".join(lines)

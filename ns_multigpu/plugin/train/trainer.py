@@ -198,7 +198,7 @@ class DistributedTrainer(Trainer):
             viewing.settle(self, steps.stop)
         if self._look_later:  # it waits for the device, as what comes next does
             self._look_later = False
-            self._look_for_nan(now=True)
+            self._look_for_nan(now=True, in_flight=True)
 
     def _finish_late(self) -> None:
         """What was left for later of what follows a block: nobody waits for it. Every rank calls it."""
@@ -217,7 +217,7 @@ class DistributedTrainer(Trainer):
         """What follows a step, and what follows a block after its last: looks, logs, evaluation, checkpoints. With
         `later`, looks that are not for a checkpoint may wait for `_meanwhile`."""
         now = last or step_check(step, self.config.steps_per_save)
-        self._look_later = later and not now and self.guards.numbers.due(step)
+        self._look_later = later and not now and not self.guards.numbers.unsure and self.guards.numbers.due(step)
         if not self._look_later:
             self._look_for_nan(now=now)
         self._update_viewer_state(step)
@@ -339,10 +339,11 @@ class DistributedTrainer(Trainer):
             rendering.splats.probe if rendering is not None else None,
         )
 
-    def _look_for_nan(self, *, now: bool) -> None:
+    def _look_for_nan(self, *, now: bool, in_flight: bool = False) -> None:
         """Looks whether all numbers are finite, if it is time to or `now`. Before each save: no file shall hold NaN."""
         if self.guards.numbers.due(self.step, now=now):
-            self.guards.numbers.look(self.step, dict(self.pipeline.model.named_parameters()), now=now)
+            params = dict(self.pipeline.model.named_parameters())
+            self.guards.numbers.look(self.step, params, now=now, in_flight=in_flight)
 
     def _view_name(self, view: int) -> str:
         names = self.pipeline.datamanager.train_dataset.image_filenames
