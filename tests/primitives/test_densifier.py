@@ -12,6 +12,7 @@ from ns_multigpu.core.random import seed_from
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier, densification_info, due, dues
 from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
+from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from tests.ranks import run_ranks
 from tests.strategies.scene import make_points, make_views
 
@@ -105,6 +106,27 @@ def test_what_becomes_of_points_may_be_decided_ahead(again: bool, monkeypatch: p
     densifier = ReplicatedDensifier(**RULES)
     densifier.refine_ahead({}, {}, {}, 17, 1, torch.tensor(True))
     assert densifier._ahead is None, "nothing is due"
+
+
+def _asked_ahead(world: World) -> bool:
+    """Whether what a rank has counted is still what it has counted."""
+    params, optimizers = model()
+    same: list[bool] = []
+    for densifier in (
+        ReplicatedDensifier(**RULES, world=world),
+        McmcDensifier(cap_max=COUNT, refine_start_iter=0, refine_every=8, picks="both", world=world),
+    ):
+        state: dict[str, Any] = densifier.initialize_state()
+        sums = densifier.statistics(params, state)
+        for value in sums.values():
+            value.fill_(1.0 + world.rank)
+        densifier.refine_ahead(params, optimizers, state, 16, 1, torch.tensor(False))
+        same += [bool((value == 1.0 + world.rank).all()) for value in sums.values()]
+    return len(same) == 5 and all(same)
+
+
+def test_a_block_that_is_taken_again_has_counted_what_it_had() -> None:
+    assert run_ranks(_asked_ahead, 2) == [True, True]
 
 
 def test_one_image_a_step_is_gsplat() -> None:
