@@ -1,8 +1,9 @@
-"""Points moved from where nobody sees them onto others, without a look at how many there are: the device alone knows.
+"""What refinements do to points, in a launch each where torch's operators are dozens.
 
-So the host can order it before the device has come so far. Three operators: who becomes a copy of whom, what a point
-must be to look the same with its copies (Kheradmand et al. 2024, "3D Gaussian Splatting as Markov Chain Monte Carlo",
-section 3), and the copies themselves.
+`draw_sources`, `share_out` and `copy_rows` move points from where nobody sees them onto others (Kheradmand et al. 2024,
+"3D Gaussian Splatting as Markov Chain Monte Carlo", section 3): who becomes a copy of whom, what a point must be to
+look the same with its copies, and the copies themselves. The device alone knows how many there are. So the host can
+order it before the device has come so far. `take_rows` and `turn` serve refinements that make new points.
 """
 
 from collections.abc import Sequence

@@ -11,6 +11,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks import point_storage
 from ns_multigpu.plugin.blocks.first_room import FirstRoom
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
+from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.schema import ORDER
@@ -91,6 +92,26 @@ def test_noise_comes_once_where_a_step_is_taken_again(
     assert any(again), "a capacity must have been exceeded"
     away = furthest(found, ordinary)
     assert max(away.values()) < AWAY, away
+
+
+@pytest.mark.parametrize("tile", [False, True])
+def test_a_block_that_is_taken_again_relocates_once(tile: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relocations are ordered before it is known whether their block was taken. To the bit as with room enough."""
+    options: dict[str, Any] = {"mcmc_min_opacity": GROWING[MODEL + "mcmc_min_opacity"], "mcmc_picks": "both"}
+    enough = train(World.single(), folder, f"enough-{tile}", tile=tile, **options)
+    guess, again, learn = FirstRoom._guess, list[bool](), Training._learn
+
+    def told(self: Any, status: Any, *feeds: Any) -> None:
+        again.append(status.full)
+        learn(self, status, *feeds)
+
+    monkeypatch.setattr(Training, "_learn", told)
+    monkeypatch.setattr(StepCapacities, "spare", lambda *_, **__: None)
+    monkeypatch.setattr(FirstRoom, "_guess", lambda self, pixels: tuple(max(16, n // 64) for n in guess(self, pixels)))
+    found = train(World.single(), folder, f"again-{tile}", tile=tile, **options)
+    still = train(World.single(), folder, f"still-{tile}", tile=tile)
+    assert any(again) and max(furthest(found, enough).values()) == 0.0
+    assert found["points"] == enough["points"] and max(furthest(still, enough).values()) > 10 * AWAY, "some were moved"
 
 
 @pytest.mark.parametrize("tile", [False, True])

@@ -8,8 +8,10 @@ import torch
 from gsplat.strategy import DefaultStrategy
 from torch import Tensor
 
+import cuda_ext
 from ns_multigpu.core.random import seed_from
 from ns_multigpu.core.world import World
+from ns_multigpu.primitives.gaussians import regroup
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier, densification_info, due, dues
 from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
@@ -106,6 +108,32 @@ def test_what_becomes_of_points_may_be_decided_ahead(again: bool, monkeypatch: p
     densifier = ReplicatedDensifier(**RULES)
     densifier.refine_ahead({}, {}, {}, 17, 1, torch.tensor(True))
     assert densifier._ahead is None, "nothing is due"
+
+
+def test_a_small_model_is_gathered_at_once_and_a_large_one_tensor_by_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large one there are never two."""
+    take, launches = cuda_ext.take_rows, list[int]()
+
+    def counted(tensors: Any, index: Tensor) -> list[Tensor]:
+        if len(index) != COUNT and len(index) > COUNT // 2:
+            launches.append(len(tensors))
+        return take(tensors, index)
+
+    monkeypatch.setattr(cuda_ext, "take_rows", counted)
+    outcomes: list[dict[str, Tensor]] = []
+    for together in (COUNT, COUNT - 1):
+        monkeypatch.setattr(regroup, "_TOGETHER", together)
+        params, optimizers = model()
+        densifier = ReplicatedDensifier(**RULES, seed=7)
+        state = densifier.initialize_state()
+        densifier._count(params, state, rows_of(0, COUNT))
+        densifier.refine_when_due(params, optimizers, state, 16, 1)
+        moments = {n: optimizers[n].state[p]["exp_avg_sq"] for n, p in params.items()}
+        outcomes.append(
+            {**{n: p.detach() for n, p in params.items()}, **{f"{n} moment": m for n, m in moments.items()}}
+        )
+    assert launches == [3 * 4, *[1] * 12], "four parameters with two moments each"
+    assert all(torch.equal(outcomes[1][name], value) for name, value in outcomes[0].items())
 
 
 def _asked_ahead(world: World) -> bool:

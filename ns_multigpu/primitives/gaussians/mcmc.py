@@ -20,7 +20,7 @@ from ns_multigpu.core.random import keyed_generator, seed_from
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.densifier import add_gradients, dues
 from ns_multigpu.primitives.gaussians.listing import Listing
-from ns_multigpu.primitives.gaussians.regroup import gather_points
+from ns_multigpu.primitives.gaussians.regroup import gather_points, moments_of
 from ns_multigpu.primitives.morton import dealt_order
 from ns_multigpu.primitives.steady import sigmoid
 
@@ -247,7 +247,7 @@ class McmcDensifier:
         start = seed_from(self.seed, "relocate", image)
         sources, copies = cuda_ext.draw_sources(sums, opacities <= self.min_opacity, start=start, taken=taken)
         # As in gsplat the moments of what is moved stay as they are.
-        self._share_out(params, copies, moments_of(params, optimizers))
+        self._share_out(params, copies, all_moments(params, optimizers))
         cuda_ext.copy_rows([value.data for value in params.values()], sources)
 
     def _growth(self, params: Any, image: int, steep: Tensor | None, room: int) -> Tensor:
@@ -321,11 +321,6 @@ def counted(rows: Tensor, count: int) -> Tensor:
     return found.index_add_(0, rows, torch.ones_like(rows, dtype=torch.int32))
 
 
-def moments_of(params: Any, optimizers: dict[str, Any]) -> list[Tensor]:
+def all_moments(params: Any, optimizers: dict[str, Any]) -> list[Tensor]:
     """What optimizers keep for each row of the parameters."""
-    found: list[Tensor] = []
-    for name, value in params.items():
-        state = optimizers[name].state if name in optimizers else {}
-        kept = state[value].values() if value in state else ()
-        found += [moment for moment in kept if torch.is_tensor(moment) and moment.shape == value.shape]
-    return found
+    return [x for name, value in params.items() for x in moments_of(value, optimizers.get(name)).values()]

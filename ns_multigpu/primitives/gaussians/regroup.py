@@ -313,62 +313,62 @@ def gather_points(
     regrouping: Regrouping | Listing,
     edit: Callable[[str, Tensor], None] | None = None,
 ) -> None:
-    """Puts new points in the place of the old ones. Of a large model there are never two.
+    """Puts new points in the place of the old ones. Of a small model all tensors are gathered in one launch; of a large
+    one, one after the other: there are never two of it.
 
     Args:
         params, optimizers: see `grow_and_prune`.
         edit: makes a parameter's rows [T, ...], copied by the regrouping's source, what they are to be: name, rows.
     """
-    fresh: list[Tensor] = []
-    for names in _groups(params):
-        rows = cuda_ext.take_rows([x for name in names for x in _rows_of(params[name], optimizers.get(name))],
-                                  regrouping.source)  # fmt: skip
-        for name in names:
-            moments = rows[1 : 1 + len(_keys(params[name], optimizers.get(name)))]
-            if edit is not None:
-                edit(name, rows[0])
-            _replace(optimizers.get(name), params, name, rows[0], moments)
-            del rows[: 1 + len(moments)]
-            fresh += moments
-    regrouping.clear(fresh)
+    source, taken = regrouping.source, None
+    if len(params["means"]) <= _TOGETHER:
+        everything = [x for name, p in params.items() for x in (p, *moments_of(p, optimizers.get(name)).values())]
+        taken = iter(cuda_ext.take_rows(everything, source))
+
+    def rows_of(old: Tensor) -> Tensor:
+        return next(taken) if taken is not None else cuda_ext.take_rows([old], source)[0]
+
+    moments: list[Tensor] = []
+    for name in list(params):
+        rows = rows_of(params[name])
+        if edit is not None:
+            edit(name, rows)
+        moments += replace_parameter(optimizers.get(name), params, name, rows, rows_of)
+    regrouping.clear(moments)
 
 
-def _groups(params: Mapping[str, Tensor]) -> list[list[str]]:
-    """The parameters that are gathered at once: all of a small model, where launching an operator takes longer than
-    what it does. Of a large one each by itself: there are never two of it."""
-    names = list(params)
-    return [names] if len(params["means"]) <= _TOGETHER else [[name] for name in names]
-
-
-def _keys(param: Tensor, optimizer: torch.optim.Optimizer | None) -> list[str]:
+def moments_of(param: Tensor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """What an optimizer keeps for each row of a parameter, by name."""
-    state = optimizer.state if optimizer is not None else {}
-    kept = state[param].items() if param in state else ()
-    return [key for key, value in kept if torch.is_tensor(value) and value.shape == param.shape]
+    kept = {} if optimizer is None or param not in optimizer.state else optimizer.state[param]
+    return {key: value for key, value in kept.items() if torch.is_tensor(value) and value.shape == param.shape}
 
 
-def _rows_of(param: Tensor, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    """A parameter, and what its optimizer keeps for each row of it."""
-    keys = _keys(param, optimizer)
-    return [param, *(optimizer.state[param][key] for key in keys)] if optimizer is not None else [param]
-
-
-def _replace(
+def replace_parameter(
     optimizer: torch.optim.Optimizer | None, params: MutableMapping[str, Any], name: str, value: Tensor,
-    moments: Sequence[Tensor],
-) -> None:  # fmt: skip
-    """Puts `value` [T, ...] in place of the parameter `name`, in its optimizer too, with these `moments`."""
+    rows_of: Callable[[Tensor], Tensor],
+) -> list[Tensor]:  # fmt: skip
+    """Puts `value` [T, ...] in place of the parameter `name`, in its optimizer too, whose moments follow.
+
+    Args:
+        rows_of: given an old moment, its rows [T, ...] of the new points; asked for one after the other.
+
+    Returns:
+        the new moments, fresh points' too.
+    """
     old = params[name]
     new = torch.nn.Parameter(value, requires_grad=old.requires_grad)
     params[name] = new
     if optimizer is None:
-        return
+        return []
     for group in optimizer.param_groups:
         group["params"] = [new if p is old else p for p in group["params"]]
-    if old in optimizer.state:
-        keys, state = _keys(old, optimizer), optimizer.state.pop(old)
-        state.update(zip(keys, moments, strict=True))
-        optimizer.state[new] = state
+    if old not in optimizer.state:
+        return []
+    keys, state = list(moments_of(old, optimizer)), optimizer.state.pop(old)
+    for key in keys:  # each goes as soon as there is a new one
+        state[key] = rows_of(state[key])
+    optimizer.state[new] = state
+    return [state[key] for key in keys]
 
 
 def edit_children(

@@ -21,7 +21,7 @@ from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.random import keyed_generator, seed_from
 from ns_multigpu.primitives.gaussians.arranging import Arranging
-from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier, counted, grown, moments_of, quanta
+from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier, all_moments, counted, grown, quanta
 from ns_multigpu.primitives.sharded_order import Reordering
 from ns_multigpu.primitives.steady import sigmoid
 
@@ -95,7 +95,7 @@ class ShardedMcmc(McmcDensifier):
         leaving = drawn.rows[torch.sort(to, stable=True).indices]
         places = targets[torch.sort(here, stable=True).indices]
         # As in gsplat the moments of what is moved stay as they are.
-        self._share_out(params, counted(drawn.rows, len(dead)), moments_of(params, optimizers))
+        self._share_out(params, counted(drawn.rows, len(dead)), all_moments(params, optimizers))
         rows = exchange_rows(torch.cat([x.data[leaving].flatten(1) for x in params.values()], 1), send, receive, world)
         widths = [math.prod(value.shape[1:]) for value in params.values()]
         for value, row in zip(params.values(), rows.split(widths, 1), strict=True):
