@@ -24,7 +24,9 @@ from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.plugin.train import progress, terminal
 from ns_multigpu.plugin.train.progress import ProgressLog
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.functions import Gaussians
+from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.plugin.course import follow, write_capture
 
 STEPS = 60
@@ -154,6 +156,17 @@ def test_looks_and_logs_come_while_the_device_is_busy(
     expected = [("look", step, True) for step in (0, 8, 16, 32, 40, 56)] + [("log", step, True) for step in (0, 20, 40)]
     expected += [("look", step, False) for step in (24, 48, STEPS - 1)] + [("log", STEPS - 1, False)]
     assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_nothing_is_decided_ahead_of_steps_that_were_put_off(
+    run: Callable[..., tuple[DistributedTrainer, Events]], selective: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Points that wait for a step are not what they will be. With selective Adam none waits."""
+    asked: list[int] = []
+    monkeypatch.setattr(ReplicatedDensifier, "refine_ahead", lambda *_: asked.append(1))
+    run({"pipeline.model.selective_adam": selective, **{f"optimizers.{name}.optimizer.eps": 1e-15 for name in ORDER}})
+    assert bool(asked) == selective
 
 
 def test_what_evaluation_finds_is_written_at_once(run: Callable[..., tuple[DistributedTrainer, Events]]) -> None:
