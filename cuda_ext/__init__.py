@@ -11,7 +11,7 @@ from cuda_ext.gsplat import projection as gsplat_projection  # noqa: F401 - they
 from cuda_ext.gsplat import rasterization as gsplat_rasterization  # noqa: F401 - they say what they serve
 from cuda_ext.ops.adam import AdamStep, FusedAdam, adam_step, fused_step
 from cuda_ext.ops.band_loss import BandLoss, band_loss, band_loss_into
-from cuda_ext.ops.boxes import box_views, new_boxes, splat_boxes
+from cuda_ext.ops.boxes import box_views, mark_groups, new_boxes, splat_boxes
 from cuda_ext.ops.cells import cell_windows, cells_reached
 from cuda_ext.ops.compositing import composite
 from cuda_ext.ops.conditioning import Moment, condition, project_axes
@@ -74,6 +74,7 @@ __all__ = [
     "l1_ssim",
     "lazy_serves",
     "live_boxes",
+    "mark_groups",
     "merge_level",
     "new_boxes",
     "pack",

@@ -27,6 +27,7 @@ _WRAPPERS = [
         "row_wire",
         "adam",
         "band_loss",
+        "boxes",
         "peer_sort",
         "fused",
         "step_control",

@@ -12,6 +12,8 @@ from cuda_ext.reference import told_lines as composed
 
 MOST_ARRAYS = 8
 """Arrays that are told at once, at most: as many as the kernel has room for."""
+MOST_BLOCKS = 1024
+"""Blocks of threads that an array is told by, at most, unless fewer are asked for. All of them fill a GPU."""
 
 
 @torch.no_grad()
@@ -22,6 +24,8 @@ def tell_lines(
     destinations: Tensor,
     gate: Tensor | None = None,
     gate_column: int = 0,
+    blocks: int = MOST_BLOCKS,
+    offset: int = 0,
 ) -> None:
     """Writes the first `count` lines of each array to each rank's memory. Nothing else there is written, but perhaps
     words of these lines that are not taken.
@@ -35,6 +39,8 @@ def tell_lines(
         destinations: [ranks, arrays] int64, addresses of memory for M lines each, multiples of 16.
         gate: [M, G] float32: the last array's lines are float32, and of their columns `gate_column` to `gate_column`
             + G - 1 zero is told where the gate is not above zero.
+        blocks: of threads, for each array, at most. With few of them there is room on the GPU for what goes on beside.
+        offset: is added to all words of the first array, which is int32 then, with no multiple of 4 a line.
 
     Raises:
         TypeError, ValueError: types, shapes or numbers are wrong.
@@ -52,6 +58,10 @@ def tell_lines(
             raise ValueError(f"array {k} must be contiguous, hold {lines} lines and begin at a multiple of 16 bytes.")
         if not 1 <= words <= width or (width % 4 and words != width):
             raise ValueError(f"of array {k}, with {width} words a line, {words} are to be taken: all, or of 4n some.")
+    if blocks < 1:
+        raise ValueError(f"blocks is {blocks}; it must be 1 at least.")
+    if offset and (arrays[0].dtype != torch.int32 or (lines and arrays[0][:1].numel() % 4 == 0)):
+        raise ValueError(f"an offset is for lines of int32, and not of a multiple of 4: not {list(arrays[0].shape)}.")
     if count.shape != (1,) or count.dtype != torch.int64:
         raise ValueError(f"count must be [1] int64, not {list(count.shape)} {count.dtype}.")
     if destinations.dim() != 2 or destinations.shape[1] != len(arrays) or destinations.dtype != torch.int64:
@@ -66,7 +76,7 @@ def tell_lines(
             "NS_MULTIGPU_OPS=reference and NS_MULTIGPU_CUDA=gsplat, or use --pipeline.transport collective."
         )
     torch.ops.ns_multigpu.tell_lines(
-        [array.detach() for array in arrays], list(taken), count, destinations, gate, gate_column
+        [array.detach() for array in arrays], list(taken), count, destinations, gate, gate_column, blocks, offset
     )
 
 

@@ -10,13 +10,14 @@ from torch import Tensor
 @torch.no_grad()
 def tell_lines(
     arrays: Sequence[Tensor], taken: Sequence[int], count: Tensor, destinations: Tensor, gate: Tensor | None = None,
-    gate_column: int = 0,
+    gate_column: int = 0, blocks: int = 1024, offset: int = 0,
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.told_lines.tell_lines`."""
     lines = min(int(count), len(arrays[0]))
     if lines == 0:
         return
     words = [array[:lines].reshape(lines, -1).view(torch.int32) for array in arrays]
+    words[0] = words[0] + offset
     if gate is not None:
         last = words[-1].clone()
         last[:, gate_column : gate_column + gate.shape[1]].masked_fill_(gate[:lines] <= 0, 0)

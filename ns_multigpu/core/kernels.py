@@ -100,12 +100,14 @@ class ToldLines(NamedTuple):
     Attributes:
         arrays: in the order of `ReplicaRows.everyone`, a line a row. taken: of each, the words of a line that matter.
         gate, gate_column: of which of the last array's columns nothing is told where the gate is not above zero.
+        offset: what is added to the first array's numbers.
     """
 
     arrays: Sequence[Tensor]
     taken: Sequence[int]
     gate: Tensor | None = None
     gate_column: int = 0
+    offset: int = 0
 
 
 class ReplicaRows(ABC):
@@ -253,7 +255,7 @@ class Kernels(ABC):
     @abstractmethod
     def update(
         self, model: Model, cameras: Cameras, scalars: Tensor, rows: Rows, records: Tensor, witness: Tensor,
-        witness_views: range | None,
+        witness_views: range | None, marks: Tensor | None = None, marked: bool = True,
     ) -> None:  # fmt: skip
         """Brings the gradients of rows to the parameters, takes Adam's step there and adds to the statistics.
 
@@ -261,7 +263,18 @@ class Kernels(ABC):
             scalars: [parameters, 8] Adam's, see `cuda_ext.ops.adam.AdamStep`.
             witness: [1] written: a number that is finite where all gradients of the rows of `witness_views` (None: of
                 all) are.
+            marks: [S, groups] of `mark`, of all ranks: this is one of two calls. The first, with `marked` False, steps
+                the groups that nobody marked. It looks at neither rows nor records, and leaves the witness alone.
         """
+
+    def groups(self, points: int) -> int:
+        """How many groups so many points make of which `mark` can say whether they have rows; 0 where no point takes a
+        step without rows."""
+        return 0
+
+    def mark(self, rows: Rows, marks: Tensor) -> None:
+        """Writes to marks [groups] uint8 which groups have rows."""
+        raise NotImplementedError("asked before: see `groups`")
 
     @abstractmethod
     def flush(self, model: Model) -> None:

@@ -295,7 +295,13 @@ class Step:
             if self._exposures is not None:
                 self._exposures.step(back.messages[:, self._ends :], scalars[-1:])
             of_points = scalars[: len(kernels.parameters)]
-            kernels.update(self._model, cameras, of_points, rows, records, self.report[-1:], back.witness_views)
+            update = partial(
+                kernels.update, self._model, cameras, of_points, rows, records, self.report[-1:], back.witness_views
+            )
+            if back.marks is not None:  # while rows are on their way
+                update(back.marks, marked=False)
+                back.arrive()
+            update(back.marks)
         return [image for image in rgb if image is not None]
 
     def _splatted(self, plan: Plan) -> range:

@@ -59,6 +59,17 @@ def test_every_rank_gets_the_lines_that_there_are(count: int, lines: int, gated:
     assert bool((there[0][-1][:, 12:] == UNTOUCHED).all()), "what is not taken"
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_first_array_is_told_with_an_offset(device: str) -> None:
+    there, places = memory_of(device)
+    tell_lines(arrays_of(device), TAKEN, torch.tensor([LINES], device=device), places, offset=5)
+    first, second = arrays_of()[:2]
+    for rank in there:
+        assert torch.equal(rank[0].cpu()[:LINES, 0], first[:LINES] + 5) and torch.equal(
+            rank[1].cpu()[:LINES], second[:LINES]
+        )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("count", "lines"), [(LINES, LINES), (ROOM + 5, ROOM), (0, 0)])
@@ -70,14 +81,15 @@ def test_on_a_gpu_too(count: int, lines: int, gated: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_many_lines_on_a_gpu() -> None:
+@pytest.mark.parametrize("blocks", [1024, 3])
+def test_many_lines_on_a_gpu(blocks: int) -> None:
     """More than all blocks take in one turn."""
     lines = 3_000_001
     array, there = torch.rand(lines, 16, device="cuda"), torch.zeros(lines, 16, device="cuda")
     ids = torch.arange(lines, dtype=torch.int32, device="cuda")
     kept = torch.zeros_like(ids)
     places = torch.tensor([[kept.data_ptr(), there.data_ptr()]], device="cuda")
-    tell_lines([ids, array], [1, 12], torch.tensor([lines], device="cuda"), places)
+    tell_lines([ids, array], [1, 12], torch.tensor([lines], device="cuda"), places, blocks=blocks)
     assert torch.equal(kept, ids) and torch.equal(there[:, :12], array[:, :12])
 
 
@@ -92,6 +104,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"taken": [3]}, ValueError, "with 2 words a line, 3 are to be taken"),
     ({"count": torch.tensor(3)}, ValueError, r"count must be \[1\] int64"),
     ({"destinations": torch.zeros(2, 2, dtype=torch.int64)}, ValueError, r"destinations must be \[ranks, 1\] int64"),
+    ({"blocks": 0}, ValueError, "blocks is 0"),
+    ({"offset": 1}, ValueError, r"an offset is for lines of int32, .* not \[4, 2\]"),
+    ({"arrays": [torch.zeros(4, 4, dtype=torch.int32)], "taken": [4], "offset": 1}, ValueError, r"not \[4, 4\]"),
     ({"gate": torch.zeros(4, 3)}, ValueError, "does not fit lines of 2 words"),
     ({"arrays": [torch.zeros(4, 8)], "taken": [8], "gate": torch.zeros(4, 3), "gate_column": 6}, ValueError, "not fit"),
 ]

@@ -183,7 +183,7 @@ def test_tensors_stay_the_model_s_own() -> None:
     for name, value in model.values().items():
         assert torch.equal(value, before[name])
     assert all(model.params[name].data_ptr() == points.params[name].data_ptr() for name in ORDER)
-    assert points.rows == 64
+    assert points.rows == 128
     assert points.params["means"][50:].isnan().all()
     assert model.state["scene_scale"] == 1.0
 
@@ -220,7 +220,7 @@ def test_a_model_that_outgrows_its_room_is_never_there_twice(monkeypatch: pytest
     AdamStep(model.optimizers, with_grads=False)
     model.held(points)
     too_small = [StorageWeakRef(x.untyped_storage()) for x in points._all()]
-    model.take(torch.arange(400) % 200)
+    model.take(torch.arange(500) % 200)
     before, adam = model.values(), AdamStep(model.optimizers, with_grads=False)
     each = [
         StorageWeakRef(x.untyped_storage())
@@ -236,21 +236,38 @@ def test_a_model_that_outgrows_its_room_is_never_there_twice(monkeypatch: pytest
         return with_room(x, rows)
 
     monkeypatch.setattr(point_storage, "_with_room", counted)
-    assert not points.has_room(400)
+    assert not points.has_room(500)
     points.hold(model.params, adam, model.state)
     assert gone[: len(each)] == list(range(len(each)))
-    assert points.has_room(400) and not points.has_room(points.rows + 1) and not points.has_room(10)
+    assert points.has_room(500) and not points.has_room(points.rows + 1) and not points.has_room(10)
     assert all(torch.equal(value, before[name]) for name, value in model.values().items())
 
 
 def test_there_is_no_room_for_more_points_than_there_will_be() -> None:
-    assert [point_storage.room_for(count, 1000) for count in (100, 790, 1000, 1001)] == [128, 1024, 1024, 1024]
+    assert [point_storage.room_for(count, 1000) for count in (100, 490, 790, 1000, 1001)] == [
+        256,
+        1024,
+        1024,
+        1024,
+        1024,
+    ]
     assert point_storage.room_for(2000, 1000) == 2048, "a model may begin with more than its cap"
     model, points = Model(190), PointStorage(cap=200)
     model.held(points)
     assert points.rows == 256
     model.take(torch.arange(200) % 190)
     assert model.held(points)[0] is True
+
+
+@pytest.mark.parametrize(
+    ("count", "rows", "least"), [(500, 1024, 342), (40_000, 72_768, 24_256), (400_000, 500_032, 250_016)]
+)
+def test_small_models_soon_have_twice_as_many_points(count: int, rows: int, least: int) -> None:
+    """Or 32,768 more; large ones a quarter more. Room is given up where far fewer are left."""
+    assert point_storage.room_for(count) == rows
+    points = PointStorage()
+    points.params, points._roomy = {"means": torch.zeros(rows, 0)}, True
+    assert points.has_room(least) and not points.has_room(least - 1)
 
 
 def test_ranks_with_shards_of_different_lengths_make_their_steps_anew_together() -> None:
@@ -260,15 +277,15 @@ def test_ranks_with_shards_of_different_lengths_make_their_steps_anew_together()
         ((50, 200), False),
         ((90, 230), True),
         ((10, 240), True),
-        ((60, 300), False),
-        ((1, 301), True),
+        ((60, 449), False),
+        ((1, 451), True),
     ):
         for model, count in zip(shards, counts, strict=True):
             if count != len(model.params["means"]):
                 model.take(torch.arange(count) % len(model.params["means"]))
         answers = [model.held(points, max(counts))[0] for model, points in zip(shards, storages, strict=True)]
         assert answers == [stays] * 2, counts
-        assert {points.rows for points in storages} == {point_storage.room_for(200 if max(counts) < 300 else 300)}
+        assert {points.rows for points in storages} == {point_storage.room_for(200 if max(counts) < 449 else 449)}
         for model, points, count in zip(shards, storages, counts, strict=True):
             assert len(model.params["means"]) == count
             assert points.params["means"][count:].isnan().all() and points.params["means"][:count].isfinite().all()

@@ -1,5 +1,6 @@
 """What outlives a step made anew: what rows travel through, and the room for images that graphs read."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ns_multigpu.core import staying_rows
 from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.pairs import pairs_of
 from ns_multigpu.core.peer_memory import Transport
@@ -53,6 +55,47 @@ def test_a_transport_serves_as_long_as_its_sizes_do(strategy: str, kind: type) -
         pairs = pairs_of(change.get("segment", 32), 2)
         assert (second.rows, second.pairs) == (change.get("rows", 64), pairs) and second.capacity == pairs[0][0]
         first = second
+
+
+class OwnMemory:
+    """In the place of `PeerBuffer`, of a rank that never meets another: all buffers are one."""
+
+    made = 0
+
+    def __init__(self, size: int, world: World) -> None:
+        self._bytes = torch.zeros(size, dtype=torch.uint8)
+        OwnMemory.made += 1
+
+    def view(self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._bytes[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+
+
+def test_what_replicas_reach_serves_steps_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it has room, and not far too much. Models grow, and all ranks have to meet for another."""
+    monkeypatch.setattr(staying_rows, "PeerBuffer", OwnMemory)
+    monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: Transport("peer", "said so"))
+    monkeypatch.setattr(step_buffers, "_APART_FROM", 1000)
+    OwnMemory.made, kernels = 0, GaussianKernels(degree=0)
+    buffers = make_buffers("batch", transport="auto")
+
+    def at(rows: int, points: int = 0, serves: GaussianKernels = kernels) -> PeerReplicas:
+        found = buffers.transport(replace(SETTINGS, rows=rows), serves, points)
+        assert isinstance(found, PeerReplicas)
+        assert (found.rows, found.lines, len(found._table), len(found._slots)) == (rows,) * 4
+        assert found._at.tolist() == [found._table.data_ptr()]
+        return found
+
+    first = at(64)
+    assert at(128) is first and at(32, points=999) is first and OwnMemory.made == 1
+    second = at(132)
+    assert second is not first and at(9) is second and OwnMemory.made == 2, "so few are not too many"
+    apart = at(132, points=1000)
+    assert apart is not second and apart._groups == 32 and at(100, points=1001)._groups == 32
+    assert at(132) is apart and apart._groups == 0 and OwnMemory.made == 3, "steps may be put off again"
+    assert at(132, points=1280) is apart and at(132, points=1281) is not apart and OwnMemory.made == 4
+    assert at(132, points=1281, serves=GaussianKernels(degree=0, selective=True))._groups == 0
+    large = at(1 << 22)
+    assert at((1 << 20) + 1) is not large, "of which three quarters would lie idle"
 
 
 def test_what_travels_with_its_room_has_none_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +156,13 @@ def test_what_replicas_write_to_each_other_is_counted() -> None:
     buffers = make_buffers("batch")
     buffers._transport = told = PeerReplicas.__new__(PeerReplicas)
     told.world, told._line_bytes = World(0, 3, 0, 3, torch.device("cpu")), 76
-    told._messages = torch.zeros(3, 125, dtype=torch.int64)
+    told._messages, told._marks = torch.zeros(3, 125, dtype=torch.int64), torch.zeros(3, 500, dtype=torch.uint8)
+    told._groups = 0
     before = buffers._world.traffic.sent
     buffers.count_traffic(Status(done=3, rows=9, segments=(2, 5), intersections=30, full=False, sent=0))
     assert buffers._world.traffic.sent - before == 3 * 2 * (1000 + 9 * 76)
+    told._groups = 500
+    assert told.step_bytes(9) == 2 * (1000 + 500 + 9 * 76)
     buffers.tells = True
     assert [part for part in ("project", "send", "return") if buffers.exchanges_in(part)] == ["return"]
     buffers.forget()

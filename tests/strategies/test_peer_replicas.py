@@ -11,13 +11,14 @@ import torch
 
 from cuda_ext import SplatRows, tell_lines
 from cuda_ext.ops.row_exchange import RECORD_FLOATS
+from cuda_ext.reference.boxes import groups_of
 from ns_multigpu.core import staying_rows
 from ns_multigpu.core.kernels import ToldLines
 from ns_multigpu.core.staying_rows import PeerReplicas
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.kernels import GaussianReplicaRows
 from strategies import STRATEGIES
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, skip_without_gpus
 from tests.strategies import test_law_steps
 from tests.strategies.shared_memory import SharedFile
 from tests.strategies.test_law_steps import (
@@ -29,19 +30,21 @@ from tests.strategies.test_law_steps import (
     check_step,
     count_of,
     points_of,
+    step_of,
     take_one,
 )
 
 
-def by_shared_memory(folder: Path, world: World, primitive: str, mode: str) -> Any:
-    """A step of `batch` in which nothing but barriers goes through collectives."""
+def by_shared_memory(folder: Path, world: World, primitive: str, mode: str, groups: int = 0) -> Any:
+    """A step of `batch` in which nothing but barriers goes through collectives. With groups, points without rows take
+    it before rows arrive."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staying_rows, "PeerBuffer", SharedFile)
         usual, made = test_law_steps.make_transport, list[Any]()
         patch.setattr(
             test_law_steps, "make_transport",
-            lambda *all, **some: made.append(usual(*all, **{**some, "peer": True})) or made[-1],
+            lambda *all, **some: made.append(usual(*all, **{**some, "peer": True, "groups": groups})) or made[-1],
         )  # fmt: skip
         kind, whole = points_of(primitive, POINTS, torch.float32, world.device)
         sent = world.traffic.sent
@@ -50,7 +53,8 @@ def by_shared_memory(folder: Path, world: World, primitive: str, mode: str) -> A
     assert world.traffic.sent == sent, "no collective has carried rows"
     told, most = made[0], sum(one.nbytes for one in made[0]._replicas.everyone) // world.size
     line = (told.step_bytes(7) - told.step_bytes(6)) // (world.size - 1)
-    assert told.step_bytes(0) == (world.size - 1) * told._messages[0].nbytes
+    marks = -(-(groups + groups // 4) // 16) * 16
+    assert told.step_bytes(0) == (world.size - 1) * (told._messages[0].nbytes + marks)
     lines = len(told._replicas.everyone[0]) // world.size
     # Of the record of a 3D Gaussian's gradients a quarter means nothing.
     assert line == (most // lines if primitive in OTHERS else 76)
@@ -62,6 +66,30 @@ def by_shared_memory(folder: Path, world: World, primitive: str, mode: str) -> A
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_through_each_others_memory_equals_single(tmp_path: Path, mode: str, ranks: int, primitive: str) -> None:
     check_step(run_ranks(partial(by_shared_memory, tmp_path), ranks, primitive, mode), "batch", primitive, LANDSCAPE)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_points_without_rows_may_go_ahead(tmp_path: Path, mode: str, ranks: int) -> None:
+    step = partial(by_shared_memory, tmp_path)
+    check_step(run_ranks(step, ranks, KERNELS[1], mode, groups_of(POINTS)), "batch", KERNELS[1], LANDSCAPE)
+
+
+def ahead_on_gpus(world: World, mode: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        usual = test_law_steps.make_transport
+        patch.setattr(
+            test_law_steps, "make_transport", lambda *all, **some: usual(*all, **some, groups=groups_of(POINTS))
+        )
+        return step_of(world, "batch", KERNELS[1], LANDSCAPE, mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_points_without_rows_may_go_ahead_on_gpus(mode: str, ranks: int) -> None:
+    skip_without_gpus(ranks)
+    check_step(run_ranks(ahead_on_gpus, ranks, mode, device="cuda"), "batch", KERNELS[1], LANDSCAPE)
 
 
 class Numbers:
@@ -119,7 +147,7 @@ def test_what_is_told_through_memory_is_what_collectives_tell() -> None:
     replicas = GaussianReplicaRows(room, torch.device("cpu"))
     told = replicas.told(rows, records, 3)
     places = torch.tensor([[one.data_ptr() for one in replicas.everyone]])
-    tell_lines(told.arrays, told.taken, rows.count, places, told.gate, told.gate_column)
+    tell_lines(told.arrays, told.taken, rows.count, places, told.gate, told.gate_column, offset=told.offset)
     for there, mine in zip(replicas.everyone, replicas.mine(rows, records.clone(), 3), strict=True):
         wide = there.dim() == 2 and there.shape[1] == RECORD_FLOATS
         expected = mine[:lines, :12] if wide else mine[:lines]

@@ -8,7 +8,6 @@ namespace nsmg {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocks = 1024;  // of an array, at most: a block takes what is left in turns
 
 // 0 for what is shut, bit for bit; a gate that is no number is open, as in torch's ReLU.
 __device__ __forceinline__ void shut(int4& words, int64_t line, int column, const Told& told) {
@@ -39,15 +38,17 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   // Whole lines, one after the other: quads of words whatever line they are of, and at the end what is left.
+  const int offset = blockIdx.y == 0 ? told.offset : 0;
   const int64_t words = real * array.width, whole = words / 4;
   for (int64_t at = first; at < whole; at += stride) {
-    const int4 value = reinterpret_cast<const int4*>(array.lines)[at];
+    int4 value = reinterpret_cast<const int4*>(array.lines)[at];
+    value = {value.x + offset, value.y + offset, value.z + offset, value.w + offset};
     for (int rank = 0; rank < ranks; ++rank) reinterpret_cast<int4*>(places[int64_t(rank) * told.count])[at] = value;
   }
   if (first < words % 4) {
     const int64_t at = whole * 4 + first;
     for (int rank = 0; rank < ranks; ++rank) {
-      reinterpret_cast<int32_t*>(places[int64_t(rank) * told.count])[at] = array.lines[at];
+      reinterpret_cast<int32_t*>(places[int64_t(rank) * told.count])[at] = array.lines[at] + offset;
     }
   }
 }
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t tell_lines_launch(const Told& told, const int64_t* real, const int64_t* destinations, int ranks,
-                              cudaStream_t stream) {
+                              int most_blocks, cudaStream_t stream) {
   if (told.capacity == 0 || told.count == 0) return cudaSuccess;
   int64_t most = 0;
   for (int k = 0; k < told.count; ++k) {
@@ -63,7 +64,7 @@ cudaError_t tell_lines_launch(const Told& told, const int64_t* real, const int64
     most = quads > most ? quads : most;
   }
   const int64_t wanted = (most + kThreads - 1) / kThreads;
-  const dim3 blocks(unsigned(wanted < kBlocks ? wanted : kBlocks), unsigned(told.count));
+  const dim3 blocks(unsigned(wanted < most_blocks ? wanted : most_blocks), unsigned(told.count));
   tell_lines_kernel<<<blocks, kThreads, 0, stream>>>(told, real, destinations, ranks);
   return cudaGetLastError();
 }

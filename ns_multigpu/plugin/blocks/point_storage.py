@@ -23,12 +23,21 @@ WITH_CAP = 4
 """So many times as many where points stop at a cap: the room is for them, and will be needed. Beside it there is a
 second model for a moment, when a refinement makes one."""
 
+_GROWS = 1 << 15
+"""Points that a small model soon has more, if it has as many: in the first 2,000 images a model triples, and triples
+again. A step over room for so many takes some 10 us longer; to make it anew takes the host as long as a thousand such
+steps."""
+
 
 def room_for(count: int, cap: int | None = None) -> int:
-    """How many points there is to be room for when there are `count`: a quarter more, in steps of 64; but no more than
-    for the `cap` that they stop at, if there is one."""
-    wanted = max(64, -(-5 * count // 256) * 64)
+    """How many points there is to be room for when there are `count`: a quarter more, and of a small model up to twice
+    as many, in steps of 64; but no more than for the `cap` that they stop at, if there is one."""
+    wanted = max(64, -(-(count + _spare(count)) // 64) * 64)
     return wanted if cap is None else min(wanted, -(-max(count, cap) // 64) * 64)
+
+
+def _spare(count: int) -> int:
+    return max(count // 4, min(count, _GROWS))
 
 
 class PointStorage:
@@ -67,7 +76,8 @@ class PointStorage:
 
     def has_room(self, points: int) -> bool:
         """Whether so many points (on the rank that has the most) would lie where points lie now."""
-        return self._roomy and points <= self.rows <= max(2 * points, room_for(points, self._cap))
+        most = max(2 * points, points + 2 * _spare(points))
+        return self._roomy and points <= self.rows <= max(most, room_for(points, self._cap))
 
     def forget(self) -> None:
         """Holds nothing any longer: the model's tensors are to be the only ones."""

@@ -296,7 +296,7 @@ class Training:
         )  # fmt: skip
         # Where every rank sees every row, rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
         counted = counts and (self._world.is_main or not strategy.gradients.summed)
-        transport = self._buffers.transport(settings, kernels)
+        transport = self._buffers.transport(settings, kernels, self._points.rows if self._lazy is None else 0)
         self._buffers.make_pictures(settings, kind)
         return Step(
             kernels, self._points.params, self._points.moments, self._points.statistics if counted else {}, settings,

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.boxes import new_boxes, splat_boxes
+from cuda_ext.ops.boxes import mark_groups, new_boxes, splat_boxes
 from cuda_ext.ops.fused import SplatRows, splat_forward, splat_update
 from cuda_ext.ops.lazy_adam import LazyAdam, splat_flush
 from cuda_ext.ops.row_exchange import RECORD_FLOATS
+from cuda_ext.reference.boxes import groups_of
 from ns_multigpu.core.kernels import Cameras, Model, ReplicaRows, ToldLines
 from ns_multigpu.core.schema import flat
 from ns_multigpu.primitives.gaussians.row_kernels import GaussianRowKernels
@@ -86,7 +87,7 @@ class GaussianKernels(GaussianRowKernels):
 
     def update(
         self, model: Model, cameras: Cameras, scalars: Tensor, rows: SplatRows, records: Tensor, witness: Tensor,
-        witness_views: range | None,
+        witness_views: range | None, marks: Tensor | None = None, marked: bool = True,
     ) -> None:  # fmt: skip
         statistics = model.statistics
         splat_update(
@@ -95,8 +96,14 @@ class GaussianKernels(GaussianRowKernels):
             far=self.far, antialiased=self.antialiased, absgrad=self.absgrad, grad2d=statistics.get("grad2d"),
             seen=statistics.get("count"), radii_max=statistics.get("radii"), selective=self.selective,
             opacity_weight=self.opacity_weight, scale_weight=self.scale_weight, lazy=model.lazy, witness=witness,
-            witness_views=witness_views, boxes=model.boxes,
+            witness_views=witness_views, boxes=model.boxes, marks=marks, marked=marked,
         )  # fmt: skip
+
+    def groups(self, points: int) -> int:
+        return 0 if self.selective else groups_of(points)
+
+    def mark(self, rows: SplatRows, marks: Tensor) -> None:
+        mark_groups(rows.point_ids, rows.count, marks)
 
     def flush(self, model: Model) -> None:
         if model.lazy is not None:
@@ -124,11 +131,12 @@ class GaussianReplicaRows(ReplicaRows):
         torch.ops.aten.threshold_backward.grad_input(by_color, rows.features, 0, grad_input=by_color)
         # Records go with the 4 of their 16 numbers that mean nothing: it is quicker than to take these out and put them
         # back.
-        return [*self.told(rows, records, first_view).arrays]
+        view_ids, *rest = self.told(rows, records, first_view).arrays
+        return [view_ids + first_view, *rest]
 
     def told(self, rows: SplatRows, records: Tensor, first_view: int) -> ToldLines:
-        arrays = [rows.view_ids + first_view, rows.point_ids, rows.radii, rows.conics, records]
-        return ToldLines(arrays, [1, 1, 2, 3, _MEANT], rows.features, _COLORS.start)
+        arrays = [rows.view_ids, rows.point_ids, rows.radii, rows.conics, records]
+        return ToldLines(arrays, [1, 1, 2, 3, _MEANT], rows.features, _COLORS.start, first_view)
 
     def rows(self, counts: Tensor) -> tuple[SplatRows, Tensor]:
         view_ids, point_ids, radii, conics, records = self.everyone
