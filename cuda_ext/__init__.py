@@ -11,8 +11,9 @@ from cuda_ext.gsplat import projection as gsplat_projection  # noqa: F401 - they
 from cuda_ext.gsplat import rasterization as gsplat_rasterization  # noqa: F401 - they say what they serve
 from cuda_ext.ops.adam import AdamStep, FusedAdam, adam_step, fused_step
 from cuda_ext.ops.band_loss import BandLoss, band_loss, band_loss_into
-from cuda_ext.ops.boxes import box_views, mark_groups, new_boxes, splat_boxes
+from cuda_ext.ops.boxes import box_views, new_boxes, splat_boxes
 from cuda_ext.ops.cells import cell_windows, cells_reached
+from cuda_ext.ops.clock import add_clock
 from cuda_ext.ops.compositing import composite
 from cuda_ext.ops.conditioning import Moment, condition, project_axes
 from cuda_ext.ops.culling import cull
@@ -46,6 +47,7 @@ __all__ = [
     "RowGradients",
     "SplatRows",
     "adam_step",
+    "add_clock",
     "add_noise",
     "backend",
     "band_lists",
@@ -74,7 +76,6 @@ __all__ = [
     "l1_ssim",
     "lazy_serves",
     "live_boxes",
-    "mark_groups",
     "merge_level",
     "new_boxes",
     "pack",

@@ -27,7 +27,6 @@ _WRAPPERS = [
         "row_wire",
         "adam",
         "band_loss",
-        "boxes",
         "peer_sort",
         "fused",
         "step_control",

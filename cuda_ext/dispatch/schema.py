@@ -125,10 +125,8 @@ SCHEMAS: tuple[str, ...] = (
     "Tensor features, Tensor radii, Tensor[] row_gradients, Tensor(d!) grad2d, Tensor(e!) seen, Tensor(f!) radii_max, "
     "int degree, float eps2d, float near, float far, bool antialiased, bool absgrad, bool selective, "
     "float opacity_weight, float scale_weight, Tensor(g!)? last=None, Tensor(h!)? table=None, "
-    "Tensor(i!)? steps=None, Tensor(j!)? witness=None, int[] witness_views=[], Tensor(k!)? boxes=None, "
-    "Tensor? marks=None, bool marked=True) -> ()",
+    "Tensor(i!)? steps=None, Tensor(j!)? witness=None, int[] witness_views=[], Tensor(k!)? boxes=None) -> ()",
     "splat_boxes(Tensor means, Tensor log_scales, Tensor(a!) boxes) -> ()",
-    "mark_groups(Tensor point_ids, Tensor count, Tensor(a!) marks) -> ()",
     "box_views(Tensor boxes, Tensor viewmats, Tensor Ks, int[] sizes, float eps2d, float near, float far, "
     "Tensor? table, bool compact) -> Tensor shows",
     "splat_flush(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!) last, "
@@ -162,8 +160,9 @@ SCHEMAS: tuple[str, ...] = (
     "Tensor opacities, Tensor features, Tensor depths, Tensor radii, Tensor owners, Tensor slots)",
     "collect(Tensor place, Tensor count, Tensor sources, int capacity) -> Tensor records",
     "add_records(Tensor records, Tensor sinks, Tensor owners, Tensor slots, bool system_scope) -> ()",
+    "add_clock(Tensor(a!) total, int sign) -> ()",
     "tell_lines(Tensor[] arrays, int[] taken, Tensor count, Tensor destinations, Tensor? gate=None, "
-    "int gate_column=0, int blocks=1024, int offset=0) -> ()",
+    "int gate_column=0, int offset=0) -> ()",
     # Segments of one buffer, by rank.
     "pack_wire(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
     "Tensor radii, Tensor place, Tensor(a!) wire, int[] starts, int[] capacities, int rank, bool half, bool slots, "

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.dispatch.load import compiled_serves, kernels_serve
-from cuda_ext.ops.checks import check_depth_range, check_floats, check_ints, check_tensors
-from cuda_ext.reference.boxes import FLOATS, box_views_composed, groups_of, mark_groups_composed, splat_boxes_composed
+from cuda_ext.ops.checks import check_depth_range, check_floats, check_ints
+from cuda_ext.reference.boxes import FLOATS, box_views_composed, groups_of, splat_boxes_composed
 from cuda_ext.reference.lazy_adam import MOST_STEPS, PARAMETERS
 
 
@@ -87,31 +87,6 @@ def box_views(
     return op(boxes, viewmats.detach(), Ks, sizes, eps2d, near, far, table, compact)
 
 
-@torch.no_grad()
-def mark_groups(point_ids: Tensor, count: Tensor, marks: Tensor) -> None:
-    """Marks the groups of points that have rows: of those that nobody marks, `splat_update` needs no rows.
-
-    On CUDA nothing is read back.
-
-    Args:
-        point_ids: [M] int32, of each row its point; -1 for none.
-        count: [1] int64, how many rows there are; more than M count as M.
-        marks: [G] uint8 written, G of N points as those of `splat_boxes`: 1 for each group with a row, else 0.
-
-    Raises:
-        TypeError, ValueError: an argument of the wrong dtype, device or shape.
-        NativeBuildError: the operators cannot be compiled.
-    """
-    for dtype, named in (
-        (torch.int32, {"point_ids": (point_ids, (-1,))}),
-        (torch.int64, {"count": (count, (1,))}),
-        (torch.uint8, {"marks": (marks, (-1,))}),
-    ):
-        check_tensors(dtype, point_ids.device, **named)
-    op: Any = torch.ops.ns_multigpu.mark_groups if kernels_serve(point_ids) else mark_groups_composed
-    op(point_ids, count, marks)
-
-
 def check_boxes(means: Tensor, boxes: Tensor) -> None:
     """Checks that boxes are those of so many points.
 
@@ -127,10 +102,8 @@ def _box_views_fake(boxes: Tensor, viewmats: Tensor, *_: Any) -> Tensor:
 
 
 @torch.library.register_fake("ns_multigpu::splat_boxes", lib=LIBRARY)
-@torch.library.register_fake("ns_multigpu::mark_groups", lib=LIBRARY)
-def _in_place_fake(*_: Any) -> None:
+def _splat_boxes_fake(*_: Any) -> None:
     return None
 
 
 LIBRARY.impl("splat_boxes", splat_boxes_composed, "CPU")
-LIBRARY.impl("mark_groups", mark_groups_composed, "CPU")

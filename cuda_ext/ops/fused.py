@@ -15,7 +15,7 @@ from torch import Tensor
 from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.ops.adam import SCALARS, kernels_serve
 from cuda_ext.ops.boxes import check_boxes
-from cuda_ext.ops.checks import check_depth_range, check_floats, check_ints, check_rows, check_tensors
+from cuda_ext.ops.checks import check_depth_range, check_floats, check_ints, check_rows
 from cuda_ext.ops.fused_composed import (
     splat_begin_composed,
     splat_forward_composed,
@@ -23,7 +23,6 @@ from cuda_ext.ops.fused_composed import (
     splat_update_composed,
 )
 from cuda_ext.ops.lazy_adam import LazyAdam, check_parameters
-from cuda_ext.reference.boxes import groups_of
 from cuda_ext.reference.lazy_adam import PARAMETERS
 
 
@@ -195,8 +194,6 @@ def splat_update(
     witness: Tensor | None = None,
     witness_views: range | None = None,
     boxes: Tensor | None = None,
-    marks: Tensor | None = None,
-    marked: bool = True,
 ) -> None:
     """Brings the gradients of rows back to the parameters and takes Adam's step there, all in place.
 
@@ -237,14 +234,9 @@ def splat_update(
             nothing, since the gradients are read here anyhow; a separate check would read them all again.
         witness_views: the views whose rows `witness` covers, a range; all unless given.
         boxes: of the points' groups, see `splat_boxes`: widened where points leave them.
-        marks: [S, G] uint8 of `mark_groups`, of S callers: the step is taken in two calls. That of groups which nobody
-            marked, with `marked` False, looks at no row: it may come before others' rows do. It leaves `witness` and
-            the statistics alone. That of the others is the rest. Together they give the bits of one call.
-        marked: which of the two.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong dtype, device or shape; `lazy` with `selective` or weights;
-            `marks` with either.
+        TypeError, ValueError: an argument of the wrong dtype, device or shape; `lazy` with `selective` or weights.
         NativeBuildError: the operators cannot be compiled.
     """
     means = params[0]
@@ -272,10 +264,6 @@ def splat_update(
         check_floats(means, witness=(witness, (1,)))
     if boxes is not None:
         check_boxes(means, boxes)
-    if marks is not None:
-        if selective or lazy is not None:
-            raise ValueError("marks are for steps that all points take: leave selective and lazy.")
-        check_tensors(torch.uint8, means.device, marks=(marks, (-1, groups_of(len(means)))))
     shown = [] if witness_views is None else [witness_views.start, witness_views.stop]
     given = [gradients] if isinstance(gradients, Tensor) else list(gradients)
     statistics = [means.new_empty(0) if t is None else t for t in (grad2d, seen, radii_max)]
@@ -284,7 +272,7 @@ def splat_update(
         *([t.detach() for t in tensors] for tensors in (params, exp_avgs, exp_avg_sqs)), scalars, viewmats.detach(), Ks,
         sizes, rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, given, *statistics,
         degree, eps2d, near, far, antialiased, absgrad, selective, opacity_weight, scale_weight, *missed,
-        witness, shown, boxes, marks, marked,
+        witness, shown, boxes,
     )  # fmt: skip
 
 

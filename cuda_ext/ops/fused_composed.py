@@ -133,13 +133,9 @@ def splat_update_composed(
     degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool, selective: bool,
     opacity_weight: float, scale_weight: float, last: Tensor | None = None, table: Tensor | None = None,
     steps: Tensor | None = None, witness: Tensor | None = None, witness_views: Sequence[int] = (),
-    boxes: Tensor | None = None, marks: Tensor | None = None, marked: bool = True,
+    boxes: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.fused.splat_update`."""
-    if not marked:
-        point_ids, witness = torch.full_like(point_ids, -1), None  # without rows
-    left_out = _left_out(params[0], marks, marked)
-    kept = [(tensor, tensor[left_out]) for tensor in (*params, *exp_avgs, *exp_avg_sqs)]
     if witness is not None:
         real = _real(point_ids, count)
         first, end = witness_views or (0, len(viewmats))
@@ -153,18 +149,8 @@ def splat_update_composed(
             row_gradients, grad2d, seen, radii_max, degree, eps2d, near, far, antialiased, absgrad, selective,
             opacity_weight, scale_weight, last, table, steps,
         )  # fmt: skip
-    for tensor, before in kept:
-        tensor[left_out] = before
     if boxes is not None:
         widen_boxes(params[0], params[2], boxes)
-
-
-def _left_out(means: Tensor, marks: Tensor | None, marked: bool) -> Tensor:
-    """The points whose step is for the other call."""
-    if marks is None:
-        return torch.zeros(0, dtype=torch.int64, device=means.device)
-    others = (marks != 0).any(0) != marked
-    return others.repeat_interleave(POINTS)[: len(means)].nonzero().squeeze(-1)
 
 
 def _update(

@@ -12,8 +12,6 @@ from cuda_ext.reference import told_lines as composed
 
 MOST_ARRAYS = 8
 """Arrays that are told at once, at most: as many as the kernel has room for."""
-MOST_BLOCKS = 1024
-"""Blocks of threads that an array is told by, at most, unless fewer are asked for. All of them fill a GPU."""
 
 
 @torch.no_grad()
@@ -24,7 +22,6 @@ def tell_lines(
     destinations: Tensor,
     gate: Tensor | None = None,
     gate_column: int = 0,
-    blocks: int = MOST_BLOCKS,
     offset: int = 0,
 ) -> None:
     """Writes the first `count` lines of each array to each rank's memory. Nothing else there is written, but perhaps
@@ -34,12 +31,12 @@ def tell_lines(
 
     Args:
         arrays: 1 to 8 of [M, ...], contiguous, of numbers of 4 bytes, from a multiple of 16 bytes on.
-        taken: how many words of a line are taken of each: all, or the first some where a line has a multiple of 4.
+        taken: how many words of a line are taken of each: all, none, or the first some where a line has a multiple of
+            4.
         count: [1] int64, how many lines there are; more than M count as M.
         destinations: [ranks, arrays] int64, addresses of memory for M lines each, multiples of 16.
         gate: [M, G] float32: the last array's lines are float32, and of their columns `gate_column` to `gate_column`
             + G - 1 zero is told where the gate is not above zero.
-        blocks: of threads, for each array, at most. With few of them there is room on the GPU for what goes on beside.
         offset: is added to all words of the first array, which is int32 then, with no multiple of 4 a line.
 
     Raises:
@@ -56,10 +53,8 @@ def tell_lines(
         width = array[:1].numel() if lines else words
         if len(array) != lines or not array.is_contiguous() or array.data_ptr() % 16:
             raise ValueError(f"array {k} must be contiguous, hold {lines} lines and begin at a multiple of 16 bytes.")
-        if not 1 <= words <= width or (width % 4 and words != width):
+        if not 0 <= words <= width or (width % 4 and words not in (0, width)):
             raise ValueError(f"of array {k}, with {width} words a line, {words} are to be taken: all, or of 4n some.")
-    if blocks < 1:
-        raise ValueError(f"blocks is {blocks}; it must be 1 at least.")
     if offset and (arrays[0].dtype != torch.int32 or (lines and arrays[0][:1].numel() % 4 == 0)):
         raise ValueError(f"an offset is for lines of int32, and not of a multiple of 4: not {list(arrays[0].shape)}.")
     if count.shape != (1,) or count.dtype != torch.int64:
@@ -76,7 +71,7 @@ def tell_lines(
             "NS_MULTIGPU_OPS=reference and NS_MULTIGPU_CUDA=gsplat, or use --pipeline.transport collective."
         )
     torch.ops.ns_multigpu.tell_lines(
-        [array.detach() for array in arrays], list(taken), count, destinations, gate, gate_column, blocks, offset
+        [array.detach() for array in arrays], list(taken), count, destinations, gate, gate_column, offset
     )
 
 

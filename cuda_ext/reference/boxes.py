@@ -1,4 +1,4 @@
-"""References of `splat_boxes`, `box_views` and `mark_groups`, and how a step widens boxes. See `cuda_ext.ops.boxes`.
+"""The reference of `splat_boxes` and `box_views`, and how a step widens boxes. Shapes: `cuda_ext.ops.boxes`.
 
 Which box may show is derived in cuda_ext/csrc/common/box.h.
 """
@@ -38,14 +38,6 @@ def widen_boxes(means: Tensor, log_scales: Tensor, boxes: Tensor) -> None:
     now = _boxes_of(means, log_scales)
     boxes[:, :3] = torch.minimum(boxes[:, :3], now[:, :3])
     boxes[:, 3:7] = torch.maximum(boxes[:, 3:7], now[:, 3:7])
-
-
-@torch.no_grad()
-def mark_groups_composed(point_ids: Tensor, count: Tensor, marks: Tensor) -> None:
-    """See `cuda_ext.ops.boxes.mark_groups`."""
-    there = point_ids[: int(count)]
-    marks.zero_()
-    marks[there[there >= 0].long() // POINTS] = 1
 
 
 def _boxes_of(means: Tensor, log_scales: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 @torch.no_grad()
 def tell_lines(
     arrays: Sequence[Tensor], taken: Sequence[int], count: Tensor, destinations: Tensor, gate: Tensor | None = None,
-    gate_column: int = 0, blocks: int = 1024, offset: int = 0,
+    gate_column: int = 0, offset: int = 0,
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.told_lines.tell_lines`."""
     lines = min(int(count), len(arrays[0]))

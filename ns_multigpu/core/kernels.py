@@ -1,7 +1,7 @@
 """The second face of a primitive: its operators, as a step calls them that reads nothing back."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,6 +101,7 @@ class ToldLines(NamedTuple):
         arrays: in the order of `ReplicaRows.everyone`, a line a row. taken: of each, the words of a line that matter.
         gate, gate_column: of which of the last array's columns nothing is told where the gate is not above zero.
         offset: what is added to the first array's numbers.
+        for_statistics: which arrays nobody needs where no statistics are counted.
     """
 
     arrays: Sequence[Tensor]
@@ -108,6 +109,11 @@ class ToldLines(NamedTuple):
     gate: Tensor | None = None
     gate_column: int = 0
     offset: int = 0
+    for_statistics: Collection[int] = ()
+
+    def words(self, counted: bool) -> list[int]:
+        """How many words of each array's lines are told, where statistics are counted or not."""
+        return [words if counted or k not in self.for_statistics else 0 for k, words in enumerate(self.taken)]
 
 
 class ReplicaRows(ABC):
@@ -149,12 +155,14 @@ class Kernels(ABC):
     Attributes:
         parameters: the names of the parameters in the order that operators take them.
         record_floats: numbers of a row's record: as it travels, and of its gradients.
+        counted: whether any rank gives `update` statistics.
         puts_off: whether `model` takes `lazy`. halves: whether `wire` takes `half`.
         terms: the losses that `more_losses` can take, by what they are of.
     """
 
     parameters: tuple[str, ...]
     record_floats: int
+    counted: bool = True
     puts_off: bool = True
     halves: bool = True
     terms: tuple[str, ...] = ()
@@ -255,7 +263,7 @@ class Kernels(ABC):
     @abstractmethod
     def update(
         self, model: Model, cameras: Cameras, scalars: Tensor, rows: Rows, records: Tensor, witness: Tensor,
-        witness_views: range | None, marks: Tensor | None = None, marked: bool = True,
+        witness_views: range | None,
     ) -> None:  # fmt: skip
         """Brings the gradients of rows to the parameters, takes Adam's step there and adds to the statistics.
 
@@ -263,18 +271,7 @@ class Kernels(ABC):
             scalars: [parameters, 8] Adam's, see `cuda_ext.ops.adam.AdamStep`.
             witness: [1] written: a number that is finite where all gradients of the rows of `witness_views` (None: of
                 all) are.
-            marks: [S, groups] of `mark`, of all ranks: this is one of two calls. The first, with `marked` False, steps
-                the groups that nobody marked. It looks at neither rows nor records, and leaves the witness alone.
         """
-
-    def groups(self, points: int) -> int:
-        """How many groups so many points make of which `mark` can say whether they have rows; 0 where no point takes a
-        step without rows."""
-        return 0
-
-    def mark(self, rows: Rows, marks: Tensor) -> None:
-        """Writes to marks [groups] uint8 which groups have rows."""
-        raise NotImplementedError("asked before: see `groups`")
 
     @abstractmethod
     def flush(self, model: Model) -> None:

@@ -260,7 +260,7 @@ class Step:
                 v_color, v_alpha = yield from self._pixels.bring_back(v_color, v_alpha)
             with measure("backward"):
                 kernels.draw_back(drawn, v_color, v_alpha, one.sinks(arrived.owners, arrived.slots))
-            with measure("return"):
+            with measure("message"):
                 message = self._nothing
                 if k + 1 == len(parts):
                     numbers, own = (self._counts, self._room, self._most), plan.drawn[world.rank]
@@ -295,13 +295,7 @@ class Step:
             if self._exposures is not None:
                 self._exposures.step(back.messages[:, self._ends :], scalars[-1:])
             of_points = scalars[: len(kernels.parameters)]
-            update = partial(
-                kernels.update, self._model, cameras, of_points, rows, records, self.report[-1:], back.witness_views
-            )
-            if back.marks is not None:  # while rows are on their way
-                update(back.marks, marked=False)
-                back.arrive()
-            update(back.marks)
+            kernels.update(self._model, cameras, of_points, rows, records, self.report[-1:], back.witness_views)
         return [image for image in rgb if image is not None]
 
     def _splatted(self, plan: Plan) -> range:

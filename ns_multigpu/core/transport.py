@@ -87,16 +87,12 @@ class Returned:
         records: the rows' gradients.
         messages: [ranks, words] int64, everybody's.
         witness_views: the views of the batch that this rank drew, where there are rows of other ranks; else None.
-        marks: [ranks, groups] of all ranks (see `Kernels.mark`), where they are there before rows and records; else
-            None. arrive: has the current stream wait for these.
     """
 
     rows: Rows
     records: Tensor
     messages: Tensor
     witness_views: range | None = None
-    marks: Tensor | None = None
-    arrive: Callable[[], object] = lambda: None
 
 
 class Transport(ABC):

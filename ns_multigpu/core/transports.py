@@ -258,7 +258,6 @@ class StagedRows:
 def make_transport(
     rows_leg: RowLeg, gradient_leg: GradientLeg, world: World, kernels: Kernels, rows: int, capacity: int | Pairs,
     words: int, *, peer: bool, atomics: bool, half: bool = False, slots: bool = False, stages: int = 1,
-    groups: int = 0,
 ) -> Transport | StagedRows:  # fmt: skip
     """The transport that carries these legs.
 
@@ -266,7 +265,6 @@ def make_transport(
         rows, capacity, words: see `Transport`.
         peer: whether the ranks of a machine reach each other's memory; of replicas, whether all ranks do.
         atomics: see `PeerRows`. half, slots: see `CollectiveRows`.
-        groups: see `PeerReplicas`.
         stages: of a step. Capacities of pairs are then [ranks][numbers of all stages].
 
     Raises:
@@ -295,7 +293,7 @@ def make_transport(
         return PeerRows(*shape, atomics=atomics) if peer else CollectiveRows(*shape, half=half, slots=slots)
     if not gradient_leg.summed:
         return KeptRows(*shape)
-    return PeerReplicas(*shape, groups=groups) if peer else ReplicatedRows(*shape)
+    return PeerReplicas(*shape) if peer else ReplicatedRows(*shape)
 
 
 def relays_serve(rows_leg: RowLeg, world: World, *, peer: bool) -> bool:

@@ -99,9 +99,8 @@ class ComposedKernels(Kernels):
     @torch.no_grad()
     def update(
         self, model: Model, cameras: Cameras, scalars: Tensor, rows: Rows, records: Tensor, witness: Tensor,
-        witness_views: range | None, marks: Tensor | None = None, marked: bool = True,
+        witness_views: range | None,
     ) -> None:  # fmt: skip
-        assert marks is None, "there are no groups"
         if len(model.params[0]) == 0:
             witness.zero_()
             return

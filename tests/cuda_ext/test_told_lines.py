@@ -60,14 +60,15 @@ def test_every_rank_gets_the_lines_that_there_are(count: int, lines: int, gated:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_first_array_is_told_with_an_offset(device: str) -> None:
+def test_the_first_array_is_told_with_an_offset_and_some_are_not_told(device: str) -> None:
     there, places = memory_of(device)
-    tell_lines(arrays_of(device), TAKEN, torch.tensor([LINES], device=device), places, offset=5)
+    taken = [*TAKEN[:2], 0, 0, TAKEN[4]]
+    tell_lines(arrays_of(device), taken, torch.tensor([LINES], device=device), places, offset=5)
     first, second = arrays_of()[:2]
     for rank in there:
-        assert torch.equal(rank[0].cpu()[:LINES, 0], first[:LINES] + 5) and torch.equal(
-            rank[1].cpu()[:LINES], second[:LINES]
-        )
+        assert torch.equal(rank[0].cpu()[:LINES, 0], first[:LINES] + 5)
+        assert torch.equal(rank[1].cpu()[:LINES], second[:LINES])
+        assert all(bool((one == UNTOUCHED).all()) for one in rank[2:4]) and bool((rank[4] != UNTOUCHED).any())
 
 
 @pytest.mark.gpu
@@ -81,15 +82,14 @@ def test_on_a_gpu_too(count: int, lines: int, gated: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("blocks", [1024, 3])
-def test_many_lines_on_a_gpu(blocks: int) -> None:
+def test_many_lines_on_a_gpu() -> None:
     """More than all blocks take in one turn."""
     lines = 3_000_001
     array, there = torch.rand(lines, 16, device="cuda"), torch.zeros(lines, 16, device="cuda")
     ids = torch.arange(lines, dtype=torch.int32, device="cuda")
     kept = torch.zeros_like(ids)
     places = torch.tensor([[kept.data_ptr(), there.data_ptr()]], device="cuda")
-    tell_lines([ids, array], [1, 12], torch.tensor([lines], device="cuda"), places, blocks=blocks)
+    tell_lines([ids, array], [1, 12], torch.tensor([lines], device="cuda"), places)
     assert torch.equal(kept, ids) and torch.equal(there[:, :12], array[:, :12])
 
 
@@ -104,7 +104,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"taken": [3]}, ValueError, "with 2 words a line, 3 are to be taken"),
     ({"count": torch.tensor(3)}, ValueError, r"count must be \[1\] int64"),
     ({"destinations": torch.zeros(2, 2, dtype=torch.int64)}, ValueError, r"destinations must be \[ranks, 1\] int64"),
-    ({"blocks": 0}, ValueError, "blocks is 0"),
     ({"offset": 1}, ValueError, r"an offset is for lines of int32, .* not \[4, 2\]"),
     ({"arrays": [torch.zeros(4, 4, dtype=torch.int32)], "taken": [4], "offset": 1}, ValueError, r"not \[4, 4\]"),
     ({"gate": torch.zeros(4, 3)}, ValueError, "does not fit lines of 2 words"),

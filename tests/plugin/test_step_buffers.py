@@ -74,26 +74,20 @@ def test_what_replicas_reach_serves_steps_of_other_sizes(monkeypatch: pytest.Mon
     """As long as it has room, and not far too much. Models grow, and all ranks have to meet for another."""
     monkeypatch.setattr(staying_rows, "PeerBuffer", OwnMemory)
     monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: Transport("peer", "said so"))
-    monkeypatch.setattr(step_buffers, "_APART_FROM", 1000)
-    OwnMemory.made, kernels = 0, GaussianKernels(degree=0)
+    OwnMemory.made = 0
     buffers = make_buffers("batch", transport="auto")
 
-    def at(rows: int, points: int = 0, serves: GaussianKernels = kernels) -> PeerReplicas:
-        found = buffers.transport(replace(SETTINGS, rows=rows), serves, points)
+    def at(rows: int) -> PeerReplicas:
+        found = buffers.transport(replace(SETTINGS, rows=rows), GaussianKernels(degree=0))
         assert isinstance(found, PeerReplicas)
         assert (found.rows, found.lines, len(found._table), len(found._slots)) == (rows,) * 4
         assert found._at.tolist() == [found._table.data_ptr()]
         return found
 
     first = at(64)
-    assert at(128) is first and at(32, points=999) is first and OwnMemory.made == 1
+    assert at(128) is first and at(32) is first and OwnMemory.made == 1
     second = at(132)
     assert second is not first and at(9) is second and OwnMemory.made == 2, "so few are not too many"
-    apart = at(132, points=1000)
-    assert apart is not second and apart._groups == 32 and at(100, points=1001)._groups == 32
-    assert at(132) is apart and apart._groups == 0 and OwnMemory.made == 3, "steps may be put off again"
-    assert at(132, points=1280) is apart and at(132, points=1281) is not apart and OwnMemory.made == 4
-    assert at(132, points=1281, serves=GaussianKernels(degree=0, selective=True))._groups == 0
     large = at(1 << 22)
     assert at((1 << 20) + 1) is not large, "of which three quarters would lie idle"
 
@@ -156,13 +150,10 @@ def test_what_replicas_write_to_each_other_is_counted() -> None:
     buffers = make_buffers("batch")
     buffers._transport = told = PeerReplicas.__new__(PeerReplicas)
     told.world, told._line_bytes = World(0, 3, 0, 3, torch.device("cpu")), 76
-    told._messages, told._marks = torch.zeros(3, 125, dtype=torch.int64), torch.zeros(3, 500, dtype=torch.uint8)
-    told._groups = 0
+    told._messages = torch.zeros(3, 125, dtype=torch.int64)
     before = buffers._world.traffic.sent
     buffers.count_traffic(Status(done=3, rows=9, segments=(2, 5), intersections=30, full=False, sent=0))
     assert buffers._world.traffic.sent - before == 3 * 2 * (1000 + 9 * 76)
-    told._groups = 500
-    assert told.step_bytes(9) == 2 * (1000 + 500 + 9 * 76)
     buffers.tells = True
     assert [part for part in ("project", "send", "return") if buffers.exchanges_in(part)] == ["return"]
     buffers.forget()

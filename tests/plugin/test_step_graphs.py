@@ -207,6 +207,7 @@ def test_graphs_are_made_where_there_is_room_for_two_sets_of_buffers(
 
     monkeypatch.setattr(GraphPool, "capture", capture)
     monkeypatch.setattr(GraphPool, "prepare", lambda self: None)
+    monkeypatch.setattr(GraphPool, "clock", lambda self: torch.zeros(1, dtype=torch.int64))
     graphs = StepGraphs(StepTimer(torch.device("cpu")), lambda: None, GraphPool(torch.device("cuda:0")))
     runs: list[int] = []
 

@@ -11,14 +11,13 @@ import torch
 
 from cuda_ext import SplatRows, tell_lines
 from cuda_ext.ops.row_exchange import RECORD_FLOATS
-from cuda_ext.reference.boxes import groups_of
 from ns_multigpu.core import staying_rows
 from ns_multigpu.core.kernels import ToldLines
 from ns_multigpu.core.staying_rows import PeerReplicas
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.gaussians.kernels import GaussianReplicaRows
+from ns_multigpu.primitives.gaussians.kernels import GaussianKernels, GaussianReplicaRows
 from strategies import STRATEGIES
-from tests.ranks import run_ranks, skip_without_gpus
+from tests.ranks import run_ranks
 from tests.strategies import test_law_steps
 from tests.strategies.shared_memory import SharedFile
 from tests.strategies.test_law_steps import (
@@ -30,21 +29,19 @@ from tests.strategies.test_law_steps import (
     check_step,
     count_of,
     points_of,
-    step_of,
     take_one,
 )
 
 
-def by_shared_memory(folder: Path, world: World, primitive: str, mode: str, groups: int = 0) -> Any:
-    """A step of `batch` in which nothing but barriers goes through collectives. With groups, points without rows take
-    it before rows arrive."""
+def by_shared_memory(folder: Path, world: World, primitive: str, mode: str) -> Any:
+    """A step of `batch` in which nothing but barriers goes through collectives."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staying_rows, "PeerBuffer", SharedFile)
         usual, made = test_law_steps.make_transport, list[Any]()
         patch.setattr(
             test_law_steps, "make_transport",
-            lambda *all, **some: made.append(usual(*all, **{**some, "peer": True, "groups": groups})) or made[-1],
+            lambda *all, **some: made.append(usual(*all, **{**some, "peer": True})) or made[-1],
         )  # fmt: skip
         kind, whole = points_of(primitive, POINTS, torch.float32, world.device)
         sent = world.traffic.sent
@@ -53,8 +50,7 @@ def by_shared_memory(folder: Path, world: World, primitive: str, mode: str, grou
     assert world.traffic.sent == sent, "no collective has carried rows"
     told, most = made[0], sum(one.nbytes for one in made[0]._replicas.everyone) // world.size
     line = (told.step_bytes(7) - told.step_bytes(6)) // (world.size - 1)
-    marks = -(-(groups + groups // 4) // 16) * 16
-    assert told.step_bytes(0) == (world.size - 1) * (told._messages[0].nbytes + marks)
+    assert told.step_bytes(0) == (world.size - 1) * told._messages[0].nbytes
     lines = len(told._replicas.everyone[0]) // world.size
     # Of the record of a 3D Gaussian's gradients a quarter means nothing.
     assert line == (most // lines if primitive in OTHERS else 76)
@@ -66,30 +62,6 @@ def by_shared_memory(folder: Path, world: World, primitive: str, mode: str, grou
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_through_each_others_memory_equals_single(tmp_path: Path, mode: str, ranks: int, primitive: str) -> None:
     check_step(run_ranks(partial(by_shared_memory, tmp_path), ranks, primitive, mode), "batch", primitive, LANDSCAPE)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("mode", MODES)
-def test_points_without_rows_may_go_ahead(tmp_path: Path, mode: str, ranks: int) -> None:
-    step = partial(by_shared_memory, tmp_path)
-    check_step(run_ranks(step, ranks, KERNELS[1], mode, groups_of(POINTS)), "batch", KERNELS[1], LANDSCAPE)
-
-
-def ahead_on_gpus(world: World, mode: str) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        usual = test_law_steps.make_transport
-        patch.setattr(
-            test_law_steps, "make_transport", lambda *all, **some: usual(*all, **some, groups=groups_of(POINTS))
-        )
-        return step_of(world, "batch", KERNELS[1], LANDSCAPE, mode)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("mode", MODES)
-def test_points_without_rows_may_go_ahead_on_gpus(mode: str, ranks: int) -> None:
-    skip_without_gpus(ranks)
-    check_step(run_ranks(ahead_on_gpus, ranks, mode, device="cuda"), "batch", KERNELS[1], LANDSCAPE)
 
 
 class Numbers:
@@ -135,6 +107,25 @@ def test_nobody_writes_what_another_has_still_to_read(tmp_path: Path) -> None:
     assert run_ranks(partial(two_steps, tmp_path), 2) == [[[10.0, 11.0, 1, 1], [20.0, 21.0, 2, 2]]] * 2
 
 
+def without_statistics(folder: Path, world: World) -> tuple[int, list[bool]]:
+    """What is told of a row, and of which arrays there is anything, where nobody counts."""
+    SharedFile.folder = folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staying_rows, "PeerBuffer", SharedFile)
+        told = PeerReplicas(world, GaussianKernels(degree=0, counted=False), rows=8, capacity=8, words=1)
+        ones = torch.ones(8, 3)
+        ids, radii = torch.ones(8, dtype=torch.int32), torch.ones(8, 2, dtype=torch.int32)
+        rows = SplatRows(ids, ids, torch.tensor([8]), ones[:, :2], ones, ones[:, 0], ones, ones[:, 0], radii)
+        told._table.fill_(1.0)
+        with pytest.raises(StopIteration):
+            next(told.bring_back(rows, torch.empty(0), torch.tensor([8]), range(1)))
+        return told.step_bytes(1) - told.step_bytes(0), [bool(one.any()) for one in told._replicas.everyone]
+
+
+def test_conics_are_told_for_statistics_alone(tmp_path: Path) -> None:
+    assert run_ranks(partial(without_statistics, tmp_path), 2) == [(76 - 12, [True, True, True, False, True])] * 2
+
+
 def test_what_is_told_through_memory_is_what_collectives_tell() -> None:
     """Of the rows that there are, the numbers that mean something; no gradient where a colour is clamped at black."""
     g, lines, room = torch.Generator().manual_seed(0), 5, 8
@@ -147,7 +138,7 @@ def test_what_is_told_through_memory_is_what_collectives_tell() -> None:
     replicas = GaussianReplicaRows(room, torch.device("cpu"))
     told = replicas.told(rows, records, 3)
     places = torch.tensor([[one.data_ptr() for one in replicas.everyone]])
-    tell_lines(told.arrays, told.taken, rows.count, places, told.gate, told.gate_column, offset=told.offset)
+    tell_lines(told.arrays, told.taken, rows.count, places, told.gate, told.gate_column, told.offset)
     for there, mine in zip(replicas.everyone, replicas.mine(rows, records.clone(), 3), strict=True):
         wide = there.dim() == 2 and there.shape[1] == RECORD_FLOATS
         expected = mine[:lines, :12] if wide else mine[:lines]

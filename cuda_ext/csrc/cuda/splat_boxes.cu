@@ -51,27 +51,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Rows that follow each other mostly have one group: the first of them in a warp writes.
-__global__ void __launch_bounds__(kThreads)
-    marks_kernel(const int32_t* point_ids, const int64_t* count, int rows, int groups, uint8_t* marks) {
-  const int row = blockIdx.x * kThreads + threadIdx.x;
-  if (row >= rows || row >= *count) return;
-  const int point = point_ids[row], group = point / kBoxPoints;
-  if (point < 0 || group >= groups) return;
-  const bool leads = (threadIdx.x & 31) == 0 || point_ids[row - 1] / kBoxPoints != group;
-  if (leads) marks[group] = 1;
-}
-
 }  // namespace
-
-cudaError_t mark_groups_launch(const int32_t* point_ids, const int64_t* count, int rows, int groups, uint8_t* marks,
-                               cudaStream_t stream) {
-  if (groups == 0) return cudaSuccess;
-  const cudaError_t status = cudaMemsetAsync(marks, 0, groups, stream);
-  if (status != cudaSuccess || rows == 0) return status;
-  marks_kernel<<<(rows + kThreads - 1) / kThreads, kThreads, 0, stream>>>(point_ids, count, rows, groups, marks);
-  return cudaGetLastError();
-}
 
 cudaError_t splat_boxes_launch(const float* means, const float* log_scales, int points, float* boxes,
                                cudaStream_t stream) {

@@ -22,8 +22,4 @@ cudaError_t splat_boxes_launch(const float* means, const float* log_scales, int 
 cudaError_t box_views_launch(const float* boxes, int groups, const Views& views, float eps2d, const float* table,
                              bool compact, uint8_t* shows, cudaStream_t stream);
 
-// Writes marks [groups]: 1 where one of the first *count rows is of the group, else 0.
-cudaError_t mark_groups_launch(const int32_t* point_ids, const int64_t* count, int rows, int groups, uint8_t* marks,
-                               cudaStream_t stream);
-
 }  // namespace nsmg

@@ -1,4 +1,4 @@
-// ns_multigpu::splat_boxes, box_views and mark_groups on CUDA.
+// ns_multigpu::splat_boxes and ns_multigpu::box_views on CUDA.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -46,22 +46,10 @@ at::Tensor box_views(const at::Tensor& boxes_, const at::Tensor& viewmats_, cons
   return shows;
 }
 
-void mark_groups(const at::Tensor& point_ids_, const at::Tensor& count_, const at::Tensor& marks) {
-  const at::Tensor point_ids = cuda_ints(point_ids_, "point_ids", {-1}, point_ids_);
-  const at::Tensor count = cuda_checked(count_, "count", {1}, at::kLong, point_ids);
-  TORCH_CHECK_VALUE(cuda_checked(marks, "marks", {-1}, at::kByte, point_ids).is_same(marks),
-                    "marks must be contiguous: it is written in place.");
-  const c10::cuda::CUDAGuard guard(point_ids.device());
-  NSMG_CUDA_CHECK(mark_groups_launch(point_ids.const_data_ptr<int32_t>(), count.const_data_ptr<int64_t>(),
-                                     cuda_count(point_ids.size(0), "rows"), cuda_count(marks.size(0), "marks"),
-                                     marks.mutable_data_ptr<uint8_t>(), c10::cuda::getCurrentCUDAStream()));
-}
-
 }  // namespace
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   m.impl("splat_boxes", &nsmg::splat_boxes);
   m.impl("box_views", &nsmg::box_views);
-  m.impl("mark_groups", &nsmg::mark_groups);
 }

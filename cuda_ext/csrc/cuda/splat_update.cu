@@ -50,14 +50,6 @@ __device__ __forceinline__ void stage(const float* from, float* to, int floats, 
   if (i < floats) to[i] = from[i];
 }
 
-// Whether the group belongs to the other part of a step.
-__device__ __forceinline__ bool left_out(const UpdateMarks& marks, int group, int groups) {
-  if (marks.at == nullptr) return false;
-  bool marked = false;
-  for (int s = 0; s < marks.callers; ++s) marked |= marks.at[int64_t{s} * groups + group] != 0;
-  return marked != marks.marked;
-}
-
 template <int Degree, bool Selective, typename Moment>
 __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_constant__ UpdateLaunch launch) {
   extern __shared__ float4 storage[];
@@ -66,7 +58,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int groups = update_groups(launch.points);
   const int group = blockIdx.x * kUpdateWarps + warp;
-  if (group >= groups || left_out(launch.marks, group, groups)) return;  // there are no barriers below
+  if (group >= groups) return;  // there are no barriers below
   const int first = group * kGroup;
   const int size = smaller(kGroup, launch.points - first);
   const bool inside = lane < size;
@@ -77,7 +69,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
   float* rest = shared + kRestAt;
 
   bool shown = false;
-  for (int v = lane; launch.starts != nullptr && v < launch.views.count; v += 32) {
+  for (int v = lane; v < launch.views.count; v += 32) {
     const int32_t* start = launch.starts + int64_t{v} * (groups + 1) + group;
     shown |= start[0] != start[1];
   }
@@ -146,8 +138,6 @@ cudaError_t launch_degree(const UpdateLaunch& launch, cudaStream_t stream) {
 
 cudaError_t splat_update_launch(const UpdateLaunch& launch, cudaStream_t stream) {
   const int groups = update_groups(launch.points);
-  // Without rows there is no colour, and so no degree.
-  if (launch.starts == nullptr) return launch.points > 0 ? launch_degree<0>(launch, stream) : cudaSuccess;
   const int64_t starts = launch.points > 0 ? int64_t{launch.views.count} * (groups + 1) : 0;
   if (starts == 0 && launch.witness.at != nullptr) {
     const cudaError_t status = cudaMemsetAsync(launch.witness.at, 0, sizeof(float), stream);

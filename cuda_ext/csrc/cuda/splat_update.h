@@ -42,13 +42,6 @@ struct UpdateWitness {
   int first_view, end_view;
 };
 
-// Which groups of points have rows at all, as S callers say: for steps in two parts. Those that nobody marked need no row.
-struct UpdateMarks {
-  const uint8_t* at;  // [S, groups], or null: all groups take their step
-  int callers;
-  bool marked;  // which of the two parts this is
-};
-
 struct UpdateSettings {
   int degree;
   float eps2d;
@@ -66,9 +59,8 @@ struct UpdateLaunch {
   UpdateGradients gradients;
   UpdateStatistics statistics;
   UpdateWitness witness;
-  UpdateMarks marks;
   UpdateSettings settings;
-  int32_t* starts;  // [views, groups + 1]: where a view's rows of a group begin; null of groups that nobody marked
+  int32_t* starts;  // [views, groups + 1]: where a view's rows of a group begin
   float* boxes;     // of the points' groups, widened to what is written; or null
   LazyState lazy;   // null pointers: every point takes every step
   Views views;

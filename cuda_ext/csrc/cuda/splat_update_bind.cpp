@@ -28,8 +28,7 @@ void splat_update(at::TensorList params, at::TensorList exp_avgs, at::TensorList
                   const at::Tensor& seen, const at::Tensor& radii_max, int64_t degree, double eps2d, double near_plane,
                   double far_plane, bool antialiased, bool absgrad, bool selective, double opacity_weight,
                   double scale_weight, const Optional& last, const Optional& table, const Optional& steps,
-                  const Optional& witness, at::IntArrayRef witness_views, const Optional& boxes, const Optional& marks_,
-                  bool marked) {
+                  const Optional& witness, at::IntArrayRef witness_views, const Optional& boxes) {
   UpdateLaunch launch = {};
   put_parameters({params, exp_avgs, exp_avg_sqs}, launch);
   launch.lazy = lazy_state(last, table, steps, params[kMeans]);
@@ -102,23 +101,14 @@ void splat_update(at::TensorList params, at::TensorList exp_avgs, at::TensorList
                       all ? launch.views.count : cuda_count(witness_views[1], "views")};
   }
   if (boxes.has_value()) launch.boxes = in_place(*boxes, "boxes", {box_groups(launch.points), kBoxFloats}, means);
-  Optional marks;
-  if (marks_.has_value()) {
-    TORCH_CHECK_VALUE(!selective && launch.lazy.last == nullptr, "marks are for steps that all points take: neither "
-                      "selective nor lazy ones.");
-    marks = cuda_checked(*marks_, "marks", {-1, update_groups(launch.points)}, at::kByte, means);
-    launch.marks = {marks->const_data_ptr<uint8_t>(), cuda_count(marks->size(0), "marks"), marked};
-  }
   launch.settings = {static_cast<int>(degree),  static_cast<float>(eps2d),          antialiased,
                      absgrad,                   selective,                          static_cast<float>(opacity_weight),
                      static_cast<float>(scale_weight)};
 
   const c10::cuda::CUDAGuard guard(means.device());
-  at::Tensor starts;
-  if (!marks.has_value() || marked) {
-    starts = at::empty({views * (update_groups(launch.points) + 1)}, means.options().dtype(at::kInt));
-    launch.starts = starts.mutable_data_ptr<int32_t>();
-  }
+  const at::Tensor starts =
+      at::empty({views * (update_groups(launch.points) + 1)}, means.options().dtype(at::kInt));
+  launch.starts = starts.mutable_data_ptr<int32_t>();
   NSMG_CUDA_CHECK(splat_update_launch(launch, c10::cuda::getCurrentCUDAStream()));
 }
 

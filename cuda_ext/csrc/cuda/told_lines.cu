@@ -8,6 +8,7 @@ namespace nsmg {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kBlocks = 1024;  // of an array, at most: a block takes what is left in turns
 
 // 0 for what is shut, bit for bit; a gate that is no number is open, as in torch's ReLU.
 __device__ __forceinline__ void shut(int4& words, int64_t line, int column, const Told& told) {
@@ -22,6 +23,7 @@ __device__ __forceinline__ void shut(int4& words, int64_t line, int column, cons
 __global__ void __launch_bounds__(kThreads)
     tell_lines_kernel(const Told told, const int64_t* real_, const int64_t* destinations, int ranks) {
   const ToldArray array = told.arrays[blockIdx.y];
+  if (array.taken == 0) return;
   const int64_t given = *real_, real = given < told.capacity ? given : told.capacity;
   const int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x, stride = int64_t(gridDim.x) * kThreads;
   const bool gated = told.gate != nullptr && blockIdx.y + 1 == told.count;
@@ -56,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t tell_lines_launch(const Told& told, const int64_t* real, const int64_t* destinations, int ranks,
-                              int most_blocks, cudaStream_t stream) {
+                              cudaStream_t stream) {
   if (told.capacity == 0 || told.count == 0) return cudaSuccess;
   int64_t most = 0;
   for (int k = 0; k < told.count; ++k) {
@@ -64,7 +66,7 @@ cudaError_t tell_lines_launch(const Told& told, const int64_t* real, const int64
     most = quads > most ? quads : most;
   }
   const int64_t wanted = (most + kThreads - 1) / kThreads;
-  const dim3 blocks(unsigned(wanted < most_blocks ? wanted : most_blocks), unsigned(told.count));
+  const dim3 blocks(unsigned(wanted < kBlocks ? wanted : kBlocks), unsigned(told.count));
   tell_lines_kernel<<<blocks, kThreads, 0, stream>>>(told, real, destinations, ranks);
   return cudaGetLastError();
 }

@@ -18,7 +18,7 @@ struct ToldArray {
 
 // What is told: `count` arrays of `capacity` lines. Where gate [capacity, gate_width] is not null, words gate_column and
 // those after it of the last array are floats, and 0 where the gate is not above 0. `offset` is added to the words of the
-// first array, whose width is then no multiple of 4.
+// first array, whose width is then no multiple of 4. An array of which nothing is taken is not told.
 struct Told {
   ToldArray arrays[kMostTold];
   int count, capacity;
@@ -29,8 +29,7 @@ struct Told {
 
 // real [1] in device memory: how many lines there are; what lies behind the capacity is not told. destinations
 // [ranks, count] in device memory: where each rank keeps each array, aligned to 16 bytes.
-// most_blocks: of an array; a block takes what is left in turns.
 cudaError_t tell_lines_launch(const Told& told, const int64_t* real, const int64_t* destinations, int ranks,
-                              int most_blocks, cudaStream_t stream);
+                              cudaStream_t stream);
 
 }  // namespace nsmg

@@ -14,11 +14,10 @@ namespace nsmg {
 namespace {
 
 void tell_lines(at::TensorList arrays, at::IntArrayRef taken, const at::Tensor& count_, const at::Tensor& destinations_,
-                const std::optional<at::Tensor>& gate_, int64_t gate_column, int64_t blocks, int64_t offset) {
+                const std::optional<at::Tensor>& gate_, int64_t gate_column, int64_t offset) {
   TORCH_CHECK_VALUE(!arrays.empty() && arrays.size() <= kMostTold && arrays.size() == taken.size(),
                     "tell_lines takes 1 to ", kMostTold, " arrays and as many numbers, not ", arrays.size(), " and ",
                     taken.size(), ".");
-  TORCH_CHECK_VALUE(blocks >= 1, "blocks is ", blocks, "; it must be 1 at least.");
   const int64_t lines = arrays[0].size(0), told_count = int64_t(arrays.size());
   const at::Tensor count = cuda_checked(count_, "count", {1}, at::kLong, arrays[0]),
                    destinations = cuda_checked(destinations_, "destinations", {-1, told_count}, at::kLong, arrays[0]);
@@ -34,9 +33,9 @@ void tell_lines(at::TensorList arrays, at::IntArrayRef taken, const at::Tensor& 
     TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(array.const_data_ptr()) % 16 == 0, "array ", k,
                       " must begin at a multiple of 16 bytes.");
     const int width = lines == 0 ? 1 : int(array.numel() / lines);
-    TORCH_CHECK_VALUE(taken[k] >= 1 && taken[k] <= width && (width % 4 == 0 || taken[k] == width), "of array ", k, " ",
-                      taken[k], " words a line are to be taken: need 1 to ", width,
-                      ", and all of them where they are no multiple of 4.");
+    TORCH_CHECK_VALUE(taken[k] >= 0 && taken[k] <= width && (width % 4 == 0 || taken[k] % width == 0), "of array ", k,
+                      " ", taken[k], " words a line are to be taken: need 0 to ", width,
+                      ", and all of them or none where they are no multiple of 4.");
     told.arrays[k] = {static_cast<const int32_t*>(array.const_data_ptr()), width, int(taken[k])};
   }
   told.offset = int(offset);
@@ -56,8 +55,7 @@ void tell_lines(at::TensorList arrays, at::IntArrayRef taken, const at::Tensor& 
   }
   const c10::cuda::CUDAGuard guard(arrays[0].device());
   NSMG_CUDA_CHECK(tell_lines_launch(told, count.const_data_ptr<int64_t>(), destinations.const_data_ptr<int64_t>(),
-                                    cuda_count(destinations.size(0), "ranks"), cuda_count(blocks, "blocks"),
-                                    c10::cuda::getCurrentCUDAStream()));
+                                    cuda_count(destinations.size(0), "ranks"), c10::cuda::getCurrentCUDAStream()));
 }
 
 }  // namespace

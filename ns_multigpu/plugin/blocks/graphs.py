@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from cuda_ext import add_clock
 from ns_multigpu.core.assignment import MOST_KEPT
 from ns_multigpu.core.transports import Collective, Parts
 from ns_multigpu.plugin.blocks.timing import StepTimer
@@ -73,9 +74,9 @@ class GraphPool:
         torch.cuda.current_stream().wait_stream(stream)
         return graph
 
-    def event(self) -> Any:
-        """An event that notes its time at each replay of the graph in which it is recorded."""
-        return torch.cuda.Event(enable_timing=True, external=True)
+    def clock(self) -> torch.Tensor:
+        """[1] int64, for `add_clock`."""
+        return torch.zeros(1, dtype=torch.int64, device=self._device)
 
 
 def capture_parts(pool: GraphPool, step: Parts[T], stream: torch.cuda.Stream | None = None) -> tuple[list[Any], T]:
@@ -104,12 +105,10 @@ def capture_parts(pool: GraphPool, step: Parts[T], stream: torch.cuda.Stream | N
 
 @dataclass(frozen=True)
 class _Captured:
-    """A step: graphs, and collectives between them; what its parts returned, tensors that a replay writes again; and
-    the events around what graphs exchange."""
+    """A step: graphs, and collectives between them; and what its parts returned, tensors that a replay writes again."""
 
     chain: list[Any]
     result: Any
-    exchanges: list[tuple[Any, Any]]
 
 
 class StepGraphs:
@@ -126,9 +125,12 @@ class StepGraphs:
         self._captured: dict[Hashable, _Captured] = {}
         self._seen: set[Hashable] = set()
         self._retired: list[Any] = []  # see `GraphPool`
-        self._exchanges: list[tuple[Any, Any]] | None = None  # of what is being captured
-        self._last: _Captured | None = None  # replayed, as were so many since `count_exchanges` was called
-        self._replays = 0
+        self._captures = False  # now
+        # How long graphs have exchanged, in nanoseconds: on the device, None before there are any; as it has told the
+        # host last; and what of that has been counted.
+        self._clock: torch.Tensor | None = None
+        self._told = torch.zeros(1, dtype=torch.int64)
+        self._counted = 0
 
     def forget(self) -> None:
         """The step has changed. Its graphs go when the next ones, which take over their memory, are there."""
@@ -137,7 +139,6 @@ class StepGraphs:
         graphs = [part for chain in chains for part in chain if not isinstance(part, Collective)]
         self._retired = graphs or self._retired
         self._captured, self._seen = {}, set()
-        self._last, self._replays = None, 0
 
     def take(self, key: Hashable, parts: Callable[[], Parts[Any]]) -> Any:
         """Takes one step, whose inputs are in place.
@@ -167,31 +168,30 @@ class StepGraphs:
                 del self._captured[next(iter(self._captured))]
         one = self._captured[key] = self._captured.pop(key)
         self._replay(one.chain)
-        self._last, self._replays = one, self._replays + 1
         return one.result
 
     def measure(self, part: str) -> AbstractContextManager[None]:
-        """Counts the enclosed work of a step to `part`: by the timer, or by events in the graph that captures it."""
-        if self._exchanges is None:
+        """Counts the enclosed work of a step to `part`: by the timer, or by the clock in the graph that captures it."""
+        if not self._captures:
             return self._timer.measure(part)
-        return self._note_exchange(self._exchanges) if part == "exchange" else nullcontext()
+        return self._clocked() if part == "exchange" else nullcontext()
 
     def count_exchanges(self) -> None:
-        """Counts to `exchange` what was exchanged within graphs, and so was counted to `compute`: all steps since the
-        last call as if they were like the last one. The device must be done with them."""
-        if self._last is not None:
-            taken = sum(first.elapsed_time(last) for first, last in self._last.exchanges) / 1e3
-            self._timer.move("compute", "exchange", taken * self._replays)
-        self._last, self._replays = None, 0
+        """Counts to `exchange` what was exchanged within graphs up to the last call, and so was counted to `compute`.
+        What has been since then comes with the next: nobody waits for the device, which must be done with all of it."""
+        if self._clock is None:
+            return
+        told = int(self._told)
+        self._timer.move("compute", "exchange", (told - self._counted) / 1e9)
+        self._counted = told
+        self._told.copy_(self._clock, non_blocking=True)
 
     @contextmanager
-    def _note_exchange(self, exchanges: list[tuple[Any, Any]]) -> Generator[None]:
-        assert self._pool is not None
-        first, last = self._pool.event(), self._pool.event()
-        first.record()
+    def _clocked(self) -> Generator[None]:
+        assert self._clock is not None, "made before a capture"
+        add_clock(self._clock, -1)
         yield
-        last.record()
-        exchanges.append((first, last))
+        add_clock(self._clock, 1)
 
     def _as_it_comes(self, parts: Callable[[], Parts[Any]]) -> Any:
         step, waits = parts(), False
@@ -210,13 +210,14 @@ class StepGraphs:
 
     def _capture(self, pool: GraphPool, step: Parts[Any]) -> _Captured:
         pool.prepare()
-        exchanges: list[tuple[Any, Any]] = []
-        self._exchanges = exchanges
+        if self._clock is None:
+            self._clock = pool.clock()
+            self._told = torch.zeros(1, dtype=torch.int64, pin_memory=self._clock.is_cuda)
+        self._captures = True
         try:
-            chain, result = capture_parts(pool, step)
+            return _Captured(*capture_parts(pool, step))
         finally:
-            self._exchanges = None
-        return _Captured(chain, result, exchanges)
+            self._captures = False
 
     def _replay(self, chain: list[Any]) -> None:
         waits = False

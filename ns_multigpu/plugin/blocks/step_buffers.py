@@ -22,10 +22,6 @@ from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 
-_APART_FROM = 1 << 18
-"""Points of a replicated model from which on those without rows take their step while rows are on their way. It costs
-a barrier, and hides what the exchange of a large model takes."""
-
 
 class StepBuffers:
     """The buffers of one rank's steps. Those of other sizes go before new ones are made: they take each other's memory.
@@ -98,21 +94,14 @@ class StepBuffers:
         if world.is_main and world.size > 1:
             CONSOLE.print(choice.reason)
 
-    def transport(self, settings: StepSettings, kernels: Kernels, points: int = 0) -> Transport | StagedRows:
-        """What carries rows, and their gradients.
-
-        Args:
-            points: of the model, where all of them take every step; else 0.
-        """
+    def transport(self, settings: StepSettings, kernels: Kernels) -> Transport | StagedRows:
+        """What carries rows, and their gradients."""
         rows, words = settings.rows, settings.words(self._strategy.assignment)
         pairs = self.pairs(settings.segment)
-        groups = kernels.groups(points) if self.tells and points >= _APART_FROM else 0
-        old, shape = self._transport, (rows, groups, pairs, words)
+        old, shape = self._transport, (rows, pairs, words)
         if old is not None and type(old.kernels) is type(kernels):
-            same = self._shape == shape
-            if not same and self._shape[2:] == shape[2:] and isinstance(old, PeerReplicas):
-                same = old.fit(rows, groups)
-            if same:
+            fits = isinstance(old, PeerReplicas) and self._shape[1:] == shape[1:] and old.fit(rows)
+            if fits or self._shape == shape:
                 self._shape = shape
                 old.kernels = kernels  # what they differ in is not what a row is
                 return old
@@ -121,7 +110,7 @@ class StepBuffers:
         self._transport = make_transport(
             self._strategy.rows, self._strategy.gradients, self._world, kernels, rows, pairs, words,
             peer=self._reach or self.tells, atomics=self._atomics, half=self._half, slots=self._by_sort,
-            stages=self.stages, groups=groups,
+            stages=self.stages,
         )  # fmt: skip
         return self._transport
 

@@ -52,6 +52,7 @@ from ns_multigpu.plugin.blocks.ways import Ways
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.plugin.faults.out_of_memory import Counts
 from ns_multigpu.plugin.model import exposures
+from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 
 MOST_STEPS = 64
 """Steps of a block at most: so long a signal, or the viewer, may have to wait."""
@@ -296,7 +297,7 @@ class Training:
         )  # fmt: skip
         # Where every rank sees every row, rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
         counted = counts and (self._world.is_main or not strategy.gradients.summed)
-        transport = self._buffers.transport(settings, kernels, self._points.rows if self._lazy is None else 0)
+        transport = self._buffers.transport(settings, kernels)
         self._buffers.make_pictures(settings, kind)
         return Step(
             kernels, self._points.params, self._points.moments, self._points.statistics if counted else {}, settings,
@@ -314,7 +315,7 @@ class Training:
         more = {"losses": dict(losses)} if losses else {}
         kernels = primitive.kernels(selective=options.selective_adam, **self._noise.weights(), **more)
         assert kernels is not None, "asked before: see `fused_options.obstacle`"
-        return kernels
+        return replace(kernels, counted=False) if not counts and isinstance(kernels, GaussianKernels) else kernels
 
     def _mse(self, step: Step) -> Tensor:
         """[] this rank's share of the last step's mean squared error."""

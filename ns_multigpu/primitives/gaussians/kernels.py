@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.boxes import mark_groups, new_boxes, splat_boxes
+from cuda_ext.ops.boxes import new_boxes, splat_boxes
 from cuda_ext.ops.fused import SplatRows, splat_forward, splat_update
 from cuda_ext.ops.lazy_adam import LazyAdam, splat_flush
 from cuda_ext.ops.row_exchange import RECORD_FLOATS
-from cuda_ext.reference.boxes import groups_of
 from ns_multigpu.core.kernels import Cameras, Model, ReplicaRows, ToldLines
 from ns_multigpu.core.schema import flat
 from ns_multigpu.primitives.gaussians.row_kernels import GaussianRowKernels
@@ -21,6 +20,8 @@ _COLORS = slice(6, 9)
 _MEANT = 12
 """Numbers of a gradient's record that mean something, which are its first."""
 """Where a gradient record has those of the colours."""
+_CONICS = 3
+"""Which of the arrays that are told has the conics: of them densification makes radii."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class GaussianKernels(GaussianRowKernels):
             same to a hundredth after 4000 of them.)
         opacity_weight, scale_weight: see `splat_update`; of the whole model's sums.
         depth: `draw` blends depths too, as a fourth number of the colour; then there is no way back.
+        counted: see `Kernels`.
     """
 
     degree: int
@@ -48,6 +50,7 @@ class GaussianKernels(GaussianRowKernels):
     opacity_weight: float = 0.0
     scale_weight: float = 0.0
     depth: bool = False
+    counted: bool = True
 
     parameters = ORDER
 
@@ -87,7 +90,7 @@ class GaussianKernels(GaussianRowKernels):
 
     def update(
         self, model: Model, cameras: Cameras, scalars: Tensor, rows: SplatRows, records: Tensor, witness: Tensor,
-        witness_views: range | None, marks: Tensor | None = None, marked: bool = True,
+        witness_views: range | None,
     ) -> None:  # fmt: skip
         statistics = model.statistics
         splat_update(
@@ -96,14 +99,8 @@ class GaussianKernels(GaussianRowKernels):
             far=self.far, antialiased=self.antialiased, absgrad=self.absgrad, grad2d=statistics.get("grad2d"),
             seen=statistics.get("count"), radii_max=statistics.get("radii"), selective=self.selective,
             opacity_weight=self.opacity_weight, scale_weight=self.scale_weight, lazy=model.lazy, witness=witness,
-            witness_views=witness_views, boxes=model.boxes, marks=marks, marked=marked,
+            witness_views=witness_views, boxes=model.boxes,
         )  # fmt: skip
-
-    def groups(self, points: int) -> int:
-        return 0 if self.selective else groups_of(points)
-
-    def mark(self, rows: SplatRows, marks: Tensor) -> None:
-        mark_groups(rows.point_ids, rows.count, marks)
 
     def flush(self, model: Model) -> None:
         if model.lazy is not None:
@@ -136,7 +133,7 @@ class GaussianReplicaRows(ReplicaRows):
 
     def told(self, rows: SplatRows, records: Tensor, first_view: int) -> ToldLines:
         arrays = [rows.view_ids, rows.point_ids, rows.radii, rows.conics, records]
-        return ToldLines(arrays, [1, 1, 2, 3, _MEANT], rows.features, _COLORS.start, first_view)
+        return ToldLines(arrays, [1, 1, 2, 3, _MEANT], rows.features, _COLORS.start, first_view, (_CONICS,))
 
     def rows(self, counts: Tensor) -> tuple[SplatRows, Tensor]:
         view_ids, point_ids, radii, conics, records = self.everyone
