@@ -14,7 +14,7 @@ from ns_multigpu.plugin.launch import quick_imports, worker_server
 
 quick_imports.hasten()
 if worker_server.wanted(sys.argv):
-    worker_server.start(["ns_multigpu.plugin.train.config"])  # it imports all that a worker needs
+    worker_server.keep_off_gpus()
 
 city = DataParserSpecification(
     config=CityDataParserConfig(),

@@ -1,13 +1,17 @@
 """Workers of `ns-train` are forked from a server that has imported what they need."""
 
+import ctypes
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from ns_multigpu.plugin.launch.worker_server import wanted
+from ns_multigpu.plugin.launch import worker_server
+from ns_multigpu.plugin.launch.worker_server import BY_NVML, wanted
 from tests.plugin.test_launch import HANG, ROOT, alive, environment, wait_until
 from tests.plugin.toy import reports
 
@@ -46,8 +50,10 @@ from ns_multigpu.plugin.launch.launcher import run_workers
 from tests.plugin.toy import ToyConfig
 
 if __name__ == "__main__":
-    worker_server.start(["tests.plugin.toy"])
-    assert worker_server.serving() and "PYTORCH_NVML_BASED_CUDA_CHECK" not in __import__("os").environ
+    worker_server.keep_off_gpus()
+    assert __import__("os").environ.get(worker_server.BY_NVML) == "1"
+    worker_server.start()
+    assert worker_server.serving() and worker_server.BY_NVML not in __import__("os").environ
     Path(sys.argv[1], "server").write_text(str(forkserver._forkserver._forkserver_pid))
     run_workers(ToyConfig(sys.argv[1]), 2)
 """
@@ -77,6 +83,76 @@ def test_a_worker_that_is_killed_ends_all_and_is_named(tmp_path: Path) -> None:
     _, said = (process := run(tmp_path, "kill")).communicate(timeout=HANG)
     assert process.returncode == 1 and "Worker 1 was killed by SIGKILL" in said
     assert all(wait_until(lambda pid=one["pid"]: not alive(pid), 30) for one in reports(tmp_path))
+
+
+COPY = """
+import sys, threading
+import torch
+from ns_multigpu.plugin.launch import worker_server
+from ns_multigpu.plugin.launch.launcher import run_workers
+from tests.plugin.toy import ToyConfig
+
+class Config(ToyConfig):
+    def setup(self, **kwargs):
+        import multiprocessing.forkserver
+        multiprocessing.forkserver._forkserver._lock.acquire(timeout=5) or sys.exit("its lock is held")
+        multiprocessing.forkserver._forkserver._lock.release()
+        if not sys.modules["__main__"].__dict__.get("IMPORTED_HERE"):
+            sys.exit("this worker has imported what it runs")
+        torch.set_num_threads(2)
+        torch.ones(1 << 20).add_(1).sum()
+        return super().setup(**kwargs)
+
+if __name__ == "__main__":
+    IMPORTED_HERE = True
+    torch.set_num_threads(2)
+    before = torch.ones(1 << 20).add_(1).sum()  # OpenMP has threads now
+    print("once", end="")
+    worker_server.start()
+    assert worker_server.serving()
+    run_workers(Config(sys.argv[1]), 2)
+"""
+
+
+def test_workers_are_copies_of_the_process_with_threads_of_their_own(tmp_path: Path) -> None:
+    """What it has imported they have, OpenMP's threads do not keep them waiting, and no lock is held for ever."""
+    (tmp_path / "main.py").write_text(COPY)
+    words = [sys.executable, str(tmp_path / "main.py"), str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "once" and len(reports(tmp_path)) == 2
+
+
+def test_nothing_is_forked_where_it_would_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_server.forkserver, "ensure_running", lambda: pytest.fail("forked"))
+    monkeypatch.setattr(worker_server.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(worker_server, "_openmp_rests", lambda: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_server, "_driver_in_use", lambda: True)
+        worker_server.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_server, "_openmp_rests", lambda: False)
+        worker_server.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_server.threading, "active_count", lambda: 2)
+        worker_server.start()
+    assert not worker_server.serving()
+
+
+@pytest.mark.parametrize(("status", "used"), [(3, False), (0, True), (100, True)])
+def test_whether_the_driver_is_in_use_is_asked_of_the_driver(
+    status: int, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuDeviceGetCount=lambda count: status))
+    assert worker_server._driver_in_use() == used
+
+
+def test_a_wish_of_the_users_about_nvml_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BY_NVML, "0")
+    monkeypatch.setattr(worker_server, "_outlives_fork", lambda: False)
+    worker_server.keep_off_gpus()
+    worker_server.start()
+    assert os.environ[BY_NVML] == "0"
 
 
 def _parent(pid: int) -> int:
