@@ -1,6 +1,9 @@
 """The methods are what they say."""
 
+import copy
 import dataclasses
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from nerfstudio.utils import misc
 from ns_multigpu.dataparsers import city
 from ns_multigpu.methods import nerfacto_xl, splatfacto_batch
 from ns_multigpu.plugin._moved import MOVED
+from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch import quick_imports
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
 from ns_multigpu.primitives.registry import KINDS
@@ -81,3 +85,39 @@ def test_a_function_is_compiled_when_it_is_called(monkeypatch: pytest.MonkeyPatc
     assert not compiled and double.__name__ == "double"
     assert [double(2, times=3), double(1, times=1)] == [12, 2]
     assert compiled == [(double.__wrapped__, {"dynamic": True})]
+
+
+ENDS = """
+import atexit, os, sys
+from ns_multigpu.plugin.launch import quick_imports
+class Circle:
+    def __init__(self):
+        self.itself = self
+    def __del__(self, write=os.write):
+        write(1, b"searched for\\n")
+class Alone:
+    def __del__(self, write=os.write):
+        write(1, b"closed\\n")
+atexit.register(os.write, 1, b"at exit\\n")
+if sys.argv[1] == "quickly":
+    quick_imports.end_quickly()
+circle, alone = Circle(), Alone()
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("how", "said"), [("quickly", ["closed"]), ("usually", ["closed", "searched for"])])
+def test_a_process_ends_quickly_but_as_it_should(how: str, said: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ENDS, how], capture_output=True, text=True)
+    first, *others = done.stdout.splitlines()
+    assert (done.returncode, first, sorted(others)) == (3, "at exit", said), done.stderr
+
+
+def test_a_run_ends_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = list[str]()
+    monkeypatch.setattr(quick_imports, "end_quickly", lambda: called.append("it is"))
+    config = copy.deepcopy(splatfacto_batch.config)
+    config.max_num_images = -1
+    with pytest.raises(InputError):
+        config.set_timestamp()
+    assert called

@@ -28,7 +28,7 @@ from ns_multigpu.plugin.checkpoint.verify import checkpoints_in, step_of
 from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
 from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.faults.signals import stop_before_training
-from ns_multigpu.plugin.launch import checks, worker_server
+from ns_multigpu.plugin.launch import checks, quick_imports, worker_server
 from ns_multigpu.plugin.launch.agreement import manifest_of
 from ns_multigpu.plugin.launch.commands import named_config, resume_command, with_options
 from ns_multigpu.plugin.launch.launcher import WorkerLauncher, cores, use_own_share_of_cores
@@ -153,6 +153,7 @@ class DistributedTrainerConfig(TrainerConfig):
             InputError: it is not possible.
         """
         show_uncaught()
+        quick_imports.end_quickly()
         run_parts().done("command line")
         if worker_server.wanted(sys.argv):
             worker_server.start()
