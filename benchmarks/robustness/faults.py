@@ -72,18 +72,24 @@ def command(output: Path, workers: int, images: int, every: int) -> list[str]:
 
 
 def workers_of(pid: int) -> list[int]:
-    """The worker processes that a launcher has running, the first one first: its own, or those of its fork server."""
+    """The worker processes that a launcher has running, the first one first: its own, or those of its fork server,
+    which is a copy of it."""
     found: list[int] = []
+    own = _words(pid)
     for child in _children(pid):
-        try:
-            words = Path(f"/proc/{child}/cmdline").read_bytes()
-        except OSError:
-            continue
+        words = _words(child)
         if b"spawn_main" in words:
             found.append(child)
-        elif b"forkserver" in words:
+        elif words and (b"forkserver" in words or words == own):
             found += _children(child)
     return found
+
+
+def _words(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _children(pid: int) -> list[int]:

@@ -101,7 +101,7 @@ class ToldLines(NamedTuple):
         arrays: in the order of `ReplicaRows.everyone`, a line a row. taken: of each, the words of a line that matter.
         gate, gate_column: of which of the last array's columns nothing is told where the gate is not above zero.
         offset: what is added to the first array's numbers.
-        for_statistics: which arrays nobody needs where no statistics are counted.
+        for_sizes: which arrays nobody needs where no sizes are counted.
     """
 
     arrays: Sequence[Tensor]
@@ -109,11 +109,11 @@ class ToldLines(NamedTuple):
     gate: Tensor | None = None
     gate_column: int = 0
     offset: int = 0
-    for_statistics: Collection[int] = ()
+    for_sizes: Collection[int] = ()
 
-    def words(self, counted: bool) -> list[int]:
-        """How many words of each array's lines are told, where statistics are counted or not."""
-        return [words if counted or k not in self.for_statistics else 0 for k, words in enumerate(self.taken)]
+    def words(self, sized: bool) -> list[int]:
+        """How many words of each array's lines are told, where sizes are counted or not."""
+        return [words if sized or k not in self.for_sizes else 0 for k, words in enumerate(self.taken)]
 
 
 class ReplicaRows(ABC):
@@ -155,14 +155,14 @@ class Kernels(ABC):
     Attributes:
         parameters: the names of the parameters in the order that operators take them.
         record_floats: numbers of a row's record: as it travels, and of its gradients.
-        counted: whether any rank gives `update` statistics.
+        sized: whether `update` counts on any rank how large points are on the screen.
         puts_off: whether `model` takes `lazy`. halves: whether `wire` takes `half`.
         terms: the losses that `more_losses` can take, by what they are of.
     """
 
     parameters: tuple[str, ...]
     record_floats: int
-    counted: bool = True
+    sized: bool = True
     puts_off: bool = True
     halves: bool = True
     terms: tuple[str, ...] = ()

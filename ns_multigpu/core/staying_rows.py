@@ -134,7 +134,7 @@ class PeerReplicas(OwnRows):
     def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         yield from ()
         told = self._replicas.told(rows, self._table, views.start)
-        words = told.words(self.kernels.counted)
+        words = told.words(self.kernels.sized)
         self._line_bytes = 4 * sum(words)
         mine = message.view(torch.int32)
         self._buffer.barrier()

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from ns_multigpu.plugin.blocks.first_room import FirstRoom
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from ns_multigpu.plugin.blocks.training import Training
+from ns_multigpu.primitives.gaussians.functions import Gaussians
+from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.plugin.course import POINTS, follow, write_capture
@@ -162,6 +165,18 @@ def sums_of(fused: str, world: World, folder: Path, tile: bool) -> dict[str, Any
     views = VIEWS if tile else VIEWS // world.size
     trainer = follow(world, folder / "capture", runs, options, 6, views, method=method, double=False)
     return {name: value.clone() for name, value in trainer.pipeline.model.densifier_state.items()}
+
+
+@pytest.mark.parametrize(("counts", "sums"), [(True, "grad2d radii"), (True, "grad2d"), (False, "grad2d radii")])
+def test_kernels_know_whether_sizes_are_counted(counts: bool, sums: str) -> None:
+    """Ranks tell each other conics for that alone; MCMC counts gradients at most."""
+    model = SimpleNamespace(
+        config=SimpleNamespace(use_absgrad=True, selective_adam=False), primitive=lambda depth: Gaussians(sh_degree=1)
+    )
+    noise, points = SimpleNamespace(weights=dict), SimpleNamespace(statistics=dict.fromkeys(sums.split()))
+    training: Any = SimpleNamespace(_model=model, _noise=noise, _points=points)
+    kernels = Training._kernels(training, 1, counts, [])
+    assert isinstance(kernels, GaussianKernels) and kernels.sized is (counts and "radii" in sums)
 
 
 @pytest.mark.parametrize("tile", [False, True])

@@ -17,6 +17,7 @@ from ns_multigpu.methods import nerfacto_xl, splatfacto_batch
 from ns_multigpu.plugin._moved import MOVED
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch import quick_imports
+from ns_multigpu.plugin.train import config as train_config
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
 from ns_multigpu.primitives.registry import KINDS
 
@@ -116,6 +117,8 @@ def test_a_process_ends_quickly_but_as_it_should(how: str, said: list[str]) -> N
 def test_a_run_ends_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     called = list[str]()
     monkeypatch.setattr(quick_imports, "end_quickly", lambda: called.append("it is"))
+    for name in ("show_uncaught", "stop_before_training"):  # they change how this process meets errors and signals
+        monkeypatch.setattr(train_config, name, lambda: None)
     config = copy.deepcopy(splatfacto_batch.config)
     config.max_num_images = -1
     with pytest.raises(InputError):

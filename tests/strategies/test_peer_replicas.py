@@ -107,12 +107,12 @@ def test_nobody_writes_what_another_has_still_to_read(tmp_path: Path) -> None:
     assert run_ranks(partial(two_steps, tmp_path), 2) == [[[10.0, 11.0, 1, 1], [20.0, 21.0, 2, 2]]] * 2
 
 
-def without_statistics(folder: Path, world: World) -> tuple[int, list[bool]]:
-    """What is told of a row, and of which arrays there is anything, where nobody counts."""
+def without_sizes(folder: Path, world: World) -> tuple[int, list[bool]]:
+    """What is told of a row, and of which arrays there is anything, where nobody counts sizes."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staying_rows, "PeerBuffer", SharedFile)
-        told = PeerReplicas(world, GaussianKernels(degree=0, counted=False), rows=8, capacity=8, words=1)
+        told = PeerReplicas(world, GaussianKernels(degree=0, sized=False), rows=8, capacity=8, words=1)
         ones = torch.ones(8, 3)
         ids, radii = torch.ones(8, dtype=torch.int32), torch.ones(8, 2, dtype=torch.int32)
         rows = SplatRows(ids, ids, torch.tensor([8]), ones[:, :2], ones, ones[:, 0], ones, ones[:, 0], radii)
@@ -122,8 +122,8 @@ def without_statistics(folder: Path, world: World) -> tuple[int, list[bool]]:
         return told.step_bytes(1) - told.step_bytes(0), [bool(one.any()) for one in told._replicas.everyone]
 
 
-def test_conics_are_told_for_statistics_alone(tmp_path: Path) -> None:
-    assert run_ranks(partial(without_statistics, tmp_path), 2) == [(76 - 12, [True, True, True, False, True])] * 2
+def test_conics_are_told_for_sizes_alone(tmp_path: Path) -> None:
+    assert run_ranks(partial(without_sizes, tmp_path), 2) == [(76 - 12, [True, True, True, False, True])] * 2
 
 
 def test_what_is_told_through_memory_is_what_collectives_tell() -> None:

@@ -315,7 +315,8 @@ class Training:
         more = {"losses": dict(losses)} if losses else {}
         kernels = primitive.kernels(selective=options.selective_adam, **self._noise.weights(), **more)
         assert kernels is not None, "asked before: see `fused_options.obstacle`"
-        return replace(kernels, counted=False) if not counts and isinstance(kernels, GaussianKernels) else kernels
+        sized = counts and "radii" in self._points.statistics
+        return replace(kernels, sized=sized) if isinstance(kernels, GaussianKernels) else kernels
 
     def _mse(self, step: Step) -> Tensor:
         """[] this rank's share of the last step's mean squared error."""

@@ -37,7 +37,7 @@ class GaussianKernels(GaussianRowKernels):
             same to a hundredth after 4000 of them.)
         opacity_weight, scale_weight: see `splat_update`; of the whole model's sums.
         depth: `draw` blends depths too, as a fourth number of the colour; then there is no way back.
-        counted: see `Kernels`.
+        sized: see `Kernels`.
     """
 
     degree: int
@@ -50,7 +50,7 @@ class GaussianKernels(GaussianRowKernels):
     opacity_weight: float = 0.0
     scale_weight: float = 0.0
     depth: bool = False
-    counted: bool = True
+    sized: bool = True
 
     parameters = ORDER
 
