@@ -26,7 +26,7 @@ from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from strategies.tile import tile
 
-PARTS = ("project", "send", "sort", "raster", "pixels", "loss", "backward", "return", "update")
+PARTS = ("project", "send", "sort", "raster", "pixels", "loss", "backward", "message", "return", "update")
 LINK_GB_PER_S = 390.0
 """Writing to another H200's memory over NVLink."""
 RECORD_BYTES = 4 * RECORD_FLOATS

@@ -86,6 +86,7 @@ def two_steps(folder: Path, world: World) -> list[list[float]]:
         asked: list[int] = []
         kernels: Any = SimpleNamespace(
             record_floats=1,
+            sized=True,
             replicas=lambda _, lines, __: asked.append(lines) or numbers,  # type: ignore[func-returns-value]
         )
         told = PeerReplicas(world, kernels, rows=1, capacity=1, words=1)
