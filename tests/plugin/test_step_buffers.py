@@ -77,8 +77,8 @@ def test_what_replicas_reach_serves_steps_of_other_sizes(monkeypatch: pytest.Mon
     OwnMemory.made = 0
     buffers = make_buffers("batch", transport="auto")
 
-    def at(rows: int) -> PeerReplicas:
-        found = buffers.transport(replace(SETTINGS, rows=rows), GaussianKernels(degree=0))
+    def at(rows: int, **settings: Any) -> PeerReplicas:
+        found = buffers.transport(replace(SETTINGS, rows=rows, **settings), GaussianKernels(degree=0))
         assert isinstance(found, PeerReplicas)
         assert (found.rows, found.lines, len(found._table), len(found._slots)) == (rows,) * 4
         assert found._at.tolist() == [found._table.data_ptr()]
@@ -88,6 +88,7 @@ def test_what_replicas_reach_serves_steps_of_other_sizes(monkeypatch: pytest.Mon
     assert at(128) is first and at(32) is first and OwnMemory.made == 1
     second = at(132)
     assert second is not first and at(9) is second and OwnMemory.made == 2, "so few are not too many"
+    assert at(9, exposures=True) is not second, "a message of another length"
     large = at(1 << 22)
     assert at((1 << 20) + 1) is not large, "of which three quarters would lie idle"
 
