@@ -41,6 +41,16 @@ def test_which_command_lines_want_it(words: list[str], expected: bool, monkeypat
     assert not wanted([NS_TRAIN, *words]), "a launcher has started this process"
 
 
+@pytest.mark.parametrize(("workers", "said"), [("2", "1"), ("1", "None")])
+def test_gpus_are_left_alone_while_nerfstudio_is_imported(workers: str, said: str) -> None:
+    """It is told by what nerfstudio loads first of ours; and torch counts them as it is imported."""
+    code = f"import os, sys; sys.argv = {[NS_TRAIN, 'splatfacto-batch', '--machine.num-devices', workers]}; "
+    code += f"import ns_multigpu.dataparsers; print(os.environ.get({BY_NVML!r}))"
+    words = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=HANG)
+    assert done.stdout.split() == [said], done.stderr
+
+
 PROGRAM = """
 import sys
 from multiprocessing import forkserver
