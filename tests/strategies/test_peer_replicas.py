@@ -26,14 +26,16 @@ from tests.strategies.test_law_steps import (
     MODES,
     OTHERS,
     POINTS,
+    check_outcomes,
     check_step,
     count_of,
+    one_step,
     points_of,
     take_one,
 )
 
 
-def by_shared_memory(folder: Path, world: World, primitive: str, mode: str) -> Any:
+def by_shared_memory(folder: Path, world: World, primitive: str, mode: str, *, sized: bool = True) -> Any:
     """A step of `batch` in which nothing but barriers goes through collectives."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
@@ -45,7 +47,15 @@ def by_shared_memory(folder: Path, world: World, primitive: str, mode: str) -> A
         )  # fmt: skip
         kind, whole = points_of(primitive, POINTS, torch.float32, world.device)
         sent = world.traffic.sent
-        outcome = take_one(STRATEGIES["batch"](world), kind, count_of("batch"), LANDSCAPE, mode, whole=whole)
+        outcome = take_one(
+            STRATEGIES["batch"](world),
+            kind,
+            count_of("batch"),
+            LANDSCAPE,
+            mode,
+            whole=whole,
+            **({} if sized else {"sized": False}),
+        )
     assert [type(one) for one in made] == [PeerReplicas] and SharedFile.made == 1
     assert world.traffic.sent == sent, "no collective has carried rows"
     told, most = made[0], sum(one.nbytes for one in made[0]._replicas.everyone) // world.size
@@ -53,7 +63,7 @@ def by_shared_memory(folder: Path, world: World, primitive: str, mode: str) -> A
     assert told.step_bytes(0) == (world.size - 1) * told._messages[0].nbytes
     lines = len(told._replicas.everyone[0]) // world.size
     # Of the record of a 3D Gaussian's gradients a quarter means nothing.
-    assert line == (most // lines if primitive in OTHERS else 76)
+    assert line == (most // lines if primitive in OTHERS else 76 if sized else 64)
     return outcome
 
 
@@ -62,6 +72,16 @@ def by_shared_memory(folder: Path, world: World, primitive: str, mode: str) -> A
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_through_each_others_memory_equals_single(tmp_path: Path, mode: str, ranks: int, primitive: str) -> None:
     check_step(run_ranks(partial(by_shared_memory, tmp_path), ranks, primitive, mode), "batch", primitive, LANDSCAPE)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_without_conics_equals_single(tmp_path: Path, mode: str) -> None:
+    """But for sizes on the screen, which nobody counts then."""
+    outcomes = run_ranks(partial(by_shared_memory, tmp_path, sized=False), 2, KERNELS[1], mode)
+    expected = one_step(World.single(), "single", KERNELS[1], count_of("batch"), POINTS, torch.float32, LANDSCAPE)
+    for outcome in outcomes:
+        outcome["statistics"][2] = 1.0
+    check_outcomes(outcomes, expected, count_of("batch"), LANDSCAPE, replicated=True)
 
 
 class Numbers:

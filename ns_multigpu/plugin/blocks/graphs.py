@@ -131,6 +131,7 @@ class StepGraphs:
         self._clock: torch.Tensor | None = None
         self._told = torch.zeros(1, dtype=torch.int64)
         self._counted = 0
+        self._exchanges = False  # any of them
 
     def forget(self) -> None:
         """The step has changed. Its graphs go when the next ones, which take over their memory, are there."""
@@ -179,7 +180,7 @@ class StepGraphs:
     def count_exchanges(self) -> None:
         """Counts to `exchange` what was exchanged within graphs up to the last call, and so was counted to `compute`.
         What has been since then comes with the next: nobody waits for the device, which must be done with all of it."""
-        if self._clock is None:
+        if self._clock is None or not self._exchanges:
             return
         told = int(self._told)
         self._timer.move("compute", "exchange", (told - self._counted) / 1e9)
@@ -189,6 +190,7 @@ class StepGraphs:
     @contextmanager
     def _clocked(self) -> Generator[None]:
         assert self._clock is not None, "made before a capture"
+        self._exchanges = True
         add_clock(self._clock, -1)
         yield
         add_clock(self._clock, 1)
