@@ -32,6 +32,7 @@ from cuda_ext.ops.row_exchange import ArrivedRows, collect, pack, route_lines, u
 from cuda_ext.ops.row_reach import reach_counts
 from cuda_ext.ops.row_spans import row_spans
 from cuda_ext.ops.series import series
+from cuda_ext.ops.served import keep_line, show_patches, take_lines
 from cuda_ext.ops.step_control import step_gate, step_message
 from cuda_ext.ops.told_lines import tell_lines
 
@@ -73,6 +74,7 @@ __all__ = [
     "intersect",
     "intersect_capacity",
     "intersect_keys",
+    "keep_line",
     "l1_ssim",
     "lazy_serves",
     "live_boxes",
@@ -91,6 +93,7 @@ __all__ = [
     "series",
     "sh_colors",
     "share_out",
+    "show_patches",
     "sort_pairs",
     "splat_boxes",
     "splat_flush",
@@ -98,6 +101,7 @@ __all__ = [
     "splat_update",
     "step_gate",
     "step_message",
+    "take_lines",
     "take_rows",
     "tell_lines",
     "turn",

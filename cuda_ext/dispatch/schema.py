@@ -161,6 +161,9 @@ SCHEMAS: tuple[str, ...] = (
     "collect(Tensor place, Tensor count, Tensor sources, int capacity) -> Tensor records",
     "add_records(Tensor records, Tensor sinks, Tensor owners, Tensor slots, bool system_scope) -> ()",
     "add_clock(Tensor(a!) total, int sign) -> ()",
+    "take_lines(Tensor[] tables, Tensor at, Tensor(a!)[] into) -> ()",
+    "keep_line(Tensor line, Tensor(a!) table, Tensor(b!) at) -> ()",
+    "show_patches(Tensor images, Tensor chosen, int[] patches, Tensor(a!) pictures) -> ()",
     "tell_lines(Tensor[] arrays, int[] taken, Tensor count, Tensor destinations, Tensor? gate=None, "
     "int gate_column=0, int offset=0) -> ()",
     # Segments of one buffer, by rank.

@@ -6,7 +6,8 @@ CUDA graph can hold, is then a few copies and two barriers that the devices pass
 graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from ns_multigpu.core.transport import Collective, Parts, Returned, Transport
 from ns_multigpu.core.world import World
 
 _ALIGN = 256
+_BEGUN = 1
+"""The channel of the barrier at a step's begin, beside which the one at its end may be waited for."""
 _MOST_SPARE = 1 << 20
 """Rows that there is room for beside those that were asked for, at most."""
 
@@ -91,8 +94,8 @@ class PeerReplicas(OwnRows):
     """Rows are drawn where they are, and written, with their gradients, into the memory of all ranks, which hold the
     same points: each then takes the same step.
 
-    A step has two barriers, around the writing: behind the first, nobody reads what was written in the step before any
-    more; behind the second, all have written. As many rows are written as there are: there is room for more.
+    A step has two barriers: behind the first, at its begin, nobody reads what was written in the step before any more;
+    behind the second all have written. As many rows are written as there are: there is room for more.
 
     Raises:
         RuntimeError: there is no peer memory (see `PeerBuffer`).
@@ -122,6 +125,7 @@ class PeerReplicas(OwnRows):
         addresses = [[one.data_ptr() for one in theirs[1:]] for theirs in self._theirs]
         self._places = torch.tensor(addresses, dtype=torch.int64, device=world.device)
         self._line_bytes = 0  # of what is told of a row
+        self._side = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
 
     def fit(self, rows: int) -> bool:
         """Serves steps of so many rows from now on, if there is room for them, and not far too much: ranks take 20 ms
@@ -131,13 +135,30 @@ class PeerReplicas(OwnRows):
         self._make_room(rows)
         return True
 
+    def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+        # All ranks have got here, and so are done with what they were told last. Nobody waits for that while it draws.
+        with self._beside():
+            self._buffer.barrier(_BEGUN)
+        return (yield from super().arrive(rows, counts, views, patches))
+
+    @contextmanager
+    def _beside(self) -> Generator[None]:
+        """A stream that goes on from here beside the current one; `bring_back` brings them together again."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self.world.device))
+        with torch.cuda.stream(self._side):
+            yield
+
     def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         yield from ()
+        if self._side is not None:
+            torch.cuda.current_stream(self.world.device).wait_stream(self._side)
         told = self._replicas.told(rows, self._table, views.start)
         words = told.words(self.kernels.sized)
         self._line_bytes = 4 * sum(words)
         mine = message.view(torch.int32)
-        self._buffer.barrier()
         torch._foreach_copy_([theirs[0] for theirs in self._theirs], [mine] * self.world.size)  # pyright: ignore
         tell_lines(told.arrays, words, rows.count, self._places, told.gate, told.gate_column, told.offset)
         self._buffer.barrier()

@@ -29,6 +29,35 @@ adam.load_state_dict(adam.state_dict())
 adam.zero_grad()
 assert not loaded(), "what a run does loads it"
 """
+SAVED = """
+import tempfile
+import torch.distributed.checkpoint as dcp
+assert torch.broadcast_shapes((2, 1), (3,), (1, 1, 1)) == (1, 2, 3)
+try:
+    torch.broadcast_shapes((2,), (3,))
+except RuntimeError as error:
+    assert "broadcast" in str(error)
+else:
+    raise AssertionError("these do not fit")
+with tempfile.TemporaryDirectory() as folder:
+    dcp.save({"x": torch.arange(5.0)}, checkpoint_id=folder)
+    state = {"x": torch.zeros(5)}
+    dcp.load(state, checkpoint_id=folder)
+assert state["x"].tolist() == [0, 1, 2, 3, 4] and "sympy" not in sys.modules, "what a run does loads it"
+"""
+SHAPES = {
+    "a name of theirs": "from torch.fx.experimental.symbolic_shapes import ShapeEnv; ShapeEnv()",
+    "an attribute": "assert torch.fx.experimental.symbolic_shapes.ShapeEnv().create_unbacked_symint() is not None",
+    "an exported module": "torch.export.export(torch.nn.ReLU(), (torch.ones(3),))",
+}
+KNOWN = """
+import torch.fx.experimental.symbolic_shapes as real
+assert "sympy" in sys.modules and real is torch.fx.experimental.symbolic_shapes and type(real).__name__ == "module"
+from torch.distributed.tensor._ops._tensor_ops import statically_known_true as taken
+symbol = real.ShapeEnv().create_unbacked_symint()
+assert taken(True) is True and taken(False) is False and taken(symbol == symbol + 1) is False
+assert torch.broadcast_shapes((2, 1), (3,)) == (2, 3)
+"""
 NEEDED = {
     "an attribute": "assert torch._dynamo.config.cache_size_limit > 0",
     "a module of it": "import torch._dynamo.config as config; assert config.cache_size_limit > 0",
@@ -67,6 +96,11 @@ def run(program: str) -> None:
 @pytest.mark.parametrize("need", NEEDED.values(), ids=NEEDED.keys())
 def test_it_is_loaded_when_it_is_needed(need: str) -> None:
     run(f"{USED}\n{need}\n{AFTER}")
+
+
+@pytest.mark.parametrize("need", SHAPES.values(), ids=SHAPES.keys())
+def test_symbolic_shapes_are_loaded_when_they_are_needed(need: str) -> None:
+    run(f"{SAVED}\n{need}\n{KNOWN}")
 
 
 def test_a_function_that_is_not_to_be_compiled_never_is() -> None:

@@ -117,9 +117,9 @@ def test_what_is_dropped_is_made_anew() -> None:
     """Where steps go on another way."""
     buffers = make_buffers("tile")
     first = buffers.transport(SETTINGS, GaussianKernels(degree=0))
-    buffers._lists, buffers._pictures = SimpleNamespace(), torch.ones(3)  # type: ignore[assignment]
+    buffers._lists, buffers.pictures = SimpleNamespace(), torch.ones(3)  # type: ignore[assignment]
     buffers.drop()
-    assert buffers._transport is None and buffers._lists is None and len(buffers._pictures) == 0, (
+    assert buffers._transport is None and buffers._lists is None and len(buffers.pictures) == 0, (
         "its memory is another's"
     )
     assert buffers.transport(SETTINGS, GaussianKernels(degree=0)) is not first

@@ -29,5 +29,5 @@ class SharedFile:
         assert offset + count <= self._size
         return whole[offset : offset + count].view(dtype).view(*shape)
 
-    def barrier(self) -> None:
+    def barrier(self, channel: int = 0) -> None:
         dist.barrier(group=self._group)

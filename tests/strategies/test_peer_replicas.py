@@ -107,6 +107,7 @@ def two_steps(folder: Path, world: World) -> list[list[float]]:
         kernels: Any = SimpleNamespace(
             record_floats=1,
             sized=True,
+            stay=lambda *_: None,
             replicas=lambda _, lines, __: asked.append(lines) or numbers,  # type: ignore[func-returns-value]
         )
         told = PeerReplicas(world, kernels, rows=1, capacity=1, words=1)
@@ -115,9 +116,12 @@ def two_steps(folder: Path, world: World) -> list[list[float]]:
         for step in (1, 2):
             numbers.step = float(10 * step + world.rank)
             rows: Any = SimpleNamespace(count=torch.tensor([1]))
-            parts = told.bring_back(rows, torch.empty(0), torch.tensor([step]), range(1))
-            with pytest.raises(StopIteration) as end:
-                next(parts)
+            for parts in (
+                told.arrive(rows, torch.empty(0), 1, []),
+                told.bring_back(rows, torch.empty(0), torch.tensor([step]), range(1)),
+            ):
+                with pytest.raises(StopIteration) as end:
+                    next(parts)
             if world.rank == 1:
                 time.sleep(0.5)
             found.append([*end.value.value.records.tolist(), *end.value.value.messages.view(-1).tolist()])

@@ -50,6 +50,7 @@ class Feeding:
     def __init__(self, pipeline: Any, optimizers: Any, rank: int, cameras: HostCameras) -> None:
         self._pipeline, self._optimizers, self._rank, self._cameras = pipeline, optimizers, rank, cameras
         self._draws = torch.Generator()
+        self._seed, self._random = pipeline.model.seed, pipeline.model.config.background_color == "random"
 
     def draw(self, step: int, factor: int, adam: AdamStep, rate: Callable[[], float]) -> Feed:
         """Draws a step's views and backgrounds, and counts it in optimizers and schedules.
@@ -79,9 +80,8 @@ class Feeding:
 
     def _background(self, image: int) -> np.ndarray[Any, Any]:
         """[3] the background of an image, by its number in the whole course."""
-        model = self._pipeline.model
-        if model.config.background_color != "random":
-            return model.background_color.float().cpu().numpy()  # type: ignore[no-any-return]
+        if not self._random:
+            return self._pipeline.model.background_color.float().cpu().numpy()  # type: ignore[no-any-return]
         # As a generator of the key's own would draw: making one takes longer than to seed it.
-        self._draws.manual_seed(seed_from(model.seed, "background", image))
+        self._draws.manual_seed(seed_from(self._seed, "background", image))
         return torch.rand(3, generator=self._draws).numpy()  # type: ignore[no-any-return]

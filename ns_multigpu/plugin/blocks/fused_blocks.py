@@ -52,10 +52,10 @@ class FusedBlocks:
         if text:
             CONSOLE.print(text)
         check_wishes(pipeline, fused=yes)
-        if not yes:
-            return None
-        made = cls(pipeline, optimizers, world, guards)
-        made.training.bring_images(first)
+        made = cls(pipeline, optimizers, world, guards) if yes else None
+        if made is not None:
+            made.training.bring_images(first)
+        pipeline.rehearsed()
         return made
 
     def take(self, steps: range, *, metrics: bool, meanwhile: Callable[[], None] | None = None) -> Measured | None:

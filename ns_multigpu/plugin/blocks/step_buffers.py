@@ -40,6 +40,7 @@ class StepBuffers:
         relays: how rows are handed on over several machines; None where they are not.
         one_for_all: whether what rows travel through has one size for all pairs of ranks.
         stages: of a step, each with room of its own (see `core.stages`).
+        pictures: [n] room for what graphs look for, see `places`.
     """
 
     def __init__(self, pipeline: Any, world: World) -> None:
@@ -48,7 +49,7 @@ class StepBuffers:
         self._shape: tuple[Any, ...] = ()
         self._lists: TileLists | None = None
         self._lists_shape: tuple[int, ...] = ()
-        self._pictures = torch.zeros(0)
+        self.pictures = torch.zeros(0)
         self.peer, self._reach, self._by_sort = False, False, options.tile_lists == "sort"
         self.tells = False
         self.relays: Relays | None = None
@@ -133,7 +134,7 @@ class StepBuffers:
         """Holds nothing any longer: steps go on with other buffers, which take this memory. Every rank calls it."""
         self._transport, self._shape = None, ()
         self._lists, self._lists_shape = None, ()
-        self._pictures = torch.zeros(0)
+        self.pictures = torch.zeros(0)
 
     def lists(self, settings: StepSettings, kernels: Kernels, transport: Transport | StagedRows) -> TileLists:
         """What finds each tile's splats."""
@@ -150,8 +151,8 @@ class StepBuffers:
         """Makes room for the images of a step of graphs, which read them where they were when they were captured."""
         size = settings.views, settings.width, settings.height, self._world.size
         room = 3 * self._strategy.assignment.most_pixels(*size, HALO) if self.captures else 0
-        if len(self._pictures) != room or self._pictures.dtype != kind:
-            self._pictures = torch.empty(room, dtype=kind, device=self._world.device)
+        if len(self.pictures) != room or self.pictures.dtype != kind:
+            self.pictures = torch.empty(room, dtype=kind, device=self._world.device)
 
     def targets(self, parts: Sequence[ImagePart], patches: Sequence[Patch], views: Sequence[View]) -> list[Tensor]:
         """What lies of each image [h, w, 3] under a rendered rectangle, where a step finds it.
@@ -160,15 +161,22 @@ class StepBuffers:
             parts, patches: of this rank's patches.
             views: the batch's.
         """
+        rectangles = [patch.rendered(views[patch.view]) for patch in patches]
+        there = [part.under(one).data["image"] for part, one in zip(parts, rectangles, strict=True)]
+        if not self.captures:
+            return [image.contiguous() for image in there]
+        return [place.copy_(image) for place, image in zip(self.places(patches, views), there, strict=True)]
+
+    def places(self, patches: Sequence[Patch], views: Sequence[View]) -> list[Tensor]:
+        """Where graphs look for what lies of each image [h, w, 3] under a rendered rectangle: one behind the other, and
+        of one plan's patches always the same. Arguments as `targets`'."""
         found: list[Tensor] = []
         start = 0
-        for part, patch in zip(parts, patches, strict=True):
-            there = part.under(patch.rendered(views[patch.view])).data["image"]
-            if self.captures:
-                place = self._pictures[start : start + there.numel()]  # of one plan's patches always the same
-                start += there.numel()
-                there = place.view(there.shape).copy_(there)
-            found.append(there.contiguous())
+        for patch in patches:
+            x0, y0, x1, y1 = patch.rendered(views[patch.view])
+            end = start + 3 * (y1 - y0) * (x1 - x0)
+            found.append(self.pictures[start:end].view(y1 - y0, x1 - x0, 3))
+            start = end
         return found
 
     def exchanges_in(self, part: str) -> bool:

@@ -19,6 +19,9 @@ _SPARE = 3 * 8192
 """Rows or intersections of too much room that are not worth new buffers."""
 _MOST_SPARE = 1 << 20
 """Rows or intersections that there is room for beside those that were needed, at most, before more are needed."""
+LEAST_ROWS, LEAST_INTERSECTIONS = 1 << 17, 1 << 19
+"""Room that a GPU's steps may have at least: sorting so many takes hardly longer than sorting few, and a small model
+that grows meets no end of it for a while."""
 _IMAGES = 500
 """Images that must have been seen, and every view once, before room is given up."""
 
@@ -29,10 +32,11 @@ class StepCapacities:
     Args:
         views: training views of the capture.
         one_for_all: all pairs have the room of the largest, where their segments have one size anyway.
+        least: room of rows and of intersections that there is whatever was needed.
     """
 
-    def __init__(self, views: int, *, one_for_all: bool = False) -> None:
-        self._one_for_all = one_for_all
+    def __init__(self, views: int, *, one_for_all: bool = False, least: tuple[int, int] = (0, 0)) -> None:
+        self._one_for_all, self._least = one_for_all, least
         self._window = max(_IMAGES, views)
         self._recent: deque[tuple[int, Capacities]] = deque()  # images of a block, and what it needed
         self._now: Capacities | None = None
@@ -40,7 +44,10 @@ class StepCapacities:
     @property
     def now(self) -> Capacities | None:
         """The capacities; None before the first."""
-        return self._now
+        if self._now is None:
+            return None
+        rows, pairs, intersections = self._now
+        return max(rows, self._least[0]), pairs, max(intersections, self._least[1])
 
     def begin(self, capacities: Capacities) -> None:
         """Sets the first ones, also where what was needed before says nothing of what will be."""

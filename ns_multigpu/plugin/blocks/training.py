@@ -14,7 +14,6 @@ at the model, they are taken. With selective Adam they are not taken at all, and
 noise moves all of them after each step (`fused_noise`).
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -23,14 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.adam import AdamStep, ScalarRing
+from cuda_ext.ops.adam import AdamStep
 from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves
 from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.kernels import Kernels
 from ns_multigpu.core.late_counts import LateCounts
 from ns_multigpu.core.pairs import pairs_of, tell_pairs
 from ns_multigpu.core.patch_losses import share_of_mse
-from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.schema import names
 from ns_multigpu.core.step import Step
 from ns_multigpu.core.step_settings import Status, StepSettings, with_halos
@@ -45,11 +43,11 @@ from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.host_cameras import HostCameras
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.refining import Refining
+from ns_multigpu.plugin.blocks.serving import Serving
 from ns_multigpu.plugin.blocks.signatures import Signatures
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from ns_multigpu.plugin.blocks.ways import Ways
-from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.plugin.faults.out_of_memory import Counts
 from ns_multigpu.plugin.model import exposures
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
@@ -88,7 +86,7 @@ class Training:
     def __init__(self, pipeline: Any, optimizers: Any, world: World, computed: Callable[[], None]) -> None:
         self._pipeline, self._optimizers, self._world = pipeline, optimizers, world
         self._model = pipeline.model
-        self._images = DeviceImages(pipeline.datamanager, world)
+        self._serving = Serving(pipeline, world, MOST_STEPS)
         self._camera, self._observed = HostCameras(pipeline.datamanager), pipeline.observed
         self._feeding = Feeding(pipeline, optimizers, world.rank, self._camera)
         self._signature = Signatures(pipeline)
@@ -105,16 +103,12 @@ class Training:
         self._refining = Refining(pipeline, optimizers, self._noise)
         self._wants_lazy = self._may_put_off()
         self._rows_drawn: int | None = None  # by one rank in one step, at most
-        self._ring: ScalarRing | None = None
-        self._ring_width = 0
         self._ways = Ways(pipeline, world)
         self._block, self._again = range(0), False  # the present one, and whether steps of it were taken twice
         pool = GraphPool(world.device) if self._buffers.captures else None
         self._graphs = StepGraphs(pipeline.timer, computed, pool)
         self._learnt = LateCounts(pipeline.strategy.assignment.learn)
         self._foreseen = 0  # steps of which the assignment has been told
-        self._targets: list[Tensor] = []  # of the last step, as are these
-        self._drawn = Plan((), ())
 
     @property
     def _buffers(self) -> StepBuffers:
@@ -171,21 +165,22 @@ class Training:
         strategy.observe(self._model.primitive(depth=False), self._model.points, images)
         if strategy.assignment.foresees:
             self._foresee(steps)
+        self.bring_images(steps[0])
         feeds: list[Feed] = []
-        reports = torch.zeros(len(steps), self._pipeline.batch_size + 1, device=self._world.device)
         step: Step | None = None
         with last_whole_step(self, steps, self._optimizers, self._world) as taken:
             while taken.done < len(steps):
                 step = None  # its memory is the next one's, if there is to be another
                 step = self._prepared(steps[0])
                 step.refresh()  # whoever had the points since the block before may have changed them
+                self._serving.begin(step, taken.done)
                 for k in range(taken.done, len(steps)):
                     if k == len(feeds):  # drawn while the device is busy with the step before
                         feeds.append(self._feed(steps[k]))
+                        self._serving.put(k, feeds[k])
                     with self._pipeline.timer.step():
                         self._take(step, feeds[k])
                     self._noise.after(step, steps[k], feeds[k].rate)
-                    reports[k].copy_(step.report)
                 if self._lazy is None:  # else steps that were put off come first
                     self._refining.ahead(steps[-1], step.taken)
                 if meanwhile is not None:
@@ -203,7 +198,7 @@ class Training:
         self._learnt.learn(leave=0)  # what is known at a checkpoint must not depend on what was on its way
         self._ways.end(steps, again=self._again, ready=self._signature(steps[0])[1] == 1)
         mse = self._mse(step) if metrics else None
-        return BlockResult(steps, [feed.indices for feed in feeds], reports, mse)
+        return BlockResult(steps, [feed.indices for feed in feeds], self._serving.reports(len(steps)), mse)
 
     def _choose_lazy(self) -> None:
         """Whether to put steps off in the block that begins: not where a step draws much of the model, for a point that
@@ -257,14 +252,14 @@ class Training:
 
     # ---- the step ----
 
-    def _render(self, step: Step, feed: Feed) -> None:
-        """Takes a step whose numbers are in place: its images, and the step itself."""
+    def _take(self, step: Step, feed: Feed) -> None:
+        """Takes the step that is next."""
         plan, factor = with_halos(feed.plan, step.settings.width, step.settings.height), self._signature(feed.step)[1]
-        mine, batch = plan.owned[self._world.rank], (feed.indices, plan, feed.views)
         with self._pipeline.timer.measure("data"):
-            parts = self._images.get_smaller(*batch, factor, functools.partial(self._small, feed.step))
-            self._targets, self._drawn = self._buffers.targets(parts, mine, feed.views), plan
-        step.rgb = self._graphs.take(plan, lambda: step.parts(plan, self._targets))
+            self._serving.ready(self._buffers, feed, plan, factor)
+            if self._observed is not None:
+                self._observed.fill(feed.indices)
+        step.rgb = self._graphs.take(plan, lambda: self._serving.parts(self._buffers, step, feed))
         if self._pipeline.strategy.assignment.learns is not Learns.NOTHING:
             self._learnt.send(feed.views, step.learnt)
 
@@ -321,7 +316,8 @@ class Training:
     def _mse(self, step: Step) -> Tensor:
         """[] this rank's share of the last step's mean squared error."""
         view = View(step.viewmats[0], step.Ks[0], step.settings.width, step.settings.height)
-        return share_of_mse(step.rgb, self._targets, self._drawn.owned[self._world.rank], view, step.settings.views)
+        mine = self._serving.plan.owned[self._world.rank]
+        return share_of_mse(step.rgb, self._serving.targets, mine, view, step.settings.views)
 
     # ---- the host's part of a step ----
 
@@ -332,24 +328,9 @@ class Training:
         self._learnt.learn()
         return self._feeding.draw(step, self._signature(step)[1], self._adam, self._noise.rate)
 
-    def _take(self, step: Step, feed: Feed) -> None:
-        with self._pipeline.timer.measure("data"):
-            if self._ring is None or self._ring_width != len(feed.inputs):
-                self._ring_width = len(feed.inputs)
-                self._ring = ScalarRing(self._world.device, self._ring_width, slots=16)
-            self._ring.upload(feed.inputs[None], torch.float32, into=step.inputs[None])
-            if self._observed is not None:
-                self._observed.fill(feed.indices)
-        self._render(step, feed)
-
     def bring_images(self, step: int) -> None:
         """Has the images that steps from this one on need, where they are kept on the GPU. Every rank calls it."""
-        self._images.bring(self._signature(step)[1], functools.partial(self._small, step))
-
-    def _small(self, step: int, image: Tensor) -> Tensor:
-        """The image at the step's resolution, as floats."""
-        self._model.step = step * self._pipeline.batch_size
-        return self._model.get_gt_img(image)
+        self._serving.bring(step, self._signature(step)[1])
 
     def _prepared(self, step: int) -> Step:
         """The fused step for `step`, made anew if anything about it has changed."""
@@ -368,7 +349,7 @@ class Training:
         stays = self._points.hold(model.gauss_params, self._adam, model.densifier_state, model.most_points)
         if stays and self._step is not None and self._key == key and not self._first.due(self._room.now):
             return self._step  # a refinement has changed nothing that its graph knows
-        self._room.spare(**self._buffers.spared())  # points become more; the step is made anew here
+        self._room.spare(13, 18, **self._buffers.spared())  # points become more; the step is made anew here
         serves = all(lazy_serves(group["betas"], group["eps"]) for o in groups for group in o.param_groups)
         if not self._wants_lazy or not serves:
             self._lazy = None

@@ -13,7 +13,7 @@ from ns_multigpu.core.trials import Block
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.first_room import FirstRoom
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
-from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
+from ns_multigpu.plugin.blocks.step_capacities import LEAST_INTERSECTIONS, LEAST_ROWS, StepCapacities
 from ns_multigpu.plugin.faults.memory import has_spare_room
 
 
@@ -95,6 +95,10 @@ class Ways:
         if found is None:
             pipeline = self._pipeline
             buffers = StepBuffers(pipeline, self._world)
-            room = StepCapacities(len(pipeline.datamanager.train_share.shapes), one_for_all=buffers.one_for_all)
+            # On a CPU, and where rows travel with their room, sorting or sending it takes as long as it is.
+            spares = self._world.device.type == "cuda" and buffers.spared()["rows"]
+            least = (LEAST_ROWS, LEAST_INTERSECTIONS) if spares else (0, 0)
+            views = len(pipeline.datamanager.train_share.shapes)
+            room = StepCapacities(views, one_for_all=buffers.one_for_all, least=least)
             found = self._made[id(strategy)] = buffers, room, FirstRoom(pipeline, self._world, buffers)
         return found

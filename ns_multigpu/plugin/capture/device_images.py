@@ -1,6 +1,6 @@
 """All training images on every rank's GPU, where they fit: a step then waits for no copy and no other rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,16 +30,19 @@ class DeviceImages:
     and calls it with the same views and factors.
 
     Args:
-        data: holds each rank's share of the images.
+        data: holds each rank's share of the images, which are of one size.
         world: the ranks.
+
+    Attributes:
+        kept: [V, H, W, 3] all images as they were brought last, where they are kept; None before, and elsewhere.
     """
 
     def __init__(self, data: DistributedDataManager, world: World) -> None:
         self._share, self._world = data.train_share, world
-        self._kept: list[Tensor] = []
+        self.kept: Tensor | None = None
         self._factor = 0
-        """By what the images in `_kept` were made smaller; 0 before there are any."""
-        self._originals: list[Tensor] = []
+        """By what the images in `kept` were made smaller; 0 before there are any."""
+        self._originals: Tensor | None = None
         """Whole images, where bringing them again would take long or they take little room."""
         total = sum(shape.nbytes for shape in self._share.shapes)
         memory = 0
@@ -82,7 +85,8 @@ class DeviceImages:
         mine = plan.owned[self._world.rank]
         if self._fits:
             self.bring(factor, shrink)
-            return [ImagePart.whole({"image": self._kept[indices[patch.view]]}) for patch in mine]
+            assert self.kept is not None, "brought"
+            return [ImagePart.whole({"image": self.kept[indices[patch.view]]}) for patch in mine]
         there = self._share.deliver(indices, plan, self._world.device, views)
         parts = [there[patch] for patch in mine]
         if factor == 1:
@@ -93,16 +97,26 @@ class DeviceImages:
         """Has all images here at a resolution, where they are kept. As `get_smaller`, every rank calls it alike."""
         if not self._fits or factor == self._factor:
             return
-        self._kept, self._factor = [], factor
-        if self._originals:
-            self._kept = [shrink(image) for image in self._originals] if factor > 1 else list(self._originals)
+        self.kept, self._factor = None, factor
+        whole = self._originals
+        if whole is None and (factor == 1 or not self._again):
+            whole = _together(self._brought(), self._count)
+            self._originals = None if self._again else whole
+        if factor == 1:
+            self.kept = whole
             return
-        for indices in self._together():
-            images = [data["image"] for data in self._share.fetch_all(indices, self._world.device)]
-            self._originals += [] if self._again else images
-            self._kept += [shrink(image) for image in images] if factor > 1 else images
+        self.kept = _together(map(shrink, self._brought() if whole is None else whole), self._count)
 
-    def _together(self) -> list[list[int]]:
+    @property
+    def _count(self) -> int:
+        return len(self._share.shapes)
+
+    def _brought(self) -> Iterator[Tensor]:
+        """All whole images, in order, as they come from the ranks that hold them."""
+        for indices in self._parts():
+            yield from (data["image"] for data in self._share.fetch_all(indices, self._world.device))
+
+    def _parts(self) -> list[list[int]]:
         """All images, in parts that are brought at once."""
         parts, room = list[list[int]](), 0
         for index, shape in enumerate(self._share.shapes):
@@ -112,3 +126,14 @@ class DeviceImages:
             parts[-1].append(index)
             room -= shape.nbytes
         return parts
+
+
+def _together(images: Iterable[Tensor], count: int) -> Tensor:
+    """So many images of one size in one tensor, each put there as it comes."""
+    whole: Tensor | None = None
+    for index, image in enumerate(images):
+        if whole is None:
+            whole = image.new_empty(count, *image.shape)
+        whole[index] = image
+    assert whole is not None, "a capture has views"
+    return whole

@@ -1,11 +1,14 @@
-"""torch's compiler, loaded by whoever really needs it.
+"""torch's compiler and its symbolic shapes, loaded by whoever really needs them.
 
 `import torch` does not load `torch._dynamo` and what that stands on, but a little use of torch does: torchvision's
 roi_align takes a function from it, and an optimizer's methods ask it not to compile them. That is a second or two of
 every start, more on slow cores, and our methods compile nothing.
 
-Until then modules stand in for it. They know what torch asks while nothing is compiled, and answer it: there is nothing
-to do. Whatever else is asked of them loads the compiler, which takes their places for good.
+A checkpoint's library stands on torch.distributed.tensor, which takes a function from torch's symbolic shapes, as
+`torch.broadcast_shapes` does. They load sympy: half a second, and 2.7 s where files are slow. Our shapes are numbers.
+
+Until then modules stand in for them. They know what torch asks while nothing is compiled, and answer it: there is
+nothing to do. Whatever else is asked of them loads what they stand for, which takes their places for good.
 """
 
 import functools
@@ -16,15 +19,22 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 _NAME, _UTILS, _RULES = "torch._dynamo", "torch._dynamo.utils", "torch._dynamo.trace_rules"
+_AROUND, _SHAPES = "torch.fx.experimental", "symbolic_shapes"
 
 
 def load_later() -> None:
-    """From now on torch's compiler is loaded when it is needed, unless it has been."""
+    """From now on torch's compiler and its symbolic shapes are loaded when they are needed, unless they have been."""
     if _NAME not in sys.modules:
         rules = _StandIn(_RULES, clear_lru_cache=_nothing_yet(_RULES, "clear_lru_cache"))
         graph_break = _nothing_yet(_NAME, "graph_break")
         sys.modules[_NAME] = _StandIn(_NAME, disable=_disable, graph_break=graph_break, trace_rules=rules)
         sys.modules[_UTILS] = _StandIn(_UTILS, is_compile_supported=_is_compile_supported)
+    name = f"{_AROUND}.{_SHAPES}"
+    if name not in sys.modules:
+        known = {function: _of_numbers(name, function, answer) for function, answer in _OF_NUMBERS.items()}
+        sys.modules[name] = _StandIn(name, **known)
+        setattr(importlib.import_module(_AROUND), _SHAPES, sys.modules[name])  # as an import of it would
+        importlib.import_module(f"{_AROUND}._config")  # which it would, too
 
 
 class _StandIn(ModuleType):
@@ -41,8 +51,8 @@ class _StandIn(ModuleType):
 
 
 def _real(name: str) -> ModuleType:
-    """A module of the compiler, which is loaded now if it has not been."""
-    for each in (_NAME, _UTILS):
+    """What a module stands in for, which is loaded now if it has not been."""
+    for each in (_NAME, _UTILS) if name in (_NAME, _UTILS) else (name,):
         if isinstance(sys.modules.get(each), _StandIn):
             del sys.modules[each]
     return importlib.import_module(name)
@@ -77,3 +87,22 @@ def _nothing_yet(module: str, name: str) -> Callable[..., None]:
 
 def _is_compile_supported(device_type: Any) -> Any:
     return _real(_UTILS).is_compile_supported(device_type)
+
+
+_OF_NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "expect_true": lambda value: value,
+    "guard_or_false": lambda value: value,
+    "has_hint": lambda _: True,
+    "is_nested_int": lambda _: False,
+    "size_hint": lambda value: value,
+    "statically_known_true": lambda value: value,
+}
+"""What functions of symbolic shapes say of what is no symbol."""
+
+
+def _of_numbers(module: str, name: str, answer: Callable[[Any], Any]) -> Callable[..., Any]:
+    def call(value: Any, *args: Any, **options: Any) -> Any:
+        plain = type(value) in (bool, int)
+        return answer(value) if plain else getattr(_real(module), name)(value, *args, **options)
+
+    return call

@@ -19,6 +19,7 @@ from ns_multigpu.core.like_views import alike, works
 from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.types import View
 from ns_multigpu.locality.options import LocalityOptions
+from ns_multigpu.plugin.blocks.rehearsal import rehearse
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise_together
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
@@ -202,6 +203,7 @@ class DistributedPipeline(VanillaPipeline):
         self.renders = RenderService(self.model, self.strategy)
         self.renders.install()
         self.timer = StepTimer(self.world.device)
+        self.rehearsed: Callable[[], object] = lambda: None
         # Of steps through autograd; images that evaluation and the viewer ask for are nobody's.
         self.world.traffic.measured = lambda: self.timer.within("compute", "exchange")
         seed = broadcast_object(torch.initial_seed(), 0, self.world)
@@ -220,8 +222,9 @@ class DistributedPipeline(VanillaPipeline):
         return self.config.batch(self.world.size)
 
     def prepare_training(self) -> None:
-        """Reads this rank's images. Every rank calls it."""
+        """Reads this rank's images. Every rank calls it; `rehearsed` then waits for what goes on beside it."""
         run_parts().done("optimizers, viewer, checkpoint, logs")
+        self.rehearsed = rehearse(self.model, self.world)  # while images are decoded
         data, at_home = self.datamanager, self.strategy.placement.homes_of_views
         data.sequence.arrange = self.strategy.placement.arranged(self.batch_size) or self._arranged()
         if self.world.machines > 1 and len(at_home) == len(data.train_dataset):
