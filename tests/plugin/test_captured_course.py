@@ -18,6 +18,7 @@ from ns_multigpu.plugin.blocks.first_room import FirstRoom
 from ns_multigpu.plugin.blocks.graphs import StepGraphs
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.training import Training
+from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.plugin.course import POINTS, write_capture
 from tests.plugin.tile_course import MODEL, Outcome, course
@@ -51,10 +52,15 @@ def _go(world: World, capture: Path, runs: Path, tile: bool, captured: bool) -> 
     seen: dict[str, Any] = {"launched": 0, "replayed": 0, "full": 0, "put off": 0, "plans": set()}
     made, learn, flush = StepBuffers.__init__, Training._learn, training.Step.flush
     take, launched, replayed = StepGraphs.take, StepGraphs._as_it_comes, StepGraphs._replay
+    images = DeviceImages.__init__
 
     def captures(self: StepBuffers, *args: Any) -> None:
         made(self, *args)
         self.captures = captured
+
+    def kept(self: DeviceImages, *args: Any) -> None:
+        images(self, *args)
+        self._fits = captured
 
     def learnt(self: Training, status: Status, *again: Any) -> None:
         seen["full"] += status.full
@@ -78,6 +84,8 @@ def _go(world: World, capture: Path, runs: Path, tile: bool, captured: bool) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepBuffers, "__init__", captures)
+        # Images that stay are chosen within what is captured; others are brought before.
+        patch.setattr(DeviceImages, "__init__", kept)
         patch.setattr(training, "GraphPool", lambda _: RecordedPool())
         patch.setattr(FirstRoom, "_guess", lambda self, pixels: ROOM)
         patch.setattr(first_room, "rows_needed", lambda *_: pairs_of(ROOM[1], world.size))

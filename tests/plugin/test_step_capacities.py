@@ -168,3 +168,15 @@ def test_a_growing_model_takes_few_blocks_twice() -> None:
     (without, _), (failures, made) = again(spares=False), again(spares=True)
     assert without >= 3 and failures == 0
     assert made <= 8, "buffers that all GPUs reach take long to make: a model that grows 18 times as large has few"
+
+
+def test_there_is_a_least_room_of_rows_and_intersections() -> None:
+    room = StepCapacities(10, least=(5_000, 70_000))
+    assert room.now is None
+    room.begin(three(1024, 1024, 100_000))
+    assert room.now == (5_000, pairs_of(1024, 2), 100_000)
+    for _ in range(20):
+        room.learn(three(10, 10, 20), False, 2 * BLOCK)
+    assert room.now == (5_000, pairs_of(1024, 2), 70_000), "what is given up, too"
+    room.learn(three(6_000, 10, 20), True, BLOCK)
+    assert room.now[0] == 2 * padded(6_000)

@@ -215,6 +215,33 @@ def test_a_refinement_may_be_ordered_before_its_step_is_known_to_have_been_taken
     assert not ordering.refine_ahead(*model(100), {}, 10, 1, torch.tensor(True))
 
 
+@pytest.mark.parametrize("tries", [0, 1, 2])
+@pytest.mark.parametrize("images", [1, 25])
+def test_a_model_that_grows_relocates_ahead_as_well(tries: int, images: int) -> None:
+    """In a step that was taken in the end; the first tries were not. What follows it is done when that is known."""
+    outcomes: list[list[Tensor]] = []
+    for ahead in (False, True):
+        params, optimizers = model(100)
+        densifier = McmcDensifier(
+            cap_max=400, noise_lr=0.0, refine_start_iter=0, refine_every=10, min_opacity=0.3, picks="both"
+        )
+        state: dict[str, Any] = {}
+        for value in densifier.statistics(params, state).values():
+            value.copy_(torch.linspace(0.0, 2.0, 100))
+        given, before = (params, optimizers, state, 10, images), params["means"].detach().clone()
+        if ahead:
+            for _ in range(tries):
+                assert not densifier.refine_ahead(*given, torch.tensor(False))
+                assert torch.equal(params["means"], before)
+            assert not densifier.refine_ahead(*given, torch.tensor(True))
+            assert not torch.equal(params["means"], before) and len(params["means"]) == 100
+        densifier.refine_when_due(*given)
+        outcomes.append([x.detach().clone() for x in (*params.values(), *state.values())])
+        densifier.refine_when_due(params, optimizers, state, 50, 1)  # what was done ahead is done with
+        outcomes[-1] += [x.detach() for x in params.values()]
+    assert all(torch.equal(x, y) for x, y in zip(*outcomes, strict=True)) and len(outcomes[0][0]) > 104
+
+
 def test_one_large_step_refines_as_often_as_its_images() -> None:
     params, optimizers = model(100)
     densifier = McmcDensifier(noise_lr=0.0, refine_start_iter=0, refine_every=10, min_opacity=0.0)

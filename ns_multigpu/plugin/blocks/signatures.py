@@ -34,6 +34,10 @@ class Signatures:
         """A block begins: what was found of steps before it is of no use."""
         self._found.clear()
 
+    def same(self, steps: range) -> None:
+        """All of these have that of the first: nothing that it depends on changes back."""
+        self._found.update(dict.fromkeys(steps, self(steps[0])))
+
     def enlarges(self, step: int) -> bool:
         """Whether images are larger in this step than in the one before."""
         return step > 0 and self(step)[1] < self(step - 1)[1]

@@ -128,14 +128,16 @@ class Training:
 
     def block(self, first: int, limit: int) -> range:
         """The steps from `first` on, before `limit`, that can be taken without a change in between."""
-        batch, model, last = self._pipeline.batch_size, self._model, first
+        batch, densifier = self._pipeline.batch_size, self._model.densifier
         self._signature.forget()
-        signature = self._signature(first)
-        while last + 1 < min(limit, first + (self._ways.most or MOST_STEPS)):
-            if model.densifier.due_after(last * batch, batch) or self._signature(last + 1) != signature:
-                break
-            last += 1
-        return range(first, last + 1)
+        signature, fits, beyond = self._signature(first), first, min(limit, first + (self._ways.most or MOST_STEPS))
+        # Whatever changes does so once in so few steps: the last one before it is found by halves.
+        while beyond - fits > 1:
+            last = (fits + beyond) // 2
+            changes = densifier.due_after(first * batch, (last - first) * batch) or self._signature(last) != signature
+            fits, beyond = (fits, last) if changes else (last, beyond)
+        self._signature.same(range(first, fits + 1))
+        return range(first, fits + 1)
 
     def _foresee(self, steps: range) -> None:
         """Tells the assignment of this block's batches and of as many more, which are likely the next block's."""
@@ -376,6 +378,8 @@ class Training:
         pairs = tell_pairs(status.segments, self._world) if self._travels else pairs_of(0, self._world.size)
         needed = (status.rows, pairs, status.intersections)
         self._room.learn(needed, status.full, status.done * self._pipeline.batch_size)
+        if not status.full:  # a step made anew before it lacks room costs less than half a block that is taken again
+            self._room.spare(7, 12, **self._buffers.spared())
         self._again |= status.full
         for feed in again:  # what their plans foresaw may not suffice either
             feed.plan = replace(feed.plan, room=())

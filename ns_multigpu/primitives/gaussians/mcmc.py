@@ -74,6 +74,7 @@ class McmcDensifier:
     order_every: int = 10
     picks: Literal["opacity", "gradient", "both"] = "opacity"
     world: World = field(default_factory=World.single)
+    _begun: tuple[int, Tensor | None] | None = field(default=None, init=False, compare=False, repr=False)
 
     def initialize_state(self) -> dict[str, Any]:
         """What must be kept between steps: nothing yet."""
@@ -143,8 +144,12 @@ class McmcDensifier:
     ) -> None:
         """Relocates and grows as often as is due. Statistics are spent by it; the rest as in `step_post_backward`."""
         for image in self._dues(step, images):
-            steep = self._steepness(params, state)
-            self._relocate(params, optimizers, image, steep)
+            begun, self._begun = self._begun, None
+            if begun is not None and begun[0] == image:
+                steep = begun[1]
+            else:
+                steep = self._steepness(params, state)
+                self._relocate(params, optimizers, image, steep)
             room = self._room(params)
             if room or self._orders(image):
                 sources = self._growth(params, image, steep, room)
@@ -161,9 +166,15 @@ class McmcDensifier:
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int,
         taken: Tensor,
     ) -> bool:  # fmt: skip
-        """See `Densifier`: relocation alone can be, where the device knows by itself how many are dead."""
-        due = self._dues(step, images)
-        if not due or not self._foresees() or self.replaces(params, step, images):
+        """See `Densifier`: relocation alone can be, where the device knows by itself how many are dead. Where more is
+        to follow, that of the first image is done ahead all the same, and `refine_when_due` does the rest."""
+        due, self._begun = self._dues(step, images), None
+        if not due or not self._foresees():
+            return False
+        if self.replaces(params, step, images):
+            steep = self._steepness(params, state)
+            self._relocate(params, optimizers, due[0], steep, taken)
+            self._begun = (due[0], steep)
             return False
         for image in due:
             self._relocate(params, optimizers, image, self._steepness(params, state), taken)
@@ -203,8 +214,10 @@ class McmcDensifier:
 
     def _sum_over_ranks(self, sums: dict[str, Tensor]) -> None:
         """Replicas have counted what they have drawn; together that is all."""
-        for value in sums.values():
-            sum_in_place(value, self.world)
+        if sums and self.world.size > 1:
+            together = torch.stack(list(sums.values()))  # one message, for ranks wait for each other in each
+            sum_in_place(together, self.world)
+            sums.update(zip(sums, together, strict=True))
 
     def _weights(self, opacities: Tensor, steep: Tensor | None) -> Tensor:
         """What living Gaussians are picked by; dead ones are not."""
