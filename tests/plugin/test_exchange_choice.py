@@ -36,7 +36,7 @@ class Steps:
 
     def __init__(self, world: World, times: dict[str, tuple[float, float]]) -> None:
         self.taken: list[dict[str, Any]] = []
-        clock, take, render = [0.0], StepGraphs.take, Training._render
+        clock, take, render = [0.0], StepGraphs.take, Training._take
         now: list[Training] = []
 
         def rendered(training: Training, *args: Any) -> None:
@@ -63,12 +63,12 @@ class Steps:
 
         self._undo = take, render, ways.time, ways.CONSOLE
         self.told: list[str] = []
-        StepGraphs.take, Training._render = taken, rendered  # type: ignore[method-assign]
+        StepGraphs.take, Training._take = taken, rendered  # type: ignore[method-assign]
         ways.time = SimpleNamespace(perf_counter=lambda: clock[0])  # type: ignore[assignment]
         ways.CONSOLE = SimpleNamespace(print=lambda text, **_: self.told.append(text))
 
     def stop(self) -> None:
-        StepGraphs.take, Training._render, ways.time, ways.CONSOLE = self._undo  # type: ignore[method-assign]
+        StepGraphs.take, Training._take, ways.time, ways.CONSOLE = self._undo  # type: ignore[method-assign]
 
 
 def run(world: World, capture: Path, out: Path, exchange: str, times: Any = PIXELS, crossing: Any = "ghosts",

@@ -133,7 +133,7 @@ def test_a_step_outlasts_a_refinement_unless_points_were_placed_anew(
 ) -> None:
     """What the new owners of points will send nobody has counted yet."""
 
-    def begins_anew() -> None:
+    def begins_anew(*_: object) -> None:
         raise MadeAnewError
 
     monkeypatch.setattr(training, "AdamStep", lambda *_, **__: "Adam's")

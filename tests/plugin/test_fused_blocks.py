@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nerfstudio.configs.base_config  # noqa: F401  # the writer and it import each other, and it must be first
@@ -13,6 +14,7 @@ from nerfstudio.utils.writer import EventName
 from torch import Tensor
 
 from ns_multigpu.core.step import Step
+from ns_multigpu.core.step_settings import Status
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks import fused_blocks
 from ns_multigpu.plugin.blocks.timing import Pace
@@ -21,7 +23,7 @@ from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.plugin.faults.numerics import NumericGuard
 from ns_multigpu.plugin.faults.signals import MANY, NonFiniteError
 from ns_multigpu.plugin.model.splat_model import SplatModel
-from ns_multigpu.plugin.train import progress, terminal
+from ns_multigpu.plugin.train import pipeline, progress, terminal
 from ns_multigpu.plugin.train.progress import ProgressLog
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
@@ -209,6 +211,43 @@ def test_images_are_there_at_the_resolution_of_the_first_step_before_the_clock_s
 
     run({"pipeline.model.num_downscales": 2, "pipeline.model.resolution_schedule": 20}, ready)
     assert happened[:2] == [(2, (12, 16, 3)), "clock"]
+
+
+def test_what_is_rehearsed_is_waited_for_before_the_first_step(
+    run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened, usual = list[object](), Training.run
+
+    def rehearsed(model: Any, world: World) -> Callable[[], None]:
+        happened.append((isinstance(model, SplatModel), world.size))
+        return lambda: happened.append("done")
+
+    def steps(self: Training, *args: Any, **more: Any) -> Any:
+        happened.append("steps")
+        return usual(self, *args, **more)
+
+    monkeypatch.setattr(pipeline, "rehearse", rehearsed)
+    monkeypatch.setattr(Training, "run", steps)
+    run({}, lambda trainer: setattr(trainer, "_may_go_on", lambda step: step == 0))
+    assert happened == [(True, 1), "done", "steps"]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_room_grows_where_it_is_nearly_used_up_before_it_is_lacking(full: bool) -> None:
+    asked = list[object]()
+    training: Any = object.__new__(Training)
+    training._ways = SimpleNamespace(
+        room=SimpleNamespace(
+            learn=lambda *given: asked.append(given), spare=lambda *given, **which: asked.append((given, which))
+        ),
+        buffers=SimpleNamespace(count_traffic=lambda _: None, spared=lambda: {"rows": False}),
+    )
+    training._again, training._world = False, World.single()
+    strategy = SimpleNamespace(rows=SimpleNamespace(travels=False))
+    training._pipeline = SimpleNamespace(batch_size=2, strategy=strategy)
+    training._learn(Status(3, 10, (), 20, full, 0), [])
+    assert asked[0] == ((10, ((0,),), 20), full, 6)
+    assert asked[1:] == ([] if full else [((7, 12), {"rows": False})])
 
 
 def test_a_viewer_is_told_how_fast_it_goes_after_each_block(
