@@ -236,10 +236,24 @@ def test_a_model_that_grows_relocates_ahead_as_well(tries: int, images: int) -> 
             assert not densifier.refine_ahead(*given, torch.tensor(True))
             assert not torch.equal(params["means"], before) and len(params["means"]) == 100
         densifier.refine_when_due(*given)
+        assert densifier._begun is None, "nobody holds what is done with"
         outcomes.append([x.detach().clone() for x in (*params.values(), *state.values())])
         densifier.refine_when_due(params, optimizers, state, 50, 1)  # what was done ahead is done with
         outcomes[-1] += [x.detach() for x in params.values()]
     assert all(torch.equal(x, y) for x, y in zip(*outcomes, strict=True)) and len(outcomes[0][0]) > 104
+
+
+def test_what_was_begun_in_a_block_that_was_given_up_is_done_anew() -> None:
+    outcomes: list[Tensor] = []
+    for given_up in (False, True):
+        params, optimizers = model(100)
+        densifier = McmcDensifier(noise_lr=0.0, refine_start_iter=0, refine_every=10, min_opacity=0.3)
+        if given_up:
+            densifier.refine_ahead(params, optimizers, {}, 10, 1, torch.tensor(False))
+            densifier.refine_ahead(params, optimizers, {}, 9, 1, torch.tensor(True))  # a shorter block
+        densifier.refine_when_due(params, optimizers, {}, 10, 1)
+        outcomes.append(params["means"].detach())
+    assert torch.equal(*outcomes)
 
 
 def test_one_large_step_refines_as_often_as_its_images() -> None:
