@@ -71,8 +71,8 @@ class Densifier(Protocol):
             taken: [] bool on the device; nothing happens there where it is False.
 
         Returns:
-            whether it has: not where it is not due, or where something about it must be known here. The same on every
-            rank.
+            whether it has: not where it is not due, or where something about it must be known here. Of that a part may
+            have been ordered; `refine_when_due` then does the rest. The same on every rank.
         """
         ...
 

@@ -38,7 +38,7 @@ def copied(model: Any) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.gauss_params.items()}
 
 
-@pytest.mark.parametrize("points", [7, 500])
+@pytest.mark.parametrize("points", [0, 7, 500])
 @pytest.mark.parametrize("state", ["full", "compact"])
 def test_points_are_split_duplicated_pruned_and_ordered(
     points: int, state: str, monkeypatch: pytest.MonkeyPatch

@@ -74,9 +74,10 @@ def _refine(model: Any, device: torch.device) -> None:
 
 
 def _few(values: torch.Tensor) -> torch.Tensor:
-    """Rows of a model's parameter, some of them more than once if there are few."""
-    rows = torch.arange(_POINTS, device=values.device) % max(len(values), 1)
-    return values[rows].contiguous()
+    """Rows of a model's parameter, some of them more than once if there are few; zeros where a rank has none."""
+    if len(values) == 0:
+        return values.new_zeros(_POINTS, *values.shape[1:])
+    return values[torch.arange(_POINTS, device=values.device) % len(values)].contiguous()
 
 
 def _count(densifier: Densifier, params: Any, state: dict[str, Any]) -> None:
