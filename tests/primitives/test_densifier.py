@@ -11,7 +11,7 @@ from torch import Tensor
 import cuda_ext
 from ns_multigpu.core.random import seed_from
 from ns_multigpu.core.world import World
-from ns_multigpu.primitives.gaussians import regroup
+from ns_multigpu.primitives.gaussians import gathering
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier, densification_info, due, dues
 from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
@@ -122,7 +122,7 @@ def test_a_small_model_is_gathered_at_once_and_a_large_one_tensor_by_tensor(monk
     monkeypatch.setattr(cuda_ext, "take_rows", counted)
     outcomes: list[dict[str, Tensor]] = []
     for together in (COUNT, COUNT - 1):
-        monkeypatch.setattr(regroup, "_TOGETHER", together)
+        monkeypatch.setattr(gathering, "_TOGETHER", together)
         params, optimizers = model()
         densifier = ReplicatedDensifier(**RULES, seed=7)
         state = densifier.initialize_state()

@@ -79,6 +79,27 @@ class PointStorage:
         most = max(2 * points, points + 2 * _spare(points))
         return self._roomy and points <= self.rows <= max(most, room_for(points, self._cap))
 
+    @torch.no_grad()
+    def follows(
+        self, params: MutableMapping[str, Any], adam: AdamStep, state: MutableMapping[str, Any], most: int
+    ) -> bool:
+        """Whether a refinement has left all points here, in the room that they had; then this is as after `hold`.
+
+        Args:
+            params, adam, state, most: as of `hold`; `adam` is of before the refinement.
+        """
+        if not self.has_room(most) or any(params[name] is not adam.params[k] for k, name in enumerate(self._names)):
+            return False
+        sums, count = _sums(state), len(params[POSITION])
+        given = self._given(params, adam, sums) if sums.keys() == self.statistics.keys() else []
+        here = self._all()
+        if len(given) != len(here) or any(
+            len(x) != count or x.data_ptr() != there.data_ptr() for there, x in zip(here, given, strict=True)
+        ):
+            return False
+        self.params[POSITION][count:].fill_(torch.nan)
+        return True
+
     def forget(self) -> None:
         """Holds nothing any longer: the model's tensors are to be the only ones."""
         self._roomy = False
@@ -101,7 +122,7 @@ class PointStorage:
         """
         count, names = len(params[POSITION]), self._names
         most = count if most is None else most
-        sums = {name: state[name] for name in ("grad2d", "count", "radii") if isinstance(state.get(name), Tensor)}
+        sums = _sums(state)
         if most > self._most:
             self._roomy = False
             self.params = {name: params[name].detach() for name in names}
@@ -162,6 +183,11 @@ class PointStorage:
         """Everything, in the order of `hold`."""
         firsts, seconds = zip(*self.moments.values(), strict=True)
         return [*self.params.values(), *firsts, *seconds, *self.statistics.values()]
+
+
+def _sums(state: MutableMapping[str, Any]) -> dict[str, Tensor]:
+    """Densification's running sums, as far as they are there."""
+    return {name: state[name] for name in ("grad2d", "count", "radii") if isinstance(state.get(name), Tensor)}
 
 
 def _with_room(x: Tensor, rows: int) -> Tensor:

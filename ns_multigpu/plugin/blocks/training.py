@@ -226,11 +226,19 @@ class Training:
         """Densification after a block."""
         if not self._refining.due(steps[-1]):
             return
-        if self._refining.replaces(steps[-1]):
-            self._adam = None  # the step may stay, if the points find room where they are
-            if not self._points.keeps(self._model.most_points):
-                self._release()
+        replaces = self._refining.replaces(steps[-1])
+        if replaces and not self._points.keeps(self._model.most_points):
+            self._release()
         self._refining.take(steps[-1])
+        if replaces and not self._stays():
+            self._adam = None  # the step may stay, if the points find room where they are
+
+    def _stays(self) -> bool:
+        """Whether a refinement has changed nothing that the step knows: all points lie where they lay."""
+        model, adam = self._model, self._adam
+        if adam is None or self._first.due(self._room.now):
+            return False
+        return self._points.follows(model.gauss_params, adam, model.densifier_state, model.most_points)
 
     def taken_since(self) -> int:
         """Steps that the device has taken since it was asked last."""

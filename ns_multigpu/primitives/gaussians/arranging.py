@@ -17,8 +17,8 @@ from ns_multigpu.core.collectives import all_gather_ints_on_device
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.splitters import imbalance
 from ns_multigpu.core.world import World
+from ns_multigpu.primitives.gaussians.gathering import gather_points
 from ns_multigpu.primitives.gaussians.listing import Listing
-from ns_multigpu.primitives.gaussians.regroup import gather_points
 from ns_multigpu.primitives.gaussians.sharded_rows import Edit, OptimizerStates, move_rows
 from ns_multigpu.primitives.sharded_order import Reordering, Survey, clock, order_keys, plan_move
 

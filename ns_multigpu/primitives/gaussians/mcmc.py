@@ -19,8 +19,8 @@ from ns_multigpu.core.collectives import sum_in_place
 from ns_multigpu.core.random import keyed_generator, seed_from
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.densifier import add_gradients, dues
+from ns_multigpu.primitives.gaussians.gathering import gather_points, moments_of, zeros_there
 from ns_multigpu.primitives.gaussians.listing import Listing
-from ns_multigpu.primitives.gaussians.regroup import gather_points, moments_of
 from ns_multigpu.primitives.morton import dealt_order
 from ns_multigpu.primitives.steady import sigmoid
 
@@ -159,7 +159,7 @@ class McmcDensifier:
                 self._settle(params, optimizers)
             count = len(params["means"])
             for name, sums in self.statistics(params, state).items():
-                state[name] = sums.zero_() if len(sums) == count else sums.new_zeros(count)
+                state[name] = sums.zero_() if len(sums) == count else zeros_there(sums, count)
 
     @torch.no_grad()
     def refine_ahead(

@@ -20,12 +20,11 @@ from gsplat.strategy import DefaultStrategy
 from torch import Tensor
 
 import cuda_ext
+from ns_multigpu.primitives.gaussians.gathering import gather_points, zeros_there
 from ns_multigpu.primitives.gaussians.listing import Listing, Regrouping
 from ns_multigpu.primitives.morton import dealt_order
 from ns_multigpu.primitives.steady import logit, sigmoid
 
-_TOGETHER = 1 << 20
-"""Points of a model at most whose parameters and moments are gathered at once."""
 SHRINK = 1.6
 """A split's two children have their parent's scales divided by this (Kerbl et al. 2023, section 5.2)."""
 
@@ -237,7 +236,7 @@ def grow_and_prune(
     )
     for name, value in sums.items():
         follows = name not in spent
-        state[name] = value.index_select(0, regrouping.source) if follows else value.new_zeros(fates.total)
+        state[name] = value.index_select(0, regrouping.source) if follows else zeros_there(value, fates.total)
     return fates.n_duplicate, fates.n_split, fates.pruned
 
 
@@ -304,71 +303,6 @@ def regroup(
     of_parents = dict(zip(flat, cuda_ext.take_rows([params[name] for name in flat], parents), strict=True))
     offsets = halves.offsets(of_parents, numbers).flatten(0, 1)
     return Listing(source, fates.n_kept, offsets.to(means.dtype))
-
-
-@torch.no_grad()
-def gather_points(
-    params: MutableMapping[str, Any],
-    optimizers: Mapping[str, torch.optim.Optimizer],
-    regrouping: Regrouping | Listing,
-    edit: Callable[[str, Tensor], None] | None = None,
-) -> None:
-    """Puts new points in the place of the old ones. Of a small model all tensors are gathered in one launch; of a large
-    one, one after the other: there are never two of it.
-
-    Args:
-        params, optimizers: see `grow_and_prune`.
-        edit: makes a parameter's rows [T, ...], copied by the regrouping's source, what they are to be: name, rows.
-    """
-    source, taken = regrouping.source, None
-    if len(params["means"]) <= _TOGETHER:
-        everything = [x for name, p in params.items() for x in (p, *moments_of(p, optimizers.get(name)).values())]
-        taken = iter(cuda_ext.take_rows(everything, source))
-
-    def rows_of(old: Tensor) -> Tensor:
-        return next(taken) if taken is not None else cuda_ext.take_rows([old], source)[0]
-
-    moments: list[Tensor] = []
-    for name in list(params):
-        rows = rows_of(params[name])
-        if edit is not None:
-            edit(name, rows)
-        moments += replace_parameter(optimizers.get(name), params, name, rows, rows_of)
-    regrouping.clear(moments)
-
-
-def moments_of(param: Tensor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """What an optimizer keeps for each row of a parameter, by name."""
-    kept = {} if optimizer is None or param not in optimizer.state else optimizer.state[param]
-    return {key: value for key, value in kept.items() if torch.is_tensor(value) and value.shape == param.shape}
-
-
-def replace_parameter(
-    optimizer: torch.optim.Optimizer | None, params: MutableMapping[str, Any], name: str, value: Tensor,
-    rows_of: Callable[[Tensor], Tensor],
-) -> list[Tensor]:  # fmt: skip
-    """Puts `value` [T, ...] in place of the parameter `name`, in its optimizer too, whose moments follow.
-
-    Args:
-        rows_of: given an old moment, its rows [T, ...] of the new points; asked for one after the other.
-
-    Returns:
-        the new moments, fresh points' too.
-    """
-    old = params[name]
-    new = torch.nn.Parameter(value, requires_grad=old.requires_grad)
-    params[name] = new
-    if optimizer is None:
-        return []
-    for group in optimizer.param_groups:
-        group["params"] = [new if p is old else p for p in group["params"]]
-    if old not in optimizer.state:
-        return []
-    keys, state = list(moments_of(old, optimizer)), optimizer.state.pop(old)
-    for key in keys:  # each goes as soon as there is a new one
-        state[key] = rows_of(state[key])
-    optimizer.state[new] = state
-    return [state[key] for key in keys]
 
 
 def edit_children(

@@ -18,6 +18,7 @@ from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.primitives.gaussians.arranging import Arranging
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.gaussians.gathering import zeros_there
 from ns_multigpu.primitives.gaussians.regroup import Fates, decide, edit_children, regroup
 from ns_multigpu.primitives.sharded_order import Reordering
 
@@ -100,7 +101,7 @@ class ShardedDensifier(ReplicatedDensifier):
             done = arranging.beside(params, optimizers, listing, after, works, work, edit)
             self.reordering = done or self.reordering
         for name, value in statistics.items():
-            state[name] = value.new_zeros(len(params["means"]))
+            state[name] = zeros_there(value, len(params["means"]))
 
     def _work(self, seen: Tensor, source: Tensor) -> Tensor:
         """How much work new points are, [T] int64, by how often the old ones that they come from were seen."""
