@@ -168,6 +168,7 @@ class AdamStep:
         self.scalars = torch.zeros(len(self.params), SCALARS, dtype=first.dtype, device=first.device)
         # All counters in one tensor, of which each state has its own as a view: one addition, and one look.
         self._counters = torch.tensor([float(state["step"]) for state in self._states])
+        self._counts = self._counters.numpy()  # the same memory: quicker to count in
         for state, counter in zip(self._states, self._counters, strict=True):
             state["step"] = counter
 
@@ -175,12 +176,20 @@ class AdamStep:
         """Counts a step and returns its lines of numbers; rates and betas are read from the optimizers now."""
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue] - what schedulers look for
-        self._counters += 1
-        steps = self._counters.tolist()
-        return [
-            adam_scalars(float(group["lr"]), group["betas"], group["eps"], step)
-            for group, step in zip(self._groups, steps, strict=True)
-        ]
+        self._counts += 1
+        lines: list[tuple[float, ...]] = []
+        known: dict[Any, tuple[float, ...]] = {}  # lines that differ in their rates alone
+        for group, step in zip(self._groups, self._counts.tolist(), strict=True):
+            key = (group["betas"], group["eps"], step)
+            if key not in known:
+                known[key] = adam_scalars(0.0, *key)
+            lines.append((float(group["lr"]), *known[key][1:]))
+        return lines
+
+    def is_current(self) -> bool:
+        """Whether its optimizers still keep these moments, and nobody has put others in their place."""
+        kept = zip(self._states, self.exp_avgs, self.exp_avg_sqs, strict=True)
+        return all(state["exp_avg"] is m and state["exp_avg_sq"] is v for state, m, v in kept)
 
     def place_moments(self, place: int, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         """Makes these the moments of parameter number `place`, in its optimizer too; they have the values already."""

@@ -232,6 +232,38 @@ def test_what_is_rehearsed_is_waited_for_before_the_first_step(
     assert happened == [(True, 1), "done", "steps"]
 
 
+def test_a_refinement_that_finds_room_leaves_the_step_and_its_adam(
+    run: Callable[..., tuple[DistributedTrainer, Events]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where points lie elsewhere, or were more than there was room for, both are made anew."""
+    made, after = list[object](), list[tuple[bool, bool, int]]()
+    plain, refine = Training._made, Training.refine
+
+    def counted(self: Training, *given: Any) -> Step:
+        made.append(0)
+        return plain(self, *given)
+
+    def refined(self: Training, steps: range) -> None:
+        adam, due = self._adam, self._refining.due(steps[-1])
+        before = self._model.num_points
+        refine(self, steps)
+        if due and steps[-1] > 0:  # behind the very first, opacities are reset
+            after.append((self._adam is adam, self._model.num_points <= self._points.rows, before))
+
+    monkeypatch.setattr(Training, "_made", counted)
+    monkeypatch.setattr(Training, "refine", refined)
+    eager = {
+        "pipeline.model.warmup_length": 4, "pipeline.model.refine_every": 8, "pipeline.model.densify_grad_thresh": 1e-5,
+        "pipeline.model.stop_split_at": 1000, "pipeline.model.sh_degree_interval": 1000,
+    }  # fmt: skip
+    trainer, _ = run(eager)
+    stayed = [adam for adam, room, _ in after if room]
+    assert len(stayed) >= 3 and all(stayed), after
+    assert len({points for _, _, points in after}) > 2, "the model changes"
+    assert trainer.pipeline.model.num_points != after[0][2]
+    assert len(made) < len(after), "steps are not made anew for each"
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_room_grows_where_it_is_nearly_used_up_before_it_is_lacking(full: bool) -> None:
     asked = list[object]()

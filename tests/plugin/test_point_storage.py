@@ -22,7 +22,9 @@ from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.checkpoint.storage import save_file
 from ns_multigpu.plugin.model.sharded_points import ShardedPoints
+from ns_multigpu.primitives.gaussians.gathering import gather_points, zeros_there
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
+from ns_multigpu.primitives.gaussians.listing import Listing
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from strategies import STRATEGIES
 from tests.recorded import RecordedPool
@@ -71,6 +73,13 @@ class Model:
             optimizer.state[new] = {k: v if v.dim() == 0 else v[kept] for k, v in state.items()}
             self.params[name] = new
         self.sums(len(kept))
+
+    def take_in_place(self, kept: Tensor) -> None:
+        """The same refinement, by what leaves points where they have room."""
+        gather_points(
+            self.params, dict(zip(ORDER, self.optimizers, strict=True)), Listing(kept, len(kept), torch.empty(0, 3))
+        )
+        self.state |= {name: zeros_there(self.state[name], len(kept)) for name in ("grad2d", "count")}
 
     def values(self) -> dict[str, Tensor]:
         moments = {
@@ -150,6 +159,58 @@ def test_the_same_course_with_and_without_room() -> None:
     for name, value in with_room.items():
         assert torch.equal(value, without[name]), name
     assert with_room["grad2d"].sum() > 0
+
+
+def test_a_refinement_in_place_leaves_the_step_and_its_adam() -> None:
+    """The same course, bit for bit, where nothing is brought back: all has stayed, and is as `hold` leaves it."""
+    model, points = Model(200), PointStorage()
+    plan, targets = Plan.of([[Patch.whole(0, VIEW)]]), [torch.full((24, 32, 3), 0.5)]
+    graphs = StepGraphs(StepTimer(torch.device("cpu")), lambda: None, None)
+    step: Any = None
+    adam: Any = None
+    stayed: list[bool] = []
+    for count in (200, 180, 240, 230, 2000, 90):
+        if step is not None:
+            model.take_in_place(torch.arange(count) % len(model.params["means"]))
+        stayed.append(step is not None and points.follows(model.params, adam, model.state, count))
+        if not stayed[-1]:
+            _, adam = model.held(points)
+            step = a_step(points)
+        assert points.params["means"][count:].isnan().all() and points.params["means"][:count].isfinite().all()
+        assert all(param is there for param, there in zip(model.params.values(), adam.params, strict=True))
+        for _ in range(3):
+            step.scalars.copy_(torch.tensor(adam.count()))
+            graphs.take(plan, lambda step=step: step.parts(plan, targets))
+    assert stayed == [False, True, True, True, False, False]
+    expected, _ = course(spare=True)
+    for name, value in model.values().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_what_has_moved_is_noticed() -> None:
+    def moment(model: Model) -> None:
+        state = model.optimizers[1].state[model.params["quats"]]
+        state["exp_avg_sq"] = state["exp_avg_sq"].clone()
+
+    def parameter(model: Model) -> None:
+        model.take(torch.arange(200))
+
+    def statistics(model: Model) -> None:
+        model.sums(200)
+
+    def other_statistics(model: Model) -> None:
+        model.state["radii"] = torch.zeros(200)
+
+    def lengths(model: Model) -> None:
+        model.params["scales"].data = model.params["scales"].data[:150]
+
+    for change in (moment, parameter, statistics, other_statistics, lengths):
+        model, points = Model(200), PointStorage()
+        _, adam = model.held(points)
+        assert points.follows(model.params, adam, model.state, 200)
+        assert not points.follows(model.params, adam, model.state, 2000), "the longest shard has no room"
+        change(model)
+        assert not points.follows(model.params, adam, model.state, 200), change.__name__
 
 
 def test_graphs_that_are_recorded_outlast_refinements() -> None:

@@ -88,7 +88,8 @@ class PointStorage:
         Args:
             params, adam, state, most: as of `hold`; `adam` is of before the refinement.
         """
-        if not self.has_room(most) or any(params[name] is not adam.params[k] for k, name in enumerate(self._names)):
+        same = all(params[name] is adam.params[k] for k, name in enumerate(self._names))
+        if not (same and adam.is_current() and self.has_room(most)):
             return False
         sums, count = _sums(state), len(params[POSITION])
         given = self._given(params, adam, sums) if sums.keys() == self.statistics.keys() else []

@@ -20,6 +20,7 @@ from ns_multigpu.core.types import Splats, View
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.cap import allowed_growth
 from ns_multigpu.primitives.gaussians.functions import screen_radii
+from ns_multigpu.primitives.gaussians.gathering import Gathering
 from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_HALVES, Decided, Fates, Halves, grow_and_prune
 
 
@@ -62,7 +63,7 @@ class ReplicatedDensifier(DefaultStrategy):
     held_back: Callable[[int], None] | None = None
     halves: Halves = GAUSSIAN_HALVES
     changes: dict[str, int] = field(default_factory=dict, init=False, compare=False)
-    _ahead: tuple[int, Decided] | None = field(default=None, init=False, compare=False, repr=False)
+    _ahead: tuple[int, Decided, Gathering | None] | None = field(default=None, init=False, compare=False, repr=False)
 
     def step_post_backward(
         self,
@@ -118,9 +119,12 @@ class ReplicatedDensifier(DefaultStrategy):
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int,
         taken: Tensor,
     ) -> bool:  # fmt: skip
-        """See `Densifier`: how many points there will be must be known here. What becomes of each is decided ahead."""
+        """See `Densifier`: how many points there will be must be known here. What becomes of each is decided ahead, and
+        where tensors lie is found."""
         image = self._refines(step, images)
-        self._ahead = None if image is None else (image, self._decided(params, state, image))
+        self._ahead = None
+        if image is not None:
+            self._ahead = image, self._decided(params, state, image), Gathering.of(params, optimizers)
         return False
 
     def refine_when_due(
@@ -159,7 +163,8 @@ class ReplicatedDensifier(DefaultStrategy):
 
     def _refine(self, params: Any, optimizers: Any, state: dict[str, Any], image: int) -> None:
         ahead, self._ahead = self._ahead, None
-        found = ahead[1] if ahead is not None and ahead[0] == image else self._decided(params, state, image)
+        if ahead is None or ahead[0] != image:
+            ahead = image, self._decided(params, state, image), None
         done = grow_and_prune(
             self,
             params,
@@ -172,7 +177,8 @@ class ReplicatedDensifier(DefaultStrategy):
             generator=keyed_generator(self.seed, "densify", image, device=state["grad2d"].device),
             spent=("grad2d", "count", "radii"),
             halves=self.halves,
-            decided=found,
+            decided=ahead[1],
+            ready=ahead[2],
         )
         self._note_changes(*done)
 

@@ -4,7 +4,8 @@ Where tensors have room behind them (see `PointStorage`), new rows lie where the
 they are: whoever knows their addresses, such as the CUDA graph of a step, need not be told. Else there are new ones.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +18,64 @@ _TOGETHER = 1 << 20
 """Points of a model at most whose parameters and moments are gathered at once."""
 
 
+@dataclass(frozen=True)
+class Gathering:
+    """The tensors of a small model that has room behind all of them, found before it is known how many points there
+    will be: what takes the host time need not be done while the device waits.
+
+    Attributes:
+        params: by name.
+        moments: by name, what optimizers keep for each row: see `moments_of`.
+        rooms: of each parameter and, behind it, of its moments: all rows that its memory has room for.
+    """
+
+    params: dict[str, Tensor]
+    moments: dict[str, list[Tensor]]
+    rooms: list[Tensor]
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> "Gathering | None":
+        """That of a model; None where it is large, or has no room."""
+        if len(params["means"]) > _TOGETHER:
+            return None
+        moments = {name: list(moments_of(p, optimizers.get(name)).values()) for name, p in params.items()}
+        rooms = [_room(x) for name, p in params.items() for x in (p, *moments[name])]
+        found = [room for room in rooms if room is not None]
+        return cls(dict(params), moments, found) if len(found) == len(rooms) else None
+
+    def serves(self, params: Mapping[str, Any], count: int) -> bool:
+        """Whether these are the model's tensors still, and have room for so many points."""
+        same = self.params.keys() == params.keys() and all(params[name] is p for name, p in self.params.items())
+        here = {room.data_ptr() for room in self.rooms}
+        return (
+            same
+            and all(p.data_ptr() in here for p in self.params.values())
+            and all(count <= len(room) for room in self.rooms)
+        )
+
+    def take(self, source: Tensor, edit: Callable[[str, Tensor], None] | None) -> list[Tensor]:
+        """Brings the rows `source` [T] to the front of all tensors, which stay the same objects; returns the moments.
+        See `gather_points`."""
+        tensors = [x for name, p in self.params.items() for x in (p, *self.moments[name])]
+        rows, places = cuda_ext.take_rows(tensors, source), [room[: len(source)] for room in self.rooms]
+        torch._foreach_copy_(places, rows)  # pyright: ignore[reportPrivateImportUsage]
+        each = iter(places)
+        for name, param in self.params.items():
+            param.data, param.grad = next(each), None
+            if edit is not None:
+                edit(name, param.data)
+            for moment in self.moments[name]:
+                moment.data = next(each)
+        return [moment for moments in self.moments.values() for moment in moments]
+
+
 @torch.no_grad()
 def gather_points(
     params: MutableMapping[str, Any],
     optimizers: Mapping[str, torch.optim.Optimizer],
     regrouping: Regrouping | Listing,
     edit: Callable[[str, Tensor], None] | None = None,
+    ready: Gathering | None = None,
 ) -> None:
     """Puts new points in the place of the old ones. Of a small model all tensors are gathered in one launch; of a large
     one, one after the other: there are never two of it.
@@ -31,17 +84,17 @@ def gather_points(
         params: by name, with a line for each old point; replaced by new `Parameter`s where they have no room.
         optimizers: by parameter; may lack some. They go on with the new points.
         edit: makes a parameter's rows [T, ...], copied by the regrouping's source, what they are to be: name, rows.
+        ready: the model's, where it has been found ahead.
     """
     source, taken = regrouping.source, None
+    if ready is None or not ready.serves(params, len(source)):
+        ready = Gathering.of(params, optimizers)
+    if ready is not None and ready.serves(params, len(source)):
+        regrouping.clear(ready.take(source, edit))
+        return
     if len(params["means"]) <= _TOGETHER:
         everything = [x for name, p in params.items() for x in (p, *moments_of(p, optimizers.get(name)).values())]
-        rows = cuda_ext.take_rows(everything, source)
-        places = roomy(everything, len(source))
-        if places is not None:
-            torch._foreach_copy_(places, rows)  # pyright: ignore[reportPrivateImportUsage]
-            regrouping.clear(_settle(params, optimizers, iter(places), edit))
-            return
-        taken = iter(rows)
+        taken = iter(cuda_ext.take_rows(everything, source))
 
     def rows_of(old: Tensor) -> Tensor:
         return next(taken) if taken is not None else cuda_ext.take_rows([old], source)[0]
@@ -55,23 +108,20 @@ def gather_points(
     regrouping.clear(moments)
 
 
-def roomy(tensors: Sequence[Tensor], count: int) -> list[Tensor] | None:
-    """The same memory as tensors of `count` rows, [count, ...] each; None unless there is room behind each of them, and
-    for so many rows. Memory without room is as long as the tensor: it is to go with it."""
-    result: list[Tensor] = []
-    for x in tensors:
-        here, there = x.detach(), x.untyped_storage().nbytes()
-        row = here.element_size() * (here.stride(0) if here.dim() else 1)
-        if x.storage_offset() != 0 or not x.is_contiguous() or not len(x) * row < there >= count * row:
-            return None
-        result.append(here.as_strided((count, *here.shape[1:]), here.stride()))
-    return result
+def _room(x: Tensor) -> Tensor | None:
+    """All rows that there is room for where `x` [N, ...] lies. None unless there is room behind it: memory without is
+    as long as the tensor, and is to go with it."""
+    row = x.element_size() * (x.stride(0) if x.dim() else 1)
+    nbytes = x.untyped_storage().nbytes()
+    if x.storage_offset() != 0 or not x.is_contiguous() or not len(x) * row < nbytes:
+        return None
+    return x.detach().as_strided((nbytes // row, *x.shape[1:]), x.stride())
 
 
 def zeros_there(x: Tensor, count: int) -> Tensor:
     """[count] zeros, where `x` [N] lies if there is room behind it for so many."""
-    places = roomy([x], count)
-    return x.new_zeros(count) if places is None else places[0].zero_()
+    room = _room(x)
+    return x.new_zeros(count) if room is None or count > len(room) else room[:count].zero_()
 
 
 def moments_of(param: Tensor, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -106,20 +156,3 @@ def replace_parameter(
         state[key] = rows_of(state[key])
     optimizer.state[new] = state
     return [state[key] for key in keys]
-
-
-def _settle(
-    params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], places: Any,
-    edit: Callable[[str, Tensor], None] | None,
-) -> list[Tensor]:  # fmt: skip
-    """Makes these the values of parameters and their moments, which stay the same objects; returns the moments."""
-    moments: list[Tensor] = []
-    for name, param in params.items():
-        here = list(moments_of(param, optimizers.get(name)).values())
-        param.data, param.grad = next(places), None
-        if edit is not None:
-            edit(name, param.data)
-        for moment in here:
-            moment.data = next(places)
-        moments += here
-    return moments

@@ -20,7 +20,7 @@ from gsplat.strategy import DefaultStrategy
 from torch import Tensor
 
 import cuda_ext
-from ns_multigpu.primitives.gaussians.gathering import gather_points, zeros_there
+from ns_multigpu.primitives.gaussians.gathering import Gathering, gather_points, zeros_there
 from ns_multigpu.primitives.gaussians.listing import Listing, Regrouping
 from ns_multigpu.primitives.morton import dealt_order
 from ns_multigpu.primitives.steady import logit, sigmoid
@@ -188,6 +188,7 @@ def grow_and_prune(
     spent: Collection[str] = (),
     halves: Halves = GAUSSIAN_HALVES,
     decided: Decided | None = None,
+    ready: Gathering | None = None,
 ) -> tuple[int, int, int]:
     """Does what `DefaultStrategy._grow_gs` and `_prune_gs` do, one after the other. Waits for the device once.
 
@@ -196,7 +197,7 @@ def grow_and_prune(
     Args:
         rules: the thresholds.
         params: `means` [N, 3], `scales` [N, 3], or [N, 2] of flat points (log), `quats` [N, 4], `opacities` [N, 1] or
-            [N] (logits), any others with a line for each point. Replaced by new `Parameter`s.
+            [N] (logits), any others with a line for each point. See `gather_points`.
         optimizers: by parameter; may lack some. They go on with the new parameters.
         state: `grad2d`, `count` and, where the rules ask for it, `radii`, [N] each; `scene_scale`. Tensors follow.
         image: the clock, which some rules look at.
@@ -205,7 +206,7 @@ def grow_and_prune(
         generator: what to draw from, of the points' device; None for the device's default generator, as gsplat.
         spent: those of `state` that do not follow, but count anew from zero, whatever is done.
         halves: what the halves of a split are.
-        decided: what becomes of the points, where that has been found out.
+        decided: what becomes of the points, where that has been found out. ready: see `gather_points`.
 
     Returns:
         how many points were duplicated, split and pruned.
@@ -232,7 +233,7 @@ def grow_and_prune(
         by = dealt_order(listing.positions(params["means"])) if order == "morton" else listing.beside()
         regrouping = listing.ordered(by)
     gather_points(
-        params, optimizers, regrouping, lambda name, rows: edit_children(rules, name, rows, regrouping, halves)
+        params, optimizers, regrouping, lambda name, rows: edit_children(rules, name, rows, regrouping, halves), ready
     )
     for name, value in sums.items():
         follows = name not in spent
