@@ -264,6 +264,19 @@ def test_a_refinement_that_finds_room_leaves_the_step_and_its_adam(
     assert len(made) < len(after), "steps are not made anew for each"
 
 
+@pytest.mark.parametrize("due", [False, True])
+def test_a_step_whose_room_is_to_be_found_anew_does_not_stay(due: bool) -> None:
+    """Wherever its points lie."""
+    training: Any = object.__new__(Training)
+    first = SimpleNamespace(due=lambda now: due)
+    training._ways = SimpleNamespace(room=SimpleNamespace(now=None), first=first)
+    training._model = SimpleNamespace(gauss_params={}, densifier_state={}, most_points=1)
+    training._points, training._adam = SimpleNamespace(follows=lambda *_: True), object()
+    assert training._stays() is not due
+    training._adam = None
+    assert not training._stays()
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_room_grows_where_it_is_nearly_used_up_before_it_is_lacking(full: bool) -> None:
     asked = list[object]()

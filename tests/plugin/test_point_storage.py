@@ -195,6 +195,9 @@ def test_what_has_moved_is_noticed() -> None:
     def parameter(model: Model) -> None:
         model.take(torch.arange(200))
 
+    def another_object(model: Model) -> None:
+        model.params["scales"] = torch.nn.Parameter(model.params["scales"].data)
+
     def statistics(model: Model) -> None:
         model.sums(200)
 
@@ -204,7 +207,7 @@ def test_what_has_moved_is_noticed() -> None:
     def lengths(model: Model) -> None:
         model.params["scales"].data = model.params["scales"].data[:150]
 
-    for change in (moment, parameter, statistics, other_statistics, lengths):
+    for change in (moment, parameter, another_object, statistics, other_statistics, lengths):
         model, points = Model(200), PointStorage()
         _, adam = model.held(points)
         assert points.follows(model.params, adam, model.state, 200)

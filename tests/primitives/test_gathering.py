@@ -90,6 +90,32 @@ def test_with_room_points_stay_where_they_are_and_are_the_same(ahead: bool) -> N
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def test_what_is_found_ahead_is_found_where_there_is_room() -> None:
+    for rows in (None, 2 * COUNT):
+        params: Any = None
+        params, optimizers = model()
+        if rows:
+            give_room(params, optimizers, rows)
+        densifier = ReplicatedDensifier(**RULES)
+        densifier.refine_ahead(params, optimizers, densifier.initialize_state(), 16, 1, torch.tensor(True))
+        assert densifier._ahead is not None
+        assert (densifier._ahead[2] is not None) == bool(rows)
+
+
+def test_what_was_decided_for_another_image_is_not_done() -> None:
+    outcomes: list[dict[str, Tensor]] = []
+    for earlier in (False, True):
+        params, optimizers = model()
+        densifier = ReplicatedDensifier(**RULES, seed=7)
+        state = densifier.initialize_state()
+        if earlier:
+            densifier.refine_ahead(params, optimizers, state, 8, 1, torch.tensor(True))
+        densifier._count(params, state, rows_of(0, COUNT))
+        densifier.refine_when_due(params, optimizers, state, 16, 1)
+        outcomes.append(values(params, optimizers, state))
+    assert all(torch.equal(outcomes[1][name], value) for name, value in outcomes[0].items())
+
+
 def test_memory_without_room_goes_with_what_lay_in_it() -> None:
     """A model that is pruned would else keep the memory of what it was."""
     params: Any = None
