@@ -109,7 +109,8 @@ def test_what_was_decided_for_another_image_is_not_done() -> None:
         densifier = ReplicatedDensifier(**RULES, seed=7)
         state = densifier.initialize_state()
         if earlier:
-            densifier.refine_ahead(params, optimizers, state, 8, 1, torch.tensor(True))
+            densifier.refine_ahead(params, optimizers, state, 40, 1, torch.tensor(True))
+            assert densifier._ahead is not None
         densifier._count(params, state, rows_of(0, COUNT))
         densifier.refine_when_due(params, optimizers, state, 16, 1)
         outcomes.append(values(params, optimizers, state))
