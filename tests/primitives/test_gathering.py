@@ -104,6 +104,7 @@ def test_what_is_found_ahead_is_found_where_there_is_room() -> None:
 
 def test_what_was_decided_for_another_image_is_not_done() -> None:
     outcomes: list[dict[str, Tensor]] = []
+    params: Any = None
     for earlier in (False, True):
         params, optimizers = model()
         densifier = ReplicatedDensifier(**RULES, seed=7)
