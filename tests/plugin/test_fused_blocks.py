@@ -271,10 +271,20 @@ def test_a_step_whose_room_is_to_be_found_anew_does_not_stay(due: bool) -> None:
     first = SimpleNamespace(due=lambda now: due)
     training._ways = SimpleNamespace(room=SimpleNamespace(now=None), first=first)
     training._model = SimpleNamespace(gauss_params={}, densifier_state={}, most_points=1)
-    training._points, training._adam = SimpleNamespace(follows=lambda *_: True), object()
-    assert training._stays() is not due
-    training._adam = None
-    assert not training._stays()
+    adam: Any = object()
+    training._points = SimpleNamespace(follows=lambda params, given, *_: given is adam)
+    assert training._stays(adam) is not due
+
+
+def test_a_refinement_that_fails_leaves_no_adam_of_before() -> None:
+    """Its points may be others by then."""
+    training: Any = object.__new__(Training)
+    refining = SimpleNamespace(due=lambda _: True, replaces=lambda _: True, take=lambda _: 1 / 0)
+    training._refining, training._points = refining, SimpleNamespace(keeps=lambda _: True)
+    training._model, training._adam = SimpleNamespace(most_points=1), object()
+    with pytest.raises(ZeroDivisionError):
+        training.refine(range(1))
+    assert training._adam is None
 
 
 @pytest.mark.parametrize("full", [False, True])

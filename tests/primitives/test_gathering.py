@@ -141,8 +141,12 @@ def test_what_was_found_ahead_is_not_used_for_other_tensors() -> None:
     def moved(params: Any, optimizers: Any) -> None:
         give_room(params, optimizers, 4 * COUNT)
 
+    def other_moments(params: Any, optimizers: Any) -> None:
+        state = optimizers["quats"].state[params["quats"]]
+        state["exp_avg"] = with_room(state["exp_avg"], 4 * COUNT)
+
     expected, _ = refined(None)
-    for between in (replaced, moved):
+    for between in (replaced, moved, other_moments):
         found, _ = refined(4 * COUNT, True, between)
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -152,7 +156,11 @@ def test_a_large_model_and_one_without_room_are_not_looked_through(monkeypatch: 
     params, optimizers = model()
     assert Gathering.of(params, optimizers) is None, "no room"
     give_room(params, optimizers, 2 * COUNT)
-    assert Gathering.of(params, optimizers) is not None
+    found = Gathering.of(params, optimizers)
+    assert found is not None and found.serves(params, optimizers, 2 * COUNT)
+    assert not found.serves(params, optimizers, 2 * COUNT + 1)
+    more: Any = {**dict(params.items()), "more": torch.nn.Parameter(torch.zeros(COUNT))}
+    assert not found.serves(more, optimizers, COUNT), "one more parameter"
     state = optimizers["scales"].state[params["scales"]]
     state["exp_avg"] = state["exp_avg"].clone()
     assert Gathering.of(params, optimizers) is None, "one has none"

@@ -226,19 +226,22 @@ class Training:
         """Densification after a block."""
         if not self._refining.due(steps[-1]):
             return
-        replaces = self._refining.replaces(steps[-1])
-        if replaces and not self._points.keeps(self._model.most_points):
+        if not self._refining.replaces(steps[-1]):
+            self._refining.take(steps[-1])
+            return
+        if not self._points.keeps(self._model.most_points):
             self._release()
+        adam, self._adam = self._adam, None  # the step may stay, if the points find room where they are
         self._refining.take(steps[-1])
-        if replaces and not self._stays():
-            self._adam = None  # the step may stay, if the points find room where they are
+        if adam is not None and self._stays(adam):
+            self._adam = adam
 
-    def _stays(self) -> bool:
-        """Whether a refinement has changed nothing that the step knows: all points lie where they lay."""
-        model, adam = self._model, self._adam
-        if adam is None or self._first.due(self._room.now):
-            return False
-        return self._points.follows(model.gauss_params, adam, model.densifier_state, model.most_points)
+    def _stays(self, adam: AdamStep) -> bool:
+        """Whether a refinement has changed nothing that the step and its Adam know: all points lie where they lay."""
+        model = self._model
+        return not self._first.due(self._room.now) and self._points.follows(
+            model.gauss_params, adam, model.densifier_state, model.most_points
+        )
 
     def taken_since(self) -> int:
         """Steps that the device has taken since it was asked last."""

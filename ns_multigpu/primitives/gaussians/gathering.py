@@ -43,15 +43,21 @@ class Gathering:
         found = [room for room in rooms if room is not None]
         return cls(dict(params), moments, found) if len(found) == len(rooms) else None
 
-    def serves(self, params: Mapping[str, Any], count: int) -> bool:
-        """Whether these are the model's tensors still, and have room for so many points."""
-        same = self.params.keys() == params.keys() and all(params[name] is p for name, p in self.params.items())
-        here = {room.data_ptr() for room in self.rooms}
-        return (
-            same
-            and all(p.data_ptr() in here for p in self.params.values())
-            and all(count <= len(room) for room in self.rooms)
-        )
+    def serves(
+        self, params: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], count: int
+    ) -> bool:  # fmt: skip
+        """Whether these are the model's tensors still, where they were, and have room for so many points."""
+        rooms = iter(self.rooms)
+        for name, param in self.params.items():
+            kept = optimizers[name].state.get(param, {}).values() if name in optimizers else ()
+            known = {id(x) for x in kept}
+            if params.get(name) is not param or any(id(moment) not in known for moment in self.moments[name]):
+                return False
+            for x in (param, *self.moments[name]):
+                room = next(rooms)
+                if x.data_ptr() != room.data_ptr() or count > len(room):
+                    return False
+        return len(self.params) == len(params)
 
     def take(self, source: Tensor, edit: Callable[[str, Tensor], None] | None) -> list[Tensor]:
         """Brings the rows `source` [T] to the front of all tensors, which stay the same objects; returns the moments.
@@ -87,9 +93,9 @@ def gather_points(
         ready: the model's, where it has been found ahead.
     """
     source, taken = regrouping.source, None
-    if ready is None or not ready.serves(params, len(source)):
+    if ready is None or not ready.serves(params, optimizers, len(source)):
         ready = Gathering.of(params, optimizers)
-    if ready is not None and ready.serves(params, len(source)):
+    if ready is not None and ready.serves(params, optimizers, len(source)):
         regrouping.clear(ready.take(source, edit))
         return
     if len(params["means"]) <= _TOGETHER:
