@@ -161,6 +161,12 @@ def test_a_large_model_and_one_without_room_are_not_looked_through(monkeypatch: 
     assert not found.serves(params, optimizers, 2 * COUNT + 1)
     more: Any = {**dict(params.items()), "more": torch.nn.Parameter(torch.zeros(COUNT))}
     assert not found.serves(more, optimizers, COUNT), "one more parameter"
+    alone = Gathering.of(params, {})
+    assert alone is not None and alone.serves(params, {}, COUNT)
+    other: Any = {**dict(params.items()), "quats": torch.nn.Parameter(params["quats"].data)}
+    assert not alone.serves(other, {}, COUNT), "another object, in the same place"
+    params["quats"].data = with_room(params["quats"].detach(), 2 * COUNT)
+    assert not found.serves(params, optimizers, COUNT), "the same object, in another place"
     state = optimizers["scales"].state[params["scales"]]
     state["exp_avg"] = state["exp_avg"].clone()
     assert Gathering.of(params, optimizers) is None, "one has none"
