@@ -162,7 +162,7 @@ def test_frames_wait_for_their_encoder(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_parts_are_encoded_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there are encoders, and no more; what is drawn meanwhile does not wait for the first to end."""
+    """As many as there are encoders, and no more."""
     together, lock, most, now = threading.Barrier(3, timeout=30), threading.Lock(), [0], [0]
 
     class Writer:
@@ -189,6 +189,35 @@ def test_parts_are_encoded_side_by_side(tmp_path: Path, monkeypatch: pytest.Monk
         parts.put(number, None)
     parts.finish()
     assert most == [3] and all(parts.path(number).is_file() for number in range(9))
+
+
+def test_a_slow_part_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part is encoded until six others have been: drawing goes on meanwhile."""
+    others = threading.Semaphore(0)
+
+    class Writer:
+        def __init__(self, path: Path, shape: tuple[int, int], fps: float) -> None:
+            path.touch()
+
+        def __enter__(self) -> "Writer":
+            return self
+
+        def add_image(self, image: np.ndarray[Any, Any]) -> None:
+            if image[0, 0, 0] == 0:
+                assert all(others.acquire(timeout=30) for _ in range(6)), "the others waited for the first"
+            else:
+                others.release()
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(film.mediapy, "VideoWriter", Writer)
+    parts = Parts(tmp_path, 10.0, 3)
+    for number in range(8):
+        parts.put(number, HostFrame(torch.full((4, 4, 3), number, dtype=torch.uint8)))
+        parts.put(number, None)
+    parts.finish()
+    assert all(parts.path(number).is_file() for number in range(8))
 
 
 def test_what_is_whole_is_finished_before_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -207,8 +207,10 @@ class Parts:
         self._look()
         if self._number is None:
             assert frame is not None, "a part has a frame at least"
-            while len(self._parts) > self._encoders:  # one may wait for an encoder
-                self._result(self._parts.popleft())
+            while len(self._parts) > self._encoders:  # one may wait for an encoder, and any may end first
+                for part in wait(self._parts, return_when=FIRST_COMPLETED).done:
+                    self._parts.remove(part)
+                    self._result(part)
             self._frames, self._number = queue.SimpleQueue(), number
             self._parts.append(Future())
             # A daemon: a render that is broken off ends no part, and its process must not wait for one.
@@ -260,7 +262,7 @@ class Parts:
             with self._room:  # it takes no frames any more
                 self._failed = True
                 self._room.notify_all()
-        else:  # after an encoder is free again: so one part at most waits for one, and not behind a later one
+        else:  # after an encoder is free again: so one part at most waits for one
             told.set_result(None)
 
     def _part(self, number: int, frames: "_Frames") -> None:
