@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.ring import ScalarRing
 
@@ -269,7 +269,7 @@ def _step_together(optimizers: Sequence[FusedAdam], set_grads_to_zero: bool = Fa
         optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue] - what schedulers look for
 
 
-@torch.library.register_fake("ns_multigpu::adam_step", lib=LIBRARY)
+@fake("adam_step")
 def _adam_step_fake(*_: Any) -> None:
     return None
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import fake
 from cuda_ext.dispatch.load import load_native
 from cuda_ext.ops.checks import check_tensors
 from cuda_ext.reference import assign_patches as reference
@@ -101,6 +101,6 @@ def assign_patches(
     return AssignedPatches(chosen, before, after, int(swaps), bool(converged))
 
 
-@torch.library.register_fake("ns_multigpu::assign_patches", lib=LIBRARY)
+@fake("assign_patches")
 def _assign_patches_fake(counts: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return counts.new_empty(counts.shape[0], dtype=torch.int64), counts.new_empty(4)

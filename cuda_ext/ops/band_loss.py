@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch.gsplat_kernels import in_gsplat_mode
-from cuda_ext.dispatch.library import LIBRARY, NAMESPACE
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import kernels_serve, native_serves
 from cuda_ext.ops import compositing
 from cuda_ext.ops.checks import check_floats, check_tensors
@@ -178,13 +178,13 @@ def _register_gsplat_mode(library: torch.library.Library) -> None:
     library.impl("band_loss_into", _band_loss_into_composed, "CUDA")
 
 
-@torch.library.register_fake(f"{NAMESPACE}::band_loss", lib=LIBRARY)
+@fake("band_loss")
 def _band_loss_fake(out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, ...]:
     rgb, v_out, v_alpha = out.new_empty(target.shape), out.new_empty(out.shape), alpha.new_empty(alpha.shape)
     return rgb, out.new_empty(()), out.new_empty(()), v_out, v_alpha
 
 
-@torch.library.register_fake(f"{NAMESPACE}::band_loss_into", lib=LIBRARY)
+@fake("band_loss_into")
 def _band_loss_into_fake(*_: Any) -> None:
     return None
 

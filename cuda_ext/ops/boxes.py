@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import compiled_serves, kernels_serve
 from cuda_ext.ops.checks import check_depth_range, check_floats, check_ints
 from cuda_ext.reference.boxes import FLOATS, box_views_composed, groups_of, splat_boxes_composed
@@ -96,12 +96,12 @@ def check_boxes(means: Tensor, boxes: Tensor) -> None:
     check_floats(means, boxes=(boxes, (groups_of(len(means)), FLOATS)))
 
 
-@torch.library.register_fake("ns_multigpu::box_views", lib=LIBRARY)
+@fake("box_views")
 def _box_views_fake(boxes: Tensor, viewmats: Tensor, *_: Any) -> Tensor:
     return boxes.new_empty(len(viewmats), len(boxes), dtype=torch.bool)
 
 
-@torch.library.register_fake("ns_multigpu::splat_boxes", lib=LIBRARY)
+@fake("splat_boxes")
 def _splat_boxes_fake(*_: Any) -> None:
     return None
 

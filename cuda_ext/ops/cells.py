@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import compiled_serves, kernels_serve
 from cuda_ext.ops.checks import check_floats, check_ints, check_tensors
 from cuda_ext.reference import cells as composed
@@ -123,7 +123,7 @@ def cells_reached(
     return op(view_ids, means2d.detach(), radii, depths.detach(), viewmats.detach(), Ks.detach(), list(boxes))
 
 
-@torch.library.register_fake("ns_multigpu::cell_windows", lib=LIBRARY)
+@fake("cell_windows")
 def _cell_windows_fake(
     viewmats: Tensor, Ks: Tensor, axes: Any, planes: Any, paths: Any, order: Any, upward: Any, drawn: Any, patches: Any
 ) -> Tensor:
@@ -134,7 +134,7 @@ def _cell_windows_fake(
     return viewmats.new_empty((tiles, 2), dtype=torch.float64)
 
 
-@torch.library.register_fake("ns_multigpu::cells_reached", lib=LIBRARY)
+@fake("cells_reached")
 def _cells_reached_fake(
     view_ids: Tensor, means2d: Tensor, radii: Tensor, depths: Tensor, viewmats: Tensor, Ks: Tensor, boxes: Any
 ) -> Tensor:

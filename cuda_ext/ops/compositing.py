@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch import cuda as _cuda
-from cuda_ext.dispatch.library import LIBRARY, NAMESPACE
+from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
 from cuda_ext.dispatch.load import native_serves, reference_forced
 
 __all__ = ["composite"]
@@ -49,12 +49,12 @@ def composite_backward_torch(out: Tensor, alpha: Tensor, background: Tensor, v_r
     return torch.nn.functional.pad(v, (0, out.shape[1] - 3)), -(v * background).sum(dim=1)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::composite", lib=LIBRARY)
+@fake("composite")
 def _composite_fake(out: Tensor, *_: Any) -> Tensor:
     return out.new_empty(out.shape[0], 3)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::composite_backward", lib=LIBRARY)
+@fake("composite_backward")
 def _composite_backward_fake(out: Tensor, alpha: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(out), torch.empty_like(alpha)
 

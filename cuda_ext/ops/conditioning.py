@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch import cuda as _cuda
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import native_serves
 from cuda_ext.ops.checks import check_depth_range, check_floats, check_ints, check_rows
 from cuda_ext.ops.projection import Projection
@@ -140,25 +140,25 @@ def _native(tensor: Tensor) -> bool:
     return native_serves(tensor) and not (tensor.is_cuda and _cuda.mode() == "gsplat")
 
 
-@torch.library.register_fake("ns_multigpu::condition", lib=LIBRARY)
+@fake("condition")
 def _condition_fake(means: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     rows = rest[-1].shape[0]
     return tuple(means.new_empty(shape) for shape in ((rows, 3), (rows, 3, 3), (rows,)))
 
 
-@torch.library.register_fake("ns_multigpu::condition_backward", lib=LIBRARY)
+@fake("condition_backward")
 def _condition_backward_fake(*inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(inputs[0].new_empty(tensor.shape) for tensor in inputs[:6])
 
 
-@torch.library.register_fake("ns_multigpu::project_axes", lib=LIBRARY)
+@fake("project_axes")
 def _axes_fake(means: Tensor, *_: Any) -> tuple[Tensor, ...]:
     rows = means.shape[0]
     floats = tuple(means.new_empty(shape) for shape in ((rows, 2), (rows, 3), (rows,), (rows,)))
     return (*floats, means.new_empty((rows, 2), dtype=torch.int32))
 
 
-@torch.library.register_fake("ns_multigpu::project_axes_backward", lib=LIBRARY)
+@fake("project_axes_backward")
 def _axes_backward_fake(
     means: Tensor, axes: Tensor, opacities: Tensor, viewmats: Tensor, *_: Any
 ) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch import cuda as _cuda
-from cuda_ext.dispatch.library import LIBRARY, NAMESPACE
+from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
 from cuda_ext.dispatch.load import native_serves, reference_forced
 from cuda_ext.ops.checks import check_depth_range, check_floats, check_ints, check_rows
 from cuda_ext.ops.rasterization import _check_ints, _check_patches, _pixel_count, intersect
@@ -170,14 +170,14 @@ def _native(like: Tensor) -> bool:
     return native_serves(like)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::project_convexes", lib=LIBRARY)
+@fake("project_convexes")
 def _project_fake(means: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     rows = rest[7].shape[0]
     shapes = ((rows, 2), (rows, LINES), (rows,), (rows,), (rows,))
     return (*(means.new_empty(shape) for shape in shapes), means.new_empty((rows, 2), dtype=torch.int32))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::project_convexes_backward", lib=LIBRARY)
+@fake("project_convexes_backward")
 def _project_backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs[:6])
 
@@ -196,7 +196,7 @@ def _project_grad(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     return (*found, *[None] * 6)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::rasterize_convexes", lib=LIBRARY)
+@fake("rasterize_convexes")
 def _rasterize_fake(
     means2d, lines, sharpness, row_opacities, colors, depths, tile_offsets, row_ids, patches, tile_size
 ):  # fmt: skip
@@ -205,7 +205,7 @@ def _rasterize_fake(
     return *floats, means2d.new_empty(pixels, dtype=torch.int32)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::rasterize_convexes_backward", lib=LIBRARY)
+@fake("rasterize_convexes_backward")
 def _rasterize_backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs[:6])
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import fake
 from cuda_ext.dispatch.load import native_serves
 from cuda_ext.ops.checks import check_depth_range, check_floats, check_ints
 from cuda_ext.reference import projection as reference
@@ -69,7 +69,7 @@ def cull(
         return op(means, scales, opacities, viewmats, Ks, sizes, rects, eps2d, near, far)
 
 
-@torch.library.register_fake("ns_multigpu::cull", lib=LIBRARY)
+@fake("cull")
 def _cull_fake(means: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     rows = torch.library.get_ctx().new_dynamic_size()
     return means.new_empty(rows, dtype=torch.int32), means.new_empty(rows, dtype=torch.int32)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, NAMESPACE
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.checks import check_floats
 from cuda_ext.reference import encode_grid as composed
@@ -58,12 +58,12 @@ class _Encoded(torch.autograd.Function):
         return v_positions if moves else None, v_table, None, None, None
 
 
-@torch.library.register_fake(f"{NAMESPACE}::encode_grid", lib=LIBRARY)
+@fake("encode_grid")
 def _encode_fake(positions: Tensor, table: Tensor, scalings: Tensor, log2_size: int) -> Tensor:
     return positions.new_empty(len(positions), len(scalings) * table.shape[1])
 
 
-@torch.library.register_fake(f"{NAMESPACE}::encode_grid_backward", lib=LIBRARY)
+@fake("encode_grid_backward")
 def _encode_backward_fake(
     positions: Tensor, table: Tensor, scalings: Tensor, log2_size: int, v_features: Tensor, moves: bool
 ) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.ops.adam import SCALARS, kernels_serve
 from cuda_ext.ops.boxes import check_boxes
 from cuda_ext.ops.checks import check_depth_range, check_floats, check_ints, check_rows
@@ -276,9 +276,9 @@ def splat_update(
     )  # fmt: skip
 
 
-@torch.library.register_fake("ns_multigpu::splat_forward", lib=LIBRARY)
-@torch.library.register_fake("ns_multigpu::splat_forward_lazy", lib=LIBRARY)
-@torch.library.register_fake("ns_multigpu::splat_begin", lib=LIBRARY)
+@fake("splat_forward")
+@fake("splat_forward_lazy")
+@fake("splat_begin")
 def _splat_forward_fake(means: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, ...]:
     depth, capacity = rest[13:15]
     floats = [means.new_empty(s) for s in ((capacity, 2), (capacity, 3), (capacity,), (capacity, 3 + depth))]
@@ -287,8 +287,8 @@ def _splat_forward_fake(means: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, ..
     return (*ids, count, *floats, means.new_empty(capacity), radii)
 
 
-@torch.library.register_fake("ns_multigpu::splat_lines", lib=LIBRARY)
-@torch.library.register_fake("ns_multigpu::splat_update", lib=LIBRARY)
+@fake("splat_lines")
+@fake("splat_update")
 def _in_place_fake(*_: Any) -> None:
     return None
 

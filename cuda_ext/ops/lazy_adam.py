@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.checks import check_floats, check_tensors
 from cuda_ext.reference.compact import COMPACT
@@ -133,7 +133,7 @@ def check_parameters(params: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_a
             check_floats(params[0], **checked)
 
 
-@torch.library.register_fake("ns_multigpu::splat_flush", lib=LIBRARY)
+@fake("splat_flush")
 def _splat_flush_fake(*_: Any) -> None:
     return None
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.reference import list_windows as composed
 
@@ -39,7 +39,7 @@ def clip_lists(tile_offsets: Tensor, row_ids: Tensor, depths: Tensor, windows: T
     return op(tile_offsets, row_ids, depths.detach(), windows)
 
 
-@torch.library.register_fake("ns_multigpu::clip_lists", lib=LIBRARY)
+@fake("clip_lists")
 def _clip_lists_fake(tile_offsets: Tensor, row_ids: Tensor, depths: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(tile_offsets), torch.empty_like(row_ids)
 

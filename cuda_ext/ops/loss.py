@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cuda_ext.dispatch.gsplat_kernels import in_gsplat_mode
-from cuda_ext.dispatch.library import LIBRARY, NAMESPACE
+from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
 from cuda_ext.dispatch.load import native_serves
 from cuda_ext.reference import loss as reference
 
@@ -113,12 +113,12 @@ def _register_gsplat_mode(library: torch.library.Library) -> None:
     library.impl("l1_ssim_backward", l1_ssim_backward_torch, "CUDA")
 
 
-@torch.library.register_fake(f"{NAMESPACE}::l1_ssim", lib=LIBRARY)
+@fake("l1_ssim")
 def _l1_ssim_fake(pred, target, inner):
     return pred.new_empty(()), pred.new_empty(()), torch.empty_like(pred, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::l1_ssim_backward", lib=LIBRARY)
+@fake("l1_ssim_backward")
 def _l1_ssim_backward_fake(pred, target, dssim_dpred, inner, v_l1, v_ssim):
     return torch.empty_like(pred, memory_format=torch.contiguous_format)
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import fake
 from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.ops.checks import check_floats, check_tensors
 from cuda_ext.reference import noise as reference
@@ -44,6 +44,6 @@ def add_noise(
     op(means, quats, log_scales, logits, rows, first, start, scale, taken, steepness, threshold)
 
 
-@torch.library.register_fake("ns_multigpu::add_noise", lib=LIBRARY)
+@fake("add_noise")
 def _fake(*_: Any) -> None:
     return None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.ops import peer_sort_composed as composed
 from cuda_ext.ops.adam import kernels_serve
 from cuda_ext.ops.checks import check_floats
@@ -277,24 +277,24 @@ def _check_capacity(name: str, capacity: int) -> None:
         raise ValueError(f"{name}: capacity must lie in 0..2^31 - 2, got {capacity}.")
 
 
-@torch.library.register_fake("ns_multigpu::sort_pairs", lib=LIBRARY)
-@torch.library.register_fake("ns_multigpu::publish_count", lib=LIBRARY)
+@fake("sort_pairs")
+@fake("publish_count")
 def _nothing_fake(*_: Any) -> None:
     return None
 
 
-@torch.library.register_fake("ns_multigpu::merge_level", lib=LIBRARY)
+@fake("merge_level")
 def _merge_level_fake(keys_at: Any, values_at: Any, counts: Tensor, *_: Any) -> Tensor:
     return counts.new_empty(1)
 
 
-@torch.library.register_fake("ns_multigpu::intersect_keys", lib=LIBRARY)
+@fake("intersect_keys")
 def _intersect_keys_fake(means2d: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     keys, count = (means2d.new_empty(size, dtype=torch.int64) for size in (rest[-1], 1))
     return keys, means2d.new_empty(rest[-1], dtype=torch.int32), count
 
 
-@torch.library.register_fake("ns_multigpu::band_lists", lib=LIBRARY)
+@fake("band_lists")
 def _band_lists_fake(
     keys_at: Any, values_at: Any, counts: Tensor, bands: Sequence[int], where: Tensor, segment: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:

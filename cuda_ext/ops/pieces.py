@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, NAMESPACE
+from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
 from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.ops.checks import check_floats
 from cuda_ext.reference import pieces as composed
@@ -195,18 +195,18 @@ def _pixels(sizes: Sequence[int]) -> int:
     return sum(sizes[k] * sizes[k + 1] for k in range(0, len(sizes), 2))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::gather_pieces", lib=LIBRARY)
-@torch.library.register_fake(f"{NAMESPACE}::scatter_pieces", lib=LIBRARY)
+@fake("gather_pieces")
+@fake("scatter_pieces")
 def _moved_fake(*_: Any) -> None:
     return None
 
 
-@torch.library.register_fake(f"{NAMESPACE}::live_boxes", lib=LIBRARY)
+@fake("live_boxes")
 def _live_boxes_fake(before: Tensor, pieces: Any, slots: int, least: float) -> Tensor:
     return before.new_empty(slots, 5, dtype=torch.int64)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::composite_pieces", lib=LIBRARY)
+@fake("composite_pieces")
 def _composite_fake(received: Tensor, layers: Any, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     pixels = _pixels(sizes)
     return (
@@ -214,7 +214,7 @@ def _composite_fake(received: Tensor, layers: Any, sizes: Sequence[int]) -> tupl
     )  # fmt: skip
 
 
-@torch.library.register_fake(f"{NAMESPACE}::composite_pieces_backward", lib=LIBRARY)
+@fake("composite_pieces_backward")
 def _composite_backward_fake(received: Tensor, *rest: Any) -> Tensor:
     return received.new_empty(rest[-1], received.shape[1])
 

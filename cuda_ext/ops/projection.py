@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import native_serves
 from cuda_ext.ops.checks import check_depth_range, check_floats, check_ints, check_rows
 from cuda_ext.reference import projection as reference
@@ -181,7 +181,7 @@ def three_sigma_radii(conics: Tensor) -> Tensor:
     return (3.0 * smallest.clamp(min=1e-12).rsqrt()).ceil()
 
 
-@torch.library.register_fake("ns_multigpu::project", lib=LIBRARY)
+@fake("project")
 def _project_fake(
     means: Tensor, quats: Tensor, scales: Tensor, opacities: Tensor, viewmats: Tensor, Ks: Tensor, sizes: list[int],
     view_ids: Tensor, *_: Any,
@@ -191,7 +191,7 @@ def _project_fake(
     return (*floats, means.new_empty((rows, 2), dtype=torch.int32))
 
 
-@torch.library.register_fake("ns_multigpu::project_backward", lib=LIBRARY)
+@fake("project_backward")
 def _project_backward_fake(
     means: Tensor, quats: Tensor, scales: Tensor, opacities: Tensor, viewmats: Tensor, *_: Any
 ) -> tuple[Tensor, ...]:
@@ -216,12 +216,12 @@ def _project_grad(
     return (*gradients, *[None] * 8)
 
 
-@torch.library.register_fake("ns_multigpu::sh_colors", lib=LIBRARY)
+@fake("sh_colors")
 def _sh_colors_fake(degree: int, means: Tensor, *rest: Any) -> Tensor:
     return means.new_empty((rest[-1].shape[0], 3))
 
 
-@torch.library.register_fake("ns_multigpu::sh_colors_backward", lib=LIBRARY)
+@fake("sh_colors_backward")
 def _sh_colors_backward_fake(
     degree: int, means: Tensor, camera_centers: Tensor, sh_dc: Tensor, sh_rest: Tensor, *_: Any
 ) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY, NAMESPACE
+from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
 from cuda_ext.dispatch.load import backend, native_serves
 from cuda_ext.ops.checks import check_floats
 from cuda_ext.reference import rasterization as reference
@@ -205,7 +205,7 @@ def _pixel_count(patches: Sequence[int]) -> int:
     return sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in reference.split_patches(patches))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::intersect", lib=LIBRARY)
+@fake("intersect")
 def _intersect_fake(means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size):
     count = torch.library.get_ctx().new_dynamic_size()
     tiles = _tile_count(patches, tile_size)
@@ -223,7 +223,7 @@ def _state_size(features: Tensor, row_ids: Tensor, patches: Sequence[int], tile_
     return sum((part + 31) // 32 * 32 for part in parts)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::intersect_capacity", lib=LIBRARY)
+@fake("intersect_capacity")
 def _intersect_capacity_fake(
     means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size, capacity
 ):  # fmt: skip
@@ -232,7 +232,7 @@ def _intersect_capacity_fake(
     return *integers, means2d.new_empty(1, dtype=torch.int64)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::rasterize", lib=LIBRARY)
+@fake("rasterize")
 def _rasterize_fake(
     means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, absgrad_probe,
     mark_stops=False,
@@ -243,7 +243,7 @@ def _rasterize_fake(
     return out, alpha, last, features.new_empty(_state_size(features, row_ids, patches, tile_size), dtype=torch.float32)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::rasterize_backward", lib=LIBRARY)
+@fake("rasterize_backward")
 def _rasterize_backward_fake(
     means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, alpha, last, state, out, v_out,
     v_alpha, absgrad,
@@ -253,7 +253,7 @@ def _rasterize_backward_fake(
     return *grads, means2d.new_empty(means2d.shape[0] if absgrad else 0, 2)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::rasterize_backward_into", lib=LIBRARY)
+@fake("rasterize_backward_into")
 def _rasterize_backward_into_fake(
     means2d, conics, row_opacities, features, tile_offsets, row_ids, patches, tile_size, alpha, last, state, out, v_out,
     v_alpha, absgrad, sinks, owners, slots, system_scope,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.checks import check_floats, check_tensors
 from cuda_ext.reference import quaternions
@@ -132,27 +132,27 @@ def _check_rows(tensors: Sequence[Tensor], count: int) -> None:
             raise ValueError(f"tensors of rows must be contiguous and have {count} rows; one is {list(tensor.shape)}.")
 
 
-@torch.library.register_fake("ns_multigpu::draw_sources", lib=LIBRARY)
+@fake("draw_sources")
 def _draw_fake(sums: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return sums.new_empty(len(sums), dtype=torch.int32), sums.new_empty(len(sums), dtype=torch.int32)
 
 
-@torch.library.register_fake("ns_multigpu::share_out", lib=LIBRARY)
+@fake("share_out")
 def _share_fake(*_: Any) -> None:
     return None
 
 
-@torch.library.register_fake("ns_multigpu::copy_rows", lib=LIBRARY)
+@fake("copy_rows")
 def _copy_fake(*_: Any) -> None:
     return None
 
 
-@torch.library.register_fake("ns_multigpu::take_rows", lib=LIBRARY)
+@fake("take_rows")
 def _take_fake(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
     return [tensor.new_empty(len(index), *tensor.shape[1:]) for tensor in tensors]
 
 
-@torch.library.register_fake("ns_multigpu::turn", lib=LIBRARY)
+@fake("turn")
 def _turn_fake(_: Tensor, vectors: Tensor) -> Tensor:
     return torch.empty_like(vectors)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.checks import check_floats
 from cuda_ext.reference import row_exchange as composed
@@ -293,14 +293,14 @@ def _check_lines(first: int, end: int, rows: int) -> None:
         raise ValueError(f"lines {first} to {end}: need 0 <= first <= end <= {rows}, which is all of them.")
 
 
-@torch.library.register_fake("ns_multigpu::route_lines", lib=LIBRARY)
-@torch.library.register_fake("ns_multigpu::pack", lib=LIBRARY)
-@torch.library.register_fake("ns_multigpu::add_records", lib=LIBRARY)
+@fake("route_lines")
+@fake("pack")
+@fake("add_records")
 def _in_place_fake(*_: Any) -> None:
     return None
 
 
-@torch.library.register_fake("ns_multigpu::unpack", lib=LIBRARY)
+@fake("unpack")
 def _unpack_fake(records: Tensor, counts: Tensor, views: int) -> tuple[Tensor, ...]:
     rows = records.shape[0] * records.shape[1]
     shapes = ((rows, 2), (rows, 3), (rows,), (rows, 3), (rows,))
@@ -310,7 +310,7 @@ def _unpack_fake(records: Tensor, counts: Tensor, views: int) -> tuple[Tensor, .
     return (view_ids, *(records.new_empty(shape) for shape in shapes), radii, owners, slots)
 
 
-@torch.library.register_fake("ns_multigpu::collect", lib=LIBRARY)
+@fake("collect")
 def _collect_fake(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
     return place.new_empty((place.shape[1], RECORD_FLOATS), dtype=torch.float32)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.checks import check_floats, check_ints, check_tensors
 from cuda_ext.reference import row_reach as composed
@@ -46,7 +46,7 @@ def reach_counts(view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor
     return op(view_ids, count, means2d.detach(), radii, numbers)
 
 
-@torch.library.register_fake("ns_multigpu::reach_counts", lib=LIBRARY)
+@fake("reach_counts")
 def _reach_counts_fake(view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Any) -> Tensor:
     return count.new_empty(len(patches) // 5)
 

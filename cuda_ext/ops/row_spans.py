@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import fake
 from cuda_ext.dispatch.load import compiled_serves
 from cuda_ext.ops.checks import check_floats, check_tensors
 from cuda_ext.reference import row_spans as composed
@@ -57,7 +57,7 @@ def row_spans(
     return composed.spans_of(layers, means2d.detach(), radii, sizes, count, cells)
 
 
-@torch.library.register_fake("ns_multigpu::row_spans", lib=LIBRARY)
+@fake("row_spans")
 def _row_spans_fake(
     layers: Tensor, means2d: Tensor, radii: Tensor, width: int, height: int, count_of_layers: int,
     count: Tensor | None = None, cells: Tensor | None = None,

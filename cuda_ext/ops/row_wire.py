@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.ops.checks import check_floats, check_tensors
 from cuda_ext.ops.row_exchange import ArrivedRows
@@ -289,21 +289,21 @@ def _check_segments(
             )
 
 
-@torch.library.register_fake("ns_multigpu::pack_wire", lib=LIBRARY)
-@torch.library.register_fake("ns_multigpu::keep_rows", lib=LIBRARY)
-@torch.library.register_fake("ns_multigpu::pack_gradients", lib=LIBRARY)
+@fake("pack_wire")
+@fake("keep_rows")
+@fake("pack_gradients")
 def _in_place_fake(*_: Any) -> None:
     return None
 
 
-@torch.library.register_fake("ns_multigpu::unpack_wire", lib=LIBRARY)
+@fake("unpack_wire")
 def _unpack_fake(wire: Tensor, starts: Any, capacities: Sequence[int], *_: Any) -> tuple[Tensor, ...]:
     rows = sum(capacities)
     floats = [wire.new_empty(shape, dtype=torch.float32) for shape in ((rows, 2), (rows, 3), rows, (rows, 3), rows)]
     return (wire.new_empty(rows), *floats, wire.new_empty((rows, 2)), wire.new_empty(rows), wire.new_empty(rows))
 
 
-@torch.library.register_fake("ns_multigpu::collect_wire", lib=LIBRARY)
+@fake("collect_wire")
 def _collect_fake(place: Tensor, *_: Any) -> Tensor:
     return place.new_empty((place.shape[1], RECORD_FLOATS), dtype=torch.float32)
 

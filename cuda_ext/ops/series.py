@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch import cuda as _cuda
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import native_serves
 from cuda_ext.ops.checks import check_floats, check_rows
 from cuda_ext.reference import series as reference
@@ -44,12 +44,12 @@ def series(base: Tensor, terms: Tensor, weights: Tensor, view_ids: Tensor, point
     return op(base, terms, weights, view_ids, point_ids, views)  # type: ignore[no-any-return]
 
 
-@torch.library.register_fake("ns_multigpu::series", lib=LIBRARY)
+@fake("series")
 def _fake(base: Tensor, terms: Tensor, weights: Tensor, *_: Any) -> Tensor:
     return base.new_empty((weights.shape[0], base.shape[1]))
 
 
-@torch.library.register_fake("ns_multigpu::series_backward", lib=LIBRARY)
+@fake("series_backward")
 def _backward_fake(base: Tensor, terms: Tensor, weights: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return base.new_empty(base.shape), base.new_empty(terms.shape), base.new_empty(weights.shape)
 

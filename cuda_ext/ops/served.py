@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import kernels_serve
 
 MOST_TABLES = 4
@@ -149,4 +149,4 @@ def _fake(*_: Any) -> None:
 
 for _name, _composed in (("take_lines", _take_lines), ("keep_line", _keep_line), ("show_patches", _show_patches)):
     LIBRARY.impl(_name, _composed, "CPU")
-    torch.library.register_fake(f"ns_multigpu::{_name}", _fake, lib=LIBRARY)
+    fake(_name)(_fake)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch.library import LIBRARY
+from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import kernels_serve
 from cuda_ext.reference import told_lines as composed
 
@@ -75,7 +75,7 @@ def tell_lines(
     )
 
 
-@torch.library.register_fake("ns_multigpu::tell_lines", lib=LIBRARY)
+@fake("tell_lines")
 def _fake(*_: Any) -> None:
     return None
 
