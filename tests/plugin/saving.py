@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.checkpoint import saved_tensors
 from ns_multigpu.plugin.checkpoint import storage as checkpoint_storage
 from ns_multigpu.plugin.checkpoint.verify import check_checkpoint, checkpoints_in, states_folder, step_of
 from ns_multigpu.plugin.checkpoint.whole import save
@@ -34,8 +35,8 @@ def write(models: Path, step: int, world: World = ALONE) -> str:
 
 def as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on these small checkpoints are written as large ones are: in several files."""
-    monkeypatch.setattr(checkpoint_storage, "_PART", 1000)
-    monkeypatch.setattr(checkpoint_storage, "cores", lambda: 64)
+    monkeypatch.setattr(saved_tensors, "_PART", 1000)
+    monkeypatch.setattr(saved_tensors, "cores", lambda: 64)
 
 
 def copied(models: Path, place: Path) -> Path:

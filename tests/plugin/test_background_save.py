@@ -16,8 +16,8 @@ from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import background as background_save
 from ns_multigpu.plugin.checkpoint import host_copy
 from ns_multigpu.plugin.checkpoint.background import CheckpointWriter
+from ns_multigpu.plugin.checkpoint.held_rows import Rows
 from ns_multigpu.plugin.checkpoint.host_copy import Content, share_out
-from ns_multigpu.plugin.checkpoint.rows import Rows
 from ns_multigpu.plugin.checkpoint.verify import check_checkpoint, latest_checkpoint, states_folder, step_of
 from ns_multigpu.plugin.checkpoint.whole import open_checkpoint
 from tests.plugin.saving import ALONE, as_large_ones, copied, disk, files_of, steps_in, tensors_of, until, write

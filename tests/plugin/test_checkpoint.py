@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.checkpoint.storage import SavedTensors
+from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
 from ns_multigpu.plugin.checkpoint.verify import (
     FORMAT,
     MANIFEST,

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.checkpoint import saved_tensors
 from ns_multigpu.plugin.checkpoint import storage as checkpoint_storage
 from ns_multigpu.plugin.checkpoint import whole as checkpoint
-from ns_multigpu.plugin.checkpoint.rows import Rows
+from ns_multigpu.plugin.checkpoint.held_rows import Rows
 from ns_multigpu.plugin.checkpoint.verify import (
     check_checkpoint,
     checkpoints_in,
@@ -187,7 +188,7 @@ def test_state_in_several_files(models: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [path.name for path in found[2:-1]] == [f"__0_{part}.distcp" for part in range(4)]
     assert all(path.stat().st_size > 1000 for path in found[2:-1])
     assert check_checkpoint(found[0]) is not None
-    saved = checkpoint_storage.SavedTensors(found[1].parent)
+    saved = saved_tensors.SavedTensors(found[1].parent)
     expected = tensors_of(3)
     assert saved.names == sorted(expected)
     assert all(torch.equal(value, expected[name]) for name, value in saved.read(saved.names).items())
@@ -278,11 +279,11 @@ def test_a_gpu_has_done_its_work_before_threads_copy_from_it(models: Path, monke
     ],
 )
 def test_files_at_once(megabytes: int, cores: int, ranks: int, files: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_storage, "cores", lambda: cores)
-    monkeypatch.setattr(checkpoint_storage, "available_memory", lambda: 0)
+    monkeypatch.setattr(saved_tensors, "cores", lambda: cores)
+    monkeypatch.setattr(saved_tensors, "available_memory", lambda: 0)
     tensors = {"means": torch.empty(1).expand(megabytes << 18)}  # on the host: nothing is copied
-    assert checkpoint_storage.files_at_once(tensors, ranks) == files
-    assert checkpoint_storage.files_at_once({}, ranks) == 1
+    assert saved_tensors.files_at_once(tensors, ranks) == files
+    assert saved_tensors.files_at_once({}, ranks) == 1
 
 
 @pytest.mark.parametrize(
@@ -293,12 +294,12 @@ def test_copies_from_a_gpu_leave_half_of_the_memory(
     room: int | None, ranks: int, files: int, rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file holds one tensor of 1000 MiB, or one block of rows of as many."""
-    monkeypatch.setattr(checkpoint_storage, "cores", lambda: 64)
-    monkeypatch.setattr(checkpoint_storage, "available_memory", lambda: None if room is None else room << 20)
+    monkeypatch.setattr(saved_tensors, "cores", lambda: 64)
+    monkeypatch.setattr(saved_tensors, "available_memory", lambda: None if room is None else room << 20)
     one = torch.empty(1 << 20, 250, device="meta")
     more = torch.empty(3 << 20, 250, device="meta")
     tensors = {"small": one[:5], "large": Rows(more, 0, len(more)) if rows else one}
-    assert checkpoint_storage.files_at_once(tensors, ranks) == files
+    assert saved_tensors.files_at_once(tensors, ranks) == files
 
 
 def test_full_disk_in_earnest(models: Path) -> None:

@@ -11,8 +11,8 @@ from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Placement, Sharded
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
+from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
 from ns_multigpu.plugin.checkpoint.sharded_state import PLACES, split_state
-from ns_multigpu.plugin.checkpoint.storage import SavedTensors
 from ns_multigpu.plugin.checkpoint.whole import open_checkpoint
 from tests.placements import HalfSpaces, Scattered
 from tests.plugin.saving import ALONE, files_of

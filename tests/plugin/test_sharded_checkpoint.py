@@ -13,8 +13,8 @@ from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
+from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
 from ns_multigpu.plugin.checkpoint.sharded_state import split_state
-from ns_multigpu.plugin.checkpoint.storage import SavedTensors
 from ns_multigpu.plugin.checkpoint.verify import states_folder
 from ns_multigpu.plugin.checkpoint.whole import open_checkpoint, save
 from tests.plugin.saving import ALONE, files_of

@@ -81,7 +81,7 @@ def _ended(processes: list[subprocess.Popen[str]], logs: list[Path]) -> list[str
 
 def _model(run: Path) -> dict[str, torch.Tensor]:
     """The tensors that a run ends with: its last checkpoint's, and the shards that it names."""
-    from ns_multigpu.plugin.checkpoint.storage import SavedTensors
+    from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
     from ns_multigpu.plugin.checkpoint.verify import checkpoints_in, read_checkpoint_file, state_of
 
     last = checkpoints_in(run / "nerfstudio_models")[-1]

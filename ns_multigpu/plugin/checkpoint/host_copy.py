@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_objects, max_int
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.checkpoint.rows import Rows
+from ns_multigpu.plugin.checkpoint.held_rows import Rows
 from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.faults.memory import where_memory_ran_out
 

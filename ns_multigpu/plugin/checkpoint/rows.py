@@ -8,7 +8,6 @@ whole part, is what either needs of the host's memory.
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,28 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from ns_multigpu.plugin.checkpoint.held_rows import Rows
+
 BLOCK = 1 << 20
 """Rows that are written as one piece."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """This rank's rows of a tensor that the ranks hold together.
-
-    Attributes:
-        own: [n, ...] on any device; n may be 0.
-        first: the row of the whole tensor that `own` begins with: those of the ranks before.
-        total: rows of the whole tensor.
-    """
-
-    own: Tensor
-    first: int
-    total: int
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the whole tensor."""
-        return torch.Size((self.total, *self.own.shape[1:]))
 
 
 class RowsPlanner(dcp.DefaultSavePlanner):

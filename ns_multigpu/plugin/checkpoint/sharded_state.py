@@ -13,7 +13,7 @@ the whole model on each rank, and the other way round.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Placement, rows_of
 from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.checkpoint.rows import Rows
-from ns_multigpu.plugin.checkpoint.storage import SavedTensors
+from ns_multigpu.plugin.checkpoint.held_rows import Rows
 from ns_multigpu.plugin.checkpoint.training_state import MERGED
 from ns_multigpu.plugin.checkpoint.verify import SHARDS, DamagedCheckpoint, cut_short, read_manifest, states_folder
 from ns_multigpu.plugin.faults.errors import InputError
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
 
 POINTS = "_model.gauss_params."
 """How the keys of points begin in a pipeline's state."""
@@ -117,7 +119,7 @@ def shapes_in(pipeline: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 class SavedPoints:
     """The points of a sharded checkpoint, in its state folder."""
 
-    tensors: SavedTensors
+    tensors: "SavedTensors"
     shapes: Mapping[str, tuple[int, ...]]
 
     @staticmethod
@@ -147,6 +149,8 @@ class SavedPoints:
             )
         if found := cut_short(folder, read_manifest(folder)):
             raise DamagedCheckpoint("; ".join(found))
+        from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
+
         tensors = SavedTensors(folder)
         shapes = {name: tuple(shape) for name, shape in marker["shapes"].items()}
         names = [name for name in tensors.names if name.startswith("model/")]
@@ -227,7 +231,7 @@ class OwnMoments(Mapping[str, Any]):
 
     def __init__(
         self,
-        saved: SavedTensors | Mapping[str, Any],
+        saved: "SavedTensors | Mapping[str, Any]",
         plain: Mapping[str, Any],
         groups: Sequence[str],
         total: int,
@@ -236,7 +240,7 @@ class OwnMoments(Mapping[str, Any]):
     ) -> None:
         self._saved, self._plain = saved, dict(plain)
         self._groups, self._total, self._rows, self._device = set(groups), total, rows, device
-        names = saved.names if isinstance(saved, SavedTensors) else list(saved)
+        names = list(saved) if isinstance(saved, Mapping) else saved.names
         self._names = [name for name in names if name.startswith("optimizers/")]
 
     def __len__(self) -> int:
@@ -249,17 +253,17 @@ class OwnMoments(Mapping[str, Any]):
         if name in self._plain:
             return self._plain[name]
         saved, rows = self._saved, self._rows
-        shape = saved.shape(name) if isinstance(saved, SavedTensors) else tuple(getattr(saved[name], "shape", ()))
+        shape = tuple(getattr(saved[name], "shape", ())) if isinstance(saved, Mapping) else saved.shape(name)
         if name.split("/")[1] not in self._groups or not shape or shape[0] != self._total:
-            return saved.read([name])[name] if isinstance(saved, SavedTensors) else saved[name]
-        if not isinstance(saved, SavedTensors):
+            return saved[name] if isinstance(saved, Mapping) else saved.read([name])[name]
+        if isinstance(saved, Mapping):
             return rows_of(saved[name], rows).to(self._device)
         return saved.rows_of(name, rows, self._device)
 
 
 def put_statistics(
     state: dict[str, Any],
-    saved: SavedTensors,
+    saved: "SavedTensors",
     total: int,
     rows: range | Tensor,
     sharded: bool,

@@ -15,16 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.checkpoint.rows import Rows
-from ns_multigpu.plugin.checkpoint.storage import SavedTensors, save_file, save_tensors, sync_folder, write_file
+from ns_multigpu.plugin.checkpoint.held_rows import Rows
+from ns_multigpu.plugin.checkpoint.storage import save_file, sync_folder, write_file
 from ns_multigpu.plugin.checkpoint.verify import (
     FORMAT,
     MANIFEST,
@@ -44,6 +43,9 @@ from ns_multigpu.plugin.checkpoint.verify import (
     step_of,
 )
 from ns_multigpu.plugin.faults.errors import InputError
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
 
 T = TypeVar("T")
 _UNFINISHED = "unfinished-"
@@ -72,6 +74,8 @@ def save(
     Returns:
         "" if there is a checkpoint now; otherwise what the disk said, and everything is as it was.
     """
+    from ns_multigpu.plugin.checkpoint.saved_tensors import save_tensors
+
     name = broadcast_object(f"step-{step:09d}-{secrets.token_hex(4)}", 0, world)
     states = states_folder(models)
     folder = states / (_UNFINISHED + name)
@@ -181,7 +185,7 @@ class Opened:
     path: Path
     content: dict[str, Any]
     values: dict[str, Any]
-    tensors: SavedTensors | None
+    tensors: "SavedTensors | None"
 
 
 def open_checkpoint(path: Path, world: World) -> Opened:
@@ -191,6 +195,8 @@ def open_checkpoint(path: Path, world: World) -> Opened:
         InputError: on every rank: it is damaged (a `DamagedCheckpoint` on the rank that saw it), no checkpoint, or a
             newer version's.
     """
+
+    from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
 
     def look() -> Opened:
         content = read_checkpoint_file(path)
@@ -293,13 +299,15 @@ def together(work: Callable[[], T], world: World, expected: type[Exception]) -> 
         result = work()
     except expected as error:
         problem = str(error)
-    except CheckpointException as error:
-        # torch has told every rank what happened on each.
-        if not error.failures or not all(isinstance(cause, expected) for cause, _ in error.failures.values()):
-            raise
-        problem = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
     except Exception as error:
-        bug = error
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        if isinstance(error, CheckpointException):  # torch has told every rank what happened on each
+            if not error.failures or not all(isinstance(cause, expected) for cause, _ in error.failures.values()):
+                raise
+            problem = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+        else:
+            bug = error
     if problem:
         # The frames of a failed save refer to each other and to the process groups, whose threads must not be left to
         # the end of the interpreter: gloo's would abort it.

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.cells.tree import CellTree
-from ns_multigpu.plugin.checkpoint.storage import SavedTensors
 from ns_multigpu.plugin.checkpoint.verify import (
     SHARDS,
     DamagedCheckpoint,
@@ -121,6 +120,8 @@ def read_parameters(model: Model, saved: SavedField, state: Mapping[str, Any], m
     folder = cells_folder(state, models)
     if found := cut_short(folder, read_manifest(folder)):
         raise DamagedCheckpoint("; ".join(found))
+    from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
+
     tensors = SavedTensors(folder)
     own, shared = model.own_parameters(), model.shared_parameters()
     there = set(tensors.names)

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ns_multigpu.plugin.checkpoint.storage import SavedTensors
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.radiance.saved import MODEL, SavedField, cells_folder
 from ns_multigpu.plugin.render.team import RENDER_MEMORY, RENDER_RANKS, Devices, Plan
@@ -61,6 +60,8 @@ def ranks_for(cells: Sequence[int], shared: int, devices: Devices) -> int:
 
 def _cell_bytes(state: Mapping[str, Any], cells: int, checkpoint: Path) -> list[int]:
     """Bytes of each cell's parameters."""
+    from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
+
     tensors, sizes = SavedTensors(cells_folder(state, checkpoint.parent)), [0] * cells
     for name in tensors.names:
         if name.startswith(f"{MODEL}cells."):
