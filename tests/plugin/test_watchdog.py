@@ -5,8 +5,10 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ns_multigpu.core.collectives import barrier
@@ -38,6 +40,42 @@ def test_the_device_that_is_behind_is_late() -> None:
     notes = [replace(HERE, device_step=7), replace(HERE, rank=1, device_step=5)]
     late = late_ranks(notes)
     assert [note.rank for note in late] == [1] and "its GPU has not finished step 6" in describe(notes, late)
+
+
+def test_a_device_tells_its_steps_by_events_that_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        made: ClassVar[list["Event"]] = []
+
+        def __init__(self) -> None:
+            self.recorded, self.passed = 0, False
+            self.made.append(self)
+
+        def record(self) -> None:
+            self.recorded, self.passed = self.recorded + 1, False
+
+        def query(self) -> bool:
+            return self.passed
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    heart = Heartbeat()
+
+    def step(number: int) -> None:
+        heart.beat("compute", number)
+        heart.mark_device()
+
+    assert heart.note(0).device_step is None
+    step(0)
+    step(1)
+    assert heart.note(0).device_step == -1, "it has begun, and finished none"
+    Event.made[0].passed = True
+    assert heart.note(0).device_step == 0
+    step(2)
+    assert len(Event.made) == 2 and Event.made[0].recorded == 2, "the first one's, which has come to pass"
+    assert heart.note(0).device_step == 0, "it stands for step 2 now"
+    Event.made[1].passed = True
+    assert heart.note(0).device_step == 1
+    Event.made[0].passed = True
+    assert heart.note(0).device_step == 2
 
 
 def test_nobody_is_late_where_all_stand() -> None:

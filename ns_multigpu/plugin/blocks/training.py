@@ -177,9 +177,10 @@ class Training:
                 step.refresh()  # whoever had the points since the block before may have changed them
                 self._serving.begin(step, taken.done)
                 for k in range(taken.done, len(steps)):
-                    if k == len(feeds):  # drawn while the device is busy with the step before
-                        feeds.append(self._feed(steps[k]))
-                        self._serving.put(k, feeds[k])
+                    if k == len(feeds):  # drawn while the device is busy with the steps before
+                        for place in range(k, min(k + self._feeding.together(k), len(steps))):
+                            feeds.append(self._feed(steps[place]))
+                            self._serving.put(place, feeds[place])
                     with self._pipeline.timer.step():
                         self._take(step, feeds[k])
                     self._noise.after(step, steps[k], feeds[k].rate)

@@ -68,6 +68,7 @@ class Heartbeat:
         self._gap = 0.0
         self._steps = 0
         self._device: deque[tuple[int, Any]] = deque()
+        self._spare: deque[Any] = deque()  # events that have come to pass: making one takes longer than recording it
         self._device_step: int | None = None
 
     def beat(self, phase: str, step: int | None = None) -> None:
@@ -84,14 +85,15 @@ class Heartbeat:
 
     def mark_device(self) -> None:
         """The device has been given all of this step that waits for no other rank."""
-        event = torch.cuda.Event()
+        event = self._spare.popleft() if self._spare else torch.cuda.Event()
         event.record()
         self._device.append((self.step, event))
 
     def note(self, rank: int) -> Note:
         """The note to publish. Called by the watchdog's thread only."""
         while self._device and self._device[0][1].query():
-            self._device_step = self._device.popleft()[0]
+            self._device_step, event = self._device.popleft()
+            self._spare.append(event)
         device_step = -1 if self._device_step is None and self._device else self._device_step
         return Note(rank, self.beats, self.step, self.phase, time.monotonic() - self._at, device_step)
 

@@ -76,6 +76,8 @@ class RateCourse:
 
     def at(self, step: int) -> float:
         """The factor after so many steps, in those of the first: what falls does so exponentially with images seen."""
+        if self.at_end == 1.0:
+            return self._of_rule(step)
         fallen = max(self._seen(step) - self.fall_from, 0.0) / (1.0 - self.fall_from)
         return self._of_rule(step) * self.at_end**fallen
 

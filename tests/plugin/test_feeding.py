@@ -1,0 +1,76 @@
+"""Steps are drawn a few at a time, which changes nothing of what is trained."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ns_multigpu.core.assignment import Learns
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.blocks import feeding
+from ns_multigpu.plugin.blocks.feeding import Feeding
+from ns_multigpu.plugin.blocks.training import Training
+from tests.plugin.course import follow, write_capture
+
+OPTIONS = {
+    "fused_steps": "always",
+    "steps_per_checksum": 0,
+    "steps_per_numeric_check": 8,
+    "pipeline.model.num_downscales": 0,
+    "pipeline.model.background_color": "random",
+    "batch_scaling": "sqrt-to-none",
+}
+
+
+def course(folder: Path, together: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Fifteen steps of two views: the model, and what the host did, D to draw a step and T to take it."""
+    done: list[str] = []
+    draw, take = Feeding.draw, Training._take
+
+    def drawn(self: Feeding, step: int, *args: Any) -> Any:
+        done.append(f"D{step}")
+        return draw(self, step, *args)
+
+    def taken(self: Training, step: Any, feed: Any) -> None:
+        done.append(f"T{feed.step}")
+        take(self, step, feed)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(feeding, "_TOGETHER", together)
+        patched.setattr(Feeding, "draw", drawn)
+        patched.setattr(Training, "_take", taken)
+        trainer = follow(World.single(), folder / "tiny", folder / f"runs-{together}", OPTIONS, 15, 2, double=False)
+    return {name: value.detach().clone() for name, value in trainer.pipeline.model.gauss_params.items()}, done
+
+
+def test_steps_that_are_drawn_together_are_those_that_are_drawn_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_capture(tmp_path / "tiny", wide=False)
+    alone, usual = course(tmp_path, 1, monkeypatch)
+    together, done = course(tmp_path, 3, monkeypatch)
+    assert usual == [word for step in range(15) for word in (f"D{step}", f"T{step}")]
+    assert done == [
+        *("D0", "T0"),  # a block of one step, for the log
+        *("D1", "T1", "D2", "T2", "D3", "T3"),  # one by one as a block begins
+        *("D4", "D5", "D6", "T4", "T5", "T6"),
+        *("D7", "D8", "T7", "T8"),  # none beyond its end
+        *("D9", "T9", "D10", "T10", "D11", "T11", "D12", "D13", "D14", "T12", "T13", "T14"),
+    ]
+    assert alone.keys() == together.keys() and all(torch.equal(alone[name], together[name]) for name in alone)
+
+
+@pytest.mark.parametrize("learns", list(Learns))
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_what_plans_or_images_wait_for_is_drawn_alone(learns: Learns, lookahead: int) -> None:
+    model = SimpleNamespace(seed=1, config=SimpleNamespace(background_color="random"))
+    pipeline = SimpleNamespace(
+        model=model,
+        strategy=SimpleNamespace(assignment=SimpleNamespace(learns=learns)),
+        datamanager=SimpleNamespace(train_share=SimpleNamespace(lookahead=lookahead)),
+    )
+    wanted = 4 if learns is Learns.NOTHING and lookahead == 0 else 1
+    drawn = [Feeding(pipeline, None, 0, SimpleNamespace()).together(place) for place in (0, 3, 4, 40)]  # type: ignore[arg-type]
+    assert drawn == [1, 1, wanted, wanted]
