@@ -7,14 +7,17 @@ knows what it is to do, so what shortens a start is here: see `worker_server` an
 
 import sys
 
-from nerfstudio.plugins.registry_dataparser import DataParserSpecification
-
-from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
 from ns_multigpu.plugin.launch import quick_imports, worker_server
 
-quick_imports.hasten()
+quick_imports.hasten()  # before anything else is imported
 if worker_server.wanted(sys.argv):
     worker_server.keep_off_gpus()
+
+# isort: split
+
+from nerfstudio.plugins.registry_dataparser import DataParserSpecification  # noqa: E402
+
+from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig  # noqa: E402
 
 city = DataParserSpecification(
     config=CityDataParserConfig(),

@@ -6,7 +6,6 @@ methods, this module's among them, before this module is done.
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ns_multigpu.plugin.launch.run_parts import run_parts  # first: what was imported before is a part of its own
@@ -23,6 +22,7 @@ from nerfstudio.plugins.types import MethodSpecification
 from ns_multigpu.core.schema import Parameter
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.faults.errors import show_uncaught
+from ns_multigpu.plugin.launch import quick_imports, worker_server
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.radiance.config import RadianceTrainerConfig
 from ns_multigpu.plugin.radiance.datamanager import RadianceDataManagerConfig
@@ -33,7 +33,8 @@ from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig, Localit
 from ns_multigpu.plugin.train.terminal import TerminalLog
 from ns_multigpu.primitives.registry import all_parameters
 
-if len(sys.argv) > 1 and sys.argv[1].startswith(("splatfacto-", "nerfacto-xl")) and "train" in Path(sys.argv[0]).name:
+if worker_server.trains(sys.argv):
+    quick_imports.collect_again()
     show_uncaught()  # Ctrl-C, from here on, is no traceback
 
 run_parts().done("imports of ns_multigpu")

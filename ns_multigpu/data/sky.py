@@ -1,9 +1,9 @@
 """The sky, the sun, and how much of the sky each place sees."""
 
 import numpy as np
+import scipy  # its parts are loaded when they are first asked for
 import torch
 from numpy.typing import NDArray
-from scipy.ndimage import gaussian_filter
 from torch import Tensor
 
 from ns_multigpu.data.noise import value_noise
@@ -59,8 +59,8 @@ class Surroundings:
             # A crown lets light through and ends above the ground: it counts as half of its height.
             tall = high[:, 2] * (0.5 if solids.shape is Shape.BLOB else 1.0)
             _raise(heights, low, high, tall, half)
-        wide = gaussian_filter(heights, 9.0 / AO_STEP, mode="nearest")
-        tight = gaussian_filter(heights, 1.6 / AO_STEP, mode="nearest")
+        wide = scipy.ndimage.gaussian_filter(heights, 9.0 / AO_STEP, mode="nearest")
+        tight = scipy.ndimage.gaussian_filter(heights, 1.6 / AO_STEP, mode="nearest")
         self.maps = torch.from_numpy(np.stack([wide.ravel(), tight.ravel()]))
         self.n = n
 

@@ -6,9 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import scipy  # its parts are loaded when they are first asked for
 import torch
 from numpy.typing import NDArray
-from scipy import sparse
 from torch import Tensor
 
 from cuda_ext.ops.culling import cull
@@ -39,7 +39,7 @@ class SeenGraph:
         if views < 1:
             raise ValueError("there are no views: points are placed by who sees them")
         rows, columns, amounts = (t.cpu().numpy().astype(np.int64) for t in (view_ids, group_ids, counts))
-        seen = sparse.csr_matrix((amounts, (rows, columns)), shape=(views, len(points)))
+        seen = scipy.sparse.csr_matrix((amounts, (rows, columns)), shape=(views, len(points)))
         seen.eliminate_zeros()
         if seen.nnz == 0:
             raise ValueError(f"none of the {views} views shows a point: the poses do not fit the points")
@@ -76,7 +76,7 @@ class SeenGraph:
     def by_rank(self, ranks: Ints, count: int) -> NDArray[np.float64]:
         """[V, count] float64, points that each view needs from each rank, where group c lies on ranks[c]: the matrix A
         of section 4.2.2."""
-        chosen = sparse.csr_matrix((np.ones(self.groups), (np.arange(self.groups), ranks)), (self.groups, count))
+        chosen = scipy.sparse.csr_matrix((np.ones(self.groups), (np.arange(self.groups), ranks)), (self.groups, count))
         return np.asarray((self.seen @ chosen).todense(), dtype=np.float64)
 
 

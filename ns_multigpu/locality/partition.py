@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
+import scipy  # its parts are loaded when they are first asked for
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from ns_multigpu.locality.graph import SeenGraph
 from ns_multigpu.locality.metis import missing, part_graph
@@ -186,7 +186,7 @@ def _dealt(graph: SeenGraph, parts: int, seed: int) -> Ints:
         edges = [slice(starts[group], starts[group + 1]) for group in run]
         cost = np.stack([counts[edge] @ load[views[edge]] for edge in edges])
         # As cards, where views say nothing; the last run is short: it goes to those with least.
-        rows, columns = linear_sum_assignment(cost)
+        rows, columns = scipy.optimize.linear_sum_assignment(cost)
         for row, column in zip(rows, columns, strict=True):
             load[views[edges[row]], column] += counts[edges[row]]
             of[first + row] = column

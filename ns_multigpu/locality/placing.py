@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import scipy  # its parts are loaded when they are first asked for
 import torch
 from numpy.typing import NDArray
-from scipy import sparse
 from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints, all_gather_rows, broadcast_object
@@ -262,5 +262,5 @@ def _summed(by_patch: Any, views: int) -> Any:
     """[V * patches, C] csr -> [V, C] csr: a view's patches added up. A point in two patches' halos counts twice."""
     each = by_patch.shape[0] // views
     rows = np.repeat(np.arange(views), each)
-    chosen = sparse.csr_matrix((np.ones(len(rows), dtype=np.int64), (rows, np.arange(len(rows)))))
+    chosen = scipy.sparse.csr_matrix((np.ones(len(rows), dtype=np.int64), (rows, np.arange(len(rows)))))
     return (chosen @ by_patch).tocsr()

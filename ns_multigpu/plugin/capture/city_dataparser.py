@@ -7,7 +7,7 @@ that class in its attribute `dataset_type`, for the datamanager to build its dat
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,8 @@ from nerfstudio.data.dataparsers.base_dataparser import DataParser, DataParserCo
 from nerfstudio.data.datasets.base_dataset import InputDataset
 from nerfstudio.data.scene_box import SceneBox
 
-from ns_multigpu.data import City, CityCapture
+if TYPE_CHECKING:
+    from ns_multigpu.data import CityCapture
 
 CAPTURE, VIEWS, DEPTH = "city_capture", "city_views", "city_depth"
 """Keys of DataparserOutputs.metadata: the CityCapture, the numbers of its views [n] int64, whether depth is wanted."""
@@ -128,13 +129,15 @@ class CityDataParser(DataParser):
         self._capture: CityCapture | None = None
 
     @property
-    def city_capture(self) -> CityCapture:
+    def city_capture(self) -> "CityCapture":
         """The capture, made when first needed.
 
         Raises:
             ValueError: an option is out of range.
         """
         if self._capture is None:
+            from ns_multigpu.data import City, CityCapture  # only here: every command of nerfstudio's loads this file
+
             c = self.config
             self._capture = CityCapture(
                 City(c.blocks, c.seed, c.car_density), c.capture, c.views, c.width, c.height, c.samples, c.seed,

@@ -17,6 +17,7 @@ from ns_multigpu.plugin.launch.machines import (
     restarts_in_vain,
 )
 from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.launch.quick_imports import load_beside
 from ns_multigpu.plugin.launch.ranks import rendezvous_explained
 from ns_multigpu.plugin.launch.run_parts import run_parts
 
@@ -33,6 +34,7 @@ def enter_world(config: Any) -> World:
         InputError: on every rank: the ranks were not started alike, or their machines do not share the run folder; or
             they cannot meet.
     """
+    load_beside()
     with rendezvous_explained():
         world = World.from_env(config.machine.device_type)
     check_same_start(config, world)

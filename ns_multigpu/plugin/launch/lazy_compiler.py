@@ -15,8 +15,10 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
+
+from ns_multigpu.plugin.launch.stand_ins import StandIn, real, stands_in
 
 _NAME, _UTILS, _RULES = "torch._dynamo", "torch._dynamo.utils", "torch._dynamo.trace_rules"
 _AROUND, _SHAPES = "torch.fx.experimental", "symbolic_shapes"
@@ -25,48 +27,34 @@ _AROUND, _SHAPES = "torch.fx.experimental", "symbolic_shapes"
 def load_later() -> None:
     """From now on torch's compiler and its symbolic shapes are loaded when they are needed, unless they have been."""
     if _NAME not in sys.modules:
-        rules = _StandIn(_RULES, clear_lru_cache=_nothing_yet(_RULES, "clear_lru_cache"))
-        graph_break = _nothing_yet(_NAME, "graph_break")
-        sys.modules[_NAME] = _StandIn(_NAME, disable=_disable, graph_break=graph_break, trace_rules=rules)
-        sys.modules[_UTILS] = _StandIn(_UTILS, is_compile_supported=_is_compile_supported)
+        sys.modules[_NAME] = StandIn(
+            _NAME,
+            package=True,
+            together=[_UTILS],
+            disable=_disable,
+            graph_break=_nothing_yet(_NAME, "graph_break"),
+            trace_rules=StandIn(_RULES, clear_lru_cache=_nothing_yet(_RULES, "clear_lru_cache")),
+        )
+        sys.modules[_UTILS] = StandIn(_UTILS, together=[_NAME], is_compile_supported=_is_compile_supported)
     name = f"{_AROUND}.{_SHAPES}"
     if name not in sys.modules:
-        known = {function: _of_numbers(name, function, answer) for function, answer in _OF_NUMBERS.items()}
-        sys.modules[name] = _StandIn(name, **known)
+        known: dict[str, Any] = {
+            function: _of_numbers(name, function, answer) for function, answer in _OF_NUMBERS.items()
+        }
+        sys.modules[name] = StandIn(name, **known)
         setattr(importlib.import_module(_AROUND), _SHAPES, sys.modules[name])  # as an import of it would
         importlib.import_module(f"{_AROUND}._config")  # which it would, too
 
 
-class _StandIn(ModuleType):
-    def __init__(self, name: str, **known: Any) -> None:
-        super().__init__(name)
-        vars(self).update(known)
-
-    def __getattr__(self, name: str) -> Any:
-        # Whoever goes through all modules asks for such names, `__file__` above all. Who imports a module of the
-        # compiler's asks for `__path__`.
-        if name.startswith("__") and (self.__name__, name) != (_NAME, "__path__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(_real(self.__name__), name)
-
-
-def _real(name: str) -> ModuleType:
-    """What a module stands in for, which is loaded now if it has not been."""
-    for each in (_NAME, _UTILS) if name in (_NAME, _UTILS) else (name,):
-        if isinstance(sys.modules.get(each), _StandIn):
-            del sys.modules[each]
-    return importlib.import_module(name)
-
-
 def _loaded() -> bool:
-    return not isinstance(sys.modules.get(_NAME), _StandIn)
+    return not stands_in(_NAME)
 
 
 def _disable(fn: Any = None, *args: Any, **options: Any) -> Any:
     """See `torch._dynamo.disable`. torch keeps what this returns; so it asks for the compiler in every call."""
     if not isinstance(fn, FunctionType):
-        return _real(_NAME).disable(fn, *args, **options)
-    disabled = functools.cache(lambda: _real(_NAME).disable(fn, *args, **options))
+        return real(_NAME).disable(fn, *args, **options)
+    disabled = functools.cache(lambda: real(_NAME).disable(fn, *args, **options))
 
     @functools.wraps(fn)
     def call(*given: Any, **named: Any) -> Any:
@@ -80,13 +68,13 @@ def _nothing_yet(module: str, name: str) -> Callable[..., None]:
 
     def call(*args: Any, **options: Any) -> None:
         if _loaded():
-            getattr(_real(module), name)(*args, **options)
+            getattr(real(module), name)(*args, **options)
 
     return call
 
 
 def _is_compile_supported(device_type: Any) -> Any:
-    return _real(_UTILS).is_compile_supported(device_type)
+    return real(_UTILS).is_compile_supported(device_type)
 
 
 _OF_NUMBERS: dict[str, Callable[[Any], Any]] = {
@@ -103,6 +91,6 @@ _OF_NUMBERS: dict[str, Callable[[Any], Any]] = {
 def _of_numbers(module: str, name: str, answer: Callable[[Any], Any]) -> Callable[..., Any]:
     def call(value: Any, *args: Any, **options: Any) -> Any:
         plain = type(value) in (bool, int)
-        return answer(value) if plain else getattr(_real(module), name)(value, *args, **options)
+        return answer(value) if plain else getattr(real(module), name)(value, *args, **options)
 
     return call

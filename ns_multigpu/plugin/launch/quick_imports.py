@@ -6,12 +6,20 @@ start where cores are slow. The name of one caller is all that is wanted.
 
 Its splatfacto has torch compile a small function. That loads a compiler, 2 to 3 s there, which our methods never call.
 It is loaded in the first call of that function, here; see `lazy_compiler` for who else loads it.
+
+It imports three packages for what a run seldom does: tensorly for grids of another rank than are ever made, scipy's
+interpolation for the viewer's camera paths, torchvision to write a picture. They are a sixth of all modules.
+
+And Python looks for circles of objects again and again while hundreds of thousands are made that stay: a fifth of the
+time.
 """
 
 import atexit
 import functools
 import gc
+import importlib
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +27,13 @@ from nerfstudio.configs import external_methods
 from nerfstudio.utils import misc
 
 from ns_multigpu.plugin.launch import lazy_compiler
+from ns_multigpu.plugin.launch.stand_ins import StandIn, real, stand_in_for, stands_in
+from ns_multigpu.plugin.launch.worker_server import trains
+
+_TENSORS, _CURVES, _PICTURES = "tensorly", "scipy.interpolate", "torchvision"
+
+_LATER = ("scipy.spatial", "ns_multigpu.plugin.checkpoint.saved_tensors")
+"""For the distances between seed points; for checkpoints."""
 
 _Entry: Any = external_methods.ExternalMethodDummyTrainerConfig
 _ask_to_install, _compile_now = _Entry.__post_init__, misc.torch_compile
@@ -32,6 +47,20 @@ def hasten() -> None:
     """
     _Entry.__post_init__, misc.torch_compile = _post_init, _compile_later
     lazy_compiler.load_later()
+    _load_later()
+    if trains(sys.argv):
+        gc.disable()
+
+
+def collect_again() -> None:
+    """What a run's process imports, it has imported: it looks for circles again, but not among all these objects."""
+    gc.freeze()
+    gc.enable()
+
+
+def load_beside() -> None:
+    """Has a thread load what a run needs later, while this one waits for devices and for other ranks."""
+    threading.Thread(target=_load, name="imports", daemon=True).start()
 
 
 def end_quickly() -> None:
@@ -44,6 +73,31 @@ def end_quickly() -> None:
     """
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
+
+
+def _load() -> None:
+    for name in _LATER:
+        importlib.import_module(name)
+
+
+def _load_later() -> None:
+    """Puts stand-ins in the places of what a run seldom needs."""
+    backends: list[str] = []
+
+    def set_backend(name: str, *args: Any, **options: Any) -> None:
+        if stands_in(_TENSORS):
+            backends.append(name)
+        else:
+            real(_TENSORS).set_backend(name, *args, **options)
+
+    def loaded(tensors: Any) -> None:
+        for name in backends:
+            tensors.set_backend(name)
+
+    stand_in_for(StandIn(_TENSORS, package=True, loaded=loaded, set_backend=set_backend))
+    stand_in_for(StandIn(_CURVES, package=True))
+    utils = StandIn(f"{_PICTURES}.utils", together=[_PICTURES])
+    stand_in_for(StandIn(_PICTURES, package=True, together=[utils.__name__], utils=utils), utils)
 
 
 def _post_init(self: Any) -> None:

@@ -37,15 +37,14 @@ _SOFTLY = 1
 _state = {"ours": False, "by NVML": False}
 
 
-def wanted(argv: Sequence[str]) -> bool:
-    """Whether a command line is that of a run which this process will start several workers for, or may.
+def trains(argv: Sequence[str]) -> bool:
+    """Whether a command line, as in `sys.argv`, is that of a run with one of our methods."""
+    return len(argv) > 1 and "train" in Path(argv[0]).name and argv[1].startswith(_METHODS)
 
-    Args:
-        argv: as in `sys.argv`.
-    """
-    if len(argv) < 2 or "train" not in Path(argv[0]).name or not argv[1].startswith(_METHODS):
-        return False
-    if "RANK" in os.environ:  # a launcher has started this process
+
+def wanted(argv: Sequence[str]) -> bool:
+    """Whether a command line is that of a run which this process will start several workers for, or may."""
+    if not trains(argv) or "RANK" in os.environ:  # a launcher has started this process
         return False
     words = [word.replace("_", "-") for word in argv]
     for place, word in enumerate(words):

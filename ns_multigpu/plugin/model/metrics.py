@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torchvision  # loaded when it is asked for something: see `quick_imports`
 from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
-from torchvision.models import AlexNet_Weights
 
 
 def psnr(target: Tensor, predicted: Tensor) -> Tensor:
@@ -59,7 +59,9 @@ class OptionalLpips:
     def _build(self) -> None:
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # torch tells of a download before it is one
-                AlexNet_Weights.DEFAULT.get_state_dict(progress=False)  # first: if they cannot be had nothing is loaded
+                torchvision.models.AlexNet_Weights.DEFAULT.get_state_dict(
+                    progress=False
+                )  # first: without them nothing is loaded
                 from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
 
                 self._network = LearnedPerceptualImagePatchSimilarity(normalize=True)

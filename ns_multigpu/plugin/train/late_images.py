@@ -11,11 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torchvision  # loaded when it is asked for something: see `quick_imports`
 from nerfstudio.utils import writer
 from tensorboard.compat.proto import summary_pb2
 from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 from torch import Tensor
-from torchvision.io import encode_png
 
 _COMPRESSION = 1
 """Of PNG files, of 9: the least takes a fifth of the time that TensorBoard's takes."""
@@ -79,7 +79,7 @@ def write_png(board: writer.TensorboardWriter, name: str, image: Tensor, step: i
         image: [H, W, 1 or 3], from 0 to 1, on the host.
     """
     height, width, channels = image.shape
-    png = encode_png(writer.to8b(image).permute(2, 0, 1).contiguous(), _COMPRESSION).numpy().tobytes()
+    png = torchvision.io.encode_png(writer.to8b(image).permute(2, 0, 1).contiguous(), _COMPRESSION).numpy().tobytes()
     summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
     shown = summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=png)
     file: Any = board.tb_writer.file_writer

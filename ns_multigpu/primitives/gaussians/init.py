@@ -3,8 +3,8 @@
 import math
 
 import numpy as np
+import scipy  # its parts are loaded when they are first asked for
 import torch
-from scipy.spatial import KDTree
 from torch import Tensor
 
 SH_C0 = 0.28209479177387814
@@ -67,5 +67,5 @@ def _mean_spacing(points: np.ndarray, neighbours: int) -> np.ndarray:
     nearest = min(neighbours, len(points) - 1)
     if nearest < 1:
         return np.ones(len(points), dtype=np.float32)
-    distances, _ = KDTree(points).query(points, k=nearest + 1, workers=-1)
+    distances, _ = scipy.spatial.KDTree(points).query(points, k=nearest + 1, workers=-1)
     return distances[:, 1:].mean(axis=1).astype(np.float32)
