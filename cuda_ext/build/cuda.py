@@ -27,6 +27,10 @@ DEVICE_FLAGS = (
     "--expt-relaxed-constexpr",
     "-Xcompiler=-fPIC,-fvisibility=hidden",
 )
+BINDING = "_bind"
+"""How the names of the sources end that bind operators. Each has a namespace of its name: see `CudaLibrary.units`."""
+_BINDINGS = 9
+"""Of these in a file at most: it takes as long to compile as the slowest of the kernels."""
 LIBRARIES = ("-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda", "-ltorch")
 _MARK = "ns_multigpu cuda_operators:"  # source_key.cpp writes it
 
@@ -91,6 +95,15 @@ class CudaLibrary(NativeLibrary):
         includes = [f"-I{self.include}", *(f"-isystem{path}" for path in folders)]
         marks = [f'-DNSMG_BUILD_INFO="{self.info()}"'] if source.stem == "source_key" else []
         return [*required_compiler(), *HOST_FLAGS, abi, *marks, *includes, "-c", str(source), "-o", str(object_)]
+
+    def units(self, folder: Path) -> tuple[Path, ...]:
+        """The sources, of which those that bind operators come several in a file: each would take 4 s to read torch's
+        headers, which is most of what compiling it takes."""
+        bindings = [source for source in self.sources if source.stem.endswith(BINDING)]
+        files = [folder / f"bindings_{k}.cpp" for k in range(-(-len(bindings) // _BINDINGS))]
+        for k, file in enumerate(files):
+            file.write_text("".join(f'#include "{source}"\n' for source in bindings[k :: len(files)]))
+        return (*files, *(source for source in self.sources if source not in bindings))
 
     def _nvcc_command(self, source: Path, object_: Path) -> list[str]:
         targets = [flag for name in self.architectures for flag in _target_flags(name)]

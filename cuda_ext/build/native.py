@@ -147,6 +147,10 @@ class NativeLibrary:
         includes = [f"-I{self.include}", *(f"-isystem{path}" for path in torch_folders()[0])]
         return [*required_compiler(), *FLAGS, abi, *includes, "-c", str(source), "-o", str(object_)]
 
+    def units(self, folder: Path) -> tuple[Path, ...]:
+        """What is compiled, each to an object of its own: the sources, or files in `folder` that include some."""
+        return self.sources
+
     def link_command(self, objects: Sequence[Path], output: Path) -> list[str]:
         """The command that links the library."""
         folders = [f"-L{path}" for path in torch_folders()[1]]
@@ -235,7 +239,7 @@ def torch_folders() -> tuple[list[str], list[str]]:
 
 
 def _compile_and_link(library: NativeLibrary, output: Path) -> None:
-    objects = {source: output.parent / f"{source.name}.o" for source in library.sources}
+    objects = {unit: output.parent / f"{unit.name}.o" for unit in library.units(output.parent)}
     console, start = Console(stderr=True), time.monotonic()
     console.print(
         f"Compiling {len(objects)} {library.files} with {library.compiler_name()} (once per machine; "

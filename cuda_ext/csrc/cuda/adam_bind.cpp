@@ -12,7 +12,7 @@
 #include "cuda/check.h"
 
 namespace nsmg {
-namespace {
+namespace adam_bind {
 
 // The data of a tensor that the kernel writes: contiguous float32 of the shape and device of `like`.
 float* written(const at::Tensor& tensor, const char* name, const at::Tensor& like) {
@@ -48,7 +48,7 @@ void adam_step(at::TensorList params, at::TensorList grads, at::TensorList exp_a
   }
 }
 
-}  // namespace
+}  // namespace adam_bind
 }  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("adam_step", &nsmg::adam_step); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("adam_step", &nsmg::adam_bind::adam_step); }

@@ -12,7 +12,7 @@
 #include "cuda/check.h"
 
 namespace nsmg {
-namespace {
+namespace band_loss_bind {
 
 // The checked arguments; the tensors keep the memory that `view` points to.
 struct Band {
@@ -89,10 +89,10 @@ void band_loss_into(const at::Tensor& out, const at::Tensor& alpha, const at::Te
                nullptr, written<float>(loss, "loss", {}, at::kFloat, band.out), float(offset), float(scale)});
 }
 
-}  // namespace
+}  // namespace band_loss_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("band_loss", &nsmg::band_loss);
-  m.impl("band_loss_into", &nsmg::band_loss_into);
+  m.impl("band_loss", &nsmg::band_loss_bind::band_loss);
+  m.impl("band_loss_into", &nsmg::band_loss_bind::band_loss_into);
 }

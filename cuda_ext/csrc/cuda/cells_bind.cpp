@@ -13,7 +13,7 @@
 #include "cuda/check.h"
 
 namespace nsmg {
-namespace {
+namespace cells_bind {
 
 at::Tensor cell_windows(const at::Tensor& viewmats_, const at::Tensor& Ks_, at::IntArrayRef axes,
                         at::ArrayRef<double> planes, at::IntArrayRef paths, at::IntArrayRef order,
@@ -74,10 +74,10 @@ at::Tensor cells_reached(const at::Tensor& view_ids_, const at::Tensor& means2d_
   return reached;
 }
 
-}  // namespace
+}  // namespace cells_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("cell_windows", &nsmg::cell_windows);
-  m.impl("cells_reached", &nsmg::cells_reached);
+  m.impl("cell_windows", &nsmg::cells_bind::cell_windows);
+  m.impl("cells_reached", &nsmg::cells_bind::cells_reached);
 }

@@ -9,7 +9,7 @@
 #include "cuda/check.h"
 
 namespace nsmg {
-namespace {
+namespace clock_bind {
 
 void add_clock(const at::Tensor& sum, int64_t sign) {
   cuda_checked(sum, "sum", {1}, at::kLong, sum);
@@ -18,7 +18,7 @@ void add_clock(const at::Tensor& sum, int64_t sign) {
                                    c10::cuda::getCurrentCUDAStream()));
 }
 
-}  // namespace
+}  // namespace clock_bind
 }  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("add_clock", &nsmg::add_clock); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("add_clock", &nsmg::clock_bind::add_clock); }

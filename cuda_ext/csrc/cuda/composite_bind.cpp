@@ -11,7 +11,7 @@
 #include "cuda/composite.h"
 
 namespace nsmg {
-namespace {
+namespace composite_bind {
 
 struct Blended {
   at::Tensor out, alpha, background;
@@ -51,10 +51,10 @@ std::tuple<at::Tensor, at::Tensor> composite_backward(const at::Tensor& out, con
   return {v_out, v_alpha};
 }
 
-}  // namespace
+}  // namespace composite_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("composite", &nsmg::composite);
-  m.impl("composite_backward", &nsmg::composite_backward);
+  m.impl("composite", &nsmg::composite_bind::composite);
+  m.impl("composite_backward", &nsmg::composite_bind::composite_backward);
 }

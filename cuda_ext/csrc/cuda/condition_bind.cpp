@@ -12,7 +12,7 @@
 #include "cuda/condition.h"
 
 namespace nsmg {
-namespace {
+namespace condition_bind {
 
 // Checked contiguous inputs; they own what the raw pointers of `raw` point at.
 struct Inputs {
@@ -91,10 +91,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   return {g_means, g_times, g_left, g_motions, g_scales, g_opacities};
 }
 
-}  // namespace
+}  // namespace condition_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("condition", &nsmg::condition_rows);
-  m.impl("condition_backward", &nsmg::condition_rows_backward);
+  m.impl("condition", &nsmg::condition_bind::condition_rows);
+  m.impl("condition_backward", &nsmg::condition_bind::condition_rows_backward);
 }

@@ -15,7 +15,7 @@
 #include "cuda/patch_groups.h"
 
 namespace nsmg {
-namespace {
+namespace convexes_bind {
 
 constexpr int kLines = 3 * kCorners;
 
@@ -209,12 +209,12 @@ Gradients rasterize_backward(const at::Tensor& means2d, const at::Tensor& lines,
   return {v_means2d, v_lines, v_sharpness, v_opacities, v_colors, v_depths};
 }
 
-}  // namespace
+}  // namespace convexes_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("project_convexes", &nsmg::project_rows);
-  m.impl("project_convexes_backward", &nsmg::project_rows_backward);
-  m.impl("rasterize_convexes", &nsmg::rasterize);
-  m.impl("rasterize_convexes_backward", &nsmg::rasterize_backward);
+  m.impl("project_convexes", &nsmg::convexes_bind::project_rows);
+  m.impl("project_convexes_backward", &nsmg::convexes_bind::project_rows_backward);
+  m.impl("rasterize_convexes", &nsmg::convexes_bind::rasterize);
+  m.impl("rasterize_convexes_backward", &nsmg::convexes_bind::rasterize_backward);
 }

@@ -13,7 +13,7 @@
 #include "cuda/cull.h"
 
 namespace nsmg {
-namespace {
+namespace cull_bind {
 
 // The marks of all points in all views and, for every part of them, the row at which its rows start.
 struct Marks {
@@ -71,9 +71,9 @@ std::tuple<at::Tensor, at::Tensor> cull(const at::Tensor& means, const at::Tenso
   return {view_ids, point_ids};
 }
 
-}  // namespace
+}  // namespace cull_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("cull", &nsmg::cull);
+  m.impl("cull", &nsmg::cull_bind::cull);
 }

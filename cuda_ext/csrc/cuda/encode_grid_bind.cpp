@@ -12,7 +12,7 @@
 #include "cuda/encode_grid.h"
 
 namespace nsmg {
-namespace {
+namespace encode_grid_bind {
 
 struct Encoded {
   at::Tensor positions, table, scalings;
@@ -59,10 +59,10 @@ std::tuple<at::Tensor, at::Tensor> encode_grid_backward(const at::Tensor& positi
   return {v_positions, v_table};
 }
 
-}  // namespace
+}  // namespace encode_grid_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("encode_grid", &nsmg::encode_grid);
-  m.impl("encode_grid_backward", &nsmg::encode_grid_backward);
+  m.impl("encode_grid", &nsmg::encode_grid_bind::encode_grid);
+  m.impl("encode_grid_backward", &nsmg::encode_grid_bind::encode_grid_backward);
 }

@@ -18,7 +18,7 @@
 #include "cuda/intersect.h"
 
 namespace nsmg {
-namespace {
+namespace intersect_bind {
 
 constexpr int64_t kMostPairs = std::numeric_limits<int32_t>::max();
 
@@ -127,10 +127,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> intersect_capacity(
   return run(means2d, conics, row_opacities, radii, depths, view_ids, patches, tile_size, capacity);
 }
 
-}  // namespace
+}  // namespace intersect_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("intersect", &nsmg::intersect);
-  m.impl("intersect_capacity", &nsmg::intersect_capacity);
+  m.impl("intersect", &nsmg::intersect_bind::intersect);
+  m.impl("intersect_capacity", &nsmg::intersect_bind::intersect_capacity);
 }

@@ -11,7 +11,7 @@
 #include "cuda/l1_ssim.h"
 
 namespace nsmg {
-namespace {
+namespace l1_ssim_bind {
 
 // The checked arguments; the tensors keep the memory that `images` points to.
 struct Loss {
@@ -62,10 +62,10 @@ at::Tensor l1_ssim_backward(const at::Tensor& pred, const at::Tensor& target, co
   return v_pred;
 }
 
-}  // namespace
+}  // namespace l1_ssim_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("l1_ssim", &nsmg::l1_ssim);
-  m.impl("l1_ssim_backward", &nsmg::l1_ssim_backward);
+  m.impl("l1_ssim", &nsmg::l1_ssim_bind::l1_ssim);
+  m.impl("l1_ssim_backward", &nsmg::l1_ssim_bind::l1_ssim_backward);
 }

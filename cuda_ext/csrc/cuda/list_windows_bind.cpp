@@ -12,7 +12,7 @@
 #include "cuda/list_windows.h"
 
 namespace nsmg {
-namespace {
+namespace list_windows_bind {
 
 std::tuple<at::Tensor, at::Tensor> clip_lists(const at::Tensor& offsets_, const at::Tensor& row_ids_,
                                               const at::Tensor& depths_, const at::Tensor& windows_) {
@@ -40,7 +40,7 @@ std::tuple<at::Tensor, at::Tensor> clip_lists(const at::Tensor& offsets_, const 
   return {found, clipped};
 }
 
-}  // namespace
+}  // namespace list_windows_bind
 }  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("clip_lists", &nsmg::clip_lists); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("clip_lists", &nsmg::list_windows_bind::clip_lists); }

@@ -19,7 +19,7 @@
 #include "cuda/merge.h"
 
 namespace nsmg {
-namespace {
+namespace merge_bind {
 
 using Lists = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
@@ -208,13 +208,13 @@ Lists lists_of_bands(at::IntArrayRef keys_at, at::IntArrayRef values_at, const a
   return {offsets, ids, total};
 }
 
-}  // namespace
+}  // namespace merge_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("sort_pairs", &nsmg::sort_pairs);
-  m.impl("publish_count", &nsmg::publish);
-  m.impl("merge_level", &nsmg::merge);
-  m.impl("intersect_keys", &nsmg::intersect_keys);
-  m.impl("band_lists", &nsmg::lists_of_bands);
+  m.impl("sort_pairs", &nsmg::merge_bind::sort_pairs);
+  m.impl("publish_count", &nsmg::merge_bind::publish);
+  m.impl("merge_level", &nsmg::merge_bind::merge);
+  m.impl("intersect_keys", &nsmg::merge_bind::intersect_keys);
+  m.impl("band_lists", &nsmg::merge_bind::lists_of_bands);
 }

@@ -12,7 +12,7 @@
 #include "cuda/check.h"
 
 namespace nsmg {
-namespace {
+namespace noise_bind {
 
 void move_means(at::Tensor means, const at::Tensor& quats_, const at::Tensor& log_scales_, const at::Tensor& logits_,
                 const std::optional<at::Tensor>& rows_, int64_t first, int64_t start, double scale,
@@ -41,7 +41,7 @@ void move_means(at::Tensor means, const at::Tensor& quats_, const at::Tensor& lo
   NSMG_CUDA_CHECK(add_noise(in, means.mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()));
 }
 
-}  // namespace
+}  // namespace noise_bind
 }  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("add_noise", &nsmg::move_means); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("add_noise", &nsmg::noise_bind::move_means); }

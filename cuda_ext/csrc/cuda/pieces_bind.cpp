@@ -15,7 +15,7 @@
 #include "cuda/pieces.h"
 
 namespace nsmg {
-namespace {
+namespace pieces_bind {
 
 template <typename Row>
 at::Tensor room_for(const std::vector<Row>& rows, const at::TensorOptions& options) {
@@ -163,13 +163,13 @@ at::Tensor live_boxes(const at::Tensor& before_, at::IntArrayRef numbers, int64_
   return boxes;
 }
 
-}  // namespace
+}  // namespace pieces_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("gather_pieces", &nsmg::gather_pieces);
-  m.impl("scatter_pieces", &nsmg::scatter_pieces);
-  m.impl("composite_pieces", &nsmg::composite_pieces);
-  m.impl("composite_pieces_backward", &nsmg::composite_pieces_backward);
-  m.impl("live_boxes", &nsmg::live_boxes);
+  m.impl("gather_pieces", &nsmg::pieces_bind::gather_pieces);
+  m.impl("scatter_pieces", &nsmg::pieces_bind::scatter_pieces);
+  m.impl("composite_pieces", &nsmg::pieces_bind::composite_pieces);
+  m.impl("composite_pieces_backward", &nsmg::pieces_bind::composite_pieces_backward);
+  m.impl("live_boxes", &nsmg::pieces_bind::live_boxes);
 }

@@ -14,7 +14,7 @@
 #include "cuda/project_axes.h"
 
 namespace nsmg {
-namespace {
+namespace project_axes_bind {
 
 // Checked contiguous inputs; they own what the raw pointers of `raw` point at.
 struct Inputs {
@@ -106,10 +106,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> project_axes_rows_bac
   return {g_means, g_axes, g_opacities, g_viewmats};
 }
 
-}  // namespace
+}  // namespace project_axes_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("project_axes", &nsmg::project_axes_rows);
-  m.impl("project_axes_backward", &nsmg::project_axes_rows_backward);
+  m.impl("project_axes", &nsmg::project_axes_bind::project_axes_rows);
+  m.impl("project_axes_backward", &nsmg::project_axes_bind::project_axes_rows_backward);
 }

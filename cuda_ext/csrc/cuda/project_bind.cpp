@@ -14,7 +14,7 @@
 #include "cuda/project.h"
 
 namespace nsmg {
-namespace {
+namespace project_bind {
 
 // Checked contiguous inputs; they own what the raw pointers of `raw` point at.
 struct Inputs {
@@ -121,10 +121,10 @@ Projected project_rows_backward(const at::Tensor& means, const at::Tensor& quats
   return {v_means, v_quats, v_scales, v_opacities, v_viewmats};
 }
 
-}  // namespace
+}  // namespace project_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("project", &nsmg::project_rows);
-  m.impl("project_backward", &nsmg::project_rows_backward);
+  m.impl("project", &nsmg::project_bind::project_rows);
+  m.impl("project_backward", &nsmg::project_bind::project_rows_backward);
 }

@@ -19,7 +19,7 @@
 #include "cuda/rasterize.h"
 
 namespace nsmg {
-namespace {
+namespace rasterize_bind {
 
 // The inputs, checked and contiguous; alive as long as this.
 struct Inputs {
@@ -183,11 +183,11 @@ void rasterize_backward_into(const at::Tensor& means2d, const at::Tensor& conics
               c10::cuda::getCurrentCUDAStream());
 }
 
-}  // namespace
+}  // namespace rasterize_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("rasterize", &nsmg::rasterize);
-  m.impl("rasterize_backward", &nsmg::rasterize_backward);
-  m.impl("rasterize_backward_into", &nsmg::rasterize_backward_into);
+  m.impl("rasterize", &nsmg::rasterize_bind::rasterize);
+  m.impl("rasterize_backward", &nsmg::rasterize_bind::rasterize_backward);
+  m.impl("rasterize_backward_into", &nsmg::rasterize_bind::rasterize_backward_into);
 }

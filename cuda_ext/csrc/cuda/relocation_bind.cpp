@@ -17,7 +17,7 @@
 #include "cuda/check.h"
 
 namespace nsmg {
-namespace {
+namespace relocation_bind {
 
 RowArrays row_arrays(at::TensorList tensors, int64_t points, const at::Tensor& like) {
   TORCH_CHECK_VALUE(tensors.size() <= kMostRowArrays, "there are ", tensors.size(), " tensors of rows; the CUDA ",
@@ -134,13 +134,13 @@ at::Tensor turn(const at::Tensor& quats_, const at::Tensor& vectors_) {
   return turned;
 }
 
-}  // namespace
+}  // namespace relocation_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("draw_sources", &nsmg::draw_sources);
-  m.impl("share_out", &nsmg::share_out);
-  m.impl("copy_rows", &nsmg::copy_rows);
-  m.impl("take_rows", &nsmg::take_rows);
-  m.impl("turn", &nsmg::turn);
+  m.impl("draw_sources", &nsmg::relocation_bind::draw_sources);
+  m.impl("share_out", &nsmg::relocation_bind::share_out);
+  m.impl("copy_rows", &nsmg::relocation_bind::copy_rows);
+  m.impl("take_rows", &nsmg::relocation_bind::take_rows);
+  m.impl("turn", &nsmg::relocation_bind::turn);
 }

@@ -10,7 +10,7 @@
 
 namespace nsmg {
 
-inline constexpr int kMostRanks = 32;  // a bit, and a lane of a warp, for each
+inline constexpr int kMostExchanging = 32;  // a bit, and a lane of a warp, for each
 
 // A record is 16 floats, four times 16 bytes: means2d x, y, conic xx, xy | conic yy, opacity, red, green | blue, depth,
 // radii x, y | view id, slot, 0, 0. The last six of these are int32, bit for bit.

@@ -15,10 +15,10 @@
 #include "cuda/row_exchange.h"
 
 namespace nsmg {
-namespace {
+namespace row_exchange_bind {
 
 int checked_ranks(int64_t ranks) {
-  TORCH_CHECK_VALUE(ranks >= 1 && ranks <= kMostRanks, "the exchange of rows takes 1 to ", kMostRanks,
+  TORCH_CHECK_VALUE(ranks >= 1 && ranks <= kMostExchanging, "the exchange of rows takes 1 to ", kMostExchanging,
                     " ranks, not ", ranks, ".");
   return int(ranks);
 }
@@ -161,13 +161,13 @@ void add_records(const at::Tensor& records_, const at::Tensor& sinks_, const at:
                                      c10::cuda::getCurrentCUDAStream()));
 }
 
-}  // namespace
+}  // namespace row_exchange_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("route_lines", &nsmg::route_lines);
-  m.impl("pack", &nsmg::pack);
-  m.impl("unpack", &nsmg::unpack);
-  m.impl("collect", &nsmg::collect);
-  m.impl("add_records", &nsmg::add_records);
+  m.impl("route_lines", &nsmg::row_exchange_bind::route_lines);
+  m.impl("pack", &nsmg::row_exchange_bind::pack);
+  m.impl("unpack", &nsmg::row_exchange_bind::unpack);
+  m.impl("collect", &nsmg::row_exchange_bind::collect);
+  m.impl("add_records", &nsmg::row_exchange_bind::add_records);
 }

@@ -13,7 +13,7 @@
 #include "cuda/row_reach.h"
 
 namespace nsmg {
-namespace {
+namespace row_reach_bind {
 
 at::Tensor reach_counts(const at::Tensor& view_ids_, const at::Tensor& count_, const at::Tensor& means2d_,
                         const at::Tensor& radii_, at::IntArrayRef numbers) {
@@ -43,7 +43,7 @@ at::Tensor reach_counts(const at::Tensor& view_ids_, const at::Tensor& count_, c
   return counts;
 }
 
-}  // namespace
+}  // namespace row_reach_bind
 }  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("reach_counts", &nsmg::reach_counts); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("reach_counts", &nsmg::row_reach_bind::reach_counts); }

@@ -12,7 +12,7 @@
 #include "cuda/row_spans.h"
 
 namespace nsmg {
-namespace {
+namespace row_spans_bind {
 
 at::Tensor row_spans(const at::Tensor& layers_, const at::Tensor& means2d_, const at::Tensor& radii_, int64_t width,
                      int64_t height, int64_t count_of_layers, const std::optional<at::Tensor>& count_,
@@ -42,7 +42,7 @@ at::Tensor row_spans(const at::Tensor& layers_, const at::Tensor& means2d_, cons
   return spans;
 }
 
-}  // namespace
+}  // namespace row_spans_bind
 }  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("row_spans", &nsmg::row_spans); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("row_spans", &nsmg::row_spans_bind::row_spans); }

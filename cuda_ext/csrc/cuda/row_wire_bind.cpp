@@ -12,7 +12,7 @@
 #include "cuda/row_wire.h"
 
 namespace nsmg {
-namespace {
+namespace row_wire_bind {
 
 // Segments that lie within the wire, of `full` columns for this rank's own (0: it is not there) and `others` else.
 WireSegments checked_segments(const at::Tensor& wire, at::IntArrayRef starts, at::IntArrayRef capacities, int64_t rank,
@@ -186,13 +186,13 @@ at::Tensor collect_wire(const at::Tensor& place_, const at::Tensor& count_, cons
   return records;
 }
 
-}  // namespace
+}  // namespace row_wire_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("pack_wire", &nsmg::pack_wire);
-  m.impl("unpack_wire", &nsmg::unpack_wire);
-  m.impl("keep_rows", &nsmg::keep_rows);
-  m.impl("pack_gradients", &nsmg::pack_gradients);
-  m.impl("collect_wire", &nsmg::collect_wire);
+  m.impl("pack_wire", &nsmg::row_wire_bind::pack_wire);
+  m.impl("unpack_wire", &nsmg::row_wire_bind::unpack_wire);
+  m.impl("keep_rows", &nsmg::row_wire_bind::keep_rows);
+  m.impl("pack_gradients", &nsmg::row_wire_bind::pack_gradients);
+  m.impl("collect_wire", &nsmg::row_wire_bind::collect_wire);
 }

@@ -13,7 +13,7 @@
 #include "cuda/check.h"
 
 namespace nsmg {
-namespace {
+namespace series_bind {
 
 // Checked contiguous inputs; they own what the raw pointers of `raw` point at.
 struct Inputs {
@@ -78,10 +78,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> series_rows_backward(const at::Te
   return {v_base, v_terms, v_weights};
 }
 
-}  // namespace
+}  // namespace series_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("series", &nsmg::series_rows);
-  m.impl("series_backward", &nsmg::series_rows_backward);
+  m.impl("series", &nsmg::series_bind::series_rows);
+  m.impl("series_backward", &nsmg::series_bind::series_rows_backward);
 }

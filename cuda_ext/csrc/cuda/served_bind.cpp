@@ -11,7 +11,7 @@
 #include "cuda/served.h"
 
 namespace nsmg {
-namespace {
+namespace served_bind {
 
 void take_lines(at::TensorList tables, const at::Tensor& at, at::TensorList into) {
   TORCH_CHECK_VALUE(!tables.empty() && tables.size() <= kMostTables && tables.size() == into.size(),
@@ -86,11 +86,11 @@ void show_patches(const at::Tensor& images, const at::Tensor& chosen, at::IntArr
                                       c10::cuda::getCurrentCUDAStream()));
 }
 
-}  // namespace
+}  // namespace served_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("take_lines", &nsmg::take_lines);
-  m.impl("keep_line", &nsmg::keep_line);
-  m.impl("show_patches", &nsmg::show_patches);
+  m.impl("take_lines", &nsmg::served_bind::take_lines);
+  m.impl("keep_line", &nsmg::served_bind::keep_line);
+  m.impl("show_patches", &nsmg::served_bind::show_patches);
 }

@@ -12,7 +12,7 @@
 #include "cuda/sh.h"
 
 namespace nsmg {
-namespace {
+namespace sh_bind {
 
 // Checked contiguous inputs; they own what the raw pointers of `raw` point at.
 struct Inputs {
@@ -89,10 +89,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sh_rows_backward(
   return {v_means, v_centers, v_dc, v_rest};
 }
 
-}  // namespace
+}  // namespace sh_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("sh_colors", &nsmg::sh_rows);
-  m.impl("sh_colors_backward", &nsmg::sh_rows_backward);
+  m.impl("sh_colors", &nsmg::sh_bind::sh_rows);
+  m.impl("sh_colors_backward", &nsmg::sh_bind::sh_rows_backward);
 }

@@ -10,7 +10,7 @@
 #include "cuda/splat_boxes.h"
 
 namespace nsmg {
-namespace {
+namespace splat_boxes_bind {
 
 void splat_boxes(const at::Tensor& means_, const at::Tensor& log_scales_, const at::Tensor& boxes) {
   const at::Tensor means = cuda_floats(means_, "means", {-1, 3}, means_);
@@ -46,10 +46,10 @@ at::Tensor box_views(const at::Tensor& boxes_, const at::Tensor& viewmats_, cons
   return shows;
 }
 
-}  // namespace
+}  // namespace splat_boxes_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("splat_boxes", &nsmg::splat_boxes);
-  m.impl("box_views", &nsmg::box_views);
+  m.impl("splat_boxes", &nsmg::splat_boxes_bind::splat_boxes);
+  m.impl("box_views", &nsmg::splat_boxes_bind::box_views);
 }

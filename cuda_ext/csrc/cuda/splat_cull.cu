@@ -14,7 +14,7 @@
 namespace nsmg {
 namespace {
 
-constexpr int kWarps = kCullPoints / 32;
+constexpr int kWarps = kCullBlock / 32;
 static_assert(kBoxPoints == 32, "a warp has a group");
 
 struct Add {
@@ -49,13 +49,13 @@ struct Candidate {
 };
 
 template <bool Lazy, typename Moment>
-__global__ void __launch_bounds__(kCullPoints)
+__global__ void __launch_bounds__(kCullBlock)
     flag_kernel(const RawPoints points, const MissedSteps missed, const __grid_constant__ Views views, float eps2d,
                 uint32_t* bits, int32_t* counts) {
   extern __shared__ float4 storage[];
   auto* setups = reinterpret_cast<ViewSetup*>(storage);
   load_views(setups, views);
-  const int64_t i = int64_t{blockIdx.x} * kCullPoints + threadIdx.x;
+  const int64_t i = int64_t{blockIdx.x} * kCullBlock + threadIdx.x;
   const bool inside = i < points.count;
   Candidate<Lazy, Moment> point;
   if (inside) point.load(points, missed, i);
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kCullPoints)
 
 // The same, of the groups that may show alone: `shows` [views, groups]. A warp has a group.
 template <bool Lazy, typename Moment>
-__global__ void __launch_bounds__(kCullPoints)
+__global__ void __launch_bounds__(kCullBlock)
     flag_shown_kernel(const RawPoints points, const MissedSteps missed, const __grid_constant__ Views views,
                       float eps2d, const uint8_t* shows, uint32_t* bits, int32_t* counts) {
   extern __shared__ float4 storage[];
@@ -88,10 +88,10 @@ __global__ void __launch_bounds__(kCullPoints)
   bool somewhere = false;
   for (int v = lane; v < views.count; v += 32) somewhere |= may(v);
   somewhere = __any_sync(0xffffffffu, somewhere);
-  for (int v = threadIdx.x; v < views.count; v += kCullPoints) kept[v] = 0;
+  for (int v = threadIdx.x; v < views.count; v += kCullBlock) kept[v] = 0;
   if (__syncthreads_or(somewhere)) load_views(setups, views);
 
-  const int64_t i = int64_t{blockIdx.x} * kCullPoints + threadIdx.x;
+  const int64_t i = int64_t{blockIdx.x} * kCullBlock + threadIdx.x;
   const bool inside = somewhere && i < points.count;
   Candidate<Lazy, Moment> point;
   if (inside) point.load(points, missed, i);
@@ -108,15 +108,15 @@ __global__ void __launch_bounds__(kCullPoints)
     if (word != 0) atomicAdd(&kept[v], __popc(word));
   }
   __syncthreads();
-  for (int v = threadIdx.x; v < views.count; v += kCullPoints) counts[int64_t{v} * gridDim.x + blockIdx.x] = kept[v];
+  for (int v = threadIdx.x; v < views.count; v += kCullBlock) counts[int64_t{v} * gridDim.x + blockIdx.x] = kept[v];
   if (blockIdx.x == 0 && threadIdx.x == 0) counts[int64_t{views.count} * gridDim.x] = 0;
 }
 
-__global__ void __launch_bounds__(kCullPoints)
+__global__ void __launch_bounds__(kCullBlock)
     emit_kernel(int views, const uint32_t* bits, const int64_t* offsets, int32_t* view_ids, int32_t* point_ids,
                 int64_t* total, int capacity) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int64_t point = int64_t{blockIdx.x} * kCullPoints + threadIdx.x;
+  const int64_t point = int64_t{blockIdx.x} * kCullBlock + threadIdx.x;
   for (int v = 0; v < views; ++v) {
     const int64_t block = int64_t{v} * gridDim.x + blockIdx.x;
     const uint32_t* words = bits + block * kWarps;
@@ -134,11 +134,11 @@ __global__ void __launch_bounds__(kCullPoints)
 }
 
 // The same where a warp has points in few views: it looks at all of them at once.
-__global__ void __launch_bounds__(kCullPoints)
+__global__ void __launch_bounds__(kCullBlock)
     emit_shown_kernel(int views, const uint32_t* bits, const int64_t* offsets, int32_t* view_ids, int32_t* point_ids,
                       int64_t* total, int capacity) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int64_t point = int64_t{blockIdx.x} * kCullPoints + threadIdx.x;
+  const int64_t point = int64_t{blockIdx.x} * kCullBlock + threadIdx.x;
   for (int base = 0; base < views; base += 32) {
     const int mine = base + lane;
     const uint32_t own = mine < views ? bits[(int64_t{mine} * gridDim.x + blockIdx.x) * kWarps + warp] : 0u;
@@ -165,13 +165,13 @@ cudaError_t flag(const RawPoints& points, const MissedSteps& missed, const Views
   const size_t shared = view_bytes(views.count);
   if (buffers.boxes == nullptr) {
     flag_kernel<Lazy, Moment>
-        <<<blocks, kCullPoints, shared, stream>>>(points, missed, views, eps2d, buffers.bits, buffers.counts);
+        <<<blocks, kCullBlock, shared, stream>>>(points, missed, views, eps2d, buffers.bits, buffers.counts);
     return cudaGetLastError();
   }
   const cudaError_t status = box_views_launch(buffers.boxes, box_groups(points.count), views, eps2d, missed.table,
                                               missed.compact, buffers.shows, stream);
   if (status != cudaSuccess) return status;
-  flag_shown_kernel<Lazy, Moment><<<blocks, kCullPoints, shared, stream>>>(points, missed, views, eps2d, buffers.shows,
+  flag_shown_kernel<Lazy, Moment><<<blocks, kCullBlock, shared, stream>>>(points, missed, views, eps2d, buffers.shows,
                                                                            buffers.bits, buffers.counts);
   return cudaGetLastError();
 }
@@ -198,7 +198,7 @@ cudaError_t splat_cull_launch(const RawPoints& points, const MissedSteps& missed
                                           buffers.offsets, Add{}, int64_t{0}, int64_t{blocks} * views.count + 1, stream);
   if (status != cudaSuccess) return status;
   const auto emit = buffers.boxes == nullptr ? emit_kernel : emit_shown_kernel;
-  emit<<<blocks, kCullPoints, 0, stream>>>(views.count, buffers.bits, buffers.offsets, rows.view_ids, rows.point_ids,
+  emit<<<blocks, kCullBlock, 0, stream>>>(views.count, buffers.bits, buffers.offsets, rows.view_ids, rows.point_ids,
                                            rows.count, rows.capacity);
   return cudaGetLastError();
 }

@@ -41,7 +41,7 @@ struct SplatRows {
 };
 
 // Points of one view that a block of the culling kernels takes.
-constexpr int kCullPoints = 256;
+constexpr int kCullBlock = 256;
 
 // Buffers of the culling, sized by cull_blocks() and cull_scan_bytes().
 struct CullBuffers {
@@ -54,7 +54,7 @@ struct CullBuffers {
   uint8_t* shows;      // [views, groups], where there are boxes
 };
 
-inline int cull_blocks(int points) { return (points + kCullPoints - 1) / kCullPoints; }
+inline int cull_blocks(int points) { return (points + kCullBlock - 1) / kCullBlock; }
 
 // Bytes that the prefix sum over `items` counts needs.
 cudaError_t cull_scan_bytes(int64_t items, size_t* bytes, cudaStream_t stream);

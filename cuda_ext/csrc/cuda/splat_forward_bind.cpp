@@ -15,7 +15,7 @@
 #include "cuda/splat_forward.h"
 
 namespace nsmg {
-namespace {
+namespace splat_forward_bind {
 
 using Rows = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
                         at::Tensor>;
@@ -102,7 +102,7 @@ Rows culled(const Inputs& inputs, int64_t capacity) {
   const int64_t items = int64_t{cull_blocks(inputs.raw.count)} * inputs.views.count;
   size_t scan_bytes = 0;
   NSMG_CUDA_CHECK(cull_scan_bytes(items + 1, &scan_bytes, stream));
-  const at::Tensor bits = at::empty({items * (kCullPoints / 32)}, ints), counts = at::empty({items + 1}, ints);
+  const at::Tensor bits = at::empty({items * (kCullBlock / 32)}, ints), counts = at::empty({items + 1}, ints);
   const at::Tensor offsets = at::empty({items + 1}, longs);
   const at::Tensor scan = at::empty({static_cast<int64_t>(scan_bytes)}, floats.dtype(at::kByte));
   const int64_t shown = inputs.boxes ? int64_t{box_groups(inputs.raw.count)} * inputs.views.count : 0;
@@ -189,12 +189,12 @@ void splat_lines(const at::Tensor& means, const at::Tensor& quats, const at::Ten
              static_cast<int>(first), static_cast<int>(end));
 }
 
-}  // namespace
+}  // namespace splat_forward_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("splat_forward", &nsmg::splat_forward);
-  m.impl("splat_forward_lazy", &nsmg::splat_forward_lazy);
-  m.impl("splat_begin", &nsmg::splat_begin);
-  m.impl("splat_lines", &nsmg::splat_lines);
+  m.impl("splat_forward", &nsmg::splat_forward_bind::splat_forward);
+  m.impl("splat_forward_lazy", &nsmg::splat_forward_bind::splat_forward_lazy);
+  m.impl("splat_begin", &nsmg::splat_forward_bind::splat_begin);
+  m.impl("splat_lines", &nsmg::splat_forward_bind::splat_lines);
 }

@@ -9,7 +9,7 @@
 #include "cuda/splat_lazy.h"
 
 namespace nsmg {
-namespace {
+namespace splat_lazy_bind {
 
 void splat_flush(at::TensorList params, at::TensorList exp_avgs, at::TensorList exp_avg_sqs, const at::Tensor& last,
                  const at::Tensor& table, const at::Tensor& steps) {
@@ -20,7 +20,7 @@ void splat_flush(at::TensorList params, at::TensorList exp_avgs, at::TensorList 
   NSMG_CUDA_CHECK(splat_flush_launch(launch, c10::cuda::getCurrentCUDAStream()));
 }
 
-}  // namespace
+}  // namespace splat_lazy_bind
 }  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("splat_flush", &nsmg::splat_flush); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("splat_flush", &nsmg::splat_lazy_bind::splat_flush); }

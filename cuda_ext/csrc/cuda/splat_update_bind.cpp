@@ -13,7 +13,7 @@
 #include "cuda/splat_update.h"
 
 namespace nsmg {
-namespace {
+namespace splat_update_bind {
 
 // A statistic of each point, or null where it is empty.
 float* statistic(const at::Tensor& tensor, const char* name, const at::Tensor& means) {
@@ -112,7 +112,7 @@ void splat_update(at::TensorList params, at::TensorList exp_avgs, at::TensorList
   NSMG_CUDA_CHECK(splat_update_launch(launch, c10::cuda::getCurrentCUDAStream()));
 }
 
-}  // namespace
+}  // namespace splat_update_bind
 }  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("splat_update", &nsmg::splat_update); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("splat_update", &nsmg::splat_update_bind::splat_update); }

@@ -14,7 +14,7 @@
 #include "cuda/step_control.h"
 
 namespace nsmg {
-namespace {
+namespace step_control_bind {
 
 using Optional = std::optional<at::Tensor>;
 
@@ -129,10 +129,10 @@ std::tuple<at::Tensor, at::Tensor> step_gate(at::TensorList counts, const at::Te
   return {gated_scalars, gated_counts};
 }
 
-}  // namespace
+}  // namespace step_control_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("step_message", &nsmg::step_message);
-  m.impl("step_gate", &nsmg::step_gate);
+  m.impl("step_message", &nsmg::step_control_bind::step_message);
+  m.impl("step_gate", &nsmg::step_control_bind::step_gate);
 }

@@ -15,7 +15,7 @@
 #include "cuda/surfels.h"
 
 namespace nsmg {
-namespace {
+namespace surfels_bind {
 
 // Checked contiguous inputs; they own what the raw pointers of `raw` point at.
 struct Points {
@@ -205,12 +205,12 @@ Gradients rasterize_backward(const at::Tensor& means2d, const at::Tensor& transf
   return {v_means2d, v_transforms, v_normals, v_opacities, v_colors, v_depths};
 }
 
-}  // namespace
+}  // namespace surfels_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("project_surfels", &nsmg::project_rows);
-  m.impl("project_surfels_backward", &nsmg::project_rows_backward);
-  m.impl("rasterize_surfels", &nsmg::rasterize);
-  m.impl("rasterize_surfels_backward", &nsmg::rasterize_backward);
+  m.impl("project_surfels", &nsmg::surfels_bind::project_rows);
+  m.impl("project_surfels_backward", &nsmg::surfels_bind::project_rows_backward);
+  m.impl("rasterize_surfels", &nsmg::surfels_bind::rasterize);
+  m.impl("rasterize_surfels_backward", &nsmg::surfels_bind::rasterize_backward);
 }

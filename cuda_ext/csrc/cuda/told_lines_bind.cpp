@@ -11,7 +11,7 @@
 #include "cuda/told_lines.h"
 
 namespace nsmg {
-namespace {
+namespace told_lines_bind {
 
 void tell_lines(at::TensorList arrays, at::IntArrayRef taken, const at::Tensor& count_, const at::Tensor& destinations_,
                 const std::optional<at::Tensor>& gate_, int64_t gate_column, int64_t offset) {
@@ -58,7 +58,7 @@ void tell_lines(at::TensorList arrays, at::IntArrayRef taken, const at::Tensor& 
                                     cuda_count(destinations.size(0), "ranks"), c10::cuda::getCurrentCUDAStream()));
 }
 
-}  // namespace
+}  // namespace told_lines_bind
 }  // namespace nsmg
 
-TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("tell_lines", &nsmg::tell_lines); }
+TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) { m.impl("tell_lines", &nsmg::told_lines_bind::tell_lines); }
