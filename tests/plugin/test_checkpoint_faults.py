@@ -147,7 +147,7 @@ def test_full_disk_on_one_rank(models: Path, full_on: int, after: int) -> None:
 
 def _write_with_loss(world: World, models: Path, lost_on: int, left: int | None) -> tuple[str, str]:
     """A save of which a rank's file is lost once it has been written, or all but its first bytes."""
-    usual = checkpoint.save_tensors
+    usual = saved_tensors.save_tensors
 
     def save_tensors(folder: Path, *rest: Any, **how: Any) -> Any:
         stamps = usual(folder, *rest, **how)
@@ -156,9 +156,9 @@ def _write_with_loss(world: World, models: Path, lost_on: int, left: int | None)
             file.unlink() if left is None else os.truncate(file, left)
         return stamps
 
-    checkpoint.save_tensors = save_tensors
+    saved_tensors.save_tensors = save_tensors
     problem = write(models, 3, world)
-    checkpoint.save_tensors = usual
+    saved_tensors.save_tensors = usual
     return problem, write(models, 4, world)
 
 

@@ -300,14 +300,15 @@ def together(work: Callable[[], T], world: World, expected: type[Exception]) -> 
     except expected as error:
         problem = str(error)
     except Exception as error:
+        bug = error
+    except BaseException as error:
         from torch.distributed.checkpoint.api import CheckpointException
 
-        if isinstance(error, CheckpointException):  # torch has told every rank what happened on each
-            if not error.failures or not all(isinstance(cause, expected) for cause, _ in error.failures.values()):
-                raise
-            problem = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
-        else:
-            bug = error
+        # torch has told every rank what happened on each.
+        failures = error.failures if isinstance(error, CheckpointException) else {}
+        if not failures or not all(isinstance(cause, expected) for cause, _ in failures.values()):
+            raise
+        problem = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in failures.items())
     if problem:
         # The frames of a failed save refer to each other and to the process groups, whose threads must not be left to
         # the end of the interpreter: gloo's would abort it.
