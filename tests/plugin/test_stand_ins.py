@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,12 @@ from tests.plugin.test_launch import ROOT
 
 START = """
 import gc, sys
+looks = []
+class Look:
+    def find_spec(self, name, path, target=None):
+        if name == "ns_multigpu.plugin.model.options":  # the methods are being imported
+            looks.append(gc.isenabled())
+sys.meta_path.insert(0, Look())
 sys.argv = ["ns-train", "splatfacto-batch"]
 import nerfstudio.scripts.train
 """
@@ -18,7 +25,7 @@ late = ("tensorly.base", "torchvision._meta_registrations", "scipy.optimize", "s
         "torchmetrics", "transformers", "ns_multigpu.data.city", "ns_multigpu.plugin.checkpoint.saved_tensors")
 loaded = [name for name in late if name in sys.modules]
 assert not loaded, f"a start loads {loaded}"
-assert gc.isenabled() and gc.get_freeze_count() > 100_000, gc.get_freeze_count()
+assert looks == [False] and gc.isenabled() and gc.get_freeze_count() > 100_000, gc.get_freeze_count()
 """
 NEEDS = {
     "tensorly": """
@@ -99,4 +106,34 @@ except ModuleNotFoundError:
     pass
 else:
     raise AssertionError("nobody has it")
+""")
+
+
+def test_a_package_that_is_loaded_meets_its_own_modules(tmp_path: Path) -> None:
+    """It may set what they hold: on a stand-in that would be lost."""
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "__init__.py").write_text("from . import part\npart.set = 3\nhere = 1\n")
+    (tmp_path / "held" / "part.py").write_text("set = 2\n")
+    run(f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from ns_multigpu.plugin.launch.stand_ins import StandIn, stand_in_for
+part = StandIn("held.part", together=["held"])
+stand_in_for(StandIn("held", package=True, together=["held.part"], part=part), part)
+import held.part
+kept = held.part
+assert kept is part and held.here == 1
+assert type(sys.modules["held"].part).__name__ == "module" and kept.set == sys.modules["held.part"].set == 3
+""")
+
+
+def test_a_thread_loads_what_comes_later() -> None:
+    run("""
+import sys, threading
+from ns_multigpu.plugin.launch import entering, quick_imports
+entering.load_beside()
+for thread in threading.enumerate():
+    if thread.name == "imports":
+        thread.join()
+assert all(name in sys.modules for name in quick_imports._LATER), "the distances, and checkpoints"
 """)
