@@ -107,7 +107,7 @@ def main() -> None:
         config.get_base_dir().mkdir(parents=True, exist_ok=True)
         trainer = config.setup()
         trainer.setup()
-        trainer.save_last = lambda step: trainer.base_dir
+        trainer.save_last = lambda _, look: look() or trainer.base_dir
         found: dict[str, Any] = {}
         if int(os.environ.get("RANK", "0")) == 0:
             trainer.viewer_state.control_panel._max_res.value = options.max_res

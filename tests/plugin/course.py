@@ -157,7 +157,7 @@ def follow(
     trainer = DistributedTrainer(config)
     # What a run leaves is not looked at.
     trainer.save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
-    trainer.save_last = lambda _: trainer.base_dir  # type: ignore[method-assign]
+    trainer.save_last = lambda _, look: look() or trainer.base_dir  # type: ignore[method-assign]
     trainer.setup()
     ready(trainer)
     if not double:

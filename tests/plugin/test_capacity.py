@@ -113,7 +113,7 @@ def _capped(world: World, capture: Path, run: Path, cap: int) -> tuple[int, list
         steps = 24 // world.size  # a refinement is due with image 18
         trainer = start(world, capture, run / f"{world.size}-{world.rank}", steps, max_gaussians=cap)
         trainer.save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
-        trainer.save_last = lambda _: trainer.base_dir  # type: ignore[method-assign]
+        trainer.save_last = lambda _, look: look() or trainer.base_dir  # type: ignore[method-assign]
         trainer.train()
     means = trainer.pipeline.model.gauss_params["means"].detach()
     return len(means), console.said, means, found[0].fits or 0

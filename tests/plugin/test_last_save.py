@@ -1,9 +1,11 @@
 """The checkpoint that a run ends with, on disks that are full: for a while, for one rank, or for good."""
 
 import errno
+import json
 import os
 import re
 import shlex
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import pytest
 import yaml
 
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.checkpoint.verify import check_checkpoint
+from ns_multigpu.plugin.checkpoint.verify import check_checkpoint, checkpoints_in
 from ns_multigpu.plugin.faults.errors import SaveFailed
 from ns_multigpu.plugin.faults.signals import Interrupted
+from ns_multigpu.plugin.launch.run_parts import RunParts
 from ns_multigpu.plugin.train import last_save
 from ns_multigpu.plugin.train.last_save import in_short, save_last
 from tests.plugin.course import write_capture
@@ -232,3 +235,91 @@ def test_two_ranks_go_the_same_way(capture: Path, tmp_path: Path) -> None:
     assert first == second and first["lost"].count(FULL) == 2
     assert "Lost: the model after 4 images (60 Gaussians" in first["lost"]
     assert (first["other"], first["there"], first["again"], first["here"]) == (True, [1], True, [1])
+
+
+# ---- held-out views are looked at meanwhile: whatever comes of that, the checkpoint is there ----
+
+
+class Held:
+    """A disk whose first write waits until somebody lets it go on."""
+
+    def __init__(self) -> None:
+        self.asked, self.goes_on = threading.Event(), threading.Event()
+
+    def __call__(self, name: str) -> None:
+        self.asked.set()
+        assert self.goes_on.wait(60), "the look waits for the save"
+
+
+def test_views_are_looked_at_while_it_is_written(capture: Path, tmp_path: Path) -> None:
+    trainer, held, there = set_up(capture, tmp_path), Held(), list[Any]()
+
+    def look() -> None:
+        assert held.asked.wait(60), "the save waits for the look"
+        there.append(checkpoints_in(trainer.checkpoint_dir))
+        held.goes_on.set()
+
+    with disk(held):
+        assert save_last(trainer, 1, seconds=0, give_up=never, meanwhile=look) == trainer.base_dir
+    assert there == [[]] and steps_in(trainer.checkpoint_dir) == [1]
+    written: list[str] = []
+    with disk(written.append):
+        assert save_last(trainer, 1, seconds=0, give_up=never, meanwhile=lambda: there.append(2)) == trainer.base_dir
+    assert there == [[], 2] and not written, "it is there"
+
+
+def test_a_disk_that_takes_nothing_meanwhile_is_asked_again(
+    capture: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trainer = set_up(capture, tmp_path)
+    with disk(full(trainer.base_dir, times=1)):
+        assert save_last(trainer, 1, seconds=0, give_up=never, meanwhile=lambda: None) == trainer.base_dir
+    said = capsys.readouterr()
+    assert steps_in(trainer.checkpoint_dir) == [1] and "could not be written" not in said.out + said.err
+
+
+def test_a_run_says_what_either_took(capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, parts, done = set_up(capture, tmp_path), list[str](), RunParts.done
+    monkeypatch.setattr(RunParts, "done", lambda self, part: parts.append(part) or done(self, part))
+    trainer.train()
+    told = json.loads((trainer.base_dir / "training_summary.json").read_text())
+    look, save = "last look at held-out views", "last save"
+    assert parts.index(look) < parts.index(save) and {look, save} <= set(told["startup_ms"])
+    assert told["psnr"] > 0 and told["held_out_views"] == 1 and steps_in(trainer.checkpoint_dir) == [1]
+
+
+def _one_fails(world: World, capture: Path, out: Path) -> tuple[list[int], str]:
+    trainer, held = set_up(capture, out, world), Held()
+
+    def look() -> None:
+        held.asked.wait(60)
+        threading.Timer(0.3, held.goes_on.set).start()
+        if world.rank == 1:
+            raise RuntimeError("no memory for a picture")
+
+    said = ""
+    with disk(held):
+        try:
+            save_last(trainer, 1, seconds=0, give_up=never, meanwhile=look)
+        except RuntimeError as error:
+            said = str(error)
+    return steps_in(trainer.checkpoint_dir), said
+
+
+def test_a_look_that_fails_on_one_rank_costs_no_checkpoint(capture: Path, tmp_path: Path) -> None:
+    (there, nothing), (there_too, said) = run_ranks(_one_fails, 2, capture, tmp_path)
+    assert there == there_too == [1] and (nothing, said) == ("", "no memory for a picture")
+
+
+def test_a_look_that_fails_alone_costs_no_checkpoint(capture: Path, tmp_path: Path) -> None:
+    trainer, held = set_up(capture, tmp_path, ALONE), Held()
+
+    def look() -> None:
+        threading.Timer(0.3, held.goes_on.set).start()
+        raise KeyboardInterrupt
+
+    with disk(held), pytest.raises(KeyboardInterrupt):
+        save_last(trainer, 1, seconds=0, give_up=never, meanwhile=look)
+    assert steps_in(trainer.checkpoint_dir) == [1]

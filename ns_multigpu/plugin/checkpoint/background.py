@@ -96,6 +96,17 @@ class CheckpointWriter:
         self._measured["save_stall_ms"] = self._measured.get("save_stall_ms", 0.0) + stall
         return self._under_way is not None or self.saved_step == step
 
+    def begin(self, step: int, content: Content) -> None:
+        """Begins to write a checkpoint after `step`, straight from what training has come to: nobody changes that until
+        `finish` has been called. If it cannot be written nobody is told: it is not the `saved_step` then.
+
+        Args:
+            content: what training has come to. None is on its way.
+        """
+        self._under_way = _UnderWay(
+            step, lambda world: self._write(step, content, world, at_once=True), self._world, tells=False
+        )
+
     def finish(self) -> None:
         """Waits until the save on its way, if there is one, has ended.
 
@@ -143,7 +154,9 @@ class CheckpointWriter:
         if self._under_way is None or not self._under_way.ended(seconds):
             return
         under_way, self._under_way = self._under_way, None
-        self._ended(under_way.outcome())
+        outcome = under_way.outcome()
+        if under_way.tells or not outcome.problem:
+            self._ended(outcome)
 
     def _ended(self, outcome: Outcome) -> None:
         self._measured["save_ms"] = 1e3 * outcome.seconds
@@ -166,10 +179,11 @@ class _UnderWay:
         step: whose.
         write: writes it in the world that it is given; returns what the disk said.
         world: this process's.
+        tells: whether the user is told if it cannot be written.
     """
 
-    def __init__(self, step: int, write: Callable[[World], str], world: World) -> None:
-        self.step = step
+    def __init__(self, step: int, write: Callable[[World], str], world: World, *, tells: bool = True) -> None:
+        self.step, self.tells = step, tells
         self._problem, self._seconds = "", 0.0
         self._error: BaseException | None = None
         self._limit: float | None = None if world.size == 1 else _LINGER

@@ -4,8 +4,25 @@ from pathlib import Path
 from typing import Any
 
 from ns_multigpu.plugin.launch.commands import commands_afterwards
+from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.render.evaluation import HeldOut
 from ns_multigpu.plugin.train.terminal import duration, say_goodbye
+
+_LOOKED_AT = 16
+"""Held-out views that the end of a run is judged by, at most: all of them would take long on a large capture."""
+
+
+def last_look(trainer: Any) -> HeldOut | None:
+    """How good held-out views are now; None if there are none. Every rank calls it.
+
+    Args:
+        trainer: a `DistributedTrainer`, done.
+    """
+    trainer.guards.heart.beat("evaluation")
+    with trainer.train_lock:
+        found: HeldOut | None = trainer.pipeline.held_out_quality(_LOOKED_AT)
+    run_parts().done("last look at held-out views")
+    return found
 
 
 def say_how_it_went(trainer: Any, folder: Path, held_out: HeldOut | None) -> None:

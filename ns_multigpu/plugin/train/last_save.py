@@ -26,7 +26,9 @@ _PAUSE = 3.0
 _COPIED = ("config.yml", "dataparser_transforms.json", "metrics.jsonl")
 
 
-def save_last(trainer: Any, step: int, *, seconds: float, give_up: Callable[[], bool]) -> Path:
+def save_last(
+    trainer: Any, step: int, *, seconds: float, give_up: Callable[[], bool], meanwhile: Callable[[], None] | None = None
+) -> Path:
     """Writes the checkpoint after `step`: into the run's folder, else into `--save-fallback-dir`, and where neither
     takes it again and again, while somebody may make room. Every rank calls it.
 
@@ -34,6 +36,7 @@ def save_last(trainer: Any, step: int, *, seconds: float, give_up: Callable[[], 
         trainer: a `DistributedTrainer`.
         seconds: for how long to try.
         give_up: whether somebody wants no more attempts; all ranks are asked together, and answer alike.
+        meanwhile: called while threads write. It changes nothing of what is saved.
 
     Returns:
         the run folder that the checkpoint is in.
@@ -44,6 +47,13 @@ def save_last(trainer: Any, step: int, *, seconds: float, give_up: Callable[[], 
     checkpoints: RunCheckpoints = trainer.checkpoints
     config, world, folder = trainer.config, trainer.world, trainer.base_dir
     elsewhere = None if config.save_fallback_dir is None else fallback_folder(folder, config.save_fallback_dir)
+    if meanwhile is not None:
+        checkpoints.begin(step)
+        try:
+            meanwhile()
+        except BaseException:
+            checkpoints.writer.finish()  # the threads of all ranks are there to finish it
+            raise
     end, told = time.monotonic() + seconds, False
     while True:
         trainer.guards.heart.beat("checkpoint")

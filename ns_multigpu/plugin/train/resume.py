@@ -95,6 +95,13 @@ class RunCheckpoints:
             return False
         return step >= 0 and self.writer.save(step, lambda: self._content(step), background=background)
 
+    def begin(self, step: int) -> None:
+        """Begins to write a checkpoint after `step`, unless there is one, for `write` to wait for. Until then nobody
+        may change what training has come to."""
+        self.writer.finish()
+        if step != self.writer.saved_step:
+            self.writer.begin(step, self._content(step))
+
     def write(self, step: int, elsewhere: Path | None = None) -> str:
         """Writes a checkpoint after `step`, unless there is one, and waits for it.
 

@@ -35,7 +35,7 @@ from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.plugin.render import viewing
 from ns_multigpu.plugin.train.capacity import announce
-from ns_multigpu.plugin.train.goodbye import say_how_it_went
+from ns_multigpu.plugin.train.goodbye import last_look, say_how_it_went
 from ns_multigpu.plugin.train.last_save import save_last
 from ns_multigpu.plugin.train.partition_picture import PartitionPicture
 from ns_multigpu.plugin.train.pipeline import DistributedPipeline, DistributedPipelineConfig
@@ -46,10 +46,6 @@ from ns_multigpu.plugin.train.terminal import quiet
 
 if TYPE_CHECKING:
     from ns_multigpu.plugin.train.config import DistributedTrainerConfig
-
-
-_LOOKED_AT = 16
-"""Held-out views that the end of a run is judged by, at most: all of them would take long on a large capture."""
 
 
 class DistributedTrainer(Trainer):
@@ -371,10 +367,9 @@ class DistributedTrainer(Trainer):
         self.guards.heart.beat("checkpoint")
         barrier(self.world)
         self.training_state = "completed"
-        folder = self.save_last(self.step)
-        self.guards.heart.beat("evaluation")
-        with self.train_lock:
-            held_out = self.pipeline.held_out_quality(_LOOKED_AT)
+        looks: list[Any] = []  # one; None where no view is held out
+        folder = self.save_last(self.step, lambda: looks.append(last_look(self)))
+        held_out = looks[0]
         quality = None if held_out is None else (held_out.psnr, held_out.ssim, held_out.views)
         self._finish_progress(dict(zip(("psnr", "ssim", "held_out_views"), quality or (), strict=False)))
         writer.write_out_storage()
@@ -383,14 +378,19 @@ class DistributedTrainer(Trainer):
         if not self.config.viewer.quit_on_train_completion:
             viewing.stay_open(self)
 
-    def save_last(self, step: int) -> Path:
+    def save_last(self, step: int, meanwhile: Callable[[], None]) -> Path:
         """Writes the checkpoint that the run ends with, wherever there is room; returns the run folder that it is in.
+
+        Args:
+            meanwhile: called while it is written.
 
         Raises:
             SaveFailed: nothing took it.
         """
         signals, seconds = self.guards.signals, self.config.save_retry_seconds
-        return save_last(self, step, seconds=seconds, give_up=lambda: signals.verdict(self.world) == STOP)
+        return save_last(
+            self, step, seconds=seconds, give_up=lambda: signals.verdict(self.world) == STOP, meanwhile=meanwhile
+        )
 
     def _finish_progress(self, more: dict[str, Any]) -> None:
         taken, points = self.step + 1 - self._start_step, self.pipeline.model.total_points
