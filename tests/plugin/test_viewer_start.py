@@ -1,5 +1,7 @@
 """nerfstudio's viewer at a run's start: icons are read once, and nobody waits for the scene's pictures."""
 
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,7 @@ from nerfstudio.viewer import viewer as stock
 from viser import _icons
 
 from ns_multigpu.plugin.render import viewer, viewer_start
+from tests.plugin.test_launch import ROOT
 
 viewer.mend()
 
@@ -23,6 +26,32 @@ def test_icons_are_visers_own() -> None:
             file = tar.extractfile(f"{name}.svg")
             assert file is not None and viewer_start.icon(name) == file.read().decode()
     assert viewer_start._archive.cache_info().misses == 1
+
+
+def test_ctrl_c_is_not_lost_while_icons_are_read() -> None:
+    """A viewer that has lost it goes on for ever. In a process of its own: its main thread is the one that gets it."""
+    program = """
+import signal, time
+from ns_multigpu.plugin.render import viewer_start
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+read = viewer_start._archive.__wrapped__
+read()
+begin = time.perf_counter()
+read()
+took = time.perf_counter() - begin
+for k in range(60):
+    signal.setitimer(signal.ITIMER_REAL, took * (0.1 + 0.7 * k / 60))
+    try:
+        read()
+        while signal.getitimer(signal.ITIMER_REAL)[0]:  # it was quicker this time
+            time.sleep(0.001)
+    except KeyboardInterrupt:
+        continue
+    raise SystemExit(f"the {k}. was lost")
+"""
+    words = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 class Bare(stock.Viewer):
