@@ -268,6 +268,17 @@ def test_views_are_looked_at_while_it_is_written(capture: Path, tmp_path: Path) 
     assert there == [[], 2] and not written, "it is there"
 
 
+def test_no_thread_writes_where_that_is_not_wanted(capture: Path, tmp_path: Path) -> None:
+    trainer, threads, there = set_up(capture, tmp_path, save_in_background=False), set[str](), list[Any]()
+
+    def look() -> None:
+        there.append(steps_in(trainer.checkpoint_dir))
+
+    with disk(lambda _: threads.add(threading.current_thread().name)):
+        assert save_last(trainer, 1, seconds=0, give_up=never, meanwhile=look) == trainer.base_dir
+    assert there == [[1]] and "checkpoint" not in threads
+
+
 def test_a_disk_that_takes_nothing_meanwhile_is_asked_again(
     capture: Path,
     tmp_path: Path,

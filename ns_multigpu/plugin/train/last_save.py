@@ -36,7 +36,8 @@ def save_last(
         trainer: a `DistributedTrainer`.
         seconds: for how long to try.
         give_up: whether somebody wants no more attempts; all ranks are asked together, and answer alike.
-        meanwhile: called while threads write. It changes nothing of what is saved.
+        meanwhile: called while threads write, or behind it where checkpoints are not to be written in the background.
+            It changes nothing of what is saved.
 
     Returns:
         the run folder that the checkpoint is in.
@@ -45,15 +46,30 @@ def save_last(
         SaveFailed: on every rank: nothing took it. It says what is lost, and where there is room.
     """
     checkpoints: RunCheckpoints = trainer.checkpoints
+    if meanwhile is None or not trainer.config.save_in_background:
+        folder = _saved(trainer, step, seconds, give_up)
+        if meanwhile is not None:
+            meanwhile()
+        return folder
+    checkpoints.begin(step)
+    try:
+        meanwhile()
+    except BaseException:
+        checkpoints.writer.finish()  # the threads of all ranks are there to finish it
+        raise
+    return _saved(trainer, step, seconds, give_up)
+
+
+def fallback_folder(folder: Path, place: Path) -> Path:
+    """Where in `place` a run lies whose own folder is `folder`: under the same names of capture, method and time."""
+    return place.joinpath(*folder.parts[-3:])
+
+
+def _saved(trainer: Any, step: int, seconds: float, give_up: Callable[[], bool]) -> Path:
+    """See `save_last`: it waits for what has been begun, and tries again."""
+    checkpoints: RunCheckpoints = trainer.checkpoints
     config, world, folder = trainer.config, trainer.world, trainer.base_dir
     elsewhere = None if config.save_fallback_dir is None else fallback_folder(folder, config.save_fallback_dir)
-    if meanwhile is not None:
-        checkpoints.begin(step)
-        try:
-            meanwhile()
-        except BaseException:
-            checkpoints.writer.finish()  # the threads of all ranks are there to finish it
-            raise
     end, told = time.monotonic() + seconds, False
     while True:
         trainer.guards.heart.beat("checkpoint")
@@ -79,11 +95,6 @@ def save_last(
             )
         time.sleep(_PAUSE)
     raise SaveFailed(broadcast_object(_lost(trainer, step, problem) if world.is_main else "", 0, world))
-
-
-def fallback_folder(folder: Path, place: Path) -> Path:
-    """Where in `place` a run lies whose own folder is `folder`: under the same names of capture, method and time."""
-    return place.joinpath(*folder.parts[-3:])
 
 
 def _complete(folder: Path, elsewhere: Path) -> None:
