@@ -17,6 +17,19 @@ from ns_multigpu.plugin.tools.film import Parts
 from ns_multigpu.plugin.tools.frames import HostFrame
 
 
+class Silent:
+    """In the place of mediapy's writer: a film without frames."""
+
+    def __init__(self, path: Path, shape: tuple[int, int], fps: float) -> None:
+        path.touch()
+
+    def __enter__(self) -> "Silent":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 @pytest.mark.parametrize("encoders", [1, 3])
 def test_frames_wait_for_their_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoders: int) -> None:
     """So many bytes of frames, and no more, are between who draws and who writes; an encoder that dies is told of."""
@@ -44,10 +57,7 @@ def test_parts_are_encoded_side_by_side(tmp_path: Path, monkeypatch: pytest.Monk
     """As many as there are encoders, and no more."""
     together, lock, most, now = threading.Barrier(3, timeout=30), threading.Lock(), [0], [0]
 
-    class Writer:
-        def __init__(self, path: Path, shape: tuple[int, int], fps: float) -> None:
-            path.touch()
-
+    class Writer(Silent):
         def __enter__(self) -> "Writer":
             with lock:
                 now[0] += 1
@@ -74,21 +84,12 @@ def test_a_slow_part_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: py
     """The first part is encoded until six others have been: drawing goes on meanwhile."""
     others = threading.Semaphore(0)
 
-    class Writer:
-        def __init__(self, path: Path, shape: tuple[int, int], fps: float) -> None:
-            path.touch()
-
-        def __enter__(self) -> "Writer":
-            return self
-
+    class Writer(Silent):
         def add_image(self, image: np.ndarray[Any, Any]) -> None:
             if image[0, 0, 0] == 0:
                 assert all(others.acquire(timeout=30) for _ in range(6)), "the others waited for the first"
             else:
                 others.release()
-
-        def __exit__(self, *_: object) -> None:
-            pass
 
     monkeypatch.setattr(film.mediapy, "VideoWriter", Writer)
     parts = Parts(tmp_path, 10.0, 3)
@@ -102,13 +103,7 @@ def test_a_slow_part_does_not_hold_up_the_others(tmp_path: Path, monkeypatch: py
 def test_what_is_whole_is_finished_before_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = threading.Event()
 
-    class Writer:
-        def __init__(self, path: Path, shape: tuple[int, int], fps: float) -> None:
-            path.touch()
-
-        def __enter__(self) -> "Writer":
-            return self
-
+    class Writer(Silent):
         def add_image(self, image: np.ndarray[Any, Any]) -> None:
             if image[0, 0, 0] == 0:
                 failed.wait(30)
@@ -116,9 +111,6 @@ def test_what_is_whole_is_finished_before_a_failure_is_told(tmp_path: Path, monk
             elif image[0, 0, 0] == 1:
                 failed.set()
                 raise OSError(errno.ENOSPC, "No space left on device")
-
-        def __exit__(self, *_: object) -> None:
-            pass
 
     monkeypatch.setattr(film.mediapy, "VideoWriter", Writer)
     parts, frames = Parts(tmp_path, 10.0, 3), [torch.full((4, 4, 3), n, dtype=torch.uint8) for n in range(3)]
