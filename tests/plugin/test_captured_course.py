@@ -78,9 +78,10 @@ def _go(world: World, capture: Path, runs: Path, tile: bool, captured: bool) -> 
 
         return count
 
-    def planned(self: StepGraphs, key: Any, parts: Any) -> Any:
-        seen["plans"].add(key)
-        return take(self, key, parts)
+    def planned(self: StepGraphs, plan: Any, parts: Any, steps: int) -> Any:
+        assert steps == 1, "blocks are of one step here"
+        seen["plans"].add(plan)
+        return take(self, plan, parts, steps)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepBuffers, "__init__", captures)

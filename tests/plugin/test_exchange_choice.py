@@ -39,13 +39,13 @@ class Steps:
         clock, take, render = [0.0], StepGraphs.take, Training._take
         now: list[Training] = []
 
-        def rendered(training: Training, *args: Any) -> None:
+        def rendered(training: Training, *args: Any) -> int:
             now[:] = [training]
-            render(training, *args)
+            return render(training, *args)
 
-        def taken(graphs: Any, plan: Any, parts: Any) -> Any:
+        def taken(graphs: Any, plan: Any, parts: Any, steps: int) -> Any:
             strategy, step, before = now[0]._pipeline.strategy, now[0]._step, world.traffic.sent
-            found = take(graphs, plan, parts)
+            found = take(graphs, plan, parts, steps)
             choice = now[0]._ways._strategy.choice
             way = "" if choice is None else choice.trials.way
             clock[0] += times[way][world.rank] / 1e3 if way else 0.0

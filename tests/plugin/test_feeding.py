@@ -9,10 +9,13 @@ import torch
 
 from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.blocks import feeding
+from ns_multigpu.plugin.blocks import feeding, graphs, training
 from ns_multigpu.plugin.blocks.feeding import Feeding
+from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.training import Training
+from ns_multigpu.plugin.capture.device_images import DeviceImages
 from tests.plugin.course import follow, write_capture
+from tests.recorded import RecordedPool
 
 OPTIONS = {
     "fused_steps": "always",
@@ -24,24 +27,46 @@ OPTIONS = {
 }
 
 
-def course(folder: Path, together: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Fifteen steps of two views: the model, and what the host did, D to draw a step and T to take it."""
+def course(
+    folder: Path, together: int, monkeypatch: pytest.MonkeyPatch, *, captured: bool = False
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Fifteen steps of two views: the model, and what the host did, D to draw a step and T to take it.
+
+    Args:
+        captured: take steps from graphs, which are recorded here, and several at once if one was replayed twice.
+    """
     done: list[str] = []
     draw, take = Feeding.draw, Training._take
+    made, images = StepBuffers.__init__, DeviceImages.__init__
 
     def drawn(self: Feeding, step: int, *args: Any) -> Any:
         done.append(f"D{step}")
         return draw(self, step, *args)
 
-    def taken(self: Training, step: Any, feed: Any) -> None:
-        done.append(f"T{feed.step}")
-        take(self, step, feed)
+    def taken(self: Training, step: Any, feeds: Any) -> int:
+        count = take(self, step, feeds)
+        done.append(f"T{feeds[0].step}" + (f"-{feeds[0].step + count - 1}" if count > 1 else ""))
+        return count
+
+    def captures(self: StepBuffers, *args: Any) -> None:
+        made(self, *args)
+        self.captures = True
+
+    def kept(self: DeviceImages, *args: Any) -> None:
+        images(self, *args)
+        self._fits = True
 
     with monkeypatch.context() as patched:
-        patched.setattr(feeding, "_TOGETHER", together)
+        if captured:
+            patched.setattr(StepBuffers, "__init__", captures)
+            patched.setattr(DeviceImages, "__init__", kept)
+            patched.setattr(training, "GraphPool", lambda _: RecordedPool())
+            patched.setattr(graphs, "WORTH_SEVERAL", 2)
+        patched.setattr(feeding, "TOGETHER", together)
         patched.setattr(Feeding, "draw", drawn)
         patched.setattr(Training, "_take", taken)
-        trainer = follow(World.single(), folder / "tiny", folder / f"runs-{together}", OPTIONS, 15, 2, double=False)
+        runs = folder / f"runs-{together}-{captured}"
+        trainer = follow(World.single(), folder / "tiny", runs, OPTIONS, 15, 2, double=False)
     return {name: value.detach().clone() for name, value in trainer.pipeline.model.gauss_params.items()}, done
 
 
@@ -60,6 +85,46 @@ def test_steps_that_are_drawn_together_are_those_that_are_drawn_alone(
         *("D9", "T9", "D10", "T10", "D11", "T11", "D12", "D13", "D14", "T12", "T13", "T14"),
     ]
     assert alone.keys() == together.keys() and all(torch.equal(alone[name], together[name]) for name in alone)
+
+
+def test_steps_that_are_taken_at_once_are_those_that_are_taken_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_capture(tmp_path / "tiny", wide=False)
+    alone, usual = course(tmp_path, 1, monkeypatch, captured=True)
+    at_once, done = course(tmp_path, 3, monkeypatch, captured=True)
+    assert usual == [word for step in range(15) for word in (f"D{step}", f"T{step}")]
+    assert done == [
+        *("D0", "T0"),  # it is launched
+        *("D1", "T1", "D2", "T2", "D3", "T3"),  # captured, and replayed
+        *("D4", "D5", "D6", "T4-6"),
+        *("D7", "D8", "T7", "T8"),  # too few for the graph of three
+        *("D9", "T9", "D10", "T10", "D11", "T11", "D12", "D13", "D14", "T12-14"),
+    ]
+    assert alone.keys() == at_once.keys() and all(torch.equal(alone[name], at_once[name]) for name in alone)
+
+
+@pytest.mark.parametrize(
+    ("between", "follow_each_other"),
+    [({}, True), ({"noise": True}, False), ({"observed": True}, False), ({"shows": False}, False), ({"plan": 2}, False),
+     ({"count": 3}, False)],
+)  # fmt: skip
+def test_steps_are_taken_one_by_one_where_the_host_has_to_do_something_between_them(
+    between: dict[str, Any], follow_each_other: bool
+) -> None:
+    given = {"noise": False, "observed": None, "shows": True, "plan": 1, "count": 4} | between
+    served = SimpleNamespace(shows=lambda buffers: given["shows"])
+    model = SimpleNamespace(seed=1, config=SimpleNamespace(background_color="random"))
+    fed = Feeding(SimpleNamespace(model=model), None, 0, SimpleNamespace())  # type: ignore[arg-type]
+    one: Any = SimpleNamespace(
+        _noise=SimpleNamespace(active=given["noise"]),
+        _observed=given["observed"],
+        _serving=served,
+        _buffers=None,
+        _feeding=fed,
+    )
+    feeds: Any = [SimpleNamespace(plan=plan) for plan in (1, 1, 1, given["plan"])][-given["count"] :]
+    assert Training._follow(one, feeds) == follow_each_other
 
 
 @pytest.mark.parametrize("learns", list(Learns))

@@ -9,7 +9,7 @@ import torch
 
 from ns_multigpu.core.assignment import MOST_KEPT
 from ns_multigpu.core.transports import Collective, Parts
-from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
+from ns_multigpu.plugin.blocks.graphs import WORTH_SEVERAL, GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from tests.recorded import RecordedPool
 
@@ -162,6 +162,51 @@ def test_each_plan_has_a_chain_of_its_own(device: str, cuts: int) -> None:
     assert launched == {2: 4, 3: 2, 5: 1} and scaled.tolist() == [26.0] * 3
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_several_steps_are_one_launch_where_one_has_lasted(device: str) -> None:
+    notes: list[str] = []
+    graphs, _ = make_graphs(device, notes)
+    step = Step(notes, device=device)
+    for taken in range(1, WORTH_SEVERAL + 2):
+        assert graphs.at_once("plan", 4) == 1, f"{taken - 1} were taken"
+        graphs.take("plan", step.parts)
+    assert graphs.at_once("plan", 4) == 4 and graphs.at_once("other", 4) == 1
+    for taken, captured in ((WORTH_SEVERAL + 5, 4), (WORTH_SEVERAL + 9, 0)):
+        notes.clear()
+        (found,) = graphs.take("plan", step.parts, 4)
+        assert step.runs.tolist() == found.tolist() == [float(taken)] * 3
+        assert step.total.tolist() == [step.expected(taken)] * 3, "each step has gone on from the one before"
+        assert notes == [*["part 0"] * captured, "<compute>", "computed"]
+    (found,) = graphs.take("plan", step.parts)
+    assert found.tolist() == [float(WORTH_SEVERAL + 10)] * 3
+    graphs.forget()
+    graphs.take("plan", step.parts)
+    graphs.take("plan", step.parts)
+    assert graphs.at_once("plan", 4) == 1, "it is another step"
+
+
+def test_steps_with_collectives_are_launched_one_by_one() -> None:
+    graphs, _ = make_graphs("cpu", [])
+    step = Step([], CUT)
+    for _ in range(WORTH_SEVERAL + 9):
+        graphs.take("plan", step.parts)
+    assert graphs.at_once("plan", 4) == 1
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_several_steps_are_taken_where_no_graph_can_hold_them(pool: bool) -> None:
+    notes: list[str] = []
+    graphs, _ = make_graphs("cpu", notes)
+    if pool:
+        graphs._pool.spare = False  # type: ignore[union-attr]
+    else:
+        graphs._pool = None
+    step = Step(notes, CUT)
+    (found,) = graphs.take("plan", step.parts, 3)
+    assert found.tolist() == [3.0] * 3 and step.total.tolist() == [step.expected(3)] * 3
+    assert graphs._captured == {} and notes.count("computed") == 1 and notes.count("meets") == 3 * CUT
+
+
 def test_a_step_that_is_captured_is_taken_once() -> None:
     """A capture runs nothing; and one that fails leaves the next step as it comes."""
     notes: list[str] = []
@@ -257,10 +302,10 @@ def test_what_is_retired_goes_when_the_next_is_there() -> None:
     assert second is not first and (first.prepared, second.prepared) == (3, 1)
     second.spare = False
     graphs.take("plan", step.parts)
-    assert graphs._captured.keys() == {"plan"}, "what is there needs no more room"
+    assert graphs._captured.keys() == {("plan", 1)}, "what is there needs no more room"
     graphs.take("other", step.parts)
     graphs.take("other", step.parts)
-    assert graphs._captured.keys() == {"plan"} and graphs._pool is second
+    assert graphs._captured.keys() == {("plan", 1)} and graphs._pool is second
     graphs.forget()
     graphs.take("plan", step.parts)
     graphs.take("plan", step.parts)
@@ -286,11 +331,11 @@ def test_graphs_of_plans_that_are_not_made_any_more_go() -> None:
     assert captures.count(MOST_KEPT + 3) == 2 and len(graphs._captured) == MOST_KEPT
     assert step.total.tolist() == [step.expected(len(plans))] * 3
     # The one that goes is the one that was used longest ago, and not the one that was captured first.
-    oldest = next(iter(graphs._captured))
+    oldest: Any = next(iter(graphs._captured))[0]  # type: ignore[index]
     graphs.take(oldest, lambda: parts(-1))
     for _ in range(2):
         graphs.take("new", lambda: parts(-2))
-    assert oldest in graphs._captured and len(graphs._captured) == MOST_KEPT and -1 not in captures
+    assert (oldest, 1) in graphs._captured and len(graphs._captured) == MOST_KEPT and -1 not in captures
 
 
 @pytest.mark.gpu

@@ -75,6 +75,19 @@ def test_few_steps_stand_for_all_and_what_is_outside_for_itself(gpu: Gpu, window
     assert gpu.recorded == 2 * (5 * -(-steps // ONE_OF) + len(windows))
 
 
+@pytest.mark.parametrize("groups", [[1, 1, 4, 4, 2], [4] * 9, [1, 9, 3], [3, 4] * 5])
+def test_steps_that_are_taken_at_once_stand_for_as_many(gpu: Gpu, groups: list[int]) -> None:
+    timer = StepTimer(torch.device("cuda", 0))
+    measured, first = 0, 0
+    for steps in groups:
+        with timer.step(steps), timer.measure("compute"):
+            gpu.now += 2.0 * steps
+        measured += any(number % ONE_OF == 0 for number in range(first, first + steps))
+        first += steps
+    assert timer.take() == pytest.approx({"compute": 2.0 * sum(groups)})
+    assert gpu.recorded == 2 * measured, "those among which is one that is measured in any case"
+
+
 def test_nothing_is_made_that_is_there_or_waited_for_twice(gpu: Gpu) -> None:
     timer = StepTimer(torch.device("cuda", 0))
     take_steps(timer, gpu, 50)

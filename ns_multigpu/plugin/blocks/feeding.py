@@ -4,7 +4,7 @@ Small models are as fast as the host is. So all numbers of a step are put into o
 them to the device, and nothing is made anew that the steps before had as well.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ from ns_multigpu.core.types import View
 from ns_multigpu.plugin.blocks.host_cameras import HostCameras
 from ns_multigpu.plugin.model.batch_scaling import next_rates
 
-_TOGETHER = 4
-"""Steps that are drawn at once."""
+TOGETHER = 4
+"""Steps that are drawn at once, and taken at once where one graph may hold them."""
 
 
 @dataclass
@@ -54,7 +54,23 @@ class Feeding:
     def __init__(self, pipeline: Any, optimizers: Any, rank: int, cameras: HostCameras) -> None:
         self._pipeline, self._optimizers, self._rank, self._cameras = pipeline, optimizers, rank, cameras
         self._draws = torch.Generator()
+        self._foreseen = 0  # steps of which the assignment has been told
         self._seed, self._random = pipeline.model.seed, pipeline.model.config.background_color == "random"
+
+    def foresee(self, steps: range, more: int, factor: Callable[[int], int]) -> None:
+        """Tells the assignment of a block's batches and of `more`, which are likely the next block's.
+
+        Args:
+            factor: of a step, see `draw`.
+        """
+        data, batch = self._pipeline.datamanager, self._pipeline.batch_size
+        first = max(self._foreseen, steps[0])
+        coming = data.coming(range(first, steps[-1] + 1 + more), batch)
+        self._foreseen = first + len(coming)
+        batches = zip(range(first, self._foreseen), coming, strict=True)
+        self._pipeline.strategy.assignment.foresee(
+            [[self._cameras(index, factor(step))[0] for index in indices] for step, indices in batches]
+        )
 
     def together(self, place: int) -> int:
         """How many steps to draw at once, from a block's step number `place` on.
@@ -66,7 +82,11 @@ class Feeding:
         pipeline = self._pipeline
         if pipeline.strategy.assignment.learns is not Learns.NOTHING or pipeline.datamanager.train_share.lookahead:
             return 1
-        return _TOGETHER if place >= _TOGETHER else 1
+        return TOGETHER if place >= TOGETHER else 1
+
+    def alike(self, feeds: Sequence[Feed]) -> bool:
+        """Whether these are as many steps as are drawn at once, and one plan serves all."""
+        return len(feeds) == TOGETHER and all(feed.plan == feeds[0].plan for feed in feeds)
 
     def draw(self, step: int, factor: int, adam: AdamStep, rate: Callable[[], float]) -> Feed:
         """Draws a step's views and backgrounds, and counts it in optimizers and schedules.

@@ -8,11 +8,15 @@ attributes), and a step that is soon replaced is not worth a graph.
 A step is one graph, or several with what must be launched by itself in between (see `transports.Collective`). Graphs
 have memory of their own: where there is little to spare, steps are launched as they come. GPUs that a model fills do
 not wait for the host.
+
+A step that takes its numbers by itself may be in a graph several times, one behind the other: the host launches once,
+and the device goes from one step to the next without a new graph.
 """
 
 from collections.abc import Callable, Generator, Hashable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +28,10 @@ from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.faults.memory import has_spare_room, hoards, make_room
 
 T = TypeVar("T")
+
+WORTH_SEVERAL = 64
+"""So often a step has been replayed before it is captured several times in a graph: one that is soon made anew is not
+worth as much capturing."""
 
 
 class GraphPool:
@@ -103,12 +111,21 @@ def capture_parts(pool: GraphPool, step: Parts[T], stream: torch.cuda.Stream | N
     return chain, result[0]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Captured:
-    """A step: graphs, and collectives between them; and what its parts returned, tensors that a replay writes again."""
+    """A step: graphs, and collectives between them; what its parts returned, tensors that a replay writes again; and
+    how often it was replayed."""
 
     chain: list[Any]
     result: Any
+    replays: int = 0
+
+
+def _one_after_the_other(parts: Callable[[], Parts[T]], steps: int) -> Parts[T]:
+    """So many steps as one; what the last of them returns."""
+    for _ in range(steps - 1):
+        yield from parts()
+    return (yield from parts())
 
 
 class StepGraphs:
@@ -141,16 +158,28 @@ class StepGraphs:
         self._retired = graphs or self._retired
         self._captured, self._seen = {}, set()
 
-    def take(self, key: Hashable, parts: Callable[[], Parts[Any]]) -> Any:
-        """Takes one step, whose inputs are in place.
+    def at_once(self, plan: Hashable, steps: int) -> int:
+        """How many steps the next call of `take` had better take, of `steps` that come one after the other with this
+        plan: all of them, or one."""
+        one = self._captured.get((plan, 1))
+        worth = one is not None and len(one.chain) == 1 and one.replays >= WORTH_SEVERAL
+        return steps if worth else 1
+
+    def take(self, plan: Hashable, parts: Callable[[], Parts[Any]], steps: int = 1) -> Any:
+        """Takes a step whose inputs are in place, or several that find theirs by themselves.
 
         Args:
-            key: all that what the step launches depends on, but for the step itself: its plan.
-            parts: begins the step; in operators that do not wait for the device, if there is a pool.
+            plan: all that what the step launches depends on, but for the step itself.
+            parts: begins a step; in operators that do not wait for the device, if there is a pool.
+            steps: to take one after the other; see `at_once`.
 
         Returns:
-            what the parts have returned for this key.
+            what the parts of the last step have returned for this plan.
         """
+        key = plan, steps
+        if steps > 1:
+            self._seen.add(key)  # their one step has been launched as it came
+            parts = partial(_one_after_the_other, parts, steps)
         if self._pool is None:
             return self._as_it_comes(parts)
         if key not in self._seen:
@@ -169,6 +198,7 @@ class StepGraphs:
                 del self._captured[next(iter(self._captured))]
         one = self._captured[key] = self._captured.pop(key)
         self._replay(one.chain)
+        one.replays += 1
         return one.result
 
     def measure(self, part: str) -> AbstractContextManager[None]:

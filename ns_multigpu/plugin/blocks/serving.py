@@ -79,7 +79,7 @@ class Serving:
             buffers: of the step. plan: its, with halos. factor: see `bring`.
         """
         mine, self.plan = plan.owned[self._world.rank], plan
-        if self._shows(buffers):
+        if self.shows(buffers):
             self.targets = buffers.places(mine, feed.views)
             return
         shrink = functools.partial(self._small, feed.step)
@@ -89,7 +89,7 @@ class Serving:
     def parts(self, buffers: StepBuffers, step: Step, feed: Feed) -> Generator[Collective, None, list[Tensor]]:
         """The step that is next, from the line that it takes to the one that it leaves: what a graph may hold."""
         take_lines([self._numbers, self._indices], self._at, [step.inputs, self._chosen])
-        if self._shows(buffers) and self.targets:
+        if self.shows(buffers) and self.targets:
             mine = self.plan.owned[self._world.rank]
             numbers = [n for p in mine for n in (p.view, *p.rendered(feed.views[p.view]))]
             assert self._images.kept is not None
@@ -102,7 +102,7 @@ class Serving:
         """[steps, B + 1] what the block's first steps have reported, see `Step.report`."""
         return self._reports[:steps].clone()
 
-    def _shows(self, buffers: StepBuffers) -> bool:
+    def shows(self, buffers: StepBuffers) -> bool:
         """Whether a step's images are chosen on the device: they are kept there, and lie where graphs find them."""
         return buffers.captures and self._images.kept is not None
 

@@ -43,10 +43,12 @@ class StepTimer:
         self.part = ""
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Encloses one step, whose parts are measured or not: which steps are is the same on all ranks."""
-        self._in_step, self._measures = True, not self._cuda or self._count % ONE_OF == 0
-        self._count, self._steps, self._measured = self._count + 1, self._steps + 1, self._measured + self._measures
+    def step(self, steps: int = 1) -> Iterator[None]:
+        """Encloses a step, or several taken at once, whose parts are measured or not: which are is the same on all
+        ranks."""
+        self._in_step, self._measures = True, not self._cuda or -self._count % ONE_OF < steps
+        self._count, self._steps = self._count + steps, self._steps + steps
+        self._measured += steps * self._measures
         try:
             yield
         finally:

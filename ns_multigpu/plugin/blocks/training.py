@@ -108,7 +108,6 @@ class Training:
         pool = GraphPool(world.device) if self._buffers.captures else None
         self._graphs = StepGraphs(pipeline.timer, computed, pool)
         self._learnt = LateCounts(pipeline.strategy.assignment.learn)
-        self._foreseen = 0  # steps of which the assignment has been told
 
     @property
     def _buffers(self) -> StepBuffers:
@@ -139,18 +138,6 @@ class Training:
         self._signature.same(range(first, fits + 1))
         return range(first, fits + 1)
 
-    def _foresee(self, steps: range) -> None:
-        """Tells the assignment of this block's batches and of as many more, which are likely the next block's."""
-        data, batch = self._pipeline.datamanager, self._pipeline.batch_size
-        first = max(self._foreseen, steps[0])
-        coming = data.coming(range(first, steps[-1] + 1 + MOST_STEPS), batch)
-        self._foreseen = first + len(coming)
-        factors = [self._signature(step)[1] for step in range(first, self._foreseen)]
-        batches = zip(coming, factors, strict=True)
-        self._pipeline.strategy.assignment.foresee(
-            [[self._camera(index, factor)[0] for index in indices] for indices, factor in batches]
-        )
-
     def run(self, steps: range, *, metrics: bool = True, meanwhile: Callable[[], None] | None = None) -> BlockResult:
         """Takes the steps of a block. Every rank calls it with the same.
 
@@ -166,7 +153,7 @@ class Training:
         strategy, images = self._pipeline.strategy, steps[0] * self._pipeline.batch_size
         strategy.observe(self._model.primitive(depth=False), self._model.points, images)
         if strategy.assignment.foresees:
-            self._foresee(steps)
+            self._feeding.foresee(steps, MOST_STEPS, lambda step: self._signature(step)[1])
         self.bring_images(steps[0])
         feeds: list[Feed] = []
         step: Step | None = None
@@ -176,14 +163,16 @@ class Training:
                 step = self._prepared(steps[0])
                 step.refresh()  # whoever had the points since the block before may have changed them
                 self._serving.begin(step, taken.done)
-                for k in range(taken.done, len(steps)):
+                k = taken.done
+                while k < len(steps):
+                    together = min(self._feeding.together(k), len(steps) - k)
                     if k == len(feeds):  # drawn while the device is busy with the steps before
-                        for place in range(k, min(k + self._feeding.together(k), len(steps))):
+                        for place in range(k, k + together):
                             feeds.append(self._feed(steps[place]))
                             self._serving.put(place, feeds[place])
-                    with self._pipeline.timer.step():
-                        self._take(step, feeds[k])
+                    taking = self._take(step, feeds[k : k + together])
                     self._noise.after(step, steps[k], feeds[k].rate)
+                    k += taking
                 if self._lazy is None:  # else steps that were put off come first
                     self._refining.ahead(steps[-1], step.taken)
                 if meanwhile is not None:
@@ -266,16 +255,25 @@ class Training:
 
     # ---- the step ----
 
-    def _take(self, step: Step, feed: Feed) -> None:
-        """Takes the step that is next."""
+    def _take(self, step: Step, feeds: Sequence[Feed]) -> int:
+        """Takes the step that is next, or all of these if nothing has to be done between them; returns how many."""
+        feed = feeds[0]
         plan, factor = with_halos(feed.plan, step.settings.width, step.settings.height), self._signature(feed.step)[1]
-        with self._pipeline.timer.measure("data"):
-            self._serving.ready(self._buffers, feed, plan, factor)
-            if self._observed is not None:
-                self._observed.fill(feed.indices)
-        step.rgb = self._graphs.take(plan, lambda: self._serving.parts(self._buffers, step, feed))
-        if self._pipeline.strategy.assignment.learns is not Learns.NOTHING:
-            self._learnt.send(feed.views, step.learnt)
+        steps = self._graphs.at_once(plan, len(feeds)) if self._follow(feeds) else 1
+        with self._pipeline.timer.step(steps):
+            with self._pipeline.timer.measure("data"):
+                self._serving.ready(self._buffers, feed, plan, factor)
+                if self._observed is not None:
+                    self._observed.fill(feed.indices)
+            step.rgb = self._graphs.take(plan, lambda: self._serving.parts(self._buffers, step, feed), steps)
+            if self._pipeline.strategy.assignment.learns is not Learns.NOTHING:
+                self._learnt.send(feed.views, step.learnt)
+        return steps
+
+    def _follow(self, feeds: Sequence[Feed]) -> bool:
+        """Whether steps need nothing of the host between them: all that they are fed is in place, or they take it."""
+        between = self._noise.active or self._observed is not None or not self._serving.shows(self._buffers)
+        return not between and self._feeding.alike(feeds)
 
     def _measure(self, part: str) -> AbstractContextManager[Any]:
         """What a step's part is measured by."""
