@@ -28,9 +28,9 @@ OPTIONS = {
 
 
 def course(
-    folder: Path, together: int, monkeypatch: pytest.MonkeyPatch, *, captured: bool = False
+    folder: Path, together: int, monkeypatch: pytest.MonkeyPatch, *, steps: int = 15, captured: bool = False
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Fifteen steps of two views: the model, and what the host did, D to draw a step and T to take it.
+    """Steps of two views: the model, and what the host did, D to draw a step and T to take it.
 
     Args:
         captured: take steps from graphs, which are recorded here, and several at once if one was replayed twice.
@@ -66,7 +66,7 @@ def course(
         patched.setattr(Feeding, "draw", drawn)
         patched.setattr(Training, "_take", taken)
         runs = folder / f"runs-{together}-{captured}"
-        trainer = follow(World.single(), folder / "tiny", runs, OPTIONS, 15, 2, double=False)
+        trainer = follow(World.single(), folder / "tiny", runs, OPTIONS, steps, 2, double=False)
     return {name: value.detach().clone() for name, value in trainer.pipeline.model.gauss_params.items()}, done
 
 
@@ -79,10 +79,10 @@ def test_steps_that_are_drawn_together_are_those_that_are_drawn_alone(
     assert usual == [word for step in range(15) for word in (f"D{step}", f"T{step}")]
     assert done == [
         *("D0", "T0"),  # a block of one step, for the log
-        *("D1", "T1", "D2", "T2", "D3", "T3"),  # one by one as a block begins
-        *("D4", "D5", "D6", "T4", "T5", "T6"),
-        *("D7", "D8", "T7", "T8"),  # none beyond its end
-        *("D9", "T9", "D10", "T10", "D11", "T11", "D12", "D13", "D14", "T12", "T13", "T14"),
+        *("D1", "T1", "D2", "T2", "D3", "D4", "T3", "T4"),  # as many as were before, as a block begins
+        *("D5", "D6", "D7", "T5", "T6", "T7"),
+        *("D8", "T8"),  # none beyond its end
+        *("D9", "T9", "D10", "T10", "D11", "D12", "T11", "T12", "D13", "D14", "T13", "T14"),
     ]
     assert alone.keys() == together.keys() and all(torch.equal(alone[name], together[name]) for name in alone)
 
@@ -91,15 +91,16 @@ def test_steps_that_are_taken_at_once_are_those_that_are_taken_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_capture(tmp_path / "tiny", wide=False)
-    alone, usual = course(tmp_path, 1, monkeypatch, captured=True)
-    at_once, done = course(tmp_path, 3, monkeypatch, captured=True)
-    assert usual == [word for step in range(15) for word in (f"D{step}", f"T{step}")]
+    alone, usual = course(tmp_path, 1, monkeypatch, steps=17, captured=True)
+    at_once, done = course(tmp_path, 3, monkeypatch, steps=17, captured=True)
+    assert usual == [word for step in range(17) for word in (f"D{step}", f"T{step}")]
     assert done == [
         *("D0", "T0"),  # it is launched
-        *("D1", "T1", "D2", "T2", "D3", "T3"),  # captured, and replayed
-        *("D4", "D5", "D6", "T4-6"),
-        *("D7", "D8", "T7", "T8"),  # too few for the graph of three
-        *("D9", "T9", "D10", "T10", "D11", "T11", "D12", "D13", "D14", "T12-14"),
+        *("D1", "T1", "D2", "T2", "D3", "D4", "T3", "T4"),  # captured, and replayed
+        *("D5", "D6", "D7", "T5-7"),
+        *("D8", "T8"),  # too few for the graph of three
+        *("D9", "T9", "D10", "T10", "D11", "D12", "T11", "T12", "D13", "D14", "D15", "T13-15"),
+        *("D16", "T16"),
     ]
     assert alone.keys() == at_once.keys() and all(torch.equal(alone[name], at_once[name]) for name in alone)
 
@@ -107,12 +108,12 @@ def test_steps_that_are_taken_at_once_are_those_that_are_taken_alone(
 @pytest.mark.parametrize(
     ("between", "follow_each_other"),
     [({}, True), ({"noise": True}, False), ({"observed": True}, False), ({"shows": False}, False), ({"plan": 2}, False),
-     ({"count": 3}, False)],
+     ({"count": 7}, False)],
 )  # fmt: skip
 def test_steps_are_taken_one_by_one_where_the_host_has_to_do_something_between_them(
     between: dict[str, Any], follow_each_other: bool
 ) -> None:
-    given = {"noise": False, "observed": None, "shows": True, "plan": 1, "count": 4} | between
+    given = {"noise": False, "observed": None, "shows": True, "plan": 1, "count": 8} | between
     served = SimpleNamespace(shows=lambda buffers: given["shows"])
     model = SimpleNamespace(seed=1, config=SimpleNamespace(background_color="random"))
     fed = Feeding(SimpleNamespace(model=model), None, 0, SimpleNamespace())  # type: ignore[arg-type]
@@ -123,7 +124,7 @@ def test_steps_are_taken_one_by_one_where_the_host_has_to_do_something_between_t
         _buffers=None,
         _feeding=fed,
     )
-    feeds: Any = [SimpleNamespace(plan=plan) for plan in (1, 1, 1, given["plan"])][-given["count"] :]
+    feeds: Any = [SimpleNamespace(plan=plan) for plan in (*[1] * 7, given["plan"])][-given["count"] :]
     assert Training._follow(one, feeds) == follow_each_other
 
 
@@ -136,6 +137,5 @@ def test_what_plans_or_images_wait_for_is_drawn_alone(learns: Learns, lookahead:
         strategy=SimpleNamespace(assignment=SimpleNamespace(learns=learns)),
         datamanager=SimpleNamespace(train_share=SimpleNamespace(lookahead=lookahead)),
     )
-    wanted = 4 if learns is Learns.NOTHING and lookahead == 0 else 1
-    drawn = [Feeding(pipeline, None, 0, SimpleNamespace()).together(place) for place in (0, 3, 4, 40)]  # type: ignore[arg-type]
-    assert drawn == [1, 1, wanted, wanted]
+    drawn = [Feeding(pipeline, None, 0, SimpleNamespace()).together(place) for place in (0, 1, 2, 5, 8, 40)]  # type: ignore[arg-type]
+    assert drawn == ([1, 1, 2, 5, 8, 8] if learns is Learns.NOTHING and lookahead == 0 else [1] * 6)

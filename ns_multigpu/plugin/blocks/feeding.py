@@ -20,8 +20,8 @@ from ns_multigpu.core.types import View
 from ns_multigpu.plugin.blocks.host_cameras import HostCameras
 from ns_multigpu.plugin.model.batch_scaling import next_rates
 
-TOGETHER = 4
-"""Steps that are drawn at once, and taken at once where one graph may hold them."""
+TOGETHER = 8
+"""Steps at most that are drawn at once. So many are taken at once where one graph may hold them."""
 
 
 @dataclass
@@ -75,14 +75,14 @@ class Feeding:
     def together(self, place: int) -> int:
         """How many steps to draw at once, from a block's step number `place` on.
 
-        A host that has launched a step has little of what draws one left in its caches. Four steps that are drawn one
-        after the other take it as long as one and a half. Not at a block's begin, where the device waits for each; nor
-        where plans follow from steps of late, or images have to be decoded in time for each.
+        A host that has launched a step has little of what draws one left in its caches. Eight steps that are drawn one
+        after the other take it as long as two. As many at most as the block has had before, for the device waits
+        if it has none left; and one alone where plans follow from steps of late, or images have to be decoded in time.
         """
         pipeline = self._pipeline
         if pipeline.strategy.assignment.learns is not Learns.NOTHING or pipeline.datamanager.train_share.lookahead:
             return 1
-        return TOGETHER if place >= TOGETHER else 1
+        return min(TOGETHER, max(place, 1))
 
     def alike(self, feeds: Sequence[Feed]) -> bool:
         """Whether these are as many steps as are drawn at once, and one plan serves all."""

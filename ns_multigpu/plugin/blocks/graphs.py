@@ -29,7 +29,7 @@ from ns_multigpu.plugin.faults.memory import has_spare_room, hoards, make_room
 
 T = TypeVar("T")
 
-WORTH_SEVERAL = 64
+WORTH_SEVERAL = 256
 """So often a step has been replayed before it is captured several times in a graph: one that is soon made anew is not
 worth as much capturing."""
 
