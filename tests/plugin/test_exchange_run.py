@@ -93,9 +93,9 @@ class Watched:
         take, learn, begin = StepGraphs.take, Training._learn, PlannedRows.begin
         begun: list[PlannedRows] = []
 
-        def taken(graphs: Any, plan: Plan, parts: Any) -> Any:
+        def taken(graphs: Any, plan: Plan, parts: Any, steps: int) -> Any:
             before, view = world.traffic.sent, View(torch.eye(4), torch.eye(3), 28, 24)
-            images = take(graphs, plan, parts)
+            images = take(graphs, plan, parts, steps)
             transport = begun.pop()
             routes = routes_of(plan, [view] * VIEWS, world.rank)
             pixels = PIXEL_BYTES * (sum(routes.send) + sum(routes.send_back))
