@@ -49,8 +49,10 @@ test-slow: venv ## the tests that take long
 test-all: venv ## both at once: what each loads and starts first, it does once, and neither waits for its last file
 	@$(PYTEST)
 
-test-gpu: ## the tests that need a GPU, with the python that is active (or PYTHON=...)
-	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu
+# Processes that share GPUs: so may ranks. Without a limit each has as many threads as there are cores.
+test-gpu: ## the tests that need a GPU, with the python that is active (or PYTHON=...), in GPU_JOBS processes
+	@$(if $(GPU_JOBS),NS_MULTIGPU_SHARE_GPUS=1) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+		$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu $(if $(GPU_JOBS),-n $(GPU_JOBS) --dist load)
 
 lint: venv ## style, types and the import contract
 	@$(BIN)/ruff check .
