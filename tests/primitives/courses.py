@@ -233,7 +233,7 @@ def taken(world: World, course: Course) -> Outcome:
         # In the same place each time, for graphs.
         targets = [target_of(patch, views, pictures[patch.view]) for patch in plan.owned[world.rank]]
         graphs.take(plan, partial(one.parts, plan, targets))
-        replayed += plan in graphs._captured
+        replayed += (plan, 1) in graphs._captured
         status = one.status()
         to_others = one._counts.sum() - one._counts[one._transport.stays] if one._transport.travels else torch.zeros(())
         assert status.sent == int(to_others), "of this rank's rows, those that went to others"
