@@ -139,3 +139,27 @@ def test_what_plans_or_images_wait_for_is_drawn_alone(learns: Learns, lookahead:
     )
     drawn = [Feeding(pipeline, None, 0, SimpleNamespace()).together(place) for place in (0, 1, 2, 5, 8, 40)]  # type: ignore[arg-type]
     assert drawn == ([1, 1, 2, 5, 8, 8] if learns is Learns.NOTHING and lookahead == 0 else [1] * 6)
+
+
+def test_each_batch_is_foreseen_once_at_the_size_that_it_will_have() -> None:
+    told: list[list[list[tuple[int, int]]]] = []
+    known = [True]
+
+    def coming(steps: range, size: int) -> list[list[int]]:
+        return [[step * size + i for i in range(size)] for step in steps] if known[0] else []
+
+    pipeline: Any = SimpleNamespace(
+        model=SimpleNamespace(seed=1, config=SimpleNamespace(background_color="random")),
+        strategy=SimpleNamespace(assignment=SimpleNamespace(foresee=told.append)),
+        datamanager=SimpleNamespace(coming=coming),
+        batch_size=2,
+    )
+    cameras: Any = lambda index, factor: ((index, factor), None)  # noqa: E731 - the view stands for itself
+    fed = Feeding(pipeline, None, 0, cameras)
+    for steps in (range(3), range(3, 6), range(6, 8)):
+        fed.foresee(steps, 2, lambda step: 4 if step < 7 else 1)
+    batches = [[(2 * step, 4 if step < 7 else 1), (2 * step + 1, 4 if step < 7 else 1)] for step in range(10)]
+    assert told == [batches[:5], batches[5:8], batches[8:]]
+    known[0] = False  # a sequence that is drawn as it comes
+    fed.foresee(range(8, 10), 2, lambda step: 1)
+    assert told[3:] == [[]]
