@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from ns_multigpu.core.assignment import Learns
+from ns_multigpu.core.step_settings import Status
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.blocks import feeding, graphs, training
+from ns_multigpu.plugin.blocks import feeding, first_room, graphs, step_capacities, training
 from ns_multigpu.plugin.blocks.feeding import Feeding
+from ns_multigpu.plugin.blocks.first_room import FirstRoom
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
+from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from ns_multigpu.plugin.blocks.training import Training
+from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 from ns_multigpu.plugin.capture.device_images import DeviceImages
 from tests.plugin.course import follow, write_capture
 from tests.recorded import RecordedPool
@@ -28,15 +32,23 @@ OPTIONS = {
 
 
 def course(
-    folder: Path, together: int, monkeypatch: pytest.MonkeyPatch, *, steps: int = 15, captured: bool = False
+    folder: Path,
+    together: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    steps: int = 15,
+    captured: bool = False,
+    tight: bool = False,
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Steps of two views: the model, and what the host did, D to draw a step and T to take it.
+    """Steps of two views: the model, and what the host did, D to draw a step and T to take it. F is a look at the
+    device behind a block that lacked room from some step on, and the number of that.
 
     Args:
         captured: take steps from graphs, which are recorded here, and several at once if one was replayed twice.
+        tight: there is room for what steps needed so far, and no more.
     """
     done: list[str] = []
-    draw, take = Feeding.draw, Training._take
+    draw, take, learn = Feeding.draw, Training._take, Training._learn
     made, images = StepBuffers.__init__, DeviceImages.__init__
 
     def drawn(self: Feeding, step: int, *args: Any) -> Any:
@@ -47,6 +59,15 @@ def course(
         count = take(self, step, feeds)
         done.append(f"T{feeds[0].step}" + (f"-{feeds[0].step + count - 1}" if count > 1 else ""))
         return count
+
+    def learnt(self: Training, status: Status, again: list[Any]) -> None:
+        done.extend([f"F{again[0].step}"] if status.full else [])
+        learn(self, status, again)
+
+    def fitted(self: StepCapacities, needed: Any, full: bool, images: int) -> None:
+        if full and self._now is not None:
+            (rows, pairs, intersections), (more, _, many) = self._now, needed
+            self._now = max(rows, more), pairs, max(intersections, many)
 
     def captures(self: StepBuffers, *args: Any) -> None:
         made(self, *args)
@@ -62,10 +83,17 @@ def course(
             patched.setattr(DeviceImages, "__init__", kept)
             patched.setattr(training, "GraphPool", lambda _: RecordedPool())
             patched.setattr(graphs, "WORTH_SEVERAL", 2)
+        if tight:
+            patched.setattr(FirstRoom, "_guess", lambda self, pixels: (24, 12, 96))
+            for module in (step_capacities, first_room):
+                patched.setattr(module, "padded", lambda count: max(count, 16))
+            patched.setattr(StepCapacities, "spare", lambda *args, **spared: None)
+            patched.setattr(StepCapacities, "learn", fitted)
+        patched.setattr(Training, "_learn", learnt)
         patched.setattr(feeding, "TOGETHER", together)
         patched.setattr(Feeding, "draw", drawn)
         patched.setattr(Training, "_take", taken)
-        runs = folder / f"runs-{together}-{captured}"
+        runs = folder / f"runs-{together}-{captured}-{tight}"
         trainer = follow(World.single(), folder / "tiny", runs, OPTIONS, steps, 2, double=False)
     return {name: value.detach().clone() for name, value in trainer.pipeline.model.gauss_params.items()}, done
 
@@ -102,6 +130,18 @@ def test_steps_that_are_taken_at_once_are_those_that_are_taken_alone(
         *("D9", "T9", "D10", "T10", "D11", "D12", "T11", "T12", "D13", "D14", "D15", "T13-15"),
         *("D16", "T16"),
     ]
+    assert alone.keys() == at_once.keys() and all(torch.equal(alone[name], at_once[name]) for name in alone)
+
+
+def test_steps_of_a_graph_that_lack_room_are_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_capture(tmp_path / "tiny", wide=False)
+    # All steps look at one view but the second of a graph of three, whose view meets more tiles.
+    views = lambda self, step, size: [3 if step == 14 else 0] * size  # noqa: E731
+    monkeypatch.setattr(DistributedDataManager, "train_batch", views)
+    alone, _ = course(tmp_path, 1, monkeypatch, steps=17)
+    at_once, done = course(tmp_path, 3, monkeypatch, steps=17, captured=True, tight=True)
+    taken = done.index("T13-15")
+    assert done[taken:] == ["T13-15", "D16", "T16", "F14", "T14", "T15", "T16"], "13 has been taken, the others not"
     assert alone.keys() == at_once.keys() and all(torch.equal(alone[name], at_once[name]) for name in alone)
 
 
