@@ -13,24 +13,18 @@ import torch
 from ns_multigpu.core.pairs import pairs_of
 from ns_multigpu.core.step_settings import Status
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.blocks import first_room, step_capacities, training
-from ns_multigpu.plugin.blocks.first_room import FirstRoom
+from ns_multigpu.plugin.blocks import first_room, training
 from ns_multigpu.plugin.blocks.graphs import StepGraphs
-from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.training import Training
-from ns_multigpu.plugin.capture.device_images import DeviceImages
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.plugin.course import POINTS, write_capture
 from tests.plugin.tile_course import MODEL, Outcome, course
+from tests.plugin.tried_steps import ROOM, begin_with_little_room, take_from_graphs
 from tests.ranks import run_ranks
-from tests.recorded import RecordedPool
 
 IMAGES = 84
 VIEWS = {False: 2, True: 3}
 """Of a step; where they are cut, one is by two ranks."""
-ROOM = (24, 12, 96)
-"""Rows, a segment and intersections that the first step has room for: too few. Later steps have room for what was
-needed before, and no more."""
 # Refinements from image 16 on, an opacity reset at 48, another resolution from 24, harmonics every 12. Adam's eps is so
 # small that steps are put off.
 OPTIONS: dict[str, Any] = {
@@ -50,17 +44,8 @@ def both(world: World, capture: Path, runs: Path, tile: bool) -> list[dict[str, 
 
 def _go(world: World, capture: Path, runs: Path, tile: bool, captured: bool) -> dict[str, Any]:
     seen: dict[str, Any] = {"launched": 0, "replayed": 0, "full": 0, "put off": 0, "plans": set()}
-    made, learn, flush = StepBuffers.__init__, Training._learn, training.Step.flush
+    learn, flush = Training._learn, training.Step.flush
     take, launched, replayed = StepGraphs.take, StepGraphs._as_it_comes, StepGraphs._replay
-    images = DeviceImages.__init__
-
-    def captures(self: StepBuffers, *args: Any) -> None:
-        made(self, *args)
-        self.captures = captured
-
-    def kept(self: DeviceImages, *args: Any) -> None:
-        images(self, *args)
-        self._fits = captured
 
     def learnt(self: Training, status: Status, *again: Any) -> None:
         seen["full"] += status.full
@@ -84,14 +69,9 @@ def _go(world: World, capture: Path, runs: Path, tile: bool, captured: bool) -> 
         return take(self, plan, parts, steps)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepBuffers, "__init__", captures)
-        # Images that stay are chosen within what is captured; others are brought before.
-        patch.setattr(DeviceImages, "__init__", kept)
-        patch.setattr(training, "GraphPool", lambda _: RecordedPool())
-        patch.setattr(FirstRoom, "_guess", lambda self, pixels: ROOM)
+        take_from_graphs(patch, captured)
+        begin_with_little_room(patch)
         patch.setattr(first_room, "rows_needed", lambda *_: pairs_of(ROOM[1], world.size))
-        for module in (step_capacities, first_room):
-            patch.setattr(module, "padded", lambda count: max(count, 16))
         patch.setattr(Training, "_learn", learnt)
         patch.setattr(training.Step, "flush", flushed)
         patch.setattr(StepGraphs, "take", planned)

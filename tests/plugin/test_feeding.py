@@ -10,16 +10,13 @@ import torch
 from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.step_settings import Status
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.blocks import feeding, first_room, graphs, step_capacities, training
+from ns_multigpu.plugin.blocks import feeding, graphs
 from ns_multigpu.plugin.blocks.feeding import Feeding
-from ns_multigpu.plugin.blocks.first_room import FirstRoom
-from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from ns_multigpu.plugin.blocks.training import Training
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
-from ns_multigpu.plugin.capture.device_images import DeviceImages
 from tests.plugin.course import follow, write_capture
-from tests.recorded import RecordedPool
+from tests.plugin.tried_steps import begin_with_little_room, take_from_graphs
 
 OPTIONS = {
     "fused_steps": "always",
@@ -49,7 +46,6 @@ def course(
     """
     done: list[str] = []
     draw, take, learn = Feeding.draw, Training._take, Training._learn
-    made, images = StepBuffers.__init__, DeviceImages.__init__
 
     def drawn(self: Feeding, step: int, *args: Any) -> Any:
         done.append(f"D{step}")
@@ -69,24 +65,12 @@ def course(
             (rows, pairs, intersections), (more, _, many) = self._now, needed
             self._now = max(rows, more), pairs, max(intersections, many)
 
-    def captures(self: StepBuffers, *args: Any) -> None:
-        made(self, *args)
-        self.captures = True
-
-    def kept(self: DeviceImages, *args: Any) -> None:
-        images(self, *args)
-        self._fits = True
-
     with monkeypatch.context() as patched:
         if captured:
-            patched.setattr(StepBuffers, "__init__", captures)
-            patched.setattr(DeviceImages, "__init__", kept)
-            patched.setattr(training, "GraphPool", lambda _: RecordedPool())
+            take_from_graphs(patched)
             patched.setattr(graphs, "WORTH_SEVERAL", 2)
         if tight:
-            patched.setattr(FirstRoom, "_guess", lambda self, pixels: (24, 12, 96))
-            for module in (step_capacities, first_room):
-                patched.setattr(module, "padded", lambda count: max(count, 16))
+            begin_with_little_room(patched)
             patched.setattr(StepCapacities, "spare", lambda *args, **spared: None)
             patched.setattr(StepCapacities, "learn", fitted)
         patched.setattr(Training, "_learn", learnt)

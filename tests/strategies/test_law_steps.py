@@ -1,5 +1,6 @@
 """The law for the steps that train on GPUs: gradients, losses, pixels and statistics of a step that reads nothing back
-equal `single`'s, as it is launched (`step`) and from what was recorded of it (`captured`).
+equal `single`'s, as it is launched (`step`), from what was recorded of it (`captured`), and as the second of two that
+were recorded as one (`several`; of strategies whose steps are taken so).
 
 Adam's first moment is the gradient if it begins at zero and beta1 is 0; so the operators' own update shows it.
 """
@@ -112,14 +113,17 @@ def take_one(
     for patch in plan.owned[world.rank]:
         left, top, right, bottom = patch.rendered(views[patch.view])
         targets.append(make_image(views[patch.view])[top:bottom, left:right].to(device).contiguous())
+    steps = 2 if mode == "several" else 1
     if mode == "step":
         step.take(plan, targets)
     else:
-        replay(step, lambda: step.parts(plan, targets), plan, [*moments.values()], statistics, params, begun)
+        parts = partial(step.parts, plan, targets)
+        replay(step, parts, plan, [*moments.values()], statistics, params, begun, steps)
     status, kept = step.status(), int(step._counts_of[:, step._transport.stages[0].stays].sum())
-    assert status.done == 1
+    assert status.done == steps
     if step._transport.travels:
-        assert status.sent == sum(status.segments) - kept, "of this rank's rows, those that went elsewhere"
+        sent = steps * (sum(status.segments) - kept)
+        assert status.sent == sent, "of this rank's rows, those that went elsewhere"
     gradients = {name: first.cpu() for name, (first, _) in moments.items()}
     counted = torch.zeros(3, POINTS)
     counted[:, places.cpu()] = torch.stack(list(statistics.values())).cpu()
@@ -156,24 +160,33 @@ def made(
 
 
 def replay(
-    step: Step, parts: Callable[[], Any], plan: Any, moments: Any, statistics: Any, params: Any, begun: Any
-) -> None:
-    """The step as the third one of its graphs: after one as it came and one that was captured, whose marks are wiped
-    off. Only what replays write counts."""
+    step: Step, parts: Callable[[], Any], plan: Any, moments: Any, statistics: Any, params: Any, begun: Any,
+    steps: int = 1,
+) -> None:  # fmt: skip
+    """The step as the third one of its graphs: after one as it came and one that was captured. Only what replays write
+    counts: each step wipes off what the one before it has left, as one of its operators, and so does this before the
+    third. That may be several `steps`, of which the last counts."""
     device = step.report.device
     pool = GraphPool(device) if device.type == "cuda" else RecordedPool()
     graphs = StepGraphs(StepTimer(device), lambda: None, pool)
-    for turn in range(3):
-        for tensor in [*statistics.values(), *(one for pair in moments for one in pair)]:
+    added = [*statistics.values(), *(one for pair in moments for one in pair)]
+
+    def anew() -> Any:
+        for tensor in added:
             tensor.zero_()
+        return (yield from parts())
+
+    for turn in range(3):
         for name, value in begun.items():
             params[name].copy_(value)
         if turn == 2:
+            for tensor in added:
+                tensor.fill_(torch.nan)
             step.report.fill_(torch.nan)
             for image in step.rgb:
                 image.fill_(torch.nan)
             step.status()
-        step.rgb = graphs.take(plan, parts)
+        step.rgb = graphs.take(plan, anew, steps if turn == 2 else 1)
 
 
 def fill(step: Step, views: list[View]) -> None:
@@ -225,6 +238,21 @@ def test_a_step_equals_single(strategy: str, mode: str, ranks: int, primitive: s
     if reason is not None:
         pytest.skip(f"{strategy}: {reason}")
     check_step(run_ranks(step_of, ranks, strategy, primitive, size, mode), strategy, primitive, size)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("batch", 1), ("batch", 2), ("batch", 3)])
+def test_a_step_behind_another_equals_single(strategy: str, ranks: int) -> None:
+    outcomes = run_ranks(step_of, ranks, strategy, KERNELS[0], PORTRAIT, "several")
+    check_step(outcomes, strategy, KERNELS[0], PORTRAIT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("primitive", [*KERNELS, *OTHERS])
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("batch", 1), ("batch", 2), ("batch", 3)])
+def test_a_step_behind_another_equals_single_on_gpus(strategy: str, ranks: int, primitive: str) -> None:
+    skip_without_gpus(ranks)
+    outcomes = run_ranks(step_of, ranks, strategy, primitive, PORTRAIT, "several", device="cuda")
+    check_step(outcomes, strategy, primitive, PORTRAIT)
 
 
 @pytest.mark.parametrize("primitive", OTHERS)

@@ -259,7 +259,8 @@ class Training:
         """Takes the step that is next, or all of these if nothing has to be done between them; returns how many."""
         feed = feeds[0]
         plan, factor = with_halos(feed.plan, step.settings.width, step.settings.height), self._signature(feed.step)[1]
-        steps = self._graphs.at_once(plan, len(feeds)) if self._follow(feeds) else 1
+        several = self._graphs.at_once(plan, len(feeds))
+        steps = several if several > 1 and self._follow(feeds) else 1
         with self._pipeline.timer.step(steps):
             with self._pipeline.timer.measure("data"):
                 self._serving.ready(self._buffers, feed, plan, factor)
