@@ -14,10 +14,10 @@ import torch
 from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import background as background_save
-from ns_multigpu.plugin.checkpoint import host_copy
+from ns_multigpu.plugin.checkpoint import training_copy
 from ns_multigpu.plugin.checkpoint.background import CheckpointWriter
 from ns_multigpu.plugin.checkpoint.held_rows import Rows
-from ns_multigpu.plugin.checkpoint.host_copy import Content, share_out
+from ns_multigpu.plugin.checkpoint.training_copy import Content, share_out
 from ns_multigpu.plugin.checkpoint.verify import check_checkpoint, latest_checkpoint, states_folder, step_of
 from ns_multigpu.plugin.checkpoint.whole import open_checkpoint
 from tests.plugin.saving import ALONE, as_large_ones, copied, disk, files_of, steps_in, tensors_of, until, write
@@ -76,11 +76,11 @@ def test_nothing_that_training_changes_is_written(tmp_path: Path, size: int) -> 
 def _no_room(world: World, models: Path) -> list[bool]:
     """Whether the checkpoint is there when `save` returns, with room and without."""
     writer = CheckpointWriter(models, 0, world, pytest.fail)
-    available, apart = host_copy.available_memory, host_copy.apart
+    available, apart = training_copy.available_memory, training_copy.apart
     there: list[bool] = []
     last = world.rank == world.size - 1
 
-    def fails(value: Any) -> Any:
+    def fails(*_: Any) -> Any:
         raise MemoryError
 
     for step, spare, copy_of in [(1, available, apart), (2, lambda: 4000, apart), (3, available, fails)]:
@@ -90,15 +90,15 @@ def _no_room(world: World, models: Path) -> list[bool]:
             if threading.current_thread().name == "checkpoint":
                 begun.wait(60)
 
-        host_copy.available_memory = spare if last else available
-        host_copy.apart = copy_of if last else apart
+        training_copy.available_memory = spare if last else available
+        training_copy.apart = copy_of if last else apart
         with disk(wait):
             assert writer.save(step, lambda step=step: content_of(step, world), background=True)
             there.append((models / f"step-{step:09d}.ckpt").exists())
             barrier(world)
             begun.set()
             writer.finish()
-    host_copy.available_memory, host_copy.apart = available, apart
+    training_copy.available_memory, training_copy.apart = available, apart
     return there
 
 

@@ -1,10 +1,9 @@
 """Checkpoints that are written while training goes on.
 
-Training stops only while what this rank will write is copied to the host's memory (see host_copy). A thread then writes
-the copy, with those of the other ranks and over a process group of their own: two threads must not mix their calls in
-one. One save is under way at a time; the training thread reports how it ended when it next calls `look`. The training
-thread writes by itself where the host has too little memory for copies, and where it must not go on before a checkpoint
-is complete.
+Training stops only while what this rank will write is copied (see training_copy). A thread then writes the copy, with
+those of the other ranks and over a process group of their own: two threads must not mix their calls in one. One save is
+under way at a time; the training thread reports how it ended when it next calls `look`. The training thread writes by
+itself where there is too little memory for copies, and where it must not go on before a checkpoint is complete.
 """
 
 import atexit
@@ -12,7 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ns_multigpu.core.replicas import ReplicaDivergedError
 from ns_multigpu.core.world import DEFAULT_TIMEOUT, ProcessGroup, World
-from ns_multigpu.plugin.checkpoint.host_copy import Content, host_copy
+from ns_multigpu.plugin.checkpoint.training_copy import Content, training_copy
 from ns_multigpu.plugin.checkpoint.whole import remove_old, save
 from ns_multigpu.plugin.faults.out_of_memory import forget_frames
 from ns_multigpu.plugin.faults.signals import NonFiniteError
@@ -84,7 +84,7 @@ class CheckpointWriter:
         if step == self.saved_step:
             return True
         taken = content()
-        copied = host_copy(taken, self._world) if background else None
+        copied = training_copy(taken, self._world) if background else None
         if copied is not None:
             self._under_way = _UnderWay(
                 step, lambda world: self._write(step, copied, world, at_once=False), self._world
@@ -221,14 +221,24 @@ class _UnderWay:
     def _run(self, write: Callable[[World], str], world: World) -> None:
         began = time.perf_counter()
         try:
-            if world.device.type == "cuda":  # torch asks for the current stream, although everything is on the host
-                torch.cuda.set_device(world.device)
-            self._problem = write(world)
+            with _own_stream(world.device):
+                self._problem = write(world)
         except BaseException as error:
             forget_frames(error)  # they hold the copy, and the process group, whose threads must end before Python
             self._error = error
         del write, world  # and so does this one
         self._seconds = time.perf_counter() - began
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """Makes this thread's work on a GPU wait for nothing that training has given it."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
 
 
 _under_way: WeakSet[_UnderWay] = WeakSet()

@@ -23,13 +23,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ns_multigpu.plugin.checkpoint.held_rows import Rows
+from ns_multigpu.plugin.checkpoint.to_host import to_host
 
 BLOCK = 1 << 20
 """Rows that are written as one piece."""
 
 
 class RowsPlanner(dcp.DefaultSavePlanner):
-    """Plans the writing of a state, and of `rows` beside it.
+    """Plans the writing of a state, and of `rows` beside it; brings what is on a GPU to the host.
 
     Nobody's rows are sent to anybody: ranks tell each other which blocks they hold, and each writes its own.
     """
@@ -55,6 +56,11 @@ class RowsPlanner(dcp.DefaultSavePlanner):
         assert index.offset is not None
         begin = index.offset[0] - rows.first
         return rows.own[begin : begin + BLOCK]
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """What is to be written for an item, in the host's memory."""
+        found = super().resolve_data(write_item)
+        return to_host(found) if isinstance(found, Tensor) and not found.is_cpu else found
 
 
 def _blocks(name: str, rows: Rows, is_coordinator: bool) -> Iterator[WriteItem]:

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ns_multigpu.plugin.checkpoint.to_host import to_host
 from ns_multigpu.plugin.checkpoint.verify import Stamp, new_digest
 
 _LARGE = 1 << 17
@@ -111,7 +112,10 @@ def save_file(path: Path, content: Mapping[str, Any]) -> Stamp:
 
 
 def _by_itself(x: torch.Tensor) -> torch.Tensor:
-    """`x`, copied if it is a part of a larger storage, as tensors of points may be: torch would save all of that."""
+    """`x` in the host's memory, copied if it is a part of a larger storage, as tensors of points may be: torch would
+    save all of that."""
+    if not x.is_cpu:
+        return to_host(x)
     return x.detach().clone() if x.nbytes < x.untyped_storage().nbytes() else x
 
 
