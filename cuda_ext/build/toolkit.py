@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -150,11 +151,43 @@ def _ask(nvcc: str, *arguments: str) -> str:
 
 
 def visible_architectures() -> tuple[str, ...]:
-    """Those of the GPUs that torch sees, such as ("90",); makes no CUDA context."""
-    if not torch.cuda.is_available():
+    """Those of the GPUs that torch sees, such as ("90",); makes no CUDA context.
+
+    Where all GPUs of the machine are alike the driver is not asked: to start it takes a quarter of a second for each
+    GPU, and `ns-train` has no other use for it where several workers are to come.
+    """
+    if not torch.cuda.device_count():
         return ()
-    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    found = set[tuple[int, int]]() if torch.cuda.is_initialized() else _managed_architectures()
+    if len(found) != 1:
+        if not torch.cuda.is_available():
+            return ()
+        found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     return tuple(str(10 * major + minor) for major, minor in sorted(found))
+
+
+def _managed_architectures() -> set[tuple[int, int]]:
+    """Those of all GPUs of this machine, visible or not, as the driver's management library (NVML) knows them; none
+    where it does not."""
+    found = set[tuple[int, int]]()
+    try:
+        nvml, count = _nvml(), ctypes.c_uint()
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return set()
+        for number in range(count.value):
+            gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+            if nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(gpu)):
+                return set()
+            if nvml.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor)):
+                return set()
+            found.add((major.value, minor.value))
+    except (OSError, AttributeError):  # there is none, or it is too old
+        return set()
+    return found
+
+
+def _nvml() -> Any:
+    return ctypes.CDLL("libnvidia-ml.so.1")
 
 
 def listed_architectures() -> tuple[str, ...]:

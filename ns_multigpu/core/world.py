@@ -43,7 +43,7 @@ class World:
         local_rank, local_size: among those of this machine.
         device: where this rank computes.
         group: all ranks, NCCL on CUDA (gloo where ranks share GPUs) and gloo on CPU; None in a world of one.
-        local_group: the ranks of this machine, same backend; None in a world of one.
+        local_group: the ranks of this machine, same backend; `group` if there is one machine; None in a world of one.
         control: all ranks, gloo on host memory, for decisions that must not touch the device; None in a world of one.
         traffic: bytes this rank has sent.
         hosts: the machines' names, by number; empty if nobody has told.
@@ -174,8 +174,9 @@ class World:
         dist.all_gather_object(places, own_place(), group=control)
         layout = layout_of(places)
         per_machine = layout.per_machine
-        local_group: ProcessGroup | None = None
-        for first in range(0, size, per_machine):
+        # On one machine it is that of all: another communicator would cost a start time, and each GPU memory.
+        local_group: ProcessGroup | None = dist.group.WORLD if per_machine == size else None
+        for first in range(0, size, per_machine) if local_group is None else ():
             # Every rank takes part in the making of every group, its own or not: torch.distributed asks for that.
             group = _new_group(list(range(first, first + per_machine)), timeout)
             if first <= rank < first + per_machine:

@@ -56,6 +56,7 @@ def _where(world: World) -> tuple[object, ...]:
     neighbours = dist.get_process_group_ranks(world.local_group)  # type: ignore[arg-type]
     total = torch.tensor([float(world.rank)])
     dist.all_reduce(total, group=world.local_group)
+    assert (world.local_group is world.group) == (world.machines == 1), "one machine needs no second communicator"
     return *place, neighbours, total.item(), world.rank_name(3), list(world.ranks_of(1)), world.machine_of(2)
 
 
