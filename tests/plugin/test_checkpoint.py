@@ -1,9 +1,11 @@
 """Checkpoints on the disk: whole or absent, whatever is done to them, and written by all ranks together."""
 
+import hashlib
 import os
 import pickle
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from ns_multigpu.plugin.checkpoint.verify import (
     OURS,
     DamagedCheckpoint,
     Manifest,
+    Stamp,
     check_checkpoint,
     checkpoints_in,
     dump_manifest,
@@ -138,12 +141,30 @@ def test_of_a_newer_version(models: Path) -> None:
     content = torch.load(path)
     content[OURS]["format"] = FORMAT + 1
     torch.save(content, path)
-    with pytest.raises(InputError, match=r"step-000000002.ckpt was written by a newer version .*format 2"):
+    with pytest.raises(InputError, match=rf"step-000000002.ckpt was written by a newer version .*format {FORMAT + 1}"):
         open_checkpoint(path, ALONE)
-    body = dump_manifest(read_manifest(files_of(models, 1)[1].parent)).replace(b'"format": 1', b'"format": 7')
+    body = dump_manifest(read_manifest(files_of(models, 1)[1].parent)).replace(b'"format": 2', b'"format": 7')
     (files_of(models, 1)[1].parent / MANIFEST).write_bytes(body)
     with pytest.raises(InputError, match=r"newer version .*format 7"):
         open_checkpoint(models / "step-000000001.ckpt", ALONE)
+
+
+def test_of_an_older_version(models: Path) -> None:
+    """Whose checksums are blake2b: they are compared as ever, and the manifest stays as it was written."""
+    path, *files = files_of(models, 2)
+    folder = files[0].parent
+    old = {name: hashlib.blake2b(name.read_bytes(), digest_size=16).hexdigest() for name in [path, *files]}
+    stamps = {name: Stamp(name.stat().st_size, digest) for name, digest in old.items()}
+    of_files = {name.name: stamp for name, stamp in stamps.items() if name not in (path, folder / MANIFEST)}
+    manifest = replace(read_manifest(folder), checkpoint=stamps[path], files=of_files, format=1)
+    (folder / MANIFEST).write_bytes(dump_manifest(manifest))
+    assert read_manifest(folder) == manifest and check_checkpoint(path) is not None
+    assert open_checkpoint(path, ALONE).values == {"images": 2}
+    victim = next(name for name in files if name.suffix == ".distcp")
+    content = victim.read_bytes()
+    victim.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(DamagedCheckpoint, match=f"{victim.name} has been altered"):
+        check_checkpoint(path)
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from ns_multigpu.plugin.checkpoint import storage
 from ns_multigpu.plugin.checkpoint.storage import StampedFile
-from ns_multigpu.plugin.checkpoint.verify import Stamp, new_digest, stamp_of
+from ns_multigpu.plugin.checkpoint.verify import Digest, Stamp, stamp_of
 
 SIZES = [3, 1 << 20, 0, 7, (1 << 17) - 1, 1 << 17, 12]
 
@@ -18,14 +18,21 @@ def test_pieces_of_all_sizes_are_in_the_checksum(tmp_path: Path) -> None:
         assert file.write(bytes([number]) * size) == size
     stamp = file.finish()
     assert stamp.size == sum(SIZES) == (tmp_path / "some").stat().st_size
-    assert stamp == stamp_of(tmp_path / "some")
+    assert stamp == stamp_of(tmp_path / "some", Digest())
+
+
+def test_a_checksum_is_crc_32_as_zlib_has_it(tmp_path: Path) -> None:
+    file = StampedFile(tmp_path / "some")
+    for piece in (b"123", b"456789", b""):
+        file.write(piece)
+    assert file.finish() == Stamp(9, "crc32:cbf43926"), "the check value of this CRC"
 
 
 def test_a_piece_is_its_owners_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch writes the next tensor where this one was: the checksum must have been taken by then."""
     monkeypatch.setattr(storage, "write_bytes", lambda *_: None)
     piece, file = bytearray(b"a" * (1 << 26)), StampedFile(tmp_path / "some")
-    expected = new_digest()
+    expected = Digest()
     for letter in (b"b", b"c"):
         expected.update(piece)
         file.write(memoryview(piece))
@@ -44,7 +51,7 @@ def test_a_piece_that_cannot_be_written_is_the_owners_too(tmp_path: Path, monkey
     file = StampedFile(tmp_path / "some")
     plain = file._digest.update
 
-    class Slow:
+    class Slow(Digest):
         def update(self, data: Any) -> None:
             plain(data)
             taken.append(len(data))

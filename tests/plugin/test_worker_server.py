@@ -9,8 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ns_multigpu.plugin.launch import worker_server
+from ns_multigpu.plugin.launch.launcher import launch_config
 from ns_multigpu.plugin.launch.worker_server import BY_NVML, wanted
 from tests.plugin.test_launch import HANG, ROOT, alive, environment, wait_until
 from tests.plugin.toy import reports
@@ -163,6 +165,22 @@ def test_a_wish_of_the_users_about_nvml_stays(monkeypatch: pytest.MonkeyPatch) -
     worker_server.keep_off_gpus()
     worker_server.start()
     assert os.environ[BY_NVML] == "0"
+
+
+@pytest.mark.parametrize(("wish", "asked"), [(None, 0), ("0", 1)])
+def test_torch_s_launcher_does_not_start_the_driver(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wish: str | None, asked: int
+) -> None:
+    """Unless the user wants GPUs counted by it."""
+    counted: list[int] = []
+    monkeypatch.delenv(BY_NVML, raising=False)
+    if wish is not None:
+        monkeypatch.setenv(BY_NVML, wish)
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: (counted.append(1), 2)[1])
+    assert launch_config(2, str(tmp_path)).nproc_per_node == 2
+    assert len(counted) == asked and os.environ.get(BY_NVML) == wish
 
 
 def _parent(pid: int) -> int:

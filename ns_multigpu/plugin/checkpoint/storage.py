@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ns_multigpu.plugin.checkpoint.to_host import to_host
-from ns_multigpu.plugin.checkpoint.verify import Stamp, new_digest
+from ns_multigpu.plugin.checkpoint.verify import Digest, Stamp
 
 _LARGE = 1 << 17
 """Bytes from which on a piece's checksum is worth a thread."""
@@ -26,7 +26,7 @@ class StampedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._digest, self._size = new_digest(), 0
+        self._digest, self._size = Digest(), 0
         # Its numbers, not the error: that would hold on to the frames it went through, and the file is held by C++.
         self._error: tuple[int | None, str, str] | None = None
         self._path = path

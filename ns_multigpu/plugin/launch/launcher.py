@@ -29,7 +29,7 @@ from ns_multigpu.plugin.launch.commands import OWN_LAUNCHER
 from ns_multigpu.plugin.launch.ranks import Ranks
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.launch.worker import Config, first_failure, send, some_failed, worker_main
-from ns_multigpu.plugin.launch.worker_server import serving
+from ns_multigpu.plugin.launch.worker_server import BY_NVML, serving
 
 _PATIENCE = 4.0
 """Seconds that the workers which outlive another one have to end by themselves, before they are killed: they may wait
@@ -150,19 +150,7 @@ class _Job:
         device = self.config.machine.device_type
         self.say(f"Starting {self.workers} workers on {device}, {threads} processor threads each.")
         with tempfile.TemporaryDirectory(prefix="ns_multigpu-", ignore_cleanup_errors=True) as folder:
-            launch = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=self.workers,
-                run_id=uuid.uuid4().hex,
-                rdzv_backend="c10d",
-                rdzv_endpoint=f"{_LOOPBACK}:0",
-                local_addr=_LOOPBACK,
-                max_restarts=0,
-                start_method="forkserver" if serving() else "spawn",
-                logs_specs=DefaultLogsSpecs(log_dir=folder),
-                signals_to_handle="SIGQUIT",  # the others are ours
-            )
+            launch = launch_config(self.workers, folder)
             self._folder = Path(folder)
             with (
                 _variables(environment),
@@ -193,6 +181,28 @@ class _Job:
         if self._folder is not None:
             send(self._folder, signal.SIGKILL)
         raise SignalException("told twice", signal.Signals(signum))
+
+
+def launch_config(workers: int, folder: str) -> LaunchConfig:
+    """What torch's launcher is told of `workers` on this machine, whose logs go into `folder`.
+
+    It asks whether there are GPUs, which would start the driver in this process; nothing else here needs that, and it
+    takes 0.4 s. Their number is enough.
+    """
+    with _variables({BY_NVML: os.environ.get(BY_NVML, "1")}):
+        return LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=workers,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{_LOOPBACK}:0",
+            local_addr=_LOOPBACK,
+            max_restarts=0,
+            start_method="forkserver" if serving() else "spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGQUIT",  # the others are ours
+        )
 
 
 @contextlib.contextmanager
