@@ -89,7 +89,10 @@ def test_a_copy_lies_on_the_gpu_if_that_has_four_times_the_room(spare: int, fail
 def test_all_ranks_have_their_copies_in_one_kind_of_memory(less: int, fails_at: int | None, place: str) -> None:
     """They share a GPU: what both copy counts. One of them that has no room, or finds that it had none, is enough."""
     needed = 4 * (MODEL + SHARED + 2 * ROWS)
-    assert [found for found, _ in run_ranks(_where, 2, [needed, needed - less], fails_at)] == [place] * 2
+    told = run_ranks(_where, 2, [needed, needed - less], fails_at)
+    assert [found for found, _ in told] == [place] * 2
+    if place == "gpu":
+        assert sum(clones for _, clones in told) == 6, "the model and what both have are copied once, rows by each"
 
 
 def test_without_a_gpu_copies_are_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:

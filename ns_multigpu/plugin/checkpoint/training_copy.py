@@ -115,13 +115,14 @@ def share_out(holders: Sequence[Mapping[str, int]], own: Sequence[int]) -> dict[
 
 def fits(loads: Sequence[_Load], writers: Mapping[str, int], rooms: Sequence[Room | None]) -> bool:
     """Whether all ranks' copies may go into `rooms`, by rank: several may share one, and each has seen what it has."""
+    known = [room for room in rooms if room is not None]
+    if len(known) < len(rooms):
+        return False
     needed: dict[str, int] = {}
-    for rank, (load, room) in enumerate(zip(loads, rooms, strict=True)):
-        if room is None:
-            return False
+    for rank, (load, room) in enumerate(zip(loads, known, strict=True)):
         size = load.own + sum(size for name, size in load.shared.items() if writers[name] == rank)
         needed[room[0]] = needed.get(room[0], 0) + size
-    return all(room is not None and _PART * needed[room[0]] <= room[1] for room in rooms)
+    return all(_PART * needed[room[0]] <= room[1] for room in known)
 
 
 def _on_its_device(value: Tensor) -> Tensor:
