@@ -1,5 +1,7 @@
 """Whether photographs differ in exposure: known exposures are found again, and what would mislead is left out."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +67,32 @@ def test_known_exposures_are_found_again(change: Any) -> None:
     assert found is not None and found.stops == pytest.approx(STOPS, abs=0.05)
     assert found.spread == pytest.approx(0.8, abs=0.05), "the tenth and the ninetieth of a hundred"
     assert differ(found) and not differ(Exposures(found.stops, 0.9 * MANY))
+
+
+def test_each_photograph_has_a_thread_and_torch_its_own_number_behind_it() -> None:
+    within: set[tuple[bool, int]] = set()
+
+    def note(image: Tensor) -> Tensor:
+        within.add((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
+        return image
+
+    def fail(image: Tensor) -> Tensor:
+        raise ValueError("cut short")
+
+    def anew() -> int:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(torch.get_num_threads).result()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        of_wall(note)
+        assert within == {(False, 1)} and anew() == 3
+        with pytest.raises(ValueError, match="cut short"):
+            of_wall(fail)
+        assert anew() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_all_have_alike_does_not_count() -> None:

@@ -66,8 +66,12 @@ def measured(points: Tensor, colours: Tensor, views: Sequence[View], read: Calla
         seen, x, y = _nearest(points, views[place])
         return _stops(colours[seen], x, y, read(place))
 
-    with ThreadPoolExecutor(min(_THREADS, torch.get_num_threads())) as threads:
-        told = [stops for stops in threads.map(stops_of, range(len(views))) if stops is not None]
+    cores = torch.get_num_threads()
+    try:  # each photograph has a thread: split further, torch's small operations would wait for each other
+        with ThreadPoolExecutor(min(_THREADS, cores), initializer=torch.set_num_threads, initargs=(1,)) as threads:
+            told = [stops for stops in threads.map(stops_of, range(len(views))) if stops is not None]
+    finally:
+        torch.set_num_threads(cores)
     if len(told) < 3:
         return None
     stops = torch.tensor(told, dtype=torch.float64)
