@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,16 @@ def test_a_copy_to_the_host_leaves_other_threads_their_gpu() -> None:
     to_host(value)
     assert not busy.query()
     torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_a_thread_that_has_brought_something_stays_with_its_gpu() -> None:
+    """Threads begin with GPU 0. With one GPU in sight this says nothing."""
+    last = torch.cuda.device_count() - 1
+    value = torch.ones(1 << 20, device=f"cuda:{last}")
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(to_host, value).result().eq(1).all()
+        assert thread.submit(torch.cuda.current_device).result() == last
 
 
 # ---- checkpoints from a GPU ----

@@ -16,12 +16,14 @@ _SMALL = 64 << 10
 def to_host(value: Tensor) -> Tensor:
     """A copy in the host's memory, which shares nothing with `value`; of its shape and type, contiguous.
 
-    What the current stream has been given before is in it. The host waits for it.
+    What the current stream has been given before is in it. The host waits for it. The GPU is the thread's from then on.
     """
     value = value.detach()
     if value.device.type != "cuda" or value.nbytes <= _SMALL:
         return value.to("cpu", copy=True, memory_format=torch.contiguous_format)
     host = torch.empty(value.shape, dtype=value.dtype)
+    # A thread begins with GPU 0, another rank's: to go back to that would make a context there, half a gigabyte.
+    torch.cuda.set_device(value.device)
     stream = torch.cuda.Stream(value.device)
     stream.wait_stream(torch.cuda.current_stream(value.device))
     with torch.cuda.stream(stream):
