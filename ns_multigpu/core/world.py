@@ -174,13 +174,13 @@ class World:
         dist.all_gather_object(places, own_place(), group=control)
         layout = layout_of(places)
         per_machine = layout.per_machine
-        # On one machine it is that of all: another communicator would cost a start time, and each GPU memory.
-        local_group: ProcessGroup | None = dist.group.WORLD if per_machine == size else None
-        for first in range(0, size, per_machine) if local_group is None else ():
-            # Every rank takes part in the making of every group, its own or not: torch.distributed asks for that.
-            group = _new_group(list(range(first, first + per_machine)), timeout)
-            if first <= rank < first + per_machine:
-                local_group = group
+        local_group: ProcessGroup | None = dist.group.WORLD
+        if per_machine < size:  # else another communicator would cost a start time, and each GPU memory
+            for first in range(0, size, per_machine):
+                # Every rank takes part in the making of every group, its own or not: torch.distributed asks for that.
+                group = _new_group(list(range(first, first + per_machine)), timeout)
+                if first <= rank < first + per_machine:
+                    local_group = group
         return World(
             rank=rank,
             size=size,

@@ -64,7 +64,7 @@ def training_copy(content: Content, world: World) -> Content | None:
     loads = all_gather_objects(_Load(shared, rows + model, _gpu(world), _host(world)), world)
     writers = share_out([load.shared for load in loads], [load.own for load in loads])
     for rooms, copied in (([load.gpu for load in loads], _on_its_device), ([load.host for load in loads], to_host)):
-        if not fits(loads, writers, rooms):
+        if not _fits(loads, writers, rooms):
             continue
         made: Content | None = None
         try:
@@ -113,7 +113,7 @@ def share_out(holders: Sequence[Mapping[str, int]], own: Sequence[int]) -> dict[
     return writers
 
 
-def fits(loads: Sequence[_Load], writers: Mapping[str, int], rooms: Sequence[Room | None]) -> bool:
+def _fits(loads: Sequence[_Load], writers: Mapping[str, int], rooms: Sequence[Room | None]) -> bool:
     """Whether all ranks' copies may go into `rooms`, by rank: several may share one, and each has seen what it has."""
     known = [room for room in rooms if room is not None]
     if len(known) < len(rooms):
