@@ -20,14 +20,14 @@ def pages(root: Path) -> list[Path]:
 
 
 def prose(text: str) -> list[tuple[int, str]]:
-    """Return numbered lines of a page without its code: fenced blocks, and blocks indented after an empty line."""
+    """Return numbered lines of a page without its code: fenced blocks, and indented ones after a gap or heading."""
     lines, fenced, indented, empty = [], False, False, True
     for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith("```"):
             fenced = not fenced
             continue
         indented = line.startswith("    ") and (empty or indented) and not line.lstrip().startswith(("- ", "* "))
-        empty = not line.strip()
+        empty = not line.strip() or line.startswith("#")
         if not fenced and not indented:
             lines.append((number, line))
     return lines

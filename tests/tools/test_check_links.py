@@ -43,6 +43,7 @@ def check(tmp_path: Path):
         "`[a](gone.md)`",
         "```\n[a](gone.md)\n```",
         "text\n\n    [a](gone.md)",
+        "# Text\n    [a](gone.md)\n      [a](gone.md)",
     ],
 )
 def test_what_resolves_and_what_is_code_is_not_dead(check, link):
