@@ -54,11 +54,13 @@ test-gpu: ## the tests that need a GPU, with the python that is active (or PYTHO
 	@$(if $(GPU_JOBS),NS_MULTIGPU_SHARE_GPUS=1) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
 		$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu $(if $(GPU_JOBS),-n $(GPU_JOBS) --dist load)
 
-lint: venv ## style, types and the import contract
+lint: venv ## style, types, the import contract, links, and words
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports
+	@$(BIN)/python tools/check_links.py
+	@$(BIN)/python tools/check_words.py
 
 format: venv ## rewrites the style that ruff can mend by itself
 	@$(BIN)/ruff check --fix .

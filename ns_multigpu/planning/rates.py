@@ -66,7 +66,7 @@ BLOCK = 50
 HOST = 0.8
 """Milliseconds that the host needs for a step on one GPU, at least: small steps take no less (whole-runs.md)."""
 HOST_OF_MANY = 1.5
-"""The same on several GPUs: fox-h200.md, two GPUs, where steps are small."""
+"""The same on several GPUs, where steps are small."""
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,24 @@ import torch
 import torch.distributed as dist
 from nerfstudio.configs.method_configs import all_methods
 
+from ns_multigpu.core.collectives import all_gather_objects
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import background as background_save
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.plugin.course import TinyDataParserConfig
+
+DENSIFIERS: dict[str, dict[str, Any]] = {
+    "splits": {},
+    "mcmc": {"densifier": "mcmc", "max_gs_num": 80, "mcmc_min_opacity": 0.095, "noise_lr": 5e3},
+    "mcmc by gradients": {
+        "densifier": "mcmc",
+        "max_gs_num": 80,
+        "mcmc_min_opacity": 0.095,
+        "noise_lr": 5e3,
+        "mcmc_picks": "both",
+    },
+}
+Model = dict[str, torch.Tensor]
 
 
 def start(
@@ -100,6 +114,21 @@ def everything(trainer: DistributedTrainer) -> dict[str, torch.Tensor]:
         if isinstance(value, torch.Tensor):
             found[f"densifier/{name}"] = value.clone()
     return found
+
+
+def whole(trainer: DistributedTrainer, world: World) -> Model:
+    """What all ranks hold, by place."""
+    model, found = trainer.pipeline.model, everything(trainer)
+    places = None if model.holding is None else model.holding.places
+    parts = all_gather_objects((found, places), world)
+    order = None if places is None else torch.sort(torch.cat([some for _, some in parts])).indices
+    spread: list[str] = []
+    if model.sharded:
+        groups = tuple(f"{name}/0/" for name in model.gauss_params)
+        spread = [name for name in found if name.startswith(("model/gauss_params.", "densifier/", *groups))]
+        spread = [name for name in spread if found[name].dim() > 0]
+    joined = {name: torch.cat([part[name] for part, _ in parts]) for name in spread}
+    return found | {name: value if order is None else value[order] for name, value in joined.items()}
 
 
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 0.0) -> list[str]:

@@ -14,7 +14,6 @@ from ns_multigpu.core.stages import summed
 from ns_multigpu.core.step_settings import padded, with_halos
 from ns_multigpu.core.world import World
 from ns_multigpu.locality.options import LocalityOptions
-from ns_multigpu.plugin.blocks import training
 from ns_multigpu.plugin.blocks.first_room import FirstRoom, rows_needed
 from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from strategies.locality import locality
@@ -121,38 +120,3 @@ def test_what_was_needed_before_a_placement_says_nothing_of_later_steps() -> Non
     room.begin((1024, pairs_of(90_000, 2), 1024))
     room.learn((10, pairs_of(10, 2), 10), False, 300)
     assert room.now is not None and room.now[1] == pairs_of(padded(10) + padded(10) // 8, 2)
-
-
-class MadeAnewError(Exception):
-    """The step of before goes."""
-
-
-@pytest.mark.parametrize("placed_anew", [False, True])
-def test_a_step_outlasts_a_refinement_unless_points_were_placed_anew(
-    placed_anew: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the new owners of points will send nobody has counted yet."""
-
-    def begins_anew(*_: object) -> None:
-        raise MadeAnewError
-
-    monkeypatch.setattr(training, "AdamStep", lambda *_, **__: "Adam's")
-    run: Any = object.__new__(training.Training)
-    run._signature, run._wants_lazy = (lambda step: (0, 1, False, ())), False
-    run._names = run._stepped = ()
-    run._key, run._step, run._adam = ((0, 1, False, ()), "room"), "step", None
-    run._model = SimpleNamespace(gauss_params={}, densifier_state={}, most_points=3)
-    run._points = SimpleNamespace(has_room=lambda most: most == 3, hold=lambda params, adam, state, most: most == 3)
-    run._pipeline = run._optimizers = SimpleNamespace(optimizers={})
-    first = SimpleNamespace(due=lambda now: placed_anew and now == "room")
-    run._ways = SimpleNamespace(
-        room=SimpleNamespace(now="room", spare=begins_anew),
-        buffers=SimpleNamespace(spared=dict),
-        first=first,
-    )
-    run._graphs = SimpleNamespace(forget=begins_anew)
-    if placed_anew:
-        with pytest.raises(MadeAnewError):
-            run._prepared(7)
-    else:
-        assert run._prepared(7) == "step" and run._adam == "Adam's"

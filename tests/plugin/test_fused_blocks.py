@@ -14,7 +14,6 @@ from nerfstudio.utils.writer import EventName
 from torch import Tensor
 
 from ns_multigpu.core.step import Step
-from ns_multigpu.core.step_settings import Status
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks import fused_blocks
 from ns_multigpu.plugin.blocks.timing import Pace
@@ -264,18 +263,6 @@ def test_a_refinement_that_finds_room_leaves_the_step_and_its_adam(
     assert len(made) < len(after), "steps are not made anew for each"
 
 
-@pytest.mark.parametrize("due", [False, True])
-def test_a_step_whose_room_is_to_be_found_anew_does_not_stay(due: bool) -> None:
-    """Wherever its points lie."""
-    training: Any = object.__new__(Training)
-    first = SimpleNamespace(due=lambda now: due)
-    training._ways = SimpleNamespace(room=SimpleNamespace(now=None), first=first)
-    training._model = SimpleNamespace(gauss_params={}, densifier_state={}, most_points=1)
-    adam: Any = object()
-    training._points = SimpleNamespace(follows=lambda params, given, *_: given is adam)
-    assert training._stays(adam) is not due
-
-
 def test_a_refinement_that_fails_leaves_no_adam_of_before() -> None:
     """Its points may be others by then."""
     training: Any = object.__new__(Training)
@@ -285,24 +272,6 @@ def test_a_refinement_that_fails_leaves_no_adam_of_before() -> None:
     with pytest.raises(ZeroDivisionError):
         training.refine(range(1))
     assert training._adam is None
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_room_grows_where_it_is_nearly_used_up_before_it_is_lacking(full: bool) -> None:
-    asked = list[object]()
-    training: Any = object.__new__(Training)
-    training._ways = SimpleNamespace(
-        room=SimpleNamespace(
-            learn=lambda *given: asked.append(given), spare=lambda *given, **which: asked.append((given, which))
-        ),
-        buffers=SimpleNamespace(count_traffic=lambda _: None, spared=lambda: {"rows": False}),
-    )
-    training._again, training._world = False, World.single()
-    strategy = SimpleNamespace(rows=SimpleNamespace(travels=False))
-    training._pipeline = SimpleNamespace(batch_size=2, strategy=strategy)
-    training._learn(Status(3, 10, (), 20, full, 0), [])
-    assert asked[0] == ((10, ((0,),), 20), full, 6)
-    assert asked[1:] == ([] if full else [((7, 12), {"rows": False})])
 
 
 def test_a_viewer_is_told_how_fast_it_goes_after_each_block(

@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +10,8 @@ import torch
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks import point_storage
 from ns_multigpu.plugin.blocks.first_room import FirstRoom
-from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
 from ns_multigpu.plugin.blocks.training import Training
-from ns_multigpu.primitives.gaussians.functions import Gaussians
-from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from tests.plugin.course import POINTS, follow, write_capture
@@ -130,28 +126,6 @@ def test_relocation_and_growth(tile: bool, folder: Path) -> None:
     assert found["metrics"]["psnr"] == pytest.approx(expected["metrics"]["psnr"], abs=1.0)
 
 
-def test_a_step_lets_go_of_points_that_need_more_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels hold the tensors that are too small."""
-    began, make = Training.__init__, PointStorage._make
-    holders: list[Training] = []
-    made: list[tuple[bool, int]] = []
-
-    def begin(self: Training, *given: Any) -> None:
-        began(self, *given)
-        holders.append(self)
-
-    def counted(self: PointStorage, rows: int, *given: Any) -> None:
-        made.append((holders[-1]._step is None, rows))
-        make(self, rows, *given)
-
-    monkeypatch.setattr(Training, "__init__", begin)
-    monkeypatch.setattr(PointStorage, "_make", counted)
-    monkeypatch.setattr(point_storage, "room_for", lambda count, cap=None: count)
-    train(World.single(), folder, "room", max_gs_num=70, mcmc_min_opacity=0.095)
-    assert [free for free, _ in made] == [True] * len(made) and len(made) > 2
-    assert holders[-1]._points._cap == made[-1][1] == 70
-
-
 def sums_of(fused: str, world: World, folder: Path, tile: bool) -> dict[str, Any]:
     """What has been counted by the end of a course without refinements, of this rank's Gaussians."""
     options = {
@@ -165,18 +139,6 @@ def sums_of(fused: str, world: World, folder: Path, tile: bool) -> dict[str, Any
     views = VIEWS if tile else VIEWS // world.size
     trainer = follow(world, folder / "capture", runs, options, 6, views, method=method, double=False)
     return {name: value.clone() for name, value in trainer.pipeline.model.densifier_state.items()}
-
-
-@pytest.mark.parametrize(("counts", "sums"), [(True, "grad2d radii"), (True, "grad2d"), (False, "grad2d radii")])
-def test_kernels_know_whether_sizes_are_counted(counts: bool, sums: str) -> None:
-    """Ranks tell each other conics for that alone; MCMC counts gradients at most."""
-    model = SimpleNamespace(
-        config=SimpleNamespace(use_absgrad=True, selective_adam=False), primitive=lambda depth: Gaussians(sh_degree=1)
-    )
-    noise, points = SimpleNamespace(weights=dict), SimpleNamespace(statistics=dict.fromkeys(sums.split()))
-    training: Any = SimpleNamespace(_model=model, _noise=noise, _points=points)
-    kernels = Training._kernels(training, 1, counts, [])
-    assert isinstance(kernels, GaussianKernels) and kernels.sized is (counts and "radii" in sums)
 
 
 @pytest.mark.parametrize("tile", [False, True])

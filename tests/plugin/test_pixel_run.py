@@ -13,8 +13,7 @@ from ns_multigpu.core.collectives import all_gather_objects
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
 from tests.plugin.course import follow, write_capture
-from tests.plugin.resuming import differing, everything, in_double, part_of
-from tests.plugin.test_placed_run import DENSIFIERS, Model, whole
+from tests.plugin.resuming import DENSIFIERS, Model, differing, everything, in_double, part_of, whole
 from tests.plugin.tile_course import MODEL
 from tests.ranks import run_ranks
 

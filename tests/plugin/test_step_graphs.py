@@ -1,7 +1,7 @@
 """The order of a step's parts, and that replays do what the first run did: on a CPU with graphs that are recorded."""
 
+import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -56,17 +56,20 @@ class Pool(RecordedPool):
     """Records, and says how much room there is.
 
     Attributes:
-        prepared, captured: how often it was made ready for the graphs of a step, and captured one.
+        family: this pool and those that took its place, in order.
+        prepared, captured: how often it was made ready for the graphs of a step, and its graphs.
         spare, full: what it answers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, family: "list[Pool] | None" = None) -> None:
         super().__init__()
-        self.prepared, self.captured = 0, 0
+        self.family = [] if family is None else family
+        self.family.append(self)
+        self.prepared, self.captured = 0, list[weakref.ref[Any]]()
         self.spare, self.full = True, False
 
     def afresh(self) -> "Pool":
-        return Pool()
+        return Pool(self.family)
 
     def has_spare_room(self) -> bool:
         return self.spare
@@ -78,15 +81,21 @@ class Pool(RecordedPool):
         self.prepared += 1
 
     def capture(self, part: Callable[[], None], stream: Any = None) -> Any:
-        self.captured += 1
-        return super().capture(part, stream)
+        graph = super().capture(part, stream)
+        self.captured.append(weakref.ref(graph))
+        return graph
+
+    @property
+    def alive(self) -> int:
+        """Graphs that somebody holds."""
+        return sum(graph() is not None for graph in self.captured)
 
 
-def make_graphs(device: str, notes: list[str]) -> tuple[StepGraphs, StepTimer]:
+def make_graphs(device: str, notes: list[str], pool: GraphPool | None = None) -> tuple[StepGraphs, StepTimer]:
     """Graphs, and their timer, that note what is measured and `computed`."""
     timer = StepTimer(torch.device(device))
     timer.listener = lambda part: notes.append(f"<{part}>")
-    pool = GraphPool(torch.device(device)) if device == "cuda" else Pool()
+    pool = pool or (GraphPool(torch.device(device)) if device == "cuda" else Pool())
     return StepGraphs(timer, lambda: notes.append("computed"), pool), timer
 
 
@@ -193,18 +202,14 @@ def test_steps_with_collectives_are_launched_one_by_one() -> None:
     assert graphs.at_once("plan", 4) == 1
 
 
-@pytest.mark.parametrize("pool", [False, True])
-def test_several_steps_are_taken_where_no_graph_can_hold_them(pool: bool) -> None:
-    notes: list[str] = []
-    graphs, _ = make_graphs("cpu", notes)
-    if pool:
-        graphs._pool.spare = False  # type: ignore[union-attr]
-    else:
-        graphs._pool = None
+def test_several_steps_are_taken_where_no_graph_can_hold_them() -> None:
+    notes, pool = list[str](), Pool()
+    pool.spare = False
+    graphs, _ = make_graphs("cpu", notes, pool)
     step = Step(notes, CUT)
     (found,) = graphs.take("plan", step.parts, 3)
     assert found.tolist() == [3.0] * 3 and step.total.tolist() == [step.expected(3)] * 3
-    assert graphs._captured == {} and notes.count("computed") == 1 and notes.count("meets") == 3 * CUT
+    assert pool.captured == [] and notes.count("computed") == 1 and notes.count("meets") == 3 * CUT
 
 
 def test_a_step_that_is_captured_is_taken_once() -> None:
@@ -229,113 +234,79 @@ def test_a_step_that_is_captured_is_taken_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "peak", "spare", "kept"),
-    [(9 << 30, 58, True, True), (9 << 30, 19, True, False), (3 << 30, 58, False, False)],
+    ("free", "peak", "spare", "hoards"),
+    [(9 << 30, 58, True, False), (9 << 30, 19, True, True), (3 << 30, 58, False, False)],
 )
 def test_graphs_are_made_where_there_is_room_for_two_sets_of_buffers(
-    free: int, peak: int, spare: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
+    free: int, peak: int, spare: bool, hoards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sizes as the allocator would tell them; nothing is captured on a CPU, but it is asked for. What graphs of before
-    hold is kept for the next ones, unless it is short, or three times what was ever in use (`peak`)."""
+    """Sizes as the allocator gives them; memory is hoarded that is three times what was ever in use (`peak`)."""
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 60 << 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 56 << 30)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 139 << 30))
-    asked: list[object] = []
-
-    class Asked(Exception):
-        pass
-
-    def capture(self: GraphPool, part: object, stream: object) -> object:
-        asked.append(part)
-        raise Asked
-
-    monkeypatch.setattr(GraphPool, "capture", capture)
-    monkeypatch.setattr(GraphPool, "prepare", lambda self: None)
-    monkeypatch.setattr(GraphPool, "clock", lambda self: torch.zeros(1, dtype=torch.int64))
-    graphs = StepGraphs(StepTimer(torch.device("cpu")), lambda: None, GraphPool(torch.device("cuda:0")))
-    runs: list[int] = []
-
-    def parts() -> Parts[None]:
-        runs.append(1)
-        yield from ()
-
-    graphs.take("plan", parts)
-    for _ in range(3):
-        with pytest.raises(Asked) if spare else nullcontext():
-            graphs.take("plan", parts)
-    assert (len(asked), len(runs)) == ((3, 1) if spare else (0, 4))
-    retired: Any = ["a graph of the step before"]
-    graphs._retired = retired
-    graphs.forget()
-    graphs.take("plan", parts)
-    pool = graphs._pool
-    with pytest.raises(Asked) if spare else nullcontext():
-        graphs.take("plan", parts)
-    assert bool(graphs._retired) == (graphs._pool is pool) == kept, "graphs that nobody uses keep memory that is short"
+    pool = GraphPool(torch.device("cuda:0"))
+    assert (pool.has_spare_room(), pool.hoards()) == (spare, hoards)
 
 
 def test_what_is_retired_goes_when_the_next_is_there() -> None:
     """And its pool with it, only where that is full of what nobody uses, or there is no room for more."""
-    notes: list[str] = []
-    graphs, _ = make_graphs("cpu", notes)
-    first: Any = graphs._pool
+    notes, first = list[str](), Pool()
+    graphs, _ = make_graphs("cpu", notes, first)
     step = Step(notes, CUT)
-    for _ in range(2):
-        graphs.take("plan", step.parts)
-    assert (first.prepared, first.captured) == (1, CUT + 1)
-    for turn in range(2):  # a step that is soon replaced is not captured, and what is retired stays
+
+    def take(plan: str = "plan", times: int = 2) -> None:
+        for _ in range(times):
+            graphs.take(plan, step.parts)
+
+    take()
+    assert (first.prepared, first.alive) == (1, CUT + 1)
+    for _ in range(2):  # a step that is soon replaced is not captured, and what is retired stays
         graphs.forget()
-        graphs.take("plan", step.parts)
-        assert len(graphs._retired) == CUT + 1 and graphs._pool is first, turn
-        assert not any(isinstance(one, Collective) for one in graphs._retired), "they hold on to the step"
-    graphs.take("plan", step.parts)
-    assert graphs._retired == [] and graphs._pool is first and first.prepared == 2
+        take(times=1)
+        assert len(first.captured) == first.alive == CUT + 1
+    take(times=1)
+    assert len(first.captured) == 2 * first.alive == 2 * (CUT + 1) and first.prepared == 2
     first.full = True
-    graphs.take("other", step.parts)
-    graphs.take("other", step.parts)
-    assert graphs._pool is first, "graphs of this step are in it"
+    take("other")
+    assert first.family == [first], "graphs of this step are in it"
     graphs.forget()
-    graphs.take("plan", step.parts)
-    graphs.take("plan", step.parts)
-    second: Any = graphs._pool
-    assert second is not first and (first.prepared, second.prepared) == (3, 1)
+    take()
+    _, second = first.family
+    assert (first.prepared, second.prepared, first.alive, second.alive) == (3, 1, 0, CUT + 1)
     second.spare = False
-    graphs.take("plan", step.parts)
-    assert graphs._captured.keys() == {("plan", 1)}, "what is there needs no more room"
-    graphs.take("other", step.parts)
-    graphs.take("other", step.parts)
-    assert graphs._captured.keys() == {("plan", 1)} and graphs._pool is second
+    notes.clear()
+    take(times=1)
+    assert "part 0" not in notes, "what is there needs no more room"
+    take("other")
+    assert second.alive == len(second.captured) == CUT + 1 and len(first.family) == 2
     graphs.forget()
-    graphs.take("plan", step.parts)
-    graphs.take("plan", step.parts)
-    assert graphs._captured == {} and graphs._retired == [] and graphs._pool is not second
+    take()
+    assert second.alive == 0 and len(first.family) == 3
     runs = int(step.runs[0])
     assert step.total.tolist() == [step.expected(runs)] * 3
 
 
 def test_graphs_of_plans_that_are_not_made_any_more_go() -> None:
-    notes: list[str] = []
-    graphs, _ = make_graphs("cpu", notes)
-    step, captures = Step(notes, CUT), list[int]()
+    notes, pool = list[str](), Pool()
+    graphs, _ = make_graphs("cpu", notes, pool)
+    step, captures, taken = Step(notes), list[int](), 0
 
-    def parts(plan: int) -> Parts[Any]:
-        captures.append(plan)
-        return step.parts(1.0)
+    def take(plan: int) -> None:
+        nonlocal taken
+        taken += 1
+        graphs.take(plan, lambda: captures.append(plan) or step.parts())
 
-    pairs = [p for p in range(1, MOST_KEPT + 4) for _ in range(2)]
-    plans = [0, 0, *pairs, 0, MOST_KEPT + 3]
-    for plan in plans:
-        graphs.take(plan, lambda plan=plan: parts(plan))
+    for plan in [0, 0, *(p for p in range(1, MOST_KEPT + 4) for _ in range(2)), 0, MOST_KEPT + 3]:
+        take(plan)
     assert captures.count(0) == 3, "run, captured, and captured again after it had gone"
-    assert captures.count(MOST_KEPT + 3) == 2 and len(graphs._captured) == MOST_KEPT
-    assert step.total.tolist() == [step.expected(len(plans))] * 3
+    assert captures.count(MOST_KEPT + 3) == 2 and pool.alive == MOST_KEPT
     # The one that goes is the one that was used longest ago, and not the one that was captured first.
-    oldest: Any = next(iter(graphs._captured))[0]  # type: ignore[index]
-    graphs.take(oldest, lambda: parts(-1))
-    for _ in range(2):
-        graphs.take("new", lambda: parts(-2))
-    assert (oldest, 1) in graphs._captured and len(graphs._captured) == MOST_KEPT and -1 not in captures
+    captures.clear()
+    for plan in (5, -1, -1, 5, 6):
+        take(plan)
+    assert captures == [-1, -1, 6] and pool.alive == MOST_KEPT
+    assert step.total.tolist() == [step.expected(taken)] * 3
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 """A step that reads nothing back equals the ordinary one: autograd through the operators on one rank, torch's Adam, its
 counting. On replicas and on shards, as launched and captured."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -170,30 +169,6 @@ def test_a_lazy_step_waits_for_a_flush_once_64_are_put_off() -> None:
 
 
 # ---- what travels ----
-
-
-def test_what_is_told_is_made_before_anybody_is_met() -> None:
-    """Parts of a step are measured by name, and what is no exchange must not count as one."""
-    params = {k: v.detach() for k, v in make_points(20, torch.float32, "cpu").params.items()}
-    here = World.single(torch.device("cpu"))
-    step = step_of(here, "single", params, StepSettings(WIDTH, HEIGHT, 1, LAMBDA, 512, 1, 1 << 14))
-    view = batch_of(0, 1, here.device)[0]
-    step.viewmats[:], step.Ks[:] = view.viewmat, view.K
-    step.scalars.copy_(scalars_of_no_step(len(ORDER), here.device))
-    parts: list[str] = []
-    usual = step._message.of
-
-    def measure(part: str) -> AbstractContextManager[None]:
-        parts.append(part)
-        return nullcontext()
-
-    def message(*given: Any) -> torch.Tensor:
-        parts.append("<made>")
-        return usual(*given)
-
-    step._measure, step._message.of = measure, message  # type: ignore[method-assign]
-    step.take(Plan.of([[Patch.whole(0, view)]]), [make_image(view)])
-    assert parts[-5:] == ["backward", "message", "<made>", "return", "update"]
 
 
 def test_what_leaves_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

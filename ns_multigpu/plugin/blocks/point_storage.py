@@ -1,7 +1,7 @@
 """Where points lie while steps are fused: in tensors with room to spare, so that a refinement moves none of them.
 
 The CUDA graph of a step knows addresses and sizes. A refinement makes new tensors of another length, and the step had
-to be made and captured again, which took the host 5 to 7 ms (fox-h200.md), every 25 steps where four GPUs draw a view
+to be made and captured again, which took the host 5 to 7 ms, every 25 steps where four GPUs draw a view
 each. Here the new values are copied to where the old ones were, and the graph stays as it is. Its kernels go over the
 room that is left as well; what lies there has no position, and so is never seen.
 """

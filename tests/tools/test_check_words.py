@@ -1,0 +1,108 @@
+"""Each rule of tools/check_words.py finds what it is for, and nothing beside it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def check(tmp_path: Path):
+    """Return a function that writes files and returns the tool's status and its lines."""
+
+    def run(files: dict[str, str], *arguments: str, rules: str = "") -> tuple[int, list[str]]:
+        for name, text in {"pyproject.toml": f"[tool.check_words]\nrules = [{rules}]\n", **files}.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        command = [sys.executable, ROOT / "tools" / "check_words.py", "--root", tmp_path, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return done.returncode, (done.stdout + done.stderr).splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("rule", "file", "text", "places"),
+    [
+        ("identifiers", "ns_multigpu/a.py", "x = 1\nmy_room = 2\nmy_room = 3\n", [2]),
+        ("identifiers", "tests/a.py", "def test_FirstRoom(): ...\n", [1]),
+        ("identifiers", "ns_multigpu/room.py", "", [1]),
+        ("identifiers", "cuda_ext/a.cu", "// room\nint first_room;\n", [2]),
+        ("identifiers", "ns_multigpu/a.py", "groom = roomy = 'room'  # room\n", []),
+        ("identifiers", "ns_multigpu/a.py", "zeros_like = balance_like_views = 1\n", [1]),
+        ("words", "ns_multigpu/a.py", '"""The rows\nare told."""\n', [2]),
+        ("words", "ns_multigpu/a.py", "x = 1  # there is room\n", [1]),
+        ("words", "ns_multigpu/a.py", "raise ValueError(f'{x} has no room')\n", [1]),
+        ("words", "cuda_ext/a.cpp", 'int room;  // no\n/* the\n room */ f("no Room here");\n', [3, 3]),
+        ("words", "docs/a.md", "Of course `room` is code.\n\n    room\n\nA run takes its course.\n", [5]),
+        ("words", "ns_multigpu/a.py", "room = 'room'\n", []),
+        ("docstrings", "strategies/a.py", '"""What it is."""\n', [1]),
+        ("docstrings", "strategies/a.py", 'class A:\n    x: int\n    """Which one."""\n', [3]),
+        ("docstrings", "strategies/a.py", 'def f():\n    """\n    Where it is.\n    """\n', [2]),
+        ("docstrings", "strategies/a.py", 'def f():\n    """Whatever."""\n    g()\n    "What"\n', []),
+        ("sentences", "README.md", "word " * 25 + "end.\n\n- " + "word " * 24 + "end. " + "word " * 9 + "\n", [1]),
+        ("sentences", "docs/a.md", "One.\n" + "word\n" * 26, [2]),
+        ("sentences", "docs/a.md", "| " + "word " * 30 + "|\n\n    " + "word " * 30 + "\n# " + "word " * 30, []),
+        ("sentences", "docs/a.md", "word `" + "code " * 30 + "`. [word word](" + "a" * 40 + ")\n", []),
+        ("sentences", "benchmarks/results/a.md", "word " * 30, []),
+        ("hashes", "README.md", "Since `00c21f4` it is so.\n\n    crc32 90b1d7e3\n", [1]),
+        ("hashes", "docs/a.md", "1234567 photographs of a facade, defaced\n", []),
+    ],
+)
+def test_a_rule_finds_its_places_and_no_other(check, rule, file, text, places):
+    status, lines = check({file: text}, rules=f'"{rule}"')
+    assert [line.split(": ")[:2] for line in lines] == [[f"{file}:{place}", rule] for place in places]
+    assert status == bool(places)
+
+
+def test_only_enabled_rules_are_checked_and_all_are_counted(check):
+    files = {"docs/a.md": "Since 00c21f4 there is room.\n", "ns_multigpu/a.py": '"""What a room is."""\n'}
+    assert check(files) == (0, [])
+    status, lines = check(files, rules='"hashes"')
+    assert (status, len(lines)) == (1, 1)
+    status, lines = check(files, "--count")
+    table = {tuple(line.split(" | ")[:2]): line.split(" | ")[2:] for line in lines}
+    assert status == 0
+    assert table["rule", "word"] == ["all", "docs", "ns_multigpu"]
+    assert table["words", ""] == ["2", "1", "1"]
+    assert table["docstrings", ""] == ["1", "0", "1"]
+    assert table["hashes", ""] == ["1", "1", "0"]
+
+
+def test_a_rule_that_does_not_exist_is_refused(check):
+    status, lines = check({}, rules='"hash"')
+    assert status == 2
+    assert "no rule hash; there are identifiers, words" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("subject", "words"),
+    [
+        ("exchange: pad messages to the plan's capacity", []),
+        ("core/step: embed the flag", []),
+        ("Lines of 120", ["form"]),
+        ("docs: Wrap tables", ["form"]),
+        ("docs: wrapped tables", ["form"]),
+        ("docs: the tables", ["form"]),
+        ("docs: wrapping", ["form"]),
+        ("docs: wraps tables", ["form"]),
+        ("docs: wrap " + "t" * 62, ["length"]),
+        ("docs: wrap " + "t" * 61, []),
+    ],
+)
+def test_commit_subjects(check, tmp_path, subject, words):
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for message in ("Not looked at", subject):
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", message], check=True)
+    status, lines = check({}, "--rules", "commits", "--since", "HEAD~1")
+    found = ["length" if "characters" in line else "form" for line in lines]
+    assert (status, found) == (bool(words), words)
+
+
+def test_the_tree_keeps_the_rules_that_are_enabled():
+    done = subprocess.run([sys.executable, ROOT / "tools" / "check_words.py"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
