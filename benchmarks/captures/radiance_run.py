@@ -69,6 +69,7 @@ class Run:
         self.trainer.setup()
         if not self._theirs:
             self.trainer.guards.numbers.prepare(self.trainer.optimizers.optimizers)
+            self.trainer.objective.begin(0)
 
     def train(self) -> dict[str, Any]:
         """Takes steps until there are enough of them, or the time is over."""

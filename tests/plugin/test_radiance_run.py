@@ -15,7 +15,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.methods import nerfacto_xl
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
-from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
+from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.plugin.course import TinyDataParserConfig, write_capture
 from tests.plugin.radiance_scene import GRIDS, SMALL
 from tests.plugin.resuming import part_of
@@ -43,12 +43,12 @@ def configured(capture: Path, run: Path, *, points: bool = True, steps: int = 3,
     return config
 
 
-def trained(world: World, config: Any, seed: int = 3) -> RadianceTrainer:
+def trained(world: World, config: Any, seed: int = 3) -> DistributedTrainer:
     """The trainer at the end of a run on these ranks."""
     torch.manual_seed(seed)
     World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
     config.get_base_dir().mkdir(parents=True, exist_ok=True)
-    trainer = RadianceTrainer(config)
+    trainer = DistributedTrainer(config)
     try:
         trainer.setup()
         trainer.train()
@@ -57,7 +57,7 @@ def trained(world: World, config: Any, seed: int = 3) -> RadianceTrainer:
     return trainer
 
 
-def _everything(trainer: RadianceTrainer) -> dict[str, torch.Tensor]:
+def _everything(trainer: DistributedTrainer) -> dict[str, torch.Tensor]:
     """Parameters and moments of a rank, by name."""
     model = trainer.pipeline.model
     names = {id(p): name for name, p in model.named_parameters()}
@@ -203,9 +203,9 @@ def _looked_at(world: World, capture: Path, out: Path) -> list[Any]:
     config = configured(capture, out, steps=6)
     asked: list[Any] = []
     threads: list[threading.Thread] = []
-    started = RadianceTrainer._train
+    started = DistributedTrainer._train
 
-    def train(trainer: RadianceTrainer) -> None:
+    def train(trainer: DistributedTrainer) -> None:
         def look() -> None:  # as nerfstudio's viewer
             for _ in range(2):
                 with trainer.train_lock, torch.no_grad():
@@ -218,7 +218,7 @@ def _looked_at(world: World, capture: Path, out: Path) -> list[Any]:
             threads[0].start()
         started(trainer)
 
-    RadianceTrainer._train = train  # type: ignore[method-assign]
+    DistributedTrainer._train = train  # type: ignore[method-assign]
     trainer = trained(world, config)
     for thread in threads:
         thread.join(20)

@@ -11,7 +11,7 @@ import tyro
 from nerfstudio.configs.method_configs import AnnotatedBaseConfigUnion
 
 from ns_multigpu.core.world import World
-from ns_multigpu.methods import nerfacto_xl, splatfacto_batch
+from ns_multigpu.methods import splatfacto_batch
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.train import capacity
@@ -116,15 +116,6 @@ def test_a_run_that_goes_on_keeps_what_it_has() -> None:
     assert config == before
     with pytest.raises(InputError, match=r"--recipe best: .*Leave --recipe out"):
         apply_recipe(config, 1, ["splatfacto-batch", "--load_config=config.yml", "--recipe", "best"])
-
-
-def test_it_is_not_for_radiance_fields() -> None:
-    config: Any = deepcopy(nerfacto_xl.config)
-    apply_recipe(config, 1, ["nerfacto-xl"])
-    assert config == nerfacto_xl.config
-    config.recipe, config.max_num_images = "best", None
-    with pytest.raises(InputError, match="nerfacto-xl has no Gaussians"):
-        apply_recipe(config, 1, ["nerfacto-xl"])
 
 
 def test_the_cap_is_chosen_from_the_capture_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,35 @@
 """The configuration of a run of `nerfacto-xl`: how its workers come to life is that of all our methods."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
+from ns_multigpu.plugin.radiance.objective import RadianceObjective
 from ns_multigpu.plugin.train.config import RunConfig, prepare_operators
+from ns_multigpu.plugin.train.objective import Objective
 
 
 @dataclass
 class RadianceTrainerConfig(RunConfig):
     """Options of a run that trains a radiance field."""
 
-    _target: type = field(default_factory=lambda: RadianceTrainer)
     mixed_precision: bool = False
     """Networks run in bfloat16 in training, as torch's autocast chooses; parameters and sums are float32."""
     fused_steps: Literal["auto", "always", "never"] = "auto"
     """Whether to take steps of fixed shapes, which on GPUs are captured in CUDA graphs: "auto" does where that can
     be, and says so, or what is in the way; "always" refuses to start where it cannot."""
+
+    def objective(self) -> type[Objective]:
+        """See `RunConfig.objective`."""
+        return RadianceObjective
+
+    def check_precision(self) -> None:
+        """See `RunConfig.check_precision`: networks may run in bfloat16, whose losses nobody scales."""
+        if self.use_grad_scaler:
+            raise InputError(
+                "--use-grad-scaler True: networks run in bfloat16, whose range is that of single precision, so that no "
+                "loss has to be scaled. Leave it out."
+            )
 
     def check_method(self) -> None:
         """Whether the options go together.
@@ -26,11 +38,6 @@ class RadianceTrainerConfig(RunConfig):
             InputError: they do not.
         """
         model: Any = self.pipeline.model
-        if self.use_grad_scaler:
-            raise InputError(
-                "--use-grad-scaler True: networks run in bfloat16, whose range is that of single precision, so that no "
-                "loss has to be scaled. Leave it out."
-            )
         if model.cells < 0:
             raise InputError(f"--pipeline.model.cells {model.cells}: give how many cells, or 0 for one a GPU.")
         if model.background_color == "sky" and model.spread in ("mega", "block"):

@@ -28,10 +28,10 @@ from ns_multigpu.plugin.radiance.fields import Cell, Head
 from ns_multigpu.plugin.radiance.figures import Figures
 from ns_multigpu.plugin.radiance.fixed import FixedShapes, why_not
 from ns_multigpu.plugin.radiance.marching import OccupancySampling
-from ns_multigpu.plugin.radiance.renders import Renders
 from ns_multigpu.plugin.radiance.sampling import Group, Lines, ProposalSampling, in_order, median_depth
 from ns_multigpu.plugin.radiance.sky import Sky
 from ns_multigpu.plugin.radiance.spread import WAYS, Mega, Spread, Taken, blended_samples
+from ns_multigpu.plugin.render.service import RenderService
 from ns_multigpu.radiance.contraction import Domain
 from ns_multigpu.radiance.exchange import all_segments, cells_of, segments_of_ranks
 from ns_multigpu.radiance.integrals import (
@@ -122,7 +122,7 @@ class NerfactoXLModel(NerfactoModel):
         self.step = 0
         self.figures: Figures | None = None
         self.may_fix, self.fixed = True, None  # whether training steps may have fixed shapes, and what takes them
-        self.elsewhere: Renders | None = None  # what renders for a viewer that is not alone
+        self.elsewhere: RenderService | None = None  # renders for a viewer that is not alone
 
     def place(self, partition: Partition, world: World, boxes: Tensor | None = None) -> None:
         """Makes this rank's fields, with parameters that follow from the seed and a cell's number.
@@ -197,9 +197,9 @@ class NerfactoXLModel(NerfactoModel):
     # ---- rays ----
 
     def get_outputs_for_camera(self, camera: Cameras, obb_box: OrientedBox | None = None) -> dict[str, Tensor]:
-        """An image. All ranks ask for the same; of a viewer, or where it has helpers, rank 0 alone: see `Renders`."""
-        if self.elsewhere is not None and self.elsewhere.serves():
-            return self.elsewhere.ask(camera, obb_box)
+        """An image. All ranks ask for the same; of a viewer, or with helpers, rank 0 alone: see `RenderService`."""
+        if self.elsewhere is not None and (asked := self.elsewhere.outputs(camera, obb_box)) is not None:
+            return dict(asked)
         return super().get_outputs_for_camera(camera, obb_box)
 
     def get_outputs(self, ray_bundle: RayBundle) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -213,7 +213,7 @@ class NerfactoXLModel(NerfactoModel):
             ray_bundle: [R], with `nears` and `fars`.
         """
         assert self.partition is not None, "there are no cells yet"
-        if self.elsewhere is not None and (asked := self.elsewhere.ask_rays(ray_bundle)) is not None:
+        if self.elsewhere is not None and (asked := self.elsewhere.outputs_of_rays(ray_bundle)) is not None:
             return asked
         if self.training:
             self.camera_optimizer.apply_to_raybundle(ray_bundle)
@@ -375,19 +375,25 @@ class NerfactoXLModel(NerfactoModel):
         kept = None if self.fixed is None or not self.training else self.fixed.numbers(len(pixels)).background
         return background(torch.empty_like(pixels), self.seed, self.step) if kept is None else kept
 
+    corrects_colours: ClassVar[bool] = False
+
+    def compared(self, outputs: dict[str, Any], image: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return a photograph as the image that was rendered should be, and that image, both [H, W, 3]."""
+        return self.renderer_rgb.blend_background(image["image"].to(self.device)), outputs["rgb"].to(self.device)
+
     def get_image_metrics_and_images(
         self, outputs: dict[str, Tensor], batch: dict[str, Any]
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """PSNR, SSIM and LPIPS of an image, and pictures of it beside the truth, its opacity and its depth."""
-        truth = self.renderer_rgb.blend_background(batch["image"].to(self.device))
-        true, seen = (image.moveaxis(-1, 0)[None] for image in (truth, outputs["rgb"].to(self.device)))
+        truth, rgb = self.compared(outputs, batch)
+        true, seen = (image.moveaxis(-1, 0)[None] for image in (truth, rgb))
         ssim: Any = self.ssim(true, seen)
         measured = {"psnr": self.psnr(true, seen), "ssim": ssim, "lpips": self.lpips(true, seen)}
         if self.lpips.missing:
             del measured["lpips"]
         depth = colormaps.apply_depth_colormap(outputs["depth"], accumulation=outputs["accumulation"])
         images = {
-            "img": torch.cat([truth, outputs["rgb"].to(truth)], dim=1),
+            "img": torch.cat([truth, rgb], dim=1),
             "accumulation": colormaps.apply_colormap(outputs["accumulation"]),
             "depth": depth,
         }

@@ -46,7 +46,9 @@ from ns_multigpu.plugin.launch.run_folder import (
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model.batch_scaling import RateCourse, ScalingChoice, scaling_rule
 from ns_multigpu.plugin.model.surfaces import check_primitive
+from ns_multigpu.plugin.train.objective import Objective
 from ns_multigpu.plugin.train.recipe import Recipe, apply_recipe, told
+from ns_multigpu.plugin.train.splats import SplatObjective
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from strategies import STRATEGIES
 
@@ -175,8 +177,15 @@ class RunConfig(TrainerConfig):
     def complete(self, ranks: int) -> None:
         """Set options that follow from others, for a run of so many ranks."""
 
+    def check_precision(self) -> None:
+        """Raise an InputError unless the method can train in the precision that was asked for."""
+
     def check_method(self) -> None:
         """Raise an InputError unless the method's own options go together."""
+
+    def objective(self) -> type[Objective]:
+        """Return the class of what the run trains."""
+        raise NotImplementedError
 
     def prepare(self) -> None:
         """Makes ready what all workers use."""
@@ -395,6 +404,14 @@ class DistributedTrainerConfig(RunConfig):
         """Raise an InputError unless the strategy and the kind of point go together."""
         checks.check_strategy(strategy := str(getattr(self.pipeline, "strategy", "")), STRATEGIES)
         check_primitive(cast(Any, self.pipeline).model, strategy)
+
+    def check_precision(self) -> None:
+        """See `RunConfig.check_precision`: it is single precision, as Splatfacto's."""
+        checks.check_precision(self.mixed_precision, self.use_grad_scaler)
+
+    def objective(self) -> type[Objective]:
+        """See `RunConfig.objective`."""
+        return SplatObjective
 
     def length_in_words(self, ranks: int) -> str:
         """Return how many images a run of so many ranks sees."""
