@@ -74,8 +74,7 @@ def explain(error: BaseException, now: Circumstances) -> RanOutOfMemory | None:
     remedies = [
         *(["fewer views on a rank: --pipeline.views-per-rank 1"] if now.views > 1 else []),
         "smaller images: --downscale-factor 2 (behind the dataparser's name: colmap, nerfstudio-data)",
-        "fewer Gaussians: --pipeline.model.max-gaussians N (`ns-multigpu plan` says what fits), or "
-        "--pipeline.model.densifier mcmc with --pipeline.model.max-gs-num N",
+        "fewer Gaussians: --pipeline.model.max-gaussians N (`ns-multigpu plan` says what fits)",
         "more GPUs, each with a part of the Gaussians: splatfacto-tile",
     ]
     if on_gpu:

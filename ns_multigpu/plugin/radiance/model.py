@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import tyro
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ns_multigpu.core.collectives import max_int, sum_in_place
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.launch.option_help import Only
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
 from ns_multigpu.plugin.radiance.backgrounds import blended, chosen, mean_colour
 from ns_multigpu.plugin.radiance.draws import background
@@ -49,6 +50,7 @@ from ns_multigpu.radiance.integrals import (
 from ns_multigpu.radiance.partition import Partition
 from ns_multigpu.radiance.segments import Segments, cell_of
 
+_GRID = Only("pipeline.model.sampling", "occupancy")
 _STANDARD: tuple[Breakable, ...] = (COLOUR, DEPTH, MOMENT, Distortion(), BACKGROUND)
 
 
@@ -68,15 +70,15 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     sampling: Literal["proposals", "occupancy"] = "proposals"
     """Where samples are taken: by nerfacto's proposal networks, or in even steps through what an occupancy grid has not
     as empty (Instant-NGP)."""
-    samples_per: Literal["ray", "segment"] = "ray"
+    samples_per: Annotated[Literal["ray", "segment"], Only("pipeline.model.sampling", "proposals")] = "ray"
     """What nerfacto's numbers of samples are for, with proposals: a ray, whose k segments have a k-th each; or each
     segment, so that a ray that crosses k cells has k times as many. Segments behind what is seen then have as many as
     those before it, and can paint each view its own background there."""
-    grid_resolution: int = 128
+    grid_resolution: Annotated[int, _GRID] = 128
     """Voxels of a cell's occupancy grid along each axis."""
-    alpha_thre: float = 0.01
+    alpha_thre: Annotated[float, _GRID] = 0.01
     """How opaque a voxel of it is to be found, to be occupied."""
-    march_steps: int = 512
+    march_steps: Annotated[int, _GRID] = 512
     """Even steps of a whole ray, with an occupancy grid."""
     background_color: Literal["auto", "mean", "random", "last_sample", "sky", "black", "white"] = "auto"
     """What is behind what lets light through. auto: with several cells of xl mean, the ray's own mean colour, else the

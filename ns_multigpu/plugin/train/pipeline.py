@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torchvision.utils as vutils
@@ -34,6 +34,7 @@ from ns_multigpu.plugin.checkpoint.verify import SHARDS, read_checkpoint_file, s
 from ns_multigpu.plugin.export.ns_export import stream_for_ns_export
 from ns_multigpu.plugin.faults.errors import show_uncaught
 from ns_multigpu.plugin.launch import checks
+from ns_multigpu.plugin.launch.option_help import Only
 from ns_multigpu.plugin.launch.process_world import get_world, set_world
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model import exposures
@@ -71,16 +72,18 @@ class DistributedPipelineConfig(BesideCheckpoints, VanillaPipelineConfig):
     """Views that see about as many seed points come into one step, so that no GPU waits long for another. False takes
     them in splatfacto's order, as steps of one view always do."""
 
-    transport: Literal["auto", "peer", "collective"] = "auto"
+    transport: Annotated[
+        Literal["auto", "peer", "collective"], Only("pipeline.strategy", "batch", "tile", "locality")
+    ] = "auto"
     """How splats and their gradients travel where points are sharded: "peer" reads and writes the other GPUs' memory
     (one machine with NVLink or peer access), "collective" goes through torch.distributed, with the same results."""
-    tile_lists: Literal["gather", "sort"] = "gather"
+    tile_lists: Annotated[Literal["gather", "sort"], Only("pipeline.strategy", "tile")] = "gather"
     """How the splats of each tile are found where points are sharded: "gather", each rank sorts what it draws; "sort",
     one merge-path sort of all splats over all GPUs. The lists are the same."""
     gradients: Literal["atomics", "transfer"] = "atomics"
     """With peer transport, how gradients reach the Gaussians' owners: "atomics" adds them into the owner's memory over
     the link as they are made; "transfer" adds them up where they are drawn, and the owner reads each sum once."""
-    wire: Literal["full", "half"] = "full"
+    wire: Annotated[Literal["full", "half"], Only("pipeline.strategy", "tile", "locality")] = "full"
     """With collective transport, what splats and their gradients are on the wire: "full" is float32, and changes
     nothing; "half" is float16 for all but positions and depths, and rounds: each rank's own splats not at all."""
     exchange: Literal["pixels", "splats", "mixed", "auto"] = "pixels"
@@ -196,7 +199,7 @@ class DistributedPipeline(VanillaPipeline):
                 )
             choose_cap(self.model, self.datamanager.train_dataset.cameras)
             choose_exposure(self.model, self.datamanager, self.world)
-            checks.check_cap(self.model.num_points, config.model.densifier, config.model.max_gs_num)
+            checks.check_cap(self.model.num_points, config.model.densifier, config.model.max_gaussians)
             self.strategy.placement.look(self._training_views)
             if sharded:
                 self.model.hold_shard(self.strategy.placement, self.world)
