@@ -7,6 +7,7 @@ import contextlib
 import copy
 import io
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -39,20 +40,32 @@ def shown(config: Any, *words: str) -> list[str]:
 
 
 @pytest.fixture
-def ours(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What of a method's `--help` is ours, with what else its command line says."""
+def ours() -> Iterator[Any]:
+    """What of a method's `--help` is ours, with what else its command line says.
+
+    The process of a real `--help` ends with it. Here the classes' annotations are put back.
+    """
+    kinds = {
+        kind: dict(kind.__annotations__)
+        for config in SPECS.values()
+        for part in (config.pipeline, config.pipeline.model)
+        for kind in type(part).__mro__
+        if "__annotations__" in vars(kind)
+    }
+
+    def put_back() -> None:
+        for kind, hints in kinds.items():
+            kind.__annotations__.update(hints)
 
     def of(method: str, *words: str) -> list[str]:
+        put_back()
         config = copy.deepcopy(SPECS[method])
-        for part in (config.pipeline, config.pipeline.model):  # the process of a real `--help` ends with it
-            for kind in type(part).__mro__:
-                if "__annotations__" in vars(kind):
-                    monkeypatch.setattr(kind, "__annotations__", dict(kind.__annotations__))
         show_what_applies(config, [*words, "--help"])
         theirs = set(shown(STOCK[method.split("-")[0]]))
         return [name for name in shown(config, *words) if name not in theirs]
 
-    return of
+    yield of
+    put_back()
 
 
 GUARDS = """steps-per-checksum save-on-interrupt max-restarts stall-seconds stall-abort-seconds steps-per-numeric-check
@@ -61,8 +74,8 @@ RUN = """eval-at-start max-num-images batch-scaling rates-at-end rates-fall-from
     save-retry-seconds recipe"""
 VIEWS = "pipeline.strategy pipeline.views-per-rank pipeline.views-per-step pipeline.level-steps"
 IMAGES = "pipeline.datamanager.image-memory-gb"
-MODEL = "primitive depth-loss depth-loss-start exposure optimizer-state densifier morton-order max-gs-num max-gaussians " \
-    "initial-opacity initial-scale"  # fmt: skip
+MODEL = """primitive depth-loss depth-loss-start exposure optimizer-state densifier morton-order max-gs-num
+    max-gaussians initial-opacity initial-scale"""
 SPLATS = f"{GUARDS} {RUN} {VIEWS} {IMAGES} {' '.join('pipeline.model.' + name for name in MODEL.split())}"
 TILE = "pipeline.transport pipeline.wire pipeline.model.rebalance-above"
 FROZEN = {
@@ -81,6 +94,7 @@ ONLY = {
     "densifier mcmc": "gs-per-seed noise-lr mcmc-opacity-reg mcmc-scale-reg mcmc-min-opacity mcmc-picks",
 }
 """By the value that makes them apply, options of the model that are shown then."""
+MOVING = {"times", "motions", "durations", "cosines-dc", "cosines-rest"}
 POINTS = {"means", "quats", "scales", "opacities", "features-dc", "features-rest"}
 
 
@@ -117,16 +131,14 @@ def test_what_applies_by_strategy_is_shown_with_it(ours: Any) -> None:
     ("words", "groups"),
     [
         ("", POINTS),
-        ("--pipeline.model.primitive 4dgs", POINTS | {"times", "durations", "speeds"}),
+        ("--pipeline.model.primitive 4dgs", POINTS | MOVING),
         ("--pipeline.model.camera-optimizer.mode SO3xR3", POINTS | {"camera-opt"}),
         ("--pipeline.model.use_bilateral_grid True", POINTS | {"bilateral-grid"}),
         ("--recipe best", POINTS | {"exposures"}),
     ],
 )
-def test_optimizers_are_those_of_what_the_run_has(
-    words: str, groups: set[str], monkeypatch: pytest.MonkeyPatch, ours: Any
-) -> None:
-    ours("splatfacto-batch")
+@pytest.mark.usefixtures("ours")
+def test_optimizers_are_those_of_what_the_run_has(words: str, groups: set[str]) -> None:
     config = copy.deepcopy(SPECS["splatfacto-batch"])
     show_what_applies(config, [*words.split(), "--help"])
     assert optimizers(shown(config, *words.split())) == groups

@@ -44,16 +44,6 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
         model: Any = self.pipeline.model
         if model.cells < 0:
             raise InputError(f"--pipeline.model.cells {model.cells}: give how many cells, or 0 for one a GPU.")
-        if model.background_color == "sky" and model.spread in ("mega", "block"):
-            raise InputError(
-                "--pipeline.model.background-color sky: all cells share one sky, and with --pipeline.model.spread "
-                f"{model.spread} each field is trained alone. Give another background."
-            )
-        if model.spread == "mega" and model.disable_scene_contraction:
-            raise InputError(
-                "--pipeline.model.spread mega: each field has what is outside of its tile contracted around it. Leave "
-                "out --pipeline.model.disable-scene-contraction."
-            )
 
     def prepare(self) -> None:
         """Builds the operators on GPUs, once and in sight, before several workers ask for them; a CPU needs none."""
@@ -66,9 +56,7 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
         pipeline: Any = self.pipeline
         data = pipeline.datamanager
         where = data.data or data.dataparser.data
-        what = {"ddp": "one field, a share of the rays", "block": "a field of a group of cameras"}.get(
-            pipeline.model.spread, "a cell"
-        )
+        what = "one field, a share of the rays" if pipeline.model.spread == "ddp" else "a cell"
         return (
             f"{self.method_name} on {devices}, {what} or more each: {self.max_num_iterations:,} steps of "
             f"{data.train_num_rays_per_batch:,} rays of {where}\n"
