@@ -1,5 +1,6 @@
 """Placements and assignments that `locality`'s are compared with: one part of Gaian's scheme left out at a time."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -46,10 +47,9 @@ def partitioned(
 
 def assigner(machines: int, per_machine: int, *, hierarchical: bool = True, search: bool = True) -> Assigner:
     """Return `locality`'s assigner, without the machines' level or without the search that levels loads."""
-    swaps = {} if search else {"most_swaps": 0}
-    if hierarchical or machines == 1:
-        return Assigner(machines, per_machine, **swaps)
-    return Assigner(1, machines * per_machine, within=BETWEEN, **swaps)
+    whole = hierarchical or machines == 1
+    made = Assigner(machines, per_machine) if whole else Assigner(1, machines * per_machine, within=BETWEEN)
+    return made if search else replace(made, most_swaps=0)
 
 
 def random_assignment(patches: int, ranks: int, generator: np.random.Generator) -> Ints:

@@ -180,6 +180,6 @@ def test_bad_options_are_named(capture: Path, tmp_path: Path) -> None:
 
 def test_they_have_nerfacto_xls_recipe() -> None:
     for config in BASELINES.values():
-        usual = copy.deepcopy(config)
+        usual: Any = copy.deepcopy(config)
         assert usual.optimizers.keys() == {"proposal_networks", "fields", "camera_opt"}
         assert (usual.fused_steps, usual.pipeline.model.background_color) == ("never", "last_sample")

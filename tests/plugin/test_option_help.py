@@ -149,7 +149,7 @@ def test_without_help_all_options_are_taken() -> None:
     words = ["--pipeline.model.normal-loss", "0.1", "--pipeline.model.max-gs-num", "7", "--pipeline.tile-lists", "sort"]
     words += ["--pipeline.model.primitive", "convex", "--pipeline.model.cull-alpha-thresh-convex", "0.5"]
     show_what_applies(config, words)
-    found = tyro.cli(type(config), default=config, args=words)
+    found: Any = tyro.cli(type(config), default=config, args=words)
     model = found.pipeline.model
     assert (model.normal_loss, model.max_gaussians, model.cull_alpha_thresh_convex) == (0.1, 7, 0.5)
     assert found.pipeline.tile_lists == "sort" and found.optimizers.keys() == config.optimizers.keys()

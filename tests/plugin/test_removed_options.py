@@ -79,6 +79,18 @@ def test_a_run_that_they_changed_is_refused(method: str, changes: dict[str, str]
         account_for(old(method, **changes))
 
 
+def test_it_is_said_where_the_run_resumes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    named = OLD / "splatfacto-locality.yml"
+    monkeypatch.setattr(sys, "argv", ["ns-train", "splatfacto-locality", "--load-config", str(named)])
+    config = old("splatfacto-locality")
+    config._follow(named)
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("options that are gone and changed nothing of its results: ") == 1
+    assert "pipeline.locality.placement, pipeline.locality.within" in told
+    with pytest.raises(InputError, match="within metis: the strategy always uses its default"):
+        old("splatfacto-locality", within="metis")._follow(named)
+
+
 @pytest.mark.parametrize(("densifier", "cap"), [("default", None), ("mcmc", 5000)])
 def test_the_cap_of_mcmc_goes_over(densifier: str, cap: int | None) -> None:
     model = old("splatfacto-batch", densifier=densifier, max_gs_num="5000").pipeline.model
