@@ -30,7 +30,8 @@ SMALL = {
 SAME_ORDER = {"pipeline.level_steps": False}
 """Whatever the batch, the same images at the same time."""
 MCMC = {
-    MODEL + "densifier": "mcmc", MODEL + "max_gs_num": 64, MODEL + "mcmc_min_opacity": 0.095, MODEL + "noise_lr": 5e3,
+    MODEL + "densifier": "mcmc", MODEL + "max_gaussians": 64, MODEL + "mcmc_min_opacity": 0.095,
+    MODEL + "noise_lr": 5e3,
 }  # fmt: skip
 
 
@@ -122,7 +123,7 @@ def test_refused_before_training() -> None:
             checks.check_precision(*asked)
     checks.check_cap(10, "mcmc", 10)
     checks.check_cap(11, "default", 10)
-    with pytest.raises(InputError, match=r"11 Gaussians, more than --pipeline.model.max-gs-num 10"):
+    with pytest.raises(InputError, match=r"11 Gaussians, more than --pipeline.model.max-gaussians 10"):
         checks.check_cap(11, "mcmc", 10)
 
 

@@ -27,12 +27,12 @@ pytestmark = pytest.mark.slow
 IMAGES, VIEWS, AWAY = 48, 2, 2e-3
 # Picks are made by sums of opacities in units of 2^-24, so that rounding draws others: at first nobody is picked.
 STILL = {
-    MODEL + "densifier": "mcmc", MODEL + "max_gs_num": POINTS, MODEL + "mcmc_min_opacity": 1e-5,
+    MODEL + "densifier": "mcmc", MODEL + "max_gaussians": POINTS, MODEL + "mcmc_min_opacity": 1e-5,
     MODEL + "noise_lr": 1e5, MODEL + "warmup_length": 4, MODEL + "refine_every": 8, MODEL + "sh_degree_interval": 12,
     MODEL + "num_downscales": 1, MODEL + "resolution_schedule": 20, MODEL + "mcmc_opacity_reg": 0.05,
     MODEL + "mcmc_scale_reg": 0.05, **{f"optimizers.{name}.optimizer.eps": 1e-4 for name in ORDER},
 }  # fmt: skip
-GROWING = {MODEL + "max_gs_num": 70, MODEL + "mcmc_min_opacity": 0.095}
+GROWING = {MODEL + "max_gaussians": 70, MODEL + "mcmc_min_opacity": 0.095}
 
 
 def train(world: World, folder: Path, name: str, *, tile: bool = False, fused: str = "always", **more: Any) -> Outcome:
@@ -147,7 +147,7 @@ def test_a_step_lets_go_of_points_that_need_more_room(folder: Path, monkeypatch:
     monkeypatch.setattr(Training, "__init__", begin)
     monkeypatch.setattr(PointStorage, "_make", counted)
     monkeypatch.setattr(point_storage, "room_for", lambda count, cap=None: count)
-    train(World.single(), folder, "room", max_gs_num=70, mcmc_min_opacity=0.095)
+    train(World.single(), folder, "room", max_gaussians=70, mcmc_min_opacity=0.095)
     assert [free for free, _ in made] == [True] * len(made) and len(made) > 2
     assert holders[-1]._points._cap == made[-1][1] == 70
 
@@ -170,9 +170,7 @@ def sums_of(fused: str, world: World, folder: Path, tile: bool) -> dict[str, Any
 @pytest.mark.parametrize(("counts", "sums"), [(True, "grad2d radii"), (True, "grad2d"), (False, "grad2d radii")])
 def test_kernels_know_whether_sizes_are_counted(counts: bool, sums: str) -> None:
     """Ranks tell each other conics for that alone; MCMC counts gradients at most."""
-    model = SimpleNamespace(
-        config=SimpleNamespace(use_absgrad=True, selective_adam=False), primitive=lambda depth: Gaussians(sh_degree=1)
-    )
+    model = SimpleNamespace(config=SimpleNamespace(use_absgrad=True), primitive=lambda depth: Gaussians(sh_degree=1))
     noise, points = SimpleNamespace(weights=dict), SimpleNamespace(statistics=dict.fromkeys(sums.split()))
     training: Any = SimpleNamespace(_model=model, _noise=noise, _points=points)
     kernels = Training._kernels(training, 1, counts, [])

@@ -29,10 +29,10 @@ pytestmark = pytest.mark.slow
 STEPS, SAVED, VIEWS = 24, 12, 2
 DENSIFIERS: dict[str, dict[str, Any]] = {
     "splits": {},
-    "mcmc": {"densifier": "mcmc", "max_gs_num": 80, "mcmc_min_opacity": 0.095, "noise_lr": 5e3},
+    "mcmc": {"densifier": "mcmc", "max_gaussians": 80, "mcmc_min_opacity": 0.095, "noise_lr": 5e3},
     "mcmc by gradients": {
         "densifier": "mcmc",
-        "max_gs_num": 80,
+        "max_gaussians": 80,
         "mcmc_min_opacity": 0.095,
         "noise_lr": 5e3,
         "mcmc_picks": "both",

@@ -40,16 +40,6 @@ class RadianceTrainerConfig(RunConfig):
         model: Any = self.pipeline.model
         if model.cells < 0:
             raise InputError(f"--pipeline.model.cells {model.cells}: give how many cells, or 0 for one a GPU.")
-        if model.background_color == "sky" and model.spread in ("mega", "block"):
-            raise InputError(
-                "--pipeline.model.background-color sky: all cells share one sky, and with --pipeline.model.spread "
-                f"{model.spread} each field is trained alone. Give another background."
-            )
-        if model.spread == "mega" and model.disable_scene_contraction:
-            raise InputError(
-                "--pipeline.model.spread mega: each field has what is outside of its tile contracted around it. Leave "
-                "out --pipeline.model.disable-scene-contraction."
-            )
 
     def prepare(self) -> None:
         """Builds the operators on GPUs, once and in sight, before several workers ask for them; a CPU needs none."""
@@ -59,9 +49,7 @@ class RadianceTrainerConfig(RunConfig):
     def length_in_words(self, ranks: int) -> str:
         """Return how many steps, of how many rays, a run of so many ranks takes."""
         pipeline: Any = self.pipeline
-        held = {"ddp": "one field, a share of the rays", "block": "a field of a group of cameras"}.get(
-            pipeline.model.spread, "a cell"
-        )
+        held = "one field, a share of the rays" if pipeline.model.spread == "ddp" else "a cell"
         steps = f"{self.max_num_iterations:,} steps"
         if self.max_num_images is not None:  # how many that is follows from the photographs' size
             steps = f"{self.max_num_images:,} images, or {steps},"

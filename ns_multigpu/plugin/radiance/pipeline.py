@@ -80,8 +80,7 @@ class RadiancePipeline(RunPipeline):
         """See `RunPipeline.complete`."""
         begun = self._begun
         if self.trains:
-            cells, boxes = self._new_cells() if begun is None else (self._checked(begun), begun.boxes)
-            self.model.place(cells, self.world, boxes)
+            self.place(self.new_cells() if begun is None else self._checked(begun), begun)
         self.renders = RenderService(self.model, FieldPictures(self.model), self.world)
 
     @property
@@ -126,8 +125,21 @@ class RadiancePipeline(RunPipeline):
             )
         return cells
 
-    def _new_cells(self) -> tuple[Partition, Tensor | None]:
-        """Cells, and what fields attend to: see `Joint.focus`."""
+    def place(self, cells: Partition, saved: SavedField | None) -> None:
+        """Make this rank's fields.
+
+        Args:
+            cells: of space. saved: the checkpoint that these are of; None where they are new.
+        """
+        self.model.place(cells, self.world)
+
+    def points_to_cut(self) -> Tensor | None:
+        """Return the points [N, 3] that space is cut by; None if the capture has none."""
+        seeds = self.model.kwargs["seed_points"]
+        return None if seeds is None or not len(seeds[0]) else seeds[0]
+
+    def new_cells(self) -> Partition:
+        """Cut space into cells, on all ranks the same."""
         config, world, model = self.config.model, self.world, self.model
         count = config.cells or world.size
         if count < world.size:
@@ -135,10 +147,8 @@ class RadiancePipeline(RunPipeline):
                 f"--pipeline.model.cells {count}: each of the {world.size} workers wants a cell at least. Give "
                 f"{world.size} or more, or 0."
             )
-        points = None if model.kwargs["seed_points"] is None else model.kwargs["seed_points"][0]
-        if config.spread == "block":
-            points = self._centres()
-        elif points is None or not len(points):
+        points = self.points_to_cut()
+        if points is None:
             points = self.datamanager.points_along_rays(config.near_plane, config.far_plane)
             if count > 1:
                 CONSOLE.print(
@@ -147,7 +157,6 @@ class RadiancePipeline(RunPipeline):
                 )
         # One decision for all, though all have read the same points.
         cells: Partition = broadcast_object(partition(points, count, model.domain), 0, world)
-        boxes = broadcast_object(model.way.focus(points, cells), 0, world)
         self.cut_by = None if model.way.replicated else points[model.domain.holds(points)]
         if self.cut_by is not None and (empty := count - len(cells.of(self.cut_by).unique())):
             CONSOLE.print(
@@ -157,7 +166,7 @@ class RadiancePipeline(RunPipeline):
             )
         if config.spread == "xl" and (text := few_views(model.num_train_data, count)):
             CONSOLE.print(f"[yellow]{text}[/yellow]", soft_wrap=True)
-        return cells, boxes
+        return cells
 
     def partition_picture(self, file: Path) -> None:
         """Draws which rank owns which part of space, by the points that it was cut by; nothing where a run goes on.
@@ -167,7 +176,7 @@ class RadiancePipeline(RunPipeline):
         """
         if self.cut_by is None or self.model.partition is None:
             return
-        points, cameras = (self.model.domain.inward(x.double()) for x in (self.cut_by, self._centres()))
+        points, cameras = (self.model.domain.inward(x.double()) for x in (self.cut_by, self.camera_centres()))
         points = points[:: -(-len(points) // MOST_POINTS)] if len(points) else points
         owners = torch.bucketize(
             self.model.partition.tree.of(points),
@@ -179,16 +188,15 @@ class RadiancePipeline(RunPipeline):
         seen = Picture(points.numpy(), owners.numpy(), counts, cameras.numpy(), none, self.world.machines)
         draw(seen).save(file)
 
-    def _centres(self) -> Tensor:
+    def camera_centres(self) -> Tensor:
+        """Return where the training views' cameras are, [V, 3] on the host."""
         return self.datamanager.train_dataset.cameras.camera_to_worlds[:, :3, 3].cpu()
 
     def saved_field(self) -> SavedField:
         """What a .ckpt has of the model: all that is shared, and the cells."""
         assert self.model.partition is not None
         shared = {name: p.detach() for name, p in self.model.shared_parameters().items()}
-        return SavedField(
-            self.model.partition, shared, self.model.seed, self.config.model.spread, self.model.spread.boxes
-        )
+        return SavedField(self.model.partition, shared, self.model.seed, self.config.model.spread)
 
     def load_own(self, loaded_state: dict[str, Any], step: int) -> None:
         """See `RunPipeline.load_own`: what all cells share, and this rank's cells."""
@@ -204,7 +212,7 @@ class RadiancePipeline(RunPipeline):
                 f"one at least. Use {saved.partition.cells} workers or fewer."
             )
         if self.model.partition is None or self.model.partition.tree != saved.partition.tree:
-            self.model.place(saved.partition, self.world, saved.boxes)
+            self.place(saved.partition, saved)
         assert self.config.checkpoints is not None
         read_parameters(self.model, saved, loaded_state, self.config.checkpoints)
         self.model.begin_step(step)

@@ -96,12 +96,12 @@ def choose_cap(model: Any, cameras: Any) -> None:
     options, seeds = model.config, model.seed_points
     if options.gs_per_seed < 1:
         raise InputError(f"--pipeline.model.gs-per-seed {options.gs_per_seed}: give 1 or more.")
-    if options.densifier != "mcmc" or options.max_gs_num is not None:
+    if options.densifier != "mcmc" or options.max_gaussians is not None:
         return
     count = 0 if options.random_init or seeds is None else len(seeds[0])
     pixels = int((cameras.width.long() * cameras.height.long()).sum())
     model.chosen_cap = chosen_cap(model.num_points, count, pixels, options.gs_per_seed)
-    options.max_gs_num = model.chosen_cap.points
+    options.max_gaussians = model.chosen_cap.points
 
 
 def cap_of(found: Capacity, wanted: int | None) -> int | None:
@@ -131,7 +131,7 @@ def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Ca
     cap = cap_of(found, options.max_gaussians)
     cap = pipeline.model.densifier.limit(cap, _Told(cap, world))
     if world.is_main:
-        text, worrying = describe(found, pipeline.strategy.name, cap, options.densifier, why)
+        text, worrying = describe(found, pipeline.strategy.name, cap, why)
         CONSOLE.print(Text(text, "bold yellow" if worrying else ""))
         for line in expectations(found, pipeline.strategy.name, cap, options.densifier):
             CONSOLE.print(Text(line), soft_wrap=True)
@@ -148,23 +148,20 @@ def expectations(found: Capacity, strategy: str, cap: int | None, densifier: str
     return described([outlook(strategy, found.course, points, memory) for points in sizes], strategy, found.course.gpus)
 
 
-def describe(
-    found: Capacity, strategy: str, cap: int | None, densifier: str, why: str | None = None
-) -> tuple[str, bool]:
+def describe(found: Capacity, strategy: str, cap: int | None, why: str | None = None) -> tuple[str, bool]:
     """The line on capacity, and whether there is something to worry about."""
-    option = "max-gs-num" if densifier == "mcmc" else "max-gaussians"
     text = f"{found.now:,} Gaussians to begin with."
     if found.fits is not None:
         each = "GPU" if found.on_gpu else "worker"
         text += f" Memory has room for about {found.fits:,} ({gib(found.memory)} GiB a {each}, strategy {strategy})."
     if cap is not None:
         chosen = f"; chosen: {why}" if why else ""
-        text += f" Densification stops at {cap:,} (--pipeline.model.{option}{chosen})."
+        text += f" Densification stops at {cap:,} (--pipeline.model.max-gaussians{chosen})."
     worries = []
     if found.fits is not None and found.now > found.fits:
         worries.append("The model may not fit: use splatfacto-tile on more GPUs, fewer views a step, smaller images.")
     elif found.fits is not None and cap is not None and cap > found.fits:
-        worries.append(f"Memory may run out before that: see --pipeline.model.{option}.")
+        worries.append("Memory may run out before that: see --pipeline.model.max-gaussians.")
     return " ".join([text, *worries]), bool(worries)
 
 

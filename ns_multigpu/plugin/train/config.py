@@ -35,6 +35,7 @@ from ns_multigpu.plugin.launch.commands import named_config, resume_command, wit
 from ns_multigpu.plugin.launch.launcher import WorkerLauncher, cores, use_own_share_of_cores
 from ns_multigpu.plugin.launch.operators import prepare_operators
 from ns_multigpu.plugin.launch.ranks import Ranks, Start, agree, check_layout
+from ns_multigpu.plugin.launch.removed_options import account_for, take_out
 from ns_multigpu.plugin.launch.run_folder import (
     abandoned_unless_begun,
     config_being_loaded,
@@ -194,6 +195,8 @@ class RunConfig(TrainerConfig):
     def _follow(self, named: Path) -> None:
         """Reads the rest of the command line, which nerfstudio forgets for the file `named`; and stays in that file's
         folder, wherever it is by now, unless the command line names another."""
+        if (line := account_for(self)) and _speaks():
+            CONSOLE.print(Text(line, "yellow"), soft_wrap=True)
         places = ("output_dir", "experiment_name", "timestamp", "relative_model_dir")
         before = [getattr(self, name) for name in places]
         vars(self).update(vars(with_options(self)))
@@ -340,6 +343,11 @@ class RunConfig(TrainerConfig):
     def __getstate__(self) -> dict[str, Any]:
         """What other processes of the run get."""
         return {name: value for name, value in vars(self).items() if name not in (_ASKED, _MADE)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what a file or another process has, without the options that are gone."""
+        vars(self).update(state)
+        take_out(self)
 
     def setup(self, **kwargs: Any) -> Any:
         """The trainer of this process, or what starts the processes that the trainers will be in."""

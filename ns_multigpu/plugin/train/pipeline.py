@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from nerfstudio.cameras.cameras import Cameras
@@ -31,6 +31,7 @@ from ns_multigpu.plugin.checkpoint.verify import SHARDS
 from ns_multigpu.plugin.export.ns_export import stream_for_ns_export
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch import checks
+from ns_multigpu.plugin.launch.option_help import Only
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model import exposures
 from ns_multigpu.plugin.model.cameras import views_of
@@ -70,16 +71,18 @@ class DistributedPipelineConfig(RunPipelineConfig):
     """Views that see about as many seed points come into one step, so that no GPU waits long for another. False takes
     them in splatfacto's order, as steps of one view always do."""
 
-    transport: Literal["auto", "peer", "collective"] = "auto"
+    transport: Annotated[
+        Literal["auto", "peer", "collective"], Only("pipeline.strategy", "batch", "tile", "locality")
+    ] = "auto"
     """How splats and their gradients travel where points are sharded: "peer" reads and writes the other GPUs' memory
     (one machine with NVLink or peer access), "collective" goes through torch.distributed, with the same results."""
-    tile_lists: Literal["gather", "sort"] = "gather"
+    tile_lists: Annotated[Literal["gather", "sort"], Only("pipeline.strategy", "tile")] = "gather"
     """How the splats of each tile are found where points are sharded: "gather", each rank sorts what it draws; "sort",
     one merge-path sort of all splats over all GPUs. The lists are the same."""
     gradients: Literal["atomics", "transfer"] = "atomics"
     """With peer transport, how gradients reach the Gaussians' owners: "atomics" adds them into the owner's memory over
     the link as they are made; "transfer" adds them up where they are drawn, and the owner reads each sum once."""
-    wire: Literal["full", "half"] = "full"
+    wire: Annotated[Literal["full", "half"], Only("pipeline.strategy", "tile", "locality")] = "full"
     """With collective transport, what splats and their gradients are on the wire: "full" is float32, and changes
     nothing; "half" is float16 for all but positions and depths, and rounds: each rank's own splats not at all."""
     exchange: Literal["pixels", "splats", "mixed", "auto"] = "pixels"
@@ -123,8 +126,7 @@ class DistributedPipelineConfig(RunPipelineConfig):
         return [
             *(["fewer views on a rank: --pipeline.views-per-rank 1"] if self.views_per_rank > 1 else []),
             "smaller images: --downscale-factor 2 (behind the dataparser's name: colmap, nerfstudio-data)",
-            "fewer Gaussians: --pipeline.model.max-gaussians N (`ns-multigpu plan` says what fits), or "
-            "--pipeline.model.densifier mcmc with --pipeline.model.max-gs-num N",
+            "fewer Gaussians: --pipeline.model.max-gaussians N (`ns-multigpu plan` says what fits)",
             "more GPUs, each with a part of the Gaussians: splatfacto-tile",
             "images kept on the host: --pipeline.datamanager.cache-images cpu (the default)"
             if on_gpu
@@ -221,7 +223,7 @@ class DistributedPipeline(RunPipeline):
             )
         choose_cap(self.model, self.datamanager.train_dataset.cameras)
         choose_exposure(self.model, self.datamanager, self.world)
-        checks.check_cap(self.model.num_points, config.model.densifier, config.model.max_gs_num)
+        checks.check_cap(self.model.num_points, config.model.densifier, config.model.max_gaussians)
         self.strategy.placement.look(self._training_views)
         if sharded:
             self.model.hold_shard(self.strategy.placement, self.world)

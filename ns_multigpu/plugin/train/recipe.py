@@ -37,7 +37,6 @@ def best(images: int) -> dict[str, Any]:
         "optimizers.features_rest.optimizer.lr": 0.0005,
         "pipeline.model.resolution_schedule": 1500,
         "pipeline.model.densifier": "mcmc",
-        "pipeline.model.max_gs_num": None,
         "pipeline.model.gs_per_seed": per_seed(images),
         "pipeline.model.exposure": "auto",
         "pipeline.model.mcmc_picks": "both",
