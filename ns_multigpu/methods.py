@@ -23,6 +23,8 @@ from ns_multigpu.core.schema import Parameter
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.faults.errors import show_uncaught
 from ns_multigpu.plugin.launch import quick_imports, worker_server
+from ns_multigpu.plugin.launch.option_help import show_what_applies
+from ns_multigpu.plugin.launch.removed_options import refuse_removed
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.radiance.config import RadianceTrainerConfig
 from ns_multigpu.plugin.radiance.datamanager import RadianceDataManagerConfig
@@ -36,6 +38,7 @@ from ns_multigpu.primitives.registry import all_parameters
 if worker_server.trains(sys.argv):
     quick_imports.collect_again()
     show_uncaught()  # Ctrl-C, from here on, is no traceback
+    refuse_removed(sys.argv[2:])
 
 run_parts().done("imports of ns_multigpu")
 
@@ -143,3 +146,7 @@ nerfacto_xl = MethodSpecification(
     ),
     description="Nerfacto on several GPUs: each has its own part of space, with a field of its own (NeRF-XL)",
 )
+
+for _method in (splatfacto_batch, splatfacto_tile, splatfacto_locality, splatfacto_pixel, nerfacto_xl):
+    if sys.argv[1:2] == [_method.config.method_name]:
+        show_what_applies(_method.config, sys.argv[2:])

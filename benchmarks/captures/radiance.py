@@ -7,7 +7,8 @@ A way is one of
 
 - `nerfacto`: nerfstudio's own, on one GPU; `nerfacto-xG`: on G GPUs, in DDP;
 - `xl-C`: `nerfacto-xl` with C cells on one GPU; `xl-CxG`: on G GPUs;
-- `ddp-CxG`, `mega-CxG`, `block-CxG`: the same with `--pipeline.model.spread` ddp, mega or block.
+- `ddp-CxG`: the same with `--pipeline.model.spread ddp`;
+- `mega-CxG`, `block-CxG`: Mega-NeRF and Block-NeRF (`benchmarks.baselines.separate_fields`).
 
 Behind its name a way may have options of its own, after a colon: "xl-2:--pipeline.model.log2-hashmap-size 18".
 Ways are run one after the other, each in processes of its own. A way ends after --steps steps or --seconds seconds of
@@ -48,8 +49,12 @@ def command(way: str, options: argparse.Namespace, output: Path) -> list[str]:
     words = [sys.executable]
     if gpus > 1:
         words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    words += ["-m", "benchmarks.captures.radiance_run", "--method", "nerfacto-xl" if cells else "nerfacto"]
-    own = [f"--pipeline.model.cells {cells} --pipeline.model.spread {found['spread']}"] if cells else []
+    words += ["-m", "benchmarks.captures.radiance_run", "--method"]
+    spread = found["spread"]
+    separate = spread in ("mega", "block")
+    words += [f"nerfacto-{spread}" if separate else "nerfacto-xl" if cells else "nerfacto"]
+    own = [f"--pipeline.model.cells {cells}"] if cells else []
+    own += [f"--pipeline.model.spread {spread}"] if cells and not separate else []
     extra = " ".join([*own, options.options, found["options"] or ""]).strip()
     words += ["--device", options.device, "--steps", str(options.steps), "--seconds", str(options.seconds)]
     words += ["--views", str(options.views), "--seed", str(options.seed), "--output", str(output)]

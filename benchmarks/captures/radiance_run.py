@@ -25,6 +25,7 @@ from nerfstudio.utils import comms
 from torch import Tensor
 from torchmetrics.functional import structural_similarity_index_measure
 
+from benchmarks.baselines.separate_fields import BASELINES
 from benchmarks.captures.radiance import COURSES
 from benchmarks.captures.splatfacto_baseline import NoLpips
 from ns_multigpu.radiance.exchange import bytes_a_ray
@@ -35,6 +36,18 @@ _LOOKED = 10
 """Steps after which the clock is looked at."""
 _EVALUATED = 1 << 15
 """Rays of a picture at once."""
+
+
+_METHODS = ("nerfacto", "nerfacto-xl", *(config.method_name for config in BASELINES.values()))
+
+
+def _config(words: list[str]) -> Any:
+    """Return the configuration that a command line of ns-train describes, also of a baseline."""
+    for config in BASELINES.values():
+        if words[0] == config.method_name:
+            kind: Any = tyro.conf.SuppressFixed[tyro.conf.FlagConversionOff[type(config)]]
+            return tyro.cli(kind, default=config, args=words[1:])
+    return tyro.cli(AnnotatedBaseConfigUnion, args=words)
 
 
 class Run:
@@ -57,7 +70,7 @@ class Run:
         words += ["--steps-per-eval-all-images", "0", "--max-num-iterations", str(options.steps)]
         words += ["--pipeline.model.eval-num-rays-per-chunk", str(_EVALUATED)]
         words += [*options.options.split(), *options.dataparser]
-        config: Any = tyro.cli(AnnotatedBaseConfigUnion, args=words)
+        config: Any = _config(words)
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(options.seed + (self.rank if self._theirs else 0))
         if self._theirs and self.ranks > 1:
@@ -69,6 +82,7 @@ class Run:
         self.trainer.setup()
         if not self._theirs:
             self.trainer.guards.numbers.prepare(self.trainer.optimizers.optimizers)
+            self.trainer.objective.begin(0)
 
     def train(self) -> dict[str, Any]:
         """Takes steps until there are enough of them, or the time is over."""
@@ -201,7 +215,7 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", choices=("nerfacto", "nerfacto-xl"), required=True)
+    parser.add_argument("--method", choices=_METHODS, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)

@@ -48,8 +48,8 @@ RECIPES: dict[str, list[str] | None] = {
     "splatfacto": None,
     "ours": [],
     "mcmc": [
-        MODEL + "densifier", "mcmc", MODEL + "stop-split-at", "25000", MODEL + "initial-opacity", "0.5",
-        MODEL + "initial-scale", "0.1",
+        MODEL + "densifier", "mcmc", MODEL + "max-gaussians", "1000000", MODEL + "stop-split-at", "25000",
+        MODEL + "initial-opacity", "0.5", MODEL + "initial-scale", "0.1",
     ],
     "best": ["--recipe", "best"],
 }  # fmt: skip

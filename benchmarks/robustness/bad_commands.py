@@ -39,7 +39,7 @@ CASES |= {
     "a strategy misspelt": _option(("--pipeline.strategy", "tiel"), ("Did you mean 'tile'",)),
     "views that cannot be dealt out": _option((*TWO, "--pipeline.views-per-step", "3"), ("multiple of 2",)),
     "MCMC with a cap below the seed points": _option(
-        ("--pipeline.model.densifier", "mcmc", "--pipeline.model.max-gs-num", "10"), ("max-gs-num 10",)
+        ("--pipeline.model.densifier", "mcmc", "--pipeline.model.max-gaussians", "10"), ("max-gaussians 10",)
     ),
     "--rates-at-end 0": _option(("--rates-at-end", "0"), ("--rates-at-end 0.0",)),
     "--mixed-precision True": _option(("--mixed-precision", "True"), ("--mixed-precision True is not supported",)),

@@ -23,12 +23,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.baselines.placements import Way, assigner, partitioned, random_assignment
 from benchmarks.lib.environment import describe
 from benchmarks.scaling.locality_times import large_graph_seconds, plan_times
 from benchmarks.scenes.seen_city import FACTORS, WAYS, SeenCity, seen_city
-from ns_multigpu.locality.assign import Assigner, Volume, random_assignment
+from ns_multigpu.locality.assign import Volume
 from ns_multigpu.locality.graph import SeenGraph
-from ns_multigpu.locality.partition import Partition, Way, partition
+from ns_multigpu.locality.partition import Partition
 from ns_multigpu.planning.quantities import parse_count
 
 GPUS = 4
@@ -72,8 +73,15 @@ def place(city: SeenCity, way: str, machines: int, setting: Setting) -> tuple[Pa
     """Groups to ranks, and seconds that it took."""
     graph = SeenGraph(city.seen[way, 1].astype(np.int64), city.points.astype(np.int64))
     start = time.perf_counter()
-    imbalance = 1.05 if setting.balance else 1.5
-    found = partition(graph, machines, GPUS, setting.across, setting.within, setting.hierarchical, imbalance)
+    found = partitioned(
+        graph,
+        machines,
+        GPUS,
+        setting.across,
+        setting.within,
+        hierarchical=setting.hierarchical,
+        balance=setting.balance,
+    )
     return found, time.perf_counter() - start
 
 
@@ -83,14 +91,14 @@ def simulate(city: SeenCity, way: str, placed: Partition, setting: Setting, batc
     seen = city.seen[way, factor].astype(np.int64)
     needed = SeenGraph(seen, city.points.astype(np.int64)).by_rank(placed.ranks, ranks)
     needed = needed.reshape(city.views, factor * factor, ranks)
-    assigner = Assigner(placed.machines, placed.per_machine, hierarchical=setting.hierarchical, search=setting.balance)
+    plans = assigner(placed.machines, placed.per_machine, hierarchical=setting.hierarchical, search=setting.balance)
     generator = np.random.default_rng(5)
     batches = _batches(placed, setting.even, batch, steps, generator)
     found: list[list[float]] = []
     for views in batches:
         rows = needed[views].reshape(-1, ranks)
         start = time.perf_counter()
-        chosen = assigner.assign(rows) if setting.locality else random_assignment(len(rows), ranks, generator)
+        chosen = plans.assign(rows) if setting.locality else random_assignment(len(rows), ranks, generator)
         took = 1e3 * (time.perf_counter() - start)
         volume = Volume.of(rows, chosen, placed.per_machine)
         shares = [float(load.max() / max(load.mean(), 1)) for load in (volume.sent, volume.received, volume.drawn)]

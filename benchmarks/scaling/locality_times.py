@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
+from benchmarks.baselines.placements import assigner
 from benchmarks.scenes.seen_city import SeenCity
-from ns_multigpu.locality.assign import Assigner, Volume
+from ns_multigpu.locality.assign import Volume
 from ns_multigpu.locality.graph import SeenGraph
 from ns_multigpu.locality.partition import partition
 
@@ -49,11 +50,11 @@ def plan_times(city: SeenCity, way: str, batch: int = 64, machines: int = 8, tri
     needed = by_patch.by_rank(placed.ranks, placed.count).reshape(city.views, 16, placed.count)
     generator, report = np.random.default_rng(3), {}
     for name, search in (("start", False), ("with search", True)):
-        assigner, took, work, between = Assigner(machines, 4, search=search), [], [], []
+        plans, took, work, between = assigner(machines, 4, search=search), list[float](), list[float](), list[float]()
         for _ in range(trials):
             rows = needed[generator.choice(city.views, batch, replace=False)].reshape(-1, placed.count)
             start, used = time.perf_counter(), time.process_time()
-            chosen = assigner.assign(rows)
+            chosen = plans.assign(rows)
             took.append(1e3 * (time.perf_counter() - start))
             work.append(1e3 * (time.process_time() - used))
             between.append(Volume.of(rows, chosen, 4).between)

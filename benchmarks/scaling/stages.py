@@ -41,7 +41,6 @@ from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.transports import make_transport
 from ns_multigpu.core.types import Points, View
 from ns_multigpu.core.world import World
-from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.plugin.blocks.first_room import rows_needed
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.gaussians.schema import ORDER
@@ -147,7 +146,7 @@ def work(options: argparse.Namespace) -> None:
     """A rank's part; rank 0 writes what was found."""
     torch.set_num_threads(1)
     world = World.from_env("cpu")
-    spread, kind = locality(world, LocalityOptions(placement=options.placement)), Gaussians()
+    spread, kind = locality(world), Gaussians()
     views = above(options.views, options.width, options.height)
     spread.placement.look(lambda: views)
     held = spread.placement.hold(plain(options.points), world)
@@ -197,7 +196,7 @@ def measure(options: argparse.Namespace, megabits: float, workers: int, folder: 
     file = folder / f"{megabits:g}-{workers}.json"
     logs = [folder / f"{megabits:g}-{workers}-{machine}.log" for machine in range(2)]
     variables = {"GLOO_SOCKET_IFNAME": TwoMachines.interface, "OMP_NUM_THREADS": "1"}
-    numbers = ("placement", "points", "views", "width", "height", "turns")
+    numbers = ("points", "views", "width", "height", "turns")
     with TwoMachines(megabits) as machines:
         runs: list[Any] = []
         for machine, log in enumerate(logs):
@@ -241,7 +240,6 @@ def main() -> int:
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[1], help="on each machine")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4], help="the first is what others are beside")
-    parser.add_argument("--placement", choices=("metis", "random"), default="metis", help="of Gaussians on machines")
     parser.add_argument("--points", type=int, default=40000)
     parser.add_argument("--views", type=int, default=8, help="of a step")
     parser.add_argument("--width", type=int, default=192)

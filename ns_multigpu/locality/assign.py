@@ -62,9 +62,7 @@ class Assigner:
     Attributes:
         machines, per_machine: ranks are machines * per_machine; those of a machine follow one another.
         between, within: weights over machines and over a machine's ranks.
-        hierarchical: else all ranks at once, by `between`.
-        search: False ends with the linear sum assignment.
-        most_swaps: of each search: a budget that gives the same on every rank.
+        most_swaps: of each search: a budget that gives the same on every rank; 0 ends with the linear sum assignment.
         seconds: of each search; 0 for none. A clock may end a search at another swap on another rank: give it only
             where one rank plans for all.
     """
@@ -73,8 +71,6 @@ class Assigner:
     per_machine: int
     between: Weights = BETWEEN
     within: Weights = WITHIN
-    hierarchical: bool = True
-    search: bool = True
     most_swaps: int = 200
     seconds: float = 0.0
 
@@ -102,9 +98,8 @@ class Assigner:
         if needed.ndim != 2 or needed.shape[1] != self.ranks:
             raise ValueError(f"needed must be [patches, {self.ranks} ranks], not {list(needed.shape)}")
         counts = torch.from_numpy(np.ascontiguousarray(needed, dtype=np.float64))
-        if not self.hierarchical or self.machines == 1:
-            weights = self.between if self.machines > 1 else self.within
-            return self._level(counts, counts.sum(1), counts.new_zeros(self.ranks), weights)
+        if self.machines == 1:
+            return self._level(counts, counts.sum(1), counts.new_zeros(self.ranks), self.within)
         totals = counts.sum(1)
         by_machine = counts.view(len(counts), self.machines, self.per_machine)
         machine = self._level(by_machine.sum(2), totals, counts.new_zeros(self.machines), self.between)
@@ -122,7 +117,7 @@ class Assigner:
             return np.zeros(len(counts), dtype=np.int64)
         found = assign_patches(
             counts, totals, sent, alpha=weights.alpha, beta=weights.beta, gamma=weights.gamma, delta=weights.delta,
-            power=weights.power, most_swaps=self.most_swaps if self.search else 0, seconds=self.seconds,
+            power=weights.power, most_swaps=self.most_swaps, seconds=self.seconds,
         )  # fmt: skip
         return found.ranks.numpy()
 
@@ -156,11 +151,6 @@ class Volume:
         drawn = np.bincount(ranks, weights=totals, minlength=count).astype(np.float64)
         near = needed.reshape(patches, -1, per_machine).sum(2)[np.arange(patches), ranks // per_machine]
         return Volume(sent, received, drawn, float((totals - near).sum()), float((totals - here).sum()))
-
-
-def random_assignment(patches: int, ranks: int, generator: np.random.Generator) -> Ints:
-    """Patches dealt out at random, equally many to each rank: what others do."""
-    return generator.permutation(np.arange(patches, dtype=np.int64) % ranks)
 
 
 def in_runs(patches: int, ranks: int) -> Ints:

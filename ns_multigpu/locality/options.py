@@ -4,41 +4,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ns_multigpu.locality.groups import LEAST, MOST
-from ns_multigpu.locality.partition import Way
 
 _MOST_PATCHES = 8
 
 
 @dataclass
 class LocalityOptions:
-    """Options of the strategy `locality`. Each part of it can be switched off, to see what it is worth."""
+    """Options of the strategy `locality`."""
 
     patches: int = 4
     """Views are cut into so many patches along each side, 1 to 8; 1 draws whole views."""
     group_size: int = 0
     """Points of a group, which go to one GPU together; 0 for 1024 to 4096 by the size of the model."""
-    placement: Way = "metis"
-    """How groups go to machines: by METIS on the graph of groups and views, at random, by ranges of space, or dealt."""
-    within: Way = "dealt"
-    """How a machine's groups go to its GPUs; "dealt" keeps every GPU's share of each single view level."""
     relays: bool = True
     """A splat that several GPUs of another machine need crosses to it once, and is handed on there. False: once to each
     of them."""
-    hierarchy: bool = True
-    """Machines first, then the GPUs of each. False: all GPUs at once, as if every link were alike."""
-    assignment: Literal["search", "solver", "random"] = "search"
-    """How patches go to GPUs: linear sum assignment and local search, the former alone, or at random."""
-    balance: bool = True
-    """Keep points and work of machines within 5 %. False lets them differ by half."""
     plans: Literal["auto", "ahead", "at-once"] = "auto"
     """Plan coming steps on the CPU while GPUs work, or each step when it comes; "auto" plans ahead on GPUs."""
     place_again_at: float = 1.5
     """Place points anew when the model has grown by this factor; above 1."""
-
-    @property
-    def imbalance(self) -> float:
-        """The most points a machine may have over the mean."""
-        return 1.05 if self.balance else 1.5
 
     def problem(self) -> str | None:
         """What is wrong with the values, and the remedy; None if nothing is."""

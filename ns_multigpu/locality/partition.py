@@ -10,7 +10,7 @@ GPUs hold equally many groups, and each has its share of every view.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TypeAlias
 
 import numpy as np
 import scipy  # its parts are loaded when they are first asked for
@@ -20,8 +20,13 @@ from ns_multigpu.locality.graph import SeenGraph
 from ns_multigpu.locality.metis import missing, part_graph
 
 Ints = NDArray[np.int64]
-Way = Literal["metis", "dealt", "random", "ranges"]
-"""metis: the graph's partition. dealt: level view by view. random: as they come. ranges: of the Z-order, by work."""
+_SEED = 0
+"""Of METIS."""
+IMBALANCE = 1.05
+"""The most of points, and of points seen, that a machine has over the mean. METIS only tries to keep the latter."""
+Place: TypeAlias = "Callable[[SeenGraph, int, list[str]], Ints]"
+"""Place a graph's groups on so many parts: [C] int64, the part of each. What was not done as asked is added to the
+notes."""
 
 
 @dataclass(frozen=True)
@@ -47,56 +52,6 @@ class Partition:
         return self.machines * self.per_machine
 
 
-def partition(
-    graph: SeenGraph,
-    machines: int,
-    per_machine: int,
-    across: Way = "metis",
-    within: Way = "dealt",
-    hierarchical: bool = True,
-    imbalance: float = 1.05,
-    seed: int = 0,
-) -> Partition:
-    """Places groups. The same graph gives the same on one machine; METIS promises nothing for machines of different
-    kinds, so that one rank should place and tell the others.
-
-    Args:
-        graph: groups in the Z-order, and the views that see them.
-        machines, per_machine: ranks are machines * per_machine.
-        across: how over machines. within: how over a machine's ranks.
-        hierarchical: else `across` places over all ranks at once.
-        imbalance: the most of points, and of points seen, that a machine has over the mean; above 1. METIS only tries
-            to keep the latter.
-        seed: of METIS and of what is random.
-
-    Raises:
-        ValueError: more ranks than groups, or an unknown way.
-    """
-    for way in (across, within):
-        if way not in get_args(Way):
-            raise ValueError(f"unknown way to place groups, {way!r}: one of {', '.join(get_args(Way))}")
-    ranks = machines * per_machine
-    if machines < 1 or per_machine < 1:
-        raise ValueError(f"{machines} machines of {per_machine} ranks: at least one of each is needed")
-    if ranks > graph.groups:
-        raise ValueError(
-            f"{ranks} ranks for {graph.groups} groups of points: choose smaller groups, fewer ranks or a larger model"
-        )
-    notes: list[str] = []
-    first = machines if hierarchical else ranks
-    of = _place(graph, first, across, imbalance, seed, notes)
-    if hierarchical and per_machine > 1:
-        owner = np.empty_like(of)
-        for machine in range(machines):
-            members = np.flatnonzero(of == machine)
-            inner = graph.part(members)
-            owner[members] = machine * per_machine + _place(inner, per_machine, within, imbalance, seed, notes)
-        of = owner
-    _nobody_without(of, ranks)
-    homes = graph.by_rank(of // per_machine, machines).argmax(1).astype(np.int64)
-    return Partition(of, homes, machines, per_machine, tuple(dict.fromkeys(notes)))
-
-
 def _nobody_without(of: Ints, ranks: int) -> None:
     """Gives a rank without groups one of the rank that has most: with few groups a rank, levelling leaves some out."""
     held = np.bincount(of, minlength=ranks)
@@ -107,19 +62,11 @@ def _nobody_without(of: Ints, ranks: int) -> None:
         held[rank] += 1
 
 
-def _place(graph: SeenGraph, parts: int, way: Way, imbalance: float, seed: int, notes: list[str]) -> Ints:
-    if parts == 1:
-        return np.zeros(graph.groups, dtype=np.int64)
-    if way == "metis" and (problem := missing()):
+def by_metis(graph: SeenGraph, parts: int, notes: list[str], imbalance: float = IMBALANCE) -> Ints:
+    """Place groups by METIS on the graph of groups and views; by `ranges` where METIS cannot be loaded."""
+    if problem := missing():
         notes.append(f"{problem}. Until then groups are placed by ranges of the Z-order with equal work.")
-        way = "ranges"
-    if way == "metis":
-        return _by_metis(graph, parts, imbalance, seed, notes)
-    simple: dict[str, Callable[[SeenGraph, int, int], Ints]] = {"random": _random, "ranges": _ranges, "dealt": _dealt}
-    return simple[way](graph, parts, seed)
-
-
-def _by_metis(graph: SeenGraph, parts: int, imbalance: float, seed: int, notes: list[str]) -> Ints:
+        return ranges(graph, parts, notes)
     # Vertices: groups, then views. Kinds of weight: points of groups, points seen by views.
     seen, turned = graph.seen, graph.seen.T.tocsr()
     groups, views = graph.groups, graph.views
@@ -128,7 +75,7 @@ def _by_metis(graph: SeenGraph, parts: int, imbalance: float, seed: int, notes: 
     edges = np.concatenate([turned.data, seen.data])
     weights = np.zeros((groups + views, 2), dtype=np.int64)
     weights[:groups, 0], weights[groups:, 1] = graph.points, graph.view_work()
-    found = part_graph(starts, neighbours, weights, edges, parts, imbalance, seed)
+    found = part_graph(starts, neighbours, weights, edges, parts, imbalance, _SEED)
     if found.note:
         notes.append(found.note)
     of = found.of[:groups].copy()
@@ -158,13 +105,8 @@ def _level(graph: SeenGraph, of: Ints, views: Ints, parts: int, imbalance: float
                 held[to] += graph.points[group]
 
 
-def _random(graph: SeenGraph, parts: int, seed: int) -> Ints:
-    """Equally many groups for each part, drawn at random."""
-    return np.random.default_rng(seed).permutation(np.arange(graph.groups, dtype=np.int64) % parts)
-
-
-def _ranges(graph: SeenGraph, parts: int, seed: int) -> Ints:
-    """Ranges of the Z-order, level in work: half by points, half by points seen. As bisecting again and again."""
+def ranges(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
+    """Place groups by ranges of the Z-order, level in work: half by points, half by points seen."""
     work = graph.points / max(1, graph.points.sum()) + graph.group_work() / max(1, graph.group_work().sum())
     middle = np.cumsum(work) - work / 2
     places = np.arange(graph.groups)
@@ -174,8 +116,8 @@ def _ranges(graph: SeenGraph, parts: int, seed: int) -> Ints:
     return np.maximum(of, parts - (graph.groups - places))
 
 
-def _dealt(graph: SeenGraph, parts: int, seed: int) -> Ints:
-    """One group of each run of `parts` neighbours for each part, such that single views stay level."""
+def dealt(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
+    """Deal groups out: one group of each run of `parts` neighbours for each part, such that single views stay level."""
     by_group = graph.seen.T.tocsr()
     starts, views = by_group.indptr, by_group.indices
     counts = by_group.data / np.maximum(graph.view_work(), 1)[views]  # a view counts as much as another
@@ -191,3 +133,41 @@ def _dealt(graph: SeenGraph, parts: int, seed: int) -> Ints:
             load[views[edges[row]], column] += counts[edges[row]]
             of[first + row] = column
     return of
+
+
+def partition(
+    graph: SeenGraph, machines: int, per_machine: int, across: Place = by_metis, within: Place = dealt
+) -> Partition:
+    """Place groups: on machines, then each machine's on its ranks.
+
+    The same graph gives the same on one machine. METIS promises nothing for machines of different kinds, so that one
+    rank should place for all.
+
+    Args:
+        graph: groups in the Z-order, and the views that see them.
+        machines, per_machine: ranks are machines * per_machine.
+        across: places on machines. within: places on a machine's ranks.
+
+    Raises:
+        ValueError: more ranks than groups.
+    """
+    ranks = machines * per_machine
+    if machines < 1 or per_machine < 1:
+        raise ValueError(f"{machines} machines of {per_machine} ranks: at least one of each is needed")
+    if ranks > graph.groups:
+        raise ValueError(
+            f"{ranks} ranks for {graph.groups} groups of points: choose smaller groups, fewer ranks or a larger model"
+        )
+    notes: list[str] = []
+    of = _on_parts(graph, machines, across, notes)
+    owner = np.empty_like(of)
+    for machine in range(machines):
+        members = np.flatnonzero(of == machine)
+        owner[members] = machine * per_machine + _on_parts(graph.part(members), per_machine, within, notes)
+    _nobody_without(owner, ranks)
+    homes = graph.by_rank(owner // per_machine, machines).argmax(1).astype(np.int64)
+    return Partition(owner, homes, machines, per_machine, tuple(dict.fromkeys(notes)))
+
+
+def _on_parts(graph: SeenGraph, parts: int, place: Place, notes: list[str]) -> Ints:
+    return np.zeros(graph.groups, dtype=np.int64) if parts == 1 else place(graph, parts, notes)

@@ -19,7 +19,7 @@ from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.travelling_rows import touches
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, Splats, View
 from ns_multigpu.core.world import World
-from ns_multigpu.locality.assign import Assigner, Volume, in_runs, random_assignment
+from ns_multigpu.locality.assign import Assigner, Volume, in_runs
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.locality.rules import Access, Planner
 
@@ -103,12 +103,9 @@ class LocalPatches(Assignment):
     def __init__(self, world: World, options: LocalityOptions, access: Access) -> None:
         self._world, self._options, self._access = world, options, access
         self._factor = options.patches if world.size > 1 else 1  # alone a rank draws views whole
-        self._assigner = Assigner(
-            world.machines, world.size // world.machines, hierarchical=options.hierarchy,
-            search=options.assignment == "search" and options.balance,
-        )  # fmt: skip
+        self._assigner = Assigner(world.machines, world.size // world.machines)
         ahead = options.plans == "ahead" or (options.plans == "auto" and world.device.type == "cuda")
-        self._planner = Planner(self._assigner) if ahead and options.assignment != "random" and world.size > 1 else None
+        self._planner = Planner(self._assigner) if ahead and world.size > 1 else None
         self._coming: deque[tuple[_Key, int]] = deque()  # foreseen batches, and their numbers
         self._foreseen, self._agreed = 0, -1
         self.tally = Tally()
@@ -162,7 +159,7 @@ class LocalPatches(Assignment):
         patches = batch * (len(rows) - 1) * (len(columns) - 1)
         machines = self._world.machines if ranks == self._world.size else 1
         of_machine = -(-patches // machines)
-        each = -(-of_machine // (ranks // machines)) if self._options.hierarchy else -(-patches // ranks)
+        each = -(-of_machine // (ranks // machines))
         return each * (most[0] + 2 * halo) * (most[1] + 2 * halo)
 
     def counts(self, batch: int, width: int, height: int) -> int:
@@ -206,9 +203,6 @@ class LocalPatches(Assignment):
 
     def _at_once(self, views: Sequence[View], ranks: int) -> Ints:
         needed = self._needed(views)
-        if self._options.assignment == "random":
-            generator = np.random.default_rng([0, *(view.index & 0x7FFFFFFF for view in views)])
-            return random_assignment(len(self._cut(views)), ranks, generator)
         if needed is None:
             return in_runs(len(self._cut(views)), ranks)
         return self._assigner.assign(needed)

@@ -21,7 +21,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.locality.graph import SeenGraph, count_seen
 from ns_multigpu.locality.groups import LEAST, Groups, cube_around, group_size, z_codes
 from ns_multigpu.locality.options import LocalityOptions
-from ns_multigpu.locality.partition import partition
+from ns_multigpu.locality.partition import IMBALANCE, partition
 from ns_multigpu.locality.patches import patches_of
 from ns_multigpu.locality.rules import Access
 
@@ -136,7 +136,7 @@ class ByViews(Placement):
         if self.homes is not None and not grown:
             owners = self.homes.of(where)
             # Groups may be too few to be level: then it is no use to try again.
-            allowed = max(new.threshold, self._options.imbalance, _WORSE * self.homes.level)
+            allowed = max(new.threshold, IMBALANCE, _WORSE * self.homes.level)
             if imbalance(self._held(owners)) <= allowed:
                 return Settled(owners)
         sample, _ = all_gather_rows(where[:: _stride(total)].contiguous(), world)
@@ -217,12 +217,9 @@ class ByViews(Placement):
             return owners, np.zeros(0, dtype=np.int64), none
         views = len(seen_by)
         by_view = SeenGraph(_summed(by_patch.seen, views), by_patch.points)
-        found = partition(
-            by_view.thinned(MOST_VIEWS), world.machines, world.size // world.machines, self._options.placement,
-            self._options.within, self._options.hierarchy, self._options.imbalance,
-        )  # fmt: skip
-        self._remarks += found.notes
         per_machine = world.size // world.machines
+        found = partition(by_view.thinned(MOST_VIEWS), world.machines, per_machine)
+        self._remarks += found.notes
         machines = by_view.by_rank(found.ranks // per_machine, world.machines).argmax(1).astype(np.int64)
         needed = by_patch.by_rank(found.ranks, world.size).astype(np.float32).reshape(views, -1, world.size)
         return found.ranks, machines, (np.array([view.index for view in seen_by], dtype=np.int64), needed)

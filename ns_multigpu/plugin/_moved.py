@@ -14,9 +14,13 @@ MOVED = {
     "splat_model": "model.splat_model",
     "splat_options": "model.options",
     "trainer": "train.trainer",
+    "radiance.trainer": "train.trainer",
     "trainer_config": "train.config",
 }
 """From a module's old name in this package to its new one."""
+
+RENAMED = {"RadianceTrainer": "DistributedTrainer"}
+"""From a class's old name to its new one."""
 
 _PACKAGE = __name__.rpartition(".")[0]
 
@@ -25,15 +29,20 @@ class _OldNames(MetaPathFinder, Loader):
     """Finds a module by its old name."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        package, _, name = fullname.rpartition(".")
-        return ModuleSpec(fullname, self) if package == _PACKAGE and name in MOVED else None
+        return ModuleSpec(fullname, self) if _short(fullname) in MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        there = import_module(f"{_PACKAGE}.{MOVED[module.__name__.rpartition('.')[2]]}")
+        there = import_module(f"{_PACKAGE}.{MOVED[_short(module.__name__)]}")
         vars(module).update({name: value for name, value in vars(there).items() if not name.startswith("__")})
+        vars(module).update({old: vars(there)[new] for old, new in RENAMED.items() if new in vars(there)})
+
+
+def _short(fullname: str) -> str:
+    """Return a module's name within this package."""
+    return fullname.removeprefix(f"{_PACKAGE}.")
 
 
 def know_old_names() -> None:

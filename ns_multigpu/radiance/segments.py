@@ -80,3 +80,11 @@ def clip(origins: Tensor, directions: Tensor, nears: Tensor, fars: Tensor, boxes
     number[ray, cell] = torch.arange(begins[-1], device=ray.device)
     along = enter.masked_fill(~hits, torch.inf).argsort(dim=1, stable=True)[:, :longest]
     return Segments(len(origins), ray, enter[ray, cell], leave[ray, cell], begins, number.gather(1, along), counts)
+
+
+def dealt(segments: Segments, shares: int) -> Segments:
+    """Segments of one cell, dealt out to so many shares: those of share 0 first, each as many or one more."""
+    bounds = [share * len(segments) // shares for share in range(shares + 1)]
+    return Segments(
+        segments.rays, segments.ray, segments.near, segments.far, tuple(bounds), segments.order, segments.counts
+    )

@@ -27,7 +27,8 @@ def options(**more: Any) -> argparse.Namespace:
         ("nerfacto", "nerfacto", 1, "--a 1"),
         ("nerfacto-x2", "nerfacto", 2, "--a 1"),
         ("xl-4", "nerfacto-xl", 1, "--pipeline.model.cells 4 --pipeline.model.spread xl --a 1"),
-        ("mega-2x4:--b 3", "nerfacto-xl", 4, "--pipeline.model.cells 2 --pipeline.model.spread mega --a 1 --b 3"),
+        ("mega-2x4:--b 3", "nerfacto-mega", 4, "--pipeline.model.cells 2 --a 1 --b 3"),
+        ("ddp-2", "nerfacto-xl", 1, "--pipeline.model.cells 2 --pipeline.model.spread ddp --a 1"),
     ],
 )
 def test_a_way_is_a_command(way: str, method: str, gpus: int, own: str) -> None:

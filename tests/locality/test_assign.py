@@ -7,10 +7,11 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
+from benchmarks.baselines.placements import assigner, random_assignment
 from cuda_ext.dispatch.load import use_reference
 from cuda_ext.ops.assign_patches import assign_patches
 from cuda_ext.reference.assign_patches import least_transport, objective
-from ns_multigpu.locality.assign import BETWEEN, WITHIN, Assigner, Volume, Weights, by_room, random_assignment
+from ns_multigpu.locality.assign import BETWEEN, WITHIN, Assigner, Volume, Weights, by_room
 
 EVEN = (1.0, 1.0, 1.0, 1.0)
 
@@ -173,7 +174,7 @@ def test_machines_come_first() -> None:
     assert np.bincount(chosen, minlength=16).tolist() == [4] * 16
     volume = Volume.of(needed, chosen, 4)
     assert volume.received.max() / volume.received.mean() < 1.1
-    flat = Volume.of(needed, Assigner(4, 4, hierarchical=False).assign(needed), 4)
+    flat = Volume.of(needed, assigner(4, 4, hierarchical=False).assign(needed), 4)
     assert volume.between <= flat.between
 
 
@@ -199,9 +200,9 @@ def test_a_machines_ranks_know_what_they_send_and_get_elsewhere(monkeypatch: pyt
 @pytest.mark.parametrize("patches", [0, 1, 5, 61])
 def test_numbers_that_do_not_divide(patches: int) -> None:
     needed = needs(patches, 12, 5).numpy()
-    for assigner in (Assigner(3, 4), Assigner(1, 12), Assigner(12, 1), Assigner(3, 4, hierarchical=False)):
-        chosen = assigner.assign(needed)
-        held = np.bincount(chosen, minlength=12).reshape(assigner.machines, -1)
+    for plans in (Assigner(3, 4), Assigner(1, 12), Assigner(12, 1)):
+        chosen = plans.assign(needed)
+        held = np.bincount(chosen, minlength=12).reshape(plans.machines, -1)
         assert held.sum() == patches
         assert np.ptp(held.sum(1)) <= 1 and np.ptp(held, axis=1).max() <= 1
 

@@ -5,13 +5,14 @@ import pytest
 import torch
 from scipy import sparse
 
+from benchmarks.baselines.placements import at_random, partitioned
 from ns_multigpu.locality import metis
 from ns_multigpu.locality import partition as module
 from ns_multigpu.locality.graph import SeenGraph
-from ns_multigpu.locality.partition import Partition, partition
+from ns_multigpu.locality.partition import Partition, Place, by_metis, dealt, partition, ranges
 from tests.locality.towns import plain
 
-WAYS = ("metis", "ranges", "random", "dealt")
+WAYS: dict[str, Place] = {"metis": by_metis, "ranges": ranges, "random": at_random, "dealt": dealt}
 
 
 def shares(values: np.ndarray) -> float:
@@ -26,9 +27,9 @@ def crossing(graph: SeenGraph, placed: Partition) -> float:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("machines", [1, 2, 3, 4])
-def test_every_rank_has_its_points(way: module.Way, machines: int) -> None:
+def test_every_rank_has_its_points(way: str, machines: int) -> None:
     graph = plain()
-    placed = partition(graph, machines, 4, across=way)
+    placed = partition(graph, machines, 4, across=WAYS[way])
     points = np.bincount(placed.ranks, weights=graph.points, minlength=4 * machines)
     assert shares(points) < (1.5 if way == "ranges" else 1.1)
     assert points.min() > 0
@@ -36,7 +37,7 @@ def test_every_rank_has_its_points(way: module.Way, machines: int) -> None:
 
 def test_metis_keeps_views_together_and_work_level() -> None:
     graph = plain(32, 400)
-    found = {way: partition(graph, 4, 4, across=way) for way in WAYS}
+    found = {way: partition(graph, 4, 4, across=WAYS[way]) for way in WAYS}
     lost = {way: crossing(graph, one) for way, one in found.items()}
     assert lost["metis"] < 0.5 * lost["random"]
     assert lost["metis"] <= 1.05 * lost["ranges"]
@@ -47,15 +48,15 @@ def test_metis_keeps_views_together_and_work_level() -> None:
 def test_dealing_levels_each_view_and_metis_does_not() -> None:
     graph = plain(32, 400)
 
-    def worst(within: module.Way) -> float:
+    def worst(within: Place) -> float:
         placed = partition(graph, 2, 4, within=within)
         shown = graph.by_rank(placed.ranks, 8).reshape(-1, 2, 4)
         big = shown[shown.sum(2) > 0.3 * shown.sum((1, 2))[:, None]]
         return float((big.max(1) / big.mean(1)).mean())
 
-    dealt, random, regions = worst("dealt"), worst("random"), worst("metis")
-    assert dealt < 1.35
-    assert dealt < random < regions
+    level, random, regions = worst(dealt), worst(at_random), worst(by_metis)
+    assert level < 1.35
+    assert level < random < regions
     assert regions > 1.8
 
 
@@ -80,9 +81,8 @@ def test_levelling_moves_what_loses_least() -> None:
 
 def test_the_same_graph_is_placed_the_same() -> None:
     graph = plain()
-    for way in WAYS:
-        assert np.array_equal(partition(graph, 2, 2, way).ranks, partition(graph, 2, 2, way).ranks)
-    assert not np.array_equal(partition(graph, 2, 2, "random").ranks, partition(graph, 2, 2, "random", seed=1).ranks)
+    for place in WAYS.values():
+        assert np.array_equal(partition(graph, 2, 2, place).ranks, partition(graph, 2, 2, place).ranks)
 
 
 def test_images_are_held_where_most_of_their_view_is() -> None:
@@ -97,7 +97,7 @@ def test_without_metis_ranges_serve_and_it_is_said(monkeypatch: pytest.MonkeyPat
     graph = plain()
     placed = partition(graph, 2, 4)
     assert len(placed.notes) == 1 and "pip install pymetis" in placed.notes[0] and "Z-order" in placed.notes[0]
-    assert np.array_equal(placed.ranks // 4, partition(graph, 2, 4, across="ranges").ranks // 4)
+    assert np.array_equal(placed.ranks // 4, partition(graph, 2, 4, across=ranges).ranks // 4)
 
 
 def test_a_pymetis_that_hides_its_library_serves_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,23 +106,24 @@ def test_a_pymetis_that_hides_its_library_serves_with_a_note(monkeypatch: pytest
     placed = partition(graph, 4, 1)
     assert "sum of points and work" in placed.notes[0]
     assert shares(np.bincount(placed.ranks, weights=graph.points)) < 1.1
-    assert crossing(graph, placed) < 0.6 * crossing(graph, partition(graph, 4, 1, "random"))
+    assert crossing(graph, placed) < 0.6 * crossing(graph, partition(graph, 4, 1, at_random))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_as_many_ranks_as_groups(way: module.Way) -> None:
+def test_as_many_ranks_as_groups(way: str) -> None:
     graph = plain(4, 20)
-    placed = partition(graph, 4, 4, across=way)
+    placed = partition(graph, 4, 4, across=WAYS[way])
     assert sorted(placed.ranks.tolist()) == list(range(16))
     with pytest.raises(ValueError, match="17 ranks for 16 groups"):
-        partition(graph, 17, 1, across=way)
+        partition(graph, 17, 1, across=WAYS[way])
 
 
 def test_flat_and_one_rank() -> None:
     graph = plain()
     assert partition(graph, 1, 1).ranks.tolist() == [0] * graph.groups
-    flat = partition(graph, 2, 4, hierarchical=False)
-    assert set(flat.ranks.tolist()) == set(range(8))
+    flat = partitioned(graph, 2, 4, hierarchical=False)
+    assert set(flat.ranks.tolist()) == set(range(8)) and (flat.machines, flat.per_machine) == (2, 4)
+    assert set(flat.view_machines.tolist()) == {0, 1}
 
 
 def test_errors_say_what_was_wrong() -> None:
@@ -131,8 +132,6 @@ def test_errors_say_what_was_wrong() -> None:
         SeenGraph.of(none, none, none, 0, torch.tensor([5]))
     with pytest.raises(ValueError, match="none of the 3 views"):
         SeenGraph.of(none, none, none, 3, torch.tensor([5]))
-    with pytest.raises(ValueError, match="unknown way"):
-        partition(plain(4, 20), 1, 2, across="kmeans")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least one of each"):
         partition(plain(4, 20), 0, 2)
 

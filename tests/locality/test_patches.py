@@ -57,10 +57,9 @@ def test_cuts_are_even() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "machines"), [(2, 1), (4, 2), (3, 3), (6, 2)])
-@pytest.mark.parametrize("how", ["search", "solver", "random"])
 @pytest.mark.parametrize("known", [True, False])
-def test_ranks_have_equally_many_and_no_more_pixels_than_said(ranks: int, machines: int, how: str, known: bool) -> None:
-    made, access = assignment(ranks, machines, assignment=how)
+def test_ranks_have_equally_many_and_no_more_pixels_than_said(ranks: int, machines: int, known: bool) -> None:
+    made, access = assignment(ranks, machines)
     views = [view_of((200, 120), index) for index in range(3)]
     if known:
         access.record(range(3), np.random.default_rng(1).integers(0, 99, (3 * 16, ranks)).astype(np.float64))

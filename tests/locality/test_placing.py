@@ -80,18 +80,6 @@ def test_each_machine_has_the_town_that_its_views_see() -> None:
     assert level.max() < 1.2 * level.mean(), "in a single view, too"
 
 
-@pytest.mark.parametrize(
-    ("options", "together"),
-    [({}, True), ({"placement": "random"}, False), ({"hierarchy": False}, True), ({"placement": "ranges"}, True)],
-)
-def test_every_part_can_be_switched_off(options: dict[str, Any], together: bool) -> None:
-    where = towns()
-    made, _ = placement(alone(4, 2), views(), **options)
-    machine = owners_of(made, where, 4) // 2
-    first = machine[where[:, 0] < 0]
-    assert (len(set(first.tolist())) == 1) is together
-
-
 def settle(world: World, made: ByViews, where: torch.Tensor, threshold: float = 1.1) -> Any:
     work = torch.ones(len(where), dtype=torch.int64)
     keys = torch.arange(len(where))

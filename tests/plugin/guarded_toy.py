@@ -152,7 +152,7 @@ class GuardedTrainer:
 
     def circumstances(self) -> memory.Circumstances:
         return memory.Circumstances(
-            self.world.rank, self.guards.heart.step, 1234, 2, (640, 480), self.world.device, str(self.file)
+            self.world.rank, self.guards.heart.step, self.world.device, last_checkpoint=str(self.file)
         )
 
 

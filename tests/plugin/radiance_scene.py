@@ -1,5 +1,6 @@
 """Small models of `nerfacto-xl`, and rays to render: nobody needs a capture for that."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.radiance.model import NerfactoXLModel, NerfactoXLModelConfig
-from ns_multigpu.radiance.partition import partition
+from ns_multigpu.radiance.partition import Partition, partition
 
 IMAGES, RAYS = 4, 48
 SMALL: dict[str, Any] = {
@@ -24,17 +25,31 @@ SMALL: dict[str, Any] = {
 GRIDS: dict[str, Any] = {"grid_resolution": 8, "march_steps": 40}
 
 
-def model(world: World, cells: int, **options: Any) -> NerfactoXLModel:
-    """A model with its cells, whose grids are not nearly zero, as they are at first."""
+def model(
+    world: World,
+    cells: int,
+    *,
+    kind: type[NerfactoXLModelConfig] = NerfactoXLModelConfig,
+    before: Callable[[Any, Tensor, Partition], None] | None = None,
+    **options: Any,
+) -> NerfactoXLModel:
+    """Return a model with its cells, whose grids are not nearly zero, as they are at first.
+
+    Args:
+        kind: its options' class. before: called with the model, points and cells before fields are made.
+        options: of the model.
+    """
     torch.manual_seed(11)
-    config = NerfactoXLModelConfig(**{**SMALL, **GRIDS, **options})
+    config = kind(**{**SMALL, **GRIDS, **options})
     made = config.setup(
         scene_box=SceneBox(torch.tensor([[-1.0, -1, -1], [1, 1, 1]])), num_train_data=IMAGES, seed_points=None,
         metadata={}, device="cpu", grad_scaler=None,
     )  # fmt: skip
     points = torch.randn(400, 3, generator=torch.Generator().manual_seed(1)) * torch.tensor([0.6, 0.4, 0.2])
     cut = partition(points, cells, made.domain)
-    made.place(cut, world, made.way.focus(points, cut))
+    if before is not None:
+        before(made, points, cut)
+    made.place(cut, world)
     with torch.no_grad():
         for name, param in sorted(made.named_parameters()):
             if "hash_table" in name:

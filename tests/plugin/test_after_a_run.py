@@ -21,7 +21,7 @@ from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.commands import with_options
 from ns_multigpu.plugin.train.config import read_config
-from ns_multigpu.plugin.train.goodbye import say_how_it_went
+from ns_multigpu.plugin.train.terminal import say_how_it_went
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.plugin.course import write_capture
 from tests.plugin.resuming import start

@@ -60,15 +60,15 @@ def test_a_refinement_beyond_the_cap_only_prunes() -> None:
 
 def test_the_line_says_what_there_is_fits_and_becomes() -> None:
     found = Capacity(1000, 2_000_000, 64 << 30, COURSE, on_gpu=True)
-    text, worrying = describe(found, "tile", 2_000_000, "default")
+    text, worrying = describe(found, "tile", 2_000_000)
     assert not worrying
     for part in ("1,000 Gaussians to begin", "about 2,000,000 (64.00 GiB a GPU, strategy tile)", "stops at 2,000,000"):
         assert part in text
-    text, worrying = describe(found, "tile", 3_000_000, "mcmc")
-    assert worrying and "--pipeline.model.max-gs-num" in text
-    text, worrying = describe(Capacity(3_000_000, 2_000_000, 64 << 30, COURSE, True), "batch", 2_000_000, "default")
+    text, worrying = describe(found, "tile", 3_000_000)
+    assert worrying and "--pipeline.model.max-gaussians" in text
+    text, worrying = describe(Capacity(3_000_000, 2_000_000, 64 << 30, COURSE, True), "batch", 2_000_000)
     assert worrying and "may not fit" in text
-    text, worrying = describe(Capacity(1000, None, -1, COURSE, False), "pixel", None, "default")
+    text, worrying = describe(Capacity(1000, None, -1, COURSE, False), "pixel", None)
     assert not worrying and text == "1,000 Gaussians to begin with."
 
 

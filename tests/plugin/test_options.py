@@ -50,11 +50,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "images of one size": {"capture": "one size"},
     "use-absgrad False": {MODEL + "use_absgrad": False, MODEL + "densify_grad_thresh": 0.0001},
     "densifier mcmc": {
-        MODEL + "densifier": "mcmc", MODEL + "max_gs_num": 64, MODEL + "mcmc_min_opacity": 0.095,
+        MODEL + "densifier": "mcmc", MODEL + "max_gaussians": 64, MODEL + "mcmc_min_opacity": 0.095,
         MODEL + "noise_lr": 5e3,
     },
     "densifier mcmc, mcmc-picks gradient": {
-        MODEL + "densifier": "mcmc", MODEL + "max_gs_num": 64, MODEL + "mcmc_min_opacity": 0.095,
+        MODEL + "densifier": "mcmc", MODEL + "max_gaussians": 64, MODEL + "mcmc_min_opacity": 0.095,
         MODEL + "noise_lr": 5e3, MODEL + "mcmc_picks": "gradient",
     },
     "initial-opacity, initial-scale": {MODEL + "initial_opacity": 0.3, MODEL + "initial_scale": 0.5},

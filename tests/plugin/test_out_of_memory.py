@@ -78,12 +78,12 @@ def _run_out(
         return no_memory() if unlucky and step_now == STEP else usual_update(*args, **kwargs)
 
     trainer._may_go_on = may_go_on  # type: ignore[method-assign]
-    usual_update = trainer.optimizers.optimizer_scaler_step_all
+    usual_update = trainer.optimizers.optimizer_step_all
     said = ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(splat_model, "photometric_loss", loss)
         if where == "update":
-            patch.setattr(trainer.optimizers, "optimizer_scaler_step_all", update)
+            patch.setattr(trainer.optimizers, "optimizer_step_all", update)
         try:
             trainer.train()
         except RanOutOfMemory as error:

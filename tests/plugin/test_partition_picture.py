@@ -18,8 +18,8 @@ from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.locality.palette import machine_color, rank_colors
 from ns_multigpu.locality.placing import ByViews
 from ns_multigpu.locality.rules import Access
-from ns_multigpu.plugin.train import partition_picture
-from ns_multigpu.plugin.train.partition_picture import FILE, PartitionPicture
+from ns_multigpu.plugin.train import splats
+from ns_multigpu.plugin.train.splats import PARTITION, PartitionPicture
 from tests.plugin.course import follow, write_capture
 from tests.plugin.rendering import make_pipeline
 from tests.ranks import run_ranks
@@ -44,8 +44,8 @@ def _run(world: World, capture: Path, runs: Path, method: str, steps: int) -> di
                     where = trainer.pipeline.model.gauss_params["means"].detach()[:40]
                     placement._place(where.new_ones(40, 3).cumsum(0), 40)
                     if world.is_main:  # a picture of before is gone: another one has to come
-                        drawn.append((trainer.base_dir / FILE).exists())
-                        (trainer.base_dir / FILE).unlink(missing_ok=True)
+                        drawn.append((trainer.base_dir / PARTITION).exists())
+                        (trainer.base_dir / PARTITION).unlink(missing_ok=True)
 
             trainer._update_viewer_state = place_again
 
@@ -82,7 +82,7 @@ def test_a_run_of_locality_shows_its_partition_and_its_plans(capture: Path, tmp_
     main, other = run_ranks(_run, 2, capture, tmp_path, "splatfacto-locality", 5)
     assert main["placings"] == other["placings"] == 2, "at the start, and when it was placed again"
     assert main["drawn"] == [True], "a picture was there before the first step"
-    file = main["folder"] / FILE
+    file = main["folder"] / PARTITION
     assert file.is_file() and other["folder"] == main["folder"], "machines share a run folder"
     assert {_rounded(color) for color in rank_colors(2, 1)} <= _colors(file)
     assert {_rounded(machine_color(machine)) for machine in range(2)} <= _colors(file)
@@ -99,21 +99,21 @@ def test_a_run_of_locality_shows_its_partition_and_its_plans(capture: Path, tmp_
 def test_a_partition_into_ranges_is_drawn_once(capture: Path, tmp_path: Path) -> None:
     main, _ = run_ranks(_run, 2, capture, tmp_path, "splatfacto-tile", 2)
     assert main["placings"] == 0
-    colors = _colors(main["folder"] / FILE)
+    colors = _colors(main["folder"] / PARTITION)
     assert {_rounded(color) for color in rank_colors(2, 1)} <= colors and (250, 250, 250) in colors, "no homes"
 
 
 def test_where_all_points_are_on_every_rank_there_is_no_picture(capture: Path, tmp_path: Path) -> None:
     main, _ = run_ranks(_run, 2, capture, tmp_path, "splatfacto-batch", 2)
-    assert not (main["folder"] / FILE).exists()
+    assert not (main["folder"] / PARTITION).exists()
 
 
 def _nowhere_to_write(world: World, capture: Path, runs: Path) -> None:
     pipeline = make_pipeline(world, capture, bounds=(0, 40, 90))
     said: list[str] = []
-    partition_picture.CONSOLE.print = lambda text, **_: said.append(str(text))  # type: ignore[method-assign]
+    splats.CONSOLE.print = lambda text, **_: said.append(str(text))  # type: ignore[method-assign]
     folder = runs / "not there"
-    picture = partition_picture.PartitionPicture(pipeline.model, torch.zeros(0, 3, 4), world, folder)
+    picture = splats.PartitionPicture(pipeline.model, torch.zeros(0, 3, 4), world, folder)
     assert picture.due
     picture.draw()
     assert not picture.due
@@ -125,12 +125,12 @@ def _of_other_views(world: World, capture: Path, folder: Path) -> None:
     pipeline = make_pipeline(world, capture, bounds=(0, 40, 90))
     type(pipeline.strategy.placement).homes_of_views = (0, 1, 0)  # type: ignore[assignment, method-assign]
     poses = torch.eye(4)[None, :3].repeat(4, 1, 1)
-    partition_picture.PartitionPicture(pipeline.model, poses, world, folder).draw()
+    splats.PartitionPicture(pipeline.model, poses, world, folder).draw()
 
 
 def test_homes_of_other_views_than_the_captures_are_not_shown(capture: Path, tmp_path: Path) -> None:
     run_ranks(_of_other_views, 2, capture, tmp_path)
-    assert (250, 250, 250) in _colors(tmp_path / FILE)
+    assert (250, 250, 250) in _colors(tmp_path / PARTITION)
 
 
 def test_a_disk_that_takes_nothing_does_not_end_a_run(capture: Path, tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import torch
 from nerfstudio.utils import writer
 
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.train.objective import LogEntry
 from ns_multigpu.plugin.train.progress import ProgressLog
+from ns_multigpu.plugin.train.splats import changes_of
 from tests.ranks import run_ranks
 
 SECONDS = (
@@ -28,17 +30,14 @@ def _log(world: World, folder: Path, seconds: Any) -> list[tuple[str, Any]]:
     writer.put_dict = lambda name, scalar_dict, step: told.append((name, scalar_dict))  # type: ignore[method-assign]
     log = ProgressLog(world, folder)
     log.restart_clock()
-    model = SimpleNamespace(
-        densifier=SimpleNamespace(changes={"split": 3}),
-        total_points=77,
-        camera_optimizer=SimpleNamespace(get_metrics_dict=lambda metrics: None),
-    )
-    optimizers = SimpleNamespace(schedulers={"means": SimpleNamespace(get_last_lr=lambda: [0.25])})
+    changes = {"split": 3}
     part = torch.tensor(0.25 * (1 + world.rank), requires_grad=True)
     measured = (2 * part, {"main_loss": part, "scale_reg": part}, {"mse": torch.tensor(0.0005)})
     for step, times in ((0, {}), (10, seconds[world.rank])):
         timer: Any = SimpleNamespace(cut=lambda times=times: lambda: dict(times))
-        log.log(step, 4, timer, measured, model, optimizers, {"save_ms": 5.0})()
+        row = {"gaussians": 77.0, **changes_of(SimpleNamespace(changes=changes))}
+        entry = LogEntry(measured, 4, row, {"gaussian_count": 77}, {"means": 0.25}, {"own": 3.0 + world.rank}, dict)
+        log.log(step, timer, entry, {"save_ms": 5.0})()
     return told
 
 
@@ -57,6 +56,8 @@ def test_two_ranks_are_put_together(tmp_path: Path) -> None:
     assert row["psnr"] == pytest.approx(30.0) and "mse" not in row
     assert row["gaussians"] == 77 and row["save_ms"] == 5.0
     assert first["split"] == 3 and "split" not in row, "told once"
+    assert row["own"] == [3.0, 4.0], "of each rank"
+    assert not any("own" in values for name, values in told if name == "Step"), "writers take numbers alone"
     assert row["images_per_s"] == pytest.approx(4e3 / row["step_ms"], rel=1e-3)
     assert ("Train Loss", 1.5) in told and ("learning_rate/means", 0.25) in told
     losses = [values for name, values in told if name == "Train Loss Dict"]

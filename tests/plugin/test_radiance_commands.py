@@ -52,7 +52,11 @@ def test_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     )
     parser = ("nerfstudio-data", "--downscale-factor", "1", "--eval-mode", "filename", "--load-3D-points", "False")
     said = _run(*train, *parser)
-    assert "nerfacto-xl on 2 CPU workers" in said and "60 steps, 3 cells on 2 worker(s)" in said
+    assert "nerfacto-xl on 2 CPU workers" in said and "60 steps of 256 rays" in said
+    assert "Training finished" in said and f"Rays        {60 * 256:,}" in said and "Cells       3" in said
+    assert "dB (SSIM" in said and "--max-num-iterations 120" in said
+    summary = json.loads((tmp_path / "capture/nerfacto-xl/now/training_summary.json").read_text())
+    assert summary["cells"] == 3 and summary["steps"] == 60 and summary["psnr"] > 5
     run = tmp_path / "capture/nerfacto-xl/now"
     assert [path.name for path in (run / "nerfstudio_models").iterdir()] == ["step-000000059.ckpt"]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -105,4 +109,4 @@ def test_torchrun_restarts_after_a_killed_worker_and_goes_on_from_there(tmp_path
     finally:
         run.kill()
     said = log.read_text()
-    assert "Resumed from" in said and "150 steps, 2 cells on 2 worker(s)" in said
+    assert "Resumed from" in said and "Cells       2" in said

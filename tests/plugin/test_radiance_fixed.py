@@ -26,7 +26,7 @@ from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.radiance import fast_steps, rooms
 from ns_multigpu.plugin.radiance.fast_steps import FastSteps, make_capturable
 from ns_multigpu.plugin.radiance.step_graphs import GraphsByKind
-from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
+from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from ns_multigpu.radiance.exchange import sum_gradients
 from ns_multigpu.radiance.slots import Slots
 from tests.plugin.course import write_capture
@@ -153,7 +153,7 @@ def _as_a_kernel(composed_op: Any) -> Any:
 
 
 @contextmanager
-def _trainer(capture: Path, out: Path, world: World | None = None, **options: Any) -> Iterator[RadianceTrainer]:
+def _trainer(capture: Path, out: Path, world: World | None = None, **options: Any) -> Iterator[DistributedTrainer]:
     """A trainer, ready for its first step."""
     world = world or World.single()
     torch.manual_seed(3)
@@ -161,7 +161,7 @@ def _trainer(capture: Path, out: Path, world: World | None = None, **options: An
     config.machine.device_type = world.device.type
     World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
     config.get_base_dir().mkdir(parents=True, exist_ok=True)
-    trainer = RadianceTrainer(config)
+    trainer = DistributedTrainer(config)
     try:
         trainer.setup()
         trainer.guards.numbers.prepare(trainer.optimizers.optimizers)
@@ -177,7 +177,7 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _fast(trainer: RadianceTrainer, **options: Any) -> FastSteps:
+def _fast(trainer: DistributedTrainer, **options: Any) -> FastSteps:
     """What takes the steps on GPUs, here without a graph unless one is given."""
     feed = trainer.pipeline.datamanager.feed()
     assert feed is not None
@@ -262,10 +262,10 @@ def _both_courses(
             config.fused_steps = "never" if name == "plain" else "auto"
             trainer.pipeline.model.config.proposal_warmup, trainer.pipeline.model.config.proposal_update_every = 3, 2
             fast = world.device.type == "cpu" and name == "fast"
+            trainer.objective.begin(0)
             if fast:
-                trainer._choose_steps()
                 graphs = GraphsByKind(world.device, print, RecordedPool()) if recorded else None
-                trainer._fast = _fast(trainer, graphs=graphs)
+                trainer.objective.fast = _fast(trainer, graphs=graphs)
             losses: list[float] = []
             for step in range(STEPS):
                 trainer.pipeline.train()
@@ -274,9 +274,9 @@ def _both_courses(
                 losses.append(float(trainer.train_iteration(step)[0]))
                 trainer.pipeline.model._end_step(step)
                 trainer._look_for_nan(now=False)
-            assert (trainer._fast is not None) == (name == "fast")
+            assert (trainer.objective.fast is not None) == (name == "fast")
             if (recorded or world.device.type == "cuda") and name == "fast":
-                graphs = None if trainer._fast is None else trainer._fast._graphs
+                graphs = None if trainer.objective.fast is None else trainer.objective.fast._graphs
                 assert graphs is not None
                 kinds = [kind for kind, _ in graphs._captured if isinstance(kind, tuple)]
                 steps = {kind[2] for kind in kinds if kind[0] == "step"}
@@ -358,11 +358,11 @@ def test_where_steps_have_no_fixed_shapes_it_is_said(
         assert trainer.pipeline.model.fixed is None
         trainer.config.fused_steps = "always"
         with pytest.raises(InputError, match=r"steps cannot be captured, for --pipeline\.model\.sampling occupancy"):
-            trainer._choose_steps()
+            trainer.objective.begin(0)
     with _trainer(capture, tmp_path / "b") as trainer:
         assert trainer.pipeline.model.fixed is not None
         trainer.config.fused_steps = "never"
-        trainer._choose_steps()
+        trainer.objective.begin(0)
         assert trainer.pipeline.model.fixed is None
         assert "taken as they come: --fused-steps never" in capsys.readouterr().out
 

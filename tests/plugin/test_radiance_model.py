@@ -1,19 +1,16 @@
 """nerfacto in cells: one cell is nerfacto, and N cells on N ranks are N cells on one."""
 
 import functools
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from nerfstudio.cameras.rays import RayBundle
 from nerfstudio.data.scene_box import SceneBox
 from nerfstudio.models.nerfacto import NerfactoModelConfig
 
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.radiance.draws import drawn, mixed
 from ns_multigpu.plugin.radiance.model import NerfactoXLModel
-from ns_multigpu.plugin.radiance.spread import blended_samples
 from ns_multigpu.radiance.exchange import sum_gradients
 from ns_multigpu.radiance.integrals import Weighted
 from ns_multigpu.radiance.segments import clip
@@ -81,7 +78,7 @@ def test_one_cell_has_nerfactos_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(losses[0][name].item() for name in ("interlevel_loss", "distortion_loss")) > 0
 
 
-def _step(world: World, cells: int, options: dict[str, Any]) -> dict[str, Any]:
+def step_of(world: World, cells: int, options: dict[str, Any]) -> dict[str, Any]:
     """A training step and an image's rays, on the ranks' cells."""
     ours = model(world, cells, **options)
     with torch.no_grad():
@@ -110,7 +107,7 @@ def _step(world: World, cells: int, options: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _compare(one: dict[str, Any], found: list[dict[str, Any]], exact: bool) -> None:
+def compare(one: dict[str, Any], found: list[dict[str, Any]], exact: bool) -> None:
     near: dict[str, float] = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
     seen = set[str]()
     for outcome in found:
@@ -166,25 +163,22 @@ def test_what_is_behind_cells(cells: int, options: dict[str, Any], background: s
         (3, 2, {"sampling": "occupancy"}),
         (3, 2, {"spread": "ddp"}),
         (3, 2, {"spread": "ddp", "background_color": "sky"}),
-        (3, 2, {"spread": "mega"}),
-        (3, 2, {"spread": "block", "disable_scene_contraction": True}),
     ],
 )
 def test_any_number_of_ranks_is_one(cells: int, ranks: int, options: dict[str, Any]) -> None:
-    one = _step(World.single(), cells, options)
-    alone = options.get("spread") in ("mega", "block")
-    groups = {"cells", "camera_optimizer"} | ({"shared"} if not alone else set())
+    one = step_of(World.single(), cells, options)
+    groups = {"cells", "camera_optimizer", "shared"}
     groups |= {"sky"} if options.get("background_color") == "sky" else set()
     assert {name.split(".")[0] for name in one["gradients"]} == groups
     assert (one["outside"] > 0) == ("disable_scene_contraction" in options), "some rays miss a box"
-    found = run_ranks(_step, ranks, cells, options)
-    _compare(one, found, exact=options.get("spread") != "mega")  # it adds blended samples up over the ranks
+    found = run_ranks(step_of, ranks, cells, options)
+    compare(one, found, exact=True)
 
 
 @pytest.mark.gpu
 def test_any_number_of_gpus_is_one() -> None:
     skip_without_gpus(2)
-    _compare(_step(World.single("cuda:0"), 4, {}), run_ranks(_step, 2, 4, {}, device="cuda"), exact=False)
+    compare(step_of(World.single("cuda:0"), 4, {}), run_ranks(step_of, 2, 4, {}, device="cuda"), exact=False)
 
 
 class _WithSpread(NerfactoXLModel):
@@ -219,88 +213,13 @@ def test_an_integral_of_ones_own() -> None:
 
 def test_data_parallel_is_one_field() -> None:
     """Three shares of the rays, on whatever ranks, are the batch of one field."""
-    one, three = (_step(World.single(), cells, {"spread": "ddp"}) for cells in (1, 3))
+    one, three = (step_of(World.single(), cells, {"spread": "ddp"}) for cells in (1, 3))
     assert three["gradients"].keys() == one["gradients"].keys()
     for name, value in one["pixels"].items():
         assert torch.equal(three["pixels"][name], value), name
     assert three["samples"] == one["samples"] == 48 * 8
-    together = _step(World.single(), 1, {})  # what is drawn at random depends on shares; one share is one cell
+    together = step_of(World.single(), 1, {})  # what is drawn at random depends on shares; one share is one cell
     torch.testing.assert_close(one["rgb_loss"], together["rgb_loss"], rtol=0, atol=0)
-
-
-def test_fields_that_are_trained_alone_do_not_learn_from_each_other() -> None:
-    """With Mega-NeRF's or Block-NeRF's rays, a field's gradients are those of its own rays, and heads are its own."""
-    for spread in ("mega", "block"):
-        ours = model(World.single(), 3, spread=spread)
-        ours.begin_step(3)
-        outputs = ours(rays(2.0))
-        bounds = ours.figures.segments.begins
-        assert all(b > a for a, b in itertools.pairwise(bounds)) and bounds[-1] > 48, "rays are seen by several"
-        outputs["rgb"][bounds[1] : bounds[2]].sum().backward()
-        graded = {name[:8] for name, p in ours.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
-        assert graded == {"cells.1.", "camera_o"}, f"{spread}: poses alone are learnt together"
-        assert ours.shared_parameters().keys() <= {"camera_optimizer.pose_adjustment"}
-        heads = [cell.head.mlp_head.layers[0].weight for cell in ours.cells.values()]
-        assert not torch.equal(heads[0], heads[1]), "each begins with numbers of its own"
-
-
-def test_blends_show_what_all_fields_show() -> None:
-    """Where each field has the same fog, blended samples and blended pixels are it, without seams."""
-    for spread in ("xl", "mega", "block"):
-        ours = model(World.single(), 3, spread=spread, average_init_density=1.0, far_plane=0.9)
-        with torch.no_grad():
-            for name, param in ours.named_parameters():
-                if name.startswith("cells."):
-                    param.zero_()
-        ours.eval()
-        with torch.no_grad():
-            through = 1 - ours(rays(2.0))["accumulation"][:, 0]
-        assert float((0.85 + through.log()).abs().max()) < 0.15, spread
-
-
-def test_samples_are_blended_by_their_place_in_the_overlap() -> None:
-    """A ray from a tile of density 1 into one of density 3: over the overlap it rises from one to the other."""
-    ours = model(World.single(), 2, spread="mega")
-    (split,) = ours.partition.tree.splits
-    direction = torch.eye(3)[split.axis][None]
-    bundle = RayBundle(direction * (split.plane - 0.5), direction, torch.ones(1, 1), torch.zeros(1, 1).long())
-    bundle.nears, bundle.fars = torch.zeros(1, 1), torch.ones(1, 1)
-    segments = ours.spread.cut(bundle)
-    edges = torch.stack(
-        [torch.linspace(float(a), float(b), 41) for a, b in zip(segments.near, segments.far, strict=True)]
-    )
-
-    def field(density: float) -> Any:
-        return lambda positions, _: (torch.full_like(positions[:, 0], density), positions * 0 + density)
-
-    fields = {0: field(1.0), 1: field(3.0)}
-    density, colour = blended_samples(edges, bundle, segments, ours.spread, fields, lambda _: None)
-    places = ((edges[:, 1:] + edges[:, :-1]) / 2)[segments.order[0]].flatten()
-    found = density[segments.order[0]].flatten()
-    assert (found.diff() >= -1e-5).all() and float(found[0]) == 1 and float(found[-1]) == 3
-    between = (found > 1.01) & (found < 2.99)
-    assert int(between.sum()) >= 4 and len(found[between].unique()) >= 4, "not the mean wherever both count"
-    assert float(found[(places - 0.5).abs().argmin()]) == pytest.approx(2, abs=0.5)
-    torch.testing.assert_close(colour, density[..., None].expand(-1, -1, 3))
-
-
-def test_a_blend_is_of_the_fields_that_are_near() -> None:
-    """Only one of three fields has fog: pixels have more of it, the more of the ray (or of the camera) is its."""
-    for spread in ("mega", "block"):
-        ours = model(World.single(), 3, spread=spread, average_init_density=1.0, far_plane=0.9)
-        with torch.no_grad():
-            for name, param in ours.named_parameters():
-                if name.startswith("cells."):
-                    param.zero_()
-            for number in (1, 2):
-                for module in ours.cells[str(number)].modules():
-                    if hasattr(module, "average_init_density"):
-                        module.average_init_density = 0.0
-        ours.eval()
-        with torch.no_grad():
-            seen = ours(rays(2.0))["accumulation"][:, 0]
-        assert float(seen.min()) < 0.01 and float(seen.max()) > 0.5
-        assert int(((seen > 0.02) & (seen < 0.5)).sum()) > 3, f"{spread}: some are blended"
 
 
 def test_grids_leave_out_what_is_empty() -> None:
@@ -343,7 +262,7 @@ def test_grids_leave_out_what_is_empty() -> None:
 def test_segments_share_the_samples_of_a_ray_or_have_as_many_each(asked: str | None, least: float, most: float) -> None:
     """With cells that most rays cross; by default a ray's."""
     options = {} if asked is None else {"samples_per": asked}
-    one, four = (_step(World.single(), cells, options)["samples"] for cells in (1, 4))
+    one, four = (step_of(World.single(), cells, options)["samples"] for cells in (1, 4))
     assert one == 48 * 8 and least * one <= four < most * one
     assert asked != "segment" or four % 8 == 0  # each segment has a ray's 8
 

@@ -15,7 +15,7 @@ from ns_multigpu.core.world import World
 from ns_multigpu.methods import nerfacto_xl
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
-from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
+from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from tests.plugin.course import TinyDataParserConfig, write_capture
 from tests.plugin.radiance_scene import GRIDS, SMALL
 from tests.plugin.resuming import part_of
@@ -24,9 +24,11 @@ from tests.ranks import run_ranks
 STEPS, SAVED, CELLS, RAYS = 16, 12, 3, 64
 
 
-def configured(capture: Path, run: Path, *, points: bool = True, steps: int = 3, **options: Any) -> Any:
+def configured(
+    capture: Path, run: Path, *, points: bool = True, steps: int = 3, method: Any = nerfacto_xl.config, **options: Any
+) -> Any:
     """The method's configuration, made small; options of the model."""
-    config: Any = copy.deepcopy(nerfacto_xl.config)
+    config: Any = copy.deepcopy(method)
     config.machine.device_type, config.vis = "cpu", ""
     config.output_dir, config.timestamp, config.experiment_name = run, "now", "run"
     config.max_num_iterations, config.steps_per_checksum, config.steps_per_save = steps, 1, SAVED
@@ -43,12 +45,12 @@ def configured(capture: Path, run: Path, *, points: bool = True, steps: int = 3,
     return config
 
 
-def trained(world: World, config: Any, seed: int = 3) -> RadianceTrainer:
+def trained(world: World, config: Any, seed: int = 3) -> DistributedTrainer:
     """The trainer at the end of a run on these ranks."""
     torch.manual_seed(seed)
     World.from_env = staticmethod(lambda *_, **__: world)  # type: ignore[method-assign]
     config.get_base_dir().mkdir(parents=True, exist_ok=True)
-    trainer = RadianceTrainer(config)
+    trainer = DistributedTrainer(config)
     try:
         trainer.setup()
         trainer.train()
@@ -57,7 +59,7 @@ def trained(world: World, config: Any, seed: int = 3) -> RadianceTrainer:
     return trainer
 
 
-def _everything(trainer: RadianceTrainer) -> dict[str, torch.Tensor]:
+def everything(trainer: DistributedTrainer) -> dict[str, torch.Tensor]:
     """Parameters and moments of a rank, by name."""
     model = trainer.pipeline.model
     names = {id(p): name for name, p in model.named_parameters()}
@@ -82,12 +84,12 @@ def courses(world: World, capture: Path, out: Path) -> dict[str, dict[str, torch
                 config.load_dir, config.load_step = out / begun / "run/nerfacto-xl/now/nerfstudio_models", SAVED
             # Proposals learn in every fourth step from the tenth on: the first is that after the save.
             config.pipeline.model.proposal_warmup, config.pipeline.model.proposal_update_every = 5, 3
-            ends[name] = _everything(trained(part, config, seed=4 if begun else 3))
+            ends[name] = everything(trained(part, config, seed=4 if begun else 3))
         dist.barrier(group=world.control)
     return ends
 
 
-def _near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+def near(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     """What of `a` is not nearly what it is in `b`."""
     return [name for name, value in a.items() if not torch.allclose(value, b[name], rtol=5e-3, atol=2e-3)]
 
@@ -108,10 +110,10 @@ def test_runs_and_resumed_runs(capture: Path, tmp_path: Path) -> None:
         again, three = end["three again"], end["three"]
         assert again.keys() == three.keys()
         assert [name for name in three if not torch.equal(again[name], three[name])] == [], f"rank {rank}, resumed"
-        assert _near(three, whole) == [], f"rank {rank} of three, and one rank"
+        assert near(three, whole) == [], f"rank {rank} of three, and one rank"
         for name in ("two", "one"):
             if name in end:
-                assert _near(end[name], whole) == [], f"{name}, resumed from three"
+                assert near(end[name], whole) == [], f"{name}, resumed from three"
     assert len(ends[1]["two"]) > len(ends[1]["three"]), "two of three cells are on the second of two ranks"
     rows = [
         [json.loads(line) for line in (tmp_path / name / "run/nerfacto-xl/now/metrics.jsonl").read_text().splitlines()]
@@ -130,7 +132,7 @@ def test_runs_and_resumed_runs(capture: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spread", "sampling"),
-    [("xl", "proposals"), ("ddp", "proposals"), ("mega", "proposals"), ("block", "proposals"), ("xl", "occupancy")],
+    [("xl", "proposals"), ("ddp", "proposals"), ("xl", "occupancy")],
 )
 def test_evaluation_in_one_process_shows_what_was_trained(
     capture: Path, tmp_path: Path, spread: str, sampling: str
@@ -167,17 +169,17 @@ def test_evaluation_in_one_process_shows_what_was_trained(
 def _all_ways(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[str, torch.Tensor], ...]]:
     """Of each way: a run of two ranks, one that goes on from its middle on one rank, and what that was before."""
     ends: dict[str, tuple[dict[str, torch.Tensor], ...]] = {}
-    for way in ("ddp", "mega", "block", "xl occupancy", "ddp occupancy", "xl sky"):
+    for way in ("ddp", "xl occupancy", "ddp occupancy", "xl sky"):
         spread, *more = way.split()
         options = {"spread": spread, "sampling": "occupancy" if more == ["occupancy"] else "proposals"}
         options |= {"background_color": "sky"} if more == ["sky"] else {}
         config = configured(capture, out / way, steps=8, **options)
         config.steps_per_save, config.save_only_latest_checkpoint = 4, False
-        found = [_everything(trained(world, config))]
+        found = [everything(trained(world, config))]
         if world.is_main:
             config = configured(capture, out / f"{way} again", steps=8, **options)
             config.load_dir, config.load_step = out / way / "run/nerfacto-xl/now/nerfstudio_models", 4
-            found.append(_everything(trained(World.single(), config, seed=9)))
+            found.append(everything(trained(World.single(), config, seed=9)))
         ends[way] = tuple(found)
         dist.barrier(group=world.control)
     return ends
@@ -186,9 +188,9 @@ def _all_ways(world: World, capture: Path, out: Path) -> dict[str, tuple[dict[st
 def test_all_ways_go_on_with_other_numbers_of_ranks(capture: Path, tmp_path: Path) -> None:
     ends = run_ranks(_all_ways, 2, capture, tmp_path)
     for spread, (two, again) in ends[0].items():
-        assert _near(two, again) == [], spread
+        assert near(two, again) == [], spread
         theirs = ends[1][spread][0]
-        assert _near(theirs, again) == [], spread
+        assert near(theirs, again) == [], spread
         learns = any(name.startswith("sky.") and name.endswith("/exp_avg") for name in two)
         assert learns == (spread == "xl sky"), spread
         fields = {name[:8] for name in two if name.startswith("cells.")}
@@ -203,9 +205,9 @@ def _looked_at(world: World, capture: Path, out: Path) -> list[Any]:
     config = configured(capture, out, steps=6)
     asked: list[Any] = []
     threads: list[threading.Thread] = []
-    started = RadianceTrainer._train
+    started = DistributedTrainer._train
 
-    def train(trainer: RadianceTrainer) -> None:
+    def train(trainer: DistributedTrainer) -> None:
         def look() -> None:  # as nerfstudio's viewer
             for _ in range(2):
                 with trainer.train_lock, torch.no_grad():
@@ -218,7 +220,7 @@ def _looked_at(world: World, capture: Path, out: Path) -> list[Any]:
             threads[0].start()
         started(trainer)
 
-    RadianceTrainer._train = train  # type: ignore[method-assign]
+    DistributedTrainer._train = train  # type: ignore[method-assign]
     trainer = trained(world, config)
     for thread in threads:
         thread.join(20)
@@ -227,20 +229,20 @@ def _looked_at(world: World, capture: Path, out: Path) -> list[Any]:
     model.eval()
     with torch.no_grad():
         end = model.get_outputs_for_camera(trainer.pipeline.datamanager.eval_dataset.cameras[0:1])
-    return [asked, {name: value.clone() for name, value in end.items()}, _everything(trainer)]
+    return [asked, {name: value.clone() for name, value in end.items()}, everything(trainer)]
 
 
 def _in_half(world: World, capture: Path, out: Path) -> dict[str, torch.Tensor]:
     config = configured(capture, out, steps=6)
     config.mixed_precision = True
-    return _everything(trained(world, config))
+    return everything(trained(world, config))
 
 
 def test_networks_in_bfloat16(capture: Path, tmp_path: Path) -> None:
     """Near what single precision comes to, and not the same; parameters stay in single precision."""
     half, single = (
         _in_half(World.single(), capture, tmp_path / "half"),
-        _everything(trained(World.single(), configured(capture, tmp_path / "single", steps=6))),
+        everything(trained(World.single(), configured(capture, tmp_path / "single", steps=6))),
     )
     weight = "shared.mlp_head.layers.0.weight"
     assert all(value.dtype != torch.bfloat16 for value in half.values())
@@ -258,21 +260,14 @@ def test_a_viewer_looks_while_two_ranks_train(capture: Path, tmp_path: Path) -> 
         assert seen.keys() == end.keys() and seen["rgb"].shape == end["rgb"].shape == (24, 28, 3)
     assert torch.equal(end["rgb"], same["rgb"]) and not torch.equal(asked[0][1]["rgb"], end["rgb"])
     # Who looks changes nothing.
-    alone = _everything(trained(World.single(), configured(capture, tmp_path / "alone", steps=6)))
-    assert _near(one, alone) == []
+    alone = everything(trained(World.single(), configured(capture, tmp_path / "alone", steps=6)))
+    assert near(one, alone) == []
 
 
 def test_bad_options_are_named(capture: Path, tmp_path: Path) -> None:
-    config = configured(capture, tmp_path, spread="mega", disable_scene_contraction=True)
-    with pytest.raises(InputError, match="spread mega"):
-        config.check_method()
-    config = configured(capture, tmp_path, spread="block", cells=40)
-    with pytest.raises(InputError, match="groups of cameras are empty"):
+    config = configured(capture, tmp_path, spread="mega")
+    with pytest.raises(InputError, match="spread mega: it is a baseline of benchmarks/baselines"):
         config.pipeline.setup(device="cpu", test_mode="val")
-    for spread in ("mega", "block"):
-        config = configured(capture, tmp_path, spread=spread, background_color="sky")
-        with pytest.raises(InputError, match=f"background-color sky: .*spread {spread} each field is trained alone"):
-            config.check_method()
     config = configured(capture, tmp_path, cells=-1)
     with pytest.raises(InputError, match="cells -1"):
         config.check_method()

@@ -55,14 +55,14 @@ def works(run: Path, folder: Path) -> list[Any]:
 def use(world: World, run: Path, folder: Path) -> tuple[list[int], int]:
     """Does all of it; the cells that this rank had, and how many frames it had to write."""
     set_world(world)
-    usual, written = rendering._FieldArtist.draw, list[str]()
+    usual, written = rendering._Artist.draw, list[str]()
 
     def draw(self: Any, shot: Any, *how: Any) -> Any:
         outputs = usual(self, shot, *how)
         written.extend([] if outputs is None else [shot.name])
         return outputs
 
-    rendering._FieldArtist.draw = draw  # type: ignore[method-assign]
+    rendering._Artist.draw = draw  # type: ignore[method-assign]
     (checkpoint,) = (run.parent / "nerfstudio_models").glob("*.ckpt")
     cells: list[int] = []
     for work in works(run, folder):
@@ -70,7 +70,7 @@ def use(world: World, run: Path, folder: Path) -> tuple[list[int], int]:
         pipeline: Any = load_model(config, checkpoint, world, work.test_mode)
         cells = list(pipeline.model.numbers)
         work.run(config, checkpoint, pipeline)
-    rendering._FieldArtist.draw = usual  # type: ignore[method-assign]
+    rendering._Artist.draw = usual  # type: ignore[method-assign]
     set_world(None)
     return cells, len(written)
 

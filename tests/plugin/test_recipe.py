@@ -11,7 +11,7 @@ import tyro
 from nerfstudio.configs.method_configs import AnnotatedBaseConfigUnion
 
 from ns_multigpu.core.world import World
-from ns_multigpu.methods import nerfacto_xl, splatfacto_batch
+from ns_multigpu.methods import splatfacto_batch
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.train import capacity
@@ -80,10 +80,10 @@ def test_what_the_command_line_names_counts_more() -> None:
     """Also where it names the value that is the option's own default."""
     words = ("--pipeline.model.max-gs-num", "5000", "--pipeline.model.stop_split_at=15000")
     config = given("--recipe", "best", *words, "--pipeline.model.refine-every", "77")
-    assert config.pipeline.model.max_gs_num == 5000 and config.pipeline.model.stop_split_at == 15000
+    assert config.pipeline.model.max_gaussians == 5000 and config.pipeline.model.stop_split_at == 15000
     assert config.pipeline.model.refine_every == 77
     assert config.pipeline.model.densifier == "mcmc", "the others are the recipe's"
-    assert "max-gs-num" not in told(config)[0] and "refine-every" not in told(config)[0]
+    assert "stop-split-at" not in told(config)[0] and "refine-every" not in told(config)[0]
 
 
 def test_short_runs_refine_more_often_and_long_ones_longer() -> None:
@@ -118,15 +118,6 @@ def test_a_run_that_goes_on_keeps_what_it_has() -> None:
         apply_recipe(config, 1, ["splatfacto-batch", "--load_config=config.yml", "--recipe", "best"])
 
 
-def test_it_is_not_for_radiance_fields() -> None:
-    config: Any = deepcopy(nerfacto_xl.config)
-    apply_recipe(config, 1, ["nerfacto-xl"])
-    assert config == nerfacto_xl.config
-    config.recipe, config.max_num_images = "best", None
-    with pytest.raises(InputError, match="nerfacto-xl has no Gaussians"):
-        apply_recipe(config, 1, ["nerfacto-xl"])
-
-
 def test_the_cap_is_chosen_from_the_capture_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pixels decide here: 8 views of 28 x 24; the model grows up to that, and no further."""
     write_capture(tmp_path / "capture", wide=False)
@@ -136,12 +127,12 @@ def test_the_cap_is_chosen_from_the_capture_and_said(tmp_path: Path, monkeypatch
     monkeypatch.setattr("ns_multigpu.primitives.gaussians.cap.LEAST_PER_SEED", 1)
     trainer = start(
         World.single(), tmp_path / "capture", tmp_path / "run", 24,
-        densifier="mcmc", max_gs_num=None, mcmc_min_opacity=1e-6, refine_every=2, warmup_length=1,
+        densifier="mcmc", max_gaussians=None, mcmc_min_opacity=1e-6, refine_every=2, warmup_length=1,
     )  # fmt: skip
     model = trainer.pipeline.model
     expected = 8 * 28 * 24 // 80
     assert HELD_OUT and expected > POINTS
-    assert model.config.max_gs_num == expected
+    assert model.config.max_gaussians == expected
     trainer.save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]
     trainer.save_last = lambda _, look: look() or trainer.base_dir  # type: ignore[method-assign]
     trainer.train()
@@ -153,9 +144,9 @@ def test_the_cap_is_chosen_from_the_capture_and_said(tmp_path: Path, monkeypatch
 def test_the_cap_counts_as_many_for_each_seed_point_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_capture(tmp_path / "capture", wide=False)
     monkeypatch.setattr("ns_multigpu.primitives.gaussians.cap.PIXELS_EACH", 1)
-    asked = {"densifier": "mcmc", "max_gs_num": None}
+    asked = {"densifier": "mcmc", "max_gaussians": None}
     model = start(World.single(), tmp_path / "capture", tmp_path / "a", 1, **asked, gs_per_seed=3).pipeline.model
-    assert model.config.max_gs_num == 3 * POINTS and "3 for each of" in model.chosen_cap.why
+    assert model.config.max_gaussians == 3 * POINTS and "3 for each of" in model.chosen_cap.why
     with pytest.raises(InputError, match=r"--pipeline.model.gs-per-seed 0: give 1 or more"):
         start(World.single(), tmp_path / "capture", tmp_path / "b", 1, **asked, gs_per_seed=0)
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-import ns_multigpu.plugin.train.size_rule as size_rule
+import ns_multigpu.plugin.train.capacity as capacity
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.options import SplatModelConfig
-from ns_multigpu.plugin.train.size_rule import MANY, warn_of_size_rule
+from ns_multigpu.plugin.train.capacity import MANY, warn_of_size_rule
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from tests.plugin.course import write_capture
 from tests.plugin.resuming import start
@@ -32,7 +32,7 @@ def _said(world: World, part: float, images: int, **rules: Any) -> list[str]:
     )
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(size_rule, "CONSOLE", SimpleNamespace(print=lambda text: said.append(str(text))))
+        patch.setattr(capacity, "CONSOLE", SimpleNamespace(print=lambda text: said.append(str(text))))
         warn_of_size_rule(model, world, images)
     return said
 

@@ -290,6 +290,18 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         data = self.eval_share.fetch(index, torch.device(self.device))
         return self.eval_camera(index), data
 
+    def eval_held(self) -> Sequence[int]:
+        """The held-out views whose images this rank holds, ascending. No property: see below."""
+        return self.eval_share.own
+
+    def eval_holder(self, index: int) -> int:
+        """The rank that holds a held-out view's image."""
+        return self.eval_share.holder(index)
+
+    def eval_image(self, index: int) -> tuple[Cameras, dict[str, Any]]:
+        """A held-out view that this rank holds, by its number, with its image; those behind it begin to be read."""
+        return self.fixed_indices_eval_dataloader[self.eval_share.own.index(index)]
+
     @property
     def eval_dataloader(self) -> "_FirstCamera":
         """What `ns-render spiral` asks for a camera to begin with."""

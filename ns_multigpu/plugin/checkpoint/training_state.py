@@ -180,10 +180,15 @@ def take_generators(world: World) -> Tensors:
 
 
 def put_generators(names: Sequence[str], read: Callable[[list[str]], Tensors], world: World) -> None:
-    """Sets this process's default generators as they were on its rank; a rank that is new takes rank 0's."""
+    """Sets this process's default generators as they were on its rank; a rank that is new takes rank 0's.
+
+    Older checkpoints of radiance fields have none: their runs draw from seeds alone.
+    """
     prefix = f"rank{world.rank}/generators/"
     if f"{prefix}torch" not in names:
         prefix = "rank0/generators/"
+    if f"{prefix}torch" not in names:
+        return
     state = {k[len(prefix) :]: v for k, v in read([name for name in names if name.startswith(prefix)]).items()}
     torch.set_rng_state(state["torch"])
     gauss = float(state["python_gauss"].item())

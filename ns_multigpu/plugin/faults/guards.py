@@ -35,7 +35,7 @@ class Guards:
     """The guards of one rank, made from the trainer's options.
 
     Args:
-        config: a `DistributedTrainerConfig`.
+        config: a `RunConfig`.
         world: the ranks.
         view_name: what to call a training view.
         last_checkpoint: the path of the newest one that the run has written, "" if there is none.
@@ -90,17 +90,13 @@ class Guards:
     def circumstances(self, trainer: Any) -> memory.Circumstances:
         """What `trainer` is doing, as far as it has got."""
         pipeline = getattr(trainer, "pipeline", None)
-        size = None
-        if pipeline is not None:
-            cameras = pipeline.datamanager.train_dataset.cameras
-            size = (int(cameras.width.max()), int(cameras.height.max()))
         return memory.Circumstances(
             rank=self._world.rank,
             step=self.heart.step if self.heart.step >= 0 else None,
-            points=pipeline.model.num_points if pipeline is not None else None,
-            views=self._config.pipeline.views_per_rank,
-            size=size,
             device=self._world.device,
+            facts=[] if pipeline is None else pipeline.memory_facts,
+            gpu_remedies=self._config.pipeline.memory_remedies(on_gpu=True),
+            host_remedies=self._config.pipeline.memory_remedies(on_gpu=False),
             last_checkpoint=self._last_checkpoint(),
         )
 

@@ -1,6 +1,7 @@
 """Out of memory, said with what it was needed for and what to change."""
 
 import errno
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,19 +26,17 @@ class Circumstances:
     Attributes:
         rank: whose.
         step: the step, or None before the first.
-        points: points of the model on this rank, if there is one.
-        views: views a step that this rank renders.
-        size: (width, height) of the largest training image, if known.
         device: where it computes.
+        facts: what took memory, in words. gpu_remedies, host_remedies: what to change, of the method's options.
         last_checkpoint: what the run can go on from, in words; "" if there is nothing.
     """
 
     rank: int
     step: int | None
-    points: int | None
-    views: int
-    size: tuple[int, int] | None
     device: torch.device
+    facts: Sequence[str] = ()
+    gpu_remedies: Sequence[str] = ()
+    host_remedies: Sequence[str] = ()
     last_checkpoint: str = ""
 
 
@@ -64,26 +63,12 @@ def explain(error: BaseException, now: Circumstances) -> RanOutOfMemory | None:
     on_gpu = where == "device" and now.device.type == "cuda"
     place = f"its GPU ({now.device})" if on_gpu else "its machine"
     when = "before the first step" if now.step is None else f"in step {now.step}"
-    facts = [f"{now.points:,} Gaussians"] if now.points is not None else []
-    if now.size is not None:
-        facts.append(f"{now.views} view(s) a step on this rank, images of up to {now.size[0]}x{now.size[1]} pixels")
+    facts = [*now.facts, _device_memory(now.device) if on_gpu else _host_memory()]
     if on_gpu:
-        facts.append(_device_memory(now.device))
+        general = "less fragmentation: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
     else:
-        facts.append(_host_memory())
-    remedies = [
-        *(["fewer views on a rank: --pipeline.views-per-rank 1"] if now.views > 1 else []),
-        "smaller images: --downscale-factor 2 (behind the dataparser's name: colmap, nerfstudio-data)",
-        "fewer Gaussians: --pipeline.model.max-gaussians N (`ns-multigpu plan` says what fits), or "
-        "--pipeline.model.densifier mcmc with --pipeline.model.max-gs-num N",
-        "more GPUs, each with a part of the Gaussians: splatfacto-tile",
-    ]
-    if on_gpu:
-        remedies.append("images kept on the host: --pipeline.datamanager.cache-images cpu (the default)")
-        remedies.append("less fragmentation: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment")
-    else:
-        remedies.append("images kept as bytes: --pipeline.datamanager.cache-images-type uint8 (the default)")
-        remedies.append("fewer workers on this machine: --machine.num-devices")
+        general = "fewer workers on this machine: --machine.num-devices"
+    remedies = [*(now.gpu_remedies if on_gpu else now.host_remedies), general]
     kept = f"\nThe last checkpoint is kept: {now.last_checkpoint}" if now.last_checkpoint else ""
     return RanOutOfMemory(
         f"Rank {now.rank} ran out of memory on {place} {when}: {'; '.join(facts)}.\nWhat helps, one or more of:\n  - "

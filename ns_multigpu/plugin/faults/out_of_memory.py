@@ -38,11 +38,11 @@ class Attempt:
     """What stands between forward and backward, which may fail, and the update, which must not begin then.
 
     Args:
-        trainer: a `DistributedTrainer`.
+        objective: a `SplatObjective`.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, objective: Any) -> None:
+        self._objective = objective
 
     @contextlib.contextmanager
     def rendering(self, step: int) -> Iterator[None]:
@@ -53,12 +53,12 @@ class Attempt:
         """
         try:
             yield
-            self._trainer.guards.computed()
+            self._objective.guards.computed()
         except Exception as error:
             if memory.where_memory_ran_out(error) is None or not self._others_can_go_on():
                 raise
             forget_frames(error)
-            self._trainer.pipeline.strategy.gradients.give_up(self._trainer._parameters())
+            self._objective.pipeline.strategy.gradients.give_up(self._objective.parameters())
             self._agree(failed=True)
             raise GivenUp(step - 1, error) from None
 
@@ -68,18 +68,18 @@ class Attempt:
         Raises:
             GivenUp: memory ran out on another rank.
         """
-        if self._trainer.pipeline.strategy.survives_giving_up and self._agree(failed=False):
+        if self._objective.pipeline.strategy.survives_giving_up and self._agree(failed=False):
             raise GivenUp(step - 1, None)
 
     def _agree(self, *, failed: bool) -> bool:
-        return max_int(int(failed), self._trainer.world) > 0
+        return max_int(int(failed), self._objective.world) > 0
 
     def _others_can_go_on(self) -> bool:
         """Whether the ranks that wait for this one can be brought to where all ask each other."""
-        pipeline = self._trainer.pipeline
+        pipeline = self._objective.pipeline
         # Images are brought from rank to rank before anything is rendered.
         rendering = pipeline.timer.part == "compute" and pipeline.strategy.survives_giving_up
-        return self._trainer.world.group is None or rendering
+        return self._objective.world.group is None or rendering
 
 
 @contextlib.contextmanager
@@ -108,8 +108,7 @@ def _leave(trainer: Any, given_up: GivenUp) -> RanOutOfMemory:
         text = str(told or cause)
         forget_frames(cause)
     forget_frames(given_up)
-    trainer.pipeline.model.rendering = None
-    trainer.optimizers.zero_grad_all()
+    trainer.objective.release()
     give_back(trainer.world)
     said = next(text for text in all_gather_objects(text, trainer.world) if text)
     path = trainer.checkpoint_dir / f"step-{last:09d}.ckpt"

@@ -278,8 +278,8 @@ def check_cap(points: int, densifier: str, cap: int | None) -> None:
     """
     if densifier == "mcmc" and cap is not None and points > cap:
         raise InputError(
-            f"The model starts with {points} Gaussians, more than --pipeline.model.max-gs-num {cap}. Raise the cap, or "
-            "start with fewer (--pipeline.model.random-init True --pipeline.model.num-random N)."
+            f"The model starts with {points} Gaussians, more than --pipeline.model.max-gaussians {cap}. Raise the cap, "
+            "or start with fewer (--pipeline.model.random-init True --pipeline.model.num-random N)."
         )
 
 

@@ -48,7 +48,7 @@ def make_densifier(
             else partial(McmcDensifier, morton=options.morton_order)
         )
         return mcmc(
-            cap_max=ANY_NUMBER if options.max_gs_num is None else options.max_gs_num,
+            cap_max=ANY_NUMBER if options.max_gaussians is None else options.max_gaussians,
             noise_lr=options.noise_lr,
             refine_start_iter=options.warmup_length,
             refine_stop_iter=options.stop_split_at,

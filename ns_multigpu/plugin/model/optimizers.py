@@ -74,23 +74,18 @@ class BatchOptimizers(Optimizers):
         if value:
             raise AttributeError("parameters follow from the optimizers")
 
-    def optimizer_scaler_step_all(self, grad_scaler: Any) -> None:
+    def optimizer_step_all(self) -> None:
         """Clips gradients where a group's config has a max_norm, then takes a step of every optimizer at once."""
         stepped: list[torch.optim.Optimizer] = []
         for name, optimizer in self.optimizers.items():
             params = self.parameters[name]
             max_norm = self.config[name]["optimizer"].max_norm
             if max_norm is not None:
-                grad_scaler.unscale_(optimizer)
                 clip_gradients(params, max_norm * self._norm_factor, self._spread.get(name))
             # An empty parameter (harmonics of degree 0) has a gradient only where ranks exchange: no step, anywhere.
             if any(p.grad is not None and p.numel() > 0 for p in params):
                 stepped.append(optimizer)
-        if grad_scaler.is_enabled():
-            for optimizer in stepped:
-                grad_scaler.step(optimizer)
-        else:
-            fused_step(stepped)
+        fused_step(stepped)
 
 
 def clip_gradients(params: Sequence[Parameter], most: float, world: World | None) -> None:

@@ -1,13 +1,20 @@
 """Splatfacto's options, and those of MCMC added."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+import tyro
 from nerfstudio.models.splatfacto import SplatfactoModelConfig
 
+from ns_multigpu.plugin.launch.option_help import Only
 from ns_multigpu.plugin.model import exposures
 from ns_multigpu.plugin.model.splat_model import SplatModel
 from ns_multigpu.primitives.registry import FIRST, PrimitiveName
+
+_CONVEX = Only("pipeline.model.primitive", "convex")
+_FLAT = Only("pipeline.model.primitive", "2dgs")
+_MCMC = Only("pipeline.model.densifier", "mcmc")
+_SHARDED = Only("pipeline.strategy", "tile", "locality")
 
 
 @dataclass
@@ -21,23 +28,24 @@ class SplatModelConfig(SplatfactoModelConfig):
     primitive: PrimitiveName = FIRST
     """What the points are: "3dgs", 3D Gaussians; "2dgs", flat ones, which lie on surfaces (Huang et al. 2024);
     "4dgs", Gaussians over space and time, for captures whose views have times (Yang et al. 2024); "convex", 3D convex
-    shapes with edges as sharp as need be (Held et al. 2024). See docs/primitives.md for what each kind can do."""
-    densify_grad_thresh_convex: float = 0.0008
+    shapes with edges as sharp as need be (Held et al. 2024). See docs/primitives.md for what each kind can do.
+    --help shows the options of one kind where it is given: --help --pipeline.model.primitive convex."""
+    densify_grad_thresh_convex: Annotated[float, _CONVEX] = 0.0008
     """With convex, what densify-grad-thresh is for 3dgs. Of convexes the gradient itself counts, and use-absgrad is not
     read. A split makes six of one."""
-    cull_alpha_thresh_convex: float = 0.03
+    cull_alpha_thresh_convex: Annotated[float, _CONVEX] = 0.03
     """With convex, what cull-alpha-thresh is for 3dgs: convexes of less opacity are removed. A split halves opacity."""
-    densify_grad_thresh_2dgs: float = 0.0002
+    densify_grad_thresh_2dgs: Annotated[float, _FLAT] = 0.0002
     """With 2dgs, what densify-grad-thresh is for 3dgs. Of 2D Gaussians the gradient itself counts, as published, and
     use-absgrad is not read."""
-    normal_loss: float = 0.05
+    normal_loss: Annotated[float, _FLAT] = 0.05
     """With 2dgs, weight of the loss by which rendered normals and those of the depth agree; 0 for none."""
-    normal_loss_start: int = 7000
+    normal_loss_start: Annotated[int, _FLAT] = 7000
     """With 2dgs, how many images are seen before the normal loss counts."""
-    distortion_loss: float = 0.0
+    distortion_loss: Annotated[float, _FLAT] = 0.0
     """With 2dgs, weight of the depth distortion, which brings the splats of a ray together; 0 for none. It is in the
     capture's units: larger for smaller scenes."""
-    distortion_loss_start: int = 3000
+    distortion_loss_start: Annotated[int, _FLAT] = 3000
     """With 2dgs, how many images are seen before the depth distortion counts."""
     depth_loss: float = 0.0
     """Weight of the loss by which the depth that is drawn, and that of COLMAP's points where a view observes them,
@@ -52,36 +60,30 @@ class SplatModelConfig(SplatfactoModelConfig):
     """How Adam keeps its two moments of every parameter of the Gaussians: "full", as float32, 8 bytes a parameter and
     472 a Gaussian; "compact", as bfloat16 that is rounded up or down at random, half of that. With compact a Gaussian
     takes 484 bytes in all instead of 720. For fused steps only (see --fused-steps)."""
-    selective_adam: bool = False
-    """Only Gaussians that a view of the step's batch draws, on any GPU, take Adam's step; the others keep parameters
-    and moments (Mallick et al. 2024, Taming 3DGS). The results differ from Splatfacto's, and what that does to quality
-    has not been measured. Bias corrections count the model's steps, as dense Adam's do. For fused steps only (see
-    --fused-steps)."""
     densifier: Literal["default", "mcmc"] = "default"
-    """How points are added and removed: "default" splits, clones and prunes; "mcmc" relocates, up to max-gs-num."""
+    """How points are added and removed: "default" splits, clones and prunes; "mcmc" relocates, up to
+    max-gaussians. --help shows the options of MCMC where it is given: --help --pipeline.model.densifier mcmc."""
     morton_order: bool = False
     """Order the Gaussians, at every tenth refinement, along a Morton curve within small cells, which are dealt out:
     neighbours in space, neighbours in memory. Where they are spread over the GPUs, that is always done."""
-    rebalance_above: float = 1.1
+    rebalance_above: Annotated[float, _SHARDED] = 1.1
     """Where the Gaussians are spread over the GPUs: spread them anew, at a refinement, once a GPU has more than this
     times the mean of the work."""
-    max_gaussians: int | None = None
-    """With default, the most Gaussians the whole model may have, over all ranks: a refinement that would exceed it only
-    prunes. By default what fits the GPUs' memory (see docs/planning.md); on a CPU any number."""
-    max_gs_num: int | None = 1_000_000
-    """With mcmc, the most Gaussians the whole model may have, over all ranks; "None": as many as suit the capture. The
-    start of a run says how many that are."""
-    gs_per_seed: int = 9
-    """With mcmc and a cap that suits the capture, how many Gaussians for each of the first 30,000 seed points."""
-    noise_lr: float = 5e5
+    max_gaussians: Annotated[int | None, tyro.conf.arg(aliases=("--pipeline.model.max-gs-num",))] = None
+    """The most Gaussians the whole model may have, over all ranks. "None" with default: what fits the GPUs' memory (see
+    docs/planning.md), on a CPU any number. "None" with mcmc: as many as suit the capture; the start of a run says how
+    many. The alias is later nerfstudios' name."""
+    gs_per_seed: Annotated[int, _MCMC] = 9
+    """With mcmc and max-gaussians None, how many Gaussians for each of the first 30,000 seed points."""
+    noise_lr: Annotated[float, _MCMC] = 5e5
     """With mcmc, noise on positions in units of their learning rate."""
-    mcmc_opacity_reg: float = 0.01
+    mcmc_opacity_reg: Annotated[float, _MCMC] = 0.01
     """With mcmc, weight of the mean opacity in the loss."""
-    mcmc_scale_reg: float = 0.01
+    mcmc_scale_reg: Annotated[float, _MCMC] = 0.01
     """With mcmc, weight of the mean scale in the loss."""
-    mcmc_min_opacity: float = 0.005
+    mcmc_min_opacity: Annotated[float, _MCMC] = 0.005
     """With mcmc, a Gaussian of at most this opacity is dead and gets relocated."""
-    mcmc_picks: Literal["opacity", "gradient", "both"] = "opacity"
+    mcmc_picks: Annotated[Literal["opacity", "gradient", "both"], _MCMC] = "opacity"
     """With mcmc, where relocated and added Gaussians go: onto those of high opacity, as in the paper; onto those of
     steep gradients on screen, which default densification would split; or by the product of both."""
     initial_opacity: float = 0.1

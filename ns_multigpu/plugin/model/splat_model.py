@@ -4,7 +4,7 @@ A subclass of nerfstudio's model because its viewer and exporter ask for one; it
 other ranks only that a rendering may hold some of a batch's patches.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -56,7 +56,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     exposures: torch.nn.Parameter | None
     chosen_cap: ChosenCap | None = None
     """With mcmc, how many Gaussians suit the capture, where that is what caps them."""
-    elsewhere: Callable[[Cameras, OrientedBox | None], MutableMapping[str, Any] | None] | None = None
+    elsewhere: Any = None
     """Renders with other ranks, or for a viewer; None where this process is to do it (see `RenderService.outputs`)."""
 
     @property
@@ -334,7 +334,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         Returns:
             rgb [H, W, 3], depth [H, W, 1], accumulation [H, W, 1], background [3] or [H, W, 3].
         """
-        if self.elsewhere is not None and (outputs := self.elsewhere(camera, self.crop_box)) is not None:
+        if self.elsewhere is not None and (outputs := self.elsewhere.outputs(camera, self.crop_box)) is not None:
             return outputs
         params = dict(self.gauss_params.items())
         if self.crop_box is not None and not self.training:
@@ -364,6 +364,16 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         # Directions as colours: 0.5 is none.
         shown = {name: 0.5 + 0.5 * pixels.extra[name] for name in self.shown if name in pixels.extra}
         return {"rgb": rgb, "depth": depth, "accumulation": pixels.alpha, **shown, "background": background}
+
+    @property
+    def corrects_colours(self) -> bool:
+        """Whether PSNR with corrected colours is of interest: the model maps exposures, or the metric was asked for."""
+        return self.exposures is not None or self.config.color_corrected_metrics
+
+    def compared(self, outputs: dict[str, Any], image: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return a photograph as the image that `get_outputs` rendered should be, and that image, both [H, W, 3]."""
+        truth = self.composite_with_background(self.get_gt_img(image["image"]), outputs["background"])
+        return truth.to(self.device), outputs["rgb"]
 
     @property
     def shown(self) -> list[str]:

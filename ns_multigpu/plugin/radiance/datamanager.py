@@ -143,6 +143,15 @@ class RadianceDataManager(VanillaDataManager[InputDataset]):
         """That of a held-out view by its number, [1]."""
         return self.eval_dataset.cameras[index : index + 1]
 
+    def eval_held(self) -> range:
+        """The held-out views whose images this rank has: rank 0 all."""
+        return range(len(self.eval_dataset) if self.world.is_main else 0)
+
+    def eval_holder(self, index: int) -> int:
+        """The rank that has a held-out view's image."""
+        del index
+        return 0
+
     def points_along_rays(self, near: float, far: float, rays: int = 1 << 14) -> Tensor:
         """Points [N, 3] along rays of training views, drawn at random: what space is cut by without a reconstruction.
 

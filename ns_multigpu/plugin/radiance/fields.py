@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from nerfstudio.cameras.rays import Frustums, RayBundle, RaySamples
+from nerfstudio.cameras.rays import Frustums, RaySamples
 from nerfstudio.field_components.encodings import HashEncoding
 from nerfstudio.field_components.field_heads import FieldHeadNames
 from nerfstudio.field_components.spatial_distortions import SpatialDistortion
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import cuda_ext
 from ns_multigpu.plugin.radiance.draws import drawn
-from ns_multigpu.radiance.contraction import Domain, contract, expand
+from ns_multigpu.radiance.contraction import Domain
 
 _SHARED, _CELL = 1, 2
 """First numbers of the seeds of what is shared, and of cells."""
@@ -53,32 +53,8 @@ class CellCoordinates(SpatialDistortion):
         return self.domain.outward(part * self.size + self.low)
 
 
-class FocusCoordinates(SpatialDistortion):
-    """All of space as nerfacto's fields take it, contracted around a box (Mip-NeRF 360), each axis by itself.
-
-    Args:
-        box: [2, 3] finite, in the world: within [-1, 1] in the field's coordinates.
-    """
-
-    middle: Tensor
-    reach: Tensor
-
-    def __init__(self, box: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("middle", box.mean(0).float(), persistent=False)
-        self.register_buffer("reach", ((box[1] - box[0]) / 2).float(), persistent=False)
-
-    def forward(self, positions: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Of positions in the world, [..., 3]."""
-        return contract((positions - self.middle) / self.reach).clamp(-2 + 4 * _INSIDE, 2 - 4 * _INSIDE)
-
-    def outward(self, inside: Tensor) -> Tensor:
-        """Positions in the world, of what `forward` gives; finite."""
-        return expand(inside.clamp(-2 + 4 * _INSIDE, 2 - 4 * _INSIDE)) * self.reach + self.middle
-
-
 class Head(nn.Module):
-    """The colour head and the appearance embedding: what all cells share, or what a field that is trained alone has.
+    """The colour head and the appearance embedding, which all cells share.
 
     Args:
         config: the model's. images: how many are trained on. seed, number: what parameters are drawn from.
@@ -165,21 +141,19 @@ class Cell(nn.Module):
 
     Args:
         number: the cell's. coordinates: what its fields take positions in. config: the model's.
-        shared: what all cells share; None for a head of its own.
+        shared: the colour head, which all cells share.
         images: how many are trained on. seed: that parameters are drawn from, together with the number.
         resolution: of an occupancy grid, voxels along each axis; 0 for proposal networks instead.
     """
 
     def __init__(
-        self, number: int, coordinates: CellCoordinates | FocusCoordinates, config: NerfactoModelConfig,
-        shared: Head | None, images: int, seed: int, resolution: int = 0,
+        self, number: int, coordinates: CellCoordinates, config: NerfactoModelConfig,
+        shared: Head, images: int, seed: int, resolution: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.coordinates = coordinates
         # A parameter, so that it is kept and moved as those are; it has no gradient.
         self.occupancy = nn.Parameter(torch.ones(resolution**3), requires_grad=False) if resolution else None
-        if shared is None:
-            shared = self.head = Head(config, images, seed, number)
         with drawn("cpu", seed, _CELL, number):
             self.field = CellField(coordinates, shared, field_options(config, images))
             count = 1 if config.use_same_proposal_network else config.num_proposal_iterations
@@ -202,14 +176,6 @@ class Cell(nn.Module):
                 scalings = vars(module).pop("scalings").float()
                 module.register_buffer("scalings", scalings, persistent=False)
                 module.pytorch_fwd = functools.partial(_encoded, module)  # type: ignore[method-assign]
-
-    def look(self, positions: Tensor, rays: RayBundle) -> tuple[Tensor, Tensor]:
-        """Density [K] and colour [K, 3] at positions [K, 3] of rays [K]."""
-        zero = torch.zeros_like(positions[:, None, :1])
-        frustums = Frustums(positions[:, None], rays.directions[:, None], zero, zero, rays.pixel_area[:, None])
-        cameras = None if rays.camera_indices is None else rays.camera_indices[:, None]
-        found = self.field(RaySamples(frustums=frustums, camera_indices=cameras))
-        return found[FieldHeadNames.DENSITY][:, 0, 0], found[FieldHeadNames.RGB][:, 0]
 
     def forget(self) -> None:
         """Lets go of what nerfstudio's fields keep of their last samples: all of a step's graph hangs on it."""

@@ -1,9 +1,16 @@
-"""What is counted of a batch of rays in training, for the log."""
+"""Numbers of a batch of rays in training, for the log."""
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from ns_multigpu.plugin.blocks.fused_blocks import Measured
+from ns_multigpu.plugin.train.objective import LogEntry, Row
+from ns_multigpu.radiance.exchange import balance, bytes_a_ray
 from ns_multigpu.radiance.segments import Segments
 from ns_multigpu.radiance.slots import Slots
 
@@ -26,3 +33,42 @@ class Figures:
     def samples(self) -> int:
         """Samples on this rank. May wait for the device."""
         return int(self.taken)
+
+
+@torch.no_grad()
+def log_entry(pipeline: Any, measured: Measured, rates: Mapping[str, float]) -> LogEntry:
+    """Return what this rank measured of the last step; see `Objective.log`.
+
+    Args:
+        pipeline: a `RadiancePipeline`. measured: whole losses and metrics. rates: learning rates by group.
+    """
+    model, world = pipeline.model, pipeline.world
+    figures: Figures = model.figures
+    _, losses, metrics = measured
+    zero, poses = torch.zeros((), device=world.device), dict[str, Tensor]()
+    model.camera_optimizer.get_loss_dict(poses)  # rank 0 alone has these
+    # Proposals' losses are each rank's own; the others are the same everywhere, and rank 0's count.
+    shares = {
+        name: losses.get(name, zero) if world.is_main or name == "interlevel_loss" else zero
+        for name in dict.fromkeys([*losses, *poses])
+    }
+    mse = 10 ** (-metrics["psnr"] / 10) if world.is_main else zero
+    more = {name: value for name, value in metrics.items() if name != "psnr"}
+    model.camera_optimizer.get_metrics_dict(more)
+    rays, segments = max(figures.rays, 1), len(figures.segments)
+    row = {"segments_a_ray": segments / rays, "rays_outside": float(figures.outside)}
+
+    def derived(by_rank: Mapping[str, list[float]]) -> Row:
+        samples = [int(count) for count in by_rank["samples"]]
+        naive, sent = bytes_a_ray(rays, segments, sum(samples), model.family.width)
+        return {
+            "samples_a_ray": sum(samples) / rays,
+            "samples_imbalance": balance(samples),
+            "bytes_a_ray": sent,
+            "bytes_a_ray_of_samples": naive,
+            "samples_by_rank": samples,
+        }
+
+    shared: Measured = (functools.reduce(torch.add, shares.values()), shares, {"mse": mse})
+    by_rank = {"samples": float(figures.samples)}
+    return LogEntry(shared, pipeline.images_per_step, row, more, rates, by_rank, derived)

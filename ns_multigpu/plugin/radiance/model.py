@@ -1,8 +1,7 @@
 """nerfacto in cells: what of it this rank has, and how it takes part in rendering rays."""
 
-import functools
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import tyro
@@ -19,8 +18,11 @@ from nerfstudio.utils.external import TCNN_EXISTS
 from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor, nn
 
-from ns_multigpu.core.collectives import max_int, sum_in_place
+from ns_multigpu.core.collectives import sum_in_place
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.option_help import Only
+from ns_multigpu.plugin.launch.removed_options import REMOVED_VALUES
 from ns_multigpu.plugin.model.metrics import OptionalLpips, psnr
 from ns_multigpu.plugin.radiance.backgrounds import blended, chosen, mean_colour
 from ns_multigpu.plugin.radiance.draws import background
@@ -28,10 +30,10 @@ from ns_multigpu.plugin.radiance.fields import Cell, Head
 from ns_multigpu.plugin.radiance.figures import Figures
 from ns_multigpu.plugin.radiance.fixed import FixedShapes, why_not
 from ns_multigpu.plugin.radiance.marching import OccupancySampling
-from ns_multigpu.plugin.radiance.renders import Renders
 from ns_multigpu.plugin.radiance.sampling import Group, Lines, ProposalSampling, in_order, median_depth
 from ns_multigpu.plugin.radiance.sky import Sky
-from ns_multigpu.plugin.radiance.spread import WAYS, Mega, Spread, Taken, blended_samples
+from ns_multigpu.plugin.radiance.spread import WAYS, Joint, Spread
+from ns_multigpu.plugin.render.service import RenderService
 from ns_multigpu.radiance.contraction import Domain
 from ns_multigpu.radiance.exchange import all_segments, cells_of, segments_of_ranks
 from ns_multigpu.radiance.integrals import (
@@ -43,12 +45,12 @@ from ns_multigpu.radiance.integrals import (
     Breakable,
     Distortion,
     Family,
-    Samples,
     State,
 )
 from ns_multigpu.radiance.partition import Partition
 from ns_multigpu.radiance.segments import Segments, cell_of
 
+_GRID = Only("pipeline.model.sampling", "occupancy")
 _STANDARD: tuple[Breakable, ...] = (COLOUR, DEPTH, MOMENT, Distortion(), BACKGROUND)
 
 
@@ -61,22 +63,20 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     """Into how many cells space is cut, each with a hash grid, a density and proposal networks of its own; 0 for one a
     GPU. A run that goes on from a checkpoint keeps the checkpoint's."""
     spread: Spread = "xl"
-    """How the field is spread. xl: cells that are trained together as one field, as in NeRF-XL. For comparison: ddp,
-    one field on every GPU, rays dealt out to as many shares as cells; mega, a field a tile, each trained alone, samples
-    blended where they overlap by 15 % (Mega-NeRF); block, a field a group of cameras, each trained alone, pixels
-    blended (Block-NeRF, 50 %)."""
+    """How the field is spread. xl: cells that are trained together as one field, as in NeRF-XL. ddp: one field on every
+    GPU, rays dealt out to as many shares as cells."""
     sampling: Literal["proposals", "occupancy"] = "proposals"
     """Where samples are taken: by nerfacto's proposal networks, or in even steps through what an occupancy grid has not
     as empty (Instant-NGP)."""
-    samples_per: Literal["ray", "segment"] = "ray"
+    samples_per: Annotated[Literal["ray", "segment"], Only("pipeline.model.sampling", "proposals")] = "ray"
     """What nerfacto's numbers of samples are for, with proposals: a ray, whose k segments have a k-th each; or each
     segment, so that a ray that crosses k cells has k times as many. Segments behind what is seen then have as many as
     those before it, and can paint each view its own background there."""
-    grid_resolution: int = 128
+    grid_resolution: Annotated[int, _GRID] = 128
     """Voxels of a cell's occupancy grid along each axis."""
-    alpha_thre: float = 0.01
+    alpha_thre: Annotated[float, _GRID] = 0.01
     """How opaque a voxel of it is to be found, to be occupied."""
-    march_steps: int = 512
+    march_steps: Annotated[int, _GRID] = 512
     """Even steps of a whole ray, with an occupancy grid."""
     background_color: Literal["auto", "mean", "random", "last_sample", "sky", "black", "white"] = "auto"
     """What is behind what lets light through. auto: with several cells of xl mean, the ray's own mean colour, else the
@@ -101,9 +101,11 @@ class NerfactoXLModel(NerfactoModel):
         self.family = Family([*_STANDARD, *self.integrals])
         self.seed = torch.initial_seed() & (1 << 62) - 1
         self.domain = Domain.box(self.scene_box.aabb) if config.disable_scene_contraction else Domain.unbounded()
-        self.way = WAYS[config.spread]
-        # Fields that are trained alone have heads of their own.
-        self.shared = nn.Module() if self.way.independent else Head(config, self.num_train_data, self.seed)
+        if config.spread not in WAYS:  # of a run of an earlier version
+            instead = REMOVED_VALUES["pipeline.model.spread", config.spread]
+            raise InputError(f"--pipeline.model.spread {config.spread}: {instead}.")
+        self.way: type[Joint] = WAYS[config.spread]
+        self.shared: nn.Module = Head(config, self.num_train_data, self.seed)
         self.sky = Sky(self.seed) if config.background_color == "sky" else None
         self.camera_optimizer = config.camera_optimizer.setup(num_cameras=self.num_train_data, device="cpu")
         self.cells = nn.ModuleDict()
@@ -122,30 +124,36 @@ class NerfactoXLModel(NerfactoModel):
         self.step = 0
         self.figures: Figures | None = None
         self.may_fix, self.fixed = True, None  # whether training steps may have fixed shapes, and what takes them
-        self.elsewhere: Renders | None = None  # what renders for a viewer that is not alone
+        self.elsewhere: RenderService | None = None  # renders for a viewer that is not alone
 
-    def place(self, partition: Partition, world: World, boxes: Tensor | None = None) -> None:
-        """Makes this rank's fields, with parameters that follow from the seed and a cell's number.
+    def place(self, partition: Partition, world: World) -> None:
+        """Make this rank's fields, with parameters that follow from the seed and a cell's number.
 
         Args:
-            partition: of space. world: the ranks. boxes: what `spread` has fields attend to, see `Joint.focus`.
+            partition: of space. world: the ranks.
         """
         self.partition, self.world = partition, world
         self.numbers = cells_of(world.rank, partition.cells, world.size)
-        self.spread = self.way(partition, boxes, self.device)
-        shared, config = self.shared if isinstance(self.shared, Head) else None, self.config
+        self.spread, config = self.spread_over(partition), self.config
         auto = "mean" if partition.cells > 1 and config.spread == "xl" else "last_sample"
         self.background = auto if config.background_color == "auto" else config.background_color
         self.renderer_rgb.background_color = "black" if self.background in ("sky", "mean") else self.background
         grid = config.grid_resolution if config.sampling == "occupancy" else 0
-        made = {
-            str(c): Cell(c, self.spread.coordinates(c), config, shared, self.num_train_data, self.seed, grid)
-            for c in ([0] if self.way.replicated else self.numbers)
-        }
+        made = {str(c): self.made_cell(c, grid) for c in ([0] if self.way.replicated else self.numbers)}
         # As the rest of the model is: in evaluation, a new module would take images' own appearance, not their mean.
         self.cells = nn.ModuleDict(made).to(self.device).train(self.training)
         fits = not why_not(config, self.integrals)
         self.fixed: FixedShapes | None = FixedShapes(self) if self.may_fix and fits else None
+
+    def spread_over(self, partition: Partition) -> Joint:
+        """Return how the field is spread over the cells of space."""
+        return self.way(partition, self.device)
+
+    def made_cell(self, number: int, grid: int) -> Cell:
+        """Return a new cell, with an occupancy grid of so many voxels along each axis; 0 for none."""
+        assert isinstance(self.shared, Head)
+        coordinates = self.spread.coordinates(number)
+        return Cell(number, coordinates, self.config, self.shared, self.num_train_data, self.seed, grid)
 
     def cell(self, number: int) -> Cell:
         """One of this rank's cells."""
@@ -197,38 +205,40 @@ class NerfactoXLModel(NerfactoModel):
     # ---- rays ----
 
     def get_outputs_for_camera(self, camera: Cameras, obb_box: OrientedBox | None = None) -> dict[str, Tensor]:
-        """An image. All ranks ask for the same; of a viewer, or where it has helpers, rank 0 alone: see `Renders`."""
-        if self.elsewhere is not None and self.elsewhere.serves():
-            return self.elsewhere.ask(camera, obb_box)
+        """An image. All ranks ask for the same; of a viewer, or with helpers, rank 0 alone: see `RenderService`."""
+        if self.elsewhere is not None and (asked := self.elsewhere.outputs(camera, obb_box)) is not None:
+            return dict(asked)
         return super().get_outputs_for_camera(camera, obb_box)
 
     def get_outputs(self, ray_bundle: RayBundle) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Renders rays with all ranks together; every rank calls it with the same rays, and gets the same pixels.
 
-        In training each rank's outputs have gradients to its own cells and to what is shared, of its own segments;
-        where fields are trained alone, they are of M rays, each once for each field that it is shown to, and "ray" [M]
-        says which of the batch they are.
+        In training each rank's outputs have gradients to its own cells and to what is shared, of its own segments.
 
         Args:
             ray_bundle: [R], with `nears` and `fars`.
         """
         assert self.partition is not None, "there are no cells yet"
-        if self.elsewhere is not None and (asked := self.elsewhere.ask_rays(ray_bundle)) is not None:
+        if self.elsewhere is not None and (asked := self.elsewhere.outputs_of_rays(ray_bundle)) is not None:
             return asked
         if self.training:
             self.camera_optimizer.apply_to_raybundle(ray_bundle)
             if self.fixed is not None:
                 return self.fixed.outputs(ray_bundle)
-        if isinstance(self.spread, Mega) and not self.training:
-            return self._blended_samples(ray_bundle, self.spread)
-        taken = self.spread.take(ray_bundle)
-        bundle, segments = taken.bundle, taken.segments
+        return self.rendered(ray_bundle)
+
+    def rendered(self, rays: RayBundle) -> dict[str, Any]:
+        """Render rays as `get_outputs` does, in shapes that follow from them."""
+        return self.of_segments(rays, self.spread.take(rays))
+
+    def of_segments(self, bundle: RayBundle, segments: Segments) -> dict[str, Any]:
+        """Render rays by their segments, of all ranks' cells."""
         first = segments_of_ranks(segments, self.world.size)[self.world.rank]
-        groups = self._own_segments(bundle, segments, first)
+        groups = self.own_segments(bundle, segments, first)
         own = in_order(
             [self.family.within(group.taken) for group in groups],
             groups,
-            self.family.empty(self._held(segments), bundle.origins),
+            self.family.empty(self.held(segments), bundle.origins),
         )
         rows = all_segments(own, segments, self.world)
         whole, before = self.family.fold(rows, segments.order)
@@ -236,22 +246,14 @@ class NerfactoXLModel(NerfactoModel):
         if self.training:
             outputs["distortion"] = whole["distortion"]
             outputs |= self.sampling.losses(groups, before[first:], segments.rays)
-            if taken.ray is not None:
-                outputs["ray"] = taken.ray
-            self.figures = self._counted(taken, groups, len(ray_bundle))
+            outside = 1 - (segments.counts > 0).float().mean()
+            self.figures = Figures(segments, sum(group.count for group in groups), len(bundle), outside)
             return outputs
         outputs["depth"] = median_depth(groups, before, whole, segments, first, self.background)
         sum_in_place(outputs["depth"], self.world)
-        if taken.ray is not None and taken.weights is not None:
-            outputs = {
-                name: value.new_zeros(len(ray_bundle), value.shape[1]).index_add_(
-                    0, taken.ray, value * taken.weights[:, None].to(value)
-                )
-                for name, value in outputs.items()
-            }
         return outputs
 
-    def _own_segments(self, rays: RayBundle, segments: Segments, first: int) -> list[Group]:
+    def own_segments(self, rays: RayBundle, segments: Segments, first: int) -> list[Group]:
         """The samples of this rank's segments: as many in each as nerfacto has in a ray, or, of a ray's k segments, a
         k-th of them (`samples_per`)."""
         nears, fars = rays.nears, rays.fars
@@ -276,7 +278,7 @@ class NerfactoXLModel(NerfactoModel):
                 groups += [] if group is None else [group]
         return groups
 
-    def _held(self, segments: Segments) -> int:
+    def held(self, segments: Segments) -> int:
         """How many of the segments are in this rank's cells."""
         return segments.begins[self.numbers[-1] + 1] - segments.begins[self.numbers[0]]
 
@@ -292,37 +294,6 @@ class NerfactoXLModel(NerfactoModel):
             "expected_depth": (whole["depth"] / (1 - through + 1e-10)).clip(rays.nears, rays.fars),
         }
 
-    def _counted(self, taken: Taken, groups: list[Group], rays: int) -> Figures:
-        met = taken.segments.counts > 0
-        if taken.ray is not None:
-            met = torch.zeros(rays, dtype=torch.bool, device=taken.ray.device).index_fill_(0, taken.ray, True)
-        return Figures(taken.segments, sum(group.count for group in groups), rays, 1 - met.float().mean())
-
-    def _blended_samples(self, rays: RayBundle, spread: Mega) -> dict[str, Any]:
-        """Pixels of Mega-NeRF: samples as each tile's proposals have them, blended where tiles overlap."""
-        segments = spread.cut(rays)
-        first = segments_of_ranks(segments, self.world.size)[self.world.rank]
-        groups = self._own_segments(rays, segments, first)
-        most = max_int(max((group.taken.edges.shape[1] for group in groups), default=1), self.world)
-        # Segments with fewer samples have some of no length behind them.
-        own = [torch.cat([e := group.taken.edges, e[:, -1:].expand(-1, most - e.shape[1])], 1) for group in groups]
-        none = rays.origins.new_zeros(self._held(segments), most)
-        edges = all_segments(in_order(own, groups, none), segments, self.world)
-        density, colour = blended_samples(
-            edges, rays, segments, spread,
-            {number: functools.partial(self._looked, number, rays) for number in self.numbers},
-            lambda table: sum_in_place(table, self.world),
-        )  # fmt: skip
-        assert rays.nears is not None and rays.fars is not None
-        near, far = (end[segments.ray] for end in (rays.nears, rays.fars))
-        taken = Samples(edges, density, self.sampling.coordinates(edges, near, far), {"colour": colour})
-        whole, before = self.family.fold(self.family.within(taken), segments.order)
-        every = Group(torch.arange(len(segments), device=edges.device), taken, 0)
-        return {**self.pixels(whole, rays), "depth": median_depth([every], before, whole, segments, 0, self.background)}
-
-    def _looked(self, number: int, rays: RayBundle, positions: Tensor, ray: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cell(number).look(positions, rays[ray])
-
     def _on_background(self, colour: Tensor, through: Tensor, last: Tensor, directions: Tensor) -> Tensor:
         """As `RGBRenderer.combine_rgb` does, of integrals."""
         behind = chosen(self.background, colour)
@@ -334,6 +305,10 @@ class NerfactoXLModel(NerfactoModel):
 
     # ---- losses and metrics ----
 
+    def truth(self, outputs: dict[str, Any], batch: dict[str, Any]) -> Tensor:
+        """Return what the pixels of a batch should be."""
+        return batch["image"].to(self.device)
+
     def get_metrics_dict(self, outputs: dict[str, Any], batch: dict[str, Any]) -> dict[str, Tensor]:
         """As `pixel_metrics`, and what the camera optimizer has to say, for which it waits for the device."""
         metrics = self.pixel_metrics(outputs, batch)
@@ -342,7 +317,7 @@ class NerfactoXLModel(NerfactoModel):
 
     def pixel_metrics(self, outputs: dict[str, Any], batch: dict[str, Any]) -> dict[str, Tensor]:
         """PSNR of a batch of rays and, in training, its distortion; the same on every rank."""
-        truth = blended(_truth(outputs, batch, self.device), self.background)
+        truth = blended(self.truth(outputs, batch), self.background)
         metrics = {"psnr": self.psnr(truth, outputs["rgb"])}
         if self.training:
             metrics["distortion"] = outputs["distortion"].mean()
@@ -356,7 +331,7 @@ class NerfactoXLModel(NerfactoModel):
         The proposal loss is this rank's part, and what keeps poses near where they were is rank 0's, for its gradient
         is to be there once.
         """
-        image = _truth(outputs, batch, self.device)
+        image = self.truth(outputs, batch)
         predicted, behind = outputs["rgb"], self.background
         if behind == "random":  # the same on every rank
             behind = self._random_colours(predicted)
@@ -375,26 +350,26 @@ class NerfactoXLModel(NerfactoModel):
         kept = None if self.fixed is None or not self.training else self.fixed.numbers(len(pixels)).background
         return background(torch.empty_like(pixels), self.seed, self.step) if kept is None else kept
 
+    corrects_colours: ClassVar[bool] = False
+
+    def compared(self, outputs: dict[str, Any], image: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return a photograph as the image that was rendered should be, and that image, both [H, W, 3]."""
+        return self.renderer_rgb.blend_background(image["image"].to(self.device)), outputs["rgb"].to(self.device)
+
     def get_image_metrics_and_images(
         self, outputs: dict[str, Tensor], batch: dict[str, Any]
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """PSNR, SSIM and LPIPS of an image, and pictures of it beside the truth, its opacity and its depth."""
-        truth = self.renderer_rgb.blend_background(batch["image"].to(self.device))
-        true, seen = (image.moveaxis(-1, 0)[None] for image in (truth, outputs["rgb"].to(self.device)))
+        truth, rgb = self.compared(outputs, batch)
+        true, seen = (image.moveaxis(-1, 0)[None] for image in (truth, rgb))
         ssim: Any = self.ssim(true, seen)
         measured = {"psnr": self.psnr(true, seen), "ssim": ssim, "lpips": self.lpips(true, seen)}
         if self.lpips.missing:
             del measured["lpips"]
         depth = colormaps.apply_depth_colormap(outputs["depth"], accumulation=outputs["accumulation"])
         images = {
-            "img": torch.cat([truth, outputs["rgb"].to(truth)], dim=1),
+            "img": torch.cat([truth, rgb], dim=1),
             "accumulation": colormaps.apply_colormap(outputs["accumulation"]),
             "depth": depth,
         }
         return {name: float(value) for name, value in measured.items()}, images
-
-
-def _truth(outputs: dict[str, Any], batch: dict[str, Any], device: torch.device) -> Tensor:
-    """What the pixels of a batch should be; of rays as fields that are trained alone take them, where they do."""
-    image = batch["image"].to(device)
-    return image[outputs["ray"]] if "ray" in outputs else image

@@ -24,7 +24,7 @@ from ns_multigpu.radiance.partition import Partition
 MODEL = "model/"
 """Before the name of a cell's parameter, among the tensors of a checkpoint."""
 _SHARED, _TREE, _DOMAIN, _SEED = "_model.", "radiance.tree", "radiance.domain", "radiance.seed"
-_SPREAD, _BOXES = "radiance.spread", "radiance.boxes"
+_SPREAD = "radiance.spread"
 
 
 class Model(Protocol):
@@ -42,14 +42,13 @@ class SavedField:
     Attributes:
         partition: the cells. shared: by name, the parameters that all cells share.
         seed: that all of the run is drawn from.
-        spread: the model's option of that name. boxes: [C, 2, 3] what fields attend to, where it has them do so.
+        spread: the model's option of that name.
     """
 
     partition: Partition
     shared: Mapping[str, Tensor]
     seed: int
     spread: str = "xl"
-    boxes: Tensor | None = None
 
     def state(self) -> dict[str, Any]:
         """For the `pipeline` of a .ckpt; cells' parameters lie in the state folder, whose name is added when it has
@@ -61,7 +60,6 @@ class SavedField:
             _DOMAIN: [list(domain.lower), list(domain.upper), domain.contracted],
             _SEED: self.seed,
             _SPREAD: self.spread,
-            **({} if self.boxes is None else {_BOXES: self.boxes.cpu()}),
             SHARDS: {"cells": self.partition.cells},
         }
 
@@ -79,7 +77,7 @@ class SavedField:
         names = [key for key in state if key.startswith(_SHARED)]
         shared = {name.removeprefix(_SHARED): state[name] for name in names}
         # One that is older than the option is of cells that are trained together.
-        return SavedField(cells, shared, int(state[_SEED]), str(state.get(_SPREAD, "xl")), state.get(_BOXES))
+        return SavedField(cells, shared, int(state[_SEED]), str(state.get(_SPREAD, "xl")))
 
 
 def field_in(checkpoint: Path) -> SavedField:

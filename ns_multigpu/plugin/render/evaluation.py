@@ -60,34 +60,31 @@ def rendered_views(
 ) -> Iterator[RenderedView]:
     """The held-out views whose images this rank holds, ascending. Every rank iterates to the end.
 
-    Each rank renders its own; where points are spread over ranks, all render every view together, in the order of the
+    Each rank renders its own; where the model is spread over ranks, all render every view together, in the order of the
     views, as many at a time as there are ranks, so that these can look at their images side by side afterwards.
 
     Args:
-        model: a `SplatModel`. datamanager: a `DistributedDataManager`.
-        renders: the model's. world: the ranks.
+        model, datamanager, renders: a pipeline's. world: the ranks.
         some: the views to render, ascending, the same on every rank; by default all.
     """
-    share, held = datamanager.eval_share, datamanager.fixed_indices_eval_dataloader
-    views = list(range(len(share.shapes))) if some is None else list(some)
-    own = [place for place, index in enumerate(share.own) if index in set(views)]
+    views = list(range(len(datamanager.eval_dataset))) if some is None else list(some)
     if not renders.shared:
-        for place in own:
-            camera, image = held[place]
-            start = perf_counter()
-            outputs = model.get_outputs_for_camera(camera)
-            yield RenderedView(share.own[place], camera, image, outputs, perf_counter() - start)
+        for index in datamanager.eval_held():
+            if index in set(views):
+                camera, image = datamanager.eval_image(index)
+                start = perf_counter()
+                outputs = model.get_outputs_for_camera(camera)
+                yield RenderedView(index, camera, image, outputs, perf_counter() - start)
         return
-    places = iter(own)
     for first in range(0, len(views), world.size):
         mine: list[tuple[int, dict[str, Tensor], float]] = []
         for index in views[first : first + world.size]:
             start = perf_counter()
-            outputs = renders.render(datamanager.eval_camera(index), roots=(share.holder(index),))
+            outputs = renders.render(datamanager.eval_camera(index), roots=(datamanager.eval_holder(index),))
             if outputs is not None:
                 mine.append((index, outputs, perf_counter() - start))
         for index, outputs, seconds in mine:
-            camera, image = held[next(places)]
+            camera, image = datamanager.eval_image(index)
             yield RenderedView(index, camera, image, outputs, seconds)
 
 
@@ -96,8 +93,7 @@ def held_out_quality(model: Any, datamanager: Any, renders: RenderService, world
     """PSNR and SSIM of some held-out views, as ns-eval computes them. Every rank calls it and gets the same.
 
     Args:
-        model: a `SplatModel`, not in training. datamanager: a `DistributedDataManager`.
-        renders: the model's. world: the ranks.
+        model, datamanager, renders: a pipeline's, not in training. world: the ranks.
         most: how many views to look at, at most.
 
     Returns:
@@ -108,12 +104,10 @@ def held_out_quality(model: Any, datamanager: Any, renders: RenderService, world
         return None
     rows: dict[int, tuple[float, ...]] = {}
     for view in rendered_views(model, datamanager, renders, world, spread(total, most)):
-        rgb = view.outputs["rgb"]
-        truth = model.composite_with_background(model.get_gt_img(view.image["image"]), view.outputs["background"])
-        truth = truth.to(model.device)
+        truth, rgb = model.compared(view.outputs, view.image)
         images = [image.permute(2, 0, 1)[None] for image in (truth, rgb)]
         rows[view.index] = float(model.psnr(*images)), float(model.ssim(*images))
-        if model.exposures is not None or model.config.color_corrected_metrics:
+        if model.corrects_colours:
             rows[view.index] += (_corrected_psnr(model, truth, rgb),)
     gathered: dict[int, tuple[float, ...]] = {}
     for part in all_gather_objects(rows, world):

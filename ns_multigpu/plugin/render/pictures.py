@@ -5,12 +5,10 @@ without gradients where it has none. A picture that is too large for the memory 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from nerfstudio.cameras.cameras import Cameras
-from nerfstudio.data.scene_box import OrientedBox
 from torch import Tensor
 
 from cuda_ext.dispatch.load import backend
@@ -20,47 +18,18 @@ from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Pixels, Points, View
+from ns_multigpu.core.world import World
 from ns_multigpu.locality.palette import rank_colors
 from ns_multigpu.plugin.model.cameras import view_from_camera
+from ns_multigpu.plugin.render.service import RANK, Outputs, RenderRequest
+from strategies import STRATEGIES
 
-Outputs = dict[str, Any]
 _NO_TRAINING_VIEW = -1
 """Index of views that are not the capture's: their work is not what was learned of a training view."""
 _INVISIBLE = -30.0
 """Logit of an opacity that draws nothing."""
 MOST_PASSES = 16
 """Parts that a picture is drawn in at most, one after the other."""
-
-
-@dataclass(frozen=True)
-class RenderRequest:
-    """An image to render, as one rank tells it to the others.
-
-    Attributes:
-        view: the camera, its tensors on the host.
-        crop: renders the points in this box alone, on the host too; None for all.
-        owners: renders every point in the colour of the rank that owns it, instead of its own; where all ranks have all
-            points, in the colour of the rank that draws it.
-    """
-
-    view: View
-    crop: OrientedBox | None = None
-    owners: bool = False
-
-    @staticmethod
-    def of(camera: Cameras, crop: OrientedBox | None, device: torch.device) -> "RenderRequest":
-        """One pinhole camera, its matrices computed on `device`, as everywhere else.
-
-        Raises:
-            ValueError: the image has no pixels.
-        """
-        camera = camera.to(device)
-        view = view_from_camera(camera, camera.camera_to_worlds.reshape(-1, 3, 4)[0], _NO_TRAINING_VIEW)
-        if view.width < 1 or view.height < 1:
-            raise ValueError(f"an image of {view.width}x{view.height} pixels cannot be rendered")
-        if crop is not None:
-            crop = OrientedBox(R=crop.R.cpu(), T=crop.T.cpu(), S=crop.S.cpu())
-        return RenderRequest(replace(view, viewmat=view.viewmat.cpu(), K=view.K.cpu()), crop)
 
 
 class Pictures:
@@ -70,10 +39,36 @@ class Pictures:
         model: a `SplatModel`. strategy: how its points are spread.
     """
 
+    shows_owners = True
+    interruptible = False
+    draws_panoramas = False
+
     def __init__(self, model: Any, strategy: Strategy) -> None:
         self._model, self._strategy, self._world = model, strategy, strategy.world
         self._forward = Forward(strategy) if Forward.serves(strategy) else None
         self._passes: dict[tuple[int, int], int] = {}
+
+    @property
+    def shared(self) -> bool:
+        """Whether an image takes all ranks, for the points are spread over several; or is not the model's own."""
+        takes_strategy = not self._strategy.pixels.whole and self._model.sharded
+        return not self._strategy.placement.replicated and (self._world.size > 1 or takes_strategy)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of what there is of an image."""
+        own = self._model.shown if self._strategy.pixels.whole else ()
+        return ("rgb", "rgba", "depth", "accumulation", "background", *own, *((RANK,) if self.shared else ()))
+
+    def alone(self) -> "Pictures":
+        """Return a drawer for this rank alone, which has all points."""
+        return Pictures(self._model, STRATEGIES["single"](World.single(self._world.device)))
+
+    def view_of(self, request: RenderRequest) -> View:
+        """Return the view of a request, its matrices on this rank's device."""
+        assert request.camera is not None, "points are drawn as images, not along rays"
+        camera = request.camera.to(self._world.device)
+        return view_from_camera(camera, camera.camera_to_worlds.reshape(-1, 3, 4)[0], _NO_TRAINING_VIEW)
 
     @torch.no_grad()
     def draw(self, request: RenderRequest, roots: Sequence[int]) -> Outputs | None:
@@ -133,9 +128,8 @@ class Pictures:
 
     def _asked(self, request: RenderRequest) -> tuple[View, Points]:
         """The view on this rank's device, and this rank's points."""
-        view, device = request.view, self._world.device
         points = Points({name: value.detach() for name, value in self._model.gauss_params.items()})
-        return replace(view, viewmat=view.viewmat.to(device), K=view.K.to(device)), points
+        return self.view_of(request), points
 
     def _through_functions(self, primitive: Any, points: Points, view: View) -> tuple[Plan, list[Pixels]]:
         """`_drawn`, by the primitive's differentiable face."""

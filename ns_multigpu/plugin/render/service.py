@@ -9,53 +9,119 @@ at any time (`lead_always`).
 import contextlib
 import threading
 import time
-from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.cameras.rays import RayBundle
 from nerfstudio.data.scene_box import OrientedBox
 
 from ns_multigpu.core.collectives import broadcast_object
 from ns_multigpu.core.forward import NoRoom
-from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.world import World
 from ns_multigpu.plugin.render.late_outputs import LateOutputs
-from ns_multigpu.plugin.render.leading import Leading
-from ns_multigpu.plugin.render.lent_lock import untraced
-from ns_multigpu.plugin.render.pictures import Outputs, Pictures, RenderRequest
+from ns_multigpu.plugin.render.lent_lock import LentLock, untraced
+from ns_multigpu.plugin.render.strides import Strides
 
 T = TypeVar("T")
+Outputs = dict[str, Any]
 RANK = "rank"
 """The output that shows who owns what is seen: every point in its owner's colour, blended as usual."""
 
 
-class RenderService(Leading):
-    """Renders one model with all ranks. Made on every rank, in its main thread.
-
-    Args:
-        model: a `SplatModel`.
-        strategy: how its points are spread.
+@dataclass(frozen=True)
+class RenderRequest:
+    """An image to render, or pixels of some rays, as one rank publishes it to the others. On the host.
 
     Attributes:
-        pictures: draws them, on all ranks. The others: see `Leading`.
+        camera: one camera, [1]; None for rays.
+        crop: renders what is in this box alone; None for all.
+        owners: renders what each rank owns, or draws, in that rank's colour.
+        rays: instead of an image, [R], with `nears` and `fars`.
     """
 
-    def __init__(self, model: Any, strategy: Strategy) -> None:
-        super().__init__()
-        self._model, self._strategy, self._world = model, strategy, strategy.world
-        self.pictures = Pictures(model, strategy)
-        self._leads = False
+    camera: Cameras | None = None
+    crop: OrientedBox | None = None
+    owners: bool = False
+    rays: RayBundle | None = None
+
+    @staticmethod
+    def of(camera: Cameras, crop: OrientedBox | None = None) -> "RenderRequest":
+        """Return a request for an image of one camera, moved to the host.
+
+        Raises:
+            ValueError: the image has no pixels.
+        """
+        width, height = int(camera.width.item()), int(camera.height.item())
+        if width < 1 or height < 1:
+            raise ValueError(f"an image of {width}x{height} pixels cannot be rendered")
+        if crop is not None:
+            crop = OrientedBox(R=crop.R.cpu(), T=crop.T.cpu(), S=crop.S.cpu())
+        return RenderRequest(camera.to("cpu"), crop)
+
+    @property
+    def pixels(self) -> int:
+        """Pixels of the image, or number of rays."""
+        if self.camera is None:
+            return 0 if self.rays is None else len(self.rays)
+        return int((self.camera.width * self.camera.height).item())
+
+
+class Drawer(Protocol):
+    """Draws images of one kind of model with all ranks: `Pictures` of splats, `FieldPictures` of a radiance field."""
 
     @property
     def shared(self) -> bool:
-        """Whether an image takes all ranks, for the points are spread over several; or is not the model's own."""
-        takes_strategy = not self._strategy.pixels.whole and self._model.sharded
-        return not self._strategy.placement.replicated and (self._world.size > 1 or takes_strategy)
+        """Whether an image takes all ranks, because each holds a part of the model."""
+        ...
 
-    def install(self) -> None:
-        """From now on the model's own rendering methods come here first. See `outputs`."""
-        self._model.elsewhere = self.outputs
+    @property
+    def shows_owners(self) -> bool:
+        """Whether it can draw `RenderRequest.owners`."""
+        ...
+
+    @property
+    def interruptible(self) -> bool:
+        """Whether an exception may end an image of one rank alone at any line, as nerfstudio's viewer has it."""
+        ...
+
+    def draw(self, request: RenderRequest, roots: Sequence[int]) -> Outputs | None:
+        """Return the image on the ranks `roots`, and None elsewhere. Every rank calls it."""
+        ...
+
+
+class RenderService:
+    """Renders one model with all ranks. Made on every rank, in its main thread.
+
+    Args:
+        model: asks the service before it renders, from now on (`elsewhere`).
+        pictures: draws on all ranks.
+        world: the ranks.
+
+    Attributes:
+        pictures: see above.
+        lock: what viewers render under while a model is trained; lent between two steps.
+        rate: pixels a second of the last image that somebody waited for; None before there was one.
+        strides: how many steps to take while somebody looks.
+    """
+
+    def __init__(self, model: Any, pictures: Any, world: World) -> None:
+        self.pictures, self._world = pictures, world
+        self.lock = LentLock()
+        self.rate: float | None = None
+        self.strides = Strides()
+        self._main = threading.get_ident()
+        self._drawing: int | None = None  # the thread that draws an image now
+        self._leads = self._always = self._failed = False
+        self._turn = threading.RLock()  # one image at a time
+        model.elsewhere = self
+
+    @property
+    def shared(self) -> bool:
+        """Whether an image takes all ranks."""
+        return self.pictures.shared
 
     # ---- by all ranks together ----
 
@@ -65,20 +131,24 @@ class RenderService(Leading):
         Neither what is drawn at random nor how training views are cut depends on whether it was called.
 
         Args:
-            camera: one pinhole camera.
-            crop: renders the points in this box alone.
+            camera: one camera.
+            crop: renders what is in this box alone.
             roots: the ranks that want it.
 
         Returns:
-            on `roots` what `SplatModel.get_outputs` returns in eval mode; None elsewhere.
+            on `roots` what the model's `get_outputs` returns in eval mode; None elsewhere.
 
         Raises:
             NoRoom: on all ranks, where even a small part of it does not fit their devices.
         """
-        return self._render(RenderRequest.of(camera, crop, self._world.device), roots)
+        return self._render(RenderRequest.of(camera, crop), roots)
 
     def _render(self, request: RenderRequest, roots: Sequence[int]) -> Outputs | None:
-        return self.pictures.draw(request, roots)
+        before, self._drawing = self._drawing, threading.get_ident()
+        try:
+            return self.pictures.draw(request, roots)
+        finally:
+            self._drawing = before
 
     # ---- on request of rank 0 ----
 
@@ -87,28 +157,47 @@ class RenderService(Leading):
 
         A viewer's thread waits until all ranks come to render it. Within `run_leading`, or after `lead_always`, rank 0
         makes the others help at once. Otherwise, in main threads, every rank must ask for the same, and gets it, where
-        the points are spread; where they are not, each makes its own.
+        the model is spread; where it is not, each makes its own.
 
-        The first two have an output `rank` as well. It takes a rendering of its own, by all ranks, and so it is only
-        made when somebody looks at it; in the third case one rank might look alone, and wait for ever.
+        The first two have an output `rank` as well, if `pictures` can draw it. It takes a rendering of its own, by all
+        ranks, and so it is only made when somebody looks at it; in the third case one rank might look alone, and wait
+        for ever.
 
         Raises:
             NoRoom: the image does not fit the ranks' devices.
+            RuntimeError: an earlier image failed half way, and the ranks are not together any more.
             SystemExit: in a viewer's thread, that training has ended.
         """
-        viewer = threading.get_ident() != self._main
+        thread = threading.get_ident()
+        if self._drawing == thread:
+            return None
+        viewer = thread != self._main
         if viewer or self._leads or self._always:
-            request = RenderRequest.of(camera, crop, self._world.device)
+            request = RenderRequest.of(camera, crop)
             if self._world.size == 1:
                 return self._lead(request)
+            outputs = self._ask(request)
+            if not self.pictures.shows_owners:
+                return outputs
             owners = replace(request, owners=True)
             # nerfstudio's commands write all outputs that are listed.
-            return LateOutputs(self._ask(request), RANK, lambda: self._ask(owners)["rgb"], listed=viewer or self._leads)
+            return LateOutputs(outputs, RANK, lambda: self._ask(owners)["rgb"], listed=viewer or self._leads)
         if not self.shared:
             return None
         outputs = self.render(camera, crop, range(self._world.size))
         assert outputs is not None
         return outputs
+
+    def outputs_of_rays(self, rays: RayBundle) -> Outputs | None:
+        """Pixels of rays [R], of whoever asks the model for them directly on a rank 0 that has helpers; None where all
+        ranks ask, or are drawing them.
+
+        Raises:
+            RuntimeError: as `outputs`.
+        """
+        if not self._always or self._world.size == 1 or self._drawing == threading.get_ident():
+            return None
+        return self._lead(RenderRequest(rays=rays.to("cpu")))
 
     def _ask(self, request: RenderRequest) -> Outputs:
         if self._always or (threading.get_ident() == self._main and self._leads):
@@ -155,9 +244,13 @@ class RenderService(Leading):
             return error
 
     def _lead(self, request: RenderRequest) -> Outputs:
-        with untraced(), self._turn:  # nerfstudio interrupts a viewer's rendering: not within this
+        alone = self._world.size == 1
+        # nerfstudio interrupts a viewer's rendering: not where others take part.
+        with contextlib.nullcontext() if alone and self.pictures.interruptible else untraced(), self._turn:
+            if self._failed:
+                raise RuntimeError("an earlier image failed half way, and the others may wait there. Start again.")
             began = time.perf_counter()
-            self._failed = True
+            self._failed = not alone
             broadcast_object(request, 0, self._world)
             try:
                 outputs = self._render(request, (0,))
@@ -168,13 +261,42 @@ class RenderService(Leading):
             if self._world.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # another thread may go on with it, on a stream of its own
             self._failed = False
-            seconds = time.perf_counter() - began
-            self.rate = request.view.width * request.view.height / max(seconds, 1e-6)
+            if request.camera is not None:
+                self.rate = request.pixels / max(time.perf_counter() - began, 1e-6)
             return outputs
+
+    # ---- one process with helpers ----
+
+    def lead_always(self) -> None:
+        """On rank 0: from now on the others, if any, wait for what it asks for, whenever that is, in any thread."""
+        self._always = True
+
+    @property
+    def leads_always(self) -> bool:
+        """Whether that is so now."""
+        return self._always
+
+    @contextlib.contextmanager
+    def side_by_side(self) -> Iterator[None]:
+        """Within, all ranks call the same again, as if nobody led."""
+        with self._turn:
+            before, self._always = self._always, False
+            try:
+                yield
+            finally:
+                self._always = before
 
     # ---- a viewer's threads ----
 
     @property
-    def wanted(self) -> bool:
-        """Whether a viewer's thread of this rank waits for an image."""
-        return self.lock.wanted
+    def waiting(self) -> int:
+        """How many of the viewer's threads wait for an image."""
+        return self.lock.waiting
+
+    def wait_until_wanted(self, seconds: float) -> None:
+        """Returns as soon as a viewer's thread of this rank wants an image, after `seconds` at the latest."""
+        self.lock.wait_until_wanted(seconds)
+
+    def close(self) -> None:
+        """Ends all threads that wait for an image, or ask for one later."""
+        self.lock.close()

@@ -6,9 +6,9 @@ so the mesh does not depend on how many ranks there are, but for the rounding of
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from nerfstudio.cameras.cameras import Cameras
@@ -20,7 +20,8 @@ from ns_multigpu.core.collectives import exchange_rows
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.render.pictures import Pictures, RenderRequest
+from ns_multigpu.plugin.render.pictures import Pictures
+from ns_multigpu.plugin.render.service import RenderRequest
 from ns_multigpu.plugin.tools.film import whole_file
 from ns_multigpu.plugin.tools.fusion import (
     LEAST_TRIANGLES,
@@ -33,7 +34,6 @@ from ns_multigpu.plugin.tools.fusion import (
 )  # fmt: skip
 from ns_multigpu.primitives.registry import KINDS, titled
 from ns_multigpu.primitives.registry import Rendering as Wanted
-from strategies import STRATEGIES
 
 DepthKind = Literal["auto", "median", "expected"]
 MOST_VOXELS = 16384
@@ -77,6 +77,7 @@ class Meshing:
     downscale: float = 1.0
     overwrite: bool = False
     test_mode: Literal["test", "inference"] = "test"
+    needs_surfaces: ClassVar[bool] = True
 
     def check(self) -> None:
         """Whether it can be done, as far as that is to be seen from here.
@@ -153,7 +154,7 @@ class Meshing:
         self.check_points(primitive)
         cameras: Cameras = pipeline.datamanager.train_dataset.cameras
         sizes, median = self.sizes(cameras), self._median(primitive)
-        requests = [self._request(cameras[k : k + 1], world.device) for k in range(len(cameras))]
+        requests = [self._request(cameras[k : k + 1]) for k in range(len(cameras))]
         told = f"{len(requests)} training views, {'median' if median else 'expected'} depth up to {sizes.max_depth:.4g}"
         CONSOLE.print(f"{told}, voxels of {sizes.voxel:.4g}, truncation {sizes.truncation:.4g}", soft_wrap=True)
         fusion = Fusion(sizes.voxel, sizes.truncation, sizes.max_depth) if world.is_main else None
@@ -178,11 +179,11 @@ class Meshing:
     def _median(self, primitive: str) -> bool:
         return self.depth != "expected" and KINDS[primitive].make(Wanted(sh_degree=0)).median
 
-    def _request(self, camera: Cameras, device: torch.device) -> RenderRequest:
+    def _request(self, camera: Cameras) -> RenderRequest:
         camera.rescale_output_resolution(1.0 / self.downscale)
         if min(int(camera.width.item()), int(camera.height.item())) < 1:
             raise InputError(f"--downscale-factor {self.downscale}: views would have no pixels.")
-        return RenderRequest.of(camera, None, device)
+        return RenderRequest.of(camera)
 
 
 _OPTIONS = {
@@ -198,9 +199,11 @@ def _drawn(
     """Each view with its colour and depth (`surface_of`) on rank 0's host, in order; nothing on other ranks. Every rank
     iterates to the end."""
     world, together = pipeline.world, pipeline.renders.shared
-    pictures = pipeline.renders.pictures
+    pictures: Pictures = pipeline.renders.pictures
     if not together:  # each rank has all points, and draws views of its own
-        pictures = Pictures(pipeline.model, STRATEGIES["single"](World.single(world.device)))
+        pictures = pictures.alone()
+    views = [pictures.view_of(request) for request in requests]
+    views = [replace(view, viewmat=view.viewmat.cpu(), K=view.K.cpu()) for view in views]
     rounds: Any = range(0, len(requests), 1 if together else world.size)
     if world.is_main:
         rounds = track(rounds, "Fusing views", console=CONSOLE, transient=True)
@@ -209,11 +212,12 @@ def _drawn(
         mine = some[0] if together else some[world.rank] if world.rank < len(some) else None
         pixels = None if mine is None else pictures.surface(mine, (0,), median=median)
         own = None if pixels is None else torch.cat(surface_of(pixels, least_alpha), 2)
-        frames = [own] if together else _at_rank_0(own, [request.view for request in some], world)
-        for request, frame in zip(some, frames, strict=True):
+        shown = views[first : first + len(some)]
+        frames = [own] if together else _at_rank_0(own, shown, world)
+        for view, frame in zip(shown, frames, strict=True):
             if frame is not None:
                 color, depth = frame.cpu().split([3, 1], dim=2)
-                yield request.view, color, depth
+                yield view, color, depth
 
 
 def _at_rank_0(own: Tensor | None, views: list[View], world: World) -> list[Tensor | None]:

@@ -6,22 +6,20 @@ its cells.
 """
 
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 
 from ns_multigpu.core.world import World, gpu_places
 from ns_multigpu.plugin.capture.moved import DATA
-from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, shapes_in
-from ns_multigpu.plugin.checkpoint.verify import SHARDS, read_checkpoint_file
+from ns_multigpu.plugin.checkpoint.verify import read_checkpoint_file
 from ns_multigpu.plugin.export.ply import run_checkpoint
 from ns_multigpu.plugin.faults.errors import InputError, WorkerFailed
 from ns_multigpu.plugin.launch import checks
@@ -29,12 +27,11 @@ from ns_multigpu.plugin.launch.launcher import run_workers, use_own_share_of_cor
 from ns_multigpu.plugin.launch.operators import prepare_operators
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.launch.ranks import Ranks, rendezvous_explained
-from ns_multigpu.plugin.render.team import RENDER_MEMORY, asked_for, free_memory, size_for
+from ns_multigpu.plugin.render.team import RENDER_MEMORY, Devices, asked_for, free_memory
 from ns_multigpu.plugin.tools.meshing import Meshing
 from ns_multigpu.plugin.tools.rendering import Rendering
-from ns_multigpu.plugin.train.config import DistributedTrainerConfig, read_config
-from ns_multigpu.plugin.train.pipeline import DistributedPipeline, DistributedPipelineConfig
-from ns_multigpu.primitives.registry import titled
+from ns_multigpu.plugin.train.config import RunConfig, read_config
+from ns_multigpu.plugin.train.pipeline_base import RunPipeline, RunPipelineConfig
 
 _LONGEST_PAUSE = timedelta(days=30)
 """Rank 0 may write a long video between two images; the others wait. One that dies is noticed at once all the same."""
@@ -48,7 +45,7 @@ class Work(Protocol):
         """What the pipeline is set up for."""
         ...
 
-    def run(self, run: DistributedTrainerConfig, checkpoint: Path, pipeline: DistributedPipeline) -> None:
+    def run(self, run: RunConfig, checkpoint: Path, pipeline: RunPipeline) -> None:
         """Does it. Every rank calls it, and rank 0 writes."""
 
 
@@ -64,6 +61,7 @@ class Evaluation:
     output: Path
     images: Path | None = None
     test_mode: Literal["test", "inference"] = "test"
+    needs_surfaces: ClassVar[bool] = False
 
     def check(self) -> None:
         """Whether it can be done, as far as that is to be seen from here.
@@ -74,7 +72,7 @@ class Evaluation:
         if self.output.suffix != ".json":
             raise InputError(f"--output-path {self.output}: give the name of a .json file.")
 
-    def run(self, run: DistributedTrainerConfig, checkpoint: Path, pipeline: DistributedPipeline) -> None:
+    def run(self, run: RunConfig, checkpoint: Path, pipeline: RunPipeline) -> None:
         """See `Work.run`."""
         results = pipeline.get_average_eval_image_metrics(output_path=self.images, get_std=True)
         if not pipeline.world.is_main:
@@ -101,13 +99,13 @@ class ToolMachine:
 
 @dataclass
 class ToolConfig:
-    """What workers are started with: see `worker.Config`. `whole`: each holds all points."""
+    """What workers are started with: see `worker.Config`. `changes`: of the pipeline's configuration."""
 
     load_config: Path
     checkpoint: Path
     work: Work
     machine: ToolMachine
-    whole: bool
+    changes: Mapping[str, Any]
     max_restarts: int = field(default=0, init=False)
 
     def setup(self, *, local_rank: int = 0, world_size: int = 1) -> "ToolWorker":
@@ -130,8 +128,8 @@ class ToolWorker:
             world = World.from_env(device, control_timeout=_LONGEST_PAUSE)
         set_world(world)
         self._run = read_config(self._config.load_config)
-        if isinstance(self._run.pipeline, DistributedPipelineConfig):
-            self._run.pipeline.strategy = "batch" if self._config.whole else "tile"
+        for name, value in self._config.changes.items():
+            setattr(self._run.pipeline, name, value)
         with CONSOLE.status("Loading the model"):
             self._pipeline = load_model(self._run, self._config.checkpoint, world, self._config.work.test_mode)
 
@@ -140,9 +138,7 @@ class ToolWorker:
         self._config.work.run(self._run, self._config.checkpoint, self._pipeline)
 
 
-def load_model(
-    run: DistributedTrainerConfig, checkpoint: Path, world: World, test_mode: Literal["test", "inference"]
-) -> DistributedPipeline:
+def load_model(run: RunConfig, checkpoint: Path, world: World, test_mode: Literal["test", "inference"]) -> RunPipeline:
     """The pipeline of a run with the points of a checkpoint: all of them on each rank, or, where the strategy spreads
     them, this rank's part; of a radiance field, this rank's cells. Every rank calls it; `world` must be this process's
     (`set_world`).
@@ -151,11 +147,10 @@ def load_model(
         InputError: the checkpoint is damaged.
     """
     run.pipeline.checkpoints = checkpoint.parent  # type: ignore[attr-defined]
-    pipeline: DistributedPipeline = run.pipeline.setup(device=str(world.device), test_mode=test_mode)
+    pipeline: RunPipeline = run.pipeline.setup(device=str(world.device), test_mode=test_mode)
     pipeline.eval()
     pipeline.load_file(checkpoint)
-    of = f": {pipeline.model.total_points} Gaussians" if isinstance(run.pipeline, DistributedPipelineConfig) else ""
-    CONSOLE.print(f"Loaded {checkpoint}{of}.")
+    CONSOLE.print(f"Loaded {checkpoint}: {pipeline.described}.")
     return pipeline
 
 
@@ -182,13 +177,8 @@ def run_tool(
         WorkerFailed: a worker failed; its traceback has been written to stderr.
     """
     ranks, run = Ranks.from_env(), read_config(load_config)
-    if not isinstance(run, DistributedTrainerConfig):
-        raise InputError(
-            f"--load-config {load_config}: it is of the method {getattr(run, 'method_name', None)}, which is none of "
-            "ours. Use ns-eval and ns-render, or ns-viewer."
-        )
-    field = not isinstance(run.pipeline, DistributedPipelineConfig)
-    if field and isinstance(work, Meshing):
+    config = cast(RunPipelineConfig, run.pipeline)
+    if work.needs_surfaces and not config.has_surfaces:
         raise InputError(
             f"--load-config {load_config}: it is of the method {run.method_name}, which has no Gaussians to make a "
             "mesh of. Use ns-export tsdf."
@@ -203,51 +193,33 @@ def run_tool(
     usual = run.machine.num_devices if kind == "cpu" or places == sys.maxsize else max(places, 1)
     checkpoint = run_checkpoint(load_config, step)
     state = read_checkpoint_file(checkpoint)["pipeline"]
-    cells = _cells_in(state, checkpoint) if field else sys.maxsize
-    workers = num_devices if num_devices is not None else min(usual, cells) if ranks is None else 1
+    most = config.most_ranks(state, checkpoint)
+    usual = usual if most is None else min(usual, most)
+    workers = num_devices if num_devices is not None else usual if ranks is None else 1
     try:
         checks.check_devices(kind, workers, ranks, places)
     except InputError as error:
         raise InputError(str(error).replace("--machine.", "--")) from None
     together = workers if ranks is None else ranks.size
-    if together > cells:
+    if most is not None and together > most:
         raise InputError(
-            f"--num-devices {together}: {checkpoint} has {cells} cells, and each device wants one at least. Use "
-            f"{cells} devices or fewer."
+            f"--num-devices {together}: {checkpoint} has {most} cells, and each device wants one at least. Use "
+            f"{most} devices or fewer."
         )
-    whole = not field and _fits_each(state, checkpoint, run, kind, together)
-    config = ToolConfig(load_config, checkpoint, work, ToolMachine(kind, workers), whole)
+    memory = asked_for(RENDER_MEMORY, float, 0)
+    budget = memory * 1e9 if memory is not None else free_memory() if kind == "cuda" else None
+    plan = config.team_plan(state, checkpoint, Devices(kind, together, budget, together))
+    changes = {} if plan is None else dict(plan.changes)
+    start = ToolConfig(load_config, checkpoint, work, ToolMachine(kind, workers), changes)
     prepare_operators(kind)
     if ranks is None and workers > 1:
         try:
-            run_workers(config, workers)
+            run_workers(start, workers)
         except WorkerFailed as error:
             print(error.report.rstrip(), file=sys.stderr)
             raise
         return
-    torch.manual_seed(config.machine.seed)
-    worker: Any = config.setup()
+    torch.manual_seed(start.machine.seed)
+    worker: Any = start.setup()
     worker.setup()
     worker.train()
-
-
-def _cells_in(state: Mapping[str, Any], checkpoint: Path) -> int:
-    """How many cells a radiance field has, by the pipeline's state in its checkpoint."""
-    cells = dict(state.get(SHARDS, {})).get("cells")
-    if not isinstance(cells, int):
-        raise InputError(f"{checkpoint} is not a checkpoint of a radiance field of ours: it has no cells.")
-    return cells
-
-
-def _fits_each(
-    state: Mapping[str, Any], checkpoint: Path, run: Any, kind: Literal["cpu", "cuda"], together: int
-) -> bool:
-    """Whether each of so many devices can hold all points of a checkpoint."""
-    shapes = {name: shape for name, shape in shapes_in(state).items() if name.startswith(POINTS)}
-    if not shapes:
-        title = titled(run.pipeline.model.primitive)
-        raise InputError(f"{checkpoint} is not a checkpoint of {title}: it has no {POINTS}means.")
-    points, size = next(iter(shapes.values()))[0], 4 * sum(math.prod(shape[1:]) for shape in shapes.values())
-    memory = asked_for(RENDER_MEMORY, float, 0)
-    room = memory * 1e9 if memory is not None else free_memory() if kind == "cuda" else None
-    return size_for(points, size, kind, together, room, together).whole

@@ -10,15 +10,14 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import mediapy
 import numpy as np
 import torch
 from nerfstudio.cameras.cameras import Cameras
-from nerfstudio.data.scene_box import OrientedBox
 from nerfstudio.model_components import renderers
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.progress import track
@@ -27,9 +26,8 @@ from torch import Tensor
 from ns_multigpu.core.collectives import broadcast_object, max_int
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.model.kinds import frames_note
 from ns_multigpu.plugin.render.panorama import panorama
-from ns_multigpu.plugin.render.pictures import Outputs, Pictures, RenderRequest
+from ns_multigpu.plugin.render.service import Outputs, RenderRequest
 from ns_multigpu.plugin.tools.film import (
     JOB,
     Failed,
@@ -47,10 +45,6 @@ from ns_multigpu.plugin.tools.film import (
 from ns_multigpu.plugin.tools.frames import HostFrame, Look, check_names, picture, shown
 from ns_multigpu.plugin.tools.nearest import beside_width, fitted, with_nearest
 from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Interpolated, Shot, Shots, Spiral, is_panorama
-from strategies import STRATEGIES
-
-_OUTPUTS = ("rgb", "rgba", "depth", "accumulation")
-"""Of any model; see `_Artist.outputs`."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +67,7 @@ class Rendering:
     image_format: ImageFormat = "jpeg"
     jpeg_quality: int = 100
     nearest: bool = False
+    needs_surfaces: ClassVar[bool] = False
 
     @property
     def test_mode(self) -> Literal["test", "inference"]:
@@ -121,12 +116,11 @@ class Rendering:
         for shot in shots.frames:
             shot.camera.rescale_output_resolution(1.0 / self.downscale)
         self._check_sizes(shots)
-        primitive = getattr(pipeline.model.config, "primitive", None)  # a radiance field has none
-        if primitive and (note := frames_note(primitive, [shot.camera for shot in shots.frames])):
+        if note := pipeline.frames_note([shot.camera for shot in shots.frames]):
             CONSOLE.print(note, soft_wrap=True)
         if self.nearest:
             shots = with_nearest(shots, pipeline.datamanager.train_dataset)
-        artist = _Artist(pipeline, shots) if primitive else _FieldArtist(pipeline, shots)
+        artist = _Artist(pipeline, shots)
         job = {
             "checkpoint": [str(checkpoint), checkpoint.stat().st_size, checkpoint.stat().st_mtime_ns],
             "cameras": _digest(shots), "look": asdict(self.look), "format": [self.image_format, self.jpeg_quality],
@@ -266,12 +260,11 @@ class _Artist:
     def __init__(self, pipeline: Any, shots: Shots) -> None:
         self.shots, self.world = shots, pipeline.world
         self.together: bool = pipeline.renders.shared
-        own = pipeline.model.shown if pipeline.strategy.pixels.whole else ()
-        self.outputs = (*_OUTPUTS, "background", *own, *(("rank",) if self.together else ()))
+        pictures = pipeline.renders.pictures
+        self.outputs: tuple[str, ...] = pictures.names
+        self._pictures = pictures if self.together else pictures.alone()
         self._device = self.world.device
         self.dataset = pipeline.datamanager.train_dataset
-        alone = STRATEGIES["single"](World.single(self._device))
-        self._pictures = pipeline.renders.pictures if self.together else Pictures(pipeline.model, alone)
 
     def deal(self, units: Sequence[Any], lacking: Callable[[int], bool]) -> Iterator[tuple[int, bool]]:
         """The numbers of the units that this rank takes part in, and whether it is to write them. Those that are there
@@ -291,7 +284,7 @@ class _Artist:
         """A frame's outputs where they are wanted; None elsewhere."""
         with self._background():
             roots = self._roots(mine)
-            if is_panorama(shot.camera):
+            if is_panorama(shot.camera) and not self._pictures.draws_panoramas:
                 return panorama(shot.camera, lambda face: self._draw(face, roots))
             outputs = self._draw(shot.camera, roots)
             if owners and self.together:
@@ -311,30 +304,8 @@ class _Artist:
         return (max_int(self.world.rank if mine else -1, self.world),)
 
     def _draw(self, camera: Cameras, roots: tuple[int, ...], *, owners: bool = False) -> Outputs | None:
-        request = RenderRequest.of(camera, self.shots.crop, self._device)
-        return self._pictures.draw(RenderRequest(request.view, request.crop, owners), roots)
-
-
-class _FieldArtist(_Artist):
-    """Draws frames of a radiance field: all ranks draw each frame together, and all of them get it.
-
-    Args:
-        pipeline: with the model. shots: what to draw.
-    """
-
-    def __init__(self, pipeline: Any, shots: Shots) -> None:
-        self.shots, self.world, self.together, self.outputs = shots, pipeline.world, True, (*_OUTPUTS, "expected_depth")
-        self.dataset, self._device, self._model = pipeline.datamanager.train_dataset, self.world.device, pipeline.model
-
-    @torch.no_grad()
-    def draw(self, shot: Shot, mine: bool, owners: bool) -> Outputs | None:
-        """See `_Artist.draw`; there are no owners."""
-        crop = self.shots.crop
-        if crop is not None:
-            crop = OrientedBox(R=crop.R.to(self._device), T=crop.T.to(self._device), S=crop.S.to(self._device))
-        with self._background():
-            outputs = self._model.get_outputs_for_camera(shot.camera.to(self._device), obb_box=crop)
-        return outputs if mine else None
+        request = RenderRequest.of(camera, self.shots.crop)
+        return self._pictures.draw(replace(request, owners=owners), roots)
 
 
 def _write_numbers(path: Path, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""How large a model this run's memory holds, said once at the start, and the cap that densification gets from it."""
+"""Size of a run's model: what memory holds, the cap that densification gets, and what pruning by size would take."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -96,12 +96,12 @@ def choose_cap(model: Any, cameras: Any) -> None:
     options, seeds = model.config, model.seed_points
     if options.gs_per_seed < 1:
         raise InputError(f"--pipeline.model.gs-per-seed {options.gs_per_seed}: give 1 or more.")
-    if options.densifier != "mcmc" or options.max_gs_num is not None:
+    if options.densifier != "mcmc" or options.max_gaussians is not None:
         return
     count = 0 if options.random_init or seeds is None else len(seeds[0])
     pixels = int((cameras.width.long() * cameras.height.long()).sum())
     model.chosen_cap = chosen_cap(model.num_points, count, pixels, options.gs_per_seed)
-    options.max_gs_num = model.chosen_cap.points
+    options.max_gaussians = model.chosen_cap.points
 
 
 def cap_of(found: Capacity, wanted: int | None) -> int | None:
@@ -131,7 +131,7 @@ def announce(pipeline: Any, optimizers: Any, world: World, *, fused: bool) -> Ca
     cap = cap_of(found, options.max_gaussians)
     cap = pipeline.model.densifier.limit(cap, _Told(cap, world))
     if world.is_main:
-        text, worrying = describe(found, pipeline.strategy.name, cap, options.densifier, why)
+        text, worrying = describe(found, pipeline.strategy.name, cap, why)
         CONSOLE.print(Text(text, "bold yellow" if worrying else ""))
         for line in expectations(found, pipeline.strategy.name, cap, options.densifier):
             CONSOLE.print(Text(line), soft_wrap=True)
@@ -148,24 +148,62 @@ def expectations(found: Capacity, strategy: str, cap: int | None, densifier: str
     return described([outlook(strategy, found.course, points, memory) for points in sizes], strategy, found.course.gpus)
 
 
-def describe(
-    found: Capacity, strategy: str, cap: int | None, densifier: str, why: str | None = None
-) -> tuple[str, bool]:
+def describe(found: Capacity, strategy: str, cap: int | None, why: str | None = None) -> tuple[str, bool]:
     """The line on capacity, and whether there is something to worry about."""
-    option = "max-gs-num" if densifier == "mcmc" else "max-gaussians"
     text = f"{found.now:,} Gaussians to begin with."
     if found.fits is not None:
         each = "GPU" if found.on_gpu else "worker"
         text += f" Memory has room for about {found.fits:,} ({gib(found.memory)} GiB a {each}, strategy {strategy})."
     if cap is not None:
         chosen = f"; chosen: {why}" if why else ""
-        text += f" Densification stops at {cap:,} (--pipeline.model.{option}{chosen})."
+        text += f" Densification stops at {cap:,} (--pipeline.model.max-gaussians{chosen})."
     worries = []
     if found.fits is not None and found.now > found.fits:
         worries.append("The model may not fit: use splatfacto-tile on more GPUs, fewer views a step, smaller images.")
     elif found.fits is not None and cap is not None and cap > found.fits:
-        worries.append(f"Memory may run out before that: see --pipeline.model.{option}.")
+        worries.append("Memory may run out before that: see --pipeline.model.max-gaussians.")
     return " ".join([text, *worries]), bool(worries)
+
+
+MANY = 0.1
+"""The part of the model from which on it is said. Of seed points on a phone's captures 1 in 7,000 is so large."""
+
+
+@torch.no_grad()
+def warn_of_size_rule(model: Any, world: World, images: int) -> None:
+    """Print, on rank 0, how much of the model pruning by size would take, if it is much. Every rank calls it.
+
+    From its first reset of opacities on (image 3,000) splatfacto prunes what is larger than `cull-scale-thresh`. The
+    unit follows from where cameras stand. If they stand close together, as on one rig, a street is fifty units wide,
+    and three quarters of what shows it are larger: they go at once, and pictures do not recover
+    (docs/moving-scenes.md). Where cameras stand all around a scene hardly any are.
+
+    Args:
+        model: a `SplatModel`. images: how many the run sees in all.
+    """
+    rules = model.densifier
+    limit = getattr(rules, "prune_scale3d", None)  # MCMC prunes nothing by size
+    if limit is None or min(images, rules.refine_stop_iter) <= rules.reset_every:
+        return
+    sizes = rules.halves.sizes(model.gauss_params)
+    large = int((sizes > limit * model.densifier_state["scene_scale"]).sum())
+    table = all_gather_ints([large, len(sizes)], world)
+    part = sum(row[0] for row in table) / max(sum(row[1] for row in table), 1)
+    if world.is_main and part > MANY:
+        CONSOLE.print(Text(size_rule_text(part, limit, rules.reset_every), "bold yellow"))
+
+
+def size_rule_text(part: float, limit: float, begins: int) -> str:
+    """The warning.
+
+    Args:
+        part: of the model that is larger than `limit`. begins: images after which it is pruned.
+    """
+    return (
+        f"{100 * part:.0f} % of the Gaussians are larger than --pipeline.model.cull-scale-thresh {limit:g}, and will "
+        f"be pruned after image {begins:,}: quality may collapse there. The cameras stand close together beside "
+        "what they see. Give --pipeline.model.cull-scale-thresh inf, or use --recipe best, which never prunes by size."
+    )
 
 
 class _Told:

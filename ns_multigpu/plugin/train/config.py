@@ -10,11 +10,12 @@ uses the number asked for: the processes are torchrun's, or a `WorkerLauncher` s
 import copy
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import yaml
 from nerfstudio.engine.trainer import TrainerConfig
@@ -34,6 +35,7 @@ from ns_multigpu.plugin.launch.commands import named_config, resume_command, wit
 from ns_multigpu.plugin.launch.launcher import WorkerLauncher, cores, use_own_share_of_cores
 from ns_multigpu.plugin.launch.operators import prepare_operators
 from ns_multigpu.plugin.launch.ranks import Ranks, Start, agree, check_layout
+from ns_multigpu.plugin.launch.removed_options import account_for, take_out
 from ns_multigpu.plugin.launch.run_folder import (
     abandoned_unless_begun,
     config_being_loaded,
@@ -45,7 +47,9 @@ from ns_multigpu.plugin.launch.run_folder import (
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.model.batch_scaling import RateCourse, ScalingChoice, scaling_rule
 from ns_multigpu.plugin.model.surfaces import check_primitive
+from ns_multigpu.plugin.train.objective import Objective
 from ns_multigpu.plugin.train.recipe import Recipe, apply_recipe, told
+from ns_multigpu.plugin.train.splats import SplatObjective
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from strategies import STRATEGIES
 
@@ -61,22 +65,16 @@ _MADE = "_made_run_folder"
 
 
 @dataclass
-class DistributedTrainerConfig(TrainerConfig):
-    """Configuration of a training run with any number of workers."""
+class RunConfig(TrainerConfig):
+    """Options of a run with any number of workers, whatever it trains."""
 
     _target: type = field(default_factory=lambda: DistributedTrainer)
     """target class to instantiate"""
     eval_at_start: bool = False
     """Evaluate all held-out views before the first step as well."""
-    max_num_images: int | None = 30000
-    """Training ends once this many images have been seen by all ranks together, or after max_num_iterations steps."""
-    batch_scaling: ScalingChoice = "auto"
-    """How learning rates (and with them Adam's betas and eps) follow the number of views in a step; auto is
-    sqrt-to-none for runs that see each view 100 times or more, and sqrt for others."""
-    rates_at_end: float = 1.0
-    """What learning rates, besides their own schedules, are multiplied by at the end of training; 1 for no fall."""
-    rates_fall_from: float = 0.5
-    """Behind which part of the run they fall to rates_at_end, exponentially with the images seen; 0 is the start."""
+    max_num_images: int | None = None
+    """Training ends once all ranks together have seen this many images, or after max_num_iterations steps. Where steps
+    are of rays, an image is as many rays as a training photograph has pixels, on average."""
     steps_per_checksum: int = 500
     """Steps between proofs that all replicas are identical; 0 for none."""
     save_in_background: bool = True
@@ -105,9 +103,6 @@ class DistributedTrainerConfig(TrainerConfig):
     """Where to save the model in the end if the run's own folder does not take it: another disk."""
     save_retry_seconds: float = 60.0
     """For how long to try again, every few seconds, to save the model in the end: time to make room on a disk."""
-    recipe: Recipe = "splatfacto"
-    """Sets the options that decide how good the pictures get, all but those that you give: "splatfacto" as nerfstudio's
-    splatfacto has them; "best" for the best held-out pictures that we know how to get (docs/recipes.md)."""
     start_over: bool = False
     """Begin at step 0 in a run folder that holds checkpoints, which the new ones replace. Otherwise that is refused."""
     verbose: bool = False
@@ -123,24 +118,18 @@ class DistributedTrainerConfig(TrainerConfig):
             show_uncaught()
             read_config(self.load_config)
 
-    def steps_for(self, batch: int) -> int:
-        """Steps to train for when each sees `batch` images."""
+    def steps_for(self, batch: float) -> int:
+        """Return the number of steps to train for when each sees `batch` images."""
         if self.max_num_images is None:
             return self.max_num_iterations
-        return min(self.max_num_iterations, -(-self.max_num_images // batch))
+        return min(self.max_num_iterations, math.ceil(self.max_num_images / batch))
 
-    def for_steps(self, steps: int) -> "DistributedTrainerConfig":
+    def for_steps(self: Self, steps: int) -> Self:
         """The same, to train for so many steps."""
         same = copy.copy(self)
         vars(same).update(vars(self))  # what is not pickled, too
         same.max_num_iterations = steps
         return same
-
-    def rate_course(self, batch: int, views: int) -> RateCourse:
-        """What learning rates follow when each step sees `batch` images of a capture of so many training views."""
-        images = max(self.steps_for(batch), 1) * batch
-        rule = scaling_rule(self.batch_scaling, images, views)
-        return RateCourse(rule, batch, images, self.rates_at_end, self.rates_fall_from)
 
     def checkpoints_to_keep(self) -> int:
         """How many checkpoints a save leaves; 0 for all."""
@@ -162,8 +151,7 @@ class DistributedTrainerConfig(TrainerConfig):
         if (named := named_config()) is not None:
             self._follow(named)
             machine = self.machine
-        apply_recipe(self, machine.num_devices * machine.num_machines if ranks is None else ranks.size)
-        checks.check_rates_at_end(self.rates_at_end, self.rates_fall_from)
+        self.complete(machine.num_devices * machine.num_machines if ranks is None else ranks.size)
         checks.check_lengths(self.max_num_images, self.max_num_iterations)
         checks.check_retries(self.save_retry_seconds)
         self.check_method()
@@ -187,10 +175,18 @@ class DistributedTrainerConfig(TrainerConfig):
             self.prepare()
         run_parts().done("operators")
 
+    def complete(self, ranks: int) -> None:
+        """Set options that follow from others, for a run of so many ranks."""
+
+    def check_precision(self) -> None:
+        """Raise an InputError unless the method can train in the precision that was asked for."""
+
     def check_method(self) -> None:
-        """Whether what the method alone has to do with is possible; raises an InputError if it is not."""
-        checks.check_strategy(strategy := str(getattr(self.pipeline, "strategy", "")), STRATEGIES)
-        check_primitive(cast(Any, self.pipeline).model, strategy)
+        """Raise an InputError unless the method's own options go together."""
+
+    def objective(self) -> type[Objective]:
+        """Return the class of what the run trains."""
+        raise NotImplementedError
 
     def prepare(self) -> None:
         """Makes ready what all workers use."""
@@ -199,6 +195,8 @@ class DistributedTrainerConfig(TrainerConfig):
     def _follow(self, named: Path) -> None:
         """Reads the rest of the command line, which nerfstudio forgets for the file `named`; and stays in that file's
         folder, wherever it is by now, unless the command line names another."""
+        if (line := account_for(self)) and _speaks():
+            CONSOLE.print(Text(line, "yellow"), soft_wrap=True)
         places = ("output_dir", "experiment_name", "timestamp", "relative_model_dir")
         before = [getattr(self, name) for name in places]
         vars(self).update(vars(with_options(self)))
@@ -319,16 +317,19 @@ class DistributedTrainerConfig(TrainerConfig):
             CONSOLE.print(Text(self._in_short()), soft_wrap=True)
 
     def _in_short(self) -> str:
-        machine, pipeline = self.machine, cast(Any, self.pipeline)
+        machine, datamanager = self.machine, cast(Any, self.pipeline).datamanager
         ranks = machine.num_devices * machine.num_machines
         devices = f"{ranks} {'CPU worker' if machine.device_type == 'cpu' else 'GPU'}{'' if ranks == 1 else 's'}"
-        batch = pipeline.batch(ranks)
-        data = pipeline.datamanager.data or pipeline.datamanager.dataparser.data
+        data = datamanager.data or datamanager.dataparser.data
         of = f" of {data}" if data and data != Path() else ""  # a city has no folder
         return (
-            f"{self.method_name} on {devices}: {self.steps_for(batch) * batch:,} images{of}\n"
+            f"{self.method_name} on {devices}{self.length_in_words(ranks)}{of}\n"
             f"Run folder {self.get_base_dir()} (config.yml there has all options; --verbose True prints them)"
-        ) + "".join(f"\n{line}" for line in told(self))
+        )
+
+    def length_in_words(self, ranks: int) -> str:
+        """Return what a run of so many ranks sees in all, from ": 30,000 images" on."""
+        raise NotImplementedError
 
     def save_config(self) -> None:
         """Writes config.yml, on one rank of the job, and keeps nerfstudio from starting processes of its own."""
@@ -342,6 +343,11 @@ class DistributedTrainerConfig(TrainerConfig):
     def __getstate__(self) -> dict[str, Any]:
         """What other processes of the run get."""
         return {name: value for name, value in vars(self).items() if name not in (_ASKED, _MADE)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what a file or another process has, without the options that are gone."""
+        vars(self).update(state)
+        take_out(self)
 
     def setup(self, **kwargs: Any) -> Any:
         """The trainer of this process, or what starts the processes that the trainers will be in."""
@@ -370,14 +376,68 @@ class DistributedTrainerConfig(TrainerConfig):
         return _speaks() and super().is_viewer_legacy_enabled()
 
 
+@dataclass
+class DistributedTrainerConfig(RunConfig):
+    """Options of a run that trains splats."""
+
+    max_num_images: int | None = 30000
+    """Training ends once this many images have been seen by all ranks together, or after max_num_iterations steps."""
+    batch_scaling: ScalingChoice = "auto"
+    """How learning rates (and with them Adam's betas and eps) follow the number of views in a step; auto is
+    sqrt-to-none for runs that see each view 100 times or more, and sqrt for others."""
+    rates_at_end: float = 1.0
+    """What learning rates, besides their own schedules, are multiplied by at the end of training; 1 for no fall."""
+    rates_fall_from: float = 0.5
+    """Behind which part of the run they fall to rates_at_end, exponentially with the images seen; 0 is the start."""
+    recipe: Recipe = "splatfacto"
+    """Sets the options that decide how good the pictures get, all but those that you give: "splatfacto" as nerfstudio's
+    splatfacto has them; "best" for the best held-out pictures that we know how to get (docs/recipes.md)."""
+
+    def rate_course(self, batch: int, views: int) -> RateCourse:
+        """What learning rates follow when each step sees `batch` images of a capture of so many training views."""
+        images = max(self.steps_for(batch), 1) * batch
+        rule = scaling_rule(self.batch_scaling, images, views)
+        return RateCourse(rule, batch, images, self.rates_at_end, self.rates_fall_from)
+
+    def complete(self, ranks: int) -> None:
+        """Set what `recipe` sets.
+
+        Raises:
+            InputError: the recipe is not for this method, or rates cannot fall as they are to.
+        """
+        apply_recipe(self, ranks)
+        checks.check_rates_at_end(self.rates_at_end, self.rates_fall_from)
+
+    def check_method(self) -> None:
+        """Raise an InputError unless the strategy and the kind of point go together."""
+        checks.check_strategy(strategy := str(getattr(self.pipeline, "strategy", "")), STRATEGIES)
+        check_primitive(cast(Any, self.pipeline).model, strategy)
+
+    def check_precision(self) -> None:
+        """See `RunConfig.check_precision`: it is single precision, as Splatfacto's."""
+        checks.check_precision(self.mixed_precision, self.use_grad_scaler)
+
+    def objective(self) -> type[Objective]:
+        """See `RunConfig.objective`."""
+        return SplatObjective
+
+    def length_in_words(self, ranks: int) -> str:
+        """Return how many images a run of so many ranks sees."""
+        batch = cast(Any, self.pipeline).batch(ranks)
+        return f": {self.steps_for(batch) * batch:,} images"
+
+    def _in_short(self) -> str:
+        return super()._in_short() + "".join(f"\n{line}" for line in told(self))
+
+
 def _speaks() -> bool:
     """Whether this process is the one of its job that writes files and talks to the user."""
     ranks = Ranks.from_env()
     return ranks is None or ranks.rank == 0
 
 
-def read_config(path: Path) -> DistributedTrainerConfig:
-    """The configuration of a run.
+def read_config(path: Path) -> RunConfig:
+    """Return the configuration of a run.
 
     Raises:
         InputError: there is none, or it is another program's.
@@ -389,11 +449,11 @@ def read_config(path: Path) -> DistributedTrainerConfig:
         raise InputError(f"--load-config {path}: {reason}. Give the config.yml in a run's folder.") from error
     except yaml.YAMLError as error:
         raise InputError(f"--load-config {path}: it is damaged, or no config.yml of a run ({error}).") from error
-    if not isinstance(config, DistributedTrainerConfig):
+    if not isinstance(config, RunConfig):
         method = getattr(config, "method_name", None)
         whose = f"it is of the method {method}" if method else "it is not the config.yml of a run"
         raise InputError(
             f"--load-config {path}: {whose}. Give the config.yml of a run of "
-            "splatfacto-batch, -tile, -locality or -pixel. Of other methods: ns-eval and ns-render."
+            "splatfacto-batch, -tile, -locality, -pixel or nerfacto-xl. Of other methods: ns-eval and ns-render."
         )
     return config

@@ -13,8 +13,6 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 
 from ns_multigpu.core.collectives import broadcast_int, broadcast_object
-from ns_multigpu.planning.room import checkpoint_bytes
-from ns_multigpu.planning.work import Course
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
 from ns_multigpu.plugin.faults.errors import SaveFailed
 from ns_multigpu.plugin.launch.commands import resume_command
@@ -105,17 +103,13 @@ def _complete(folder: Path, elsewhere: Path) -> None:
 
 
 def _lost(trainer: Any, step: int, problem: str) -> str:
-    models, model = trainer.checkpoint_dir, trainer.pipeline.model
-    points, images = model.total_points, (step + 1) * trainer.batch_size
-    options = model.config
-    compact = options.optimizer_state == "compact"
-    course = Course(points, 1, 1, sh_degree=options.sh_degree, compact=compact, schema=model.schema)
-    needed = checkpoint_bytes(course)
+    models = trainer.checkpoint_dir
+    lost, needed = trainer.objective.lost(step + 1)
     kept = checkpoints_in(models)
     room = ", ".join(f"{path} ({free / 1e9:,.1f} GB free)" for path, free in _places(needed))
     lines = [
         f"The checkpoint that this run was to end with could not be written to {models}: {problem}.",
-        f"Lost: the model after {images:,} images ({points:,} Gaussians, {needed / 1e6:,.0f} MB).",
+        f"Lost: {lost}.",
         f"The newest checkpoint there is: {kept[-1]}." if kept else "There is no earlier checkpoint.",
     ]
     if room:

@@ -17,10 +17,10 @@ from rich.text import Text
 
 from ns_multigpu.core.collectives import all_gather_floats
 from ns_multigpu.core.world import World
-from ns_multigpu.plugin.blocks.fused_blocks import Measured
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.train.late_images import write_images_late
+from ns_multigpu.plugin.train.objective import LogEntry
 from ns_multigpu.plugin.train.terminal import PsnrWatch
 
 _PARTS = ("data", "compute", "exchange")
@@ -39,7 +39,7 @@ class _Since:
 
     step: int
     steps: int
-    batch: int
+    batch: float
     elapsed: float
     sent: float
 
@@ -96,54 +96,45 @@ class ProgressLog:
         self._last_step = first_step - 1
         self._began = self._last_time = time.perf_counter()
 
-    def log(
-        self,
-        step: int,
-        batch: int,
-        timer: StepTimer,
-        measured: Measured,
-        model: Any,
-        optimizers: Any,
-        further: Mapping[str, float],
-    ) -> Callable[[], None]:
+    def log(self, step: int, timer: StepTimer, entry: LogEntry, further: Mapping[str, float]) -> Callable[[], None]:
         """Takes down what this rank measured. Every rank calls it at the same steps.
 
         Args:
             timer: of this rank's time by part since the last log.
-            measured: in the step.
-            model: a `SplatModel`.
-            optimizers: a `BatchOptimizers`.
-            further: what else belongs into the row: what saves took, what plans came to.
+            entry: of the step.
+            further: what else belongs into the row: what saves took.
 
         Returns:
             sums it over the ranks and writes it: to be called once, by every rank, also when the next steps are on
             their way.
         """
-        loss, losses, metrics = measured
+        loss, losses, metrics = entry.measured
         shares = {"loss": loss, **losses, **metrics}
         values = torch.stack([share.detach().float().reshape(()) for share in shares.values()]).tolist()
         crossed = float(self._world.traffic.between_since("log"))
-        points, more = model.total_points, {**changes_of(model.densifier), **reordering_of(model.densifier), **further}
-        extra: dict[str, Any] = {"gaussian_count": points}
-        model.camera_optimizer.get_metrics_dict(extra)
-        rates = {name: scheduler.get_last_lr()[0] for name, scheduler in optimizers.schedulers.items()}
-        since, seconds = self._since(step, batch), timer.cut()
+        since, seconds = self._since(step, entry.images), timer.cut()
+        own, count = list(entry.by_rank.values()), len(values) + len(entry.by_rank)
 
         def finish() -> None:
             taken = seconds()
             # All that one rank tells the others goes in one collective, over the host: each would be waited for.
-            table = all_gather_floats([*values, *(taken.get(part, 0.0) for part in _PARTS), crossed], self._world)
+            parts = (taken.get(part, 0.0) for part in _PARTS)
+            table = all_gather_floats([*values, *own, *parts, crossed], self._world)
             summed = summed_up(list(shares), [row[: len(values)] for row in table])
+            columns = zip(*(row[len(values) : count] for row in table), strict=True)
+            by_rank = {name: list(column) for name, column in zip(entry.by_rank, columns, strict=False)}
+            more = {**entry.row, **entry.derived(by_rank), **further}
             if self._world.machines > 1:
                 more["bytes_between_machines"] = sum(row[-1] for row in table) / since.steps
-            row = self._row(since, [row[len(values) : -1] for row in table], summed, points, more)
+            row = self._row(since, [row[count:-1] for row in table], summed, more)
             if "psnr" in summed and (warning := self.psnr.look(summed["psnr"], step)) and self._world.is_main:
                 CONSOLE.print(Text(warning, "bold yellow"), soft_wrap=True)
-            write_step(step, summed, list(losses), {"psnr": summed["psnr"], **extra}, row, rates, self._world)
+            metrics = {"psnr": summed["psnr"], **entry.metrics}
+            write_step(step, summed, list(losses), metrics, row, entry.rates, self._world)
 
         return finish
 
-    def _since(self, step: int, batch: int) -> "_Since":
+    def _since(self, step: int, batch: float) -> "_Since":
         """How far the run has come since the last log; the next one begins here."""
         now, steps = time.perf_counter(), max(step - self._last_step, 1)
         elapsed = max(now - self._last_time - self._pause_since_log, 1e-9)
@@ -151,9 +142,12 @@ class ProgressLog:
         return _Since(step, steps, batch, elapsed, self._world.traffic.since("log") / steps)
 
     def _row(
-        self, since: "_Since", seconds: Sequence[Sequence[float]], values: Mapping[str, float], points: int,
-        more: Mapping[str, float],
-    ) -> dict[str, float]:  # fmt: skip
+        self,
+        since: "_Since",
+        seconds: Sequence[Sequence[float]],
+        values: Mapping[str, float],
+        more: Mapping[str, Any],
+    ) -> dict[str, Any]:
         """The means since the last row, over ranks, for the logs.
 
         Args:
@@ -173,11 +167,11 @@ class ProgressLog:
             "step_ms": 1e3 * since.elapsed / steps,
             "images_per_s": steps * since.batch / since.elapsed,
             "bytes_per_step": since.sent,
-            "gaussians": float(points),
             **more,
         }
         if self._world.is_main:
-            line = {"step": since.step, **{k: round(v, 6) for k, v in {**values, **result}.items()}}
+            numbers = {k: v if isinstance(v, list) else round(v, 6) for k, v in {**values, **result}.items()}
+            line = {"step": since.step, **numbers}
             self._write("metrics.jsonl", "a", json.dumps(line) + "\n")
         return result
 
@@ -198,10 +192,11 @@ class ProgressLog:
         self.seconds = max(time.perf_counter() - self._began - self._not_training, 1e-9)
         run_parts().done("training")
 
-    def finish(self, steps: int, batch: int, points: int, more: Mapping[str, Any] | None = None) -> None:
+    def finish(self, steps: int, batch: float, size: Mapping[str, int], more: Mapping[str, Any] | None = None) -> None:
         """Writes the run's sum, on rank 0: seconds are those of training alone, bytes are those that a rank sends.
 
         Args:
+            steps: taken. batch: images of each. size: of the model.
             more: what else belongs to it.
         """
         run_parts().done("last look at held-out views")
@@ -219,7 +214,7 @@ class ProgressLog:
             "steps_per_s": steps / seconds,
             "images_per_s": steps * batch / seconds,
             "bytes_per_step": sent / max(steps, 1),
-            "gaussians": points,
+            **size,
             "psnr_start": self.start_metrics.get("psnr"),
             "ssim_start": self.start_metrics.get("ssim"),
             **(more or {}),
@@ -230,29 +225,6 @@ class ProgressLog:
         if self._world.is_main and (steps > 0 or not file.exists()):
             self._write(file.name, "w", json.dumps(summary, indent=2) + "\n")
             run_parts().add_exit(file, "goodbye and exit")
-
-
-def changes_of(densifier: Any) -> dict[str, float]:
-    """How many points refinements have duplicated, split and pruned since somebody asked last; nothing with MCMC."""
-    changes: dict[str, int] = getattr(densifier, "changes", {})
-    told = {name: float(count) for name, count in changes.items()}
-    changes.clear()
-    return told
-
-
-def reordering_of(densifier: Any) -> dict[str, float]:
-    """What the last refinement of a sharded model did to its ranges and what that cost, if nobody has asked yet."""
-    done = getattr(densifier, "reordering", None)
-    if done is None:
-        return {}
-    densifier.reordering = None
-    return {
-        "reordering_ms": 1e3 * done.seconds,
-        "reordering_points_moved": float(done.moved),
-        "reordering_bytes": float(done.bytes_sent),
-        "imbalance_before": done.imbalance_before,
-        "imbalance_after": done.imbalance_after,
-    }
 
 
 def summed_up(names: Sequence[str], shares: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -268,7 +240,7 @@ def write_step(
     summed: Mapping[str, float],
     losses: Sequence[str],
     metrics: Mapping[str, Any],
-    row: Mapping[str, float],
+    row: Mapping[str, Any],
     rates: Mapping[str, float],
     world: World,
 ) -> None:
@@ -284,7 +256,7 @@ def write_step(
     writer.put_scalar(name="Train Loss", scalar=summed["loss"], step=step)
     writer.put_dict(name="Train Loss Dict", scalar_dict={name: summed[name] for name in losses}, step=step)
     writer.put_dict(name="Train Metrics Dict", scalar_dict=dict(metrics), step=step)
-    writer.put_dict(name="Step", scalar_dict=dict(row), step=step)
+    writer.put_dict(name="Step", scalar_dict={k: v for k, v in row.items() if not isinstance(v, list)}, step=step)
     for name, rate in rates.items():
         writer.put_scalar(name=f"learning_rate/{name}", scalar=rate, step=step)
     if world.device.type == "cuda":

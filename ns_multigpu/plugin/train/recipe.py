@@ -37,7 +37,6 @@ def best(images: int) -> dict[str, Any]:
         "optimizers.features_rest.optimizer.lr": 0.0005,
         "pipeline.model.resolution_schedule": 1500,
         "pipeline.model.densifier": "mcmc",
-        "pipeline.model.max_gs_num": None,
         "pipeline.model.gs_per_seed": per_seed(images),
         "pipeline.model.exposure": "auto",
         "pipeline.model.mcmc_picks": "both",
@@ -57,7 +56,7 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
         argv: the words of the command line; by default this process's.
 
     Raises:
-        InputError: the recipe is not for this method.
+        InputError: the run goes on from a file, and a recipe is given.
     """
     words = sys.argv[1:] if argv is None else argv
     named = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
@@ -70,8 +69,6 @@ def apply_recipe(config: Any, ranks: int, argv: Sequence[str] | None = None) -> 
                 "out, or begin another run, without --load-config."
             )
         return
-    if not hasattr(config.pipeline.model, "densifier"):
-        raise InputError(f"--recipe {config.recipe}: {config.method_name} has no Gaussians. Leave --recipe out.")
     kind = KINDS[config.pipeline.model.primitive]
     if ("densifier", "mcmc") in kind.lacks:
         vars(config)[_TOLD] = (

@@ -1,9 +1,11 @@
 """What a run shows: a table that is redrawn on a terminal, a line a print elsewhere, and a box at the end."""
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from nerfstudio.utils import writer
@@ -14,6 +16,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
+from ns_multigpu.plugin.launch.commands import commands_afterwards
 
 _BETWEEN_LINES = 5.0
 """Seconds between two lines where there is no terminal, at least."""
@@ -96,6 +100,35 @@ def say_goodbye(lines: Sequence[tuple[str, str]], commands: Sequence[tuple[str, 
     CONSOLE.print(Panel(table, title="[bold green]Training finished[/bold green]", expand=False))
     for name, command in commands:
         CONSOLE.print(Text(f"{name}:\n  {command}"), soft_wrap=True)
+
+
+def say_how_it_went(trainer: Any, folder: Path, held_out: Any) -> None:
+    """Says how a run went, and what can be done next.
+
+    Args:
+        trainer: a `DistributedTrainer`, done. folder: the run's, or where its last checkpoint is.
+        held_out: a `HeldOut`, of the last look at held-out views; None without one.
+    """
+    unit, batch = trainer.objective.unit, trainer.objective.units_per_step
+    steps = trainer.step + 1
+    seen, taken = steps * batch, (steps - trainer._start_step) * batch
+    lines = [
+        (unit.capitalize(), f"{seen:,}" if taken == seen else f"{seen:,}, {taken:,} of them now"),
+        ("Training", f"{duration(trainer.progress.seconds)}, {taken / trainer.progress.seconds:,.0f} {unit} a second"),
+        *((name.capitalize(), f"{count:,}") for name, count in trainer.objective.size().items()),
+        ("Run folder", str(folder)),
+    ]
+    if held_out is not None:
+        lines.insert(0, ("PSNR", held_out.described()))
+    psnr = trainer.progress.psnr
+    if psnr.fallen:
+        lines.append(("Warning", f"training's PSNR ended at {psnr.now:.1f} dB; its best was {psnr.best[0]:.1f}"))
+    if trainer.config.max_num_images is not None:
+        longer = ("--max-num-images", str(math.ceil(2 * steps * trainer.pipeline.images_per_step)))
+    else:
+        longer = ("--max-num-iterations", str(2 * steps))
+    models = folder / trainer.config.relative_model_dir
+    say_goodbye(lines, commands_afterwards(str(trainer.config.method_name), folder, models, *longer))
 
 
 class PsnrWatch:

@@ -5,74 +5,74 @@ import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from nerfstudio.engine.callbacks import TrainingCallbackLocation
+from nerfstudio.engine.optimizers import Optimizers
 from nerfstudio.engine.trainer import Trainer
 from nerfstudio.utils import writer
 from nerfstudio.utils.misc import step_check
 from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.utils.writer import EventName, TimeWriter
 from rich.text import Text
-from torch import Tensor
 
 from ns_multigpu.core.collectives import barrier
-from ns_multigpu.core.replicas import assert_identical, broadcast_in_place
-from ns_multigpu.core.schema import names
+from ns_multigpu.core.replicas import assert_identical
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
 from ns_multigpu.plugin.blocks.fused_options import next_stop
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
 from ns_multigpu.plugin.faults import memory
 from ns_multigpu.plugin.faults.errors import SaveFailed
 from ns_multigpu.plugin.faults.guards import Guards
-from ns_multigpu.plugin.faults.out_of_memory import Attempt, saving
+from ns_multigpu.plugin.faults.out_of_memory import saving
 from ns_multigpu.plugin.faults.signals import STOP
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.commands import resume_command
 from ns_multigpu.plugin.launch.entering import enter_world
 from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun
-from ns_multigpu.plugin.model.optimizers import BatchOptimizers
+from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.render import viewing
-from ns_multigpu.plugin.train.capacity import announce
-from ns_multigpu.plugin.train.goodbye import last_look, say_how_it_went
+from ns_multigpu.plugin.render.evaluation import HeldOut
 from ns_multigpu.plugin.train.last_save import save_last
-from ns_multigpu.plugin.train.partition_picture import PartitionPicture
-from ns_multigpu.plugin.train.pipeline import DistributedPipeline, DistributedPipelineConfig
+from ns_multigpu.plugin.train.objective import Objective
+from ns_multigpu.plugin.train.pipeline_base import RunPipeline, RunPipelineConfig
 from ns_multigpu.plugin.train.progress import ProgressLog
 from ns_multigpu.plugin.train.resume import RunCheckpoints
-from ns_multigpu.plugin.train.size_rule import warn_of_size_rule
-from ns_multigpu.plugin.train.terminal import quiet
+from ns_multigpu.plugin.train.terminal import quiet, say_how_it_went
 
 if TYPE_CHECKING:
-    from ns_multigpu.plugin.train.config import DistributedTrainerConfig
+    from ns_multigpu.plugin.train.config import RunConfig
+
+
+_HELD_OUT = 16
+"""Held-out views that the end of a run is judged by, at most: all of them would take long on a large capture."""
 
 
 class DistributedTrainer(Trainer):
-    """Trains with all ranks of the world that the launcher described.
+    """Training loop of one rank, with all ranks of the world that the launcher described.
 
-    Differs from nerfstudio's in what happens around a step: the ranks move in lockstep, gradients are exchanged between
-    backward and the optimizers, replicas are compared, and only rank 0 writes.
+    Differs from nerfstudio's in what happens around a step: the ranks move in lockstep, replicas are compared, and only
+    rank 0 writes. What a step is, and what is saved and logged of it, is the objective's (`train.objective`).
+
+    Attributes:
+        objective: what is trained.
     """
 
-    config: "DistributedTrainerConfig"
-    pipeline: DistributedPipeline
-    optimizers: BatchOptimizers
+    config: "RunConfig"
+    pipeline: RunPipeline
+    objective: Objective
 
-    def __init__(self, config: "DistributedTrainerConfig", local_rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, config: "RunConfig", local_rank: int = 0, world_size: int = 1) -> None:
         checks.check_no_accumulation(config.gradient_accumulation_steps)
-        checks.check_precision(config.mixed_precision, config.use_grad_scaler)
+        config.check_precision()
         self.world = enter_world(config)
-        assert isinstance(config.pipeline, DistributedPipelineConfig)
-        # Nerfstudio shows progress and remaining time against this.
-        config = config.for_steps(config.steps_for(config.pipeline.batch(self.world.size)))
         with warnings.catch_warnings(), quiet(CONSOLE):  # of a name that torch has changed, and of mixed precision
             warnings.simplefilter("ignore", FutureWarning)
             super().__init__(config, local_rank=local_rank, world_size=world_size)
         # Nerfstudio opens viewers and writers where the rank is 0, once on each machine; and ranks may share a GPU.
         self.local_rank, self.device = self.world.rank, str(self.world.device)
         self.guards = Guards(self.config, self.world, self._view_name, self._last_checkpoint)
-        self.attempt = Attempt(self)
+        self.checkpoints = RunCheckpoints(config, self.checkpoint_dir, self.world)
 
     def setup(self, test_mode: Any = "val") -> None:
         """Builds everything; when it returns, every rank is ready to take the first step."""
@@ -80,29 +80,21 @@ class DistributedTrainer(Trainer):
             self._setup(test_mode)
 
     def _setup(self, test_mode: Any) -> None:
+        self._found = self.checkpoints.find()
+        cast(RunPipelineConfig, self.config.pipeline).resumed_from = self._found
         super().setup(test_mode)
-        self.pipeline.prepare_training()
-        for param in self.pipeline.model.replicated_parameters():
-            broadcast_in_place(param.data, self.world)
-        self.guards.numbers.replicated = self.pipeline.strategy.placement.replicated
-        self.batch_size = self.pipeline.batch_size
-        self.rays = self.batch_size * self.pipeline.datamanager.get_train_rays_per_batch()  # of a step
+        self.objective.prepare()
         self.compare_replicas(self._start_step)
         barrier(self.world)
 
-    def setup_optimizers(self) -> BatchOptimizers:
-        """The optimizers, scaled for the batch before a checkpoint is loaded into them."""
-        config, pipeline = self.config, self.pipeline
-        course = config.rate_course(pipeline.batch_size, len(pipeline.datamanager.train_dataset))
-        if course.batch > 1:
-            CONSOLE.print(course.described())
-        compact = names(pipeline.model.schema) if pipeline.model.config.optimizer_state == "compact" else ()
-        fused = config.fused_steps == "always" or bool(compact) or pipeline.model.config.selective_adam
-        spread = pipeline.model.spread_parameters()
-        what = (config.optimizers.copy(), pipeline.get_param_groups(), course)
-        optimizers = BatchOptimizers(*what, fused=fused, compact=compact, spread=spread)
+    def setup_optimizers(self) -> Optimizers:
+        """The objective's, made now that there is a pipeline."""
+        # Nerfstudio shows progress and remaining time against this.
+        self.config = self.config.for_steps(self.config.steps_for(self.pipeline.images_per_step))
+        self.objective = self.config.objective()(self.config, self.pipeline, self.world, self.guards)
+        self.checkpoints.objective = self.objective
         self.train_lock = self.pipeline.renders.lock  # nerfstudio hands it to its viewer next
-        return optimizers
+        return self.objective.optimizers
 
     def train(self) -> None:
         """Runs the steps. Every rank calls it; all leave it after the same step.
@@ -121,19 +113,13 @@ class DistributedTrainer(Trainer):
             outputs = self.pipeline.datamanager.train_dataparser_outputs
             outputs.save_dataparser_transform(self.base_dir / "dataparser_transforms.json")
         self._init_viewer_state()
-        poses = self.pipeline.datamanager.train_dataset.cameras.camera_to_worlds
-        self.partition_picture = PartitionPicture(self.pipeline.model, poses, self.world, self.base_dir)
-        if self.partition_picture.due:
-            self.partition_picture.draw()
+        self.objective.draw_partition(self.base_dir)
         self.progress = ProgressLog(self.world, self.base_dir, self.config.logging.steps_per_log)
         if self.config.eval_at_start:
             self.progress.start_metrics = self.pipeline.get_average_eval_image_metrics(step=self._start_step)
-        given = (self.config, self.pipeline, self.optimizers, self.world, self.guards)
-        fused = FusedBlocks.if_asked_for(*given, self._start_step)
-        announce(self.pipeline, self.optimizers, self.world, fused=fused is not None)
-        images = self.config.max_num_iterations * self.pipeline.batch_size
-        warn_of_size_rule(self.pipeline.model, self.world, images)
-        self.progress.restart_clock(self._start_step)  # where steps are fused, images are on the GPUs now
+        self.objective.begin(self._start_step)
+        fused = self.objective.blocks
+        self.progress.restart_clock(self._start_step)
         self.stop_training = False
         self.steps_taken, self._late, self._look_later = 0, list[Callable[[], None]](), False
         steps = self.config.max_num_iterations  # in all: a run that was resumed has taken some of them
@@ -163,7 +149,7 @@ class DistributedTrainer(Trainer):
         logs = self._logs(step) or last
         with self.train_lock, TimeWriter(writer, EventName.ITER_TRAIN_TIME, step=step) as train_time:
             self.pipeline.train()
-            self.pipeline.model.step = step * self.batch_size
+            self.objective.begin_step(step)
             self._run_callbacks(step, TrainingCallbackLocation.BEFORE_TRAIN_ITERATION)
             loss, losses, metrics = self.train_iteration(step, metrics=logs)
             self._run_callbacks(step, TrainingCallbackLocation.AFTER_TRAIN_ITERATION)
@@ -207,7 +193,8 @@ class DistributedTrainer(Trainer):
 
     def _show_speed(self, step: int, seconds: float) -> None:
         if step > 1:
-            writer.put_time(EventName.TRAIN_RAYS_PER_SEC, self.rays / max(0.001, seconds), step, avg_over_steps=True)
+            rate = self.objective.rays_per_step / max(0.001, seconds)
+            writer.put_time(EventName.TRAIN_RAYS_PER_SEC, rate, step, avg_over_steps=True)
 
     def _after_steps(self, step: int, last: bool, measured: Measured | None, *, later: bool = False) -> None:
         """What follows a step, and what follows a block after its last: looks, logs, evaluation, checkpoints. With
@@ -217,9 +204,9 @@ class DistributedTrainer(Trainer):
         if not self._look_later:
             self._look_for_nan(now=now)
         self._update_viewer_state(step)
-        if self.partition_picture.due:
+        if self.objective.partition_due:
             with self.progress.paused():
-                self.partition_picture.draw()
+                self.objective.draw_partition(self.base_dir)
         if measured is not None:
             self._late += [self._log(step, measured), writer.write_out_storage]
         if step_check(step, self.config.steps_per_checksum):
@@ -236,36 +223,8 @@ class DistributedTrainer(Trainer):
         writer.write_out_storage()
 
     def train_iteration(self, step: int, *, metrics: bool = False) -> Measured:
-        """One step on this rank's share of the batch.
-
-        Args:
-            step: the step.
-            metrics: whether to compute metrics as well as losses.
-
-        Returns:
-            this rank's share of the loss, of its terms, and of the metrics.
-        """
-        timer, gradients = self.pipeline.timer, self.pipeline.strategy.gradients
-        self.optimizers.zero_grad_all()
-        with self.attempt.rendering(step):
-            with torch.autocast(device_type=self.world.device.type, enabled=self.mixed_precision):
-                _, losses, measured = self.pipeline.get_train_loss_dict(step, metrics=metrics)
-                loss = functools.reduce(torch.add, losses.values())
-            with timer.measure("compute"):
-                gradients.begin_backward(self._parameters())
-                self.grad_scaler.scale(loss).backward()
-        with timer.measure("exchange"):
-            gradients.end_backward()
-        self.attempt.rendered(step)
-        with timer.measure("compute"):
-            if self._gradients_usable(step):
-                self.optimizers.optimizer_scaler_step_all(self.grad_scaler)
-            scale = self.grad_scaler.get_scale() if self.use_grad_scaler else 1.0
-            self.grad_scaler.update()
-            if not self.use_grad_scaler or scale <= self.grad_scaler.get_scale():
-                for scheduler in self.optimizers.schedulers.values():
-                    scheduler.step()
-        return loss.detach(), losses, measured
+        """See `Objective.step`."""
+        return self.objective.step(step, metrics=metrics)
 
     def compare_replicas(self, step: int) -> None:
         """Proves that all ranks hold the same parameters, where they are to.
@@ -273,9 +232,7 @@ class DistributedTrainer(Trainer):
         Raises:
             ReplicaDivergedError: they do not.
         """
-        replicated = {id(param) for param in self.pipeline.model.replicated_parameters()}
-        named = {name: param for name, param in self.pipeline.model.named_parameters() if id(param) in replicated}
-        assert_identical(named, self.world, step)
+        assert_identical(self.objective.replicated(), self.world, step)
 
     def save_checkpoint(self, step: int, *, background: bool = False) -> None:
         """Writes a checkpoint with all ranks together, whole or not at all. If the disk is full, training goes on."""
@@ -283,17 +240,7 @@ class DistributedTrainer(Trainer):
 
     def _load_checkpoint(self) -> None:
         """Goes on from the checkpoint that the flags, or a restart by the launcher, ask for."""
-        self.checkpoints = RunCheckpoints(
-            self.config, self.checkpoint_dir, self.world, self.pipeline, self.optimizers, self.grad_scaler
-        )
-        self._start_step = self.checkpoints.resume()
-
-    def _parameters(self) -> list[Tensor]:
-        """What the optimizers update, points last: gradients become ready in the reverse of this order."""
-        model = self.pipeline.model
-        points = {id(p) for p in model.gauss_params.values()}
-        others: list[Tensor] = [p for p in model.parameters() if id(p) not in points]
-        return others + list(model.gauss_params.values())
+        self._start_step = self.checkpoints.resume(self._found)
 
     def _run_callbacks(self, step: int, location: TrainingCallbackLocation) -> None:
         for callback in self.callbacks:
@@ -324,17 +271,6 @@ class DistributedTrainer(Trainer):
         writer.write_out_storage()
         raise self.guards.interrupted(taken, saved, self.checkpoint_dir, self._command_to_go_on(folder))
 
-    def _gradients_usable(self, step: int) -> bool:
-        model = self.pipeline.model
-        rendering = model.rendering
-        return self.guards.numbers.watch(
-            step,
-            model.view_losses,
-            dict(model.named_parameters()),
-            self.optimizers.optimizers,
-            rendering.splats.probe if rendering is not None else None,
-        )
-
     def _look_for_nan(self, *, now: bool, in_flight: bool = False) -> None:
         """Looks whether all numbers are finite, if it is time to or `now`. Before each save: no file shall hold NaN."""
         if self.guards.numbers.due(self.step, now=now):
@@ -353,9 +289,8 @@ class DistributedTrainer(Trainer):
 
     def _log(self, step: int, measured: Measured) -> Callable[[], None]:
         """Takes down what this rank measured; see `ProgressLog.log`. Every rank calls it at the same steps."""
-        pipeline = self.pipeline
-        more = {**self.checkpoints.writer.measured(), **pipeline.strategy.assignment.figures()}
-        return self.progress.log(step, self.batch_size, pipeline.timer, measured, pipeline.model, self.optimizers, more)
+        entry = self.objective.log(measured)
+        return self.progress.log(step, self.pipeline.timer, entry, self.checkpoints.writer.measured())
 
     def _after_train(self) -> None:
         """Saves, says how it went and what can be done next, and keeps the viewer open if there is one.
@@ -368,7 +303,7 @@ class DistributedTrainer(Trainer):
         barrier(self.world)
         self.training_state = "completed"
         looks: list[Any] = []  # one; None where no view is held out
-        folder = self.save_last(self.step, lambda: looks.append(last_look(self)))
+        folder = self.save_last(self.step, lambda: looks.append(self._look_at_held_out()))
         held_out = looks[0]
         quality = None if held_out is None else (held_out.psnr, held_out.ssim, held_out.views)
         self._finish_progress(dict(zip(("psnr", "ssim", "held_out_views"), quality or (), strict=False)))
@@ -377,6 +312,14 @@ class DistributedTrainer(Trainer):
         self._run_callbacks(self.step, TrainingCallbackLocation.AFTER_TRAIN)
         if not self.config.viewer.quit_on_train_completion:
             viewing.stay_open(self)
+
+    def _look_at_held_out(self) -> HeldOut | None:
+        """How good held-out views are now; None if there are none. Every rank calls it."""
+        self.guards.heart.beat("evaluation")
+        with self.train_lock:
+            found = self.pipeline.held_out_quality(_HELD_OUT)
+        run_parts().done("last look at held-out views")
+        return found
 
     def save_last(self, step: int, meanwhile: Callable[[], None]) -> Path:
         """Writes the checkpoint that the run ends with, wherever there is room; returns the run folder that it is in.
@@ -393,8 +336,8 @@ class DistributedTrainer(Trainer):
         )
 
     def _finish_progress(self, more: dict[str, Any]) -> None:
-        taken, points = self.step + 1 - self._start_step, self.pipeline.model.total_points
-        self.progress.finish(taken, self.batch_size, points, more)
+        taken, images = self.step + 1 - self._start_step, self.pipeline.images_per_step
+        self.progress.finish(taken, images, self.objective.size(), more)
 
     def _command_to_go_on(self, folder: Path) -> str:
         return resume_command(str(self.config.method_name), folder, folder / self.config.relative_model_dir)

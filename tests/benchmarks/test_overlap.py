@@ -3,18 +3,10 @@
 import pytest
 import torch
 
+from benchmarks.baselines.overlap import camera_weights, focuses, tiles, weight_in_tile, whole_rays, widened
 from ns_multigpu.radiance.contraction import Domain
-from ns_multigpu.radiance.overlap import (
-    camera_weights,
-    dealt,
-    focuses,
-    tiles,
-    weight_in_tile,
-    whole_rays,
-    widened,
-)
 from ns_multigpu.radiance.partition import partition
-from ns_multigpu.radiance.segments import cell_of, clip
+from ns_multigpu.radiance.segments import cell_of, clip, dealt
 
 UNIT = Domain.box(torch.tensor([[0.0, 0, 0], [1, 1, 1]]))
 

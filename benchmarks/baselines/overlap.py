@@ -115,11 +115,3 @@ def whole_rays(hits: Tensor, nears: Tensor, fars: Tensor) -> tuple[Tensor, Segme
     begins = (0, *hits.sum(0).cumsum(0).tolist())
     number = torch.arange(begins[-1], device=hits.device)
     return ray, Segments(begins[-1], number, near, far, begins, number[:, None], torch.ones_like(number))
-
-
-def dealt(segments: Segments, shares: int) -> Segments:
-    """Segments of one cell, dealt out to so many shares: those of share 0 first, each as many or one more."""
-    bounds = [share * len(segments) // shares for share in range(shares + 1)]
-    return Segments(
-        segments.rays, segments.ray, segments.near, segments.far, tuple(bounds), segments.order, segments.counts
-    )

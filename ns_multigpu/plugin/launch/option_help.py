@@ -1,0 +1,99 @@
+"""Options that `--help` shows only where they have an effect.
+
+A method's options are those of its dataclasses. Some have an effect only with one value of another option: those of one
+kind of point, of MCMC, of one strategy. They are marked where they are declared, with `Only`. `--help` leaves them out
+unless the command line gives that value, as in `ns-train splatfacto-batch --help --pipeline.model.primitive 2dgs`.
+A command line without `--help` may name all of them: a run that resumes takes the other option from its config.yml.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tyro
+
+from ns_multigpu.primitives.registry import KINDS
+
+_HELP = {"-h", "--help", "-H", "--help-verbose"}
+_PRIMITIVE = "pipeline.model.primitive"
+
+
+@dataclass(frozen=True, init=False)
+class Only:
+    """Mark of an option, `Annotated[float, Only(option, *values)]`, that has an effect only with values of another.
+
+    Attributes:
+        option: the other's name on the command line, with underscores and without leading dashes.
+        values: those with which the marked option has an effect.
+    """
+
+    option: str
+    values: tuple[str, ...]
+
+    def __init__(self, option: str, *values: str) -> None:
+        object.__setattr__(self, "option", option)
+        object.__setattr__(self, "values", values)
+
+
+def given(words: Sequence[str]) -> dict[str, str]:
+    """Return the options that a command line gives, by name as in `Only`, and their first values."""
+    found = dict[str, str]()
+    for place, word in enumerate(words):
+        if word.startswith("--"):
+            flag, equals, value = word[2:].partition("=")
+            following = words[place + 1 : place + 2]
+            found[flag.replace("-", "_")] = value if equals else "".join(following)
+    return found
+
+
+def show_what_applies(config: Any, words: Sequence[str]) -> None:
+    """Hide from a method's `--help` the options and optimizers that have no effect; nothing without `--help`.
+
+    Changes the annotations of the config's classes, which tyro reads: only for a process that shows help and ends.
+
+    Args:
+        config: the method's default `DistributedTrainerConfig`; its optimizers are reduced to those shown.
+        words: the command line behind the method's name.
+    """
+    if not _HELP & set(words):
+        return
+    asked = given(words)
+    if asked.get("recipe") == "best":
+        asked = {"pipeline.model.densifier": "mcmc", "pipeline.model.exposure": "auto", **asked}
+    for part in (config.pipeline, config.pipeline.model):
+        for kind in type(part).__mro__:
+            _hide(kind, config, asked)
+    if _value(config, asked, _PRIMITIVE):
+        config.optimizers = {name: group for name, group in config.optimizers.items() if _steps(name, config, asked)}
+
+
+def _hide(kind: type, config: Any, asked: dict[str, str]) -> None:
+    """Suppress the fields that a class of options declares and whose mark does not hold."""
+    hints: dict[str, Any] = vars(kind).get("__annotations__", {})
+    for name, hint in hints.items():
+        marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Only)]
+        if any(_value(config, asked, mark.option) not in mark.values for mark in marks):
+            hints[name] = tyro.conf.Suppress[hint]
+
+
+def _value(config: Any, asked: dict[str, str], option: str) -> str | None:
+    """Return what an option will be: as asked for, or by default; None if the method does not have it."""
+    if option in asked:
+        return asked[option]
+    for name in option.split("."):
+        config = getattr(config, name, None)
+    return None if config is None else str(config)
+
+
+def _steps(group: str, config: Any, asked: dict[str, str]) -> bool:
+    """Return whether the run has parameters of an optimizers' group."""
+    beside = {
+        "camera_opt": ("pipeline.model.camera_optimizer.mode", "off"),
+        "bilateral_grid": ("pipeline.model.use_bilateral_grid", "False"),
+        "exposures": ("pipeline.model.exposure", "off"),
+    }
+    if group in beside:
+        option, absent = beside[group]
+        return _value(config, asked, option) != absent
+    kind = KINDS.get(str(_value(config, asked, _PRIMITIVE)))
+    return kind is None or group in {parameter.name for parameter in kind.schema}

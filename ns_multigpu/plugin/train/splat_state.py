@@ -1,0 +1,230 @@
+"""State of a run of splats in its checkpoints: what is saved beside the model, and how a run goes on from it."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ns_multigpu.core.primitive import Primitive
+from ns_multigpu.core.schema import HARMONICS, degree_of
+from ns_multigpu.core.world import World
+from ns_multigpu.plugin.checkpoint import training_state as state
+from ns_multigpu.plugin.checkpoint.kind import check_kind, named
+from ns_multigpu.plugin.checkpoint.sharded_state import (
+    KNOWLEDGE,
+    POINTS,
+    OwnMoments,
+    put_statistics,
+    shapes_in,
+    split_state,
+    without_points,
+)
+from ns_multigpu.plugin.checkpoint.training_copy import Content
+from ns_multigpu.plugin.checkpoint.whole import Opened, together
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.model.optimizers import BatchOptimizers
+from ns_multigpu.plugin.train.objective import Resumed
+from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+
+_OPTIONS = {
+    "camera_optimizer": "--pipeline.model.camera-optimizer.mode",
+    "bil_grids": "--pipeline.model.use-bilateral-grid",
+    "exposures": "--pipeline.model.exposure",
+}
+"""What decides whether a model has a part."""
+_NOT_CARRIED = ("_model.lpips.",)
+"""Weights that nerfstudio's Splatfacto saves and ours fetches when it needs them."""
+
+
+class SplatState:
+    """Saves and loads a run of splats. Every rank calls each method.
+
+    Args:
+        config: a `DistributedTrainerConfig`. world: the ranks.
+        pipeline, optimizers: what is saved and loaded; optimizers already scaled for the batch.
+    """
+
+    def __init__(self, config: Any, world: World, pipeline: DistributedPipeline, optimizers: BatchOptimizers) -> None:
+        self._config, self._world = config, world
+        self._pipeline, self._optimizers = pipeline, optimizers
+
+    def content(self, step: int) -> Content:
+        """See `Objective.content`."""
+        tensors, values = self._take(step)
+        model = self._pipeline.model
+        pipeline = partial(named, self._pipeline.state_dict, model.config.primitive)
+        if not model.sharded:
+            return Content(pipeline, tensors, values)
+        rows, marker = split_state(tensors, dict(model.gauss_params.items()), self._world, model.holding)
+        values["gaussians"] = sum(marker["counts"])
+        return Content(lambda: without_points(pipeline(), marker), rows, values)
+
+    def _take(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        model, world, data = self._pipeline.model, self._world, self._pipeline.datamanager
+        moments, plain = state.take_optimizers(self._optimizers.optimizers)
+        statistics, settings = state.take_densifier(model.densifier_state, world.rank)
+        clock = state.Clock(step + 1, self._pipeline.batch_size)
+        values = {
+            "strategy": self._pipeline.config.strategy,
+            "primitive": model.config.primitive,
+            "batch": clock.batch,
+            "steps": clock.steps,
+            "images": clock.images,
+            "gaussians": model.num_points,
+            "optimizer_state": model.config.optimizer_state,
+            "seed": model.seed,
+            "views": _views(data),
+            "assignment": self._pipeline.strategy.assignment.knowledge(),
+            "optimizers": plain,
+            "schedulers": {name: int(s.last_epoch) for name, s in self._optimizers.schedulers.items()},
+            "scaler": {},  # older versions read it
+            "densifier": {"kind": model.densifier.kind, "values": settings},
+        }
+        known = {KNOWLEDGE + name: value for name, value in self._pipeline.strategy.placement.knowledge().items()}
+        return {**moments, **statistics, **known}, values
+
+    def resume(self, opened: Opened) -> Resumed:
+        """See `Objective.resume`."""
+        present = self._pipeline.state_dict()
+        check_kind(opened.content["pipeline"], self._pipeline.model.config.primitive, str(opened.path))
+        loaded = fitting(opened, present, str(self._config.method_name), self._pipeline.model.primitive(depth=False))
+        _, problem = together(lambda: self._put(opened, loaded), self._world, InputError)
+        if problem:
+            raise InputError(problem)
+        clock = _clock(opened).convert(self._pipeline.batch_size)
+        return Resumed(clock.steps, clock == _clock(opened), self._report(opened, clock))
+
+    def _put(self, opened: Opened, loaded: dict[str, Any]) -> None:
+        pipeline, model, values = self._pipeline, self._pipeline.model, opened.values
+        before = _clock(opened)
+        now = before.convert(pipeline.batch_size)
+        pipeline.config.checkpoints = opened.path.parent
+        pipeline.load_pipeline(loaded, now.steps - 1)
+        model.step = now.images
+        own = pipeline.own_rows(loaded)
+        plain: Mapping[str, Any] = {}
+        if opened.tensors is None:
+            saved, counts = _plain_optimizers(opened.content)
+        else:
+            saved, plain, counts = opened.tensors, values["optimizers"], values["schedulers"]
+        saved = OwnMoments(saved, plain, list(model.gauss_params), own.total, own.rows, model.device)
+        ratio, rule = before.batch / now.batch, self._optimizers.course.rule
+        state.put_optimizers(self._optimizers.optimizers, pipeline.get_param_groups(), saved, ratio, rule)
+        if self._config.load_scheduler:
+            counts = {name: state.Clock(count, before.batch).convert(now.batch).steps for name, count in counts.items()}
+            state.move_schedulers(self._optimizers.schedulers, counts, now.steps)
+        if opened.tensors is None:
+            return
+        model.prepare_densifier(self._world, int(values["seed"]))
+        if values["views"] == _views(pipeline.datamanager):
+            pipeline.strategy.assignment.learn_again(values.get("assignment", []))
+        read = opened.tensors.read
+        if values["densifier"]["kind"] == model.densifier.kind:
+            model.densifier_state.update(values["densifier"]["values"])
+            left = put_statistics(
+                model.densifier_state, opened.tensors, own.total, own.rows, model.sharded, self._world, model.device
+            )
+            state.put_densifier(model.densifier_state, left, read, values["ranks"], self._world, model.device)
+
+    def _report(self, opened: Opened, now: state.Clock) -> list[str]:
+        values, before = opened.values, _clock(opened)
+        origin = f"{values['ranks']} worker(s), {before.batch} images a step" if values else "nerfstudio's own trainer"
+        lines = [
+            f"Resumed from {opened.path}: {before.images} images seen, {self._pipeline.model.total_points} Gaussians, "
+            f"written by {origin}. Going on with step {now.steps} at {now.batch} images a step."
+        ]
+        if now.images != before.images:
+            lines.append(f"Its last {before.images - now.images} images begin the next step, and are seen twice.")
+        kept, keeps = values.get("optimizer_state", "full"), self._pipeline.model.config.optimizer_state
+        if kept != keeps:
+            how = "rounded to bfloat16, once" if keeps == "compact" else "exactly what they were, as float32"
+            lines.append(f"Its optimizer's state is {kept}, and is {keeps} from now on: Adam's moments are {how}.")
+        if not values:
+            lines.append("It has no statistics of densification: they are gathered anew.")
+        else:
+            kind = self._pipeline.model.densifier.kind
+            if values["densifier"]["kind"] != kind:
+                lines.append(f"It was densified by {values['densifier']['kind']}, and is by {kind} from now on.")
+            if values["views"] != _views(self._pipeline.datamanager):
+                lines.append("Its training views, or the way they are drawn, were others: their order is new.")
+        return lines
+
+
+def fitting(opened: Opened, present: Mapping[str, Any], method: str, primitive: Primitive) -> dict[str, Any]:
+    """The checkpoint's pipeline state, once it is known to fit this run's.
+
+    Args:
+        present: this run's pipeline state.
+        method: this run's method. primitive: what its points are.
+
+    Raises:
+        InputError: it is of another method, or of a model with other options; the message names what differs.
+    """
+    saved = {
+        key.removeprefix("module.").replace("_model.module.", "_model.", 1): value
+        for key, value in opened.content["pipeline"].items()
+        if not key.startswith(_NOT_CARRIED)
+    }
+    writer = opened.values.get("method")
+    whose = f"a checkpoint of {writer}" if writer else "a checkpoint of nerfstudio's own"
+    shapes = shapes_in(saved)
+    if not any(key.startswith(POINTS) for key in shapes):
+        raise InputError(
+            f"{opened.path} is {whose}, whose model is not made of {type(primitive).__name__}: {method} cannot go on "
+            f"from it. Give a checkpoint of {method}."
+        )
+    by_degree = {POINTS + one.name: one.shape.index(HARMONICS) for one in primitive.schema if HARMONICS in one.shape}
+    differences = [f"it has no {_short(key)}{_by(key)}" for key in present.keys() - shapes.keys()]
+    differences += [f"it has {_short(key)}, which this run has not{_by(key)}" for key in shapes.keys() - present.keys()]
+    for key in shapes.keys() & present.keys():
+        there, here = shapes[key], tuple(present[key].shape)
+        if key.startswith(POINTS):  # any number of points will do
+            there, here = there[1:], here[1:]
+        if there != here and key in by_degree:
+            was, now = (degree_of(int(shape[by_degree[key]])) for shape in (there, here))
+            differences.append(f"its harmonics are of degree {was}, here {now} (--pipeline.model.sh-degree {was})")
+        elif there != here:
+            differences.append(f"its {_short(key)} is of shape {list(there)}, here {list(here)}{_by(key)}")
+    if differences:
+        raise InputError(
+            f"{opened.path} ({whose}) does not fit this run: {'; '.join(sorted(differences))}. Use the options and the "
+            "capture that it was trained with (its run folder's config.yml has them)."
+        )
+    return saved
+
+
+def _by(key: str) -> str:
+    """The option that decides about a part of the model, where there is one."""
+    return next((f" ({option})" for part, option in _OPTIONS.items() if part in key), "")
+
+
+def _short(key: str) -> str:
+    return key.removeprefix("_model.").removeprefix("gauss_params.")
+
+
+def _clock(opened: Opened) -> state.Clock:
+    if opened.values:
+        return state.Clock(int(opened.values["steps"]), int(opened.values["batch"]))
+    return state.Clock(int(opened.content["step"]) + 1, 1)
+
+
+def _plain_optimizers(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """The moments, and the counts of the schedulers, in a checkpoint that nerfstudio's trainer wrote."""
+    moments = {
+        f"optimizers/{group}/{number}/{name}": value
+        for group, table in content["optimizers"].items()
+        for number, entry in table["state"].items()
+        for name, value in entry.items()
+    }
+    return moments, {group: int(table["last_epoch"]) for group, table in content.get("schedulers", {}).items()}
+
+
+def _views(datamanager: Any) -> list[Any]:
+    """What the order of the views follows from."""
+    config = datamanager.config
+    return [
+        len(datamanager.train_dataset),
+        config.train_cameras_sampling_seed,
+        config.train_cameras_sampling_strategy,
+    ]

@@ -1,0 +1,268 @@
+"""The objective of `splatfacto-*`: points that a strategy spreads over the ranks, and densifies."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.text import Text
+from torch import Tensor
+
+from ns_multigpu.core.collectives import all_gather_rows
+from ns_multigpu.core.schema import POSITION, names
+from ns_multigpu.core.world import World
+from ns_multigpu.locality.picture import MOST_POINTS, Partition, draw
+from ns_multigpu.planning.room import checkpoint_bytes
+from ns_multigpu.planning.work import Course
+from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
+from ns_multigpu.plugin.checkpoint.training_copy import Content
+from ns_multigpu.plugin.checkpoint.whole import Opened
+from ns_multigpu.plugin.faults.out_of_memory import Attempt
+from ns_multigpu.plugin.model.optimizers import BatchOptimizers
+from ns_multigpu.plugin.model.splat_model import SplatModel
+from ns_multigpu.plugin.train.capacity import announce, warn_of_size_rule
+from ns_multigpu.plugin.train.objective import LogEntry, Objective, Resumed
+from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+from ns_multigpu.plugin.train.splat_state import SplatState
+
+
+class SplatObjective(Objective):
+    """See `Objective`; `config` is a `DistributedTrainerConfig`, `pipeline` a `DistributedPipeline`."""
+
+    unit = "images"
+    pipeline: DistributedPipeline
+    optimizers: BatchOptimizers
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._attempt = Attempt(self)
+        self._state = SplatState(self.config, self.world, self.pipeline, self.optimizers)
+        self.picture: PartitionPicture | None = None
+
+    # ---- before the first step ----
+
+    def build_optimizers(self) -> BatchOptimizers:
+        """See `Objective.build_optimizers`: scaled for the batch."""
+        config, pipeline = self.config, self.pipeline
+        course = config.rate_course(pipeline.batch_size, len(pipeline.datamanager.train_dataset))
+        if course.batch > 1:
+            CONSOLE.print(course.described())
+        compact = names(pipeline.model.schema) if pipeline.model.config.optimizer_state == "compact" else ()
+        fused = config.fused_steps == "always" or bool(compact)
+        spread = pipeline.model.spread_parameters()
+        what = (config.optimizers.copy(), pipeline.get_param_groups(), course)
+        return BatchOptimizers(*what, fused=fused, compact=compact, spread=spread)
+
+    def prepare(self) -> None:
+        """See `Objective.prepare`: images are read."""
+        self.pipeline.prepare_training()
+        super().prepare()
+        self.guards.numbers.replicated = self.pipeline.strategy.placement.replicated
+
+    def begin(self, first: int) -> None:
+        """See `Objective.begin`; where steps are fused, images are on the GPUs then."""
+        given = (self.config, self.pipeline, self.optimizers, self.world, self.guards)
+        self.blocks = FusedBlocks.if_asked_for(*given, first)
+        announce(self.pipeline, self.optimizers, self.world, fused=self.blocks is not None)
+        images = self.config.max_num_iterations * self.pipeline.batch_size
+        warn_of_size_rule(self.pipeline.model, self.world, images)
+
+    # ---- steps ----
+
+    def begin_step(self, step: int) -> None:
+        """See `Objective.begin_step`."""
+        self.pipeline.model.step = step * self.pipeline.batch_size
+
+    def step(self, step: int, *, metrics: bool) -> Measured:
+        """See `Objective.step`: through autograd."""
+        timer, gradients = self.pipeline.timer, self.pipeline.strategy.gradients
+        self.optimizers.zero_grad_all()
+        with self._attempt.rendering(step):
+            _, losses, measured = self.pipeline.get_train_loss_dict(step, metrics=metrics)
+            loss = functools.reduce(torch.add, losses.values())
+            with timer.measure("compute"):
+                gradients.begin_backward(self.parameters())
+                loss.backward()
+        with timer.measure("exchange"):
+            gradients.end_backward()
+        self._attempt.rendered(step)
+        with timer.measure("compute"):
+            if self._gradients_usable(step):
+                self.optimizers.optimizer_step_all()
+            for scheduler in self.optimizers.schedulers.values():
+                scheduler.step()
+        return loss.detach(), losses, measured
+
+    def parameters(self) -> list[Tensor]:
+        """What the optimizers update, points last: gradients become ready in the reverse of this order."""
+        model = self.pipeline.model
+        points = {id(p) for p in model.gauss_params.values()}
+        others: list[Tensor] = [p for p in model.parameters() if id(p) not in points]
+        return others + list(model.gauss_params.values())
+
+    def _gradients_usable(self, step: int) -> bool:
+        model = self.pipeline.model
+        rendering = model.rendering
+        return self.guards.numbers.watch(
+            step,
+            model.view_losses,
+            dict(model.named_parameters()),
+            self.optimizers.optimizers,
+            rendering.splats.probe if rendering is not None else None,
+        )
+
+    def replicated(self) -> dict[str, Tensor]:
+        """See `Objective.replicated`."""
+        same = {id(param) for param in self.pipeline.model.replicated_parameters()}
+        return {name: param for name, param in self.pipeline.model.named_parameters() if id(param) in same}
+
+    @property
+    def partition_due(self) -> bool:
+        """See `Objective.partition_due`."""
+        return self.picture is not None and self.picture.due
+
+    def draw_partition(self, folder: Path) -> None:
+        """See `Objective.draw_partition`: at the start, and whenever points have been placed anew."""
+        if self.picture is None:
+            poses = self.pipeline.datamanager.train_dataset.cameras.camera_to_worlds
+            self.picture = PartitionPicture(self.pipeline.model, poses, self.world, folder)
+        if self.picture.due:
+            self.picture.draw()
+
+    def release(self) -> None:
+        """See `Objective.release`."""
+        self.pipeline.model.rendering = None
+        super().release()
+
+    # ---- words and numbers ----
+
+    @property
+    def units_per_step(self) -> int:
+        """See `Objective.units_per_step`."""
+        return self.pipeline.batch_size
+
+    @property
+    def rays_per_step(self) -> int:
+        """See `Objective.rays_per_step`."""
+        return self.pipeline.batch_size * self.pipeline.datamanager.get_train_rays_per_batch()
+
+    def log(self, measured: Measured) -> LogEntry:
+        """See `Objective.log`."""
+        model, densifier = self.pipeline.model, self.pipeline.model.densifier
+        row = {
+            "gaussians": float(model.total_points),
+            **changes_of(densifier),
+            **reordering_of(densifier),
+            **self.pipeline.strategy.assignment.figures(),
+        }
+        metrics: dict[str, Any] = {"gaussian_count": model.total_points}
+        model.camera_optimizer.get_metrics_dict(metrics)
+        rates = {name: scheduler.get_last_lr()[0] for name, scheduler in self.optimizers.schedulers.items()}
+        return LogEntry(measured, self.pipeline.batch_size, row, metrics, rates)
+
+    def size(self) -> dict[str, int]:
+        """See `Objective.size`."""
+        return {"gaussians": self.pipeline.model.total_points}
+
+    def lost(self, steps: int) -> tuple[str, int]:
+        """See `Objective.lost`."""
+        model, options = self.pipeline.model, self.pipeline.model.config
+        compact = options.optimizer_state == "compact"
+        course = Course(model.total_points, 1, 1, sh_degree=options.sh_degree, compact=compact, schema=model.schema)
+        needed = checkpoint_bytes(course)
+        images = steps * self.pipeline.batch_size
+        size = f"{model.total_points:,} Gaussians, {needed / 1e6:,.0f} MB"
+        return f"the model after {images:,} images ({size})", needed
+
+    # ---- checkpoints ----
+
+    def content(self, step: int) -> Content:
+        """See `Objective.content`."""
+        return self._state.content(step)
+
+    def resume(self, opened: Opened) -> Resumed:
+        """See `Objective.resume`; points of another number of ranks are dealt anew."""
+        return self._state.resume(opened)
+
+
+PARTITION = "partition.png"
+
+
+class PartitionPicture:
+    """Draws the partition at the start and whenever points have been placed anew. Made on every rank.
+
+    Args:
+        model: whose points are spread; nothing is drawn of one whose points are not.
+        cameras: [V, 3, 4] the training views' poses (camera to world).
+        world: the ranks. folder: the run's.
+    """
+
+    def __init__(self, model: SplatModel, cameras: Tensor, world: World, folder: Path) -> None:
+        self._model, self._cameras, self._world, self._folder = model, cameras, world, folder
+        self._drawn: int | None = None
+
+    @property
+    def due(self) -> bool:
+        """Whether the partition is another than that of the last picture; the same on every rank."""
+        holding = self._model.holding
+        if self._world.size == 1 or not self._model.sharded or holding is None:
+            return False
+        return holding.placement.placings != self._drawn
+
+    @torch.no_grad()
+    def draw(self) -> None:
+        """Draws it, on rank 0, from a sample of everybody's points, and says what was not placed as asked. Every rank
+        calls it. A disk that takes nothing does not end a run for a picture's sake."""
+        model, world = self._model, self._world
+        assert model.holding is not None and model.shard_counts is not None
+        self._drawn = model.holding.placement.placings
+        stride = -(-model.total_points // MOST_POINTS)
+        mine = model.gauss_params[POSITION].detach()[::stride].float().contiguous()
+        sample, counts = all_gather_rows(mine, world)
+        if not world.is_main:
+            return
+        for remark in model.holding.placement.remarks():
+            CONSOLE.print(remark, soft_wrap=True)
+        homes = np.array(model.holding.placement.homes_of_views, dtype=np.int64)
+        if len(homes) != len(self._cameras):  # a placement that was saved, of a capture that had other views
+            homes = homes[:0]
+        picture = Partition(
+            positions=sample.cpu().double().numpy(),
+            owners=np.repeat(np.arange(world.size), counts),
+            points=model.shard_counts,
+            cameras=self._cameras[:, :3, 3].cpu().double().numpy(),
+            homes=homes,
+            machines=world.machines,
+        )
+        file = self._folder / PARTITION
+        try:
+            draw(picture).save(file)
+        except OSError as error:
+            CONSOLE.print(Text(f"{file} cannot be written: {error}. Training goes on.", "bold yellow"), soft_wrap=True)
+        else:
+            CONSOLE.print(f"Who owns which points is shown in {file}.", soft_wrap=True)
+
+
+def changes_of(densifier: Any) -> dict[str, float]:
+    """How many points refinements have duplicated, split and pruned since somebody asked last; nothing with MCMC."""
+    changes: dict[str, int] = getattr(densifier, "changes", {})
+    told = {name: float(count) for name, count in changes.items()}
+    changes.clear()
+    return told
+
+
+def reordering_of(densifier: Any) -> dict[str, float]:
+    """What the last refinement of a sharded model did to its ranges and what that cost, if nobody has asked yet."""
+    done = getattr(densifier, "reordering", None)
+    if done is None:
+        return {}
+    densifier.reordering = None
+    return {
+        "reordering_ms": 1e3 * done.seconds,
+        "reordering_points_moved": float(done.moved),
+        "reordering_bytes": float(done.bytes_sent),
+        "imbalance_before": done.imbalance_before,
+        "imbalance_after": done.imbalance_after,
+    }

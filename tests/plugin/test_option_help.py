@@ -1,0 +1,160 @@
+"""`--help` of each method: the options of ours that have an effect, frozen; and the optimizers of what the run has.
+
+An option is ours if nerfstudio's splatfacto or nerfacto does not show it. Whoever adds one changes a list here.
+"""
+
+import contextlib
+import copy
+import io
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tyro
+from nerfstudio.configs.method_configs import method_configs
+
+from ns_multigpu import methods
+from ns_multigpu.plugin.launch.option_help import given, show_what_applies
+from ns_multigpu.plugin.launch.removed_options import REMOVED_OPTIONS
+
+STOCK = {"splatfacto": method_configs["splatfacto"], "nerfacto": method_configs["nerfacto"]}
+SPECS = {
+    spec.config.method_name: spec.config
+    for spec in (
+        methods.splatfacto_batch, methods.splatfacto_tile, methods.splatfacto_locality, methods.splatfacto_pixel,
+        methods.nerfacto_xl,
+    )
+}  # fmt: skip
+MOST = 45
+"""Options of ours that a method may show."""
+
+
+def shown(config: Any, *words: str) -> list[str]:
+    """Return the options that a configuration's `--help` lists."""
+    out = io.StringIO()
+    kind: Any = tyro.conf.FlagConversionOff[type(config)]
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        tyro.cli(kind, default=config, args=[*words, "--help"], prog="ns-train")
+    return list(dict.fromkeys(re.findall(r"(?<![\w-])--([a-z][\w.-]*)", out.getvalue())))
+
+
+@pytest.fixture
+def ours() -> Iterator[Any]:
+    """What of a method's `--help` is ours, with what else its command line says.
+
+    The process of a real `--help` ends with it. Here the classes' annotations are put back.
+    """
+    kinds = {
+        kind: dict(kind.__annotations__)
+        for config in SPECS.values()
+        for part in (config.pipeline, config.pipeline.model)
+        for kind in type(part).__mro__
+        if "__annotations__" in vars(kind)
+    }
+
+    def put_back() -> None:
+        for kind, hints in kinds.items():
+            kind.__annotations__.update(hints)
+
+    def of(method: str, *words: str) -> list[str]:
+        put_back()
+        config = copy.deepcopy(SPECS[method])
+        show_what_applies(config, [*words, "--help"])
+        theirs = set(shown(STOCK[method.split("-")[0]]))
+        return [name for name in shown(config, *words) if name not in theirs]
+
+    yield of
+    put_back()
+
+
+GUARDS = """steps-per-checksum save-on-interrupt max-restarts stall-seconds stall-abort-seconds steps-per-numeric-check
+    on-nonfinite fused-steps keep-checkpoints start-over verbose"""
+RUN = """eval-at-start max-num-images batch-scaling rates-at-end rates-fall-from save-in-background save-fallback-dir
+    save-retry-seconds recipe"""
+VIEWS = "pipeline.strategy pipeline.views-per-rank pipeline.views-per-step pipeline.level-steps"
+IMAGES = "pipeline.datamanager.image-memory-gb"
+MODEL = """primitive depth-loss depth-loss-start exposure optimizer-state densifier morton-order max-gs-num
+    max-gaussians initial-opacity initial-scale"""
+SPLATS = f"{GUARDS} {RUN} {VIEWS} {IMAGES} {' '.join('pipeline.model.' + name for name in MODEL.split())}"
+TILE = "pipeline.transport pipeline.wire pipeline.model.rebalance-above"
+FROZEN = {
+    "splatfacto-batch": f"{SPLATS} pipeline.transport",
+    "splatfacto-tile": f"{SPLATS} {TILE} pipeline.tile-lists",
+    "splatfacto-locality": f"{SPLATS} {TILE} "
+    + " ".join(f"pipeline.locality.{name}" for name in ("patches", "group-size", "relays", "plans", "place-again-at")),
+    "splatfacto-pixel": f"{SPLATS} "
+    + " ".join(f"pipeline.pixel.{name}" for name in ("cells", "imbalance", "wire", "level-steps", "crossing", "hide")),
+    "nerfacto-xl": f"{GUARDS} "
+    + " ".join(f"pipeline.model.{name}" for name in ("cells", "spread", "sampling", "samples-per")),
+}
+ONLY = {
+    "primitive 2dgs": "densify-grad-thresh-2dgs normal-loss normal-loss-start distortion-loss distortion-loss-start",
+    "primitive convex": "densify-grad-thresh-convex cull-alpha-thresh-convex",
+    "densifier mcmc": "gs-per-seed noise-lr mcmc-opacity-reg mcmc-scale-reg mcmc-min-opacity mcmc-picks",
+}
+"""By the value that makes them apply, options of the model that are shown then."""
+MOVING = {"times", "motions", "durations", "cosines-dc", "cosines-rest"}
+POINTS = {"means", "quats", "scales", "opacities", "features-dc", "features-rest"}
+
+
+def still_there(names: list[str]) -> list[str]:
+    return [name for name in names if name.replace("-", "_") not in REMOVED_OPTIONS]
+
+
+def optimizers(names: list[str]) -> set[str]:
+    return {name.split(".")[1] for name in names if name.startswith("optimizers.")}
+
+
+@pytest.mark.parametrize("method", FROZEN)
+def test_a_method_shows_what_has_an_effect(method: str, ours: Any) -> None:
+    found = still_there(ours(method))
+    assert sorted(found) == sorted(FROZEN[method].split())
+    assert len(found) <= MOST
+
+
+@pytest.mark.parametrize("value", ONLY)
+def test_what_another_option_makes_apply_is_shown_with_it(value: str, ours: Any) -> None:
+    option, chosen = value.split()
+    usual, found = ours("splatfacto-batch"), ours("splatfacto-batch", f"--pipeline.model.{option}", chosen)
+    more = [name.removeprefix("pipeline.model.") for name in found if name not in usual]
+    assert sorted(name for name in more if not name.startswith("optimizers.")) == sorted(ONLY[value].split())
+    assert set(usual) <= set(found)
+
+
+def test_what_applies_by_strategy_is_shown_with_it(ours: Any) -> None:
+    found = ours("splatfacto-batch", "--pipeline.strategy=tile")
+    assert set(FROZEN["splatfacto-tile"].split()) <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "groups"),
+    [
+        ("", POINTS),
+        ("--pipeline.model.primitive 4dgs", POINTS | MOVING),
+        ("--pipeline.model.camera-optimizer.mode SO3xR3", POINTS | {"camera-opt"}),
+        ("--pipeline.model.use_bilateral_grid True", POINTS | {"bilateral-grid"}),
+        ("--recipe best", POINTS | {"exposures"}),
+    ],
+)
+@pytest.mark.usefixtures("ours")
+def test_optimizers_are_those_of_what_the_run_has(words: str, groups: set[str]) -> None:
+    config = copy.deepcopy(SPECS["splatfacto-batch"])
+    show_what_applies(config, [*words.split(), "--help"])
+    assert optimizers(shown(config, *words.split())) == groups
+
+
+def test_without_help_all_options_are_taken() -> None:
+    config = copy.deepcopy(SPECS["splatfacto-batch"])
+    words = ["--pipeline.model.normal-loss", "0.1", "--pipeline.model.max-gs-num", "7", "--pipeline.tile-lists", "sort"]
+    words += ["--pipeline.model.primitive", "convex", "--pipeline.model.cull-alpha-thresh-convex", "0.5"]
+    show_what_applies(config, words)
+    found: Any = tyro.cli(type(config), default=config, args=words)
+    model = found.pipeline.model
+    assert (model.normal_loss, model.max_gaussians, model.cull_alpha_thresh_convex) == (0.1, 7, 0.5)
+    assert found.pipeline.tile_lists == "sort" and found.optimizers.keys() == config.optimizers.keys()
+
+
+def test_options_are_read_from_words() -> None:
+    words = ["colmap", "--a.b-c", "1", "--d=x=y", "--e", "--f"]
+    assert given(words) == {"a.b_c": "1", "d": "x=y", "e": "--f", "f": ""}
