@@ -13,7 +13,7 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 
 from ns_multigpu.core.collectives import broadcast_int, broadcast_object
-from ns_multigpu.planning.room import checkpoint_bytes
+from ns_multigpu.planning.memory import checkpoint_bytes
 from ns_multigpu.planning.work import Course
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
 from ns_multigpu.plugin.faults.errors import SaveFailed
