@@ -1,12 +1,13 @@
-"""`ns-multigpu plan`: memory a GPU and time a step, for each strategy, before anything is rented or started."""
+"""`ns-multigpu plan`: which strategy to use, memory a GPU and time a step, before anything is rented or started."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ns_multigpu.planning import rates
+from ns_multigpu.planning.memory import Memory, memory, most_points
 from ns_multigpu.planning.pace import Pace, Traffic, pace, traffic
 from ns_multigpu.planning.quantities import gib, parse_count, parse_size
-from ns_multigpu.planning.room import Room, most_points, room
 from ns_multigpu.planning.simulated import GPUS as SIMULATED_GPUS
 from ns_multigpu.planning.simulated import SCENES, SOURCE, Simulated, simulated
 from ns_multigpu.planning.work import PATCHES, ROOM, SCENE, STRATEGIES, VISIBLE, Course, batch_of, in_sight, share
@@ -24,7 +25,7 @@ def plan(
     gpus: int = 1,
     views_per_step: int = 1,
     sh_degree: int = 3,
-    gpu: Literal["auto", "h200"] = "auto",
+    gpu: Literal["auto", "h200", "h100"] = "auto",
     gpu_memory: float | None = None,
     strategy: Literal["all", "single", "batch", "tile", "locality", "pixel"] = "all",
     images: int = 0,
@@ -38,7 +39,9 @@ def plan(
     between_gbit: float = 25.0,
     scene: Literal["auto", "aerial", "street", "street-far-plane", "street-visible"] = "auto",
 ) -> None:
-    """Print the memory that each GPU needs and the time that a step takes, for each strategy.
+    """Print which strategy to use, then the memory that each GPU needs and the time of a step, for each strategy.
+
+    The exit status is 1 where no strategy fits.
 
     Args:
         points: Gaussians of the whole model: 8000000, 400M, 1.5B.
@@ -46,7 +49,8 @@ def plan(
         gpus: GPUs to spread the work over, of all machines together.
         views_per_step: Views a step, over all GPUs; batch rounds it up to whole views on every GPU.
         sh_degree: Degree of the harmonics, 0 to 3.
-        gpu: Whose memory: that of this machine's GPU (an H200's where there is none), or an H200's.
+        gpu: The kind of GPU, whose memory and speed count. auto: this machine's, an H200 where there is none; of
+            other kinds the memory counts, with an H200's speed.
         gpu_memory: Memory of a GPU in GiB, instead of what gpu says.
         strategy: Which strategy to plan. "all" leaves out locality where there is one machine, and pixel where
             there is one GPU.
@@ -77,41 +81,109 @@ def plan(
         VISIBLE if visible_fraction is None else visible_fraction, intersections_per_splat or 0.0, fused,
         compact=optimizer_state == "compact", machines=machines, scene=scene,
     )  # fmt: skip
-    memory, whose = _memory(gpu, gpu_memory)
+    kind = _kind(gpu, gpu_memory)
     kept = 3.0 * images * course.pixels
-    kept = kept if kept <= _KEPT * memory else 0.0
+    kept = kept if kept <= _KEPT * kind.memory else 0.0
     worth = [name for name in STRATEGIES if {"locality": machines, "pixel": gpus}.get(name, 2) > 1]
     chosen = worth if strategy == "all" else [strategy]
-    print(_heading(course, memory, whose, assumed=visible_fraction is None or intersections_per_splat is None))
-    rooms = {name: room(name, course, memory, kept) for name in chosen}
-    most = {name: most_points(name, course, memory, densify=densify, images=kept) for name in chosen}
-    print(_memory_table(rooms, most, densify=densify))
+    plans = {
+        name: Planned(
+            memory(name, course, kind.memory, kept),
+            most_points(name, course, kind.memory, densify=densify, images=kept),
+            pace(name, course, transport=transport, gbit=between_gbit, gpu=kind) if fused else None,
+            _unsupported_reason(name, course),
+        )
+        for name in chosen
+    }  # fmt: skip
+    text, fits = conclusion(plans, course, densify=densify)
+    print(text)
+    print(_heading(course, kind, assumed=visible_fraction is None or intersections_per_splat is None))
+    print(_memory_table(plans, densify=densify))
     if machines > 1:
         print(_traffic_table({name: traffic(name, course) for name in chosen}, course))
     if fused:
-        paces = {name: pace(name, course, transport=transport, gbit=between_gbit) for name in chosen}
-        print(_time_table(paces, transport, between_gbit if machines > 1 else None))
+        paces = {name: one.pace for name, one in plans.items() if one.pace is not None}
+        print(_time_table(paces, transport, between_gbit if machines > 1 else None, kind))
     for note in _notes(course, chosen, images, kept):
         print(note)
+    if not fits:
+        raise SystemExit(1)
 
 
-def _memory(gpu: str, given: float | None) -> tuple[float, str]:
-    """Bytes of a GPU, and what GPU that is."""
-    if given is not None:
-        return given * 2**30, "as given"
+@dataclass(frozen=True)
+class Planned:
+    """One strategy's figures.
+
+    Attributes:
+        memory: of one GPU. most: points of the largest model that fits. pace: None where steps are not fused.
+        unsupported_reason: why the strategy cannot run this at all; None if it can.
+    """
+
+    memory: Memory
+    most: int
+    pace: Pace | None
+    unsupported_reason: str | None
+
+
+def conclusion(plans: dict[str, Planned], course: Course, *, densify: bool) -> tuple[str, bool]:
+    """Return the line that says what to use, and whether anything fits.
+
+    Of the strategies that fit it is the one with the most images a second; without times, the one that needs the least
+    memory.
+    """
+    usable = {name: one for name, one in plans.items() if one.unsupported_reason is None}
+    fitting = {name: one for name, one in usable.items() if one.memory.headroom(densify=densify) >= 0}
+    if not fitting:
+        if not usable:
+            reasons = (f"{name}: {one.unsupported_reason}" for name, one in plans.items())
+            return f"nothing fits: {'; '.join(reasons)}.", False
+        name = min(usable, key=lambda n: -usable[n].memory.headroom(densify=densify))
+        one = usable[name].memory
+        needed = one.available - one.headroom(densify=densify)
+        return (
+            f"nothing fits: {_method(name, course)} needs the least, {gib(needed)} of "
+            f"{gib(one.available)} GiB a GPU, and holds {usable[name].most:,} Gaussians at most. Use fewer "
+            "Gaussians, more GPUs, smaller images or --optimizer-state compact."
+        ), False
+    name = max(fitting, key=lambda n: _merit(fitting[n], densify=densify))
+    one, speed = fitting[name].memory, fitting[name].pace
+    needed = one.available - one.headroom(densify=densify)
+    text = f"use {_method(name, course)}: fits in {_whole_gib(needed)} of {_whole_gib(one.available)} GiB"
+    return text + (f", about {speed.images_per_second:,.0f} images/s" if speed is not None else ""), True
+
+
+def _merit(one: Planned, *, densify: bool) -> tuple[float, float]:
+    return (one.pace.images_per_second if one.pace is not None else 0.0, one.memory.headroom(densify=densify))
+
+
+def _method(strategy: str, course: Course) -> str:
+    if strategy != "single":
+        return f"splatfacto-{strategy}"
+    return "splatfacto-batch" + (" on one GPU (--machine.num-devices 1)" if course.gpus > 1 else "")
+
+
+def _whole_gib(size: float) -> str:
+    return f"{size / 2**30:,.0f}" if size >= 2**31 else gib(size)
+
+
+def _kind(gpu: str, given: float | None) -> rates.Gpu:
+    """Return the kind of GPU; its memory is `given`, GiB, if that is not None."""
+    kind = rates.GPUS["h200" if gpu == "auto" else gpu]
     if gpu == "auto":
         import torch
 
         if torch.cuda.is_available():
             found = torch.cuda.get_device_properties(0)
-            return float(found.total_memory), found.name
-    return float(rates.MEMORY), rates.GPU
+            alike = next((one for one in rates.GPUS.values() if found.name.startswith(one.name)), kind)
+            kind = rates.Gpu(found.name, found.total_memory, alike.slowness)
+    return kind if given is None else replace(kind, name="as given", memory=int(given * 2**30))
 
 
-def _heading(course: Course, memory: float, whose: str, *, assumed: bool) -> str:
+def _heading(course: Course, kind: rates.Gpu, *, assumed: bool) -> str:
     text = (
         f"{course.points:,} Gaussians (harmonics of degree {course.sh_degree}), {course.views} view(s) a step of "
-        f"{course.width}x{course.height}, {course.gpus} GPU(s){_of_machines(course)} of {gib(memory)} GiB ({whose})\n"
+        f"{course.width}x{course.height}, {course.gpus} GPU(s){_of_machines(course)} of {gib(kind.memory)} GiB "
+        f"({kind.name})\n"
         f"A view shows {course.visible:.1%} of the Gaussians, and each meets {course.tiles:.1f} tiles"
     )
     if assumed:
@@ -123,17 +195,19 @@ def _of_machines(course: Course) -> str:
     return "" if course.machines == 1 else f" on {course.machines} machines"
 
 
-def _memory_table(rooms: dict[str, Room], most: dict[str, int], *, densify: bool) -> str:
-    def line(name: str, cell: Callable[[Room], float]) -> list[str]:
-        return [name, *(gib(cell(found)) for found in rooms.values())]
+def _memory_table(plans: dict[str, Planned], *, densify: bool) -> str:
+    needs = [one.memory for one in plans.values()]
+
+    def line(name: str, cell: Callable[[Memory], float]) -> list[str]:
+        return [name, *(gib(cell(found)) for found in needs)]
 
     lines = [
-        ["Memory a GPU, GiB", *rooms],
+        ["Memory a GPU, GiB", *plans],
         line("  parameters", lambda r: r.parameters),
         line("  Adam's moments", lambda r: r.moments),
         line("  statistics", lambda r: r.statistics),
-        *([line("  placement", lambda r: r.placement)] if any(r.placement for r in rooms.values()) else []),
-        *([line("  gradients", lambda r: r.gradients)] if any(r.gradients for r in rooms.values()) else []),
+        *([line("  placement", lambda r: r.placement)] if any(r.placement for r in needs) else []),
+        *([line("  gradients", lambda r: r.gradients)] if any(r.gradients for r in needs) else []),
         line("  training images", lambda r: r.images),
         line("  step: rows", lambda r: r.rows),
         line("  step: intersections", lambda r: r.intersections),
@@ -141,10 +215,10 @@ def _memory_table(rooms: dict[str, Room], most: dict[str, int], *, densify: bool
         line("  step: exchange", lambda r: r.exchange),
         *([line("  densifying (instead of step)", lambda r: r.refining)] if densify else []),
         line("  reserve", lambda r: r.reserve),
-        line("  needed at most", lambda r: r.memory - r.headroom(densify=densify)),
+        line("  needed at most", lambda r: r.available - r.headroom(densify=densify)),
         line("  headroom", lambda r: r.headroom(densify=densify)),
-        ["  fits", *("yes" if r.headroom(densify=densify) >= 0 else "NO" for r in rooms.values())],
-        ["  most Gaussians that fit", *(f"{count:,}" for count in most.values())],
+        ["  fits", *("yes" if r.headroom(densify=densify) >= 0 else "NO" for r in needs)],
+        ["  most Gaussians that fit", *(f"{one.most:,}" for one in plans.values())],
     ]
     return "\n" + _aligned(lines)
 
@@ -169,8 +243,9 @@ def _traffic_table(crossing: dict[str, Traffic], course: Course) -> str:
     return "\n" + _aligned(lines)
 
 
-def _time_table(paces: dict[str, Pace], transport: str, gbit: float | None) -> str:
-    lines = [[f"Time a step, ms (rates of {rates.GPU})", *paces]]
+def _time_table(paces: dict[str, Pace], transport: str, gbit: float | None, kind: rates.Gpu) -> str:
+    whose = next((one.name for one in rates.GPUS.values() if one.slowness == kind.slowness), rates.GPUS["h200"].name)
+    lines = [[f"Time a step, ms (rates of {whose})", *paces]]
     between = {} if gbit is None else {"between": f"between machines, {gbit:g} Gbit/s"}
     titles = {
         "project": "cull + project", "sort": "sort", "raster": "raster", "loss": "loss", "backward": "backward",
@@ -212,13 +287,24 @@ def _notes(course: Course, chosen: Sequence[str], images: int, kept: float) -> l
     if images and not kept:
         notes.append("The training images take more than a tenth of a GPU and stay on the host.")
     for name in chosen:
-        if ROOM * share(name, course).intersections > _MOST_INTERSECTIONS:
+        if _uncountable(name, course):
             notes.append(f"{name}: more intersections on a GPU than it can count (2^31); spread the step further.")
     return ["", *(f"- {note}" for note in notes)] if notes else []
 
 
+def _uncountable(strategy: str, course: Course) -> bool:
+    return ROOM * share(strategy, course).intersections > _MOST_INTERSECTIONS
+
+
+def _unsupported_reason(strategy: str, course: Course) -> str | None:
+    """Return why a strategy cannot run this at all; None if it can."""
+    if _uncountable(strategy, course):
+        return "more intersections on a GPU than it can count (2^31)"
+    return _too_many(course) if strategy in ("tile", "locality") else None
+
+
 def _too_many(course: Course) -> str | None:
-    """Why rows do not travel between so many GPUs; None if they do."""
+    """Return why rows cannot be exchanged between so many GPUs; None if they can."""
     if course.gpus <= MOST_RANKS:
         return None
     if course.machines == 1 or course.per_machine == 1:

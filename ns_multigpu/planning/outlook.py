@@ -1,11 +1,10 @@
-"""What a run may expect of each strategy on its GPUs, and whether another one would be much faster."""
+"""Speeds that a run may expect of each strategy on its GPUs, and whether another one would be much faster."""
 
 from dataclasses import dataclass, replace
 
-from ns_multigpu.planning import rates
+from ns_multigpu.planning.memory import most_points
 from ns_multigpu.planning.pace import pace
-from ns_multigpu.planning.room import most_points
-from ns_multigpu.planning.work import Course, batch_of
+from ns_multigpu.planning.work import Course
 
 WORTH_SAYING = 1.2
 """Another strategy is named where it would be so many times as fast."""
@@ -33,9 +32,7 @@ class Outlook:
 
 
 def outlook(mine: str, course: Course, points: int, memory: float | None) -> Outlook:
-    """What to expect of `mine`, with its batch, and of the other strategies, with theirs by default.
-
-    A step takes the time of its kernels and of what it exchanges, or that of the host if that is longer.
+    """Return the speeds of `mine`, with its batch, and of the other strategies, with theirs by default.
 
     Args:
         course: the run's. points: of the model. memory: bytes of a GPU that a model and its steps may take, if known.
@@ -49,8 +46,7 @@ def outlook(mine: str, course: Course, points: int, memory: float | None) -> Out
         one = replace(course.with_points(max(points, 1)), gpus=gpus, machines=machines, views=views)
         if memory is not None and most_points(name, one, memory, densify=True) < points:
             continue
-        host = rates.HOST if gpus == 1 else rates.HOST_OF_MANY
-        speeds[name] = 1e3 * batch_of(name, one) / max(pace(name, one).step, host)
+        speeds[name] = pace(name, one).images_per_second
     return Outlook(points, speeds)
 
 

@@ -15,12 +15,13 @@ bands rarely share a row on one machine and not on another, taken to be none."""
 
 @dataclass(frozen=True)
 class Pace:
-    """Milliseconds of one step; parts follow one another.
+    """Milliseconds of one step; its parts follow one another.
 
     Attributes:
         project: culling, projection, colours. sort: intersection with tiles, sorts. raster, loss, backward: see
-            `rates`. exchange: what crosses between the GPUs of a machine. between: what crosses between machines.
-            update: gradients to parameters, Adam.
+            `rates`. exchange: what crosses between the GPUs of a machine; with `pixel` compositing, too. between: what
+            crosses between machines. update: gradients to parameters, Adam.
+        host: the least time in which the host launches a step.
         views: of the step.
     """
 
@@ -32,17 +33,18 @@ class Pace:
     exchange: float
     between: float
     update: float
+    host: float
     views: int
 
     @property
     def step(self) -> float:
-        """The whole step."""
-        return sum(value for name, value in asdict(self).items() if name != "views")
+        """The whole step on the GPUs."""
+        return sum(value for name, value in asdict(self).items() if name not in ("host", "views"))
 
     @property
     def images_per_second(self) -> float:
-        """Images that are seen in a second."""
-        return 1e3 * self.views / self.step
+        """Training images a second: a step takes the GPUs' time, or the host's if that is longer."""
+        return 1e3 * self.views / max(self.step, self.host)
 
 
 @dataclass(frozen=True)
@@ -78,44 +80,53 @@ def traffic(strategy: str, course: Course) -> Traffic:
 
 
 def pace(
-    strategy: str, course: Course, *, lazy: bool | None = None, transport: str = "peer", gbit: float = 25.0
+    strategy: str,
+    course: Course,
+    *,
+    lazy: bool | None = None,
+    transport: str = "peer",
+    gbit: float = 25.0,
+    gpu: rates.Gpu = rates.GPUS["h200"],
 ) -> Pace:
-    """The time of a step of `strategy`.
+    """Return the time of a step of `strategy`.
 
     Args:
-        lazy: steps of points that are not drawn are put off within a block; None: where fused training does.
-        transport: of `tile` and `locality` inside a machine: "peer" or "collective". `pixel` has collectives alone.
-        gbit: Gbit/s that a machine takes in from others, while it sends as much.
+        lazy: Adam's steps of points that are not drawn are deferred within a block; None: where fused training does.
+        transport: of `batch`, `tile` and `locality` inside a machine: "peer" or "collective". `pixel` has collectives
+            alone.
+        gbit: Gbit/s that a machine receives from others, while it sends as much.
+        gpu: the kind of GPU.
     """
     one, ranks = share(strategy, course), ranks_used(strategy, course)
     crossing = between = 0.0
+    peers = transport == "peer" and strategy != "pixel"
     if ranks > 1 and course.machines > 1:
         size = traffic(strategy, course)
-        peers = transport == "peer" and strategy in RELAYED
-        if course.per_machine > 1:  # through peer memory there and back, with a wait each
-            crossing = rates.PEER.ms(size.inside) + rates.PEER.fixed if peers else rates.COLLECTIVE.ms(size.inside)
-        between = size.between / (gbit * BYTES_OF_GBIT)
+        peers = peers and strategy in RELAYED
+        if course.per_machine > 1:
+            crossing = (rates.PEER if peers else rates.COLLECTIVE).ms(size.inside)
+        elif not peers:
+            crossing = rates.COLLECTIVE.fixed
+        between = size.between / (rates.NETWORK * gbit * BYTES_OF_GBIT)
     elif ranks > 1:
-        if strategy in ("tile", "locality"):  # there, and back
-            peers = transport == "peer"
-            link, size = (rates.PEER, one.traffic) if peers else (rates.COLLECTIVE, one.traffic_padded)
-            crossing = link.ms(size) + link.fixed
-        else:
-            crossing = rates.COLLECTIVE.ms(one.traffic_padded)
-    projected = one.points * one.views
+        crossing = rates.PEER.ms(one.traffic) if peers else rates.COLLECTIVE.ms(one.traffic_padded)
+    if one.layers:
+        crossing += rates.COMPOSITE.ms(pixels=one.layers + one.pixels)
     if one.updated < rates.LAZY_BELOW * one.points if lazy is None else lazy:
-        project = rates.PROJECT_LAZY.ms(points=projected)
-        update = rates.UPDATE_LAZY.ms(rows=one.updated) + rates.FLUSH.ms(points=one.points) / rates.BLOCK
+        project = rates.PROJECT_LAZY.ms(points=one.points, rows=one.rows)
+        update = rates.UPDATE_LAZY.ms(rows=one.touched) + rates.FLUSH.ms(points=one.points) / rates.BLOCK
     else:
-        project, update = rates.PROJECT.ms(points=projected), rates.UPDATE.ms(points=one.points)
+        project = rates.PROJECT.ms(points=one.points, rows=one.rows)
+        update = rates.UPDATE.ms(points=one.points, rows=one.touched)
+    drawn = {"rows": one.drawn, "intersections": one.intersections, "pixels": one.pixels}
+    kernels = {
+        "project": project, "sort": rates.SORT.ms(**drawn), "raster": rates.RASTER.ms(**drawn),
+        "loss": rates.LOSS.ms(**drawn), "backward": rates.BACKWARD.ms(**drawn), "update": update,
+    }  # fmt: skip
     return Pace(
-        project=project,
-        sort=rates.SORT.ms(rows=one.drawn, intersections=one.intersections),
-        raster=rates.RASTER.ms(rows=one.drawn, intersections=one.intersections),
-        loss=rates.LOSS.ms(pixels=one.pixels),
-        backward=rates.BACKWARD.ms(intersections=one.intersections, pixels=one.pixels),
+        **{name: gpu.slowness * ms for name, ms in kernels.items()},
         exchange=crossing,
         between=between,
-        update=update,
+        host=rates.HOST if ranks == 1 else rates.HOST_OF_MANY,
         views=batch_of(strategy, course),
     )

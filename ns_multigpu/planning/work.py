@@ -25,6 +25,9 @@ TILE = 16
 """Side of a tile, and rows of pixels of a band's halo."""
 ROOM = 1.25
 """Capacities have this much more room than was needed (`step_settings.padded`)."""
+PAIRS = 1.43
+"""How much more than in the mean the fullest step sends from one rank to another: collectives send whole capacities
+(limited-links-h100.md: 148 MB a step of `tile`)."""
 UNEVEN = 2.0
 """How much more than an equal share the largest of the segments holds that ranks send each other. Assumed."""
 PATCHES, HALO = 4, 5
@@ -33,6 +36,14 @@ PATCHES, HALO = 4, 5
 IN_SIGHT = {1: 1.0, 2: 0.672, 4: 0.422, 8: 0.254, 16: 0.152}
 """Of `pixel`: the part of a view in which it sees the cell of a GPU, in the mean, by the number of GPUs: of the streets
 of a simulated city (benchmarks/results/pixel-sim.md). From the air it is less."""
+CROSSES = {2: 0.61, 4: 0.75, 8: 0.94, 16: 1.1}
+"""Of `pixel`: what crosses beside what would if a pixel's owner drew as much of it as others do, by the number of GPUs.
+Owners are chosen among those that draw the most. Of 2 GPUs measured (limited-links-h100.md: 54.1 MB a step of a city
+from the air); the others are the busiest GPU's bytes in streets (pixel-sim.md)."""
+BALANCE_OF_ONE = {1: 1.0, 2: 0.84, 4: 0.67, 8: 0.55, 16: 0.44}
+BALANCE = {1: 1.0, 2: 0.86, 4: 0.81, 8: 0.83, 16: 0.78}
+"""Of `pixel`: pixels that GPUs draw, the mean over the most, by the number of GPUs, with one view a step, and with as
+many views as GPUs, put together such that they conflict least: of streets (pixel-sim.md)."""
 PIXEL_BYTES = 4 * 4
 """Of `pixel`: a layer's pixel, or its gradients, on the wire: colour and alpha."""
 
@@ -133,7 +144,7 @@ class Share:
         arrivals: rows that it draws but may not own, padding included (`tile`); 0 where it draws its own.
         drawn: rows that it draws.
         intersections, pixels: that it draws, halos included.
-        updated: rows by whose gradients it updates its points.
+        updated: rows by whose gradients it updates its points. touched: points that have any of these rows.
         traffic: bytes that it receives from other ranks, the way there and the way back.
         traffic_padded: the same by collectives, which send less of a row, but capacities whole.
         between: the part of the traffic that comes from other machines.
@@ -152,6 +163,7 @@ class Share:
     traffic_padded: float
     between: float = 0.0
     layers: float = 0.0
+    touched: float = 0.0
 
 
 def usual_tiles(pixels: int) -> float:
@@ -172,21 +184,26 @@ def batch_of(strategy: str, course: Course) -> int:
 
 
 def share(strategy: str, course: Course) -> Share:
-    """What a rank has in a step of `strategy`.
+    """Return what a rank has in a step of `strategy`. Views are taken to show points independently of each other.
 
     Raises:
         ValueError: the strategy cannot be planned.
     """
+    found = _share(strategy, course)
+    return replace(found, touched=found.points * (1 - (1 - course.visible) ** batch_of(strategy, course)))
+
+
+def _share(strategy: str, course: Course) -> Share:
     ranks = ranks_used(strategy, course)
     seen = course.points * course.visible
     elsewhere = (ranks - course.per_machine) / (ranks - 1) if ranks > 1 else 0.0  # of the other ranks
     if strategy in ("single", "batch"):
         views = batch_of(strategy, course) // ranks
         rows = seen * views
-        crossing = rows * ROW_BYTES * (ranks - 1)
+        others = rows * (ranks - 1)
         return Share(
             course.points, views, rows, 0.0, rows, rows * course.tiles, float(course.pixels * views), rows * ranks,
-            crossing, ROOM * crossing, elsewhere,
+            TOLD_BYTES * others, ROOM * ROW_BYTES * others, elsewhere,
         )  # fmt: skip
     if strategy == "locality":
         return _locality(course)
@@ -204,36 +221,48 @@ def share(strategy: str, course: Course) -> Share:
     return Share(
         ceil(course.points / ranks), course.views, rows, arrivals, drawn, drawn * course.tiles,
         min(course.pixels * part * halo, float(course.pixels * course.views)), rows, crossing * drawn,
-        ROOM * (WIRE_BYTES + GRADIENT_BYTES) * (ranks - 1) / ranks * drawn, elsewhere,
+        ROOM * PAIRS * (WIRE_BYTES + GRADIENT_BYTES) * (ranks - 1) / ranks * drawn, elsewhere,
     )  # fmt: skip
 
 
 def in_sight(gpus: int) -> float:
-    """`IN_SIGHT` of any number of GPUs: between those simulated, and beyond them, a power of their number."""
-    known = sorted(IN_SIGHT)
-    above = next((n for n in known[1:] if n >= gpus), known[-1])
-    below = known[known.index(above) - 1]
-    slope = log(IN_SIGHT[above] / IN_SIGHT[below]) / log(above / below)
-    return IN_SIGHT[below] * (gpus / below) ** slope
+    """Return `IN_SIGHT` of any number of GPUs."""
+    return _between(IN_SIGHT, gpus)
+
+
+def _between(known: dict[int, float], gpus: int) -> float:
+    """Return the value for a number of GPUs: between those known, and beyond them, a power of their number."""
+    numbers = sorted(known)
+    above = next((n for n in numbers[1:] if n >= gpus), numbers[-1])
+    below = numbers[numbers.index(above) - 1]
+    slope = log(known[above] / known[below]) / log(above / below)
+    return known[below] * (gpus / below) ** slope
 
 
 def _pixel(course: Course, elsewhere: float) -> Share:
-    """A cell a rank: each draws its part of all views' splats, and owns its part of their pixels. As if every view
-    showed each cell alike: who owns pixels then draws no more of them than others."""
+    """Return the share of a rank with one cell: it draws its part of all views' splats and owns its part of the pixels.
+    Every view is taken to show each cell alike, but for `CROSSES` and `BALANCE`."""
     ranks = course.gpus
     rows = course.points * course.visible * course.views / ranks
     if ranks == 1:
-        return share("tile", replace(course, machines=1))
+        return _share("tile", replace(course, machines=1))
     cut = course.views % ranks != 0
     owned = course.pixels * course.views / ranks
     seen = in_sight(ranks)
     drawn = seen * course.pixels * course.views
+    most = 1 / _balance(course.views, ranks)
     layers = ranks * seen * owned * (1 + (2 * 2 * HALO * course.width / owned if cut else 0.0))
-    crossing = PIXEL_BYTES * (ranks - 1) / ranks * (layers + drawn)
+    crossing = _between(CROSSES, ranks) * PIXEL_BYTES * (ranks - 1) / ranks * (layers + drawn)
     return Share(
-        ceil(course.points / ranks), course.views, rows, 0.0, rows, rows * course.tiles, drawn, rows, crossing,
-        crossing, elsewhere, layers,
+        ceil(course.points / ranks), course.views, rows, 0.0, most * rows, most * rows * course.tiles, most * drawn,
+        rows, crossing, crossing, elsewhere, layers,
     )  # fmt: skip
+
+
+def _balance(views: int, ranks: int) -> float:
+    """Return `BALANCE` for so many views a step, between one and one a GPU linear in their logarithm."""
+    one, many = _between(BALANCE_OF_ONE, ranks), _between(BALANCE, ranks)
+    return one + (many - one) * min(log(views) / log(ranks), 1.0)
 
 
 def _locality(course: Course) -> Share:
@@ -257,7 +286,7 @@ def _locality(course: Course) -> Share:
         ceil(course.points / ranks * level.holds), course.views, seen * part * level.sends,
         min(UNEVEN * drawn, seen * course.views) if ranks > 1 else drawn, drawn, drawn * course.tiles,
         each * (width + halo) * (height + halo), seen * part * level.sends, 2 * RECORD_BYTES * busiest,
-        ROOM * (WIRE_BYTES + GRADIENT_BYTES) * busiest, elsewhere,
+        ROOM * PAIRS * (WIRE_BYTES + GRADIENT_BYTES) * busiest, elsewhere,
     )  # fmt: skip
 
 
@@ -266,4 +295,6 @@ RECORD_BYTES = 4 * RECORD_FLOATS
 WIRE_BYTES, GRADIENT_BYTES = 4 * 12, 4 * 11
 """A row, and its gradients with absolute ones, as collectives carry them (`cuda_ext.ops.row_wire`)."""
 ROW_BYTES = 4 * (2 + ROW["radii"] + ROW["conics"]) + RECORD_BYTES
-"""A row (its ids, radii and conic) and its gradients as `batch` gathers them."""
+"""A row (its ids, radii and conic) and its gradients as `batch` gathers them by collectives."""
+TOLD_BYTES = ROW_BYTES - 4 * (RECORD_FLOATS - 12)
+"""The same through peer memory, without the numbers of a record that mean nothing."""

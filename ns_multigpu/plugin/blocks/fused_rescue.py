@@ -17,7 +17,7 @@ from cuda_ext.ops.lazy_adam import splat_flush
 from ns_multigpu.core.relays import Relays
 from ns_multigpu.core.schema import flat
 from ns_multigpu.core.world import World
-from ns_multigpu.planning.room import step_buffers
+from ns_multigpu.planning.memory import step_buffers
 from ns_multigpu.planning.work import Share
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.step_capacities import Capacities

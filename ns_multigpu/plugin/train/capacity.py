@@ -9,9 +9,9 @@ from rich.text import Text
 
 from ns_multigpu.core.collectives import all_gather_ints
 from ns_multigpu.core.world import World
+from ns_multigpu.planning.memory import most_points
 from ns_multigpu.planning.outlook import SOME_SIZE, described, outlook
 from ns_multigpu.planning.quantities import gib
-from ns_multigpu.planning.room import most_points
 from ns_multigpu.planning.work import STRATEGIES, Course
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.faults.host_memory import available_memory

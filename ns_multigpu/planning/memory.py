@@ -2,7 +2,7 @@
 
 Every figure is a count of bytes of buffers that exist in the code named beside it; on the four scenes that were
 measured the sum is within 2 % of the allocator's peak (benchmarks/results/train-step-h200.json; see
-tests/test_planning.py). What `tile` needs has not been measured yet.
+tests/test_planning.py).
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ SLACK = 0.05
 
 
 @dataclass(frozen=True)
-class Room:
+class Memory:
     """Bytes on one GPU.
 
     Attributes:
@@ -56,7 +56,7 @@ class Room:
         refining: what densification needs beside the model, in place of a step's buffers: old tensors of which new
             ones are made (`regroup.grow_and_prune`).
         reserve: for CUDA, and what its allocator cannot use.
-        memory: of the GPU.
+        available: of the GPU.
     """
 
     parameters: float
@@ -71,7 +71,7 @@ class Room:
     placement: float
     refining: float
     reserve: float
-    memory: float
+    available: float
 
     @property
     def model(self) -> float:
@@ -95,14 +95,14 @@ class Room:
 
     def headroom(self, *, densify: bool) -> float:
         """What is left; negative where it does not fit."""
-        return self.memory - (max(self.training, self.densifying) if densify else self.training)
+        return self.available - (max(self.training, self.densifying) if densify else self.training)
 
 
-def room(strategy: str, course: Course, memory: float, images: float = 0.0) -> Room:
-    """The memory of one rank of `strategy`.
+def memory(strategy: str, course: Course, available: float, images: float = 0.0) -> Memory:
+    """Return the memory of one rank of `strategy`.
 
     Args:
-        memory: bytes of a GPU.
+        available: bytes of a GPU.
         images: bytes of training images on it.
     """
     one, ranks = share(strategy, course), ranks_used(strategy, course)
@@ -118,7 +118,7 @@ def room(strategy: str, course: Course, memory: float, images: float = 0.0) -> R
         placement = float(_PLACE * one.points)
     if strategy == "locality" and ranks > 1:
         refining = max(refining, float(_SAMPLE * min(course.points, MOST_SAMPLED)))  # before anything is replaced
-    return Room(
+    return Memory(
         parameters=parameters,
         moments=2 * course.moment_bytes * numbers,
         statistics=float((STATISTICS + LAZY) * one.points),
@@ -127,18 +127,18 @@ def room(strategy: str, course: Course, memory: float, images: float = 0.0) -> R
         images=images,
         placement=placement,
         refining=refining,
-        reserve=RESERVE + SLACK * memory,
-        memory=memory,
+        reserve=RESERVE + SLACK * available,
+        available=available,
     )
 
 
 def checkpoint_bytes(course: Course) -> int:
-    """What a checkpoint holds of the whole model: parameters, moments, densification's statistics."""
+    """Return the bytes of a checkpoint of the whole model: parameters, moments, densification's statistics."""
     return course.points * ((4 + 2 * course.moment_bytes) * course.floats + STATISTICS)
 
 
 def step_buffers(one: Share, ranks: int, *, capacity: float = ROOM) -> dict[str, float]:
-    """Bytes of a step's buffers: `rows`, `intersections`, `pixels` and `exchange`.
+    """Return the bytes of a step's buffers: `rows`, `intersections`, `pixels` and `exchange`.
 
     Args:
         capacity: by how much capacities exceed counts.
@@ -164,11 +164,11 @@ def step_buffers(one: Share, ranks: int, *, capacity: float = ROOM) -> dict[str,
     }
 
 
-def most_points(strategy: str, course: Course, memory: float, *, densify: bool, images: float = 0.0) -> int:
-    """The largest model that fits, all else being as in `course`; 0 if nothing does."""
+def most_points(strategy: str, course: Course, available: float, *, densify: bool, images: float = 0.0) -> int:
+    """Return the points of the largest model that fits, all else being as in `course`; 0 if nothing does."""
 
     def fits(points: int) -> bool:
-        return room(strategy, course.with_points(points), memory, images).headroom(densify=densify) >= 0
+        return memory(strategy, course.with_points(points), available, images).headroom(densify=densify) >= 0
 
     low, high = 0, 1
     while fits(high):
