@@ -53,10 +53,10 @@ def build(folder: Path) -> ctypes.CDLL:
     """Compiles the kernels in `folder`."""
     sources = folder / "csrc"
     shutil.copytree(SOURCES, sources)
-    shutil.copy(EMULATION / "memory_device.h", sources / "cuda")
+    shutil.copy(EMULATION / "memory_device.h", sources / "cuda" / "common")
     compiled = [str(EMULATION / name) for name in ("fibers.cpp", "rasterize.cpp")]
     for kernel in KERNELS:
-        source = sources / "cuda" / f"rasterize_{kernel}.cpp"
+        source = sources / "cuda" / "raster" / f"rasterize_{kernel}.cpp"
         source.write_text(translated(source.with_suffix(".cu").read_text()))
         compiled.append(str(source))
     library = folder / "emulated.so"

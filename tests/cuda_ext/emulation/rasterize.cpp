@@ -3,7 +3,7 @@
 #include <limits>
 #include <vector>
 
-#include "cuda/rasterize.h"
+#include "cuda/raster/rasterize.h"
 
 using namespace nsmg;
 
