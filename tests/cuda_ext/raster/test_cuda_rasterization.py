@@ -1,4 +1,4 @@
-"""`rasterize` on CUDA: both backward kernels, any tile size and number of channels, and what must change nothing.
+"""`rasterize` on CUDA: forward and backward, any tile size and number of channels, and what must change nothing.
 
 The lists come from the CPU's `intersect`, so a failure here is one of the compositing. Expected values are the CPU
 twin's in float64, itself checked against the plain rule in test_rasterization.py. Pixels where rounding decides a
@@ -20,7 +20,6 @@ from cuda_ext.ops.rasterization import _state_size
 from tests.cuda_ext.splats import Splats, assert_close_but_few, assert_gradient_close, make_splats, pixel_ids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("native")]
-VARIANTS = pytest.mark.parametrize("variant", ["pixel", "splat"])
 Lists = tuple[Tensor, Tensor]
 
 PIECES = (0, 0, 0, 19, 33, 0, 19, 0, 20, 33, 0, 20, 0, 47, 7, 0, 20, 7, 47, 33)  # as in test_rasterization.py
@@ -74,22 +73,16 @@ def _compare(splats: Splats, lists: Lists | None = None, tolerance: float = 2e-5
             assert (actual.cpu()[none] != 0).float().sum() <= differing * max(int(none.sum()), 1)
 
 
-@VARIANTS
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize(
     "sizes", [(0.5, 4.0), (0.0, 0.1), (40.0, 200.0), (0.01, 15.0)], ids=["mixed", "sub-pixel", "huge", "needles"]
 )
-def test_equals_float64(
-    monkeypatch: pytest.MonkeyPatch, variant: str, sizes: tuple[float, float], channels: int
-) -> None:
-    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
+def test_equals_float64(sizes: tuple[float, float], channels: int) -> None:
     _compare(make_splats(400, 147, 93, sizes=sizes, channels=channels, opacities=(0.02, 0.99)), tolerance=1e-4)
 
 
-@VARIANTS
 @pytest.mark.parametrize("channels", [3, 4])
-def test_lists_of_several_chunks(monkeypatch: pytest.MonkeyPatch, variant: str, channels: int) -> None:
-    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
+def test_lists_of_several_chunks(channels: int) -> None:
     faint = make_splats(20_000, 70, 45, sizes=(0.3, 3.0), opacities=(0.004, 0.1), channels=channels)
     assert int(faint.intersect()[0].diff().max()) > 4 * 256
     _compare(faint, tolerance=1e-4)
@@ -102,9 +95,7 @@ def test_other_tile_sizes(tile_size: int, channels: int) -> None:
     _compare(replace(splats, tile_size=tile_size), tolerance=1e-4)
 
 
-@VARIANTS
-def test_several_views_and_patches(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
+def test_several_views_and_patches() -> None:
     splats = make_splats(600, 47, 33, views=3, opacities=(0.02, 1.0))
     _compare(splats.with_patches(2, 0, 0, 47, 33, *PIECES, 0, 5, 5, 5, 9, 1, 13, 2, 46, 32), tolerance=1e-4)
 
@@ -126,17 +117,13 @@ def test_patches_give_the_same_bits_as_the_whole() -> None:
         assert torch.equal(results[1][k], results[0][k][ids]) and torch.equal(results[2][k], results[0][k])
 
 
-@VARIANTS
-def test_means_on_the_edges_of_tiles(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
+def test_means_on_the_edges_of_tiles() -> None:
     splats = make_splats(400, 80, 64, sizes=(0.2, 5.0))
     _compare(replace(splats, means2d=(splats.means2d / 8).round() * 8), tolerance=1e-4)
     _compare(replace(splats, means2d=splats.means2d.floor() + 0.5), tolerance=1e-4)
 
 
-@VARIANTS
-def test_conics_that_are_not_positive_definite(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
+def test_conics_that_are_not_positive_definite() -> None:
     splats = make_splats(3, 20, 20)
     conics = torch.tensor([[0.01, 0.0, -0.001], [0.0, 0.0, 0.0], [0.01, 0.02, 0.01]])
     radii = torch.full((3, 2), 1000, dtype=torch.int32)
@@ -145,9 +132,7 @@ def test_conics_that_are_not_positive_definite(monkeypatch: pytest.MonkeyPatch, 
     )
 
 
-@VARIANTS
-def test_cap_and_transmittance_cut(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
+def test_cap_and_transmittance_cut() -> None:
     splats = make_splats(6, 16, 16, sizes=(100.0, 101.0))
     splats = replace(splats, means2d=torch.full((6, 2), 8.0), depths=torch.arange(6).float())
     capped = replace(splats, row_opacities=torch.full((6,), 0.9999), conics=torch.tensor([[1e-9, 0.0, 1e-9]] * 6))
@@ -164,21 +149,15 @@ def test_cap_and_transmittance_cut(monkeypatch: pytest.MonkeyPatch, variant: str
     _compare(closing, tolerance=1e-3)
 
 
-@VARIANTS
-def test_one_tile_with_a_hundred_thousand_splats(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
+def test_one_tile_with_a_hundred_thousand_splats() -> None:
     splats = make_splats(100_000, 16, 16, sizes=(0.3, 3.0), opacities=(0.004, 0.006))
     _compare(splats, tolerance=2e-4, differing=0.02)
 
 
-@VARIANTS
 @pytest.mark.parametrize("channels", [3, 4])
 @pytest.mark.parametrize("opacities", [(0.004, 0.006), (0.004, 0.1)], ids=["open", "closing"])
-def test_lists_that_are_split(
-    monkeypatch: pytest.MonkeyPatch, variant: str, channels: int, opacities: tuple[float, float]
-) -> None:
+def test_lists_that_are_split(monkeypatch: pytest.MonkeyPatch, channels: int, opacities: tuple[float, float]) -> None:
     """Some tiles have longer lists, and some shorter ones; the rounding alone may tell."""
-    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
     splats = make_splats(60_000, 90, 45, sizes=(0.3, 3.0), opacities=opacities, channels=channels)
     splats = replace(splats, means2d=splats.means2d * torch.rand(60_000, 1, generator=torch.Generator().manual_seed(3)))
     lists = splats.intersect()
@@ -201,9 +180,7 @@ def test_a_length_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, length:
         _forward(splats, splats.intersect(), "cuda", torch.float32)
 
 
-@VARIANTS
-def test_nothing_visible(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
+def test_nothing_visible() -> None:
     some = make_splats(5, 20, 18)
     cases = [
         make_splats(0, 20, 18),
@@ -222,9 +199,7 @@ def test_nothing_visible(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
             assert gradient.shape == tensor.shape and not gradient.any()
 
 
-@VARIANTS
-def test_padding_behind_the_lists_changes_nothing(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
+def test_padding_behind_the_lists_changes_nothing() -> None:
     splats = make_splats(2_000, 47, 33, opacities=(0.004, 0.3))
     offsets, rows = splats.intersect()
     padded = torch.cat([rows, torch.full((5_000,), 2**31 - 1, dtype=torch.int32)])
@@ -234,10 +209,8 @@ def test_padding_behind_the_lists_changes_nothing(monkeypatch: pytest.MonkeyPatc
     assert all(torch.equal(a, b) for a, b in zip(plain[:3], with_padding[:3], strict=True))
 
 
-@VARIANTS
-def test_room_for_the_lists_of_no_tiles(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+def test_room_for_the_lists_of_no_tiles() -> None:
     """A rank that draws nothing of a step has room for lists, and no tiles. Nothing has written its state."""
-    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
     splats = replace(make_splats(500, 47, 33), patches=())
     lists = torch.zeros(1, dtype=torch.int32), torch.full((5_000,), -1, dtype=torch.int32)
     arguments, (out, alpha, last, state) = _forward(splats, lists, "cuda", torch.float32)
@@ -252,13 +225,9 @@ def test_room_for_the_lists_of_no_tiles(monkeypatch: pytest.MonkeyPatch, variant
     assert len(out) == 0 and bool((memory == 7.0).all())
 
 
-@VARIANTS
 @pytest.mark.parametrize("system_scope", [False, True])
 @pytest.mark.parametrize(("channels", "tile_size"), [(3, 16), (4, 16), (4, 8)])
-def test_into_two_sinks(
-    monkeypatch: pytest.MonkeyPatch, variant: str, system_scope: bool, channels: int, tile_size: int
-) -> None:
-    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
+def test_into_two_sinks(system_scope: bool, channels: int, tile_size: int) -> None:
     splats = replace(make_splats(500, 47, 33, channels=channels, opacities=(0.02, 0.9)), tile_size=tile_size)
     arguments, (out, alpha, last, state) = _forward(splats, splats.intersect(), "cuda", torch.float32)
     v_out, v_alpha = (x.cuda() for x in _weights(splats, len(last)))
@@ -283,9 +252,7 @@ def test_into_two_sinks(
         assert bool((memory[others] == k + 1).all()) and bool((memory[:, 12:] == k + 1).all())
 
 
-@VARIANTS
-def test_a_graph_holds_forward_and_backward(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
+def test_a_graph_holds_forward_and_backward() -> None:
     splats = make_splats(500, 47, 33).to("cuda")
     lists = [x.cuda() for x in make_splats(500, 47, 33).intersect()]
     inputs = [x.clone() for x in splats.inputs()]
@@ -344,7 +311,7 @@ def test_agrees_with_gsplat() -> None:
         assert_gradient_close(actual, expected, 2e-3)
 
 
-def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments_are_named() -> None:
     splats = make_splats(5, 40, 32)
     arguments, (out, alpha, last, state) = _forward(splats, splats.intersect(), "cuda", torch.float32)
     forward: Callable[..., object] = torch.ops.ns_multigpu.rasterize
@@ -356,6 +323,3 @@ def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         forward(*arguments[:4], arguments[4][:-1], *arguments[5:], None)
     with pytest.raises(ValueError, match="state"):
         backward(*arguments, *walk[:2], state[:-1], *walk[3:])
-    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", "fastest")
-    with pytest.raises(ValueError, match="pixel or splat"):
-        backward(*arguments, *walk)

@@ -35,7 +35,7 @@ def expected_of(splats: Splats, lists: tuple[Tensor, Tensor], *, mark_stops: boo
 
 
 def compare(library: ctypes.CDLL, splats: Splats, split_above: int, *, mark_stops: bool = False) -> Emulated:
-    """Pixels, and gradients of both kernels, with and without absolute ones."""
+    """Pixels, and gradients, with and without absolute ones."""
     lists = splats.intersect()
     found = Emulated(library, splats, lists, split_above, mark_stops=mark_stops)
     arguments, (out, alpha, last, state) = expected_of(splats, lists, mark_stops=mark_stops)
@@ -47,13 +47,12 @@ def compare(library: ctypes.CDLL, splats: Splats, split_above: int, *, mark_stop
     v_out = torch.randn(out.shape, generator=generator) * same[:, None]
     v_alpha = torch.randn(alpha.shape, generator=generator) * same
     walk = (alpha.abs(), last, state, out, v_out.double(), v_alpha.double())
-    for splatwise in (False, True):
-        for absgrad in (True, False):
-            gradients = found.backward(v_out, v_alpha, absgrad=absgrad, splatwise=splatwise)
-            gradients_ = torch.ops.ns_multigpu.rasterize_backward(*arguments, *walk, absgrad)
-            for actual, expected in zip(gradients, gradients_, strict=False):
-                assert bool(actual.isfinite().all())
-                assert_gradient_close(actual, expected, 2e-4)
+    for absgrad in (True, False):
+        gradients = found.backward(v_out, v_alpha, absgrad=absgrad)
+        gradients_ = torch.ops.ns_multigpu.rasterize_backward(*arguments, *walk, absgrad)
+        for actual, expected in zip(gradients, gradients_, strict=False):
+            assert bool(actual.isfinite().all())
+            assert_gradient_close(actual, expected, 2e-4)
     return found
 
 

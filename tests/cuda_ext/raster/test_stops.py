@@ -63,10 +63,8 @@ def test_the_sign_tells_where_drawing_stopped(backend: type[AbstractContextManag
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", ["pixel", "splat"])
 @pytest.mark.parametrize("channels", [3, 4, 6])
-def test_the_sign_on_a_gpu(monkeypatch: pytest.MonkeyPatch, variant: str, channels: int) -> None:
-    monkeypatch.setenv("NS_MULTIGPU_BACKWARD", variant)
+def test_the_sign_on_a_gpu(channels: int) -> None:
     splats = dense(torch.float32, channels).to("cuda")
     found, plain = marked(splats, True, nullcontext), marked(splats, False, nullcontext)
     expected = marked(dense(torch.float32, channels), True, nullcontext)

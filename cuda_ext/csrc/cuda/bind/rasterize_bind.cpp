@@ -95,15 +95,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> rasterize(
   return {out, alpha, last, kept};
 }
 
-// For measuring: NS_MULTIGPU_BACKWARD chooses between the two kernels of 16x16 tiles.
-BackwardVariant backward_variant() {
-  const char* value = std::getenv("NS_MULTIGPU_BACKWARD");
-  const std::string name = value == nullptr || *value == '\0' ? "pixel" : value;
-  TORCH_CHECK_VALUE(name == "pixel" || name == "splat", "NS_MULTIGPU_BACKWARD is '", name,
-                    "'; it must be pixel or splat.");
-  return name == "pixel" ? BackwardVariant::kPixel : BackwardVariant::kSplat;
-}
-
 // Adds the gradients of all rows to their records.
 void add_records(const Inputs& inputs, const Cut& cut, const at::Tensor& alpha_, const at::Tensor& last_,
                  const at::Tensor& kept, const at::Tensor& out_, const at::Tensor& v_out_, const at::Tensor& v_alpha_,
@@ -125,10 +116,8 @@ void add_records(const Inputs& inputs, const Cut& cut, const at::Tensor& alpha_,
                                last.const_data_ptr<int32_t>()};
   if (!shape.fast()) {
     NSMG_CUDA_CHECK(launch_backward_generic(inputs.in, shape, state, pixels, target, v_features, absgrad, stream));
-  } else if (backward_variant() == BackwardVariant::kPixel) {
-    NSMG_CUDA_CHECK(launch_backward_pixel(inputs.in, shape, state, pixels, target, absgrad, stream));
   } else {
-    NSMG_CUDA_CHECK(launch_backward_splat(inputs.in, shape, state, pixels, target, absgrad, stream));
+    NSMG_CUDA_CHECK(launch_backward(inputs.in, shape, state, pixels, target, absgrad, stream));
   }
 }
 

@@ -100,8 +100,6 @@ struct RecordTarget {
   bool system_scope;
 };
 
-enum class BackwardVariant { kPixel, kSplat };
-
 constexpr int kLengthClasses = 16;
 
 // A part of a list that is split.
@@ -151,12 +149,9 @@ cudaError_t launch_order(const RasterInputs& in, const RasterShape& shape, const
                          const RasterPlan& plan, cudaStream_t stream);
 cudaError_t launch_forward(const RasterInputs& in, const RasterShape& shape, const RasterState& state,
                            const RasterPlan& plan, const RasterOutputs& outputs, cudaStream_t stream);
-cudaError_t launch_backward_pixel(const RasterInputs& in, const RasterShape& shape, const RasterState& state,
-                                  const RasterGradients& pixels, const RecordTarget& target, bool absgrad,
-                                  cudaStream_t stream);
-cudaError_t launch_backward_splat(const RasterInputs& in, const RasterShape& shape, const RasterState& state,
-                                  const RasterGradients& pixels, const RecordTarget& target, bool absgrad,
-                                  cudaStream_t stream);
+cudaError_t launch_backward(const RasterInputs& in, const RasterShape& shape, const RasterState& state,
+                            const RasterGradients& pixels, const RecordTarget& target, bool absgrad,
+                            cudaStream_t stream);
 // Any tile size and number of channels. Beyond 4 channels the features' gradients go to v_features, not to the records.
 cudaError_t launch_forward_generic(const RasterInputs& in, const RasterShape& shape, const RasterState& state,
                                    const RasterOutputs& outputs, cudaStream_t stream);

@@ -148,7 +148,7 @@ auto kernel_of(bool absgrad) {
 
 }  // namespace
 
-cudaError_t launch_backward_pixel(const RasterInputs& in, const RasterShape& shape, const RasterState& state,
+cudaError_t launch_backward(const RasterInputs& in, const RasterShape& shape, const RasterState& state,
                                   const RasterGradients& pixels, const RecordTarget& target, bool absgrad,
                                   cudaStream_t stream) {
   if (shape.tiles == 0 || shape.rows == 0) return cudaSuccess;  // without tiles nothing has written the slots
