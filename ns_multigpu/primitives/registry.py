@@ -105,7 +105,6 @@ _NO_OPERATORS = "only the fused steps of 3D Gaussians do that"
 _WITHOUT = {
     ("rasterize_mode", "antialiased"): "2D Gaussians have a low-pass filter of their own; use classic",
     ("densifier", "mcmc"): "MCMC's noise and relocation are those of 3D Gaussians; use default",
-    ("selective_adam", True): _NO_OPERATORS,
     ("optimizer_state", "compact"): _NO_OPERATORS,
 }
 _WITHOUT_SCALES = {

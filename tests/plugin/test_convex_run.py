@@ -110,7 +110,6 @@ def test_what_is_not_finite_is_named_by_fused_steps(tmp_path: Path, monkeypatch:
 REFUSED = [
     ({"rasterize_mode": "antialiased"}, "rasterize-mode antialiased.*which convexes lack; use classic"),
     ({"densifier": "mcmc"}, "densifier mcmc is not for 3D convexes"),
-    ({"selective_adam": True}, "selective-adam True is not for 3D convexes .*only the fused steps of 3D Gaussians"),
     ({"optimizer_state": "compact"}, "optimizer-state compact is not for 3D convexes .*steps of 3D Gaussians"),
     ({"use_scale_regularization": True}, "use-scale-regularization True is not for 3D convexes .*which convexes lack"),
 ]

@@ -170,9 +170,7 @@ def sums_of(fused: str, world: World, folder: Path, tile: bool) -> dict[str, Any
 @pytest.mark.parametrize(("counts", "sums"), [(True, "grad2d radii"), (True, "grad2d"), (False, "grad2d radii")])
 def test_kernels_know_whether_sizes_are_counted(counts: bool, sums: str) -> None:
     """Ranks tell each other conics for that alone; MCMC counts gradients at most."""
-    model = SimpleNamespace(
-        config=SimpleNamespace(use_absgrad=True, selective_adam=False), primitive=lambda depth: Gaussians(sh_degree=1)
-    )
+    model = SimpleNamespace(config=SimpleNamespace(use_absgrad=True), primitive=lambda depth: Gaussians(sh_degree=1))
     noise, points = SimpleNamespace(weights=dict), SimpleNamespace(statistics=dict.fromkeys(sums.split()))
     training: Any = SimpleNamespace(_model=model, _noise=noise, _points=points)
     kernels = Training._kernels(training, 1, counts, [])

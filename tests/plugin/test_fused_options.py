@@ -34,7 +34,6 @@ def make_run(fused_steps: str = "always") -> SimpleNamespace:
         num_downscales=1,
         primitive="3dgs",
         optimizer_state="full",
-        selective_adam=False,
         camera_optimizer=SimpleNamespace(mode="off"),
         use_bilateral_grid=False,
         sh_degree=3,
@@ -167,22 +166,18 @@ def test_a_loss_of_depth_is_fused_where_operators_have_it_and_draw_whole_pixels(
     assert obstacle(run.config, run.pipeline, run.optimizers) is None
 
 
-def test_mcmc_is_fused_but_not_with_selective_adam(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mcmc_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: True)
     gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
     for wish in ("always", "auto"):
         run = make_run(wish)
         run.pipeline.model.densifier = McmcDensifier()
         assert asked(run, gpu) == (True, "Steps are fused.")
-        run.pipeline.model.config.selective_adam = True
-        with pytest.raises(InputError, match="MCMC moves Gaussians that are not drawn"):
-            asked(run, gpu)
 
 
 # Options for fused steps only, and what is said where steps are not.
 FUSED_ONLY: list[tuple[str, Any, str]] = [
     ("optimizer_state", "compact", "optimizer-state compact"),
-    ("selective_adam", True, "selective-adam True"),
 ]
 
 
@@ -267,18 +262,18 @@ def test_on_a_gpu_they_are_fused_where_nothing_forbids_it(monkeypatch: pytest.Mo
     assert asked(run, world) == (False, "Steps are not fused: there are masks.")
 
 
-@pytest.mark.parametrize(("selective", "noise"), [(False, False), (True, False), (False, True)])
-def test_steps_of_selective_adam_and_mcmc_are_never_put_off(selective: bool, noise: bool) -> None:
+@pytest.mark.parametrize("noise", [False, True])
+def test_steps_of_mcmc_are_never_put_off(noise: bool) -> None:
     """Where others begin to be, once steps on a GPU draw little of the model."""
     run = make_run()
-    run.pipeline.model.config.selective_adam, run.pipeline.model.total_points = selective, 1000
+    run.pipeline.model.total_points = 1000
     training = object.__new__(Training)
     training._world, training._model = World(0, 1, 0, 1, torch.device("cuda", 0)), run.pipeline.model
     run.pipeline.model.densifier = McmcDensifier() if noise else run.pipeline.model.densifier
     training._noise = StepNoise(run.pipeline, run.optimizers)
     training._rows_drawn, training._wants_lazy, training._key = 10, False, "made"
     training._choose_lazy()
-    assert (training._wants_lazy, training._key) == ((False, "made") if selective or noise else (True, None))
+    assert (training._wants_lazy, training._key) == ((False, "made") if noise else (True, None))
 
 
 def _acts(config: Any, step: int, evaluates: bool) -> bool:

@@ -101,7 +101,6 @@ def test_losses_count_from_their_starts_and_for_2d_gaussians_alone() -> None:
 REFUSED = [
     ({"rasterize_mode": "antialiased"}, "tile", "rasterize-mode antialiased.*filter of their own; use classic"),
     ({"densifier": "mcmc"}, "tile", "densifier mcmc is not for 2D Gaussians"),
-    ({"selective_adam": True}, "tile", "selective-adam True .*only the fused steps of 3D Gaussians"),
     ({"optimizer_state": "compact"}, "tile", "optimizer-state compact .*only the fused steps of 3D Gaussians"),
     ({}, "pixel", "normal-loss 0.05: with the strategy pixel.*Add --pipeline.model.normal-loss 0"),
     ({"distortion_loss": -1.0}, "tile", "distortion-loss -1.0: give a weight of 0 or more"),

@@ -1,8 +1,8 @@
 """A course of training with `tile`, on any number of ranks, is one rank's with `batch` and points in Morton order.
 
 Ordinary steps are compared in double precision, to rounding; fused ones, whose records are in single precision, to
-ordinary ones with room for it, or where Adam is selective, which ordinary steps cannot, to fused ones. With three ranks
-one has no pixels where a step has one view, which is two rows of tiles high.
+ordinary ones with room for it. With three ranks one has no pixels where a step has one view, which is two rows of tiles
+high.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.schema import ORDER
@@ -50,9 +49,7 @@ class Case:
         return "fused_steps" in self.options
 
 
-GATHERED, SORTED, SELECTIVE = (
-    "fused, two views", "fused, two views, sorted lists, two groups", "fused, two views, selective Adam",
-)  # fmt: skip
+GATHERED, SORTED = "fused, two views", "fused, two views, sorted lists, two groups"
 CASES = {
     "one view": Case(1),
     "two views": Case(2),
@@ -61,7 +58,6 @@ CASES = {
     "fused, one view": Case(1, FUSED, 3e-4),
     GATHERED: Case(2, FUSED, 3e-4),
     SORTED: Case(2, {**FUSED, "pipeline.tile_lists": "sort", "pipeline.overlap": 2}, 3e-4),
-    SELECTIVE: Case(2, {**FUSED, MODEL + "selective_adam": True}, 3e-4),
     "fused, a rank without points": Case(1, {**FUSED, **TWO_POINTS}, 3e-4),
 }
 
@@ -69,7 +65,7 @@ CASES = {
 def train(world: World, folder: Path, name: str, *, tile: bool) -> Outcome:
     case = CASES[name]
     options = {**COMMON, **case.options}
-    if not tile and name != SELECTIVE:
+    if not tile:
         options["fused_steps"] = "never"
     runs = folder / f"{'tile' if tile else 'batch'}-{world.size}" / name.replace(" ", "-")
     capture = folder / ("one-size" if case.fused else "mixed")
@@ -110,14 +106,6 @@ def test_shards_are_of_nearly_equal_work(courses: dict[int, list[dict[str, Outco
     for size in RANKS[1:]:
         shards = courses[size][0]["one view"]["shards"]
         assert max(shards) < 1.5 * sum(shards) / size, shards
-
-
-def test_a_selective_course_is_another(courses: dict[int, list[dict[str, Outcome]]]) -> None:
-    for size in RANKS:
-        selective, dense = courses[size][0][SELECTIVE], courses[size][0][GATHERED]
-        moved = [name for name, value in dense["parameters"].items() if value.numel()]
-        same = [name for name in moved if torch.equal(selective["parameters"][name], dense["parameters"][name])]
-        assert "gauss_params.means" in moved and not same
 
 
 def test_lists_of_tiles_and_groups_of_rows_change_nothing(courses: dict[int, list[dict[str, Outcome]]]) -> None:

@@ -64,19 +64,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rows in no parts": (
         {**FUSED, "capture": "one size", "pipeline.overlap": 0}, "^--pipeline.overlap 0: splats leave in 1 part at",
     ),
-    "selective Adam in ordinary steps": (
-        {"capture": "one size", MODEL + "selective_adam": True},
-        "^--pipeline.model.selective-adam True: only fused steps .* are not fused: on a CPU they are only with --fused",
-    ),
     "a compact state in ordinary steps": (
         {"capture": "one size", MODEL + "optimizer_state": "compact"},
         "^--pipeline.model.optimizer-state compact: .* are not fused: on a CPU they are only with --fused-steps always",
     ),
     "fused steps of mixed sizes": (FUSED, "^--fused-steps always: steps cannot be fused, for views differ in size"),
-    "fused selective mcmc": (
-        {**FUSED, "capture": "one size", **OPTIONS["densifier mcmc"], MODEL + "selective_adam": True},
-        "^--fused-steps always: steps cannot be fused, for MCMC moves Gaussians that are not drawn",
-    ),
     "mcmc above its cap": (
         {**OPTIONS["densifier mcmc"], MODEL + "max_gs_num": POINTS - 1},
         f"{POINTS} Gaussians, more than --pipeline.model.max-gs-num {POINTS - 1}",

@@ -199,7 +199,7 @@ def test_halves_of_what_lasts_longer_than_the_capture_keep_their_time() -> None:
 
 
 def test_what_they_cannot_do_is_refused() -> None:
-    usual = {"selective_adam": False, "optimizer_state": "full", "depth_loss": 0.0}
+    usual = {"optimizer_state": "full", "depth_loss": 0.0}
     check_primitive(SimpleNamespace(primitive="4dgs", densifier="default", **usual), "tile")  # type: ignore[arg-type]
     wanted: Any = SimpleNamespace(primitive="4dgs", densifier="mcmc", **usual)
     with pytest.raises(InputError, match=r"--pipeline.model.densifier mcmc is not for 4D Gaussians \(.*4dgs\): MCMC's"):

@@ -22,7 +22,7 @@ def fuses(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bo
         pipeline: its pipeline. optimizers: its `BatchOptimizers`.
 
     Raises:
-        InputError: they must be and cannot, or they are not and the optimizer's state is compact or Adam selective.
+        InputError: they must be and cannot, or they are not and the optimizer's state is compact.
     """
     yes, reason = _decided(config, pipeline, optimizers, world)
     options = pipeline.model.config
@@ -30,11 +30,6 @@ def fuses(config: Any, pipeline: Any, optimizers: Any, world: World) -> tuple[bo
         raise InputError(
             "--pipeline.model.optimizer-state compact: only fused steps keep Adam's moments in bfloat16, and steps are "
             f"not fused: {reason}. Change that, or leave the option out: the optimizer's state is full then."
-        )
-    if not yes and options.selective_adam:
-        raise InputError(
-            "--pipeline.model.selective-adam True: only fused steps leave out Gaussians that are not drawn, and steps "
-            f"are not fused: {reason}. Change that, or leave the option out: all Gaussians take Adam's step then."
         )
     if yes:
         return True, "Steps are fused."
@@ -113,10 +108,6 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     pieces = why_no_step(pipeline.strategy, pipeline.batch_size)
     tests: Sequence[tuple[bool, Callable[[], str]]] = (
         (pieces is not None, lambda: str(pieces)),
-        (
-            options.selective_adam and model.densifier.noisy,
-            lambda: "MCMC moves Gaussians that are not drawn, and --pipeline.model.selective-adam leaves them alone",
-        ),
         (options.camera_optimizer.mode != "off", lambda: "camera poses are optimized"),
         (options.use_bilateral_grid, lambda: "there is a bilateral grid"),
         (options.sh_degree == 0, lambda: "there are no spherical harmonics"),

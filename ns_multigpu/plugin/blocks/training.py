@@ -10,8 +10,8 @@ the device some steps later than they are made, always the same number, so that 
 the same.
 
 Within a block the steps of points that are not drawn are put off (`LazyAdam`); before anybody else may look
-at the model, they are taken. With selective Adam they are not taken at all, and none is put off; nor with MCMC, whose
-noise moves all of them after each step (`fused_noise`).
+at the model, they are taken. With MCMC none is put off, for its noise moves all points after each step
+(`fused_noise`).
 """
 
 from collections.abc import Callable, Sequence
@@ -206,11 +206,8 @@ class Training:
             self._wants_lazy, self._key = wanted, None
 
     def _may_put_off(self) -> bool:
-        """Not where the points that are not drawn take no step, noise moves all of them, or kernels put nothing off."""
-        model = self._model
-        return model.primitive(depth=False).kernels().puts_off and not (
-            model.config.selective_adam or self._noise.active
-        )
+        """Not where noise moves the points that are not drawn, or kernels put nothing off."""
+        return self._model.primitive(depth=False).kernels().puts_off and not self._noise.active
 
     def refine(self, steps: range) -> None:
         """Densification after a block."""
@@ -321,7 +318,7 @@ class Training:
         now = {"sh_degree": degree, "absgrad": options.use_absgrad and counts}
         primitive = replace(primitive, **{name: value for name, value in now.items() if hasattr(primitive, name)})
         more = {"losses": dict(losses)} if losses else {}
-        kernels = primitive.kernels(selective=options.selective_adam, **self._noise.weights(), **more)
+        kernels = primitive.kernels(**self._noise.weights(), **more)
         assert kernels is not None, "asked before: see `fused_options.obstacle`"
         sized = counts and "radii" in self._points.statistics
         return replace(kernels, sized=sized) if isinstance(kernels, GaussianKernels) else kernels

@@ -52,11 +52,6 @@ class SplatModelConfig(SplatfactoModelConfig):
     """How Adam keeps its two moments of every parameter of the Gaussians: "full", as float32, 8 bytes a parameter and
     472 a Gaussian; "compact", as bfloat16 that is rounded up or down at random, half of that. With compact a Gaussian
     takes 484 bytes in all instead of 720. For fused steps only (see --fused-steps)."""
-    selective_adam: bool = False
-    """Only Gaussians that a view of the step's batch draws, on any GPU, take Adam's step; the others keep parameters
-    and moments (Mallick et al. 2024, Taming 3DGS). The results differ from Splatfacto's, and what that does to quality
-    has not been measured. Bias corrections count the model's steps, as dense Adam's do. For fused steps only (see
-    --fused-steps)."""
     densifier: Literal["default", "mcmc"] = "default"
     """How points are added and removed: "default" splits, clones and prunes; "mcmc" relocates, up to max-gs-num."""
     morton_order: bool = False

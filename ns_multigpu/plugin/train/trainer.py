@@ -97,7 +97,7 @@ class DistributedTrainer(Trainer):
         if course.batch > 1:
             CONSOLE.print(course.described())
         compact = names(pipeline.model.schema) if pipeline.model.config.optimizer_state == "compact" else ()
-        fused = config.fused_steps == "always" or bool(compact) or pipeline.model.config.selective_adam
+        fused = config.fused_steps == "always" or bool(compact)
         spread = pipeline.model.spread_parameters()
         what = (config.optimizers.copy(), pipeline.get_param_groups(), course)
         optimizers = BatchOptimizers(*what, fused=fused, compact=compact, spread=spread)

@@ -84,10 +84,9 @@ def test_overflow_keeps_the_first_rows_and_tells() -> None:
         assert torch.equal(a, b[:333])
 
 
-@pytest.mark.parametrize("selective", [False, True])
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_update(case: tuple[Any, ...], records: bool, selective: bool) -> None:
+def test_update(case: tuple[Any, ...], records: bool) -> None:
     model, degree, settings = settings_of(case)
     device = model.to("cuda")
     antialiased = settings["antialiased"]
@@ -98,7 +97,7 @@ def test_update(case: tuple[Any, ...], records: bool, selective: bool) -> None:
     gradients = to(to(gradients, "cpu"), "cpu", F64)
     ours = {k: torch.full((case[0],), 0.5, device="cuda") for k in ("grad2d", "seen", "radii_max")}
     theirs = {k: v.cpu().double() for k, v in ours.items()}
-    common = {"antialiased": antialiased, "absgrad": records, "selective": selective, "opacity_weight": 0.01}
+    common = {"antialiased": antialiased, "absgrad": records, "opacity_weight": 0.01}
     before = device.to("cuda")
     model.update(rows, gradients, degree, **common, **theirs)
     given: Any = to(gradients, "cuda")
@@ -127,9 +126,6 @@ def test_statistics_may_be_left_out_and_rows_be_none() -> None:
     before = [p.clone() for p in model.params]
     model.update(rows, make_gradients(rows))
     assert all((p != q).all() for p, q in zip(model.params, before, strict=True))  # Adam's momentum
-    before = [p.clone() for p in model.params]
-    model.update(rows, make_gradients(rows), selective=True)
-    assert all(torch.equal(p, q) for p, q in zip(model.params, before, strict=True))
 
 
 def test_update_twice_is_the_same() -> None:

@@ -89,23 +89,6 @@ def test_update_is_torchs_adam(antialiased: bool, depth: bool, degree: int, reco
         torch.testing.assert_close(found, p.detach(), rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_selective_leaves_the_others_alone() -> None:
-    model, dense = make_model(spread=2.0), make_model(spread=2.0)
-    before = model.to("cpu", F64)
-    rows = model.forward(700)
-    gradients = make_gradients(rows)
-    model.update(rows, gradients, selective=True)
-    dense.update(rows, gradients)
-    drawn = torch.zeros(300, dtype=torch.bool)
-    drawn[rows.point_ids[rows.radii[:, 0] > 0].long()] = True
-    assert 20 < int(drawn.sum()) < 280
-    for kind in ("params", "exp_avgs", "exp_avg_sqs"):
-        for new, old, other in zip(getattr(model, kind), getattr(before, kind), getattr(dense, kind), strict=True):
-            assert torch.equal(new[~drawn], old[~drawn])
-            torch.testing.assert_close(new[drawn], other[drawn], rtol=1e-12, atol=1e-14)
-            assert (other[~drawn] != old[~drawn]).any()
-
-
 def test_regularisation() -> None:
     model = make_model(40)
     rows = model.forward(0)

@@ -31,7 +31,7 @@ def model_of(columns: Tensor, opacities: Tensor) -> Model:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", ["plain", "selective", "lazy"])
+@pytest.mark.parametrize("way", ["plain", "lazy"])
 def test_squares_that_touch_the_view_are_counted(way: str, device: str) -> None:
     # 64 points beside the image, reaching into it by their squares only; then by turns such a point and one that is
     # drawn; then points whose squares lie beside it too.
@@ -49,7 +49,7 @@ def test_squares_that_touch_the_view_are_counted(way: str, device: str) -> None:
 
     before = model.params[3].clone()
     statistics = {k: torch.full_like(model.params[0][:, 0], 0.125) for k in ("grad2d", "seen", "radii_max")}
-    model.update(rows, make_gradients(rows), 1, selective=way == "selective", lazy=lazy, **statistics)
+    model.update(rows, make_gradients(rows), 1, lazy=lazy, **statistics)
     grad2d, seen, radii_max = (statistics[k].cpu() - 0.125 for k in ("grad2d", "seen", "radii_max"))
     torch.testing.assert_close(seen, torch.where(beside | drawn, 2.0, 0.0).to(seen.dtype), rtol=0, atol=0)
     assert bool((grad2d[drawn] > 0).all()) and not bool(grad2d[~drawn].any())

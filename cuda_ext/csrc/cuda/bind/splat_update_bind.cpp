@@ -26,15 +26,15 @@ void splat_update(at::TensorList params, at::TensorList exp_avgs, at::TensorList
                   const at::Tensor& count_, const at::Tensor& conics_, const at::Tensor& features_,
                   const at::Tensor& radii_, at::TensorList row_gradients, const at::Tensor& grad2d,
                   const at::Tensor& seen, const at::Tensor& radii_max, int64_t degree, double eps2d, double near_plane,
-                  double far_plane, bool antialiased, bool absgrad, bool selective, double opacity_weight,
+                  double far_plane, bool antialiased, bool absgrad, double opacity_weight,
                   double scale_weight, const Optional& last, const Optional& table, const Optional& steps,
                   const Optional& witness, at::IntArrayRef witness_views, const Optional& boxes) {
   UpdateLaunch launch = {};
   put_parameters({params, exp_avgs, exp_avg_sqs}, launch);
   launch.lazy = lazy_state(last, table, steps, params[kMeans]);
   if (launch.lazy.last != nullptr) {
-    TORCH_CHECK_VALUE(!selective && opacity_weight == 0.0 && scale_weight == 0.0,
-                      "lazy steps are those of points without a gradient: neither selective nor regularised ones.");
+    TORCH_CHECK_VALUE(opacity_weight == 0.0 && scale_weight == 0.0,
+                      "lazy steps are those of points without a gradient: not of regularised ones.");
   }
   const at::Tensor& means = params[kMeans];
   check_degree(degree, params[kShRest]);
@@ -101,9 +101,8 @@ void splat_update(at::TensorList params, at::TensorList exp_avgs, at::TensorList
                       all ? launch.views.count : cuda_count(witness_views[1], "views")};
   }
   if (boxes.has_value()) launch.boxes = in_place(*boxes, "boxes", {box_groups(launch.points), kBoxFloats}, means);
-  launch.settings = {static_cast<int>(degree),  static_cast<float>(eps2d),          antialiased,
-                     absgrad,                   selective,                          static_cast<float>(opacity_weight),
-                     static_cast<float>(scale_weight)};
+  launch.settings = {static_cast<int>(degree), static_cast<float>(eps2d), antialiased, absgrad,
+                     static_cast<float>(opacity_weight), static_cast<float>(scale_weight)};
 
   const c10::cuda::CUDAGuard guard(means.device());
   const at::Tensor starts =

@@ -4,7 +4,6 @@
 // to shared memory. Then the warp walks over the parameters, 16 bytes a lane, and takes Adam's step.
 //
 // 1416 bytes a point (59 floats, three arrays, read and written; 944 where moments are bfloat16), and about 100 a row.
-// Selective: only visible points.
 
 #include "cuda/optim/splat_update.h"
 
@@ -50,7 +49,7 @@ __device__ __forceinline__ void stage(const float* from, float* to, int floats, 
   if (i < floats) to[i] = from[i];
 }
 
-template <int Degree, bool Selective, typename Moment>
+template <int Degree, typename Moment>
 __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_constant__ UpdateLaunch launch) {
   extern __shared__ float4 storage[];
   auto* views = reinterpret_cast<ViewSetup*>(storage);
@@ -75,7 +74,6 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
   }
   shown = __any_sync(0xffffffffu, shown);
 
-  uint32_t drawn_points = 0;
   const bool weighted = settings.opacity_weight != 0.0f || settings.scale_weight != 0.0f;
   if (shown || weighted) {
     if (Degree > 0 && shown) {
@@ -89,20 +87,17 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
       const Lane<Degree> mine = {launch, views, rest + lane * launch.rest_floats, group, first, lane};
       PointStatistics statistics;
       statistics.load(launch.statistics, id);
-      const bool drawn = mine.sum_rows(point, sums, statistics);
-      drawn_points = __ballot_sync(0xffffffffu, drawn);
+      mine.sum_rows(point, sums, statistics);
       if (statistics.counted) statistics.store(launch.statistics, id);
       if constexpr (Degree > 0) mine.outer_products(point.mean);
     }
     put_gradients(shared, lane, sums, point, settings);
     __syncwarp();
   }
-  if (Selective && drawn_points == 0) return;
-
   const uint32_t salt = step_salt<Moment>(launch.scalars, launch.views);
   const auto step = [&](auto batch, int tensor, int width, const float* gradient) {
     const Span<Moment> span = span_of<Moment>(launch, first, size, tensor, width, salt);
-    step_span<Selective, decltype(batch)::value>(span, gradient, launch.scalars + 8 * tensor, drawn_points, lane);
+    step_span<decltype(batch)::value>(span, gradient, launch.scalars + 8 * tensor, lane);
   };
   const bool moved = shown || weighted;
   step(Batch<1>{}, kMeans, 3, moved ? shared + kMeanAt : nullptr);
@@ -111,27 +106,23 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
   step(Batch<1>{}, kLogits, 1, moved ? shared + kLogitAt : nullptr);
   step(Batch<1>{}, kShDc, 3, moved ? shared + kDcAt : nullptr);
   if (launch.boxes != nullptr) {
-    const bool stepped = Selective ? ((drawn_points >> lane) & 1) != 0 : inside;
-    widen_box(launch.boxes, group, stepped, launch.values[kMeans], launch.values[kLogScales], id, lane);
+    widen_box(launch.boxes, group, inside, launch.values[kMeans], launch.values[kLogScales], id, lane);
   }
   if (launch.rest_floats > 0) step(Batch<4>{}, kShRest, launch.rest_floats, Degree > 0 && shown ? rest : nullptr);
 }
 
-template <int Degree, bool Selective, typename Moment>
+template <int Degree, typename Moment>
 cudaError_t launch_update(const UpdateLaunch& launch, cudaStream_t stream) {
   const int blocks = (update_groups(launch.points) + kUpdateWarps - 1) / kUpdateWarps;
   const size_t bytes = view_bytes(launch.views.count) + sizeof(float) * kUpdateWarps * warp_floats(launch.rest_floats);
-  update_kernel<Degree, Selective, Moment><<<blocks, kUpdateThreads, bytes, stream>>>(launch);
+  update_kernel<Degree, Moment><<<blocks, kUpdateThreads, bytes, stream>>>(launch);
   return cudaGetLastError();
 }
 
 template <int Degree>
 cudaError_t launch_degree(const UpdateLaunch& launch, cudaStream_t stream) {
-  return with_moments(launch.compact, [&](auto moment) {
-    using Moment = decltype(moment);
-    return launch.settings.selective ? launch_update<Degree, true, Moment>(launch, stream)
-                                     : launch_update<Degree, false, Moment>(launch, stream);
-  });
+  return with_moments(launch.compact,
+                      [&](auto moment) { return launch_update<Degree, decltype(moment)>(launch, stream); });
 }
 
 }  // namespace

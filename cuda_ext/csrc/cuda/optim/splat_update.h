@@ -45,7 +45,7 @@ struct UpdateWitness {
 struct UpdateSettings {
   int degree;
   float eps2d;
-  bool antialiased, absgrad, selective;
+  bool antialiased, absgrad;
   float opacity_weight, scale_weight;
 };
 

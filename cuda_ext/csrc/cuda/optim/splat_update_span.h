@@ -42,30 +42,21 @@ __device__ __forceinline__ uint32_t chosen(uint32_t points, int q, int width) {
   return bits;
 }
 
-__device__ __forceinline__ void pick(float4& now, const float4& before, uint32_t bits) {
-  now.x = bits & 1 ? now.x : before.x;
-  now.y = bits & 2 ? now.y : before.y;
-  now.z = bits & 4 ? now.z : before.z;
-  now.w = bits & 8 ? now.w : before.w;
-}
-
-// Steps the span. `gradient` [floats] lies in shared memory, or is null for zero. With `Selective` only the points whose
-// bit is set in `points` are touched. `Count` float4s of each array are in flight.
-template <bool Selective, int Count, typename Moment>
+// Steps the span. `gradient` [floats] lies in shared memory, or is null for zero. `Count` float4s of each array are in
+// flight.
+template <int Count, typename Moment>
 __device__ __forceinline__ void step_span(const Span<Moment>& span, const float* gradient, const float* scalars,
-                                          uint32_t points, int lane) {
+                                          int lane) {
   const AdamScalars<float> s = load_adam_scalars(scalars);
   auto* value = reinterpret_cast<float4*>(span.value);
   const auto* gradient4 = reinterpret_cast<const float4*>(gradient);
   const int quads = span.floats / 4;
   for (int base = lane; base < quads; base += 32 * Count) {
     float4 p[Count], m[Count], v[Count];
-    uint32_t bits[Count];
 #pragma unroll
     for (int k = 0; k < Count; ++k) {
       const int q = base + 32 * k;
-      bits[k] = q < quads ? (Selective ? chosen(points, q, span.width) : 15u) : 0u;
-      if (bits[k] != 0) {
+      if (q < quads) {
         p[k] = value[q];
         m[k] = stream_moments(span.moment1, q);
         v[k] = stream_moments(span.moment2, q);
@@ -74,15 +65,9 @@ __device__ __forceinline__ void step_span(const Span<Moment>& span, const float*
 #pragma unroll
     for (int k = 0; k < Count; ++k) {
       const int q = base + 32 * k;
-      if (bits[k] != 0) {
-        const float4 old_p = p[k], old_m = m[k], old_v = v[k];
+      if (q < quads) {
         const float4 g = gradient != nullptr ? gradient4[q] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         adam_quad(s, g, p[k], m[k], v[k]);
-        if (Selective) {
-          pick(p[k], old_p, bits[k]);
-          pick(m[k], old_m, bits[k]);
-          pick(v[k], old_v, bits[k]);
-        }
         value[q] = p[k];
         stream_moments(span.moment1, span.moment2, q, m[k], v[k], span.salt);
       }
@@ -90,7 +75,7 @@ __device__ __forceinline__ void step_span(const Span<Moment>& span, const float*
   }
   // The last group of points may end within a quad.
   const int i = 4 * quads + lane;
-  if (i < span.floats && (!Selective || ((points >> (i / span.width)) & 1))) {
+  if (i < span.floats) {
     float p = span.value[i], m = load_moment(span.moment1 + i), v = load_moment(span.moment2 + i);
     adam_element(s, gradient != nullptr ? gradient[i] : 0.0f, p, m, v);
     span.value[i] = p;
