@@ -1,4 +1,4 @@
-// What rasterize_bind.cpp does, for pointers.
+// Does what rasterize_bind.cpp does, for pointers.
 #include <cstdint>
 #include <limits>
 #include <vector>

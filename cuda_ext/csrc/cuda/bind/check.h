@@ -1,5 +1,5 @@
-// For the *_bind.cpp files: CUDA errors as torch errors, and the checks of arguments that they share. The .cu files do
-// not include this (torch's headers make nvcc slow): their launch functions return cudaError_t.
+// CUDA errors as torch errors, and the check of a tensor. The .cu files do not include this (torch's headers make nvcc
+// slow): their launch functions return cudaError_t.
 //
 // Several *_bind.cpp files are compiled as one. So each has a namespace of its own name, and no two headers may give one
 // name to two things.

@@ -1,90 +1,77 @@
-// `gather_pieces`, `scatter_pieces`, `composite_pieces` and `composite_pieces_backward` on CUDA.
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#include <torch/library.h>
+// Pixels that are drawn cell by cell, on CUDA: gathered, scattered, composited front to back, and the way back.
+
+#include "cuda/bind/call.h"
+#include "cuda/exchange/pieces.h"
 
 #include <algorithm>
-#include <cstdint>
-#include <tuple>
-#include <vector>
-
-#include "cuda/bind/check.h"
-#include "cuda/exchange/pieces.h"
 
 namespace nsmg {
 namespace pieces_bind {
 
 template <typename Row>
-at::Tensor room_for(const std::vector<Row>& rows, const at::TensorOptions& options) {
-  return at::empty({int64_t(rows.size() * sizeof(Row))}, options.dtype(at::kByte));
+Row* room_for(Call& call, const std::vector<Row>& rows) {
+  return static_cast<Row*>(call.scratch_bytes(int64_t(rows.size() * sizeof(Row))));
+}
+
+// Six numbers a piece, and the most pixels of any; `made` gets a piece's numbers.
+template <typename Row, typename Make>
+std::vector<Row> pieces_of(at::IntArrayRef numbers, int width, int* most, const Make& made) {
+  TORCH_CHECK_VALUE(numbers.size() % 6 == 0, "pieces holds 6 integers a piece, got ", numbers.size(), " in all.");
+  TORCH_CHECK_VALUE(numbers.size() / 6 < 65536, "there are ", numbers.size() / 6,
+                    " pieces; the CUDA operators take 65535.");
+  std::vector<Row> rows;
+  for (size_t k = 0; k < numbers.size(); k += 6) {
+    const int64_t* n = numbers.data() + k;
+    rows.push_back(made(n));
+    *most = std::max(*most, cuda_count(n[width] * n[width + 1], "pixels"));
+  }
+  return rows;
 }
 
 struct Pieces {
-  std::vector<PixelPiece> rows;
   int most = 0;
+  std::vector<PixelPiece> rows;
 
-  // `place`: which of a piece's 6 numbers is its row.
-  Pieces(at::IntArrayRef numbers, int place) {
-    TORCH_CHECK_VALUE(numbers.size() % 6 == 0, "pieces holds 6 integers a piece, got ", numbers.size(), " in all.");
-    for (size_t k = 0; k < numbers.size(); k += 6) {
-      const int64_t* n = numbers.data() + k;
-      rows.push_back({int32_t(n[0]), int32_t(n[1]), int32_t(n[2]), int32_t(n[3]), int32_t(n[place])});
-      most = std::max(most, cuda_count(n[2] * n[3], "pixels"));
-    }
-    TORCH_CHECK_VALUE(rows.size() < 65536, "there are ", rows.size(), " pieces; the CUDA operators take 65535.");
-  }
+  // `place`: where among a piece's 6 numbers its row is.
+  Pieces(Call& call, int place)
+      : rows(pieces_of<PixelPiece>(call.integers("pieces"), 2, &most, [place](const int64_t* n) -> PixelPiece {
+          return {int32_t(n[0]), int32_t(n[1]), int32_t(n[2]), int32_t(n[3]), int32_t(n[place])};
+        })) {}
 };
 
-void gather_pieces(const at::Tensor& color_, const at::Tensor& alpha_, at::IntArrayRef numbers,
-                   const at::Tensor& out) {
-  const int64_t pixels = color_.size(0), channels = color_.size(1);
-  cuda_count(pixels, "pixels");
-  const at::Tensor color = cuda_floats(color_, "color", {pixels, channels}, color_),
-                   alpha = cuda_floats(alpha_, "alpha", {pixels}, color_);
-  cuda_floats(out, "out", {-1, channels + 1}, color_);
-  const Pieces pieces(numbers, 4);
-  const c10::cuda::CUDAGuard guard(color.device());
-  const at::Tensor table = room_for(pieces.rows, color.options());
-  NSMG_CUDA_CHECK(gather_pieces_launch(color.const_data_ptr<float>(), alpha.const_data_ptr<float>(), int(channels),
-                                       pieces.rows.data(), int(pieces.rows.size()), pieces.most,
-                                       static_cast<PixelPiece*>(table.mutable_data_ptr()),
-                                       out.mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()));
+void gather_pieces(Call& call) {
+  const int pixels = call.count("color", "pixels"), channels = call.count("color", "channels", 1);
+  const float* color = call.floats("color", {pixels, channels});
+  const float* alpha = call.floats("alpha", {pixels});
+  float* out = call.in_place<float>("out", {-1, channels + 1});
+  const Pieces pieces(call, 4);
+  NSMG_CUDA_CHECK(gather_pieces_launch(color, alpha, channels, pieces.rows.data(), int(pieces.rows.size()),
+                                       pieces.most, room_for(call, pieces.rows), out, call.stream()));
 }
 
-void scatter_pieces(const at::Tensor& gradients_, at::IntArrayRef numbers, const at::Tensor& v_color,
-                    const at::Tensor& v_alpha) {
-  const int64_t pixels = v_color.size(0), channels = v_color.size(1);
-  cuda_count(pixels, "pixels");
-  const at::Tensor gradients = cuda_floats(gradients_, "gradients", {-1, channels + 1}, v_color);
-  cuda_floats(v_color, "v_color", {pixels, channels}, v_color);
-  cuda_floats(v_alpha, "v_alpha", {pixels}, v_color);
-  const Pieces pieces(numbers, 5);
-  const c10::cuda::CUDAGuard guard(v_color.device());
-  const at::Tensor table = room_for(pieces.rows, v_color.options());
-  NSMG_CUDA_CHECK(scatter_pieces_launch(gradients.const_data_ptr<float>(), int(channels), pieces.rows.data(),
-                                        int(pieces.rows.size()), pieces.most,
-                                        static_cast<PixelPiece*>(table.mutable_data_ptr()),
-                                        v_color.mutable_data_ptr<float>(), v_alpha.mutable_data_ptr<float>(),
-                                        c10::cuda::getCurrentCUDAStream()));
+void scatter_pieces(Call& call) {
+  const int pixels = call.count("v_color", "pixels"), channels = call.count("v_color", "channels", 1);
+  const float* gradients = call.floats("gradients", {-1, channels + 1});
+  float* v_color = call.in_place<float>("v_color", {pixels, channels});
+  float* v_alpha = call.in_place<float>("v_alpha", {pixels});
+  const Pieces pieces(call, 5);
+  NSMG_CUDA_CHECK(scatter_pieces_launch(gradients, channels, pieces.rows.data(), int(pieces.rows.size()), pieces.most,
+                                        room_for(call, pieces.rows), v_color, v_alpha, call.stream()));
 }
 
 // Layers by patch, and room for them on the device.
 struct Layers {
-  at::Tensor received;
   std::vector<PixelLayer> rows;
   std::vector<LayeredPatch> patches;
-  at::Tensor layer_table, patch_table;
-  int channels, pixels = 0, most = 0;
+  const float* received;
+  int count, channels, pixels = 0, most = 0;
 
-  Layers(const at::Tensor& received_, at::IntArrayRef numbers, at::IntArrayRef sizes)
-      : received(cuda_floats(received_, "received", {-1, -1}, received_)),
-        channels(static_cast<int>(received.size(1)) - 1) {
+  explicit Layers(Call& call)
+      : count(call.count("received", "pixels of layers")), channels(call.count("received", "channels", 1) - 1) {
+    const at::IntArrayRef numbers = call.integers("layers"), sizes = call.integers("sizes");
+    received = call.floats("received", {count, channels + 1});
     TORCH_CHECK_VALUE(channels == 3 || channels == 4, "on CUDA pixels have 3 or 4 features, not ", channels, ".");
     TORCH_CHECK_VALUE(numbers.size() % 7 == 0 && sizes.size() % 2 == 0, "layers holds 7 integers each and sizes 2.");
-    cuda_count(received.size(0), "pixels of layers");
     for (size_t k = 0; k < numbers.size(); k += 7) {
       const int64_t* n = numbers.data() + k;
       rows.push_back({int32_t(n[1]), int32_t(n[2]), int32_t(n[3]), int32_t(n[4]), int32_t(n[5]), int32_t(n[6])});
@@ -102,74 +89,48 @@ struct Layers {
   }
 
   HostLayers host() const { return {rows.data(), patches.data(), int(rows.size()), int(patches.size()), most}; }
-
-  DeviceLayers device() {
-    layer_table = room_for(rows, received.options());
-    patch_table = room_for(patches, received.options());
-    return {static_cast<PixelLayer*>(layer_table.mutable_data_ptr()),
-            static_cast<LayeredPatch*>(patch_table.mutable_data_ptr())};
-  }
+  DeviceLayers device(Call& call) const { return {room_for(call, rows), room_for(call, patches)}; }
 };
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> composite_pieces(const at::Tensor& received, at::IntArrayRef numbers,
-                                                                at::IntArrayRef sizes) {
-  Layers layers(received, numbers, sizes);
-  const c10::cuda::CUDAGuard guard(received.device());
-  const at::TensorOptions options = received.options();
-  at::Tensor out = at::empty({layers.pixels, layers.channels}, options), alpha = at::empty({layers.pixels}, options),
-             before = at::empty({received.size(0)}, options);
-  NSMG_CUDA_CHECK(composite_pieces_launch(layers.received.const_data_ptr<float>(), layers.channels, layers.host(),
-                                          layers.device(), out.mutable_data_ptr<float>(),
-                                          alpha.mutable_data_ptr<float>(), before.mutable_data_ptr<float>(),
-                                          c10::cuda::getCurrentCUDAStream()));
-  return {out, alpha, before};
+void composite_pieces(Call& call) {
+  const Layers layers(call);
+  float* out = call.out<float>({layers.pixels, layers.channels});
+  float* alpha = call.out<float>({layers.pixels});
+  float* before = call.out<float>({layers.count});
+  NSMG_CUDA_CHECK(composite_pieces_launch(layers.received, layers.channels, layers.host(), layers.device(call), out,
+                                          alpha, before, call.stream()));
 }
 
-at::Tensor composite_pieces_backward(const at::Tensor& received, const at::Tensor& before_, const at::Tensor& v_out_,
-                                     const at::Tensor& v_alpha_, at::IntArrayRef numbers, at::IntArrayRef sizes,
-                                     int64_t count) {
-  Layers layers(received, numbers, sizes);
-  const at::Tensor before = cuda_floats(before_, "before", {received.size(0)}, received),
-                   v_out = cuda_floats(v_out_, "v_out", {layers.pixels, layers.channels}, received),
-                   v_alpha = cuda_floats(v_alpha_, "v_alpha", {layers.pixels}, received);
-  const c10::cuda::CUDAGuard guard(received.device());
-  at::Tensor gradients = at::zeros({count, layers.channels + 1}, received.options());
-  NSMG_CUDA_CHECK(composite_pieces_backward_launch(
-      layers.received.const_data_ptr<float>(), before.const_data_ptr<float>(), v_out.const_data_ptr<float>(),
-      v_alpha.const_data_ptr<float>(), layers.channels, layers.host(), layers.device(),
-      gradients.mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()));
-  return gradients;
+void composite_pieces_backward(Call& call) {
+  const Layers layers(call);
+  const float* before = call.floats("before", {layers.count});
+  const float* v_out = call.floats("v_out", {layers.pixels, layers.channels});
+  const float* v_alpha = call.floats("v_alpha", {layers.pixels});
+  float* gradients = call.out_zeros<float>({call.integer("count"), layers.channels + 1});
+  NSMG_CUDA_CHECK(composite_pieces_backward_launch(layers.received, before, v_out, v_alpha, layers.channels,
+                                                   layers.host(), layers.device(call), gradients, call.stream()));
 }
 
-at::Tensor live_boxes(const at::Tensor& before_, at::IntArrayRef numbers, int64_t slots, double least) {
-  const at::Tensor before = cuda_floats(before_, "before", {-1}, before_);
-  cuda_count(before.size(0), "pixels of layers");
-  TORCH_CHECK_VALUE(numbers.size() % 6 == 0, "pieces holds 6 integers a piece, got ", numbers.size(), " in all.");
-  std::vector<WatchedPiece> pieces;
+void live_boxes(Call& call) {
+  const int pixels = call.count("before", "pixels of layers"), slots = call.counted("slots", "slots");
+  const float* before = call.floats("before", {pixels});
   int most = 0;
-  for (size_t k = 0; k < numbers.size(); k += 6) {
-    const int64_t* n = numbers.data() + k;
-    pieces.push_back({int32_t(n[0]), int32_t(n[1]), int32_t(n[2]), int32_t(n[3]), int32_t(n[4]), int32_t(n[5])});
-    most = std::max(most, cuda_count(n[4] * n[5], "pixels"));
-  }
-  TORCH_CHECK_VALUE(pieces.size() < 65536, "there are ", pieces.size(), " pieces; the CUDA operators take 65535.");
-  const c10::cuda::CUDAGuard guard(before.device());
-  const at::Tensor table = room_for(pieces, before.options());
-  at::Tensor boxes = at::empty({slots, 5}, before.options().dtype(at::kLong));
-  NSMG_CUDA_CHECK(live_boxes_launch(before.const_data_ptr<float>(), pieces.data(), int(pieces.size()), most,
-                                    static_cast<WatchedPiece*>(table.mutable_data_ptr()), cuda_count(slots, "slots"),
-                                    float(least), boxes.mutable_data_ptr<int64_t>(),
-                                    c10::cuda::getCurrentCUDAStream()));
-  return boxes;
+  const auto pieces =
+      pieces_of<WatchedPiece>(call.integers("pieces"), 4, &most, [](const int64_t* n) -> WatchedPiece {
+        return {int32_t(n[0]), int32_t(n[1]), int32_t(n[2]), int32_t(n[3]), int32_t(n[4]), int32_t(n[5])};
+      });
+  NSMG_CUDA_CHECK(live_boxes_launch(before, pieces.data(), int(pieces.size()), most, room_for(call, pieces), slots,
+                                    call.number("least"), call.out<int64_t>({slots, 5}), call.stream()));
 }
 
 }  // namespace pieces_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("gather_pieces", &nsmg::pieces_bind::gather_pieces);
-  m.impl("scatter_pieces", &nsmg::pieces_bind::scatter_pieces);
-  m.impl("composite_pieces", &nsmg::pieces_bind::composite_pieces);
-  m.impl("composite_pieces_backward", &nsmg::pieces_bind::composite_pieces_backward);
-  m.impl("live_boxes", &nsmg::pieces_bind::live_boxes);
+  namespace bind = nsmg::pieces_bind;
+  m.impl("gather_pieces", nsmg::bound<bind::gather_pieces>());
+  m.impl("scatter_pieces", nsmg::bound<bind::scatter_pieces>());
+  m.impl("composite_pieces", nsmg::bound<bind::composite_pieces>());
+  m.impl("composite_pieces_backward", nsmg::bound<bind::composite_pieces_backward>());
+  m.impl("live_boxes", nsmg::bound<bind::live_boxes>());
 }

@@ -1,130 +1,291 @@
-// ns_multigpu::project and its backward on CUDA.
+// Culling, the projections of rows, their colours and the series behind them on CUDA.
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#include <torch/library.h>
-
-#include <tuple>
-
-#include "cuda/bind/check.h"
+#include "cuda/bind/call.h"
+#include "cuda/project/condition.h"
+#include "cuda/project/cull.h"
 #include "cuda/project/project.h"
+#include "cuda/project/project_axes.h"
+#include "cuda/project/series.h"
+#include "cuda/project/sh.h"
+
+#include <ATen/ops/arange.h>
 
 namespace nsmg {
 namespace project_bind {
 
-// Checked contiguous inputs; they own what the raw pointers of `raw` point at.
-struct Inputs {
-  at::Tensor means, quats, scales, opacities, viewmats, Ks, view_ids, point_ids;
-  ProjectInputs raw;
-};
+Cameras cameras(Call& call, int views) {
+  return {call.floats("viewmats", {views, 4, 4}), call.floats("Ks", {views, 3, 3}), call.number("near"),
+          call.number("far")};
+}
 
-Inputs check_inputs(const at::Tensor& means_, const at::Tensor& quats_, const at::Tensor& scales_,
-                    const at::Tensor& opacities_, const at::Tensor& viewmats_, const at::Tensor& Ks_,
-                    at::IntArrayRef sizes, const at::Tensor& view_ids_, const at::Tensor& point_ids_, double eps2d,
-                    double near_plane, double far_plane, bool antialiased) {
-  Inputs in;
-  const int points = cuda_count(means_.size(0), "points"), views = cuda_count(viewmats_.size(0), "views");
-  const int rows = cuda_count(point_ids_.numel(), "rows");
-  TORCH_CHECK_VALUE(static_cast<int64_t>(sizes.size()) == 2LL * views, "sizes must hold 2 numbers a view.");
-  in.means = cuda_floats(means_, "means", {-1, 3}, means_);
-  in.quats = aligned(cuda_floats(quats_, "quats", {points, 4}, in.means));
-  in.scales = cuda_floats(scales_, "scales", {points, 3}, in.means);
-  in.opacities = cuda_floats(opacities_, "opacities", {points}, in.means);
-  in.viewmats = cuda_floats(viewmats_, "viewmats", {-1, 4, 4}, in.means);
-  in.Ks = cuda_floats(Ks_, "Ks", {views, 3, 3}, in.means);
-  in.view_ids = cuda_ints(view_ids_, "view_ids", {rows}, in.means);
-  in.point_ids = cuda_ints(point_ids_, "point_ids", {rows}, in.means);
-  in.raw = {in.means.const_data_ptr<float>(),
-            in.quats.const_data_ptr<float>(),
-            in.scales.const_data_ptr<float>(),
-            in.opacities.const_data_ptr<float>(),
-            {in.viewmats.const_data_ptr<float>(), in.Ks.const_data_ptr<float>(), static_cast<float>(near_plane),
-             static_cast<float>(far_plane)},
-            sizes.data(),
-            in.view_ids.const_data_ptr<int32_t>(),
-            in.point_ids.const_data_ptr<int32_t>(),
-            points,
-            views,
-            rows,
-            static_cast<float>(eps2d),
-            antialiased};
-  return in;
+// The first row of each group of points in each view.
+const int32_t* group_starts(Call& call, const int32_t* view_ids, const int32_t* point_ids, int rows, int views,
+                            int group_points, int groups) {
+  cuda_count(int64_t{views} * groups, "blocks of points");
+  int32_t* starts = call.scratch<int32_t>(int64_t{views} * groups + 1);
+  NSMG_CUDA_CHECK(
+      find_group_starts(view_ids, point_ids, rows, views, group_points, groups, starts, call.stream()));
+  return starts;
+}
+
+// Waits for the device: the number of rows is read back.
+void cull(Call& call) {
+  const int points = call.count("means", "points"), views = call.count("viewmats", "views");
+  const CullInputs in = {call.floats("means", {points, 3}),
+                         call.floats("scales", {points, 3}),
+                         call.floats("opacities", {points}),
+                         cameras(call, views),
+                         call.integers_of("sizes", 2, views, "view"),
+                         call.integers_of("rects", 4, views, "view"),
+                         points,
+                         views,
+                         call.number("eps2d")};
+  const int64_t parts = int64_t{views} * groups_of(points, kCullPoints);
+  const int count = cuda_count(parts + 1, "blocks of points");
+  auto* masks = reinterpret_cast<uint32_t*>(call.scratch<int32_t>(parts * kCullWords));
+  int64_t* counts = call.scratch<int64_t>(count);
+  const at::Tensor offsets = at::empty({count}, call.options(at::kLong));
+  NSMG_CUDA_CHECK(cull_mark(in, masks, counts, call.stream()));
+  size_t bytes = 0;
+  NSMG_CUDA_CHECK(exclusive_sum(nullptr, bytes, nullptr, nullptr, count, call.stream()));
+  void* temporary = call.scratch_bytes(static_cast<int64_t>(bytes));
+  NSMG_CUDA_CHECK(
+      exclusive_sum(temporary, bytes, counts, offsets.mutable_data_ptr<int64_t>(), count, call.stream()));
+  const int rows = cuda_count(offsets.narrow(0, count - 1, 1).item<int64_t>(), "rows");
+  int32_t* view_ids = call.out<int32_t>({rows});
+  int32_t* point_ids = call.out<int32_t>({rows});
+  NSMG_CUDA_CHECK(cull_write(masks, offsets.const_data_ptr<int64_t>(), points, views, view_ids, point_ids,
+                             call.stream()));
+}
+
+ProjectInputs project_inputs(Call& call) {
+  const int points = call.count("means", "points"), views = call.count("viewmats", "views");
+  const int rows = call.count("point_ids", "rows");
+  return {call.floats("means", {points, 3}),
+          call.floats("quats", {points, 4}, 16),
+          call.floats("scales", {points, 3}),
+          call.floats("opacities", {points}),
+          cameras(call, views),
+          call.integers_of("sizes", 2, views, "view"),
+          call.ints("view_ids", {rows}),
+          call.ints("point_ids", {rows}),
+          points,
+          views,
+          rows,
+          call.number("eps2d"),
+          call.flag("antialiased")};
 }
 
 // An output. The kernels write every element of it, but without views none runs.
-at::Tensor made(const Inputs& in, at::IntArrayRef shape, const at::TensorOptions& options) {
-  return in.raw.views == 0 ? at::zeros(shape, options) : at::empty(shape, options);
+float* made(Call& call, const ProjectInputs& in, at::IntArrayRef shape) {
+  return in.views == 0 ? call.out_zeros<float>(shape) : call.out<float>(shape);
 }
 
-using Projected = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-Projected project_rows(const at::Tensor& means, const at::Tensor& quats, const at::Tensor& scales,
-                       const at::Tensor& opacities, const at::Tensor& viewmats, const at::Tensor& Ks,
-                       at::IntArrayRef sizes, const at::Tensor& view_ids, const at::Tensor& point_ids, double eps2d,
-                       double near_plane, double far_plane, bool antialiased) {
-  const c10::cuda::CUDAGuard guard(means.device());
-  const Inputs in = check_inputs(means, quats, scales, opacities, viewmats, Ks, sizes, view_ids, point_ids, eps2d,
-                                 near_plane, far_plane, antialiased);
-  const int64_t rows = in.raw.rows;
-  const auto options = means.options();
-  const at::Tensor means2d = made(in, {rows, 2}, options), conics = made(in, {rows, 3}, options);
-  const at::Tensor depths = made(in, {rows}, options), row_opacities = made(in, {rows}, options);
-  const at::Tensor radii = made(in, {rows, 2}, options.dtype(at::kInt));
-  NSMG_CUDA_CHECK(project(in.raw,
-                          {means2d.mutable_data_ptr<float>(), conics.mutable_data_ptr<float>(),
-                           depths.mutable_data_ptr<float>(), row_opacities.mutable_data_ptr<float>(),
-                           radii.mutable_data_ptr<int32_t>()},
-                          c10::cuda::getCurrentCUDAStream()));
-  return {means2d, conics, depths, row_opacities, radii};
+void project(Call& call) {
+  const ProjectInputs in = project_inputs(call);
+  const int64_t rows = in.rows;
+  const ProjectOutputs out = {made(call, in, {rows, 2}), made(call, in, {rows, 3}), made(call, in, {rows}),
+                              made(call, in, {rows}),
+                              in.views == 0 ? call.out_zeros<int32_t>({rows, 2}) : call.out<int32_t>({rows, 2})};
+  NSMG_CUDA_CHECK(nsmg::project(in, out, call.stream()));
 }
 
 // The conics are recomputed with the rest of the footprint, which costs less than to read them.
-Projected project_rows_backward(const at::Tensor& means, const at::Tensor& quats, const at::Tensor& scales,
-                                const at::Tensor& opacities, const at::Tensor& viewmats, const at::Tensor& Ks,
-                                at::IntArrayRef sizes, const at::Tensor& view_ids, const at::Tensor& point_ids,
-                                double eps2d, double near_plane, double far_plane, bool antialiased,
-                                const at::Tensor& /*conics*/, const at::Tensor& radii_, const at::Tensor& v_means2d_,
-                                const at::Tensor& v_conics_, const at::Tensor& v_depths_,
-                                const at::Tensor& v_row_opacities_) {
-  const c10::cuda::CUDAGuard guard(means.device());
-  const Inputs in = check_inputs(means, quats, scales, opacities, viewmats, Ks, sizes, view_ids, point_ids, eps2d,
-                                 near_plane, far_plane, antialiased);
-  const int64_t rows = in.raw.rows, points = in.raw.points, views = in.raw.views;
-  const at::Tensor radii = cuda_ints(radii_, "radii", {rows, 2}, in.means);
-  const at::Tensor v_means2d = aligned(cuda_floats(v_means2d_, "v_means2d", {rows, 2}, in.means));
-  const at::Tensor v_conics = cuda_floats(v_conics_, "v_conics", {rows, 3}, in.means);
-  const at::Tensor v_depths = cuda_floats(v_depths_, "v_depths", {rows}, in.means);
-  const at::Tensor v_row_opacities = cuda_floats(v_row_opacities_, "v_row_opacities", {rows}, in.means);
+void project_backward(Call& call) {
+  const ProjectInputs in = project_inputs(call);
+  const int64_t rows = in.rows, points = in.points, views = in.views;
+  const int groups = groups_of(in.points, kProjectGroup);
+  ProjectGradients g = {};
+  g.radii = call.ints("radii", {rows, 2});
+  g.means2d = call.floats("v_means2d", {rows, 2}, 16);
+  g.conics = call.floats("v_conics", {rows, 3});
+  g.depths = call.floats("v_depths", {rows});
+  g.opacities = call.floats("v_row_opacities", {rows});
+  g.means = made(call, in, {points, 3});
+  g.quats = made(call, in, {points, 4});
+  g.scales = made(call, in, {points, 3});
+  g.opacities_out = made(call, in, {points});
+  g.viewmats = call.out_zeros<float>({views, 4, 4});
+  g.starts = group_starts(call, in.view_ids, in.point_ids, in.rows, in.views, kProjectGroup, groups);
+  g.poses = call.scratch<float>(views * 12 * groups);
+  NSMG_CUDA_CHECK(nsmg::project_backward(in, g, call.stream()));
+}
 
-  const auto options = means.options();
-  const at::Tensor v_means = made(in, {points, 3}, options), v_quats = made(in, {points, 4}, options);
-  const at::Tensor v_scales = made(in, {points, 3}, options), v_opacities = made(in, {points}, options);
-  const at::Tensor v_viewmats = at::zeros({views, 4, 4}, options);
-  const int groups = groups_of(in.raw.points, kProjectGroup);
-  cuda_count(views * groups, "blocks of points");
-  const at::Tensor starts = at::empty({views * groups + 1}, options.dtype(at::kInt));
-  const at::Tensor poses = at::empty({views, 12, groups}, options);
-  const auto stream = c10::cuda::getCurrentCUDAStream().stream();
-  NSMG_CUDA_CHECK(find_group_starts(in.raw.view_ids, in.raw.point_ids, in.raw.rows, in.raw.views, kProjectGroup, groups,
-                                    starts.mutable_data_ptr<int32_t>(), stream));
-  NSMG_CUDA_CHECK(project_backward(
-      in.raw,
-      {v_means2d.const_data_ptr<float>(), v_conics.const_data_ptr<float>(), v_depths.const_data_ptr<float>(),
-       v_row_opacities.const_data_ptr<float>(), radii.const_data_ptr<int32_t>(), v_means.mutable_data_ptr<float>(),
-       v_quats.mutable_data_ptr<float>(), v_scales.mutable_data_ptr<float>(), v_opacities.mutable_data_ptr<float>(),
-       v_viewmats.mutable_data_ptr<float>(), starts.const_data_ptr<int32_t>(), poses.mutable_data_ptr<float>()},
-      stream));
-  return {v_means, v_quats, v_scales, v_opacities, v_viewmats};
+AxesInputs axes_inputs(Call& call) {
+  const int rows = call.count("means", "rows"), views = call.count("viewmats", "views");
+  TORCH_CHECK_VALUE(views > 0 || rows == 0, "there are ", rows, " rows and no view.");
+  return {call.floats("means", {rows, 3}),
+          call.floats("axes", {rows, 3, 3}),
+          call.floats("opacities", {rows}),
+          cameras(call, views),
+          call.integers_of("sizes", 2, views, "view"),
+          call.ints("view_ids", {rows}),
+          views,
+          rows,
+          call.number("eps2d"),
+          call.flag("antialiased")};
+}
+
+void project_axes(Call& call) {
+  const AxesInputs in = axes_inputs(call);
+  const int64_t rows = in.rows;
+  const ProjectOutputs out = {call.out<float>({rows, 2}), call.out<float>({rows, 3}), call.out<float>({rows}),
+                              call.out<float>({rows}), call.out<int32_t>({rows, 2})};
+  NSMG_CUDA_CHECK(nsmg::project_axes(in, out, call.stream()));
+}
+
+void project_axes_backward(Call& call) {
+  const AxesInputs in = axes_inputs(call);
+  const int64_t rows = in.rows, views = in.views;
+  const int groups = groups_of(in.rows, kAxesGroup);
+  const at::Tensor& own = call.hold(at::arange(rows, call.options(at::kInt)));  // each row is a point of its own
+  AxesGradients g = {};
+  g.radii = call.ints("radii", {rows, 2});
+  g.means2d = call.floats("v_means2d", {rows, 2});
+  g.conics = call.floats("v_conics", {rows, 3});
+  g.depths = call.floats("v_depths", {rows});
+  g.row_opacities = call.floats("v_row_opacities", {rows});
+  g.means = call.out<float>({rows, 3});
+  g.axes = call.out<float>({rows, 3, 3});
+  g.opacities = call.out<float>({rows});
+  g.viewmats = call.out_zeros<float>({views, 4, 4});
+  g.starts = group_starts(call, in.view_ids, own.const_data_ptr<int32_t>(), in.rows, in.views, kAxesGroup, groups);
+  g.poses = call.scratch<float>(views * 12 * groups);
+  NSMG_CUDA_CHECK(nsmg::project_axes_backward(in, g, call.stream()));
+}
+
+ConditionInputs condition_inputs(Call& call) {
+  const int points = call.count("means", "points"), views = call.count("view_times", "views");
+  const int rows = call.count("point_ids", "rows");
+  return {call.floats("means", {points, 3}),
+          call.floats("times", {points}),
+          call.floats("left", {points, 4}, 16),
+          call.floats("motions", {points, 4}, 16),
+          call.floats("scales", {points, 4}, 16),
+          call.floats("opacities", {points}),
+          call.floats("view_times", {views}),
+          call.ints("view_ids", {rows}),
+          call.ints("point_ids", {rows}),
+          points,
+          views,
+          rows};
+}
+
+void condition(Call& call) {
+  const ConditionInputs in = condition_inputs(call);
+  const int64_t rows = in.rows;
+  const ConditionOutputs out = {call.out<float>({rows, 3}), call.out<float>({rows, 3, 3}), call.out<float>({rows})};
+  NSMG_CUDA_CHECK(nsmg::condition(in, out, call.stream()));
+}
+
+void condition_backward(Call& call) {
+  const ConditionInputs in = condition_inputs(call);
+  const int64_t rows = in.rows, points = in.points;
+  const int groups = groups_of(in.points, kConditionGroup);
+  ConditionGradients g = {};
+  g.row_means = call.floats("v_row_means", {rows, 3});
+  g.axes = call.floats("v_axes", {rows, 3, 3});
+  g.row_opacities = call.floats("v_row_opacities", {rows});
+  g.means = call.out<float>({points, 3});
+  g.times = call.out<float>({points});
+  g.left = call.out<float>({points, 4});
+  g.motions = call.out<float>({points, 4});
+  g.scales = call.out<float>({points, 4});
+  g.opacities = call.out<float>({points});
+  g.starts = group_starts(call, in.view_ids, in.point_ids, in.rows, in.views, kConditionGroup, groups);
+  NSMG_CUDA_CHECK(nsmg::condition_backward(in, g, call.stream()));
+}
+
+ShInputs sh_inputs(Call& call) {
+  const int64_t degree = call.integer("degree"), needed = (degree + 1) * (degree + 1) - 1;
+  TORCH_CHECK_VALUE(degree >= 0 && degree <= 3, "degree must be 0, 1, 2 or 3, not ", degree, ".");
+  const int points = call.count("means", "points"), views = call.count("camera_centers", "views");
+  const int rows = call.count("point_ids", "rows");
+  const at::Tensor rest = call.checked("sh_rest", {points, -1, 3}, at::kFloat);
+  TORCH_CHECK_VALUE(rest.size(1) >= needed && rest.size(1) < (1 << 20), "sh_rest must hold at least ", needed,
+                    " bases for degree ", degree, ", not ", rest.size(1), ".");
+  return {call.floats("means", {points, 3}),
+          call.floats("camera_centers", {views, 3}),
+          call.floats("sh_dc", {points, 3}),
+          rest.const_data_ptr<float>(),
+          call.ints("view_ids", {rows}),
+          call.ints("point_ids", {rows}),
+          points,
+          views,
+          rows,
+          static_cast<int>(rest.size(1)),
+          static_cast<int>(degree)};
+}
+
+void sh_colors(Call& call) {
+  const ShInputs in = sh_inputs(call);
+  NSMG_CUDA_CHECK(nsmg::sh_colors(in, call.out<float>({in.rows, 3}), call.stream()));
+}
+
+void sh_colors_backward(Call& call) {
+  const ShInputs in = sh_inputs(call);
+  const int64_t points = in.points, views = in.views;
+  const int groups = groups_of(in.points, kShGroup);
+  ShGradients g = {};
+  g.colors = call.floats("colors", {in.rows, 3});
+  g.v_colors = call.floats("v_colors", {in.rows, 3});
+  g.means = call.out<float>({points, 3});
+  g.centers = call.out<float>({views, 3});
+  g.dc = call.out<float>({points, 3});
+  g.rest = call.out<float>({points, in.rest_bases, 3});
+  g.starts = group_starts(call, in.view_ids, in.point_ids, in.rows, in.views, kShGroup, groups);
+  g.partial_centers = call.scratch<float>(views * 3 * groups);
+  NSMG_CUDA_CHECK(nsmg::sh_colors_backward(in, g, call.stream()));
+}
+
+SeriesInputs series_inputs(Call& call) {
+  const int rows = call.count("point_ids", "rows"), points = call.count("base", "points");
+  const int width = call.count("base", "numbers of a point", 1), terms = call.count("terms", "terms", 1);
+  cuda_count(int64_t{rows} * width, "numbers of rows");
+  return {call.floats("base", {points, width}),
+          call.floats("terms", {points, terms, width}),
+          call.floats("weights", {rows, terms}),
+          call.ints("point_ids", {rows}),
+          points,
+          call.counted("views", "views"),
+          rows,
+          width,
+          terms};
+}
+
+void series(Call& call) {
+  const SeriesInputs in = series_inputs(call);
+  call.ints("view_ids", {in.rows});
+  NSMG_CUDA_CHECK(nsmg::series(in, call.out<float>({in.rows, in.width}), call.stream()));
+}
+
+void series_backward(Call& call) {
+  const SeriesInputs in = series_inputs(call);
+  const int groups = groups_of(in.points, kSeriesGroup);
+  SeriesGradients g = {};
+  g.rows = call.floats("v_rows", {in.rows, in.width});
+  g.base = call.out<float>({in.points, in.width});
+  g.terms = call.out<float>({in.points, in.count, in.width});
+  g.weights = call.out<float>({in.rows, in.count});
+  g.starts =
+      group_starts(call, call.ints("view_ids", {in.rows}), in.point_ids, in.rows, in.views, kSeriesGroup, groups);
+  NSMG_CUDA_CHECK(nsmg::series_backward(in, g, call.stream()));
 }
 
 }  // namespace project_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("project", &nsmg::project_bind::project_rows);
-  m.impl("project_backward", &nsmg::project_bind::project_rows_backward);
+  namespace bind = nsmg::project_bind;
+  m.impl("cull", nsmg::bound<bind::cull>());
+  m.impl("project", nsmg::bound<bind::project>());
+  m.impl("project_backward", nsmg::bound<bind::project_backward>());
+  m.impl("project_axes", nsmg::bound<bind::project_axes>());
+  m.impl("project_axes_backward", nsmg::bound<bind::project_axes_backward>());
+  m.impl("condition", nsmg::bound<bind::condition>());
+  m.impl("condition_backward", nsmg::bound<bind::condition_backward>());
+  m.impl("sh_colors", nsmg::bound<bind::sh_colors>());
+  m.impl("sh_colors_backward", nsmg::bound<bind::sh_colors_backward>());
+  m.impl("series", nsmg::bound<bind::series>());
+  m.impl("series_backward", nsmg::bound<bind::series_backward>());
 }

@@ -1,48 +1,31 @@
-// ns_multigpu::rasterize, rasterize_backward and rasterize_backward_into on CUDA.
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#include <torch/library.h>
+// `rasterize`, `rasterize_backward` and `rasterize_backward_into` on CUDA.
 
-#include <algorithm>
-#include <cstdlib>
-#include <limits>
-#include <optional>
-#include <string>
-#include <tuple>
-#include <vector>
-
-#include "cuda/bind/check.h"
+#include "cuda/bind/call.h"
 #include "cuda/bind/patch_groups.h"
 #include "cuda/raster/rasterize.h"
+
+#include <cstdlib>
+#include <limits>
 
 namespace nsmg {
 namespace rasterize_bind {
 
-// The inputs, checked and contiguous; alive as long as this.
 struct Inputs {
-  at::Tensor means2d, conics, opacities, features, tile_offsets, row_ids;
+  Cut cut;
   RasterShape shape;
   RasterInputs in;
 
-  Inputs(const at::Tensor& means2d_, const at::Tensor& conics_, const at::Tensor& opacities_,
-         const at::Tensor& features_, const at::Tensor& tile_offsets_, const at::Tensor& row_ids_, const Cut& cut,
-         int64_t tile_size)
-      : means2d(aligned_pairs(cuda_floats(means2d_, "means2d", {-1, 2}, means2d_))) {
-    const int64_t rows = cuda_count(means2d.size(0), "rows");
-    conics = cuda_floats(conics_, "conics", {rows, 3}, means2d);
-    opacities = cuda_floats(opacities_, "row_opacities", {rows}, means2d);
-    features = cuda_floats(features_, "features", {rows, -1}, means2d);
-    TORCH_CHECK_VALUE(features.size(1) >= 1, "features must be [M,D] with D >= 1, got ", features.sizes(), ".");
-    tile_offsets = cuda_ints(tile_offsets_, "tile_offsets (one number more than the patches have tiles)",
-                             {cut.tiles + 1}, means2d);
-    row_ids = cuda_ints(row_ids_, "row_ids", {-1}, means2d);
-    shape = {rows, cuda_count(row_ids.size(0), "intersections"), cut.tiles, cuda_count(features.size(1), "channels"),
-             int(tile_size)};
-    in = {means2d.const_data_ptr<float>(),   conics.const_data_ptr<float>(),       opacities.const_data_ptr<float>(),
-          features.const_data_ptr<float>(),  tile_offsets.const_data_ptr<int32_t>(), row_ids.const_data_ptr<int32_t>()};
+  explicit Inputs(Call& call) : cut(call.integers("patches"), call.integer("tile_size")) {
+    const int64_t rows = call.count("means2d", "rows"), intersections = call.count("row_ids", "intersections");
+    const int channels = call.count("features", "channels", 1);
+    TORCH_CHECK_VALUE(channels >= 1, "features must be [M,D] with D >= 1, got ", call.tensor("features").sizes(), ".");
+    shape = {rows, int(intersections), cut.tiles, channels, int(call.integer("tile_size"))};
+    in = {call.floats("means2d", {rows, 2}, 8),
+          call.floats("conics", {rows, 3}),
+          call.floats("row_opacities", {rows}),
+          call.floats("features", {rows, channels}),
+          call.ints("tile_offsets", {cut.tiles + 1}),  // one number more than the patches have tiles
+          call.ints("row_ids", {intersections})};
   }
 };
 
@@ -59,124 +42,85 @@ int split_above() {
   return int(asked);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> rasterize(
-    const at::Tensor& means2d, const at::Tensor& conics, const at::Tensor& row_opacities, const at::Tensor& features,
-    const at::Tensor& tile_offsets, const at::Tensor& row_ids, at::IntArrayRef patches, int64_t tile_size,
-    const std::optional<at::Tensor>& /* absgrad_probe: for autograd alone */, bool mark_stops) {
-  const Cut cut(patches, tile_size);
-  const Inputs inputs(means2d, conics, row_opacities, features, tile_offsets, row_ids, cut, tile_size);
+void rasterize(Call& call) {
+  const Inputs inputs(call);
   const RasterShape& shape = inputs.shape;
-  const c10::cuda::CUDAGuard guard(means2d.device());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::TensorOptions floats = inputs.means2d.options();
-  at::Tensor out = at::empty({cut.pixels, shape.channels}, floats), alpha = at::empty({cut.pixels}, floats);
-  at::Tensor last = at::empty({cut.pixels}, floats.dtype(at::kInt));
+  const int64_t pixels = inputs.cut.pixels;
+  const RasterOutputs outputs{call.out<float>({pixels, shape.channels}), call.out<float>({pixels}),
+                              call.out<int32_t>({pixels}), call.flag("mark_stops")};
   RasterState state;
-  at::Tensor kept = at::empty({state.place(nullptr, shape)}, floats);
-  state.place(kept.mutable_data_ptr<float>(), shape);
+  state.place(call.out<float>({state.place(nullptr, shape)}), shape);
   state.split_above = split_above();
   const bool splits = shape.fast() && shape.rows > 0 && shape.intersections > state.split_above;
   if (!splits) state.split_above = std::numeric_limits<int>::max();
   RasterPlan plan;
-  at::Tensor scratch = at::empty({plan.place(nullptr, shape, splits)}, floats.dtype(at::kInt));
-  plan.place(scratch.mutable_data_ptr<int32_t>(), shape, splits);
-
-  NSMG_CUDA_CHECK(launch_pack(inputs.in, shape, state, plan, stream));
-  for (const PatchGroup& group : cut.groups)
-    NSMG_CUDA_CHECK(launch_describe(group, inputs.in, shape, state, plan, stream));
-  const RasterOutputs outputs{out.mutable_data_ptr<float>(), alpha.mutable_data_ptr<float>(),
-                              last.mutable_data_ptr<int32_t>(), mark_stops};
+  plan.place(call.scratch<int32_t>(plan.place(nullptr, shape, splits)), shape, splits);
+  NSMG_CUDA_CHECK(launch_pack(inputs.in, shape, state, plan, call.stream()));
+  for (const PatchGroup& group : inputs.cut.groups)
+    NSMG_CUDA_CHECK(launch_describe(group, inputs.in, shape, state, plan, call.stream()));
   if (shape.fast()) {
-    NSMG_CUDA_CHECK(launch_order(inputs.in, shape, state, plan, stream));
-    NSMG_CUDA_CHECK(launch_forward(inputs.in, shape, state, plan, outputs, stream));
+    NSMG_CUDA_CHECK(launch_order(inputs.in, shape, state, plan, call.stream()));
+    NSMG_CUDA_CHECK(launch_forward(inputs.in, shape, state, plan, outputs, call.stream()));
   } else {
-    NSMG_CUDA_CHECK(launch_forward_generic(inputs.in, shape, state, outputs, stream));
+    NSMG_CUDA_CHECK(launch_forward_generic(inputs.in, shape, state, outputs, call.stream()));
   }
-  return {out, alpha, last, kept};
 }
 
-// Adds the gradients of all rows to their records.
-void add_records(const Inputs& inputs, const Cut& cut, const at::Tensor& alpha_, const at::Tensor& last_,
-                 const at::Tensor& kept, const at::Tensor& out_, const at::Tensor& v_out_, const at::Tensor& v_alpha_,
-                 bool absgrad, const RecordTarget& target, float* v_features, cudaStream_t stream) {
-  const at::Tensor& like = inputs.means2d;
+// Adds the gradients of all rows to their records. `state` is that of rasterize with the same inputs.
+void add_records(Call& call, const Inputs& inputs, const RecordTarget& target, float* v_features) {
   const RasterShape& shape = inputs.shape;
-  const at::Tensor alpha = cuda_floats(alpha_, "alpha", {cut.pixels}, like),
-                   last = cuda_ints(last_, "last", {cut.pixels}, like),
-                   out = cuda_floats(out_, "out", {cut.pixels, shape.channels}, like),
-                   v_out = cuda_floats(v_out_, "v_out", {cut.pixels, shape.channels}, like),
-                   v_alpha = cuda_floats(v_alpha_, "v_alpha", {cut.pixels}, like);
+  const int64_t pixels = inputs.cut.pixels;
   RasterState state;
-  const at::Tensor held = cuda_floats(kept, "state (of rasterize with the same inputs)",
-                                      {state.place(nullptr, shape)}, like);
-  state.place(const_cast<float*>(held.const_data_ptr<float>()), shape);  // the kernels read it only
+  const float* kept = call.floats("state", {state.place(nullptr, shape)});
+  state.place(const_cast<float*>(kept), shape);  // the kernels read it only
   state.split_above = split_above();
-  const RasterGradients pixels{out.const_data_ptr<float>(), alpha.const_data_ptr<float>(),
-                               v_out.const_data_ptr<float>(), v_alpha.const_data_ptr<float>(),
-                               last.const_data_ptr<int32_t>()};
+  const RasterGradients gradients{call.floats("out", {pixels, shape.channels}), call.floats("alpha", {pixels}),
+                                  call.floats("v_out", {pixels, shape.channels}), call.floats("v_alpha", {pixels}),
+                                  call.ints("last", {pixels})};
+  const bool absgrad = call.flag("absgrad");
   if (!shape.fast()) {
-    NSMG_CUDA_CHECK(launch_backward_generic(inputs.in, shape, state, pixels, target, v_features, absgrad, stream));
+    NSMG_CUDA_CHECK(
+        launch_backward_generic(inputs.in, shape, state, gradients, target, v_features, absgrad, call.stream()));
   } else {
-    NSMG_CUDA_CHECK(launch_backward(inputs.in, shape, state, pixels, target, absgrad, stream));
+    NSMG_CUDA_CHECK(launch_backward(inputs.in, shape, state, gradients, target, absgrad, call.stream()));
   }
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> rasterize_backward(
-    const at::Tensor& means2d, const at::Tensor& conics, const at::Tensor& row_opacities, const at::Tensor& features,
-    const at::Tensor& tile_offsets, const at::Tensor& row_ids, at::IntArrayRef patches, int64_t tile_size,
-    const at::Tensor& alpha, const at::Tensor& last, const at::Tensor& state, const at::Tensor& out,
-    const at::Tensor& v_out, const at::Tensor& v_alpha, bool absgrad) {
-  const Cut cut(patches, tile_size);
-  const Inputs inputs(means2d, conics, row_opacities, features, tile_offsets, row_ids, cut, tile_size);
-  const c10::cuda::CUDAGuard guard(means2d.device());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::TensorOptions floats = inputs.means2d.options();
+void rasterize_backward(Call& call) {
+  const Inputs inputs(call);
   const int64_t rows = inputs.shape.rows, channels = inputs.shape.channels;
   const bool apart = channels > kFastChannels;  // the features' gradients, which then fit no record
-  at::Tensor records = at::zeros({rows, kRecordFloats}, floats);
-  at::Tensor v_means2d = at::empty({rows, 2}, floats), v_conics = at::empty({rows, 3}, floats),
-             v_opacities = at::empty({rows}, floats), v_abs = at::empty({absgrad ? rows : 0, 2}, floats);
-  at::Tensor v_features = apart ? at::zeros({rows, channels}, floats) : at::empty({rows, channels}, floats);
-  float* features_to = v_features.mutable_data_ptr<float>();
-  const RecordTarget target{records.mutable_data_ptr<float>(), nullptr, nullptr, nullptr, false};
-  add_records(inputs, cut, alpha, last, state, out, v_out, v_alpha, absgrad, target, apart ? features_to : nullptr,
-              stream);
-  NSMG_CUDA_CHECK(launch_unpack(records.const_data_ptr<float>(), rows, int(channels),
-                                v_means2d.mutable_data_ptr<float>(), v_conics.mutable_data_ptr<float>(),
-                                v_opacities.mutable_data_ptr<float>(), apart ? nullptr : features_to,
-                                absgrad ? v_abs.mutable_data_ptr<float>() : nullptr, stream));
-  return {v_means2d, v_conics, v_opacities, v_features, v_abs};
+  const bool absgrad = call.flag("absgrad");
+  const at::Tensor records = at::zeros({rows, kRecordFloats}, call.options(at::kFloat));
+  float* v_means2d = call.out<float>({rows, 2});
+  float* v_conics = call.out<float>({rows, 3});
+  float* v_opacities = call.out<float>({rows});
+  float* v_features = apart ? call.out_zeros<float>({rows, channels}) : call.out<float>({rows, channels});
+  float* v_abs = call.out<float>({absgrad ? rows : 0, 2});
+  add_records(call, inputs, {records.mutable_data_ptr<float>(), nullptr, nullptr, nullptr, false},
+              apart ? v_features : nullptr);
+  NSMG_CUDA_CHECK(launch_unpack(records.const_data_ptr<float>(), rows, int(channels), v_means2d, v_conics, v_opacities,
+                                apart ? nullptr : v_features, absgrad ? v_abs : nullptr, call.stream()));
 }
 
-void rasterize_backward_into(const at::Tensor& means2d, const at::Tensor& conics, const at::Tensor& row_opacities,
-                             const at::Tensor& features, const at::Tensor& tile_offsets, const at::Tensor& row_ids,
-                             at::IntArrayRef patches, int64_t tile_size, const at::Tensor& alpha,
-                             const at::Tensor& last, const at::Tensor& state, const at::Tensor& out,
-                             const at::Tensor& v_out, const at::Tensor& v_alpha, bool absgrad,
-                             const at::Tensor& sinks_, const at::Tensor& owners_, const at::Tensor& slots_,
-                             bool system_scope) {
-  const Cut cut(patches, tile_size);
-  const Inputs inputs(means2d, conics, row_opacities, features, tile_offsets, row_ids, cut, tile_size);
-  const c10::cuda::CUDAGuard guard(means2d.device());
-  const int64_t rows = inputs.shape.rows;
+void rasterize_backward_into(Call& call) {
+  const Inputs inputs(call);
+  const int64_t rows = inputs.shape.rows, sinks = call.count("sinks", "sinks");
   TORCH_CHECK_VALUE(inputs.shape.channels <= kFastChannels, "rasterize_backward_into: a record holds ", kFastChannels,
                     " channels, features has ", inputs.shape.channels, ".");
-  const at::Tensor sinks = cuda_checked(sinks_, "sinks", {-1}, at::kLong, inputs.means2d),
-                   owners = cuda_ints(owners_, "owners", {rows}, inputs.means2d),
-                   slots = cuda_ints(slots_, "slots", {rows}, inputs.means2d);
+  const RecordTarget target{nullptr, call.longs("sinks", {sinks}), call.ints("owners", {rows}),
+                            call.ints("slots", {rows}), call.flag("system_scope")};
   if (rows == 0) return;
-  TORCH_CHECK_VALUE(sinks.size(0) > 0, "rasterize_backward_into: sinks is empty.");
-  const RecordTarget target{nullptr, sinks.const_data_ptr<int64_t>(), owners.const_data_ptr<int32_t>(),
-                            slots.const_data_ptr<int32_t>(), system_scope};
-  add_records(inputs, cut, alpha, last, state, out, v_out, v_alpha, absgrad, target, nullptr,
-              c10::cuda::getCurrentCUDAStream());
+  TORCH_CHECK_VALUE(sinks > 0, "rasterize_backward_into: sinks is empty.");
+  add_records(call, inputs, target, nullptr);
 }
 
 }  // namespace rasterize_bind
 }  // namespace nsmg
 
 TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
-  m.impl("rasterize", &nsmg::rasterize_bind::rasterize);
-  m.impl("rasterize_backward", &nsmg::rasterize_bind::rasterize_backward);
-  m.impl("rasterize_backward_into", &nsmg::rasterize_bind::rasterize_backward_into);
+  namespace bind = nsmg::rasterize_bind;
+  m.impl("rasterize", nsmg::bound<bind::rasterize>());
+  m.impl("rasterize_backward", nsmg::bound<bind::rasterize_backward>());
+  m.impl("rasterize_backward_into", nsmg::bound<bind::rasterize_backward_into>());
 }
