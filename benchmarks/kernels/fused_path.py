@@ -1,8 +1,5 @@
 """The fused way through the operators, piece by piece, as `ns_multigpu.core.step` goes it."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -159,17 +156,3 @@ class FusedUpdate:
         s = self._scene
         moments = (self.exp_avgs, self._exp_avg_sqs, self._scalars)
         splat_update(s.raw(), *moments, s.viewmats, s.Ks, s.size, rows, records, DEGREE, boxes=boxes)
-
-
-@contextmanager
-def backward_kernel(name: str) -> Iterator[None]:
-    """Inside, rasterization goes back through the kernel of this name, `pixel` or `splat`."""
-    before = os.environ.get("NS_MULTIGPU_BACKWARD")
-    os.environ["NS_MULTIGPU_BACKWARD"] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["NS_MULTIGPU_BACKWARD"]
-        else:
-            os.environ["NS_MULTIGPU_BACKWARD"] = before

@@ -7,7 +7,7 @@ autograd; ours through the fused path, eagerly and as a CUDA graph. The loss is 
 fused path ends with the gradients of rows (splats of this view), from which training goes on to Adam's step in one
 kernel: "and update" has that in it, so it does more than the others, which end with the gradients of parameters.
 Below are the pieces of the fused path, replayed from CUDA graphs, beside the hardware's floor for each
-(`benchmarks.kernels.floors`) and with other kernels and scopes of the backward pass. Peak memory is what a way holds
+(`benchmarks.kernels.floors`) and with other scopes of the backward pass. Peak memory is what a way holds
 beyond the scene's parameters and image; moments of Adam do not count.
 
 On a CPU gsplat cannot run: the fused path is then checked against the public operators.
@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.kernels.floors import Counts, floors
-from benchmarks.kernels.fused_path import Capacities, FusedPath, FusedUpdate, backward_kernel, needed
+from benchmarks.kernels.fused_path import Capacities, FusedPath, FusedUpdate, needed
 from benchmarks.kernels.sections import Line, Scenes, Sections, finish, parse, parser, ratio, show
 from benchmarks.kernels.ways import Render, gsplat_counts, gsplat_render, joined, operators_render
 from benchmarks.lib.agreement import Drawn, compare
@@ -125,14 +125,12 @@ def time_pieces(results: Results, watch: Stopwatch, room: Capacities, floor: dic
     add("intersect_capacity", lambda: path.lists(rows), "intersect")
     add("rasterize", lambda: path.pixels(rows, lists), "rasterize")
     everything = (rows, lists, pixels, v_out)
-    for kernel in ("pixel", "splat") if cuda else ("pixel",):
-        with backward_kernel(kernel):
-            add(f"backward, {kernel}: local, unpacked", lambda: path.local_backward(*everything), "backward")
-            for scope, system in (("gpu", False), ("system", True)):
-                other = FusedPath(scene, room, system_scope=system)
-                add(f"backward, {kernel}: into, {scope} scope", lambda o=other: o.backward(*everything), "backward")
-            other = FusedPath(scene, room, absgrad=True)
-            add(f"backward, {kernel}: into, absgrad", lambda o=other: o.backward(*everything), "backward")
+    add("backward: local, unpacked", lambda: path.local_backward(*everything), "backward")
+    for scope, system in (("gpu", False), ("system", True)):
+        other = FusedPath(scene, room, system_scope=system)
+        add(f"backward: into, {scope} scope", lambda o=other: o.backward(*everything), "backward")
+    other = FusedPath(scene, room, absgrad=True)
+    add("backward: into, absgrad", lambda: other.backward(*everything), "backward")
     path.backward(*everything)
     add("splat_update (with Adam)", lambda: update(rows, path.records), "update")
 

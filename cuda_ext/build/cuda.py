@@ -28,9 +28,9 @@ DEVICE_FLAGS = (
     "-Xcompiler=-fPIC,-fvisibility=hidden",
 )
 BINDING = "_bind"
-"""How the names of the sources end that bind operators. Each has a namespace of its name: see `CudaLibrary.units`."""
-_BINDINGS = 9
-"""Of these in a file at most: it takes as long to compile as the slowest of the kernels."""
+"""End of the names of the sources that bind operators. Each has a namespace of its name: see `CudaLibrary.units`."""
+_BINDING_FILES = 3
+"""Files that the bindings are compiled in: each takes about as long as the slowest of the kernels."""
 LIBRARIES = ("-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda", "-ltorch")
 _MARK = "ns_multigpu cuda_operators:"  # source_key.cpp writes it
 
@@ -97,10 +97,10 @@ class CudaLibrary(NativeLibrary):
         return [*required_compiler(), *HOST_FLAGS, abi, *marks, *includes, "-c", str(source), "-o", str(object_)]
 
     def units(self, folder: Path) -> tuple[Path, ...]:
-        """The sources, of which those that bind operators come several in a file: each would take 4 s to read torch's
-        headers, which is most of what compiling it takes."""
+        """Return the sources, of which those that bind operators come several in a file: each would take 4 s to read
+        torch's headers, which is most of what compiling it takes."""
         bindings = [source for source in self.sources if source.stem.endswith(BINDING)]
-        files = [folder / f"bindings_{k}.cpp" for k in range(-(-len(bindings) // _BINDINGS))]
+        files = [folder / f"bindings_{k}.cpp" for k in range(min(len(bindings), _BINDING_FILES))]
         for k, file in enumerate(files):
             file.write_text("".join(f'#include "{source}"\n' for source in bindings[k :: len(files)]))
         return (*files, *(source for source in self.sources if source not in bindings))

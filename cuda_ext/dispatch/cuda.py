@@ -55,9 +55,9 @@ def library(architectures: tuple[str, ...] | None = None) -> CudaLibrary:
     """
     if architectures is None:
         architectures = _toolkit.visible_architectures() or _toolkit.listed_architectures()
-    sources = sorted((_CSRC / "cuda").glob("*.cu"), key=lambda path: (-path.stat().st_size, path.name))
-    sources += sorted((_CSRC / "cuda").glob("*.cpp"))  # behind the .cu files, which take longer
-    headers = [*(_CSRC / "cuda").glob("*.h"), *(_CSRC / "common").glob("*.h"), _CSRC / "cpu" / "patches.h"]
+    sources = sorted((_CSRC / "cuda").rglob("*.cu"), key=lambda path: (-path.stat().st_size, path.name))
+    sources += sorted((_CSRC / "cuda").rglob("*.cpp"))  # behind the .cu files, which take longer
+    headers = [*(_CSRC / "cuda").rglob("*.h"), *(_CSRC / "common").glob("*.h"), _CSRC / "cpu" / "common" / "patches.h"]
     return CudaLibrary(NAME, tuple(sources), tuple(sorted(headers)), _CSRC, _toolkit.find_toolkit(), architectures)
 
 

@@ -8,7 +8,7 @@ Nothing is compiled at import. The first operator that needs compiled kernels bu
 - `reference`: always the pure-torch reference, on CUDA too.
 
 What else there is to choose on CUDA: `cuda_ext.dispatch.cuda`. For developers: NS_MULTIGPU_OPS_ONLY="cull,project"
-compiles only those of csrc/cpu/*.cpp; the other operators then have no CPU kernel.
+compiles only those files of csrc/cpu; the other operators then have no CPU kernel.
 """
 
 import os
@@ -38,11 +38,11 @@ _warned = False
 
 
 def library() -> NativeLibrary:
-    """The CPU operators: every csrc/cpu/*.cpp in one library."""
-    sources = sorted((_CSRC / "cpu").glob("*.cpp"))
+    """The CPU operators: every .cpp file of csrc/cpu in one library."""
+    sources = sorted((_CSRC / "cpu").rglob("*.cpp"))
     if only := os.environ.get("NS_MULTIGPU_OPS_ONLY"):
         sources = [path for path in sources if path.stem in only.split(",")]
-    headers = sorted((*(_CSRC / "cpu").glob("*.h"), *(_CSRC / "common").glob("*.h")))
+    headers = sorted((*(_CSRC / "cpu").rglob("*.h"), *(_CSRC / "common").glob("*.h")))
     return NativeLibrary("cpu_operators", tuple(sources), tuple(headers), _CSRC)
 
 

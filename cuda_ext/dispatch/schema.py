@@ -123,7 +123,7 @@ SCHEMAS: tuple[str, ...] = (
     "splat_update(Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor scalars, "
     "Tensor viewmats, Tensor Ks, int[] sizes, Tensor view_ids, Tensor point_ids, Tensor count, Tensor conics, "
     "Tensor features, Tensor radii, Tensor[] row_gradients, Tensor(d!) grad2d, Tensor(e!) seen, Tensor(f!) radii_max, "
-    "int degree, float eps2d, float near, float far, bool antialiased, bool absgrad, bool selective, "
+    "int degree, float eps2d, float near, float far, bool antialiased, bool absgrad, "
     "float opacity_weight, float scale_weight, Tensor(g!)? last=None, Tensor(h!)? table=None, "
     "Tensor(i!)? steps=None, Tensor(j!)? witness=None, int[] witness_views=[], Tensor(k!)? boxes=None) -> ()",
     "splat_boxes(Tensor means, Tensor log_scales, Tensor(a!) boxes) -> ()",

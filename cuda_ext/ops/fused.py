@@ -187,7 +187,6 @@ def splat_update(
     seen: Tensor | None = None,
     radii_max: Tensor | None = None,
     absgrad: bool = False,
-    selective: bool = False,
     opacity_weight: float = 0.0,
     scale_weight: float = 0.0,
     lazy: LazyAdam | None = None,
@@ -198,8 +197,7 @@ def splat_update(
     """Brings the gradients of rows back to the parameters and takes Adam's step there, all in place.
 
     Adam is dense: points without rows take the step of a gradient of zero, by which their moments decay and they move
-    on. With `selective` those that are not drawn in any view are left alone (Mallick et al. 2024, "Taming 3DGS"), which
-    saves their 1416 bytes and changes the result.
+    on.
 
     Moments may be compact, all of them as bfloat16: 944 bytes a point instead of 1416. The arithmetic is float32's, and
     what is written is rounded up or down at random, so that its expected value is the exact one; a number that bfloat16
@@ -224,9 +222,8 @@ def splat_update(
             y, conics xx, xy, yy, opacity, features 0 to 3, absolute x, y, and 4 that are not looked at.
         grad2d, seen, radii_max: [N] each, or None to leave out.
         absgrad: `grad2d` counts the absolute gradients instead of those of means2d.
-        selective: see above.
         opacity_weight, scale_weight: the loss also holds this times the sum of all opacities, and of all scales (MCMC's
-            regularisation). With `selective`, of the points drawn.
+            regularisation).
         lazy: put off the steps of points that are not drawn (see `lazy_adam.py`, also for which options of Adam):
             1416 bytes (944) of each such point are then neither read nor written. Those of points that are drawn are
             taken.
@@ -236,7 +233,7 @@ def splat_update(
         boxes: of the points' groups, see `splat_boxes`: widened where points leave them.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong dtype, device or shape; `lazy` with `selective` or weights.
+        TypeError, ValueError: an argument of the wrong dtype, device or shape; `lazy` with weights.
         NativeBuildError: the operators cannot be compiled.
     """
     means = params[0]
@@ -256,8 +253,8 @@ def splat_update(
         raise ValueError("absgrad needs the absolute gradients [M, 2]: call rasterize_backward with absgrad.")
     missed: tuple[Tensor | None, ...] = (None, None, None)
     if lazy is not None:
-        if selective or opacity_weight or scale_weight:
-            raise ValueError("lazy puts off steps without a gradient: leave selective, opacity_weight, scale_weight.")
+        if opacity_weight or scale_weight:
+            raise ValueError("lazy puts off steps without a gradient: leave opacity_weight and scale_weight out.")
         lazy.check(means)
         missed = (lazy.last, lazy.table, lazy.steps)
     if witness is not None:
@@ -271,7 +268,7 @@ def splat_update(
     op(
         *([t.detach() for t in tensors] for tensors in (params, exp_avgs, exp_avg_sqs)), scalars, viewmats.detach(), Ks,
         sizes, rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, given, *statistics,
-        degree, eps2d, near, far, antialiased, absgrad, selective, opacity_weight, scale_weight, *missed,
+        degree, eps2d, near, far, antialiased, absgrad, opacity_weight, scale_weight, *missed,
         witness, shown, boxes,
     )  # fmt: skip
 

@@ -130,7 +130,7 @@ def splat_update_composed(
     params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], scalars: Tensor, viewmats: Tensor,
     Ks: Tensor, sizes: list[int], view_ids: Tensor, point_ids: Tensor, count: Tensor, conics: Tensor,
     features: Tensor, radii: Tensor, row_gradients: list[Tensor], grad2d: Tensor, seen: Tensor, radii_max: Tensor,
-    degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool, selective: bool,
+    degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool,
     opacity_weight: float, scale_weight: float, last: Tensor | None = None, table: Tensor | None = None,
     steps: Tensor | None = None, witness: Tensor | None = None, witness_views: Sequence[int] = (),
     boxes: Tensor | None = None,
@@ -146,7 +146,7 @@ def splat_update_composed(
     with as_floats(exp_avgs, exp_avg_sqs, lambda: step_salts(scalars, viewmats)) as (firsts, seconds):
         _update(
             params, firsts, seconds, scalars, viewmats, Ks, sizes, view_ids, point_ids, count, conics, features, radii,
-            row_gradients, grad2d, seen, radii_max, degree, eps2d, near, far, antialiased, absgrad, selective,
+            row_gradients, grad2d, seen, radii_max, degree, eps2d, near, far, antialiased, absgrad,
             opacity_weight, scale_weight, last, table, steps,
         )  # fmt: skip
     if boxes is not None:
@@ -157,7 +157,7 @@ def _update(
     params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], scalars: Tensor, viewmats: Tensor,
     Ks: Tensor, sizes: list[int], view_ids: Tensor, point_ids: Tensor, count: Tensor, conics: Tensor,
     features: Tensor, radii: Tensor, row_gradients: list[Tensor], grad2d: Tensor, seen: Tensor, radii_max: Tensor,
-    degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool, selective: bool,
+    degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool,
     opacity_weight: float, scale_weight: float, last: Tensor | None, table: Tensor | None, steps: Tensor | None,
 ) -> None:  # fmt: skip
     """The same with moments of the parameters' type."""
@@ -187,7 +187,7 @@ def _update(
         gradients = torch.autograd.grad(outputs, leaves, incoming, allow_unused=True, materialize_grads=True)
 
     with torch.no_grad():
-        if selective or last is not None:
+        if last is not None:
             for i, gradient in enumerate(gradients):
                 p, m, v = params[i][drawn], exp_avgs[i][drawn], exp_avg_sqs[i][drawn]
                 adam_step_torch([p], [gradient[drawn]], [m], [v], scalars[i : i + 1], False)

@@ -213,7 +213,7 @@ def _intersect_fake(means2d, conics, row_opacities, radii, depths, view_ids, pat
 
 
 def _state_size(features: Tensor, row_ids: Tensor, patches: Sequence[int], tile_size: int) -> int:
-    """Floats that forward keeps for backward: on CUDA as RasterState in csrc/cuda/rasterize.h lays them out."""
+    """Floats that forward keeps for backward: on CUDA as RasterState in csrc/cuda/raster/rasterize.h lays them out."""
     if features.device.type != "cuda" or backend("cuda") != "native":
         return 0
     (rows, channels), listed, tiles = features.shape, row_ids.shape[0], _tile_count(patches, tile_size)

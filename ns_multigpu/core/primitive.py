@@ -75,6 +75,6 @@ class Primitive(ABC):
         three functions.
 
         Args:
-            options: of the update, such as `selective`; the kernels' own.
+            options: of the update, such as `opacity_weight`; the kernels' own.
         """
         return None

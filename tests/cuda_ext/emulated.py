@@ -19,12 +19,12 @@ from tests.cuda_ext.splats import Splats
 
 SOURCES = Path(__file__).parents[2] / "cuda_ext" / "csrc"
 EMULATION = Path(__file__).parent / "emulation"
-KERNELS = ("plan", "forward", "backward_pixel", "backward_splat", "unpack")
+KERNELS = ("plan", "forward", "backward", "unpack")
 NEVER = 2**31 - 1
 _LAUNCH = re.compile(r"(\w+)<<<(.*?),\s*(\w+), 0, stream>>>\((.*?)\);", re.DOTALL)
 
 _NUMBERS = ("rows", "intersections", "tiles", "pixels")
-_CHOICES = ("channels", "patches", "split_above", "mark_stops", "splatwise", "absgrad")
+_CHOICES = ("channels", "patches", "split_above", "mark_stops", "absgrad")
 _TENSORS = (
     "means2d", "conics", "opacities", "features", "tile_offsets", "row_ids", "entries", "state", "out", "alpha", "last",
     "v_out", "v_alpha", "v_means2d", "v_conics", "v_opacities", "v_features", "v_abs",
@@ -53,10 +53,10 @@ def build(folder: Path) -> ctypes.CDLL:
     """Compiles the kernels in `folder`."""
     sources = folder / "csrc"
     shutil.copytree(SOURCES, sources)
-    shutil.copy(EMULATION / "memory_device.h", sources / "cuda")
+    shutil.copy(EMULATION / "memory_device.h", sources / "cuda" / "common")
     compiled = [str(EMULATION / name) for name in ("fibers.cpp", "rasterize.cpp")]
     for kernel in KERNELS:
-        source = sources / "cuda" / f"rasterize_{kernel}.cpp"
+        source = sources / "cuda" / "raster" / f"rasterize_{kernel}.cpp"
         source.write_text(translated(source.with_suffix(".cu").read_text()))
         compiled.append(str(source))
     library = folder / "emulated.so"
@@ -114,14 +114,14 @@ class Emulated:
         problem = library.forward(ctypes.byref(self._arguments(**self._outputs)))
         assert problem is None, problem
 
-    def backward(self, v_out: Tensor, v_alpha: Tensor, *, absgrad: bool, splatwise: bool) -> tuple[Tensor, ...]:
-        """Gradients by means2d, conics, opacities and features, and absolute ones, by one of the two kernels."""
+    def backward(self, v_out: Tensor, v_alpha: Tensor, *, absgrad: bool) -> tuple[Tensor, ...]:
+        """Gradients by means2d, conics, opacities and features, and absolute ones."""
         sizes = {"v_means2d": (2,), "v_conics": (3,), "v_opacities": (), "v_features": (self._channels,), "v_abs": (2,)}
         found = {name: torch.full((self._rows, *size), float("nan")) for name, size in sizes.items()}
         given = {"v_out": v_out.float().contiguous(), "v_alpha": v_alpha.float().contiguous()}
         wanted = found if absgrad else {name: x for name, x in found.items() if name != "v_abs"}
         arguments = self._arguments(**self._outputs, **given, **wanted)
-        arguments.splatwise, arguments.absgrad = int(splatwise), int(absgrad)
+        arguments.absgrad = int(absgrad)
         self._library.backward(ctypes.byref(arguments))
         return tuple(wanted.values())
 

@@ -36,7 +36,6 @@ class Course:
     Args:
         boxed: cull groups of points by their boxes.
         speed: how many times as large rates are.
-        selective: see `splat_update`.
 
     Attributes:
         rows: of the last step.
@@ -46,10 +45,10 @@ class Course:
 
     def __init__(
         self, model: Model, lazy: bool, degree: int = 3, *, boxed: bool = False, speed: float = 1.0,
-        selective: bool = False, **settings: Any,
+        **settings: Any,
     ) -> None:  # fmt: skip
         means = model.params[0]
-        self.speed, self.selective, self.hidden = speed, selective, [0, 0]
+        self.speed, self.hidden = speed, [0, 0]
         self.boxes = new_boxes(means) if boxed else None
         self._make_boxes(model)
         self.model, self.degree, self.settings = model, degree, settings
@@ -89,7 +88,7 @@ class Course:
             self.longest_gap = max(self.longest_gap, int((self.lazy.steps - self.lazy.last[drawn].int()).max()))
         gradients = row_gradients(self.rows, step)
         model.update(
-            self.rows, gradients, self.degree, lazy=self.lazy, selective=self.selective, boxes=self.boxes,
+            self.rows, gradients, self.degree, lazy=self.lazy, boxes=self.boxes,
             **self.settings, **self.statistics,
         )  # fmt: skip
 

@@ -54,7 +54,7 @@ class Course:
         lazy: steps of points that are not drawn are put off.
         transport: of shards: own, collective, or in peer memory atomics or transfer. by_sort: see `SortedLists`.
         half: rows and gradients travel in float16.
-        moment: of Adam's moments. selective: see `GaussianKernels`. groups: in which rows leave.
+        moment: of Adam's moments. groups: in which rows leave.
         captured: steps are replayed from graphs, on a CPU from what was recorded.
         grouped: groups of points are culled by their boxes. speed: how many times as large rates are.
     """
@@ -71,7 +71,6 @@ class Course:
     half: bool = False
     points: int = 300
     moment: torch.dtype = torch.float32
-    selective: bool = False
     scene: Scene = make_points
     groups: int = 1
     captured: bool = False
@@ -100,18 +99,8 @@ def scalars(number: int) -> torch.Tensor:
     return torch.tensor([adam_scalars(RATES[k], (0.9, 0.999), 1e-15, number) for k in ORDER])
 
 
-def step_all_but(left_alone: torch.Tensor, param: torch.nn.Parameter, optimizer: torch.optim.Adam) -> None:
-    """A dense step, after which the points that are to be `left_alone` [N] get back what they had."""
-    names = ("exp_avg", "exp_avg_sq")
-    state = optimizer.state[param]
-    before = [param.detach().clone(), *(state.get(name, torch.zeros_like(param)).clone() for name in names)]
-    optimizer.step()
-    for value, old in zip((param.data, *(state[name] for name in names)), before, strict=True):
-        value[left_alone] = old[left_alone]
-
-
 def ordinary(course: Course, device: str = "cpu") -> Outcome:
-    """The course of one process that takes all views of a batch; with selective Adam or dense."""
+    """The course of one process that takes all views of a batch."""
     place = torch.device(device)
     params = {
         k: torch.nn.Parameter(v.detach()) for k, v in course.scene(course.points, torch.float32, place).params.items()
@@ -135,10 +124,8 @@ def ordinary(course: Course, device: str = "cpu") -> Outcome:
         total.backward()
         info = densification_info(splats, views)
         densifier._count(params, state, info)
-        left_alone = torch.full((course.points,), course.selective, device=place)
-        left_alone[info["ids"][splats.rows["radii"][:, 0] > 0]] = False
-        for k, optimizer in optimizers.items():
-            step_all_but(left_alone, params[k], optimizer)
+        for optimizer in optimizers.values():
+            optimizer.step()
         losses.append(total.detach())
     result = {k: v.detach().cpu() for k, v in params.items()}
     result |= {f"v of {k}": optimizers[k].state[params[k]]["exp_avg_sq"].cpu() for k in RATES}
@@ -201,7 +188,7 @@ def taken(world: World, course: Course) -> Outcome:
     here = spread.assignment.most_views(course.batch, world.size)
     room = course.room or first_capacities(course.points, width * height, here, travels=spread.rows.travels)
     settings = StepSettings(width, height, course.batch, LAMBDA, *room, course.groups)
-    kernels = kernels_of(course.antialiased, selective=course.selective)
+    kernels = kernels_of(course.antialiased)
 
     def made() -> Step:
         wire = {"half": course.half, "slots": course.by_sort}

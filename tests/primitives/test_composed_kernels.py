@@ -131,11 +131,11 @@ def test_what_is_not_finite_is_told(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_what_their_kernels_cannot_do_is_refused(name: str) -> None:
     kind, points = KINDS[name], points_of(name)
-    kernels: Any = kind.kernels(selective=False)
+    kernels: Any = kind.kernels(opacity_weight=0.0)
     with pytest.raises(
-        ValueError, match=r"kernels of (2D Gaussians|4D Gaussians|3D convexes) have no option 'selective'"
+        ValueError, match=r"kernels of (2D Gaussians|4D Gaussians|3D convexes) have no option 'opacity_weight'"
     ):
-        kind.kernels(selective=True)
+        kind.kernels(opacity_weight=0.1)
     with pytest.raises(ValueError, match="leave lazy out"):
         kernels.model(points.params, {}, {}, LazyAdam.make(COUNT, torch.device("cpu")))
     assert not kernels.puts_off and replace(kind, sh_degree=None).kernels() is None

@@ -81,7 +81,7 @@ KINDS = [
     ("batch", 2, 2, {"speed": 1000.0}),
     ("batch", 2, 2, {"lazy": True, "moment": torch.bfloat16}),
     ("tile", 1, 3, {"lazy": True, "speed": 50.0, "room": ROOM, "groups": 3}),
-    ("tile", 2, 1, {"selective": True, "room": ROOM}),
+    ("tile", 2, 1, {"room": ROOM}),
     ("tile", 2, 2, {"lazy": True, "room": TIGHT, "bounds": (0, 70, 700), "groups": 2}),
     ("tile", 3, 2, {"room": ROOM, "bounds": (0, 0, 690, 700)}),
 ]

@@ -12,7 +12,7 @@ from cuda_ext.ops.row_exchange import add_records
 from ns_multigpu.primitives.convexes.rows import CONVEX_PARTS, ArrivedConvexes, ConvexGradients, ConvexRows
 from ns_multigpu.primitives.record_parts import PartsWire, RecordParts
 from ns_multigpu.primitives.surfels.rows import SURFEL_PARTS, SurfelGradients, SurfelRows
-from tests.cuda_ext.test_row_exchange import addresses
+from tests.cuda_ext.exchange.test_row_exchange import addresses
 
 REAL, LINES, ROOM = 9, 12, 8
 

@@ -94,8 +94,8 @@ NSMG_HD CompactMoments compacted(uint32_t salt, float moment1, float moment2) {
 
 // Rounding wanders off: by how much more than the table says (LazyLine's bound) points may move whose moments have been
 // rounded in each of many steps. The bound is one on |m| / sqrt(v). Over the 1000 steps that v remembers, rounding adds
-// up to a standard deviation of 3 % (tests/cuda_ext/test_compact.py), 1.5 % of sqrt(v); over the ten that m does to less
-// than 1 %. This is more than ten of theirs together.
+// up to a standard deviation of 3 % (tests/cuda_ext/optim/test_compact.py), 1.5 % of sqrt(v); over the ten that m does
+// to less than 1 %. This is more than ten of theirs together.
 template <typename Moment>
 NSMG_HD constexpr float wander() {
   return sizeof(Moment) < sizeof(float) ? 1.25f : 1.0f;

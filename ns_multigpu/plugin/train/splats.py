@@ -14,7 +14,7 @@ from ns_multigpu.core.collectives import all_gather_rows
 from ns_multigpu.core.schema import POSITION, names
 from ns_multigpu.core.world import World
 from ns_multigpu.locality.picture import MOST_POINTS, Partition, draw
-from ns_multigpu.planning.room import checkpoint_bytes
+from ns_multigpu.planning.memory import checkpoint_bytes
 from ns_multigpu.planning.work import Course
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
 from ns_multigpu.plugin.checkpoint.training_copy import Content

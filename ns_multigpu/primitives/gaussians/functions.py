@@ -51,8 +51,8 @@ class Gaussians(Primitive):
     schema = SCHEMA
 
     def kernels(self, **options: Any) -> GaussianKernels | None:
-        """See `Primitive.kernels`: `selective`, `opacity_weight`, `scale_weight`, and `depth` for pictures without a
-        way back. None for plain colours, or where depth is to be learned from."""
+        """See `Primitive.kernels`: `opacity_weight`, `scale_weight`, and `depth` for pictures without a way back.
+        None for plain colours, or where depth is to be learned from."""
         if self.sh_degree is None or (self.depth and not options.get("depth")):
             return None
         return GaussianKernels(

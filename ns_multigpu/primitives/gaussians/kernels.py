@@ -31,10 +31,6 @@ class GaussianKernels(GaussianRowKernels):
     Attributes:
         degree: harmonics in use, 0 to 3.
         antialiased, absgrad, eps2d, near, far: see `Gaussians`.
-        selective: only points that a view of the batch draws, on any rank, take Adam's step ("Taming 3DGS", Mallick et
-            al. 2024); the others' parameters and moments stay, to the bit. Bias corrections count the model's steps, as
-            dense Adam's do. (gsplat's SelectiveAdam leaves corrections out; with betas of 0.9 and 0.999 a step is the
-            same to a hundredth after 4000 of them.)
         opacity_weight, scale_weight: see `splat_update`; of the whole model's sums.
         depth: `draw` blends depths too, as a fourth number of the colour; then there is no way back.
         sized: see `Kernels`.
@@ -46,7 +42,6 @@ class GaussianKernels(GaussianRowKernels):
     eps2d: float = 0.3
     near: float = 0.01
     far: float = 1e10
-    selective: bool = False
     opacity_weight: float = 0.0
     scale_weight: float = 0.0
     depth: bool = False
@@ -61,8 +56,6 @@ class GaussianKernels(GaussianRowKernels):
         statistics: Mapping[str, Tensor],
         lazy: LazyAdam | None,
     ) -> Model:
-        if self.selective and lazy is not None:
-            raise ValueError("A selective step puts nothing off: points that are not drawn take none. Leave lazy out.")
         of_params = [flat(name, params[name].detach()) for name in ORDER]
         first, second = ([flat(name, moments[name][i]) for name in ORDER] for i in (0, 1))
         return Model(of_params, first, second, dict(statistics), lazy)
@@ -97,7 +90,7 @@ class GaussianKernels(GaussianRowKernels):
             model.params, model.exp_avgs, model.exp_avg_sqs, scalars=scalars, viewmats=cameras.viewmats, Ks=cameras.Ks,
             sizes=cameras.sizes, rows=rows, gradients=records, degree=self.degree, eps2d=self.eps2d, near=self.near,
             far=self.far, antialiased=self.antialiased, absgrad=self.absgrad, grad2d=statistics.get("grad2d"),
-            seen=statistics.get("count"), radii_max=statistics.get("radii"), selective=self.selective,
+            seen=statistics.get("count"), radii_max=statistics.get("radii"),
             opacity_weight=self.opacity_weight, scale_weight=self.scale_weight, lazy=model.lazy, witness=witness,
             witness_views=witness_views, boxes=model.boxes,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-// Stands for cuda_ext/csrc/cuda/memory_device.h.
+// Stands for cuda_ext/csrc/cuda/common/memory_device.h.
 #pragma once
 
 #include <cuda_runtime.h>

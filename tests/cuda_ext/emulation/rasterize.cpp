@@ -1,9 +1,9 @@
-// What rasterize_bind.cpp does, for pointers.
+// Does what rasterize_bind.cpp does, for pointers.
 #include <cstdint>
 #include <limits>
 #include <vector>
 
-#include "cuda/rasterize.h"
+#include "cuda/raster/rasterize.h"
 
 using namespace nsmg;
 
@@ -11,7 +11,7 @@ extern "C" {
 
 struct Arguments {
   int64_t rows, intersections, tiles, pixels;
-  int32_t channels, patches, split_above, mark_stops, splatwise, absgrad;
+  int32_t channels, patches, split_above, mark_stops, absgrad;
   const float *means2d, *conics, *opacities, *features;
   const int32_t *tile_offsets, *row_ids;
   const int32_t* entries;  // [patches, 8] as PatchEntry, at most kPatchGroup of them
@@ -65,8 +65,7 @@ void backward(const Arguments* a) {
   float* records = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 15) / 16 * 16);
   const RasterGradients pixels{a->out, a->alpha, a->v_out, a->v_alpha, a->last};
   const RecordTarget target{records, nullptr, nullptr, nullptr, false};
-  const auto launch = a->splatwise != 0 ? launch_backward_splat : launch_backward_pixel;
-  launch(in, shape, state, pixels, target, a->absgrad != 0, nullptr);
+  launch_backward(in, shape, state, pixels, target, a->absgrad != 0, nullptr);
   launch_unpack(records, a->rows, a->channels, a->v_means2d, a->v_conics, a->v_opacities, a->v_features, a->v_abs,
                 nullptr);
 }

@@ -1,0 +1,322 @@
+// The fused operators of 3D Gaussians on CUDA: from parameters to splats, and from the splats' gradients to Adam's step.
+
+#include "cuda/bind/call.h"
+#include "cuda/optim/splat_lazy.h"
+#include "cuda/optim/splat_update.h"
+#include "cuda/project/splat_boxes.h"
+#include "cuda/project/splat_forward.h"
+
+#include "common/lazy_adam.h"
+
+#include <algorithm>
+
+namespace nsmg {
+namespace splat_bind {
+
+constexpr const char* kNames[kUpdateTensors] = {"means", "quats", "log_scales", "logits", "sh_dc", "sh_rest"};
+
+// Whether vector loads of 16 bytes may start here.
+void check_aligned(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0, name,
+                    " must start at a multiple of 16 bytes: pass a tensor of its own, such as `.clone()`.");
+}
+
+// The views of a batch.
+Views batch_views(Call& call) {
+  const int64_t count = call.count("viewmats", "views");
+  TORCH_CHECK_VALUE(count <= kMaxViews, "the fused operators take at most ", kMaxViews, " views at once, not ", count,
+                    ": split the batch, or use cull, project and sh_colors.");
+  Views views = {call.floats("viewmats", {count, 4, 4}), call.floats("Ks", {count, 3, 3}), static_cast<int>(count),
+                 call.number("near"), call.number("far"), {}};
+  const int64_t* sizes = call.integers_of("sizes", 2, count, "view");
+  for (int64_t i = 0; i < 2 * count; ++i) views.size[i] = static_cast<int32_t>(sizes[i]);
+  return views;
+}
+
+int checked_degree(Call& call, int64_t held) {
+  const int64_t degree = call.integer("degree"), bases = (degree + 1) * (degree + 1) - 1;
+  TORCH_CHECK_VALUE(degree >= 0 && degree <= 3, "degree must be 0, 1, 2 or 3, not ", degree, ".");
+  TORCH_CHECK_VALUE(held >= bases && held <= 15, "sh_rest must hold ", bases, " to 15 bases for degree ", degree,
+                    ", not ", held, ".");
+  return static_cast<int>(degree);
+}
+
+// A moment that is written in place, of the type of them all.
+void* moment(Call& call, const at::Tensor& tensor, const char* kind, const char* name, at::IntArrayRef shape,
+             at::ScalarType dtype) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, kind, " of ", name, " is ", tensor.scalar_type(),
+                   "; moments must all be Float, or all BFloat16, beside parameters in Float.");
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), kind, " of ", name, " must be contiguous: it is written in place.");
+  check_aligned(tensor, kind);
+  return cuda_checked(tensor, kind, shape, dtype, call.like()).mutable_data_ptr();
+}
+
+// Checks the parameters and moments, and puts their addresses and sizes into a launch that writes them.
+template <typename Launch>
+void put_parameters(Call& call, const std::vector<at::Tensor>& values, Launch& launch) {
+  const std::vector<at::Tensor> first = call.tensors("exp_avgs"), second = call.tensors("exp_avg_sqs");
+  TORCH_CHECK_VALUE(
+      values.size() == kUpdateTensors && first.size() == kUpdateTensors && second.size() == kUpdateTensors,
+      "params, exp_avgs and exp_avg_sqs must each be means, quats, log_scales, logits, sh_dc, sh_rest.");
+  const int64_t points = values[kMeans].size(0), bases = values[kShRest].dim() == 3 ? values[kShRest].size(1) : -1;
+  const std::vector<int64_t> shapes[kUpdateTensors] = {{points, 3}, {points, 4}, {points, 3},
+                                                       {points},    {points, 3}, {points, bases, 3}};
+  launch.compact = first[kMeans].scalar_type() == at::kBFloat16;
+  const at::ScalarType type = launch.compact ? at::kBFloat16 : at::kFloat;
+  for (int i = 0; i < kUpdateTensors; ++i) {
+    launch.values[i] = call.written<float>(values[i], kNames[i], shapes[i]);
+    check_aligned(values[i], kNames[i]);
+    launch.moments1[i] = moment(call, first[i], "exp_avg", kNames[i], shapes[i], type);
+    launch.moments2[i] = moment(call, second[i], "exp_avg_sq", kNames[i], shapes[i], type);
+  }
+  launch.points = cuda_count(points, "points");
+  launch.rest_floats = static_cast<int>(3 * bases);
+}
+
+constexpr int64_t kTable[3] = {kLazySteps + 1, kUpdateTensors, kLazyFloats};
+
+// The three tensors of a LazyAdam, all of them or none.
+LazyState lazy_state(Call& call, int64_t points) {
+  const bool given = call.has("last");
+  TORCH_CHECK_VALUE(given == call.has("table") && given == call.has("steps"),
+                    "last, table and steps belong together: give all of them or none.");
+  if (!given) return {};
+  check_aligned(call.tensor("table"), "table");
+  return {call.in_place<uint8_t>("last", {points}), call.in_place<float>("table", kTable),
+          call.in_place<int32_t>("steps", {1})};
+}
+
+// Groups of points by their boxes, where there are any.
+const float* boxes_or_null(Call& call, int points) {
+  if (!call.has("boxes")) return nullptr;
+  check_aligned(call.tensor("boxes"), "boxes");
+  return call.floats("boxes", {box_groups(points), kBoxFloats});
+}
+
+// ---- forward ----
+
+struct Inputs {
+  RawPoints raw;
+  MissedSteps missed = {};
+  Views views;
+  SplatSettings settings;
+  int capacity;
+
+  // `may_miss`: whether the operator takes steps that were put off.
+  Inputs(Call& call, bool may_miss) {
+    const int64_t points = call.count("means", "points");
+    const at::Tensor& sh_rest = call.hold(call.checked("sh_rest", {points, -1, 3}, at::kFloat));
+    raw = {call.floats("means", {points, 3}),
+           call.floats("quats", {points, 4}),
+           call.floats("log_scales", {points, 3}),
+           call.floats("logits", {points}),
+           call.floats("sh_dc", {points, 3}),
+           sh_rest.const_data_ptr<float>(),
+           static_cast<int>(points),
+           static_cast<int>(3 * sh_rest.size(1))};
+    check_aligned(call.tensor("quats"), "quats");
+    views = batch_views(call);
+    settings = {checked_degree(call, sh_rest.size(1)), call.number("eps2d"), call.flag("antialiased"),
+                call.flag("depth")};
+    capacity = call.counted("capacity", "rows");
+    if (!may_miss) return;
+    const LazyState lazy = lazy_state(call, points);
+    if (lazy.last == nullptr) return;
+    missed.last = lazy.last;
+    missed.table = lazy.table;
+    FlushLaunch checked = {};  // those that are read here are written when steps are caught up with
+    std::vector<at::Tensor> values;
+    for (const char* name : kNames) values.push_back(call.tensor(name));
+    put_parameters(call, values, checked);
+    std::copy_n(checked.moments1, kUpdateTensors, missed.moments1);
+    std::copy_n(checked.moments2, kUpdateTensors, missed.moments2);
+    missed.compact = checked.compact;
+  }
+};
+
+// Room for the rows, with the ids and the count that culling finds.
+SplatRows culled(Call& call, const Inputs& in) {
+  const int64_t capacity = in.capacity;
+  SplatRows rows = {};
+  rows.view_ids = call.out<int32_t>({capacity});
+  rows.point_ids = call.out<int32_t>({capacity});
+  rows.count = call.out<int64_t>({1});
+  rows.means2d = call.out<float>({capacity, 2});
+  rows.conics = call.out<float>({capacity, 3});
+  rows.opacities = call.out<float>({capacity});
+  rows.features = call.out<float>({capacity, in.settings.depth ? 4 : 3});
+  rows.depths = call.out<float>({capacity});
+  rows.radii = call.out<int32_t>({capacity, 2});
+  rows.capacity = in.capacity;
+
+  const int64_t items = int64_t{cull_blocks(in.raw.count)} * in.views.count;
+  CullBuffers buffers = {};
+  NSMG_CUDA_CHECK(cull_scan_bytes(items + 1, &buffers.scan_bytes, call.stream()));
+  buffers.bits = reinterpret_cast<uint32_t*>(call.scratch<int32_t>(items * (kCullBlock / 32)));
+  buffers.counts = call.scratch<int32_t>(items + 1);
+  buffers.offsets = call.scratch<int64_t>(items + 1);
+  buffers.scan = call.scratch_bytes(static_cast<int64_t>(buffers.scan_bytes));
+  buffers.boxes = boxes_or_null(call, in.raw.count);
+  const int64_t shown = buffers.boxes == nullptr ? 0 : int64_t{box_groups(in.raw.count)} * in.views.count;
+  buffers.shows = call.scratch<uint8_t>(shown);
+  NSMG_CUDA_CHECK(
+      splat_cull_launch(in.raw, in.missed, in.views, in.settings.eps2d, buffers, rows, call.stream()));
+  return rows;
+}
+
+void fill_lines(Call& call, const Inputs& in, const SplatRows& rows, int first, int end) {
+  NSMG_CUDA_CHECK(
+      splat_rows_launch(in.raw, in.missed, in.views, in.settings, rows, first, end, call.stream()));
+}
+
+template <bool kMayMiss>
+void splat_forward(Call& call) {
+  const Inputs in(call, kMayMiss);
+  fill_lines(call, in, culled(call, in), 0, in.capacity);
+}
+
+void splat_begin(Call& call) { culled(call, Inputs(call, true)); }
+
+void splat_lines(Call& call) {
+  const Inputs in(call, true);
+  const std::vector<at::Tensor> given = call.tensors("rows");
+  const int64_t capacity = in.capacity, first = call.integer("first"), end = call.integer("end");
+  TORCH_CHECK_VALUE(given.size() == 9, "rows must be the 9 tensors of splat_begin, not ", given.size(), ".");
+  TORCH_CHECK_VALUE(0 <= first && first <= end && end <= capacity, "lines ", first, " to ", end,
+                    ": need 0 <= first <= end <= ", capacity, ", which is all of them.");
+  const SplatRows rows = {call.written<int32_t>(given[0], "rows", {capacity}),
+                          call.written<int32_t>(given[1], "rows", {capacity}),
+                          call.written<int64_t>(given[2], "rows", {1}),
+                          call.written<float>(given[3], "rows", {capacity, 2}),
+                          call.written<float>(given[4], "rows", {capacity, 3}),
+                          call.written<float>(given[5], "rows", {capacity}),
+                          call.written<float>(given[6], "rows", {capacity, in.settings.depth ? 4 : 3}),
+                          call.written<float>(given[7], "rows", {capacity}),
+                          call.written<int32_t>(given[8], "rows", {capacity, 2}),
+                          in.capacity};
+  fill_lines(call, in, rows, static_cast<int>(first), static_cast<int>(end));
+}
+
+// ---- update ----
+
+// A statistic of each point, or null where it is empty.
+float* statistic(Call& call, const char* name, int64_t points) {
+  return call.tensor(name).numel() == 0 ? nullptr : call.in_place<float>(name, {points});
+}
+
+UpdateRows update_rows(Call& call, int64_t views) {
+  const int64_t rows = call.count("point_ids", "rows");
+  const at::Tensor features = call.checked("features", {rows, -1}, at::kFloat);
+  TORCH_CHECK_VALUE(features.size(1) == 3 || features.size(1) == 4,
+                    "features must hold colours [M, 3] or colours and depths [M, 4], not ", features.sizes(), ".");
+  const int64_t counts = call.tensor("count").numel(), segments = counts > 0 ? counts : 1;
+  TORCH_CHECK_VALUE(views % segments == 0 && rows % segments == 0, "count holds ", segments,
+                    " numbers: so many equal parts cannot be made of ", views, " views and ", rows, " rows.");
+  const bool sized = call.tensor("radii_max").numel() > 0;
+  return {call.ints("view_ids", {rows}),
+          call.ints("point_ids", {rows}),
+          counts > 0 ? call.longs("count", {-1}) : nullptr,
+          sized ? call.floats("conics", {rows, 3}) : nullptr,
+          features.const_data_ptr<float>(),
+          call.ints("radii", {rows, 2}),
+          static_cast<int>(rows),
+          static_cast<int>(features.size(1)),
+          static_cast<int>(segments)};
+}
+
+UpdateGradients update_gradients(Call& call, const UpdateRows& rows, bool absgrad) {
+  const std::vector<at::Tensor> given = call.tensors("row_gradients");
+  const auto of = [&](size_t k, const char* name, at::IntArrayRef shape) {
+    return call.hold(cuda_floats(given[k], name, shape, call.like())).const_data_ptr<float>();
+  };
+  if (given.size() == 1) {
+    check_aligned(given[0], "row_gradients");
+    return {of(0, "row_gradients", {rows.rows, 16}), nullptr, nullptr, nullptr, nullptr, nullptr};
+  }
+  TORCH_CHECK_VALUE(given.size() == 5, "row_gradients must be one tensor of records, or those of means2d, conics, ",
+                    "opacities and features and the absolute ones of means2d, not ", given.size(), " tensors.");
+  const bool absolute = given[4].numel() > 0 || absgrad;
+  const float* absolutes = absolute ? of(4, "v_absolute", {rows.rows, 2}) : nullptr;
+  return {nullptr,
+          of(0, "v_means2d", {rows.rows, 2}),
+          of(1, "v_conics", {rows.rows, 3}),
+          of(2, "v_opacities", {rows.rows}),
+          of(3, "v_features", {rows.rows, rows.feature_floats}),
+          given[4].numel() > 0 ? absolutes : nullptr};
+}
+
+UpdateWitness update_witness(Call& call, int views) {
+  if (!call.has("witness")) return {};
+  const at::IntArrayRef shown = call.integers("witness_views");
+  const bool all = shown.empty();
+  TORCH_CHECK_VALUE(all || shown.size() == 2, "witness_views must be the first view and the end, or empty.");
+  return {call.in_place<float>("witness", {1}), all ? 0 : cuda_count(shown[0], "views"),
+          all ? views : cuda_count(shown[1], "views")};
+}
+
+void splat_update(Call& call) {
+  UpdateLaunch launch = {};
+  const std::vector<at::Tensor> params = call.tensors("params");
+  put_parameters(call, params, launch);
+  const float opacity_weight = call.number("opacity_weight"), scale_weight = call.number("scale_weight");
+  launch.lazy = lazy_state(call, launch.points);
+  TORCH_CHECK_VALUE(launch.lazy.last == nullptr || (opacity_weight == 0.0f && scale_weight == 0.0f),
+                    "lazy steps are those of points without a gradient: not of regularised ones.");
+  check_aligned(call.tensor("scalars"), "scalars");
+  launch.scalars = call.floats("scalars", {kUpdateTensors, 8});
+  launch.views = batch_views(call);
+  launch.rows = update_rows(call, launch.views.count);
+  launch.settings = {checked_degree(call, params[kShRest].size(1)), call.number("eps2d"), call.flag("antialiased"),
+                     call.flag("absgrad"), opacity_weight, scale_weight};
+  launch.gradients = update_gradients(call, launch.rows, launch.settings.absgrad);
+  launch.statistics = {statistic(call, "grad2d", launch.points), statistic(call, "seen", launch.points),
+                       statistic(call, "radii_max", launch.points)};
+  launch.witness = update_witness(call, launch.views.count);
+  if (call.has("boxes")) launch.boxes = call.in_place<float>("boxes", {box_groups(launch.points), kBoxFloats});
+  launch.starts = call.scratch<int32_t>(int64_t{launch.views.count} * (update_groups(launch.points) + 1));
+  NSMG_CUDA_CHECK(splat_update_launch(launch, call.stream()));
+}
+
+void splat_flush(Call& call) {
+  FlushLaunch launch = {};
+  put_parameters(call, call.tensors("params"), launch);
+  launch.lazy = lazy_state(call, launch.points);
+  NSMG_CUDA_CHECK(splat_flush_launch(launch, call.stream()));
+}
+
+// ---- boxes of groups ----
+
+void splat_boxes(Call& call) {
+  const int points = call.count("means", "points");
+  const float* means = call.floats("means", {points, 3});
+  const float* log_scales = call.floats("log_scales", {points, 3});
+  float* boxes = call.in_place<float>("boxes", {box_groups(points), kBoxFloats});
+  NSMG_CUDA_CHECK(splat_boxes_launch(means, log_scales, points, boxes, call.stream()));
+}
+
+void box_views(Call& call) {
+  const int groups = call.count("boxes", "boxes");
+  check_aligned(call.tensor("boxes"), "boxes");
+  const float* boxes = call.floats("boxes", {groups, kBoxFloats});
+  const Views views = batch_views(call);
+  if (call.has("table")) check_aligned(call.tensor("table"), "table");
+  const float* table = call.in_or_null<float>("table", kTable);
+  auto* shows = reinterpret_cast<uint8_t*>(call.out<bool>({views.count, groups}));
+  NSMG_CUDA_CHECK(box_views_launch(boxes, groups, views, call.number("eps2d"), table, call.flag("compact"), shows,
+                                   call.stream()));
+}
+
+}  // namespace splat_bind
+}  // namespace nsmg
+
+TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
+  namespace bind = nsmg::splat_bind;
+  m.impl("splat_forward", nsmg::bound<bind::splat_forward<false>>());
+  m.impl("splat_forward_lazy", nsmg::bound<bind::splat_forward<true>>());
+  m.impl("splat_begin", nsmg::bound<bind::splat_begin>());
+  m.impl("splat_lines", nsmg::bound<bind::splat_lines>());
+  m.impl("splat_update", nsmg::bound<bind::splat_update>());
+  m.impl("splat_flush", nsmg::bound<bind::splat_flush>());
+  m.impl("splat_boxes", nsmg::bound<bind::splat_boxes>());
+  m.impl("box_views", nsmg::bound<bind::box_views>());
+}

@@ -1,0 +1,150 @@
+// One thread a position and level; a block has one level, so that its lookups share a part of the table that the cache
+// may hold. Ways back meet in atomic adds, whose order differs by run; both numbers of a row of two go in one.
+#include "cuda/common/encode_grid.h"
+
+namespace nsmg {
+namespace {
+
+constexpr int kThreads = 256;
+
+// The voxel of a position in a level: its corners, and where in it the position is.
+struct Voxel {
+  unsigned low[3], high[3];
+  float part[3];
+
+  __device__ Voxel(const float* position, float scaling) {
+#pragma unroll
+    for (int axis = 0; axis < 3; ++axis) {
+      const float scaled = position[axis] * scaling, floor = floorf(scaled);
+      low[axis] = unsigned(int(floor));
+      high[axis] = unsigned(int(ceilf(scaled)));
+      part[axis] = scaled - floor;
+    }
+  }
+
+  // The row of a corner: bit `axis` of `corner` says which side. The low bits of a product do not depend on the others.
+  __device__ unsigned row(int corner, unsigned mask) const {
+    const unsigned x = corner & 1 ? high[0] : low[0], y = corner & 2 ? high[1] : low[1];
+    const unsigned z = corner & 4 ? high[2] : low[2];
+    return (x ^ y * 2654435761u ^ z * 805459861u) & mask;
+  }
+
+  __device__ float along(int corner, int axis) const { return corner >> axis & 1 ? part[axis] : 1.0f - part[axis]; }
+};
+
+template <int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    encode_kernel(HashGrid grid, const float* __restrict__ positions, int64_t count, float* __restrict__ features) {
+  const int64_t n = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (n >= count) return;
+  const int level = int(blockIdx.y);
+  const unsigned mask = (1u << grid.log2_size) - 1u;
+  const float* table = grid.table + (int64_t(level) << grid.log2_size) * kWidth;
+  const Voxel voxel(positions + n * 3, grid.scalings[level]);
+  float sum[kWidth] = {};
+#pragma unroll
+  for (int corner = 0; corner < 8; ++corner) {
+    const float weight = voxel.along(corner, 0) * voxel.along(corner, 1) * voxel.along(corner, 2);
+    const float* row = table + int64_t(voxel.row(corner, mask)) * kWidth;
+#pragma unroll
+    for (int f = 0; f < kWidth; ++f) sum[f] += weight * row[f];
+  }
+  float* out = features + (n * grid.levels + level) * kWidth;
+#pragma unroll
+  for (int f = 0; f < kWidth; ++f) out[f] = sum[f];
+}
+
+template <int kWidth>
+__device__ void add_row(float* row, const float* v, float weight) {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (kWidth % 2 == 0) {
+#pragma unroll
+    for (int f = 0; f < kWidth; f += 2) {
+      atomicAdd(reinterpret_cast<float2*>(row + f), make_float2(weight * v[f], weight * v[f + 1]));
+    }
+  } else
+#endif
+  {
+#pragma unroll
+    for (int f = 0; f < kWidth; ++f) atomicAdd(row + f, weight * v[f]);
+  }
+}
+
+template <int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    encode_backward_kernel(HashGrid grid, const float* __restrict__ positions, int64_t count,
+                           const float* __restrict__ v_features, float* __restrict__ v_positions,
+                           float* __restrict__ v_table) {
+  const int64_t n = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (n >= count) return;
+  const int level = int(blockIdx.y);
+  const unsigned mask = (1u << grid.log2_size) - 1u;
+  const int64_t first = (int64_t(level) << grid.log2_size) * kWidth;
+  const float scaling = grid.scalings[level];
+  const Voxel voxel(positions + n * 3, scaling);
+  float v[kWidth];
+  bool any = false;
+#pragma unroll
+  for (int f = 0; f < kWidth; ++f) {
+    v[f] = v_features[(n * grid.levels + level) * kWidth + f];
+    any |= v[f] != 0.0f;
+  }
+  if (!any) return;
+  float moved[3] = {};
+#pragma unroll
+  for (int corner = 0; corner < 8; ++corner) {
+    const int64_t at = first + int64_t(voxel.row(corner, mask)) * kWidth;
+    const float x = voxel.along(corner, 0), y = voxel.along(corner, 1), z = voxel.along(corner, 2);
+    add_row<kWidth>(v_table + at, v, x * y * z);
+    if (v_positions == nullptr) continue;
+    float dot = 0.0f;
+#pragma unroll
+    for (int f = 0; f < kWidth; ++f) dot += v[f] * grid.table[at + f];
+    moved[0] += (corner & 1 ? dot : -dot) * y * z;
+    moved[1] += (corner & 2 ? dot : -dot) * x * z;
+    moved[2] += (corner & 4 ? dot : -dot) * x * y;
+  }
+  if (v_positions == nullptr) return;
+#pragma unroll
+  for (int axis = 0; axis < 3; ++axis) atomicAdd(v_positions + n * 3 + axis, moved[axis] * scaling);
+}
+
+dim3 blocks(const HashGrid& grid, int64_t count) {
+  return dim3(unsigned((count + kThreads - 1) / kThreads), unsigned(grid.levels));
+}
+
+}  // namespace
+
+cudaError_t encode_grid_launch(const HashGrid& grid, const float* positions, int64_t count, float* features,
+                               cudaStream_t stream) {
+  if (count == 0 || grid.levels == 0) return cudaSuccess;
+  const dim3 size = blocks(grid, count);
+  switch (grid.width) {
+    case 1: encode_kernel<1><<<size, kThreads, 0, stream>>>(grid, positions, count, features); break;
+    case 2: encode_kernel<2><<<size, kThreads, 0, stream>>>(grid, positions, count, features); break;
+    case 4: encode_kernel<4><<<size, kThreads, 0, stream>>>(grid, positions, count, features); break;
+    case 8: encode_kernel<8><<<size, kThreads, 0, stream>>>(grid, positions, count, features); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t encode_grid_backward_launch(const HashGrid& grid, const float* positions, int64_t count,
+                                        const float* v_features, float* v_positions, float* v_table,
+                                        cudaStream_t stream) {
+  if (count == 0 || grid.levels == 0) return cudaSuccess;
+  const dim3 size = blocks(grid, count);
+  const auto run = [&](auto kernel) {
+    kernel<<<size, kThreads, 0, stream>>>(grid, positions, count, v_features, v_positions, v_table);
+  };
+  switch (grid.width) {
+    case 1: run(encode_backward_kernel<1>); break;
+    case 2: run(encode_backward_kernel<2>); break;
+    case 4: run(encode_backward_kernel<4>); break;
+    case 8: run(encode_backward_kernel<8>); break;
+    default: return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace nsmg

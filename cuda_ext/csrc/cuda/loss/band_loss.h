@@ -1,0 +1,51 @@
+// The photometric loss of a rendered rectangle with its whole gradient by what was blended, on the device. Everything
+// runs on the given stream and waits for nothing. The same input gives the same bits on every run on the same GPU: sums
+// are added up in a fixed order.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/loss/l1_ssim.h"
+
+namespace nsmg {
+
+// What was rendered, in device memory: out [height width, 3], alpha [height width], background [3]; target [height,
+// width, 3] is float, or bytes where target_bytes says so. 3 width height < 2^31. v_l1, v_ssim: the loss's gradient by
+// the two sums, one float each.
+struct BandView {
+  const float *out, *alpha, *background;
+  const void* target;
+  bool target_bytes;
+  int width, height;
+  LossRectangle inner;
+  const float *v_l1, *v_ssim;
+};
+
+// rgb, v_out [height width, 3], v_alpha [height width]; last [height width], set to -1 outside the inner rectangle,
+// where it is not null. To l1 and ssim go the sums, to loss is added offset + scale (v_l1 l1 + v_ssim ssim), where they
+// are not null.
+struct BandResults {
+  float *rgb, *v_out, *v_alpha;
+  int32_t* last;
+  float *l1, *ssim, *loss;
+  float offset, scale;
+};
+
+// Who does what: blocks walk down strips x segments of the inner rectangle, and some do the pixels around it.
+struct BandPlan {
+  int strips, segments, rows, walks, fringe_blocks;  // rows: of a segment; walks: strips x segments
+};
+
+// For the current device.
+cudaError_t band_loss_plan(const BandView& view, BandPlan* plan);
+
+// Bytes of workspace that band_loss_launch needs: the blocks' sums.
+inline size_t band_loss_bytes(const BandPlan& plan) { return 2 * sizeof(double) * size_t(plan.walks); }
+
+cudaError_t band_loss_launch(const BandView& view, const BandPlan& plan, void* workspace, const BandResults& results,
+                             cudaStream_t stream);
+
+}  // namespace nsmg

@@ -1,0 +1,74 @@
+// The fused way back: from the gradients of rows to parameters that have taken a step of Adam.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/optim/splat_lazy.h"
+#include "cuda/common/splat_views.h"
+
+namespace nsmg {
+
+// Points of a warp: rows of a view within such a group lie together.
+constexpr int kGroup = 32;
+
+NSMG_HD int update_groups(int points) { return (points + kGroup - 1) / kGroup; }
+
+struct UpdateRows {
+  const int32_t *view_ids, *point_ids;
+  const int64_t* counts;  // rows of each segment that are real; null: all
+  const float *conics;    // [M, 3]; null where radii_max is
+  const float *features;  // [M, feature_floats]
+  const int32_t* radii;   // [M, 2]
+  int rows, feature_floats;
+  int segments;  // parts of equal length, each with as many of the views, one after the other
+};
+
+// Gradients of rows: either `records` [M, 16] as rasterize_backward_into writes them, or a tensor for each kind.
+struct UpdateGradients {
+  const float* records;
+  const float *means2d, *conics, *opacities, *features;
+  const float* absolute;  // [M, 2], null unless asked for
+};
+
+struct UpdateStatistics {  // [N] each, or null
+  float *grad2d, *seen, *radii_max;
+};
+
+// What tells of gradients that are not finite, of the rows of some views.
+struct UpdateWitness {
+  float* at;  // or null
+  int first_view, end_view;
+};
+
+struct UpdateSettings {
+  int degree;
+  float eps2d;
+  bool antialiased, absgrad;
+  float opacity_weight, scale_weight;
+};
+
+struct UpdateLaunch {
+  float* values[kUpdateTensors];
+  void *moments1[kUpdateTensors], *moments2[kUpdateTensors];
+  bool compact;          // moments are bfloat16, not float32
+  const float* scalars;  // [kUpdateTensors, 8]
+  int points, rest_floats;
+  UpdateRows rows;
+  UpdateGradients gradients;
+  UpdateStatistics statistics;
+  UpdateWitness witness;
+  UpdateSettings settings;
+  int32_t* starts;  // [views, groups + 1]: where a view's rows of a group begin
+  float* boxes;     // of the points' groups, widened to what is written; or null
+  LazyState lazy;   // null pointers: every point takes every step
+  Views views;
+};
+
+cudaError_t splat_update_launch(const UpdateLaunch& launch, cudaStream_t stream);
+
+// The lazy one's part: steps the points that are drawn, from `starts`, and extends the table.
+cudaError_t splat_lazy_update_launch(const UpdateLaunch& launch, cudaStream_t stream);
+
+}  // namespace nsmg

@@ -1,0 +1,124 @@
+// A lane's point in the fused update: the sums of its rows' gradients, and how a warp's shared memory is laid out.
+#pragma once
+
+#include "common/activations.h"
+#include "cuda/optim/splat_update_rows.h"
+
+namespace nsmg {
+
+constexpr int kUpdateWarps = 4;
+constexpr int kUpdateThreads = 32 * kUpdateWarps;
+// Where the gradients of a warp's points lie in its shared memory, in floats.
+constexpr int kMeanAt = 0, kQuatAt = 96, kScaleAt = 224, kLogitAt = 320, kDcAt = 352, kRestAt = 448;
+
+__host__ __device__ constexpr int warp_floats(int rest_floats) { return kRestAt + 32 * rest_floats; }
+
+// The sums over a point's rows.
+struct Sums {
+  Vec3<float> mean = {}, scale = {}, dc = {};
+  Quat<float> quat = {};
+  float opacity = 0.0f;
+};
+
+// Writes the gradients of a lane's raw parameters, but for the harmonics beyond the first, to its warp's shared memory.
+__device__ __forceinline__ void put_gradients(float* shared, int lane, const Sums& sums, const Point<float>& point,
+                                              const UpdateSettings& settings) {
+  const float slope = point.opacity * (1.0f - point.opacity);
+  const Vec3<float> scale = times(sums.scale, point.scale) + settings.scale_weight * point.scale;
+  shared[kMeanAt + 3 * lane] = sums.mean.x;
+  shared[kMeanAt + 3 * lane + 1] = sums.mean.y;
+  shared[kMeanAt + 3 * lane + 2] = sums.mean.z;
+  reinterpret_cast<float4*>(shared + kQuatAt)[lane] = make_float4(sums.quat.w, sums.quat.x, sums.quat.y, sums.quat.z);
+  shared[kScaleAt + 3 * lane] = scale.x;
+  shared[kScaleAt + 3 * lane + 1] = scale.y;
+  shared[kScaleAt + 3 * lane + 2] = scale.z;
+  shared[kLogitAt + lane] = (sums.opacity + settings.opacity_weight) * slope;
+  shared[kDcAt + 3 * lane] = sums.dc.x;
+  shared[kDcAt + 3 * lane + 1] = sums.dc.y;
+  shared[kDcAt + 3 * lane + 2] = sums.dc.z;
+}
+
+// One lane's point while its rows are gone through.
+template <int Degree>
+struct Lane {
+  const UpdateLaunch& launch;
+  const ViewSetup* views;
+  float* rest;  // in shared memory: the point's harmonics, later their gradient
+  int group, first, lane;
+
+  // Calls f(view, row) for each row of the lane's point that is drawn, and undrawn(view, radius in pixels) for each that
+  // only counts as seen. The whole warp calls it.
+  template <typename F, typename G>
+  __device__ __forceinline__ void for_rows(const F& f, const G& undrawn) const {
+    const int groups = update_groups(launch.points);
+    for (int v = 0; v < launch.views.count; ++v) {
+      const int32_t* start = launch.starts + int64_t{v} * (groups + 1) + group;
+      const int begin = start[0], end = start[1];
+      if (begin == end) continue;
+      const int row = row_of_lane(launch.rows.point_ids, begin, end, first, lane);
+      const int radius = row >= 0 ? launch.rows.radii[2 * int64_t{row}] : 0;
+      if (radius > 0) f(v, int64_t{row});
+      if (radius < 0) undrawn(v, static_cast<float>(-radius));
+      __syncwarp();
+    }
+  }
+
+  template <typename F>
+  __device__ __forceinline__ void for_rows(const F& f) const {
+    for_rows(f, [](int, float) {});
+  }
+
+  // A row of the view has a gradient that is not finite.
+  __device__ __forceinline__ void tell(int v) const {
+    const UpdateWitness& witness = launch.witness;
+    if (witness.at != nullptr && v >= witness.first_view && v < witness.end_view) *witness.at = nanf("");
+  }
+
+  // Sums all gradients but those of the harmonics beyond the first; returns whether the point is drawn anywhere.
+  __device__ __forceinline__ bool sum_rows(const Point<float>& point, Sums& sums, PointStatistics& statistics) const {
+    bool drawn = false;
+    for_rows([&](int v, int64_t row) {
+      const ViewSetup& view = views[v];
+      const RowGradient g = load_gradient(launch.gradients, launch.rows, row);
+      if (!(g.probe == 0.0f)) tell(v);
+      const PointGradient<float> p =
+          splat_vjp(view.camera, point, launch.settings.eps2d, launch.settings.antialiased, g.splat);
+      sums.mean = sums.mean + p.mean;
+      sums.scale = sums.scale + p.scale;
+      sums.quat = {sums.quat.w + p.quat.w, sums.quat.x + p.quat.x, sums.quat.y + p.quat.y, sums.quat.z + p.quat.z};
+      sums.opacity += p.opacity;
+      sums.dc = sums.dc + ShConstants<float>::k0 * g.color;
+      if constexpr (Degree > 0) {
+        const Direction<float> d = direction(view.center, point.mean);
+        float by_basis[sh_bases(Degree)];
+        by_basis[0] = 0.0f;
+#pragma unroll
+        for (int k = 1; k < sh_bases(Degree); ++k) {
+          by_basis[k] = dot(Vec3<float>{rest[3 * k - 3], rest[3 * k - 2], rest[3 * k - 1]}, g.color);
+        }
+        sums.mean = sums.mean + direction_vjp(d, sh_basis_vjp<Degree>(d.unit, by_basis));
+      }
+      statistics.add(launch, view.camera, g, row);
+      drawn = true;
+    }, [&](int v, float radius) { statistics.count(views[v].camera, radius); });
+    return drawn;
+  }
+
+  // Replaces the point's harmonics in shared memory by their gradient.
+  __device__ __forceinline__ void outer_products(const Vec3<float>& mean) const {
+    for (int i = 0; i < launch.rest_floats; ++i) rest[i] = 0.0f;
+    for_rows([&](int v, int64_t row) {
+      const Vec3<float> color = load_gradient(launch.gradients, launch.rows, row).color;
+      float b[sh_bases(Degree)];
+      sh_basis<Degree>(direction(views[v].center, mean).unit, b);
+#pragma unroll
+      for (int k = 1; k < sh_bases(Degree); ++k) {
+        rest[3 * k - 3] += b[k] * color.x;
+        rest[3 * k - 2] += b[k] * color.y;
+        rest[3 * k - 1] += b[k] * color.z;
+      }
+    });
+  }
+};
+
+}  // namespace nsmg

@@ -1,0 +1,110 @@
+// A thread a row on the way there; on the way back a block takes a group of rows, view by view, for the cameras' sums.
+
+#include "cuda/project/project_axes.h"
+
+namespace nsmg {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+constexpr int kPose = 12;
+
+__device__ __forceinline__ AxesPoint<float> load_axes(const AxesInputs& in, int64_t row) {
+  const float* const a = in.axes + 9 * row;
+  return {load3(in.means, row), {{a[0], a[1], a[2]}, {a[3], a[4], a[5]}, {a[6], a[7], a[8]}}, in.opacities[row]};
+}
+
+template <bool Antialiased>
+__global__ void __launch_bounds__(kThreads)
+    project_axes_kernel(const __grid_constant__ AxesInputs in, const __grid_constant__ ViewSizes sizes,
+                        const __grid_constant__ ProjectOutputs out) {
+  const int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (row >= in.rows) return;
+  const int view = in.view_ids[row];
+  if (view < sizes.first || view >= sizes.first + sizes.count) return;  // another launch's
+  ProjectedRow<float> r = project_row(load_camera(in.cameras, sizes, view), load_axes(in, row), in.eps2d, Antialiased);
+  if (!r.alive) r.splat = {};
+  reinterpret_cast<float2*>(out.means2d)[row] = make_float2(r.splat.x, r.splat.y);
+  out.conics[3 * row] = r.splat.conic_a;
+  out.conics[3 * row + 1] = r.splat.conic_b;
+  out.conics[3 * row + 2] = r.splat.conic_c;
+  out.depths[row] = r.splat.depth;
+  out.opacities[row] = r.splat.opacity;
+  reinterpret_cast<int2*>(out.radii)[row] = make_int2(int(r.rx), int(r.ry));
+}
+
+template <bool Antialiased>
+__global__ void __launch_bounds__(kThreads)
+    project_axes_backward_kernel(const __grid_constant__ AxesInputs in, const __grid_constant__ ViewSizes sizes,
+                                 const __grid_constant__ AxesGradients g, int groups) {
+  __shared__ float warp_pose[kWarps][kPose];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int v = 0; v < sizes.count; ++v) {
+    const int view = sizes.first + v;
+    const int64_t part = int64_t(view) * groups + blockIdx.x;
+    const int begin = g.starts[part], end = g.starts[part + 1];
+    float* const pose_out = g.poses + int64_t(view) * kPose * groups + blockIdx.x;
+    if (begin == end) {  // for the whole block
+      if (threadIdx.x < kPose) pose_out[int64_t(threadIdx.x) * groups] = 0.f;
+      continue;
+    }
+    const Camera<float> camera = load_camera(in.cameras, sizes, view);
+    float pose[kPose] = {};
+    for (int64_t row = begin + threadIdx.x; row < end; row += kThreads) {
+      AxesGradient<float> found = {};
+      if (g.radii[2 * row] > 0) {
+        const SplatGradient<float> splat = {g.means2d[2 * row],    g.means2d[2 * row + 1], g.conics[3 * row],
+                                            g.conics[3 * row + 1], g.conics[3 * row + 2],  g.depths[row],
+                                            g.row_opacities[row]};
+        found = splat_vjp(camera, load_axes(in, row), in.eps2d, Antialiased, splat);
+      }
+      const Mat3<float>&a = found.axes, &r = found.rotation;
+      const float mean[3] = {found.mean.x, found.mean.y, found.mean.z};
+      const float axes[9] = {a.r0.x, a.r0.y, a.r0.z, a.r1.x, a.r1.y, a.r1.z, a.r2.x, a.r2.y, a.r2.z};
+      const float terms[kPose] = {r.r0.x, r.r0.y, r.r0.z, r.r1.x,              r.r1.y,              r.r1.z,
+                                  r.r2.x, r.r2.y, r.r2.z, found.translation.x, found.translation.y, found.translation.z};
+#pragma unroll
+      for (int c = 0; c < 3; ++c) g.means[3 * row + c] = mean[c];
+#pragma unroll
+      for (int c = 0; c < 9; ++c) g.axes[9 * row + c] = axes[c];
+      g.opacities[row] = found.opacity;
+#pragma unroll
+      for (int c = 0; c < kPose; ++c) pose[c] += terms[c];
+    }
+#pragma unroll
+    for (int c = 0; c < kPose; ++c) {
+      const float sum = warp_sum(pose[c]);
+      if (lane == 0) warp_pose[warp][c] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x < kPose) {
+      float sum = 0.f;
+      for (int w = 0; w < kWarps; ++w) sum += warp_pose[w][threadIdx.x];
+      pose_out[int64_t(threadIdx.x) * groups] = sum;
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace
+
+cudaError_t project_axes(const AxesInputs& in, const ProjectOutputs& out, cudaStream_t stream) {
+  if (in.rows == 0) return cudaSuccess;
+  const auto kernel = in.antialiased ? &project_axes_kernel<true> : &project_axes_kernel<false>;
+  return for_view_sizes(in.sizes, in.views, [&](const ViewSizes& sizes) {
+    kernel<<<groups_of(in.rows, kThreads), kThreads, 0, stream>>>(in, sizes, out);
+  });
+}
+
+cudaError_t project_axes_backward(const AxesInputs& in, const AxesGradients& g, cudaStream_t stream) {
+  const int groups = groups_of(in.rows, kAxesGroup);
+  if (groups == 0 || in.views == 0) return cudaSuccess;
+  const auto kernel = in.antialiased ? &project_axes_backward_kernel<true> : &project_axes_backward_kernel<false>;
+  const cudaError_t error = for_view_sizes(in.sizes, in.views, [&](const ViewSizes& sizes) {
+    kernel<<<groups, kThreads, 0, stream>>>(in, sizes, g, groups);
+  });
+  if (error != cudaSuccess) return error;
+  return sum_partials(g.poses, kPose * in.views, groups, true, g.viewmats, stream);
+}
+
+}  // namespace nsmg

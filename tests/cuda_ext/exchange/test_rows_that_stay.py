@@ -1,0 +1,74 @@
+"""Rows of a rank's own, which are put where they are drawn from without a buffer, on the CPU."""
+
+import pytest
+import torch
+
+from cuda_ext.ops.row_wire import STAYS, keep_rows, pack_gradients, pack_wire, row_words, unpack_wire
+from tests.cuda_ext.exchange.test_row_exchange import OPS, bands, make_rows, numbers
+from tests.cuda_ext.exchange.test_row_wire import Sent, gradients, send, splats, uneven
+
+
+def check_kept(sent: Sent, half: bool, slots: bool) -> None:
+    """What a rank keeps, and what does not fit, is where it would have come through the buffer, bit for bit; there is
+    no room for it in the buffer."""
+    width = row_words(half=False, slots=slots)
+    for rank, (rows, place, wire) in enumerate(zip(sent.rows, sent.places, sent.wires, strict=True)):
+        come = sent.come[rank]
+        starts = [start if source != rank else STAYS for source, start in enumerate(come.starts)]
+        wire = wire.clone()
+        come.segment(wire, rank, width).fill_(9)
+        where = (wire, starts, come.capacities)
+        arrived = unpack_wire(*where, sent.counts[:, rank].contiguous(), rank, 2, half=half, slots=slots)
+        first = sum(come.capacities[:rank])
+        keep_rows(*rows.packed(), place[rank], arrived, first, come.capacities[rank], slots=slots)
+        for name, column in arrived._asdict().items():
+            assert torch.equal(column, getattr(sent.arrived[rank], name)), name
+        untouched = torch.full_like(wire, 5)
+        away = torch.where(torch.arange(len(place), device=place.device)[:, None] == rank, place, -1)
+        options = {"half": half, "slots": slots}
+        pack_wire(*rows.packed(), away, untouched, starts, come.capacities, rank, **options)
+        grads = gradients(len(arrived.radii), 0).to(wire.device)
+        only = torch.where(torch.arange(len(starts), device=wire.device) == rank, sent.counts[:, rank], 0)
+        # A segment may stay that is not this rank's own.
+        pack_gradients(
+            grads, only, untouched, starts, come.capacities, (rank + 1) % len(starts), half=half, absgrad=True
+        )
+        assert bool((untouched == 5).all())
+
+
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_rows_that_stay_are_where_they_would_have_come(ranks: int, half: bool, slots: bool) -> None:
+    rows = [splats(make_rows(200 + 30 * rank, 20, seed=rank), rank) for rank in range(ranks)]
+    pairs = uneven(ranks)
+    pairs[0][0] = 11
+    sent = send(rows, numbers(bands(ranks, 2), 2), pairs, half, slots)
+    assert int(sent.counts[0, 0]) > 11, "some find no room"
+    check_kept(sent, half, slots)
+
+
+def test_wrong_arguments_are_named() -> None:
+    rows = make_rows(10, 2)
+    place, counts = rows.route([0, 0, 0, 0, 50, 70], 1)
+    wire, options = torch.zeros(144, dtype=torch.int32), {"half": False, "slots": False}
+    arrived = unpack_wire(wire, [STAYS], [12], counts, 0, 2, **options)
+    keep_rows(*rows.packed(), place[0], arrived, 0, 12, slots=False)
+    for start, capacity in ((1, 12), (-1, 12), (0, -1)):
+        with pytest.raises(ValueError, match=f"lines {start} to {start + capacity} are to be kept, of 12"):
+            keep_rows(*rows.packed(), place[0], arrived, start, capacity, slots=False)
+    with pytest.raises(ValueError, match=r"^place must"):
+        keep_rows(*rows.packed(), place, arrived, 0, 12, slots=False)
+    with pytest.raises(TypeError, match=r"arrived.radii is"):
+        keep_rows(*rows.packed(), place[0], arrived._replace(radii=arrived.radii.long()), 0, 12, slots=False)
+
+
+def test_opcheck() -> None:
+    rows = splats(make_rows(20, 4))
+    place, counts = rows.route(numbers(bands(2, 2), 2), 2)
+    capacities, wire = [20, 24], torch.zeros(800, dtype=torch.int32)
+    came = (wire, [0, 400], capacities, counts, 0, True, True, 2)
+    some = ("test_schema", "test_faketensor")
+    stays = OPS.unpack_wire(wire, [STAYS, 400], *came[2:])
+    kept = (*rows.packed(), place[0], *stays[:7], stays[8], 0, 20, True)
+    torch.library.opcheck(OPS.keep_rows.default, kept, test_utils=some)

@@ -1,0 +1,177 @@
+"""`l1_ssim` on the GPU: value and gradient of the fp64 reference, from patches as from whole images."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from cuda_ext import l1_ssim, use_reference
+from tests.cuda_ext.graphs import captured
+from tests.cuda_ext.loss.test_loss import backward, images, whole
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("native")]
+Rectangle = tuple[int, int, int, int]
+
+
+def assert_near(actual: Tensor, expected: Tensor, relative: float) -> None:
+    """Near as a whole, and nowhere far off."""
+    error = actual.double().cpu() - expected.double().cpu()
+    assert error.norm() <= relative * expected.double().norm()
+    if expected.numel() > 1:
+        assert error.abs().max() <= 10 * relative * expected.double().abs().max()
+
+
+def reference(pred: Tensor, target: Tensor, inner: Rectangle) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In fp64, of the very images that the operator gets."""
+    with use_reference():
+        return backward(pred.double(), target if target.dtype == torch.uint8 else target.double(), inner)
+
+
+@pytest.mark.parametrize("bytes_", [True, False], ids=["bytes", "floats"])
+@pytest.mark.parametrize(
+    "height, width, inner",
+    [
+        (60, 71, (3, 0, 70, 60)),
+        (60, 71, (0, 0, 71, 60)),
+        (11, 11, (0, 0, 11, 11)),
+        (11, 12, (0, 0, 12, 11)),
+        (200, 23, (5, 7, 6, 199)),
+        (37, 300, (8, 9, 290, 10)),
+        (16, 20, (5, 0, 6, 16)),
+        (131, 129, (5, 5, 124, 126)),
+    ],
+)
+def test_equals_the_reference(height: int, width: int, inner: Rectangle, bytes_: bool) -> None:
+    pred, target = images(height, width, torch.float32)
+    target = target if bytes_ else (target / 255).roll(1, 0)
+    expected = reference(pred, target, inner)
+    actual = backward(pred.cuda(), target.cuda(), inner)
+    twin = backward(pred, target, inner)
+    for got, cpu, wanted, relative in zip(actual, twin, expected, (1e-6, 1e-5, 1e-4, 1e-4), strict=True):
+        assert got.is_cuda and got.shape == wanted.shape and got.dtype == torch.float32
+        assert_near(got, wanted, relative)
+        assert_near(got, cpu, 2 * relative)
+    assert expected[3].count_nonzero() > 0
+    # Where the reference has no gradient at all (no window reaches), neither have we.
+    assert bool((actual[3].cpu()[expected[3] == 0] == 0).all())
+
+
+def test_a_full_hd_image() -> None:
+    pred, target = (x.cuda() for x in images(1080, 1920, torch.float32))
+    results = backward(pred, target, whole(pred))
+    expected = reference(pred, target, whole(pred))
+    for got, wanted, relative in zip(results[:3], expected[:3], (1e-6, 1e-5, 1e-4), strict=True):
+        assert_near(got, wanted, relative)
+    # Among millions of pixels a few differ from their byte / 255 by less than float32 rounds that quotient: the sign of
+    # the difference, 0.8 of the gradient, is then anybody's.
+    distance = (pred.double() - target.double() / 255).abs()
+    unclear = (distance > 0) & (distance < 2.0**-24)
+    assert int(unclear.sum()) <= 20
+    assert bool(((results[3] - expected[3]).abs()[unclear] < 1.6 + 1e-3).all())
+    assert_near(torch.where(unclear, expected[3], results[3].double()), expected[3], 1e-4)
+
+
+@pytest.mark.parametrize("cuts_x, cuts_y", [((0, 1, 17, 18, 140), (0, 3, 89, 131)), ((0, 64, 140), (0, 70, 131))])
+def test_patches_with_halo_add_up_to_the_image(cuts_x: tuple[int, ...], cuts_y: tuple[int, ...]) -> None:
+    pred, target = (x.cuda() for x in images(131, 140, torch.float32))
+    l1_sum, ssim_sum, _, expected = backward(pred, target, whole(pred))
+    total, sums = torch.zeros_like(pred), torch.zeros(2, device="cuda")
+    for x0, x1 in pairwise(cuts_x):
+        for y0, y1 in pairwise(cuts_y):
+            left, top = max(x0 - 5, 0), max(y0 - 5, 0)
+            part = (slice(top, min(y1 + 5, 131)), slice(left, min(x1 + 5, 140)))
+            inner = (x0 - left, y0 - top, x1 - left, y1 - top)
+            part_l1, part_ssim, _, gradient = backward(pred[part], target[part], inner)
+            sums += torch.stack([part_l1, part_ssim])
+            total[part] += gradient
+    torch.testing.assert_close(sums, torch.stack([l1_sum, ssim_sum]), rtol=1e-5, atol=0)
+    assert_near(total, expected, 1e-4)
+    assert expected.count_nonzero() > 0.9 * expected.numel()
+
+
+def test_bytes_are_255ths() -> None:
+    pred, target = (x.cuda() for x in images(70, 50, torch.float32))
+    every = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(42)[: 70 * 50 * 3].view(70, 50, 3)
+    for given in (target, every):
+        # Divided on the CPU: PyTorch multiplies by the reciprocal on CUDA.
+        floats = (given.cpu().float() / 255).cuda()
+        results = [backward(pred, image, whole(pred)) for image in (given, floats)]
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_runs_repeat_bit_for_bit() -> None:
+    pred, target = (x.cuda() for x in images(400, 600, torch.float32))
+    first = backward(pred, target, whole(pred))
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, backward(pred, target, whole(pred)), strict=True))
+
+
+def test_a_perfect_image() -> None:
+    _, target = images(20, 22, torch.float32)
+    l1_sum, ssim_sum, _, gradient = backward((target.float() / 255).cuda(), target.cuda(), whole(target))
+    assert l1_sum == 0 and ssim_sum.item() == pytest.approx(3 * 10 * 12, rel=1e-5)
+    assert gradient.abs().max() < 1e-3  # the sign of zero is zero, and SSIM is at its maximum
+
+
+@pytest.mark.parametrize("inner", [(4, 4, 4, 12), (0, 0, 0, 0), (22, 20, 22, 20)])
+def test_an_empty_inner_rectangle_adds_nothing(inner: Rectangle) -> None:
+    pred, target = (x.cuda() for x in images(20, 22, torch.float32))
+    l1_sum, ssim_sum, dssim, gradient = backward(pred, target, inner)
+    assert l1_sum == 0 and ssim_sum == 0 and not dssim.any() and not gradient.any()
+
+
+def test_a_patch_without_windows_has_l1_alone() -> None:
+    pred, target = (x.cuda() for x in images(8, 30, torch.float32))
+    inner = (0, 0, 30, 3)  # of an image whose upper border this is: the halo is below
+    l1_sum, ssim_sum, dssim, gradient = backward(pred, target, inner)
+    difference = pred[:3].cpu() - target[:3].cpu().float() / 255
+    assert l1_sum.item() == pytest.approx(difference.abs().sum().item(), rel=1e-6)
+    assert ssim_sum == 0 and not dssim.any()
+    assert torch.equal(gradient[:3].cpu(), 0.8 * difference.sign()) and not gradient[3:].any()
+
+
+def test_an_empty_patch() -> None:
+    empty = torch.zeros(0, 5, 3, device="cuda")
+    assert [x.item() for x in l1_ssim(empty, empty, (0, 0, 5, 0))[:2]] == [0, 0]
+
+
+def test_not_contiguous_images() -> None:
+    pred, target = (x.cuda() for x in images(40, 52, torch.float32))
+    results = backward(pred, target, whole(pred))
+    planes = [x.permute(2, 0, 1).contiguous().permute(1, 2, 0) for x in (pred, target)]
+    strided = backward(planes[0], planes[1], whole(pred))
+    assert all(torch.equal(a, b) for a, b in zip(results, strided, strict=True))
+
+
+def test_a_cuda_graph_holds_forward_and_backward() -> None:
+    pred, target = (x.cuda() for x in images(64, 80, torch.float32))
+    leaf = pred.clone().requires_grad_()
+
+    def step() -> tuple[Tensor, Tensor]:
+        l1_sum, ssim_sum, _ = l1_ssim(leaf, target, (2, 3, 80, 60))
+        loss = 0.8 * l1_sum - 0.3 * ssim_sum
+        return loss.detach(), torch.autograd.grad(loss, leaf)[0]
+
+    graph, kept = captured(step)
+    for shift in (0.0, 0.1):
+        with torch.no_grad():
+            leaf.add_(shift)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(kept, step(), strict=True))
+
+
+def test_float64_is_named() -> None:
+    pred, target = (x.cuda() for x in images(20, 22, torch.float64))
+    with pytest.raises(TypeError, match="float32"):
+        l1_ssim(pred, target, whole(pred))
+
+
+def test_opcheck() -> None:
+    pred, target = (x.cuda() for x in images(20, 22, torch.float32))
+    inner, one = [2, 0, 22, 18], torch.ones((), device="cuda")
+    l1_ssim(pred, target, inner)
+    torch.library.opcheck(torch.ops.ns_multigpu.l1_ssim.default, (pred.clone().requires_grad_(), target, inner))
+    torch.library.opcheck(
+        torch.ops.ns_multigpu.l1_ssim_backward.default, (pred, target, torch.randn_like(pred), inner, one, one)
+    )

@@ -1,0 +1,123 @@
+"""A step's bookkeeping on a GPU: what torch's operators make of it, bit for bit."""
+
+import pytest
+import torch
+
+from cuda_ext import RowGradients, step_message
+from cuda_ext.ops.fused import SplatRows
+from cuda_ext.ops.lazy_adam import LazyAdam
+from tests.cuda_ext.fused_steps import as_records, make_gradients, make_model, to
+from tests.cuda_ext.optim.test_step_control import CASES, REASONS, Gated, make_gated, make_told
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("lines", [0, 1, 40, 256, 257, 5000])
+@pytest.mark.parametrize(("ranks", "bands"), [*CASES, (32, 600)])
+def test_message(ranks: int, bands: int, lines: int) -> None:
+    for seed in range(3):
+        told = make_told(ranks, bands, lines, columns=1 + 60 * seed, seed=seed)
+        if lines == 5000 and bands == 600:
+            assert len(told.bands) == 3 * 600, "more than one launch takes"
+        there, here = told.on("cuda"), told.on("cpu")
+        found = step_message(*there)
+        assert found.is_cuda and torch.equal(found.cpu(), step_message(*here))
+        assert torch.equal(there[3].cpu(), here[3])
+
+
+def check(there: Gated, here: Gated) -> None:
+    for found, expected in zip(there.run(), here.run(), strict=True):
+        assert found.is_cuda and found.is_contiguous() and torch.equal(found.cpu(), expected)
+    assert torch.equal(there.status.cpu(), here.status)
+    assert torch.equal(there.totals.cpu(), here.totals)
+
+
+@pytest.mark.parametrize("why", REASONS)
+@pytest.mark.parametrize(("ranks", "segments"), [(1, 1), (2, 1), (3, 4), (4, 300), (8, 2), (32, 8)])
+def test_gate(ranks: int, segments: int, why: str) -> None:
+    for seed, lines in enumerate((18, 0, 256, 258, 4000)):
+        for kinds in (2, 3):
+            gated = make_gated(ranks, segments, why if why != "over 2" else "over 1", kinds, lines, seed)
+            check(gated.to("cuda"), gated)
+    if why == "over 2":
+        gated = make_gated(ranks, segments, why)
+        check(gated.to("cuda"), gated)
+
+
+def test_in_a_graph() -> None:
+    told, gated = make_told(4, 9), make_gated(4, 2, "")
+    there, inputs = gated.to("cuda"), told.on("cuda")
+    there.to("cuda").run()  # loads the kernels, which a capture must not do
+    step_message(*inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        message = step_message(*inputs)
+        scalars, counts = there.run()
+    before = gated.to("cpu")
+    for change in ("nothing", "over", "nothing", "again"):
+        if change == "over":
+            gated.messages[3, 1] += 1
+            there.messages[3, 1] += 1
+        elif change == "again":
+            gated.messages.copy_(before.messages)
+            there.messages.copy_(before.messages)
+            gated.status.zero_()
+            there.status.zero_()
+        inputs[4].add_(5)
+        told.met.add_(5)
+        graph.replay()
+        expected = gated.run()
+        assert torch.equal(scalars.cpu(), expected[0]) and torch.equal(counts.cpu(), expected[1])
+        assert torch.equal(there.status.cpu(), gated.status) and torch.equal(there.totals.cpu(), gated.totals)
+        assert torch.equal(message.cpu(), step_message(*told.on("cpu")))
+        assert bool(counts.any()) == (int(gated.status[4]) == 0)
+
+
+def test_wrong_arguments_are_named() -> None:
+    gated = make_gated(2, 2, "").to("cuda")
+    counts = [gated.messages[:, k] for k in range(3)]
+    given = (counts, gated.limits, gated.status, gated.scalars, gated.still, gated.row_counts, None, 64)
+    rest = (gated.messages[0, 3:4], gated.messages[:, 4:], gated.totals)
+    op = torch.ops.ns_multigpu.step_gate
+    with pytest.raises(TypeError, match="limits"):
+        op(counts, gated.limits.int(), *given[2:], *rest)
+    with pytest.raises(ValueError, match="written in place"):
+        op(*given, rest[0], rest[1], gated.totals.T)
+    with pytest.raises(ValueError, match="rows contiguous"):
+        op(*given, rest[0], gated.messages.T.contiguous().T[:, 4:], rest[2])
+    told = make_told(2, 1, 2).on("cuda")
+    with pytest.raises(ValueError, match="leaves"):
+        torch.ops.ns_multigpu.step_message(*told[:6], [0, 0, 41], *told[7:])
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("degree", [0, 3])
+def test_witness(degree: int, records: bool, lazy: bool) -> None:
+    model = make_model(200, 3).to("cuda")
+    rows = model.forward(700, degree)
+    gradients = to(make_gradients(to(rows, "cpu")), "cuda")
+    radii, count, views = rows.radii.cpu(), int(rows.count), rows.view_ids.tolist()
+    drawn = [k for k in range(count) if radii[k, 0] > 0]
+    line, dead = drawn[len(drawn) // 3], next(k for k in range(700) if radii[k, 0] <= 0)
+
+    def told(at: int, part: int, value: float, seen: range | None = None, counted: SplatRows = rows) -> float:
+        changed = RowGradients(*(t.clone() for t in gradients))
+        changed[part].view(700, -1)[at, -1] = value
+        witness = torch.full((5,), 7.0, device="cuda")
+        put_off = LazyAdam.make(200, "cuda") if lazy else None
+        given = as_records(changed) if records else changed
+        model.to("cuda").update(counted, given, degree, witness=witness[3:4], witness_views=seen, lazy=put_off)
+        assert witness[[0, 1, 2, 4]].tolist() == [7.0] * 4
+        return float(witness[3])
+
+    for part in range(5):
+        for value in (float("inf"), -float("inf"), float("nan")):
+            assert told(line, part, value) != 0.0
+            assert told(dead, part, value) == 0.0
+        assert told(line, part, 1e30) == 0.0
+    view = views[line]
+    assert told(line, 2, float("nan"), range(view, view + 1)) != 0.0
+    assert told(line, 2, float("nan"), range(view + 1, 3)) == told(line, 2, float("nan"), range(view)) == 0.0
+    none = rows._replace(count=torch.zeros_like(rows.count))
+    assert told(line, 2, float("nan"), None, none) == 0.0

@@ -1,0 +1,183 @@
+"""splat_forward and splat_update put together on CPU: what the other operators, autograd and torch's Adam give."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cuda_ext
+from cuda_ext.ops.fused import PARAMETERS, RowGradients, SplatRows, splat_update
+from ns_multigpu.core.types import Hits, Points, Splats
+from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier, densification_info
+from ns_multigpu.primitives.gaussians.functions import Gaussians
+from tests.cuda_ext.fused_steps import RATES, Model, as_records, make_gradients, make_model
+from tests.strategies.scene import make_points, make_views
+
+F64 = torch.float64
+pytestmark = pytest.mark.usefixtures("native")
+
+
+def by_hand(model: Model, rows: SplatRows, gradients: RowGradients, degree: int, **settings: Any) -> list[Tensor]:
+    """The gradients of the parameters, through the public operators."""
+    leaves = [p.clone().requires_grad_() for p in model.params]
+    means, quats, log_scales, logits, sh_dc, sh_rest = leaves
+    n = int(rows.count)
+    ids = (rows.view_ids[:n], rows.point_ids[:n])
+    out = cuda_ext.project(
+        means, quats, log_scales.exp(), logits.sigmoid(), model.viewmats, model.Ks, model.sizes, *ids, **settings
+    )
+    centers = -(model.viewmats[:, :3, :3].mT @ model.viewmats[:, :3, 3:]).squeeze(-1)
+    colors = cuda_ext.sh_colors(degree, means, centers, sh_dc, sh_rest, *ids)
+    loss = sum(
+        (a * b[:n]).sum() for a, b in zip((out.means2d, out.conics, out.row_opacities), gradients[:3], strict=True)
+    )
+    alive = (out.radii > 0).all(-1, keepdim=True)
+    loss = loss + (colors * alive * gradients.features[:n, :3]).sum()
+    if gradients.features.shape[1] == 4:
+        loss = loss + (out.depths * gradients.features[:n, 3]).sum()
+    return list(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+
+
+@pytest.mark.parametrize(("antialiased", "depth", "degree"), [(False, False, 3), (True, True, 2), (False, True, 0)])
+def test_forward_is_the_operators(antialiased: bool, depth: bool, degree: int) -> None:
+    model = make_model(spread=1.5)
+    rows = model.forward(700, degree, antialiased=antialiased, depth=depth)
+    n = int(rows.count)
+    assert 0 < n < 600 and 0 < int((rows.radii[:n, 0] < 0).sum()) < n // 2
+    assert (rows.point_ids[n:] == -1).all() and (rows.view_ids[n:] == 1).all()
+    assert all((t[n:] == 0).all() for t in rows[3:])
+    keys = rows.view_ids[:n].long() * 300 + rows.point_ids[:n]
+    assert (keys.diff() > 0).all()
+    _, quats, log_scales, logits, sh_dc, sh_rest = model.params
+    ids = (rows.view_ids[:n], rows.point_ids[:n])
+    cameras = (model.viewmats, model.Ks, model.sizes)
+    opacities = 1.0 / (1.0 + torch.exp(-logits))  # torch's own sigmoid rounds a tensor's last numbers otherwise
+    out = cuda_ext.project(model.params[0], quats, log_scales.exp(), opacities, *cameras, *ids, antialiased=antialiased)
+    for got, want in ((rows.means2d, 0), (rows.conics, 1), (rows.depths, 2), (rows.opacities, 3), (rows.radii, 4)):
+        assert torch.equal(got[:n], out[want])
+    centers = -(model.viewmats[:, :3, :3].mT @ model.viewmats[:, :3, 3:]).squeeze(-1)
+    colors = cuda_ext.sh_colors(degree, model.params[0], centers, sh_dc, sh_rest, *ids)
+    assert torch.equal(rows.features[:n, :3], colors * (out.radii[:, :1] > 0))
+    assert rows.features.shape[1] == 3 + depth and (not depth or torch.equal(rows.features[:, 3], rows.depths))
+
+
+def test_overflow_keeps_the_first_rows_and_tells() -> None:
+    model = make_model()
+    whole, part = model.forward(700), model.forward(50)
+    assert int(part.count) == int(whole.count) > 50
+    for a, b in zip(part[3:], whole[3:], strict=True):
+        assert torch.equal(a, b[:50])
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize(("antialiased", "depth", "degree"), [(False, False, 3), (True, True, 2), (False, True, 0)])
+def test_update_is_torchs_adam(antialiased: bool, depth: bool, degree: int, records: bool) -> None:
+    model = make_model()
+    rows = model.forward(700, degree, antialiased=antialiased, depth=depth)
+    gradients = make_gradients(rows)
+    expected = by_hand(model, rows, gradients, degree, antialiased=antialiased)
+    params = [torch.nn.Parameter(p.clone()) for p in model.params]
+    for p, gradient, rate, m, v in zip(params, expected, RATES, model.exp_avgs, model.exp_avg_sqs, strict=True):
+        optimizer = torch.optim.Adam([p], lr=rate, eps=1e-15)
+        optimizer.state[p] = {"step": torch.tensor(6.0), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
+        p.grad = gradient
+        optimizer.step()
+    model.update(rows, as_records(gradients) if records else gradients, degree, antialiased=antialiased)
+    for name, found, p in zip(PARAMETERS, model.params, params, strict=True):
+        torch.testing.assert_close(found, p.detach(), rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_regularisation() -> None:
+    model = make_model(40)
+    rows = model.forward(0)
+    leaves = [model.params[i].clone().requires_grad_() for i in (2, 3)]
+    (0.3 * leaves[1].sigmoid().sum() + 0.2 * leaves[0].exp().sum()).backward()
+    before = [model.exp_avgs[i].clone() for i in (2, 3)]
+    model.update(rows, make_gradients(rows), opacity_weight=0.3, scale_weight=0.2)
+    for i, leaf, old in zip((2, 3), leaves, before, strict=True):
+        torch.testing.assert_close(model.exp_avgs[i], 0.9 * old + 0.1 * leaf.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("absgrad", [False, True])
+def test_statistics_are_the_densifiers(absgrad: bool) -> None:
+    views = make_views(3, torch.float32, "cpu")
+    points = make_points(300, torch.float32, "cpu", seed=4)
+    primitive = Gaussians(sh_degree=0, absgrad=absgrad)
+    splats: Splats = primitive.splat(points, primitive.cull(points, views, range(3)), views)
+    p = {k: v.detach() for k, v in points.params.items()}
+    raw = [p["means"], p["quats"], p["scales"], p["opacities"].reshape(-1), p["features_dc"], p["features_rest"]]
+    cameras = (torch.stack([v.viewmat for v in views]).detach(), torch.stack([v.K for v in views]))
+    sizes = [n for v in views for n in (v.width, v.height)]
+    model = Model(raw, *([torch.zeros_like(t) for t in raw] for _ in range(2)), torch.zeros(6, 8), *cameras, sizes)
+    rows = model.forward(1000, 0)
+    n = int(rows.count)
+    assert torch.equal(rows.point_ids[:n], splats.hits.point_ids)
+    gradients = make_gradients(rows)
+    assert splats.probe is not None
+    splats.probe.grad = (gradients.absolute if absgrad else gradients.means2d)[:n]
+    densifier = ReplicatedDensifier(refine_scale2d_stop_iter=100)
+    state = densifier.initialize_state()
+    densifier._count(dict(points.params), state, densification_info(splats, views))
+    densifier._count(dict(points.params), state, densification_info(splats, views))
+    ours = [torch.zeros(300) for _ in range(3)]
+    for _ in range(2):
+        model.update(
+            rows, gradients, 0, absgrad=absgrad,
+            **dict(zip(("grad2d", "seen", "radii_max"), ours, strict=True)),
+        )  # fmt: skip
+    for found, name in zip(ours, ("grad2d", "count", "radii"), strict=True):
+        assert state[name].max() > 0
+        torch.testing.assert_close(found, state[name], rtol=1e-5, atol=1e-6)
+    assert isinstance(splats.hits, Hits) and isinstance(points, Points)
+
+
+def test_no_views_no_points_no_rows() -> None:
+    for model in (make_model(0), make_model(20, 0)):
+        rows = model.forward(5)
+        assert int(rows.count) == 0 and (rows.point_ids == -1).all()
+        before = [p.clone() for p in model.params]
+        model.update(rows, make_gradients(rows))
+        assert all((p != q).all() for p, q in zip(model.params, before, strict=True))  # Adam's momentum
+
+
+def test_the_registered_operators() -> None:
+    model = make_model(20)
+    direct = model.to("cpu", F64)
+    ops = torch.ops.ns_multigpu
+    cameras = (model.viewmats, model.Ks, model.sizes)
+    inputs = (*model.params, *cameras, 3, 0.3, 0.01, 1e9, True, True, 60)
+    torch.library.opcheck(ops.splat_forward, inputs, test_utils=("test_schema", "test_faketensor"))
+    rows = SplatRows(*ops.splat_forward(*inputs))
+    gradients = make_gradients(rows)
+
+    def arguments(m: Model) -> tuple[Any, ...]:
+        given = (rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, list(gradients))
+        statistics = [torch.zeros(20, dtype=F64) for _ in range(3)]
+        lists = (m.params, m.exp_avgs, m.exp_avg_sqs, m.scalars)
+        return (*lists, *cameras, *given, *statistics, 3, 0.3, 0.01, 1e9, True, False, False, 0.0, 0.0)
+
+    # opcheck runs an operator below autograd, which the composition of splat_update needs: so it is only called.
+    ops.splat_update(*arguments(direct))
+    model.update(rows, gradients, far=1e9, antialiased=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.params, direct.params, strict=True))
+
+
+def test_wrong_arguments_are_named() -> None:
+    model = make_model(20)
+    rows = model.forward(60)
+    gradients = make_gradients(rows)
+    with pytest.raises(ValueError, match="absgrad needs"):
+        model.update(rows, gradients._replace(absolute=torch.zeros(0, 2, dtype=F64)), absgrad=True)
+    with pytest.raises(ValueError, match="capacity must not be negative"):
+        model.forward(-1)
+    with pytest.raises(ValueError, match=r"exp_avgs: quats must have the shape \[20, 4\]"):
+        model.exp_avgs[1] = model.exp_avgs[1][:, :3]
+        model.update(rows, gradients)
+    with pytest.raises(ValueError, match="params must be means, quats"):
+        arguments = SimpleNamespace(**vars(make_model(20)))
+        splat_update(
+            arguments.params[:5], arguments.exp_avgs, arguments.exp_avg_sqs, arguments.scalars, arguments.viewmats,
+            arguments.Ks, arguments.sizes, rows, gradients, 3,
+        )  # fmt: skip
