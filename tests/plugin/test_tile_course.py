@@ -1,7 +1,8 @@
 """A course of training with `tile`, on any number of ranks, is one rank's with `batch` and points in Morton order.
 
 Ordinary steps are compared in double precision, to rounding; fused ones, whose records are in single precision, to
-ordinary ones with room for it. With three ranks one has no pixels where a step has one view, two rows of tiles high.
+ordinary ones with room for it. With three ranks one has no pixels where a step has one view, which is two rows of tiles
+high.
 """
 
 from collections.abc import Iterator

@@ -10,7 +10,8 @@ the device some steps later than they are made, always the same number, so that 
 the same.
 
 Within a block the steps of points that are not drawn are put off (`LazyAdam`); before anybody else may look
-at the model, they are taken. With MCMC none is put off: its noise moves all points after each step (`fused_noise`).
+at the model, they are taken. With MCMC none is put off, for its noise moves all points after each step
+(`fused_noise`).
 """
 
 from collections.abc import Callable, Sequence
@@ -205,9 +206,8 @@ class Training:
             self._wants_lazy, self._key = wanted, None
 
     def _may_put_off(self) -> bool:
-        """Return whether steps may be put off: not where noise moves all points, or kernels put nothing off."""
-        model = self._model
-        return model.primitive(depth=False).kernels().puts_off and not self._noise.active
+        """Not where noise moves the points that are not drawn, or kernels put nothing off."""
+        return self._model.primitive(depth=False).kernels().puts_off and not self._noise.active
 
     def refine(self, steps: range) -> None:
         """Densification after a block."""
