@@ -58,6 +58,25 @@ class NativeBuildError(RuntimeError):
     """The native operators cannot be compiled or loaded; the message names the cause and the remedy."""
 
 
+def load_library(path: Path, name: str, remedy: str) -> None:
+    """Register the operators of a compiled library.
+
+    Args:
+        path: the library.
+        name: the subject of the message where it does not load.
+        remedy: the environment variable to set instead, and its effect.
+
+    Raises:
+        NativeBuildError: it does not load.
+    """
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise NativeBuildError(
+            f"{name} in {path} do not load ({error}). Delete that file to have them compiled again, or set {remedy}."
+        ) from error
+
+
 def cache_folder() -> Path:
     """Where compiled libraries are kept: NS_MULTIGPU_CACHE, else below TORCH_EXTENSIONS_DIR, else the user's cache."""
     if own := os.environ.get("NS_MULTIGPU_CACHE"):

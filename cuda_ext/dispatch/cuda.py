@@ -17,11 +17,9 @@ import threading
 from pathlib import Path
 from typing import Literal, cast
 
-import torch
-
 from cuda_ext.build import toolkit as _toolkit
 from cuda_ext.build.cuda import NAME, CudaLibrary, prebuilt_problem
-from cuda_ext.build.native import NativeBuildError
+from cuda_ext.build.native import NativeBuildError, load_library
 from cuda_ext.dispatch.gsplat_kernels import serve_with_gsplat
 from cuda_ext.dispatch.library import LIBRARY
 
@@ -138,15 +136,6 @@ def load() -> None:
         if chosen == "gsplat":
             serve_with_gsplat(LIBRARY)
         else:
-            _load_native(build())
+            remedy = "NS_MULTIGPU_CUDA=gsplat to be served by gsplat 1.4.0's kernels (slower)"
+            load_library(build(), "The CUDA operators", remedy)
         _served = chosen
-
-
-def _load_native(path: Path) -> None:
-    try:
-        torch.ops.load_library(str(path))
-    except OSError as error:
-        raise NativeBuildError(
-            f"The CUDA operators in {path} do not load ({error}). Delete that file to have them compiled again, or set "
-            "NS_MULTIGPU_CUDA=gsplat to be served by gsplat 1.4.0's kernels (slower)."
-        ) from error

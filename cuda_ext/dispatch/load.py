@@ -20,12 +20,11 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Literal, cast
 
-import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from cuda_ext.build import native as _build
-from cuda_ext.build.native import NativeBuildError, NativeLibrary
+from cuda_ext.build.native import NativeLibrary
 from cuda_ext.dispatch import cuda as _cuda
 
 Mode = Literal["auto", "native", "reference"]
@@ -128,13 +127,8 @@ def load_native() -> bool:
                 )
             return False
         path = build_native()
-        try:
-            torch.ops.load_library(str(path))
-        except OSError as error:
-            raise NativeBuildError(
-                f"The compiled operators in {path} do not load ({error}). Delete that file to have them compiled "
-                "again, or set NS_MULTIGPU_OPS=reference to go on with the slow pure-torch operators."
-            ) from error
+        remedy = "NS_MULTIGPU_OPS=reference to go on with the slow pure-torch operators"
+        _build.load_library(path, "The compiled operators", remedy)
         _loaded = path
     return True
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.ops import peer_sort_composed as composed
 from cuda_ext.ops.adam import kernels_serve
-from cuda_ext.ops.checks import check_floats
+from cuda_ext.ops.checks import check_floats, check_tensors
 from cuda_ext.ops.peer_sort_composed import LARGEST_KEY, MOST_OWNERS, MOST_ROWS, OWNER_SHIFT
 
 __all__ = [
@@ -66,7 +66,7 @@ def sort_pairs(
         NativeBuildError: the operators cannot be compiled.
     """
     _check_pairs(keys, values)
-    _check_ints(keys, torch.int64, count=(count, 1))
+    check_tensors(torch.int64, keys.device, count=(count, (1,)))
     if not 0 <= begin_bit < end_bit <= 64:
         raise ValueError(f"bits [{begin_bit}, {end_bit}) of a key: need 0 <= begin_bit < end_bit <= 64.")
     out_keys, out_values = (torch.empty_like(keys), torch.empty_like(values)) if out is None else out
@@ -89,7 +89,7 @@ def publish_count(count: Tensor, addresses: Sequence[int], limit: int) -> None:
         TypeError, ValueError: `count` is something else, or there are no ranks or over MOST_RANKS.
         NativeBuildError: the operators cannot be compiled.
     """
-    _check_ints(count, torch.int64, count=(count, 1))
+    check_tensors(torch.int64, count.device, count=(count, (1,)))
     _check_addresses(addresses=addresses)
     op: Any = torch.ops.ns_multigpu.publish_count if kernels_serve(count) else composed.publish_count
     op(count, list(addresses), limit)
@@ -131,7 +131,7 @@ def merge_level(
     _check_written(out_keys=out_keys, out_values=out_values)
     _check_addresses(keys_at=keys_at, values_at=values_at)
     ranks = len(keys_at)
-    _check_ints(out_keys, torch.int64, counts=(counts, ranks))
+    check_tensors(torch.int64, out_keys.device, counts=(counts, (ranks,)))
     (first, middle), end = left, right[1]
     if not (0 <= first < middle == right[0] < end <= ranks and first <= rank < end):
         raise ValueError(
@@ -186,7 +186,7 @@ def intersect_keys(
     )
     if means2d.dtype != torch.float32:
         raise TypeError(f"intersect_keys: depths of {means2d.dtype} do not fit a key; they must be torch.float32.")
-    _check_ints(means2d, torch.int32, radii=(radii, rows, 2), view_ids=(view_ids, rows))
+    check_tensors(torch.int32, means2d.device, radii=(radii, (rows, 2)), view_ids=(view_ids, (rows,)))
     if rows > MOST_ROWS or not 0 <= owner < MOST_OWNERS:
         raise ValueError(f"intersect_keys: {rows} rows of owner {owner}; values hold {MOST_ROWS} of {MOST_OWNERS}.")
     if not 1 <= tile_size <= 64:
@@ -232,8 +232,8 @@ def band_lists(
         NativeBuildError: the operators cannot be compiled.
     """
     _check_addresses(keys_at=keys_at, values_at=values_at)
-    _check_ints(counts, torch.int64, counts=(counts, len(keys_at)))
-    _check_ints(counts, torch.int32, where=(where, -1, -1))
+    check_tensors(torch.int64, counts.device, counts=(counts, (len(keys_at),)))
+    check_tensors(torch.int32, counts.device, where=(where, (-1, -1)))
     if where.numel() == 0 or segment < 1 or segment * where.shape[0] >= 2**31 - 1:
         raise ValueError(
             f"band_lists: where {list(where.shape)} and segments of {segment} lines; both need at least one line an "
@@ -248,16 +248,8 @@ def band_lists(
 
 def _check_pairs(keys: Tensor, values: Tensor, like: Tensor | None = None) -> None:
     like = keys if like is None else like
-    _check_ints(like, torch.int64, keys=(keys, like.shape[0] if like.dim() else 0))
-    _check_ints(like, torch.int32, values=(values, like.shape[0]))
-
-
-def _check_ints(like: Tensor, dtype: torch.dtype, **tensors: tuple[Any, ...]) -> None:
-    for name, (tensor, *shape) in tensors.items():
-        if tensor.dim() != len(shape) or any(w not in (-1, got) for w, got in zip(shape, tensor.shape, strict=True)):
-            raise ValueError(f"{name} must have the shape {shape} (-1: any size), not {list(tensor.shape)}.")
-        if tensor.dtype != dtype or tensor.device != like.device:
-            raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}; it must be {dtype} on {like.device}.")
+    check_tensors(torch.int64, like.device, keys=(keys, (like.shape[0] if like.dim() else 0,)))
+    check_tensors(torch.int32, like.device, values=(values, (like.shape[0],)))
 
 
 def _check_written(**tensors: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
 from cuda_ext.dispatch.load import backend, native_serves
-from cuda_ext.ops.checks import check_floats
+from cuda_ext.ops.checks import check_floats, check_tensors
 from cuda_ext.reference import rasterization as reference
 
 __all__ = ["intersect", "intersect_capacity", "rasterize"]
@@ -189,11 +189,7 @@ def _check_patches(patches: Sequence[int], tile_size: int) -> None:
 
 
 def _check_ints(like: Tensor, **tensors: tuple[Tensor, Sequence[int]]) -> None:
-    for name, (tensor, shape) in tensors.items():
-        if tensor.dim() != len(shape) or any(w not in (-1, got) for w, got in zip(shape, tensor.shape, strict=True)):
-            raise ValueError(f"{name} must have the shape {list(shape)} (-1: any size), not {list(tensor.shape)}.")
-        if tensor.dtype != torch.int32 or tensor.device != like.device:
-            raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}; it must be torch.int32 on {like.device}.")
+    check_tensors(torch.int32, like.device, **tensors)
 
 
 def _tile_count(patches: Sequence[int], tile_size: int) -> int:

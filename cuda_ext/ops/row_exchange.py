@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import kernels_serve
-from cuda_ext.ops.checks import check_floats
+from cuda_ext.ops.checks import check_floats, check_tensors
 from cuda_ext.reference import row_exchange as composed
 from cuda_ext.reference.row_exchange import RECORD_FLOATS
 
@@ -96,13 +96,13 @@ def route_lines(
     rows, ranks = means2d.shape[0], counts.shape[0]
     _check_floats(means2d, means2d=(means2d, (-1, 2)))
     integers = {"view_ids": (view_ids, (rows,)), "radii": (radii, (rows, 2)), "place": (place, (ranks, rows))}
-    _check(means2d, torch.int32, **integers)
-    _check(means2d, torch.int64, count=(count, (1,)), counts=(counts, (ranks,)))
+    check_tensors(torch.int32, means2d.device, **integers)
+    check_tensors(torch.int64, means2d.device, count=(count, (1,)), counts=(counts, (ranks,)))
     _check_ranks(ranks)
-    _check_lines(first, end, rows)
+    check_lines(first, end, rows)
     numbers = _checked_patches(patches, ranks)
     if reached is not None:
-        _check(means2d, torch.bool, reached=(reached, (-1, rows)))
+        check_tensors(torch.bool, means2d.device, reached=(reached, (-1, rows)))
         if len(cells) != len(numbers) // 6 or not all(0 <= cell < len(reached) for cell in cells):
             raise ValueError(f"cells must be one of 0 to {len(reached) - 1} for each of {len(numbers) // 6} patches.")
     op: Any = torch.ops.ns_multigpu.route_lines if kernels_serve(means2d) else composed.route_lines
@@ -143,23 +143,15 @@ def pack(
         NativeBuildError: the operators cannot be compiled.
     """
     rows, ranks = means2d.shape[0], place.shape[0]
-    _check_floats(
-        means2d,
-        means2d=(means2d, (-1, 2)),
-        conics=(conics, (rows, 3)),
-        opacities=(opacities, (rows,)),
-        features=(features, (rows, 3)),
-        depths=(depths, (rows,)),
-    )
-    integers = {"view_ids": (view_ids, (rows,)), "radii": (radii, (rows, 2)), "place": (place, (ranks, rows))}
-    _check(means2d, torch.int32, **integers)
-    _check(means2d, torch.int64, destinations=(destinations, (ranks,)))
+    check_row_columns(view_ids, means2d, conics, opacities, features, depths, radii)
+    check_tensors(torch.int32, means2d.device, place=(place, (ranks, rows)))
+    check_tensors(torch.int64, means2d.device, destinations=(destinations, (ranks,)))
     _check_ranks(ranks)
     _check_capacity(capacity)
     op: Any = torch.ops.ns_multigpu.pack if _kernels_serve_addresses(means2d) else composed.pack
     floats = [t.detach() for t in (means2d, conics, opacities, features, depths)]
     end = rows if end is None else end
-    _check_lines(first, end, rows)
+    check_lines(first, end, rows)
     op(view_ids, *floats, radii, place, destinations, capacity, first, end)
 
 
@@ -179,7 +171,7 @@ def unpack(records: Tensor, counts: Tensor, views: int) -> ArrivedRows:
     _check_floats(records, records=(records, (-1, -1, RECORD_FLOATS)))
     ranks = records.shape[0]
     _check_ranks(ranks)
-    _check(records, torch.int64, counts=(counts, (ranks,)))
+    check_tensors(torch.int64, records.device, counts=(counts, (ranks,)))
     if views < 1:
         raise ValueError(f"unpack needs at least one view, not {views}.")
     op: Any = torch.ops.ns_multigpu.unpack if kernels_serve(records) else composed.unpack
@@ -208,10 +200,10 @@ def collect(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Ten
         RuntimeError: on CUDA without our kernels: nothing else reads from an address there.
         NativeBuildError: the operators cannot be compiled.
     """
-    _check(place, torch.int32, place=(place, (-1, -1)))
+    check_tensors(torch.int32, place.device, place=(place, (-1, -1)))
     ranks = place.shape[0]
     _check_ranks(ranks)
-    _check(place, torch.int64, count=(count, (1,)), sources=(sources, (ranks,)))
+    check_tensors(torch.int64, place.device, count=(count, (1,)), sources=(sources, (ranks,)))
     _check_capacity(capacity)
     op: Any = torch.ops.ns_multigpu.collect if _kernels_serve_addresses(place) else composed.collect
     return op(place, count, sources, capacity)
@@ -233,8 +225,8 @@ def add_records(records: Tensor, sinks: Tensor, owners: Tensor, slots: Tensor, s
         NativeBuildError: the operators cannot be compiled.
     """
     _check_floats(records, records=(records, (-1, -1)))
-    _check(records, torch.int32, owners=(owners, (len(records),)), slots=(slots, (len(records),)))
-    _check(records, torch.int64, sinks=(sinks, (-1,)))
+    check_tensors(torch.int32, records.device, owners=(owners, (len(records),)), slots=(slots, (len(records),)))
+    check_tensors(torch.int64, records.device, sinks=(sinks, (-1,)))
     op: Any = torch.ops.ns_multigpu.add_records if _kernels_serve_addresses(records) else composed.add_records
     op(records.detach(), sinks, owners, slots, system_scope)
 
@@ -264,18 +256,23 @@ def _kernels_serve_addresses(tensor: Tensor) -> bool:
     return False
 
 
+def check_row_columns(
+    view_ids: Tensor, means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor,
+    radii: Tensor,
+) -> None:  # fmt: skip
+    """Raise unless these are columns of rows in float32, one row for each of `means2d`."""
+    rows = means2d.shape[0]
+    _check_floats(
+        means2d, means2d=(means2d, (-1, 2)), conics=(conics, (rows, 3)), opacities=(opacities, (rows,)),
+        features=(features, (rows, 3)), depths=(depths, (rows,)),
+    )  # fmt: skip
+    check_tensors(torch.int32, means2d.device, view_ids=(view_ids, (rows,)), radii=(radii, (rows, 2)))
+
+
 def _check_floats(like: Tensor, **tensors: tuple[Tensor, Sequence[int]]) -> None:
     if like.dtype != torch.float32:
         raise TypeError(f"Records are float32, and the rows are {like.dtype}: convert with `.float()`.")
     check_floats(like, **tensors)
-
-
-def _check(like: Tensor, dtype: torch.dtype, **tensors: tuple[Tensor, Sequence[int]]) -> None:
-    for name, (tensor, shape) in tensors.items():
-        if tensor.dim() != len(shape) or any(w not in (-1, got) for w, got in zip(shape, tensor.shape, strict=True)):
-            raise ValueError(f"{name} must have the shape {list(shape)} (-1: any size), not {list(tensor.shape)}.")
-        if tensor.dtype != dtype or tensor.device != like.device:
-            raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}; it must be {dtype} on {like.device}.")
 
 
 def _check_ranks(ranks: int) -> None:
@@ -288,7 +285,8 @@ def _check_capacity(capacity: int) -> None:
         raise ValueError(f"capacity must lie in 0..2^31 - 1, got {capacity}.")
 
 
-def _check_lines(first: int, end: int, rows: int) -> None:
+def check_lines(first: int, end: int, rows: int) -> None:
+    """Raise ValueError unless lines `first` to `end` are among `rows`."""
     if not 0 <= first <= end <= rows:
         raise ValueError(f"lines {first} to {end}: need 0 <= first <= end <= {rows}, which is all of them.")
 

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY, fake
 from cuda_ext.dispatch.load import kernels_serve
-from cuda_ext.ops.checks import check_floats, check_tensors
-from cuda_ext.ops.row_exchange import ArrivedRows
+from cuda_ext.ops.checks import check_tensors
+from cuda_ext.ops.row_exchange import ArrivedRows, check_lines, check_row_columns
 from cuda_ext.reference import row_wire as composed
 from cuda_ext.reference.row_exchange import RECORD_FLOATS
 from cuda_ext.reference.row_wire import gradient_words, row_words
@@ -90,20 +90,9 @@ def pack_wire(
     """
     rows, ranks = means2d.shape[0], place.shape[0]
     end = rows if end is None else end
-    if means2d.dtype != torch.float32:
-        raise TypeError(f"Rows travel in float32, and these are {means2d.dtype}: convert with `.float()`.")
-    check_floats(
-        means2d,
-        means2d=(means2d, (-1, 2)),
-        conics=(conics, (rows, 3)),
-        opacities=(opacities, (rows,)),
-        features=(features, (rows, 3)),
-        depths=(depths, (rows,)),
-    )
-    integers = {"view_ids": (view_ids, (rows,)), "radii": (radii, (rows, 2)), "place": (place, (ranks, rows))}
-    check_tensors(torch.int32, means2d.device, **integers, wire=(wire, (-1,)))
-    if not 0 <= first <= end <= rows:
-        raise ValueError(f"lines {first} to {end}: need 0 <= first <= end <= {rows}, which is all of them.")
+    check_row_columns(view_ids, means2d, conics, opacities, features, depths, radii)
+    check_tensors(torch.int32, means2d.device, place=(place, (ranks, rows)), wire=(wire, (-1,)))
+    check_lines(first, end, rows)
     words = [row_words(half=half and other != rank, slots=slots) for other in range(ranks)]
     _check_segments(wire, starts, capacities, rank, ranks, words)
     op: Any = torch.ops.ns_multigpu.pack_wire if kernels_serve(means2d) else composed.pack_wire

@@ -53,8 +53,8 @@ class Call {
   // The number of `what`, which the device counts in int32: the size of a tensor's dimension, or an integer argument.
   int count(const char* name, const char* what, int64_t dimension = 0) {
     const at::Tensor& of = tensor(name);
-    TORCH_CHECK_VALUE(of.dim() > dimension, name, " must have ", dimension + 1, " dimensions at least, not ", of.sizes(),
-                      ".");
+    TORCH_CHECK_VALUE(of.dim() > dimension, name, " must have ", dimension + 1, " dimensions at least, not ",
+                      of.sizes(), ".");
     return cuda_count(of.size(dimension), what);
   }
   int counted(const char* name, const char* what) { return cuda_count(integer(name), what); }

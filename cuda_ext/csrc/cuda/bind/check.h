@@ -1,8 +1,8 @@
 // CUDA errors as torch errors, and the check of a tensor. The .cu files do not include this (torch's headers make nvcc
 // slow): their launch functions return cudaError_t.
 //
-// Several *_bind.cpp files are compiled as one. So each has a namespace of its own name, and no two headers may give one
-// name to two things.
+// Several *_bind.cpp files are compiled as one. So each has a namespace of its own name, and no two headers may give
+// one name to two things.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -48,7 +48,7 @@ inline at::Tensor cuda_ints(const at::Tensor& tensor, const char* name, at::IntA
   return cuda_checked(tensor, name, shape, at::kInt, like);
 }
 
-// The tensor, copied if it does not start where a float4 may, or whatever has so many bytes: a view into a larger buffer
+// The tensor, copied if it does not start at a multiple of `bytes`, by default a float4's: a view into a larger buffer
 // need not.
 inline at::Tensor aligned(const at::Tensor& tensor, uintptr_t bytes = 16) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0 ? tensor : tensor.clone();

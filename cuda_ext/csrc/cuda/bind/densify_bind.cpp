@@ -27,8 +27,8 @@ void add_noise(Call& call) {
   NSMG_CUDA_CHECK(nsmg::add_noise(in, means, call.stream()));
 }
 
-// Adds an array of rows of so many bytes, in the largest units that its addresses allow. False for rows of no bytes, which
-// are left out.
+// Adds an array of rows of so many bytes, in the largest units that its addresses allow. False for rows of no bytes,
+// which are left out.
 bool add_rows(RowArrays& arrays, void* rows, int64_t bytes) {
   if (bytes == 0) return false;
   const uintptr_t both = uintptr_t(bytes) | reinterpret_cast<uintptr_t>(rows);

@@ -60,7 +60,8 @@ std::vector<PatchTiles> tiled_patches(const PatchList& list) {
 template <typename Key>
 at::Tensor list_pairs(Call& call, const IntersectRows& rows, const PatchTable& table, const RowOrder& order,
                       const int64_t* total, int capacity, int tiles, int32_t* tile_offsets) {
-  const at::Tensor ids[2] = {at::empty({capacity}, call.options(at::kInt)), at::empty({capacity}, call.options(at::kInt))};
+  const at::TensorOptions ints = call.options(at::kInt);
+  const at::Tensor ids[2] = {at::empty({capacity}, ints), at::empty({capacity}, ints)};
   TileLists<Key> lists;
   for (int k = 0; k < 2; ++k) {
     lists.tiles[k] = static_cast<Key*>(call.scratch_bytes(int64_t(sizeof(Key)) * capacity));
@@ -210,7 +211,8 @@ std::vector<PatchTiles> view_tiles(at::IntArrayRef sizes, int64_t tile_size) {
 }
 
 void intersect_keys(Call& call) {
-  const int64_t owner = call.integer("owner"), capacity = call.integer("capacity"), tile_size = call.integer("tile_size");
+  const int64_t owner = call.integer("owner"), capacity = call.integer("capacity");
+  const int64_t tile_size = call.integer("tile_size");
   TORCH_CHECK_VALUE(owner >= 0 && owner < (int64_t(1) << (32 - kOwnerShift)), "intersect_keys: owner ", owner,
                     " does not fit the values: it must lie in 0..15.");
   TORCH_CHECK_VALUE(capacity >= 0 && capacity < kMostPairs, "intersect_keys: capacity must lie in 0..2^31 - 2, got ",

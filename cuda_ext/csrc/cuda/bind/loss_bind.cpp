@@ -28,7 +28,9 @@ struct Blended {
   int channels;
 
   explicit Blended(Call& call)
-      : out(call.floats("out", {-1, -1})), pixels(call.tensor("out").size(0)), channels(int(call.tensor("out").size(1))) {
+      : out(call.floats("out", {-1, -1})),
+        pixels(call.tensor("out").size(0)),
+        channels(int(call.tensor("out").size(1))) {
     alpha = call.floats("alpha", {pixels});
     background = call.floats("background", {3});
     TORCH_CHECK_VALUE(channels >= 3, "composite: out needs at least 3 channels, not ", channels, ".");

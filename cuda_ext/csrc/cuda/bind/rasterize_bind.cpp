@@ -29,8 +29,8 @@ struct Inputs {
   }
 };
 
-// The longest list that one block of the forward pass walks alone; the same forward and backward. NS_MULTIGPU_SPLIT_ABOVE
-// is for measuring: 2147483647 splits none.
+// The longest list that one block of the forward pass walks alone; the same forward and backward.
+// NS_MULTIGPU_SPLIT_ABOVE is for measuring: 2147483647 splits none.
 int split_above() {
   const char* value = std::getenv("NS_MULTIGPU_SPLIT_ABOVE");
   if (value == nullptr || *value == '\0') return 2 * kSegment;

@@ -1,4 +1,4 @@
-// The fused operators of 3D Gaussians on CUDA: from parameters to splats, and from the splats' gradients to Adam's step.
+// The fused operators of 3D Gaussians on CUDA: from parameters to splats, and from splats' gradients to Adam's step.
 
 #include "cuda/bind/call.h"
 #include "cuda/optim/splat_lazy.h"

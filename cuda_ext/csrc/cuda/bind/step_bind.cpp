@@ -150,7 +150,8 @@ void take_lines(Call& call) {
                      " and its place must be of one kind of numbers of 4 bytes.");
     TORCH_CHECK_VALUE(table.dim() == 2 && table.size(0) == served.lines && place.numel() == table.size(1) &&
                           table.is_contiguous() && place.is_contiguous(),
-                      "table ", k, " must be [", served.lines, ", ", place.numel(), "], and it and its place contiguous.");
+                      "table ", k, " must be [", served.lines, ", ", place.numel(),
+                      "], and it and its place contiguous.");
     TORCH_CHECK_TYPE(place.device() == device && (table.is_cuda() ? table.device() == device : table.is_pinned()),
                      "table ", k, " must be on ", device, " or in page-locked memory, and its place on ", device, ".");
     served.tables[k] = {static_cast<const int32_t*>(table.const_data_ptr()),
@@ -186,7 +187,8 @@ void show_patches(Call& call) {
   std::vector<ShownPatch> shown_patches;
   int64_t to = 0;
   for (size_t k = 0; k < patches.size(); k += 5) {
-    const int64_t place = patches[k], x0 = patches[k + 1], y0 = patches[k + 2], x1 = patches[k + 3], y1 = patches[k + 4];
+    const int64_t* n = patches.data() + k;
+    const int64_t place = n[0], x0 = n[1], y0 = n[2], x1 = n[3], y1 = n[4];
     TORCH_CHECK_VALUE(place >= 0 && place < places && 0 <= x0 && x0 <= x1 && x1 <= width && 0 <= y0 && y0 <= y1 &&
                           y1 <= height,
                       "patch ", k / 5, " does not lie in one of ", places, " images of ", width, "x", height, ".");
