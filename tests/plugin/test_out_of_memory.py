@@ -261,9 +261,7 @@ def test_workers_end_with_the_remedy(capture: Path, tmp_path: Path, monkeypatch:
 
     from ns_multigpu.plugin.launch.launcher import run_workers
     from tests.plugin.course import TinyDataParserConfig
-    from tests.plugin.forked_workers import fork_workers
 
-    fork_workers(monkeypatch)
     config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
     config._target = _UnluckyTrainer
     config.machine.device_type, config.machine.num_devices, config.vis = "cpu", 2, ""

@@ -7,9 +7,10 @@ from typing import Any, Literal
 import tyro
 
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.model.batch_scaling import ScalingChoice
 from ns_multigpu.plugin.radiance.trainer import RadianceTrainer
-from ns_multigpu.plugin.train.config import DistributedTrainerConfig, prepare_operators
+from ns_multigpu.plugin.train.config import DistributedTrainerConfig
 from ns_multigpu.plugin.train.recipe import Recipe
 
 
@@ -58,7 +59,7 @@ class RadianceTrainerConfig(DistributedTrainerConfig):
     def prepare(self) -> None:
         """Builds the operators on GPUs, once and in sight, before several workers ask for them; a CPU needs none."""
         if self.machine.device_type != "cpu":
-            prepare_operators(self.machine.device_type)
+            checks.prepare_operators(self.machine.device_type)
 
     def _in_short(self) -> str:
         ranks = self.machine.num_devices * self.machine.num_machines

@@ -27,7 +27,7 @@ from ns_multigpu.plugin.faults.guards import Guards
 from ns_multigpu.plugin.faults.signals import RanOutOfMemory
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.commands import resume_command
-from ns_multigpu.plugin.launch.entering import enter_world
+from ns_multigpu.plugin.launch.machines import enter_world
 from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun
 from ns_multigpu.plugin.radiance.checkpoints import RadianceCheckpoints
 from ns_multigpu.plugin.radiance.fast_steps import FastSteps, obstacle

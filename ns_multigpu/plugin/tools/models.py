@@ -26,7 +26,6 @@ from ns_multigpu.plugin.export.ply import run_checkpoint
 from ns_multigpu.plugin.faults.errors import InputError, WorkerFailed
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.launcher import run_workers, use_own_share_of_cores
-from ns_multigpu.plugin.launch.operators import prepare_operators
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.launch.ranks import Ranks, rendezvous_explained
 from ns_multigpu.plugin.render.team import RENDER_MEMORY, asked_for, free_memory, size_for
@@ -217,7 +216,7 @@ def run_tool(
         )
     whole = not field and _fits_each(state, checkpoint, run, kind, together)
     config = ToolConfig(load_config, checkpoint, work, ToolMachine(kind, workers), whole)
-    prepare_operators(kind)
+    checks.prepare_operators(kind)
     if ranks is None and workers > 1:
         try:
             run_workers(config, workers)
