@@ -166,9 +166,8 @@ class Config:
 
 @pytest.mark.parametrize(("what", "said"), [("SIGKILL", "Worker 1 was killed by SIGKILL"), ("raise", "broken")])
 def test_a_dying_rank_keeps_nobody(
-    capture: Path, tmp_path: Path, what: str, said: str, capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    capture: Path, tmp_path: Path, what: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     from nerfstudio.configs.method_configs import all_methods
 
     config: Any = copy.deepcopy(all_methods["splatfacto-batch"])

@@ -129,7 +129,7 @@ def test_what_cannot_be_done_is_said(run: Path, path: Path, tmp_path: Path, caps
 
 
 @pytest.mark.slow
-def test_the_commands(run: Path, path: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands(run: Path, path: Path, alone: Path, tmp_path: Path) -> None:
     """As typed: as many workers as the run had, which are two."""
     common = ["--load-config", str(run), "--device-type", "cpu"]
     results, video = tmp_path / "results" / "all.json", tmp_path / "path.mp4"

@@ -256,7 +256,7 @@ class _UnluckyTrainer(trainer_module.DistributedTrainer):
 
 
 @pytest.mark.slow
-def test_workers_end_with_the_remedy(capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_end_with_the_remedy(capture: Path, tmp_path: Path) -> None:
     from nerfstudio.configs.method_configs import all_methods
 
     from ns_multigpu.plugin.launch.launcher import run_workers
