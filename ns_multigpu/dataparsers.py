@@ -2,16 +2,12 @@
 
 Apart from `methods`, because nerfstudio asks for these while its own datamanagers are still being imported: nothing
 that needs a datamanager may be imported here. It is the first of our modules that `ns-train` comes to, long before it
-knows what it is to do, so what shortens a start is here: see `worker_server` and `quick_imports`.
+knows what it is to do, so what shortens a start is here: see `quick_imports`.
 """
 
-import sys
-
-from ns_multigpu.plugin.launch import quick_imports, worker_server
+from ns_multigpu.plugin.launch import quick_imports
 
 quick_imports.hasten()  # before anything else is imported
-if worker_server.wanted(sys.argv):
-    worker_server.keep_off_gpus()
 
 # isort: split
 

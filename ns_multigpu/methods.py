@@ -22,7 +22,7 @@ from nerfstudio.plugins.types import MethodSpecification
 from ns_multigpu.core.schema import Parameter
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManagerConfig
 from ns_multigpu.plugin.faults.errors import show_uncaught
-from ns_multigpu.plugin.launch import quick_imports, worker_server
+from ns_multigpu.plugin.launch import quick_imports
 from ns_multigpu.plugin.launch.option_help import show_what_applies
 from ns_multigpu.plugin.launch.removed_options import refuse_removed
 from ns_multigpu.plugin.model.options import SplatModelConfig
@@ -35,7 +35,7 @@ from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig, Localit
 from ns_multigpu.plugin.train.terminal import TerminalLog
 from ns_multigpu.primitives.registry import all_parameters
 
-if worker_server.trains(sys.argv):
+if quick_imports.trains(sys.argv):
     quick_imports.collect_again()
     show_uncaught()  # Ctrl-C, from here on, is no traceback
     refuse_removed(sys.argv[2:])

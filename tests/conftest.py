@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import tests.ranks  # names what the server that forks ranks imports, of which there is one  # noqa: F401
 from ns_multigpu.core.world import World
 
 # A shell without job control starts what runs in the background with Ctrl-C ignored, and nohup what it runs with SIGHUP

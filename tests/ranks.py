@@ -1,10 +1,7 @@
 """Runs a function on several ranks of one machine: gloo on CPU, NCCL on GPUs, which ranks may be allowed to share."""
 
 import gc
-import multiprocessing
-import os
 import tempfile
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from ns_multigpu.core.collectives import barrier
-from ns_multigpu.core.world import SHARE_GPUS, World, backend_of, gpu_of, gpu_places
+from ns_multigpu.core.world import SHARE_GPUS, World, backend_of, gpu_places
+from ns_multigpu.plugin.launch.processes import RankProcesses, preload
 
 PRELOADED = [
     *(f"tests.plugin.{name}" for name in ("rendering", "resuming", "saving", "sharding", "tile_course")),
     *("tests.ranks", "nerfstudio.scripts.render"),  # pytest and IPython, among others
     "tests.unmoved",  # the last
 ]
-"""What takes seconds to import is among what these import. A server of ranks has one list: the first it is given."""
+"""What takes seconds to import is among what these import."""
+preload(PRELOADED)
 
 
 def skip_without_gpus(ranks: int) -> None:
@@ -44,47 +42,22 @@ def run_ranks(
     if size == 1:
         return [function(World.single(device if device == "cpu" else "cuda:0"), *args)]
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.set_forkserver_preload(PRELOADED)
-        method = "forkserver" if fork and device == "cpu" else "spawn"  # CUDA does not outlive a fork
-        what = (size, device, folder, seconds, dict(os.environ), function, args)
-        context = mp.start_processes(_rank, what, nprocs=size, join=False, start_method=method)
-        while not context.join():  # returns each time a rank has ended
-            pass
+        fork = fork and device == "cpu"  # this process may have used CUDA, and the server what it imports
+        ranks = RankProcesses(_rank, (device, folder, seconds, function, args), size, threads=1, fork=fork)
+        try:
+            ranks.wait(grace=5.0)
+        finally:
+            ranks.end()
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def _rank(
-    rank: int,
-    size: int,
-    device: str,
-    folder: str,
-    seconds: int,
-    environment: dict[str, str],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    os.environ.clear()
-    os.environ.update({**environment, "GROUP_RANK": "0"})
-    torch.set_num_threads(1)
-    place = torch.device("cpu") if device == "cpu" else gpu_of(rank)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    timeout, backend = timedelta(seconds=seconds), backend_of(device)
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-        device_id=place if backend == "nccl" else None,
-    )
-    world = World.from_groups(place, timeout)
+def _rank(device: str, folder: str, seconds: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    world = World.from_env(device, timedelta(seconds=seconds))
     try:
-        torch.save(function(world, *args), Path(folder) / f"{rank}.pt")
+        torch.save(function(world, *args), Path(folder) / f"{world.rank}.pt")
         barrier(world)  # a rank that leaves early takes its connections with it
     except BaseException:
-        traceback.print_exc()
-        if backend == "nccl":  # else closing would wait for ranks that wait for this one
+        if backend_of(device) == "nccl":  # else closing would wait for ranks that wait for this one
             dist.distributed_c10d._abort_process_group()
         raise
     finally:

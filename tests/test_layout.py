@@ -63,14 +63,14 @@ def test_importing_the_package_imports_nothing() -> None:
 def test_entry_points_lead_somewhere(first: str) -> None:
     """Whichever is imported first: nerfstudio asks for ours while it is being imported itself.
 
-    torchmetrics, which loads whatever else is installed, is not among what that brings along; torch's compiler neither.
+    torchmetrics, which loads whatever else is installed, is not among what that brings along.
     """
     tables = [PROJECT["project"]["scripts"], *PROJECT["project"]["entry-points"].values()]
     targets = [target.split(":") for table in tables for target in table.values()]
     program = f"import importlib, {first}\n" + "\n".join(
         f"importlib.import_module({module!r}).{name}" for module, name in targets
     )
-    program += "\nimport sys; assert not sys.modules.keys() & {'torchmetrics', 'torch._inductor.compile_fx'}"
+    program += "\nimport sys; assert 'torchmetrics' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

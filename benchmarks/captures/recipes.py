@@ -294,7 +294,7 @@ class Runs:
 
 def trains_in_forks() -> None:
     """What `called` calls is forked from a server that has imported it. Before the first call."""
-    # Forked, the server must not have looked at a GPU: see `ns_multigpu.plugin.launch.worker_server`.
+    # The server must not have used CUDA's driver: see `ns_multigpu.plugin.launch.processes`.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     forkserver.set_forkserver_preload(["benchmarks.captures.recipe_run"])
 

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from ns_multigpu.core.collectives import barrier, broadcast_object
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.launch.processes import RankFailed, RankProcesses
 
 Job = dict[str, Any]
 """What is to be done, as JSON. `estimate`: seconds that must be left to begin it. `way`: what it is a case of."""
@@ -32,6 +31,11 @@ Maker = Callable[[World, Job], Callable[[Job], Job]]
 """Called on each rank with what all jobs share; returns what does a job."""
 
 _TIMEOUT = timedelta(minutes=5)
+_NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0"),
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
+}
+"""Variables by which NCCL and torch keep off NVLink multicast, which nothing here needs."""
 _CAUSE = "first-failure.txt"
 """What the rank that failed first said."""
 _MOST_FAILURES = 2
@@ -88,16 +92,15 @@ def _spawned(
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
         results.touch()
-        context: Any = mp.start_processes(
-            _rank, (size, device, folder, make, shared, jobs, deadline), nprocs=size, join=False, start_method="spawn"
-        )
+        what = (size, device, folder, make, shared, jobs, deadline)
+        ranks = RankProcesses(_rank, what, size, threads=1, variables=_NO_MULTICAST, fork=False)
         done: set[int] = set()
         begun, read, since, problem = jobs[0][0], 0, time.monotonic(), ""
         while True:
             ended = False
             try:
-                ended = context.join(timeout=0.3)
-            except Exception as error:  # a rank's, with its traceback in the text
+                ended = ranks.wait(0.3, grace=5.0)
+            except RankFailed as error:
                 # The one that is told of may have failed because another did.
                 cause = Path(folder) / _CAUSE
                 problem = cause.read_text() if cause.exists() else str(error)
@@ -114,7 +117,7 @@ def _spawned(
                 break
             if time.monotonic() - since > stall:
                 problem = f"no rank came to a result for {stall:.0f} s"
-                _end(context)
+                ranks.end()
                 break
     left = [number for number, _ in jobs if number not in done]
     if not left:
@@ -124,34 +127,10 @@ def _spawned(
     return done | {failed}, failed
 
 
-def _end(context: Any) -> None:
-    for process in context.processes:
-        if process.is_alive():
-            process.kill()
-    for process in context.processes:
-        process.join(10)
-
-
 def _rank(
-    rank: int, size: int, device: str, folder: str, make: Maker, shared: Job, jobs: list[tuple[int, Job]],
-    deadline: float,
-) -> None:  # fmt: skip
-    os.environ["GROUP_RANK"] = "0"
-    # Those that NCCL and torch ask before they touch NVLink multicast, which nothing here needs.
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    torch.set_num_threads(1)
-    place = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    if size == 1:
-        world = World.single(place)
-    else:
-        dist.init_process_group(
-            "gloo" if device == "cpu" else "nccl", init_method=f"file://{folder}/rendezvous", rank=rank,
-            world_size=size, timeout=_TIMEOUT, device_id=place if place.type == "cuda" else None,
-        )  # fmt: skip
-        world = World.from_groups(place, _TIMEOUT)
+    size: int, device: str, folder: str, make: Maker, shared: Job, jobs: list[tuple[int, Job]], deadline: float
+) -> None:
+    world = World.from_env(device, _TIMEOUT) if size > 1 else World.single("cuda:0" if device == "cuda" else device)
     results = Path(folder) / "results.jsonl"
 
     def write(message: Job) -> None:

@@ -10,7 +10,6 @@ barriers included. Every outcome is checked: sorted within and between ranks, an
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -22,8 +21,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -35,6 +32,7 @@ from ns_multigpu.core.collectives import all_gather_floats, all_gather_ints, bar
 from ns_multigpu.core.peer_memory import PeerBuffer
 from ns_multigpu.core.peer_sort import SortBuffers, peer_merge_sort
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.launch.processes import RankProcesses
 
 MILLION = 2**20
 SIZES = (16, 64, 256, 1024)
@@ -159,23 +157,11 @@ def measure(world: World, sizes: list[int], runs: int) -> list[Figure]:
     return figures
 
 
-def run_rank(rank: int, size: int, sizes: list[int], runs: int, device: str, folder: str) -> None:
-    """One rank of a world of this size; rank 0 writes what they measured."""
-    os.environ["GROUP_RANK"] = "0"
-    place = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
-    if device == "cuda":
-        torch.cuda.set_device(place)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=size,
-        timeout=TIMEOUT,
-        device_id=place if device == "cuda" else None,
-    )
-    world = World.from_groups(place, TIMEOUT)
+def run_rank(sizes: list[int], runs: int, device: str, folder: str) -> None:
+    """Measure on one rank; rank 0 writes the figures."""
+    world = World.from_env(device, TIMEOUT)
     figures = measure(world, sizes, runs)
-    if rank == 0:
+    if world.is_main:
         torch.save([asdict(figure) for figure in figures], Path(folder) / "figures.pt")
     barrier(world)
     world.close()
@@ -221,8 +207,7 @@ def main() -> int:
     figures: list[Figure] = []
     for size in ranks:
         with TemporaryDirectory(prefix="merge-sort-") as folder:
-            arguments = (size, sizes, options.runs, options.device, folder)
-            mp.start_processes(run_rank, arguments, nprocs=size, start_method="spawn")
+            RankProcesses(run_rank, (sizes, options.runs, options.device, folder), size, fork=False).wait()
             found = torch.load(Path(folder) / "figures.pt", weights_only=True)
         figures += [Figure(**one) for one in found]
         console.print(f"{size} ranks: {time.perf_counter() - began:.0f} s since the start")

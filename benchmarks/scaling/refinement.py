@@ -10,7 +10,6 @@ was that choice, too (NS_MULTIGPU_COMMIT says which): all are ordered there.
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from ns_multigpu.core.collectives import barrier
 from ns_multigpu.core.holding import Holding
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.world import World
+from ns_multigpu.plugin.launch.processes import RankProcesses
 from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
 from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
 
@@ -96,18 +96,9 @@ def refine(kind: str, points: int, world: World, times: int) -> dict[str, list[t
     return found
 
 
-def run_rank(rank: int, size: int, points: int, times: int, device: str, folder: str) -> None:
-    """One rank; rank 0 writes what it has measured."""
-    os.environ["GROUP_RANK"] = "0"
-    place = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
-    if device == "cuda":
-        torch.cuda.set_device(place)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=TIMEOUT,
-        device_id=place if device == "cuda" else None,
-    )  # fmt: skip
-    world = World.from_groups(place, TIMEOUT)
+def run_rank(points: int, times: int, device: str, folder: str) -> None:
+    """Measure on one rank; rank 0 writes the figures."""
+    world = World.from_env(device, TIMEOUT)
     figures = [
         {
             "kind": kind, "way": way, "refinements": len(took), "ms": round(statistics.median(ms for ms, _ in took), 2),
@@ -117,7 +108,7 @@ def run_rank(rank: int, size: int, points: int, times: int, device: str, folder:
         for way, took in refine(kind, points, world, times).items()
         if took
     ]  # fmt: skip
-    if rank == 0:
+    if world.is_main:
         (Path(folder) / "figures.json").write_text(json.dumps(figures))
     barrier(world)
     world.close()
@@ -137,8 +128,8 @@ def main() -> None:
     if options.device == "cuda" and options.ranks > torch.cuda.device_count():
         parser.error(f"--ranks {options.ranks}: there are {torch.cuda.device_count()} GPUs, and each rank takes one")
     with TemporaryDirectory() as folder:
-        args = (options.ranks, options.points, options.times, options.device, folder)
-        torch.multiprocessing.spawn(run_rank, args, nprocs=options.ranks)  # pyright: ignore[reportPrivateImportUsage]
+        args = (options.points, options.times, options.device, folder)
+        RankProcesses(run_rank, args, options.ranks, fork=False).wait()
         figures = json.loads((Path(folder) / "figures.json").read_text())
     table = Table("refinement", "way", "refinements", "ms, median", "meetings")
     for row in figures:

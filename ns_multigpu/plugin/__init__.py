@@ -1,6 +1,2 @@
 """The nerfstudio side: trainer, pipeline, datamanager, model, launcher. Of its folders, each imports
 only those below it (see the import contract in pyproject.toml)."""
-
-from ns_multigpu.plugin._moved import know_old_names
-
-know_old_names()

@@ -158,17 +158,12 @@ class GuardedTrainer:
 
 def main() -> None:
     """For a process of its own, alone or under torchrun: the arguments are how many workers and the config's fields as
-    Python, and "served" if the workers are forked as those of `ns-train` are."""
+    Python."""
     import sys
 
     from ns_multigpu.plugin.faults.errors import show_uncaught
-    from ns_multigpu.plugin.launch import worker_server
     from ns_multigpu.plugin.launch.launcher import run_workers
 
-    if "served" in sys.argv:
-        import torch._dynamo  # Adam does in its first step  # noqa: F401
-
-        worker_server.start()
     show_uncaught()
     workers, fields = int(sys.argv[1]), dict(eval(sys.argv[2]))
     config = GuardedConfig(**fields)

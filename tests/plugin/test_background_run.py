@@ -18,7 +18,6 @@ from ns_multigpu.plugin.faults.errors import WorkerFailed
 from ns_multigpu.plugin.faults.signals import Interrupted
 from ns_multigpu.plugin.launch.launcher import run_workers
 from tests.plugin.course import TinyDataParserConfig, write_capture
-from tests.plugin.forked_workers import fork_workers
 from tests.plugin.resuming import differing, everything, start
 from tests.plugin.saving import ALONE, disk, steps_in, until
 from tests.ranks import run_ranks
@@ -167,10 +166,8 @@ class Config:
 
 @pytest.mark.parametrize(("what", "said"), [("SIGKILL", "Worker 1 was killed by SIGKILL"), ("raise", "broken")])
 def test_a_dying_rank_keeps_nobody(
-    capture: Path, tmp_path: Path, what: str, said: str, capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    fork_workers(monkeypatch)
+    capture: Path, tmp_path: Path, what: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     from nerfstudio.configs.method_configs import all_methods
 
     config: Any = copy.deepcopy(all_methods["splatfacto-batch"])

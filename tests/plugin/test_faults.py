@@ -17,7 +17,6 @@ import torch
 from ns_multigpu.core.machines import PRETEND_MACHINES
 from ns_multigpu.plugin.faults.errors import WorkerFailed
 from ns_multigpu.plugin.launch.launcher import run_workers
-from tests.plugin.forked_workers import fork_workers
 from tests.plugin.guarded_toy import GuardedConfig
 from tests.plugin.test_launch import HANG, ROOT, alive, environment, free_port, wait_until
 
@@ -26,7 +25,6 @@ from tests.plugin.test_launch import HANG, ROOT, alive, environment, free_port, 
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in set(os.environ) - set(environment()):
         monkeypatch.delenv(name)
-    fork_workers(monkeypatch)
 
 
 _started: list[subprocess.Popen[str]] = []
@@ -63,12 +61,9 @@ def saved_step(folder: Path) -> int:
     return int(torch.load(folder / "toy.ckpt")["step"])
 
 
-def start(folder: Path, workers: int, *launcher: str, served: bool = False, **fields: Any) -> subprocess.Popen[str]:
-    """The toy in a process of its own: `workers` of our launcher's, forked if `served`, else spawned; or 0 for this
-    process alone or under `launcher`."""
+def start(folder: Path, workers: int, *launcher: str, **fields: Any) -> subprocess.Popen[str]:
+    """The toy in a process of its own: `workers` of our launcher's, or 0 for this process alone or under `launcher`."""
     module = ["-m", "tests.plugin.guarded_toy", str(workers), repr({"folder": str(folder), **fields})]
-    if served:
-        module.append("served")
     command = [sys.executable, *(["-m", "torch.distributed.run", *launcher] if launcher else []), *module]
     run = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -103,7 +98,7 @@ def started(folder: Path, process: subprocess.Popen[str], workers: int) -> float
 def test_a_dying_worker_brings_the_others_down(tmp_path: Path, what: str, said: str) -> None:
     """Ranks 0 and 2 sit in a collective by then. They are down within 10 s (a second, where nothing else runs), or
     within the time that the start took, if this machine is so busy that it took longer."""
-    run = start(tmp_path, 3, served=what != "raise", steps=10**6, pace=0.01, faults=((1, 100, what),))
+    run = start(tmp_path, 3, steps=10**6, pace=0.01, faults=((1, 100, what),))
     took = started(tmp_path, run, 3)
     first = int((tmp_path / "pid-1").read_text())
     assert wait_until(lambda: not alive(first), HANG)
@@ -170,7 +165,7 @@ def test_a_signal_saves_and_leaves_nothing(
 ) -> None:
     if launcher:
         launcher = (*launcher, f"--master-port={free_port()}")
-    run = start(tmp_path, workers, *launcher, served=target == "rank 1", steps=10**6, pace=0.01)
+    run = start(tmp_path, workers, *launcher, steps=10**6, pace=0.01)
     ranks = max(workers, 2 if launcher else 1)
     started(tmp_path, run, ranks)
     if target == "group":
@@ -186,7 +181,7 @@ def test_a_signal_saves_and_leaves_nothing(
 
 
 def test_a_signal_saves_nothing_when_asked_not_to(tmp_path: Path) -> None:
-    run = start(tmp_path, 2, served=True, steps=10**6, pace=0.01, save_on_interrupt=False)
+    run = start(tmp_path, 2, steps=10**6, pace=0.01, save_on_interrupt=False)
     started(tmp_path, run, 2)
     os.kill(run.pid, signal.SIGTERM)
     output, _ = run.communicate(timeout=HANG)
@@ -196,7 +191,7 @@ def test_a_signal_saves_nothing_when_asked_not_to(tmp_path: Path) -> None:
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     # It will never come to grant the first one.
-    run = start(tmp_path, 2, served=True, steps=10**6, faults=((1, 30, "sleep"),))
+    run = start(tmp_path, 2, steps=10**6, faults=((1, 30, "sleep"),))
     took = started(tmp_path, run, 2)
     time.sleep(0.5)
     os.kill(run.pid, signal.SIGINT)
@@ -211,7 +206,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 def test_a_pause_on_rank_0_holds_all_and_ends(tmp_path: Path) -> None:
     (tmp_path / "pause").touch()
-    run = start(tmp_path, 2, served=True, steps=20, stall_seconds=0.5, stall_abort_seconds=1.0)
+    run = start(tmp_path, 2, steps=20, stall_seconds=0.5, stall_abort_seconds=1.0)
     assert wait_until(lambda: (tmp_path / "pid-1").exists(), HANG)
     time.sleep(4)
     assert run.poll() is None and not (tmp_path / "toy.ckpt").exists()

@@ -14,7 +14,7 @@ from nerfstudio.scripts import render
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.render.team import GAINS_FROM, RENDER_MEMORY, RENDER_RANKS, Size, asked_for, size_for
 from tests.plugin.trained_run import write_path, write_run
-from tests.plugin.with_helpers import children, command, done, killed, same_images, start, with_ffmpeg
+from tests.plugin.with_helpers import done, helpers_of, killed, same_images, start, with_ffmpeg
 
 TIMING = {"num_rays_per_sec", "fps", "num_rays_per_sec_std", "fps_std"}
 SPREAD = {RENDER_MEMORY: "0.0000125"}
@@ -79,7 +79,7 @@ def test_a_helper_dies_while_it_starts(run: Path) -> None:
     helper: list[int] = []
     end = time.monotonic() + 60
     while not helper and time.monotonic() < end:
-        helper = [pid for pid in children(process.pid) if b"tools.helper" in command(pid)]
+        helper = helpers_of(process.pid)
         time.sleep(0.02)
     os.kill(helper[0], signal.SIGKILL)
     assert "Helper 1 of 1 was killed by SIGKILL" in done(process, 1)

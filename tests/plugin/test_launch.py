@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from ns_multigpu.plugin.faults.errors import InputError, WorkerFailed
-from ns_multigpu.plugin.launch.launcher import cores, run_workers
-from tests.plugin.forked_workers import fork_workers
+from ns_multigpu.plugin.launch.launcher import run_workers
+from ns_multigpu.plugin.launch.processes import cores
 from tests.plugin.toy import ToyConfig, reports
 
 ROOT = Path(__file__).parents[2]
@@ -112,8 +112,6 @@ def test_a_failing_worker_ends_all_and_is_named(
     tmp_path: Path, clean_environment: pytest.MonkeyPatch, conduct: str, kind: type[Exception], said: str
 ) -> None:
     clean_environment.setenv("TOY", conduct)
-    if conduct != "raise":
-        fork_workers(clean_environment)
     start = time.monotonic()
     with pytest.raises(kind, match=said) as caught:
         run_workers(ToyConfig(str(tmp_path)), 2)

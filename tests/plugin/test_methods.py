@@ -4,17 +4,12 @@ import copy
 import dataclasses
 import subprocess
 import sys
-from typing import Any
 
 import pytest
-import yaml
 from nerfstudio.configs import external_methods as stock
 from nerfstudio.configs.method_configs import method_configs
-from nerfstudio.utils import misc
 
-from ns_multigpu.dataparsers import city
 from ns_multigpu.methods import nerfacto_xl, splatfacto_batch
-from ns_multigpu.plugin._moved import MOVED
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch import quick_imports
 from ns_multigpu.plugin.train import config as train_config
@@ -51,19 +46,24 @@ def test_recipe_is_nerfactos() -> None:
     assert data.train_num_rays_per_batch == theirs_.train_num_rays_per_batch
 
 
-def test_a_config_that_names_modules_by_their_old_places_is_read() -> None:
-    for config in (splatfacto_batch.config, city.config):
-        old = text = yaml.dump(config)
-        for before, now in MOVED.items():
-            old = old.replace(f"ns_multigpu.plugin.{now}.", f"ns_multigpu.plugin.{before}.")
-        assert old != text
-        assert yaml.load(old, Loader=yaml.Loader) == config
-
-
 def test_the_list_of_other_methods_walks_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stock.inspect, "stack", lambda: pytest.fail("walked"))
     methods, _ = stock.get_external_methods()
     assert "splatfacto-w" in methods
+
+
+@pytest.mark.parametrize(("command", "during"), [("ns-train", False), ("mine.py", True)])
+def test_only_a_training_command_imports_without_the_garbage_collector(command: str, during: bool) -> None:
+    program = f"""
+import gc, sys
+sys.argv = [{command!r}, "splatfacto-batch"]
+import ns_multigpu.dataparsers
+assert gc.isenabled() is {during}
+import ns_multigpu.methods
+assert gc.isenabled() and (gc.get_freeze_count() > 100_000) is not {during}
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_method_that_is_not_installed_is_still_offered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,19 +73,6 @@ def test_a_method_that_is_not_installed_is_still_offered(monkeypatch: pytest.Mon
     with pytest.raises(SystemExit):
         dataclasses.replace(listed)
     assert len(asked) == 1
-
-
-def test_a_function_is_compiled_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = list[Any]()
-    monkeypatch.setattr(quick_imports, "_compile_now", lambda **options: lambda f: compiled.append((f, options)) or f)
-
-    @misc.torch_compile(dynamic=True)
-    def double(number: int, *, times: int) -> int:
-        return 2 * number * times
-
-    assert not compiled and double.__name__ == "double"
-    assert [double(2, times=3), double(1, times=1)] == [12, 2]
-    assert compiled == [(double.__wrapped__, {"dynamic": True})]
 
 
 ENDS = """

@@ -22,7 +22,6 @@ from ns_multigpu.plugin.tools.models import Evaluation, load_model, run_tool
 from ns_multigpu.plugin.tools.rendering import Rendering
 from ns_multigpu.plugin.tools.shots import CameraPath, Spiral
 from ns_multigpu.plugin.train.config import read_config
-from tests.plugin.forked_workers import fork_workers
 from tests.plugin.rendering import POINTS
 from tests.plugin.trained_run import write_path, write_run
 from tests.ranks import run_ranks
@@ -130,9 +129,8 @@ def test_what_cannot_be_done_is_said(run: Path, path: Path, tmp_path: Path, caps
 
 
 @pytest.mark.slow
-def test_the_commands(run: Path, path: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands(run: Path, path: Path, alone: Path, tmp_path: Path) -> None:
     """As typed: as many workers as the run had, which are two."""
-    fork_workers(monkeypatch)
     common = ["--load-config", str(run), "--device-type", "cpu"]
     results, video = tmp_path / "results" / "all.json", tmp_path / "path.mp4"
     main(["eval", *common, "--output-path", str(results), "--render-output-path", str(tmp_path / "images")])

@@ -256,14 +256,12 @@ class _UnluckyTrainer(trainer_module.DistributedTrainer):
 
 
 @pytest.mark.slow
-def test_workers_end_with_the_remedy(capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_end_with_the_remedy(capture: Path, tmp_path: Path) -> None:
     from nerfstudio.configs.method_configs import all_methods
 
     from ns_multigpu.plugin.launch.launcher import run_workers
     from tests.plugin.course import TinyDataParserConfig
-    from tests.plugin.forked_workers import fork_workers
 
-    fork_workers(monkeypatch)
     config: Any = copy.deepcopy(all_methods["splatfacto-batch"])
     config._target = _UnluckyTrainer
     config.machine.device_type, config.machine.num_devices, config.vis = "cpu", 2, ""

@@ -17,10 +17,10 @@ from ns_multigpu.core.collectives import broadcast_object
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint.verify import read_checkpoint_file
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.helpers import obey
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.radiance.team_plan import plan_for_field, ranks_for
 from ns_multigpu.plugin.render.team import RENDER_RANKS, Devices
-from ns_multigpu.plugin.tools.helper import obey
 from ns_multigpu.plugin.tools.models import Evaluation, load_model
 from ns_multigpu.plugin.tools.rendering import Rendering
 from ns_multigpu.plugin.tools.shots import Dataset

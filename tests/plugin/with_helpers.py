@@ -47,6 +47,12 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def helpers_of(pid: int) -> list[int]:
+    """The helpers of a process: its fork server's children."""
+    servers = [child for child in children(pid) if b"multiprocessing.forkserver" in command(child)]
+    return [helper for server in servers for helper in children(server)]
+
+
 def runs(pid: int) -> bool:
     """Whether a process has not ended; one that nobody has collected has."""
     try:
@@ -88,7 +94,7 @@ def viewer(run: Path, helpers: int, **more: str) -> Iterator[tuple[subprocess.Po
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                 break
             time.sleep(0.1)
-        pids = [pid for pid in children(process.pid) if b"tools.helper" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        pids = helpers_of(process.pid)
         assert len(pids) == helpers, process.communicate(timeout=10)[0] if process.poll() is not None else pids
         yield process, pids
     finally:

@@ -15,7 +15,7 @@ from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.image_homes import checked_homes
 from ns_multigpu.plugin.capture.image_moves import Move, moves_of
 from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape, ImageStore, aligned, from_bytes, into_bytes
-from ns_multigpu.plugin.launch.launcher import cores
+from ns_multigpu.plugin.launch.processes import cores
 
 _MOST_THREADS = 16
 

@@ -25,7 +25,7 @@ from ns_multigpu.plugin.checkpoint.rows import RowsPlanner, read_rows
 from ns_multigpu.plugin.checkpoint.storage import StampedFile
 from ns_multigpu.plugin.checkpoint.verify import Stamp
 from ns_multigpu.plugin.faults.host_memory import available_memory
-from ns_multigpu.plugin.launch.launcher import cores
+from ns_multigpu.plugin.launch.processes import cores
 
 _PART = 64 << 20
 """Bytes of a rank that are worth a file of their own, written beside its others."""

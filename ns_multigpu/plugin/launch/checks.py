@@ -1,7 +1,6 @@
-"""What can be known to be wrong before training starts, each said with its remedy.
+"""Checks before training starts: each raises an `errors.InputError` that names the fault and its remedy.
 
-Pure functions: they look at what they are given (and, where it cannot be otherwise, at the disk) and raise
-`errors.InputError`.
+They look at nothing but their arguments and, where they say so, the disk. The last one builds the native operators.
 """
 
 import difflib
@@ -10,8 +9,10 @@ import shlex
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlparse
 
+import cuda_ext
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.ranks import Ranks
 
@@ -353,6 +354,20 @@ def check_operators(device_type: str, problem: str | None) -> None:
         raise InputError(
             f"The native operators that training on {device_type.upper()} needs cannot be built. {problem}"
         )
+
+
+def prepare_operators(device_type: Literal["cpu", "cuda", "mps"]) -> None:
+    """Build the native operators, once and in sight, before several workers ask for them at the same time.
+
+    Raises:
+        InputError: they cannot be built.
+    """
+    check_operators(device_type, cuda_ext.compiler_problem(device_type))
+    if cuda_ext.backend(device_type) == "native":
+        try:
+            cuda_ext.build_native(device_type)
+        except cuda_ext.NativeBuildError as error:
+            raise InputError(str(error)) from error
 
 
 def check_image_memory(gigabytes: float | None) -> None:

@@ -1,41 +1,62 @@
-"""Starts a training run's worker processes on this machine, ends them all when one fails, and starts them again.
+"""A training run's worker processes: started, restarted from the last checkpoint when one dies, and what each does.
 
-The processes are run by torch.distributed's elastic agent, the one inside torchrun, so a worker finds the same
-environment (RANK, WORLD_SIZE, ...) whether this file or torchrun started it. Restarts are counted here rather than by
-the agent, which would also repeat what cannot get better, and could not be told to stop.
+Workers and the process that started them inform each other by files in a folder: `interrupted`, the signal's number, if
+one has ended the run; `failure-R.json` of each worker R that has failed.
 """
 
-import contextlib
-import logging
+import json
 import os
-import pickle
+import random
 import signal
-import sys
 import tempfile
-import threading
-import uuid
-from collections.abc import Callable, Iterator
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ns_multigpu.plugin.faults.errors import InputError, PlainError, WorkerFailed
-from ns_multigpu.plugin.faults.signals import StopSignals, signal_name
+from ns_multigpu.plugin.faults.errors import LAST_WORDS, PLAIN, InputError, PlainError, WorkerFailed, end_soon
+from ns_multigpu.plugin.faults.signals import (
+    Interrupted,
+    NonFiniteError,
+    RanOutOfMemory,
+    StopSignals,
+    set_last_words,
+    signal_name,
+)
 from ns_multigpu.plugin.launch.commands import OWN_LAUNCHER
+from ns_multigpu.plugin.launch.processes import RankFailed, RankProcesses, cores, how_ended, preload
 from ns_multigpu.plugin.launch.ranks import Ranks
-from ns_multigpu.plugin.launch.run_parts import run_parts
-from ns_multigpu.plugin.launch.worker import Config, first_failure, send, some_failed, worker_main
-from ns_multigpu.plugin.launch.worker_server import BY_NVML, serving
+from ns_multigpu.plugin.launch.run_parts import RunParts, go_on_with, run_parts
 
-_PATIENCE = 4.0
-"""Seconds that the workers which outlive another one have to end by themselves, before they are killed: they may wait
+_GRACE = 2.0
+"""Seconds that workers which outlive another one have to end by themselves, and as many after SIGTERM: they may wait
 for the dead one where no signal handler of Python runs."""
 
-_LOOPBACK = "127.0.0.1"
+_HOPELESS = (PlainError, NonFiniteError, RanOutOfMemory, SystemExit)
+"""Errors that another attempt would meet again."""
+
+
+class Trainer(Protocol):
+    """Work of one worker."""
+
+    def setup(self) -> None: ...
+
+    def train(self) -> None: ...
+
+
+class Config(Protocol):
+    """A training configuration: it can be pickled, and makes the trainer of the process it is in."""
+
+    machine: Any
+
+    def setup(self, *, local_rank: int, world_size: int) -> Trainer: ...
 
 
 class WorkerLauncher:
@@ -52,10 +73,10 @@ class WorkerLauncher:
         self._abandon = abandon
 
     def setup(self) -> None:
-        """Nothing: each worker sets its own trainer up."""
+        """Do nothing: each worker sets its own trainer up."""
 
     def train(self) -> None:
-        """Runs the workers to their end.
+        """Run the workers to their end.
 
         Raises:
             InputError, SaveFailed: a worker found that what was asked for cannot be done, or could not save the model.
@@ -69,13 +90,8 @@ class WorkerLauncher:
             raise
 
 
-def cores() -> int:
-    """How many processor cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def use_own_share_of_cores(ranks: Ranks | None) -> None:
-    """Gives torch this process's share of the machine's cores; several workers would otherwise crowd each other out.
+    """Give torch this process's share of the machine's cores; several workers would otherwise crowd each other out.
 
     A thread count that the user set in OMP_NUM_THREADS stays. (Under torchrun that variable says 1 when the user was
     silent, so 1 is not taken for a wish there.)
@@ -88,201 +104,184 @@ def use_own_share_of_cores(ranks: Ranks | None) -> None:
 
 
 def run_workers(config: Config, workers: int) -> None:
-    """Runs `worker_main(config)` in `workers` processes of this machine; see `WorkerLauncher.train`.
+    """Run `worker_main(config)` in `workers` processes of this machine; see `WorkerLauncher.train`.
 
     When a worker dies, all are started again, `config.max_restarts` times at most, and not for what would happen again:
     bad input, numbers that are none, lack of memory, or the same exception twice in a row.
     """
     restarts = int(getattr(config, "max_restarts", 0))
     job = _Job(config, workers)
-    said = job.say
     last = ""
     with StopSignals(on_first=job.forward, on_second=job.kill) as signals:
         for attempt in range(restarts + 1):
-            try:
-                failure, hopeless = job.attempt(attempt)
-            except SignalException as error:
-                said(f"Stopped by {error.sigval.name}: all {workers} workers have been ended.")
-                raise SystemExit(128 + error.sigval) from None
+            failure, hopeless = job.attempt(attempt)
             if job.interrupted is not None:
                 raise SystemExit(128 + job.interrupted)
             if failure is None:
                 return
             if signals.requested:
-                said(f"Stopped by {signal_name(signals.requested)}: all {workers} workers have been ended.")
+                job.say(f"Stopped by {signal_name(signals.requested)}: all {workers} workers have been ended.")
                 raise SystemExit(128 + signals.requested)
             error = str(failure).partition("\n")[2]  # the exception, whichever worker had it first; "" for a kill
             if hopeless or attempt == restarts or (error and error == last):
                 raise failure
             last = error
             if isinstance(failure, WorkerFailed) and failure.report:
-                said(failure.report.rstrip())
-            said(f"{failure}\nRestart {attempt + 1} of {restarts}, from the last checkpoint if there is one.")
+                job.say(failure.report.rstrip())
+            job.say(f"{failure}\nRestart {attempt + 1} of {restarts}, from the last checkpoint if there is one.")
 
 
 class _Job:
-    """The workers of one run, whichever attempt they belong to."""
+    """The workers of one run, whichever attempt they belong to.
+
+    Attributes:
+        interrupted: the signal that ended the run after a step, as its workers say; None if none did.
+    """
 
     def __init__(self, config: Config, workers: int) -> None:
         self.config, self.workers = config, workers
         self.interrupted: int | None = None
-        self._folder: Path | None = None
+        self._asked = 0
+        self._ranks: RankProcesses | None = None
         self._console = Console(stderr=True)
 
     def say(self, text: str) -> None:
-        """Tells the user."""
+        """Print a line for the user."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def attempt(self, number: int) -> tuple[PlainError | WorkerFailed | None, bool]:
-        """Runs the workers once.
+        """Run the workers once.
 
         Returns:
-            what went wrong, None if nothing did; and whether it would go wrong again.
-
-        Raises:
-            SignalException: this process was told to end at once.
+            The first failure, None without one; and whether another attempt would meet it again.
         """
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // self.workers))
-        environment = {"OMP_NUM_THREADS": threads, "TORCHELASTIC_SIGNALS_TO_HANDLE": "", OWN_LAUNCHER: "1"}
-        if sys.platform == "linux":
-            # All workers are on this machine: gloo need not guess an interface from a host name that may not resolve.
-            environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        threads = os.environ.get("OMP_NUM_THREADS") or max(1, cores() // self.workers)
         device = self.config.machine.device_type
         self.say(f"Starting {self.workers} workers on {device}, {threads} processor threads each.")
+        preload([type(self.config).__module__])
+        variables = {OWN_LAUNCHER: "1", "TORCHELASTIC_RESTART_COUNT": str(number)}
         with tempfile.TemporaryDirectory(prefix="ns_multigpu-", ignore_cleanup_errors=True) as folder:
-            launch = launch_config(self.workers, folder)
-            self._folder = Path(folder)
-            with (
-                _variables(environment),
-                _signals_restored(),
-                _agent_silenced(),
-                _main_hidden(self.config),
-                _survivors_killed(self._folder),
-            ):
-                try:
-                    elastic_launch(launch, worker_main)(self.config, folder, number, run_parts(), environment)
-                except ChildFailedError as error:
-                    return first_failure(Path(folder), error)
-                finally:
-                    stopped = Path(folder) / "interrupted"
-                    self.interrupted = int(stopped.read_text()) if stopped.exists() else None
-                    self._folder = None
+            ranks = RankProcesses(worker_main, (self.config, folder, run_parts()), self.workers, variables=variables)
+            try:
+                self._ranks = ranks
+                if self._asked:  # while they were started
+                    ranks.send(self._asked)
+                ranks.wait(grace=_GRACE)
+            except RankFailed as error:
+                return first_failure(Path(folder), error)
+            finally:
+                self._ranks = None
+                ranks.end()
+                stopped = Path(folder) / "interrupted"
+                self.interrupted = int(stopped.read_text()) if stopped.exists() else None
         return None, False
 
     def forward(self, signum: int) -> None:
-        """Passes the wish to stop on to the workers, also to those that are not there yet."""
-        if self._folder is None:
-            return
-        (self._folder / "stop").touch()
-        send(self._folder, signum)
+        """Pass the wish to stop on to the workers, also to those that are not there yet."""
+        self._asked = signum
+        if self._ranks is not None:
+            self._ranks.send(signum)
 
     def kill(self, signum: int) -> None:
-        """Ends all workers, and makes the agent see it."""
-        if self._folder is not None:
-            send(self._folder, signal.SIGKILL)
-        raise SignalException("told twice", signal.Signals(signum))
+        """End all workers at once."""
+        if self._ranks is None:
+            raise SystemExit(128 + signum)
+        self._ranks.send(signal.SIGKILL)
 
 
-def launch_config(workers: int, folder: str) -> LaunchConfig:
-    """What torch's launcher is told of `workers` on this machine, whose logs go into `folder`.
+@dataclass(frozen=True)
+class Failure:
+    """End of a worker, kept in a file for the process that started it.
 
-    It asks whether there are GPUs, which would start the driver in this process; nothing else here needs that, and it
-    takes 0.4 s. Their number is enough.
+    Attributes:
+        rank: whose.
+        time_ns: when, to tell the first failure from those that followed it.
+        plain: the name of its kind in `errors.PLAIN`, "" if it is none of them.
+        hopeless: whether another attempt would meet it again.
+        message: one or more lines for the user.
+        report: the traceback.
     """
-    with _variables({BY_NVML: os.environ.get(BY_NVML, "1")}):
-        return LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=workers,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{_LOOPBACK}:0",
-            local_addr=_LOOPBACK,
-            max_restarts=0,
-            start_method="forkserver" if serving() else "spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGQUIT",  # the others are ours
-        )
+
+    rank: int
+    time_ns: int
+    plain: str
+    hopeless: bool
+    message: str
+    report: str
 
 
-@contextlib.contextmanager
-def _survivors_killed(folder: Path) -> Iterator[None]:
-    """Within, workers that outlive a failed one by some seconds are killed: the agent alone would wait for 30."""
-    over = threading.Event()
+def worker_main(config: Config, folder: str, parts: RunParts | None = None) -> None:
+    """Set up and run the trainer that `config` makes, in a worker's process.
 
-    def watch() -> None:
-        while not over.wait(0.2):
-            if some_failed(folder):
-                over.wait(_PATIENCE)
-                if not over.is_set():
-                    send(folder, signal.SIGKILL)
-                return
+    Every worker starts from the same seed: what differs between ranks is drawn from generators keyed by step and view,
+    never by rank.
 
-    threading.Thread(target=watch, name="survivors", daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-@contextlib.contextmanager
-def _variables(values: dict[str, str]) -> Iterator[None]:
-    """Environment variables for the processes started meanwhile."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _main_hidden(config: Config) -> Iterator[None]:
-    """Within, processes that start do not import this one's main module, unless `config` has something of it.
-
-    Python has a spawned process do that for what is pickled. `ns-train`'s loads all of nerfstudio's methods, none of
-    which a worker needs: that takes seconds of every worker's start.
+    Args:
+        config: the run's configuration.
+        folder: of the files above.
+        parts: what the run has spent its time on so far.
     """
-    if b"__main__" in pickle.dumps(config):
-        yield
-        return
-    main = vars(sys.modules["__main__"])
-    hidden = {name: main[name] for name in ("__spec__", "__file__") if name in main}
-    main["__spec__"] = None  # it has to be there
-    main.pop("__file__", None)
+    ranks = Ranks.from_env()
+    if ranks is None:
+        raise RuntimeError("worker_main runs in the processes that run_workers starts, and this is none")
+    if parts is not None:
+        go_on_with(parts)
+    run_parts().done("start of the workers")
+    place = Path(folder)
+    set_last_words(lambda error: _leave_record(error, ranks.rank, place))
     try:
-        yield
-    finally:
-        main.update(hidden)
+        random.seed(config.machine.seed)
+        np.random.seed(config.machine.seed)  # noqa: NPY002 - nerfstudio draws from numpy's global generator
+        torch.manual_seed(config.machine.seed)
+        torch.backends.cudnn.benchmark = True  # as nerfstudio.scripts.train, which a worker does not import
+        trainer = config.setup(local_rank=ranks.local_rank, world_size=ranks.size)
+        trainer.setup()
+        trainer.train()
+        _finish()
+    except Interrupted as error:
+        if ranks.rank == 0:
+            (place / "interrupted").write_text(str(error.signum))
+        _finish()
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:
+            return
+        _leave_record(error, ranks.rank, place)
+        end_soon(1)
+        raise
 
 
-@contextlib.contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Puts back the signal handlers that the agent replaces."""
-    names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
-    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            with contextlib.suppress(ValueError):  # not the main thread: the agent replaced none
-                signal.signal(getattr(signal, name), handler)
+def _finish() -> None:
+    """End a worker that has done its work: it ignores signals from here on."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    run_parts().write_exit()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def _agent_silenced() -> Iterator[None]:
-    """Keeps the agent's own account of a failure (a second traceback) off the terminal."""
-    talkative = ("torch.distributed.elastic", "torch.multiprocessing")
-    names = [name for name in logging.root.manager.loggerDict if name.startswith(talkative)]
-    before = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
+def _leave_record(error: BaseException, rank: int, folder: Path) -> None:
+    plain = next((name for name, kind in PLAIN.items() if isinstance(error, kind)), "")
+    message = str(error) if plain else f"{type(error).__name__}: {error}"
+    report = "".join(traceback.format_exception(error))
+    record = Failure(rank, time.time_ns(), plain, isinstance(error, _HOPELESS), message, report)
+    # Whole or not at all: this process may be ended while it writes, and whoever ends it reads.
+    begun = folder / f"begun-{rank}.json"
+    begun.write_text(json.dumps(asdict(record)), "utf8")
+    begun.replace(folder / f"failure-{rank}.json")
+    if not plain:
+        time.sleep(LAST_WORDS)
+
+
+def first_failure(folder: Path, error: RankFailed) -> tuple[PlainError | WorkerFailed, bool]:
+    """Return the failure that the others followed from, as an exception to raise here; and whether it would recur."""
+    records = [Failure(**json.loads(path.read_text("utf8"))) for path in folder.glob("failure-*.json")]
+    if error.rank not in {record.rank for record in records}:
+        hint = " The machine may have run out of memory (`dmesg` says so)." if error.code == -signal.SIGKILL else ""
+        summary = f"Worker {error.rank} {how_ended(error.code)}; all workers have been ended.{hint}"
+        return WorkerFailed(summary, error.report), False
+    first = min(records, key=lambda record: record.time_ns)
+    if first.plain:
+        return PLAIN[first.plain](first.message), True
+    summary = f"Worker {first.rank} failed, its traceback is above; all workers have been ended.\n{first.message}"
+    return WorkerFailed(summary, first.report), first.hopeless

@@ -1,4 +1,4 @@
-"""What machines that train together must have in common, seen to before anything is loaded."""
+"""A trainer's process joins the others: the world, and what all must have in common before anything is loaded."""
 
 import os
 import secrets
@@ -7,15 +7,49 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from nerfstudio.utils.rich_utils import CONSOLE
+from rich.text import Text
 
 from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.agreement import check_same_start
+from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.launch.ranks import rendezvous_explained
+from ns_multigpu.plugin.launch.run_parts import run_parts
 
 _PATIENCE = 10.0
 """Seconds in which a file must show on the other machines: network file systems may take some of them."""
+
+
+def enter_world(config: Any) -> World:
+    """Return the world that this process's launcher describes, and make it this process's. Every rank calls it.
+
+    Print which ranks are on which machine, and a warning of what is unlike.
+
+    Args:
+        config: a `DistributedTrainerConfig`.
+
+    Raises:
+        InputError: on every rank: the ranks were not started alike, or their machines do not share the run folder; or
+            they cannot meet.
+    """
+    with rendezvous_explained():
+        world = World.from_env(config.machine.device_type)
+    check_same_start(config, world)
+    set_world(world)
+    check_shared_folder(config.get_base_dir(), world)
+    unlike = different_devices(device_kind(world.device), world)
+    for line, style in ((machines_named(world), ""), (unlike, "yellow"), (restarts_in_vain(os.environ), "yellow")):
+        if line:
+            CONSOLE.print(Text(line, style), soft_wrap=True)
+    if line := at_another_machine(world):
+        print(line, flush=True)  # nerfstudio's console is rank 0's
+    run_parts().done("device and rendezvous")
+    return world
 
 
 def check_shared_folder(folder: Path, world: World, patience: float = _PATIENCE) -> None:

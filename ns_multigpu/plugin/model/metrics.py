@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torchvision  # loaded when it is asked for something: see `quick_imports`
+import torchvision
 from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
 

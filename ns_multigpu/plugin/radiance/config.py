@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.radiance.objective import RadianceObjective
-from ns_multigpu.plugin.train.config import RunConfig, prepare_operators
+from ns_multigpu.plugin.train.config import RunConfig
 from ns_multigpu.plugin.train.objective import Objective
 
 
@@ -44,7 +45,7 @@ class RadianceTrainerConfig(RunConfig):
     def prepare(self) -> None:
         """Builds the operators on GPUs, once and in sight, before several workers ask for them; a CPU needs none."""
         if self.machine.device_type != "cpu":
-            prepare_operators(self.machine.device_type)
+            checks.prepare_operators(self.machine.device_type)
 
     def length_in_words(self, ranks: int) -> str:
         """Return how many steps, of how many rays, a run of so many ranks takes."""

@@ -164,7 +164,7 @@ def plan_for_points(state: Mapping[str, Any], checkpoint: Path, devices: Devices
 
 
 class Team:
-    """Rank 0's side: what it tells its helpers. They run `tools.helper`.
+    """Rank 0's side: what it tells its helpers. They run `launch.helpers.help_rank_0`.
 
     Args:
         helpers: the processes.
@@ -174,7 +174,7 @@ class Team:
         self.helpers, self.world = helpers, helpers.world
 
     def tell(self, what: str, *args: Any, **kwargs: Any) -> None:
-        """Has all helpers do something that this process then does with them: see `tools.helper`."""
+        """Has all helpers do something that this process then does with them: see `launch.helpers.obey`."""
         broadcast_object((what, args, kwargs), 0, self.world)
 
 

@@ -22,7 +22,7 @@ import mediapy
 from PIL import Image
 
 from ns_multigpu.plugin.faults.errors import SaveFailed
-from ns_multigpu.plugin.launch.launcher import cores
+from ns_multigpu.plugin.launch.processes import cores
 from ns_multigpu.plugin.tools.frames import HostFrame
 
 JOB = ".job.json"

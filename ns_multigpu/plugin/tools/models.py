@@ -24,7 +24,6 @@ from ns_multigpu.plugin.export.ply import run_checkpoint
 from ns_multigpu.plugin.faults.errors import InputError, WorkerFailed
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.launcher import run_workers, use_own_share_of_cores
-from ns_multigpu.plugin.launch.operators import prepare_operators
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.launch.ranks import Ranks, rendezvous_explained
 from ns_multigpu.plugin.render.team import RENDER_MEMORY, Devices, asked_for, free_memory
@@ -211,7 +210,7 @@ def run_tool(
     plan = config.team_plan(state, checkpoint, Devices(kind, together, budget, together))
     changes = {} if plan is None else dict(plan.changes)
     start = ToolConfig(load_config, checkpoint, work, ToolMachine(kind, workers), changes)
-    prepare_operators(kind)
+    checks.prepare_operators(kind)
     if ranks is None and workers > 1:
         try:
             run_workers(start, workers)

@@ -29,11 +29,11 @@ from ns_multigpu.plugin.checkpoint.verify import checkpoints_in, step_of
 from ns_multigpu.plugin.faults.errors import InputError, show_uncaught
 from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.faults.signals import stop_before_training
-from ns_multigpu.plugin.launch import checks, quick_imports, worker_server
+from ns_multigpu.plugin.launch import checks, quick_imports
 from ns_multigpu.plugin.launch.agreement import manifest_of
 from ns_multigpu.plugin.launch.commands import named_config, resume_command, with_options
-from ns_multigpu.plugin.launch.launcher import WorkerLauncher, cores, use_own_share_of_cores
-from ns_multigpu.plugin.launch.operators import prepare_operators
+from ns_multigpu.plugin.launch.launcher import WorkerLauncher, use_own_share_of_cores
+from ns_multigpu.plugin.launch.processes import cores
 from ns_multigpu.plugin.launch.ranks import Ranks, Start, agree, check_layout
 from ns_multigpu.plugin.launch.removed_options import account_for, take_out
 from ns_multigpu.plugin.launch.run_folder import (
@@ -144,8 +144,6 @@ class RunConfig(TrainerConfig):
         show_uncaught()
         quick_imports.end_quickly()
         run_parts().done("command line")
-        if worker_server.wanted(sys.argv):
-            worker_server.start()
         stop_before_training()
         ranks, machine = Ranks.from_env(), self.machine
         if (named := named_config()) is not None:
@@ -190,7 +188,7 @@ class RunConfig(TrainerConfig):
 
     def prepare(self) -> None:
         """Makes ready what all workers use."""
-        prepare_operators(self.machine.device_type)
+        checks.prepare_operators(self.machine.device_type)
 
     def _follow(self, named: Path) -> None:
         """Reads the rest of the command line, which nerfstudio forgets for the file `named`; and stays in that file's

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torchvision  # loaded when it is asked for something: see `quick_imports`
+import torchvision
 from nerfstudio.utils import writer
 from tensorboard.compat.proto import summary_pb2
 from tensorboard.compat.tensorflow_stub import pywrap_tensorflow

@@ -28,7 +28,7 @@ from ns_multigpu.plugin.faults.out_of_memory import saving
 from ns_multigpu.plugin.faults.signals import STOP
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.launch.commands import resume_command
-from ns_multigpu.plugin.launch.entering import enter_world
+from ns_multigpu.plugin.launch.machines import enter_world
 from ns_multigpu.plugin.launch.run_folder import abandoned_unless_begun
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.render import viewing
