@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import ProcessContext, ProcessException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 
 from ns_multigpu.plugin.faults.signals import signal_name
 
@@ -128,7 +128,7 @@ class RankProcesses:
         theirs = {**os.environ, **self._world, "OMP_NUM_THREADS": number, **(variables or {})}
         preload([function.__module__])
         with _starting(), _main_hidden(function, args):
-            self._context: ProcessContext = mp.start_processes(
+            self._context: Any = mp.start_processes(
                 _run,
                 (first, theirs, function, args),
                 nprocs=size - first,
