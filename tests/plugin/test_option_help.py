@@ -70,13 +70,13 @@ def ours() -> Iterator[Any]:
 
 GUARDS = """steps-per-checksum save-on-interrupt max-restarts stall-seconds stall-abort-seconds steps-per-numeric-check
     on-nonfinite fused-steps keep-checkpoints start-over verbose"""
-RUN = """eval-at-start max-num-images batch-scaling rates-at-end rates-fall-from save-in-background save-fallback-dir
-    save-retry-seconds recipe"""
+RUN = "eval-at-start max-num-images save-in-background save-fallback-dir save-retry-seconds"
+RATES = "batch-scaling rates-at-end rates-fall-from recipe"
 VIEWS = "pipeline.strategy pipeline.views-per-rank pipeline.views-per-step pipeline.level-steps"
 IMAGES = "pipeline.datamanager.image-memory-gb"
 MODEL = """primitive depth-loss depth-loss-start exposure optimizer-state densifier morton-order max-gs-num
     max-gaussians initial-opacity initial-scale"""
-SPLATS = f"{GUARDS} {RUN} {VIEWS} {IMAGES} {' '.join('pipeline.model.' + name for name in MODEL.split())}"
+SPLATS = f"{GUARDS} {RUN} {RATES} {VIEWS} {IMAGES} {' '.join('pipeline.model.' + name for name in MODEL.split())}"
 TILE = "pipeline.transport pipeline.wire pipeline.model.rebalance-above"
 FROZEN = {
     "splatfacto-batch": f"{SPLATS} pipeline.transport",
@@ -85,7 +85,7 @@ FROZEN = {
     + " ".join(f"pipeline.locality.{name}" for name in ("patches", "group-size", "relays", "plans", "place-again-at")),
     "splatfacto-pixel": f"{SPLATS} "
     + " ".join(f"pipeline.pixel.{name}" for name in ("cells", "imbalance", "wire", "level-steps", "crossing", "hide")),
-    "nerfacto-xl": f"{GUARDS} "
+    "nerfacto-xl": f"{GUARDS} {RUN} "
     + " ".join(f"pipeline.model.{name}" for name in ("cells", "spread", "sampling", "samples-per")),
 }
 ONLY = {

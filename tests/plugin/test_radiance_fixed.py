@@ -264,7 +264,11 @@ def _both_courses(
             fast = world.device.type == "cpu" and name == "fast"
             trainer.objective.begin(0)
             if fast:
-                graphs = GraphsByKind(world.device, print, RecordedPool()) if recorded else None
+                graphs = (
+                    GraphsByKind(world.device, trainer.pipeline.timer, lambda: None, print, RecordedPool())
+                    if recorded
+                    else None
+                )
                 trainer.objective.fast = _fast(trainer, graphs=graphs)
             losses: list[float] = []
             for step in range(STEPS):
@@ -278,7 +282,7 @@ def _both_courses(
             if (recorded or world.device.type == "cuda") and name == "fast":
                 graphs = None if trainer.objective.fast is None else trainer.objective.fast._graphs
                 assert graphs is not None
-                kinds = [kind for kind, _ in graphs._captured if isinstance(kind, tuple)]
+                kinds = [kind for (kind, _), _ in graphs._captured]
                 steps = {kind[2] for kind in kinds if kind[0] == "step"}
                 assert steps == {True, False}, "one that learns proposals, one that does not"
             found = {n: p.detach().cpu().clone() for n, p in trainer.pipeline.model.named_parameters()}

@@ -135,7 +135,14 @@ class StepGraphs:
         timer: what lies between collectives counts to `compute`, these to `exchange`.
         computed: called when this rank has given its device all of a step that waits for no other.
         pool: captures; None to launch all steps as they come, as on a CPU.
+
+    Attributes:
+        stream: that graphs are captured on; None for one of their own.
+        most_kept: plans whose graphs are kept, at most.
     """
+
+    stream: torch.cuda.Stream | None = None
+    most_kept: int = MOST_KEPT
 
     def __init__(self, timer: StepTimer, computed: Callable[[], None], pool: GraphPool | None) -> None:
         self._timer, self._computed, self._pool = timer, computed, pool
@@ -149,6 +156,14 @@ class StepGraphs:
         self._told = torch.zeros(1, dtype=torch.int64)
         self._counted = 0
         self._exchanges = False  # any of them
+
+    def note(self, plan: Hashable) -> None:
+        """A step with this plan has been launched as it came: the next is captured."""
+        self._seen.add((plan, 1))
+
+    def is_new(self, plan: Hashable) -> bool:
+        """Whether the next step with this plan would be captured."""
+        return (plan, 1) in self._seen and (plan, 1) not in self._captured
 
     def forget(self) -> None:
         """The step has changed. Its graphs go when the next ones, which take over their memory, are there."""
@@ -194,7 +209,7 @@ class StepGraphs:
         if key not in self._captured:
             self._captured[key] = self._capture(self._pool, parts())
             self._retired = []
-            if len(self._captured) > MOST_KEPT:  # the one that was used longest ago: its plan is not made any more
+            if len(self._captured) > self.most_kept:  # the one that was used longest ago: its plan is not made any more
                 del self._captured[next(iter(self._captured))]
         one = self._captured[key] = self._captured.pop(key)
         self._replay(one.chain)
@@ -247,7 +262,7 @@ class StepGraphs:
             self._told = torch.zeros(1, dtype=torch.int64, pin_memory=self._clock.is_cuda)
         self._captures = True
         try:
-            return _Captured(*capture_parts(pool, step))
+            return _Captured(*capture_parts(pool, step, self.stream))
         finally:
             self._captures = False
 

@@ -126,7 +126,7 @@ class FastSteps:
         return {name: next(numbers) for name in losses}, {name: next(numbers) for name in metrics}
 
     def _run(self, kind: Hashable, sizes: Hashable, parts: Callable[[], Parts[T]]) -> T:
-        return launched(parts()) if self._graphs is None else self._graphs.take(kind, sizes, parts)
+        return launched(parts()) if self._graphs is None else self._graphs.take_kind(kind, sizes, parts)
 
     def clip(self) -> Parts[tuple[Slots, Tensor]]:
         """What `FixedShapes.clipped` says of the rays of the step. See `compute`."""

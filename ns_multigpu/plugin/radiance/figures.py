@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.plugin.blocks.fused_blocks import Measured
+from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.train.objective import LogEntry, Row
 from ns_multigpu.radiance.exchange import balance, bytes_a_ray
 from ns_multigpu.radiance.segments import Segments
@@ -33,6 +34,20 @@ class Figures:
     def samples(self) -> int:
         """Samples on this rank. May wait for the device."""
         return int(self.taken)
+
+
+def refuse_no_rays(model: Any, step: int) -> None:
+    """Raise an InputError where no ray of the step has met a cell. May wait for the device.
+
+    Args:
+        model: a `NerfactoXLModel` that has just taken the step.
+    """
+    if len(model.figures.segments) == 0:
+        raise InputError(
+            f"No ray of step {step} meets a cell. With --pipeline.model.disable-scene-contraction True space is "
+            "the scene's box alone; the cameras look elsewhere, or --pipeline.model.near-plane and far-plane leave "
+            "none of it. Leave the contraction on, or change the dataparser's scene-scale."
+        )
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from ns_multigpu.plugin.checkpoint.whole import Opened
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.radiance.fast_steps import FastSteps, obstacle
 from ns_multigpu.plugin.radiance.field_state import field_content, resume_field
-from ns_multigpu.plugin.radiance.figures import log_entry
+from ns_multigpu.plugin.radiance.figures import log_entry, refuse_no_rays
 from ns_multigpu.plugin.radiance.pipeline import RadiancePipeline
 from ns_multigpu.plugin.radiance.step_graphs import GraphsByKind
 from ns_multigpu.plugin.train.objective import LogEntry, Objective, Resumed
@@ -54,9 +54,10 @@ class RadianceObjective(Objective):
         if not reason:
             feed = self.pipeline.datamanager.feed()
             assert feed is not None, "asked before: see `obstacle`"
+            graphs = GraphsByKind(self.world.device, self.pipeline.timer, self.guards.computed, _say)
             self.fast = FastSteps(
                 self.pipeline, self.optimizers, self.world, guard, skips=config.on_nonfinite == "skip",
-                mixed=config.mixed_precision, feed=feed, graphs=GraphsByKind(self.world.device, _say),
+                mixed=config.mixed_precision, feed=feed, graphs=graphs,
             )  # fmt: skip
             _say("Steps are captured in CUDA graphs.")
         elif on_gpu or wish == "never":
@@ -75,7 +76,7 @@ class RadianceObjective(Objective):
             for scheduler in self.optimizers.schedulers.values():
                 scheduler.step()
         if self.fast is None or step == self._first:  # not in each captured step: it waits for the device
-            self._refuse_no_rays(step)
+            refuse_no_rays(self.pipeline.model, step)
         losses = {name: one.detach() for name, one in losses.items()}
         return functools.reduce(torch.add, losses.values()), losses, measured
 
@@ -94,17 +95,6 @@ class RadianceObjective(Objective):
             self.optimizers.optimizer_step_all()
         return losses, measured
 
-    def _refuse_no_rays(self, step: int) -> None:
-        """Raise an InputError where no ray of a step has met a cell."""
-        figures = self.pipeline.model.figures
-        assert figures is not None
-        if len(figures.segments) == 0:
-            raise InputError(
-                f"No ray of step {step} meets a cell. With --pipeline.model.disable-scene-contraction True space is "
-                "the scene's box alone; the cameras look elsewhere, or --pipeline.model.near-plane and far-plane leave "
-                "none of it. Leave the contraction on, or change the dataparser's scene-scale."
-            )
-
     def replicated(self) -> dict[str, Tensor]:
         """See `Objective.replicated`."""
         return dict(self.pipeline.model.shared_parameters())
@@ -119,8 +109,6 @@ class RadianceObjective(Objective):
         except OSError as error:
             CONSOLE.print(Text(f"{file} cannot be written: {error}. Training goes on.", "bold yellow"), soft_wrap=True)
 
-    # ---- words and numbers ----
-
     @property
     def units_per_step(self) -> int:
         """See `Objective.units_per_step`."""
@@ -131,7 +119,7 @@ class RadianceObjective(Objective):
     def log(self, measured: Measured) -> LogEntry:
         """See `Objective.log`."""
         if self.fast is not None:
-            self._refuse_no_rays(self.pipeline.model.step)
+            refuse_no_rays(self.pipeline.model, self.pipeline.model.step)
         rates = {name: scheduler.get_last_lr()[0] for name, scheduler in self.optimizers.schedulers.items()}
         return log_entry(self.pipeline, measured, rates)
 
@@ -146,8 +134,6 @@ class RadianceObjective(Objective):
         own, shared = (sum(p.nbytes for p in some.values()) for some in (model.own_parameters(), self.replicated()))
         needed = 3 * (own * self.world.size + shared)
         return f"the field after {steps:,} steps ({self.pipeline.described}, {needed / 1e6:,.0f} MB)", needed
-
-    # ---- checkpoints ----
 
     def content(self, step: int) -> Content:
         """See `Objective.content`."""

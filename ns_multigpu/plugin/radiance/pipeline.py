@@ -93,8 +93,8 @@ class RadiancePipeline(RunPipeline):
     @property
     def described(self) -> str:
         """See `RunPipeline.described`."""
-        assert self.model.partition is not None
-        return f"{self.model.partition.cells} cells"
+        cells = self.model.partition
+        return "no cells yet" if cells is None else f"{cells.cells} cells"
 
     @property
     def memory_facts(self) -> Sequence[str]:

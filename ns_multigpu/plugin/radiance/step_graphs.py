@@ -1,8 +1,7 @@
-"""CUDA graphs of training steps that launch the same each time: captured once of each kind, and replayed from then on.
+"""CUDA graphs of training steps whose way back is autograd's, of few kinds and sizes.
 
-A capture launches nothing. What it must not do (loading kernels, choosing algorithms, connecting ranks) is done by the
-steps before, which are taken as they come, on the stream that is captured later. A step is one graph, or several with
-collectives in between: ranks need not capture in the same step, and nothing of NCCL is in a graph.
+What a capture must not do (loading kernels, choosing algorithms, connecting ranks) is done by the steps before, on the
+stream that is captured later: autograd runs a node's backward on the stream of its forward.
 """
 
 import gc
@@ -11,86 +10,80 @@ from typing import Any, TypeVar
 
 import torch
 
-from ns_multigpu.core.transport import Collective, Parts, launched
-from ns_multigpu.plugin.blocks.graphs import GraphPool, capture_parts
+from ns_multigpu.core.transport import Parts
+from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
+from ns_multigpu.plugin.blocks.timing import StepTimer
 
 T = TypeVar("T")
 
-_FIRST, _FIRST_OF_SIZE = 3, 1
-"""Steps of a kind, and of one size of it, that are taken as they come before one is captured."""
+_FIRST = 3
+"""Steps of a kind that are taken as they come before one is captured."""
 
 
-class GraphsByKind:
-    """Takes steps of one rank, in step with the others.
+class GraphsByKind(StepGraphs):
+    """Graph cache for steps of one rank, in step with the others.
 
     Args:
-        device: a GPU.
+        device: a GPU. timer, computed: see `StepGraphs`.
         say: tells the user why steps are not captured, if they cannot be.
         pool: captures; tests have one for CPUs.
     """
 
-    def __init__(self, device: torch.device, say: Callable[[str], None], pool: GraphPool | None = None) -> None:
-        self._device, self._say = device, say
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool = GraphPool(device) if pool is None else pool
-        self._seen: dict[Hashable, int] = {}
-        self._captured: dict[tuple[Hashable, Hashable], tuple[list[Any], Any]] = {}
-        self._no_room = False
+    most_kept = 1000
+    """All: sizes are few (`rooms`), and come again."""
 
-    def take(self, kind: Hashable, sizes: Hashable, parts: Callable[[], Parts[T]]) -> T:
-        """Takes a step, or a part of one, whose inputs are in place.
+    def __init__(
+        self,
+        device: torch.device,
+        timer: StepTimer,
+        computed: Callable[[], None],
+        say: Callable[[str], None],
+        pool: GraphPool | None = None,
+    ) -> None:
+        super().__init__(timer, computed, GraphPool(device) if pool is None else pool)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device, self._say = device, say
+        self._of_kind: dict[Hashable, int] = {}
+        self._is_full = False
+
+    def take_kind(self, kind: Hashable, sizes: Hashable, parts: Callable[[], Parts[T]]) -> T:
+        """Take a step, or a part of one, whose inputs are in place; see `StepGraphs.take`.
 
         Args:
             kind, sizes: all that what it launches depends on; of other sizes it is much the same.
-            parts: begins it. It waits for nothing, makes nothing from host memory, and keeps no tensor but by what it
-                returns.
-
-        Returns:
-            what the parts have returned for these: tensors that the next step of the same kind and sizes writes again.
         """
-        key = (kind, sizes)
-        for seen in (kind, key):
-            self._seen[seen] = self._seen.get(seen, 0) + 1
-        if self._seen[kind] <= _FIRST or self._seen[key] <= _FIRST_OF_SIZE:
-            return self._aside(parts)
-        if key not in self._captured:
-            self._no_room = self._no_room or not self._has_room()
-            if self._no_room:
-                return self._aside(parts)
-            self._captured[key] = self._capture(parts)
-        chain, result = self._captured[key]
-        for part in chain:
-            if isinstance(part, Collective):
-                part.launch()
-            else:
-                part.replay()
-        return result
+        plan = kind, sizes
+        self._of_kind[kind] = self._of_kind.get(kind, 0) + 1
+        if self._of_kind[kind] <= _FIRST:
+            self.note(plan)
+            return self._as_it_comes(parts)
+        if self.is_new(plan):
+            assert self._pool is not None
+            if not self._is_full and not self._pool.has_spare_room():
+                self._is_full = True
+                self._say("Steps are not captured: the GPU has no memory to spare for a graph.")
+            if self._is_full:
+                return self._as_it_comes(parts)
+        return self.take(plan, parts)
 
-    def _has_room(self) -> bool:
-        """Whether the GPU has room for a graph."""
-        if not (room := self._pool.has_spare_room()):
-            self._say("Steps are not captured: the GPU has no memory to spare for a graph.")
-        return room
-
-    def _aside(self, parts: Callable[[], Parts[T]]) -> T:
-        if self._stream is None:
-            return launched(parts())
+    def _as_it_comes(self, parts: Callable[[], Parts[Any]]) -> Any:
+        if self.stream is None:
+            return super()._as_it_comes(parts)
         current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            result = launched(parts())
-        current.wait_stream(self._stream)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            result = super()._as_it_comes(parts)
+        current.wait_stream(self.stream)
         return result
 
-    def _capture(self, parts: Callable[[], Parts[T]]) -> tuple[list[Any], T]:
-        self._pool.prepare()
+    def _capture(self, pool: GraphPool, step: Parts[Any]) -> Any:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         collects = gc.isenabled()
-        gc.disable()  # what it might let go of may not be let go of in a capture
+        gc.disable()  # what it frees may not be freed in a capture
         try:
-            return capture_parts(self._pool, parts(), self._stream)
+            return super()._capture(pool, step)
         finally:
             if collects:
                 gc.enable()

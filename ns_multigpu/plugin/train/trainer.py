@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from nerfstudio.engine.callbacks import TrainingCallbackLocation
 from nerfstudio.engine.optimizers import Optimizers
 from nerfstudio.engine.trainer import Trainer
@@ -71,6 +72,8 @@ class DistributedTrainer(Trainer):
             super().__init__(config, local_rank=local_rank, world_size=world_size)
         # Nerfstudio opens viewers and writers where the rank is 0, once on each machine; and ranks may share a GPU.
         self.local_rank, self.device = self.world.rank, str(self.world.device)
+        # No method scales losses (`check_precision`), which ranks would have to agree on.
+        self.use_grad_scaler, self.grad_scaler = False, torch.amp.GradScaler(enabled=False)  # type: ignore[assignment]
         self.guards = Guards(self.config, self.world, self._view_name, self._last_checkpoint)
         self.checkpoints = RunCheckpoints(config, self.checkpoint_dir, self.world)
 
