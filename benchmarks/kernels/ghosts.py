@@ -162,7 +162,6 @@ def operators(points: Points, views: Sequence[View], world: World, iterations: i
         "reach": lambda: crossing.reached_by(rows, views),
         "routes": lambda: route_crossing(reached, rows, drawn, cells, place, counts),
         "lists cut to windows": lambda: clip_lists(offsets, ids, arrived.depths, windows),
-        "spans": lambda: crossing.spans(rows, views, reached, rows.count),
     }
     found: list[dict[str, Any]] = []
     watch = Stopwatch(device, iterations)

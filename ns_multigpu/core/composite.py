@@ -22,7 +22,7 @@ from torch import Tensor
 from cuda_ext.ops.pieces import composite_pieces, live_boxes
 from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
 from ns_multigpu.core.crossing import Crossing
-from ns_multigpu.core.legs import PixelLeg, WholePixels
+from ns_multigpu.core.legs import PixelLeg
 from ns_multigpu.core.pieces import Routes, routes_of
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.primitive import Primitive
@@ -63,27 +63,9 @@ class LocalCells:
             return view_ids * self.count
         return view_ids * self.count + cells[point_ids.clamp(0, len(cells) - 1).long()]
 
-    # ---- of fused steps ----
-
-    def label(self, rows: Any) -> Any:
-        """This rank's rows as they leave: with labels of their layers in the place of their views."""
-        return rows
-
-    def labels(self, views: int) -> int:
-        """How many labels there are."""
-        return views
-
-    def unlabel(self, arrived: Any, point_ids: Tensor) -> Any:
-        """Rows that arrived with their layers in the place of labels, of which `point_ids` are this rank's own."""
+    def layered(self, arrived: Any, point_ids: Tensor) -> Any:
+        """Replace the views of a fused step's local rows by their layers; `point_ids` [M] are the rows' points."""
         return arrived._replace(view_ids=self.layers(arrived.view_ids, point_ids)) if self.count > 1 else arrived
-
-    def rectangles(self, plan: Plan, views: Sequence[View], ways: Sequence[int], first_view: int) -> list[int]:
-        """Where this rank's rows go: 6 integers a patch, the way, the label from `first_view` on, x0, y0, x1, y1."""
-        raise NotImplementedError("splats stay with their cells")
-
-    def spans_of(self, rows: Any, views: Sequence[View]) -> Tensor:
-        """What this rank tells of `Learns.SPANS`."""
-        raise NotImplementedError("splats stay with their cells")
 
 
 @dataclass(frozen=True)
@@ -198,11 +180,7 @@ class CompositePixels(PixelLeg):
             image, opacity = out[piece].view(y1 - y0, x1 - x0, -1), alpha[piece].view(y1 - y0, x1 - x0, 1)
             depth = image[..., 3:] / opacity.clamp(min=_LEAST) if deep else None
             settled.append(Pixels(patch, image[..., :3], opacity, depth))
-        whole = Rendering(settled, replace(own, rows={**own.rows, **dict(zip(named, tied[1:], strict=True))}))
-        if not plan.homes:
-            return whole
-        # Where two owners draw a layer, both have its pixels in a halo: see `halo`.
-        return WholePixels().settle(whole, splats, views, replace(plan, drawn=plan.owned), world)
+        return Rendering(settled, replace(own, rows={**own.rows, **dict(zip(named, tied[1:], strict=True))}))
 
 
 LIVE = 1e-3

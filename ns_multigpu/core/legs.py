@@ -11,14 +11,12 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 from torch import Tensor
 
 from ns_multigpu.core.buckets import GradientBuckets
 from ns_multigpu.core.halo import Halos, WholeGradients
-from ns_multigpu.core.kernels import Kernels
-from ns_multigpu.core.pairs import Pairs
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import Pixels, Points, Rendering, Splats, View
@@ -37,13 +35,6 @@ class RowLeg(ABC):
     alone, where the ranks of each machine reach each other's memory."""
     stages: int = 1
     """In how many stages a step's views are exchanged and drawn, one while the next is on its way (see `stages`)."""
-    planned: bool = False
-    """Whether rows have the room that plans foresee (`PlannedRows`), and so go by collectives."""
-
-    def transport(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> Any:
-        """What carries the rows of fused steps, where a leg has a `Transport` of its own, which goes by collectives;
-        None where what the machine has decides. Arguments as there."""
-        return None
 
     @abstractmethod
     def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:

@@ -35,7 +35,7 @@ class StepMessage:
 
     def of(
         self, rows: Rows, numbers: tuple[Tensor, Tensor, Tensor], plan: Plan, met: Sequence[tuple[Tensor, Tensor]],
-        views: Sequence[View], own: Sequence[Patch], first_view: int, reached: Tensor | None,
+        views: Sequence[View], own: Sequence[Patch], first_view: int,
         exposures: StepExposures | None = None,
     ) -> Tensor:  # fmt: skip
         """The message [words] int64.
@@ -45,7 +45,6 @@ class StepMessage:
             numbers: of rows that go each way, stage by stage: how many, the room for them, and the most so far.
             met: of each stage the offsets of the tiles that were drawn, and how many intersections there were.
             own: what this rank draws. first_view: the position in the batch of the first view of the rows.
-            reached: which cells each row reaches, where rows cross cells.
             exposures: what is told of them at the end, if there are any.
         """
         counts, room, most_rows = numbers
@@ -65,8 +64,6 @@ class StepMessage:
             message[HEAD:] = reach_counts(rows.view_ids, rows.count, rows.means2d, rows.radii, everyones)
         elif self._learns is Learns.LIVE:
             message[HEAD:] = self._pixels.live()
-        elif self._learns is Learns.SPANS:
-            message[HEAD:] = self._pixels.spans(rows, views, reached)
         return message if exposures is None else torch.cat([message, exposures.told()])
 
     def _bands(self, own: Sequence[Patch], views: Sequence[View]) -> list[int]:

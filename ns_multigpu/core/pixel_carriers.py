@@ -16,7 +16,7 @@ from ns_multigpu.core.crossing import clipped
 from ns_multigpu.core.kernels import Arrived, Drawn, Lists, Rows
 from ns_multigpu.core.legs import PixelLeg, WholePixels
 from ns_multigpu.core.pieces import Routes, routes_of
-from ns_multigpu.core.plan import Plan, rectangles
+from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.transports import Collective, Parts
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
@@ -56,22 +56,6 @@ class PixelCarrier(ABC):
         """The layer that a patch is drawn of: one of the rows' views, counted from `first_view`, or a cell of one."""
         return patch.view - first_view
 
-    def label(self, rows: Rows) -> Rows:
-        """This rank's rows as they travel: with labels in the place of their views, where a view has several layers."""
-        return rows
-
-    def labels(self, views: int) -> int:
-        """How many labels there are of so many views."""
-        return views
-
-    def rectangles(self, plan: Plan, views: Sequence[View], ways: Sequence[int]) -> list[int]:
-        """Where rows of this rank go: 6 integers a patch, the way to who draws it, the label, x0, y0, x1, y1."""
-        return rectangles(plan, views, ways)
-
-    def spans(self, rows: Rows, views: Sequence[View], reached: Tensor | None) -> Tensor:
-        """What this rank tells of `Learns.SPANS`, `reached` being the cells that each row reaches where rows cross."""
-        raise NotImplementedError("patches have no layers")
-
     @abstractmethod
     def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
         """What this rank has drawn -> the patches that it owns."""
@@ -110,24 +94,7 @@ class PixelsTravel(PixelCarrier):
         self._watches = leg.told is not None
 
     def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
-        return arrived if self._crossing is not None else self._cells.unlabel(arrived, rows.point_ids)
-
-    def label(self, rows: Rows) -> Rows:
-        return self._cells.label(rows)
-
-    def labels(self, views: int) -> int:
-        return self._cells.labels(views)
-
-    def rectangles(self, plan: Plan, views: Sequence[View], ways: Sequence[int]) -> list[int]:
-        if self._crossing is not None:
-            return super().rectangles(plan, views, ways)
-        return self._cells.rectangles(plan, views, ways, 0)
-
-    def spans(self, rows: Rows, views: Sequence[View], reached: Tensor | None) -> Tensor:
-        if self._crossing is not None:
-            assert reached is not None, "rows cross cells, and have left"
-            return self._crossing.spans(rows, views, reached, rows.count)
-        return self._cells.spans_of(rows, views)
+        return arrived if self._crossing is not None else self._cells.layered(arrived, rows.point_ids)
 
     def layer(self, patch: Patch, first_view: int) -> int:
         assert first_view == 0, "all of the batch's views are splatted"

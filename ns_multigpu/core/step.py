@@ -142,7 +142,6 @@ class Step:
         self._ends = transport.words - settings.tail  # where a message goes on with what is told of exposures
         shape = (batch, settings.tile_rows) if self._learns is Learns.WORK else (ranks, self._ends - HEAD)
         self.learnt = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._reached: Tensor | None = None  # which cells each row reaches, from when it leaves to what is told of it
         self._stages = stages_of(batch, len(transport.stages))
         assert len(self._stages) == len(transport.stages), "no more stages than views"
         first = transport.stages[0]
@@ -207,11 +206,9 @@ class Step:
         views = [self._view(position) for position in range(s.views)]
         splatted = self._splatted(plan)
         parts = [part_of(plan, stage) for stage in self._stages] if len(self._stages) > 1 else [plan]
-        for one, part, room in zip(transport.stages, parts, self._room.view(len(parts), -1), strict=True):
-            one.begin(part, room)
         leave = None
         if transport.travels:
-            ways = [self._pixels.rectangles(part, views, transport.stages[0].ways) for part in parts]
+            ways = [rectangles(part, views, transport.stages[0].ways) for part in parts]
             leave = partial(self._leave, views, parts, ways)
         with measure("project"):
             stops = s.stops if leave else ()
@@ -223,9 +220,9 @@ class Step:
                 leave(rows, max(s.stops, default=0), s.rows)
             if self._side is not None:
                 torch.cuda.current_stream(self._device).wait_stream(self._side)
-            several, labels, left = len(parts) > 1, self._pixels.labels(len(splatted)), self._pixels.label(rows)
+            several = len(parts) > 1
             there = [
-                Begun(one.arrive(left, counts, labels, rectangles(part, views, range(world.size))), several)
+                Begun(one.arrive(rows, counts, len(splatted), rectangles(part, views, range(world.size))), several)
                 for one, counts, part in zip(transport.stages, self._counts_of, parts, strict=True)
             ]
             yield from there[0].begin()
@@ -265,9 +262,8 @@ class Step:
                 if k + 1 == len(parts):
                     numbers, own = (self._counts, self._room, self._most), plan.drawn[world.rank]
                     message = self._message.of(
-                        rows, numbers, plan, met, views, own, splatted.start, self._reached, self._exposures
+                        rows, numbers, plan, met, views, own, splatted.start, self._exposures
                     )
-                    self._reached = None
                 del arrived, lists, drawn, v_color, v_alpha  # their memory is the update's, or the next stage's
                 home.append(Begun(one.bring_back(rows, self._place[k], message, splatted), several))
                 yield from home[-1].begin()
@@ -282,7 +278,7 @@ class Step:
             heads, work = back.messages[:, :HEAD], back.messages[:, HEAD : self._ends]
             *counts, sent = heads.unbind(1)
             summed = self._learns is Learns.WORK
-            if self._learns in (Learns.NEEDS, Learns.LIVE, Learns.SPANS):
+            if self._learns in (Learns.NEEDS, Learns.LIVE):
                 self.learnt.copy_(work)
             scalars, real = step_gate(
                 counts, self._limits, self._status, self.scalars, self._still, row_counts=back.rows.count,
@@ -311,8 +307,8 @@ class Step:
         """Sends lines first to end off to the patches of each stage that they reach, behind what the device has been
         given so far."""
         with self._beside():
-            rows, leg = self._pixels.label(rows), self._strategy.rows
-            self._reached = leg.crossing.reached_by(rows, views) if isinstance(leg, RowsCross) else None
+            leg = self._strategy.rows
+            reached = leg.crossing.reached_by(rows, views) if isinstance(leg, RowsCross) else None
             for one, part, rectangles, place, counts in zip(
                 self._transport.stages,
                 parts,
@@ -321,9 +317,9 @@ class Step:
                 self._counts_of[:, : self._place.shape[1]],
                 strict=True,
             ):
-                if self._reached is not None:
+                if reached is not None:
                     cells = [patch.cell for patches in part.drawn for patch in patches]
-                    route_crossing(self._reached, rows, rectangles, cells, place, counts)
+                    route_crossing(reached, rows, rectangles, cells, place, counts)
                 else:
                     route_lines(
                         rows.view_ids, rows.count, rows.means2d, rows.radii, rectangles, first, end, place, counts

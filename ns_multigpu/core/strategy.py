@@ -1,6 +1,6 @@
 """A strategy: one placement, one assignment and three legs, under a name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -10,22 +10,8 @@ from ns_multigpu.core.placement import Placement
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.stages import in_order
-from ns_multigpu.core.trials import Trials
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
 from ns_multigpu.core.world import World
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Several ways to take the same steps, of which fused steps find the fastest.
-
-    Attributes:
-        trials: says which. others: strategies with the same placement, by way. A way that is not among them is that of
-            the strategy which has the choice.
-    """
-
-    trials: Trials
-    others: Mapping[str, "Strategy"]
 
 
 @final
@@ -40,7 +26,6 @@ class Strategy:
         rows, pixels, gradients: the legs, what crosses the wire. They belong to this strategy alone: they may hold
             buffers.
         world: the ranks.
-        choice: of ways to take its steps; None where there is one.
 
     Raises:
         ValueError: the pieces contradict each other.
@@ -53,7 +38,6 @@ class Strategy:
     pixels: PixelLeg
     gradients: GradientLeg
     world: World
-    choice: Choice | None = field(default=None, repr=False, compare=False)
     _by_size: dict[tuple[tuple[int, int], ...], Plan] = field(
         default_factory=dict[tuple[tuple[int, int], ...], Plan], init=False, repr=False, compare=False
     )

@@ -11,7 +11,6 @@ from torch import Tensor
 from ns_multigpu.core.collectives import Wait
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
 from ns_multigpu.core.pairs import Pairs, most_of, pairs_of
-from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.world import World
 
 T = TypeVar("T")
@@ -135,10 +134,6 @@ class Transport(ABC):
     def stages(self) -> "Sequence[Transport]":
         """What carries the rows of each stage of a step."""
         return (self,)
-
-    def begin(self, plan: Plan, room: Tensor) -> None:
-        """Told of a step's plan before anything leaves; may set `room` [numbers] int64, which `Transport.room` says."""
-        return
 
     @abstractmethod
     def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:

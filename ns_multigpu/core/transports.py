@@ -273,8 +273,6 @@ def make_transport(
     shape = (world, kernels, rows, capacity, words)
     if world.size == 1:
         return OwnRows(*shape)
-    if (own := rows_leg.transport(*shape)) is not None:
-        return own
     if stages > 1:
         relays = Relays.of(world) if relays_serve(rows_leg, world, peer=peer) else None
         if not rows_leg.travels or slots or (peer and relays is None):

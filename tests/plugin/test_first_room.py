@@ -144,12 +144,8 @@ def test_a_step_outlasts_a_refinement_unless_points_were_placed_anew(
     run._model = SimpleNamespace(gauss_params={}, densifier_state={}, most_points=3)
     run._points = SimpleNamespace(has_room=lambda most: most == 3, hold=lambda params, adam, state, most: most == 3)
     run._pipeline = run._optimizers = SimpleNamespace(optimizers={})
-    first = SimpleNamespace(due=lambda now: placed_anew and now == "room")
-    run._ways = SimpleNamespace(
-        room=SimpleNamespace(now="room", spare=begins_anew),
-        buffers=SimpleNamespace(spared=dict),
-        first=first,
-    )
+    run._first = SimpleNamespace(due=lambda now: placed_anew and now == "room")
+    run._room, run._buffers = SimpleNamespace(now="room", spare=begins_anew), SimpleNamespace(spared=dict)
     run._graphs = SimpleNamespace(forget=begins_anew)
     if placed_anew:
         with pytest.raises(MadeAnewError):

@@ -269,7 +269,7 @@ def test_a_step_whose_room_is_to_be_found_anew_does_not_stay(due: bool) -> None:
     """Wherever its points lie."""
     training: Any = object.__new__(Training)
     first = SimpleNamespace(due=lambda now: due)
-    training._ways = SimpleNamespace(room=SimpleNamespace(now=None), first=first)
+    training._room, training._first = SimpleNamespace(now=None), first
     training._model = SimpleNamespace(gauss_params={}, densifier_state={}, most_points=1)
     adam: Any = object()
     training._points = SimpleNamespace(follows=lambda params, given, *_: given is adam)
@@ -291,16 +291,14 @@ def test_a_refinement_that_fails_leaves_no_adam_of_before() -> None:
 def test_room_grows_where_it_is_nearly_used_up_before_it_is_lacking(full: bool) -> None:
     asked = list[object]()
     training: Any = object.__new__(Training)
-    training._ways = SimpleNamespace(
-        room=SimpleNamespace(
-            learn=lambda *given: asked.append(given), spare=lambda *given, **which: asked.append((given, which))
-        ),
-        buffers=SimpleNamespace(count_traffic=lambda _: None, spared=lambda: {"rows": False}),
+    training._room = SimpleNamespace(
+        learn=lambda *given: asked.append(given), spare=lambda *given, **which: asked.append((given, which))
     )
-    training._again, training._world = False, World.single()
+    training._buffers = SimpleNamespace(count_traffic=lambda _: None, spared=lambda: {"rows": False})
+    training._world = World.single()
     strategy = SimpleNamespace(rows=SimpleNamespace(travels=False))
     training._pipeline = SimpleNamespace(batch_size=2, strategy=strategy)
-    training._learn(Status(3, 10, (), 20, full, 0), [])
+    training._learn(Status(3, 10, (), 20, full, 0))
     assert asked[0] == ((10, ((0,),), 20), full, 6)
     assert asked[1:] == ([] if full else [((7, 12), {"rows": False})])
 

@@ -113,18 +113,6 @@ def test_where_rows_stay_their_buffers_go_with_the_step() -> None:
         assert (buffers.transport(SETTINGS, GaussianKernels(degree=0)) is first) == stays
 
 
-def test_what_is_dropped_is_made_anew() -> None:
-    """Where steps go on another way."""
-    buffers = make_buffers("tile")
-    first = buffers.transport(SETTINGS, GaussianKernels(degree=0))
-    buffers._lists, buffers.pictures = SimpleNamespace(), torch.ones(3)  # type: ignore[assignment]
-    buffers.drop()
-    assert buffers._transport is None and buffers._lists is None and len(buffers.pictures) == 0, (
-        "its memory is another's"
-    )
-    assert buffers.transport(SETTINGS, GaussianKernels(degree=0)) is not first
-
-
 @pytest.mark.parametrize("peer", [False, True])
 def test_what_peers_write_to_each_other_is_counted(peer: bool) -> None:
     """Rows there, and their gradients back, 64 bytes each. Collectives count for themselves."""

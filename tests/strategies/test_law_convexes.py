@@ -20,7 +20,6 @@ from strategies import STRATEGIES
 from strategies.locality import locality
 from strategies.pixel import pixel
 from tests.ranks import run_ranks, skip_without_gpus
-from tests.strategies import test_exchange
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import Outcome, check, held_at, on_machines, stitch, take_step
 from tests.strategies.test_law_steps import CUT, DEALT, POINTS, PORTRAIT, check_outcomes, take_one
@@ -96,7 +95,7 @@ def test_half_a_wire_leaves_lines_whole() -> None:
 STEPS = [
     ("single", 1, "captured"), ("batch", 2, "captured"), ("batch", 3, "step"), ("tile", 3, "captured"),
     ("tile, sorted", 2, "step"), ("locality, relays in stages", 4, "captured"), ("pixel, cells", 2, "captured"),
-    ("pixel, splats of cells", 2, "step"), ("pixel, ghosts", 3, "captured"),
+    ("pixel, ghosts", 3, "captured"),
 ]  # fmt: skip
 CELLS = 3
 
@@ -106,8 +105,6 @@ def spread_of(world: World, name: str) -> Strategy:
         spread = locality(on_machines(world, 2), LocalityOptions(relays=True))
         spread.rows.stages = 2
         return spread
-    if name == "pixel, splats of cells":
-        return test_exchange.strategy_of(CELLS, world, "mixed")
     if name.startswith("pixel"):
         return pixel(world, PixelOptions(cells=CELLS, crossing="ghosts" if "ghosts" in name else "none"))
     return STRATEGIES[name.partition(",")[0]](world)

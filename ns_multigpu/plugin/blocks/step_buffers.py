@@ -64,8 +64,6 @@ class StepBuffers:
             )
         if options.overlap < 1:
             raise InputError(f"--pipeline.overlap {options.overlap}: splats leave in 1 part at least.")
-        if self._strategy.rows.planned:  # these go by collectives alone
-            return
         if not self._strategy.rows.travels and not (self._strategy.gradients.summed and world.size > 1):
             return
         try:
@@ -129,12 +127,6 @@ class StepBuffers:
         """The step goes. What rows travel through stays: it is made anew by all ranks together, and takes time."""
         if self._transport is not None and not self._transport.lasts:
             self._transport = None
-
-    def drop(self) -> None:
-        """Holds nothing any longer: steps go on with other buffers, which take this memory. Every rank calls it."""
-        self._transport, self._shape = None, ()
-        self._lists, self._lists_shape = None, ()
-        self.pictures = torch.zeros(0)
 
     def lists(self, settings: StepSettings, kernels: Kernels, transport: Transport | StagedRows) -> TileLists:
         """What finds each tile's splats."""

@@ -83,9 +83,6 @@ class DistributedPipelineConfig(BesideCheckpoints, VanillaPipelineConfig):
     wire: Literal["full", "half"] = "full"
     """With collective transport, what splats and their gradients are on the wire: "full" is float32, and changes
     nothing; "half" is float16 for all but positions and depths, and rounds: each rank's own splats not at all."""
-    exchange: Literal["pixels", "splats", "mixed", "auto"] = "pixels"
-    """With splatfacto-pixel, what brings a cell's part of a view to the GPU that owns these pixels: pixels, the splats
-    there, "mixed", whichever is fewer bytes; or "auto", whichever of the three takes the least time."""
     overlap: int = 1
     """Where points are sharded, in how many parts the splats of a step are projected, each of which travels while the
     next is projected. The results are the same, and on two H200s so was the time."""

@@ -18,15 +18,8 @@ def strategy_of(config: Any, world: World) -> Strategy:
     make, options = STRATEGIES[config.strategy], config.options
     if options is not None and (problem := options.problem()):
         raise InputError(f"--pipeline.{config.strategy}.{problem}.")
-    by_cells = config.strategy == "pixel"
-    if config.exchange != "pixels" and not by_cells:
-        raise InputError(
-            f"--pipeline.exchange {config.exchange}: that is for splatfacto-pixel, and the strategy is "
-            f"{config.strategy}. Leave it out."
-        )
-    more = {"exchange": config.exchange} if by_cells else {}
     try:
-        strategy = make(world, **more) if options is None else make(world, options, **more)
+        strategy = make(world) if options is None else make(world, options)
     except ValueError as error:  # what does not fit these ranks
         raise InputError(str(error)) from error
     if config.stages < 1:
