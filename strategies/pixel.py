@@ -8,8 +8,8 @@ from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.sharing import CellPixels
 from ns_multigpu.core.composite import CompositePixels
-from ns_multigpu.core.crossing import RowsCross
-from ns_multigpu.core.legs import GradientsToOwner, RowsStay
+from ns_multigpu.core.crossing import BoundaryRows
+from ns_multigpu.core.legs import GradientsToOwner, LocalRows
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.world import World
 
@@ -28,5 +28,5 @@ def pixel(world: World, options: PixelOptions | None = None) -> Strategy:
     crossing = CellsInViews(space) if options.crossing == "ghosts" else None
     pixels = CompositePixels(space.local, half=options.wire == "half", crossing=crossing)
     pixels.told = views.learn if options.hide else None
-    rows = RowsStay() if crossing is None else RowsCross(crossing)
+    rows = LocalRows() if crossing is None else BoundaryRows(crossing)
     return Strategy("pixel", space, views, rows, pixels, GradientsToOwner(world), world)

@@ -19,13 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.pieces import composite_pieces, live_boxes
-from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
-from ns_multigpu.core.crossing import Crossing
+from cuda_ext.ops.pieces import (
+    composite_pieces,
+    composite_pieces_backward,
+    gather_pieces,
+    live_boxes,
+    scatter_pieces,
+)
+from ns_multigpu.core.collectives import all_gather_ints, all_to_all_parts, exchange_rows
+from ns_multigpu.core.crossing import Crossing, clipped
+from ns_multigpu.core.exchange.pixel_operators import PixelOperators, Settled
+from ns_multigpu.core.kernels import Arrived, Drawn, Lists, Rows
 from ns_multigpu.core.legs import PixelLeg
 from ns_multigpu.core.pieces import Routes, routes_of
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.primitive import Primitive
+from ns_multigpu.core.transport import Collective, Parts
 from ns_multigpu.core.types import Patch, Pixels, Rendering, Splats, View
 from ns_multigpu.core.world import World
 
@@ -131,6 +140,9 @@ class CompositePixels(PixelLeg):
     @property
     def whole(self) -> bool:
         return False
+
+    def operators(self, world: World) -> "CompositeOperators":
+        return CompositeOperators(self, world)
 
     def draw(
         self, primitive: Primitive, splats: Splats, views: Sequence[View], plan: Plan, world: World
@@ -264,3 +276,76 @@ def _rows_of(routes: Routes, device: torch.device) -> Tensor:
         lines = torch.arange(height, device=device)[:, None] * stride
         found.append((corner + lines + torch.arange(width, device=device)).flatten())
     return torch.cat(found)
+
+
+class CompositeOperators(PixelOperators):
+    """Layers go to the owners of their pixels, and gradients of what these own come back. The plan says how many."""
+
+    exchanged = True
+    marks_stops = True
+
+    def __init__(self, leg: "CompositePixels", world: World) -> None:
+        self._cells, self._half, self._crossing, self._world = leg.cells, leg.half, leg.crossing, world
+        self._now: tuple[Routes, PixelWire, Tensor, Tensor, Tensor] | None = None
+        self._live = torch.zeros(0)
+        self._watches = leg.told is not None
+
+    def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
+        return arrived if self._crossing is not None else self._cells.layered(arrived, rows.point_ids)
+
+    def layer(self, patch: Patch, first_view: int) -> int:
+        assert first_view == 0, "all of the batch's views are splatted"
+        return patch.view if self._crossing is not None else self._cells.layer(patch)
+
+    def clipped(self, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View]) -> Lists:
+        if self._crossing is None:
+            return lists
+        return clipped(self._crossing, lists, arrived, plan, views, self._world.rank)
+
+    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
+        routes, color = routes_of(plan, views, self._world.rank), drawn.color
+        wire = PixelWire.of(views, half=self._half)
+        width = color.shape[1] + 1
+        out = color.new_empty(sum(routes.send), width)
+        received = color.new_empty(routes.arrived + routes.dark, width)
+        received[routes.arrived :].zero_()
+        others = sum(routes.receive)
+        gather_pieces(color, drawn.alpha, routes.leaving, out)
+        gather_pieces(color, drawn.alpha, routes.staying, received[others : routes.arrived])
+        arrived = yield from self._exchange(wire.pack(out), routes.receive, routes.send)
+        received[:others].copy_(arrived)
+        settled, alpha, before = composite_pieces(received, routes.layers, routes.sizes)
+        self._now = routes, wire, received, before, drawn.alpha
+        if self._watches:
+            self._live = live_numbers(before, routes, plan)
+        return Settled(settled, alpha, None)
+
+    def live(self) -> Tensor:
+        return self._live
+
+    def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
+        assert self._now is not None
+        routes, wire, received, before, alpha = self._now
+        self._now = None
+        gradients = composite_pieces_backward(
+            received, before, v_color, v_alpha, routes.layers, routes.sizes, routes.returned
+        )
+        del received, before
+        others = sum(routes.send_back)
+        leaving = wire.pack_gradients(gradients[:others])
+        back = yield from self._exchange(leaving, routes.receive_back, routes.send_back)
+        back = wire.unpack_gradients(back, gradients)
+        v_drawn = v_color.new_zeros(routes.drawn, v_color.shape[1]), v_alpha.new_zeros(routes.drawn)
+        scatter_pieces(back, routes.leaving, *v_drawn)
+        scatter_pieces(gradients[others:], routes.staying, *v_drawn)
+        # Of what stopped the sign was a mark: drawing takes the gradient by what is covered.
+        return v_drawn[0], torch.where(alpha < 0, -v_drawn[1], v_drawn[1])
+
+    def _exchange(self, out: Tensor, receive: Sequence[int], send: Sequence[int]) -> Parts[Tensor]:
+        """Pixels for each other rank -> those of each, one rank's behind the other's."""
+        width = out.shape[1]
+        into = out.new_empty(sum(receive), width)
+        if self._world.size > 1:
+            sizes = [width * pixels for pixels in receive], [width * pixels for pixels in send]
+            yield Collective(lambda: all_to_all_parts(into.view(-1), out.view(-1), *sizes, self._world))
+        return into

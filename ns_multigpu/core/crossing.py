@@ -18,10 +18,11 @@ from torch import Tensor
 
 from cuda_ext.ops.list_windows import clip_lists
 from cuda_ext.ops.row_exchange import route_lines
-from ns_multigpu.core.kernels import Arrived, Lists
+from ns_multigpu.core.exchange.row_operators import RowOperators
+from ns_multigpu.core.kernels import Arrived, Lists, Rows
 from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.travelling_rows import RowsTravel, touches
-from ns_multigpu.core.types import Splats, View
+from ns_multigpu.core.travelling_rows import ExchangedRows, touches
+from ns_multigpu.core.types import Patch, Splats, View
 
 
 class Crossing(ABC):
@@ -50,7 +51,7 @@ class Crossing(ABC):
         return self.reach(rows.view_ids, rows.means2d, rows.radii, rows.depths, views)
 
 
-class RowsCross(RowsTravel):
+class BoundaryRows(ExchangedRows):
     """Rows go to the ranks that draw a cell which they reach, where they touch the rectangle that it is drawn in.
 
     Args:
@@ -61,6 +62,9 @@ class RowsCross(RowsTravel):
         super().__init__(relays=False)
         self.crossing = crossing
 
+    def operators(self) -> RowOperators:
+        return BoundaryRowOperators(self.crossing)
+
     def touched(self, own: Splats, views: Sequence[View], plan: Plan) -> list[Tensor]:
         reach = self.crossing.reached_by(_Rows.of(own), views)
         found = [torch.zeros_like(own.hits.view_ids, dtype=torch.bool) for _ in plan.drawn]
@@ -68,6 +72,22 @@ class RowsCross(RowsTravel):
             for patch in patches:
                 there |= touches(own, views, [patch]) & reach[patch.cell]
         return found
+
+
+class BoundaryRowOperators(RowOperators):
+    """Rows go to each rank that draws a cell which they reach, where they touch its patch."""
+
+    def __init__(self, crossing: Crossing) -> None:
+        self._crossing = crossing
+
+    def _route(
+        self, rows: Rows, views: Sequence[View], numbers: list[int], patches: Sequence[Patch], place: Tensor,
+        counts: Tensor,
+    ) -> None:  # fmt: skip
+        reached = self._crossing.reached_by(rows, views)
+        where = rows.view_ids, rows.count, rows.means2d, rows.radii
+        cells = [patch.cell for patch in patches]
+        route_lines(*where, numbers, 0, place.shape[1], place, counts, reached, cells)
 
 
 class _Rows(NamedTuple):
@@ -89,15 +109,3 @@ def clipped(crossing: Crossing, lists: Lists, arrived: Arrived, plan: Plan, view
     tile_offsets, row_ids, met = lists
     windows = crossing.windows(plan, views, rank).to(arrived.depths.dtype)
     return *clip_lists(tile_offsets, row_ids, arrived.depths, windows), met
-
-
-def route_crossing(
-    reached: Tensor, rows: Any, drawn: Sequence[int], cells: Sequence[int], place: Tensor, counts: Tensor
-) -> None:
-    """`route_lines` of all lines, for rows that go where they reach a patch's cell. Arguments as there.
-
-    Args:
-        reached: by the rows, as `Crossing.reach` says. cells: of each of the patches `drawn`.
-    """
-    where = rows.view_ids, rows.count, rows.means2d, rows.radii
-    route_lines(*where, drawn, 0, len(rows.means2d), place, counts, reached, cells)

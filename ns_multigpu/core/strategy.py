@@ -9,8 +9,7 @@ from ns_multigpu.core.legs import GradientLeg, PixelLeg, RowLeg
 from ns_multigpu.core.placement import Placement
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.primitive import Primitive
-from ns_multigpu.core.stages import in_order
-from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
+from ns_multigpu.core.types import Patch, Points, Rendering, View
 from ns_multigpu.core.world import World
 
 
@@ -47,7 +46,7 @@ class Strategy:
         if several and self.placement.replicated and (self.rows.travels or not self.gradients.summed):
             raise ValueError(
                 f"strategy {self.name}: where every rank holds every point, rows stay and gradients are summed "
-                "(RowsStay, SummedGradients)."
+                "(LocalRows, SummedGradients)."
             )
         if several and not self.placement.replicated and self.gradients.summed:
             raise ValueError(
@@ -111,9 +110,6 @@ class Strategy:
         self.gradients.render_begins(points)
         hits = primitive.cull(points, views, self.placement.views_to_splat(plan, self.world))
         own = primitive.splat(points, hits, views)
-        pixels, splats = list[Pixels](), own
-        for part, splats in self.rows.arrivals(own, points, views, plan, self.world):
-            pixels += self.pixels.draw(primitive, splats, views, part, self.world)
-        if self.rows.stages > 1:
-            pixels = in_order(pixels, plan.drawn[self.world.rank])
+        splats = self.rows.bring(own, points, views, plan, self.world)
+        pixels = self.pixels.draw(primitive, splats, views, plan, self.world)
         return self.pixels.settle(Rendering(pixels, own), splats, views, plan, self.world)

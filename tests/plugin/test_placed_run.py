@@ -14,7 +14,7 @@ from ns_multigpu.core.collectives import all_gather_objects
 from ns_multigpu.core.legs import GradientsToOwner, WholePixels
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.tile_work import TileWork
-from ns_multigpu.core.travelling_rows import RowsTravel
+from ns_multigpu.core.travelling_rows import ExchangedRows
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
@@ -48,7 +48,7 @@ def add_strategies() -> None:
 
         def spread(world: World, name: str, placement: Any) -> Strategy:
             work = TileWork()
-            legs = RowsTravel(work), WholePixels(), GradientsToOwner(world)
+            legs = ExchangedRows(work), WholePixels(), GradientsToOwner(world)
             return Strategy(name, placement, TileRanges(work), *legs, world)
 
         STRATEGIES[name] = partial(spread, name=name, placement=placement)

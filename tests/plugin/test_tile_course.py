@@ -51,7 +51,7 @@ class Case:
 
 
 GATHERED, SORTED, SELECTIVE = (
-    "fused, two views", "fused, two views, sorted lists, two groups", "fused, two views, selective Adam",
+    "fused, two views", "fused, two views, sorted lists", "fused, two views, selective Adam",
 )  # fmt: skip
 CASES = {
     "one view": Case(1),
@@ -60,7 +60,7 @@ CASES = {
     "a rank without points": Case(2, TWO_POINTS),
     "fused, one view": Case(1, FUSED, 3e-4),
     GATHERED: Case(2, FUSED, 3e-4),
-    SORTED: Case(2, {**FUSED, "pipeline.tile_lists": "sort", "pipeline.overlap": 2}, 3e-4),
+    SORTED: Case(2, {**FUSED, "pipeline.tile_lists": "sort"}, 3e-4),
     SELECTIVE: Case(2, {**FUSED, MODEL + "selective_adam": True}, 3e-4),
     "fused, a rank without points": Case(1, {**FUSED, **TWO_POINTS}, 3e-4),
 }
@@ -120,7 +120,7 @@ def test_a_selective_course_is_another(courses: dict[int, list[dict[str, Outcome
         assert "gauss_params.means" in moved and not same
 
 
-def test_lists_of_tiles_and_groups_of_rows_change_nothing(courses: dict[int, list[dict[str, Outcome]]]) -> None:
+def test_lists_of_tiles_change_nothing(courses: dict[int, list[dict[str, Outcome]]]) -> None:
     for size in RANKS:
         outcomes = courses[size][0]
         assert max(furthest(outcomes[SORTED], outcomes[GATHERED]).values()) == 0

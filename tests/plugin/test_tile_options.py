@@ -61,9 +61,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "merge-path sort in ordinary steps": (
         {"pipeline.tile_lists": "sort"}, "^--pipeline.tile-lists sort: that is for the fused steps .* are not fused",
     ),
-    "rows in no parts": (
-        {**FUSED, "capture": "one size", "pipeline.overlap": 0}, "^--pipeline.overlap 0: splats leave in 1 part at",
-    ),
     "selective Adam in ordinary steps": (
         {"capture": "one size", MODEL + "selective_adam": True},
         "^--pipeline.model.selective-adam True: only fused steps .* are not fused: on a CPU they are only with --fused",

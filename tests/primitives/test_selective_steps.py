@@ -153,7 +153,7 @@ def test_replicas_on_gpus(ranks: int, batch: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("transport", "by_sort"), [("collective", False), ("atomics", True), ("transfer", False)])
+@pytest.mark.parametrize(("transport", "by_sort"), [("collective", False), ("peer", True)])
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 1), (2, 3), (4, 4)])
 def test_shards_on_gpus(ranks: int, batch: int, transport: str, by_sort: bool) -> None:
     skip_without_gpus(ranks)

@@ -40,9 +40,7 @@ class Timed:
         self, world: World, strategy: str, scene: CityScene, kind: Kind, views: int, folder: Path, *, leveled: bool
     ) -> None:
         self._world = world
-        config: Any = copy.deepcopy(
-            getattr(methods, f"splatfacto_{strategy}").config
-        )
+        config: Any = copy.deepcopy(getattr(methods, f"splatfacto_{strategy}").config)
         config.machine.device_type, config.vis = world.device.type, ""
         config.output_dir, config.timestamp, config.experiment_name = folder, strategy, f"{scene.points}-{leveled}"
         config.max_num_iterations, config.max_num_images, config.batch_scaling = _NEVER, None, "none"

@@ -292,7 +292,7 @@ class Training:
         rows, pairs, intersections = self._room.now
         settings = StepSettings(
             width=view.width, height=view.height, views=self._pipeline.batch_size, ssim_lambda=options.ssim_lambda,
-            rows=rows, segment=pairs, intersections=intersections, groups=self._pipeline.config.overlap,
+            rows=rows, segment=pairs, intersections=intersections,
             exposures=self._model.exposures is not None,
         )  # fmt: skip
         # Where every rank sees every row, rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
