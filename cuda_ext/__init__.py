@@ -30,7 +30,6 @@ from cuda_ext.ops.rasterization import intersect, intersect_capacity, rasterize
 from cuda_ext.ops.relocation import copy_rows, draw_sources, share_out, take_rows, turn
 from cuda_ext.ops.row_exchange import ArrivedRows, collect, pack, route_lines, unpack
 from cuda_ext.ops.row_reach import reach_counts
-from cuda_ext.ops.row_spans import row_spans
 from cuda_ext.ops.series import series
 from cuda_ext.ops.served import keep_line, show_patches, take_lines
 from cuda_ext.ops.step_control import step_gate, step_message
@@ -88,7 +87,6 @@ __all__ = [
     "reach_counts",
     "reference_forced",
     "route_lines",
-    "row_spans",
     "scatter_pieces",
     "series",
     "sh_colors",

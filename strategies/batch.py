@@ -4,7 +4,7 @@ The scheme of data-parallel training, and of the batching report (Kadawedduwa et
 """
 
 from ns_multigpu.core.assignment import DealtViews
-from ns_multigpu.core.legs import RowsStay, SummedGradients, WholePixels
+from ns_multigpu.core.legs import LocalRows, SummedGradients, WholePixels
 from ns_multigpu.core.placement import Replicated
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.world import World
@@ -12,4 +12,4 @@ from ns_multigpu.core.world import World
 
 def batch(world: World) -> Strategy:
     """The strategy `batch` for `world`."""
-    return Strategy("batch", Replicated(), DealtViews(), RowsStay(), WholePixels(), SummedGradients(world), world)
+    return Strategy("batch", Replicated(), DealtViews(), LocalRows(), WholePixels(), SummedGradients(world), world)

@@ -5,7 +5,7 @@ The scheme of Gaian (Zhao et al., section 4.2), for several machines: what cross
 
 from ns_multigpu.core.legs import GradientsToOwner, WholePixels
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.travelling_rows import RowsTravel
+from ns_multigpu.core.travelling_rows import ExchangedRows
 from ns_multigpu.core.world import World
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.locality.patches import LocalPatches
@@ -24,5 +24,5 @@ def locality(world: World, options: LocalityOptions | None = None) -> Strategy:
         raise ValueError(f"locality: {problem}.")
     access = Access(options.patches**2, world.size)
     patches = LocalPatches(world, options, access)
-    legs = RowsTravel(patches, relays=options.relays), WholePixels(), GradientsToOwner(world)
+    legs = ExchangedRows(patches, relays=options.relays), WholePixels(), GradientsToOwner(world)
     return Strategy("locality", ByViews(world, options, access), patches, *legs, world)

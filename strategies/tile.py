@@ -8,12 +8,12 @@ from ns_multigpu.core.legs import GradientsToOwner, WholePixels
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.tile_work import TileWork
-from ns_multigpu.core.travelling_rows import RowsTravel
+from ns_multigpu.core.travelling_rows import ExchangedRows
 from ns_multigpu.core.world import World
 
 
 def tile(world: World) -> Strategy:
     """The strategy `tile` for `world`."""
     work = TileWork()
-    legs = RowsTravel(work), WholePixels(), GradientsToOwner(world)
+    legs = ExchangedRows(work), WholePixels(), GradientsToOwner(world)
     return Strategy("tile", Sharded(), TileRanges(work), *legs, world)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from ns_multigpu.core.pairs import step_bytes
+from ns_multigpu.core.staying_rows import OwnRows, ReplicatedRows
 from ns_multigpu.core.step import Step
 from ns_multigpu.core.step_settings import StepSettings, padded, with_halos
-from ns_multigpu.core.transports import CollectiveRows, OwnRows, PeerRows, ReplicatedRows
+from ns_multigpu.core.transports import CollectiveRows, PeerRows
 from ns_multigpu.core.types import View
 from ns_multigpu.core.world import World
 from ns_multigpu.planning import rates
@@ -144,20 +145,19 @@ def test_what_replicas_exchange_is_counted() -> None:
 
 @pytest.mark.parametrize("transport", ["collective", "peer"])
 def test_what_rows_are_exchanged_through_is_counted(transport: str) -> None:
-    """The buffers of a rank that draws few of its own rows. Peer memory takes a fifth less than is counted."""
+    """The buffers of a rank that draws few of its own rows. Peer memory takes a quarter less than is counted."""
     rows, ranks = 4096, 8
     if transport == "peer":
-        through = PeerRows(World.single(), KERNELS, rows * ranks, rows * ranks, 100, atomics=False)
+        through = PeerRows(World.single(), KERNELS, rows * ranks, rows * ranks, 100)
         held = through._buffer.local.nbytes
     else:
         world = replace(World.single(), size=ranks)
         own = tuple(tuple(0 if a == b else rows * ranks // (ranks - 1) for b in range(ranks)) for a in range(ranks))
         through = CollectiveRows(world, KERNELS, rows * ranks, own, 100)
-        held = through._wire.nbytes + through._sums.nbytes
-    held += through._lines.nbytes + through._here.nbytes
+        held = through._wire.nbytes + through._sums.nbytes + through._lines.nbytes + through._here.nbytes
     one = Share(300, 1, 0, rows * ranks, rows, 4096, 64 * 48, rows, 0.0, 0.0)
     planned = step_buffers(one, 1, capacity=1.0)["exchange"]
-    assert planned == pytest.approx(held * (1.24 if transport == "peer" else 1.0), rel=0.02)
+    assert planned == pytest.approx(held * (1.32 if transport == "peer" else 1.0), rel=0.02)
 
 
 def test_what_collectives_carry_of_a_row_is_counted() -> None:

@@ -31,11 +31,11 @@ from benchmarks.lib.stopwatch import Stopwatch, captured, free
 from benchmarks.scenes.city_model import CityScene, make_model
 from cuda_ext import clip_lists, use_reference
 from cuda_ext.ops.adam import adam_scalars
+from cuda_ext.ops.row_exchange import route_lines
 from ns_multigpu.cells.crossing import CellsInViews
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.sharing import CellPixels
-from ns_multigpu.core.crossing import route_crossing
 from ns_multigpu.core.kernels import Cameras
 from ns_multigpu.core.plan import Plan, rectangles
 from ns_multigpu.core.step import Step
@@ -157,12 +157,12 @@ def operators(points: Points, views: Sequence[View], world: World, iterations: i
     mine = [n for p in plan.drawn[0] for n in (p.view, *p.rendered(views[p.view]))]
     offsets, ids, met = kernels.intersect(arrived, mine, padded(8 * real))
     windows, reached = crossing.windows(plan, views, 0).float(), crossing.reached_by(rows, views)
+    where = rows.view_ids, rows.count, rows.means2d, rows.radii
     works: dict[str, Callable[[], Any]] = {
         "windows of all tiles": lambda: crossing.windows(plan, views, 0),
         "reach": lambda: crossing.reached_by(rows, views),
-        "routes": lambda: route_crossing(reached, rows, drawn, cells, place, counts),
+        "routes": lambda: route_lines(*where, drawn, 0, real, place, counts, reached, cells),
         "lists cut to windows": lambda: clip_lists(offsets, ids, arrived.depths, windows),
-        "spans": lambda: crossing.spans(rows, views, reached, rows.count),
     }
     found: list[dict[str, Any]] = []
     watch = Stopwatch(device, iterations)

@@ -116,12 +116,12 @@ class Run(ABC):
 
     # ---- what they share ----
 
-    def settings(self, groups: int = 1) -> StepSettings:
+    def settings(self) -> StepSettings:
         """A step's, with the present capacities."""
         scene, (rows, segment, intersections) = self.course.scene, self.capacities
         return StepSettings(
             width=scene.width, height=scene.height, views=self.batch, ssim_lambda=SSIM_LAMBDA, rows=rows,
-            segment=segment, intersections=intersections, groups=groups,
+            segment=segment, intersections=intersections,
         )  # fmt: skip
 
     def made(

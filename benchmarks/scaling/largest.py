@@ -62,7 +62,7 @@ def _train(world: World, job: Job) -> Job:
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
     chosen = choose_transport(world, job["transport"])
-    mode = Mode("peer" if chosen.peer else "collective", job["gradients"], lazy=not job["dense"])
+    mode = Mode("peer" if chosen.peer else "collective", lazy=not job["dense"])
     run = TileRun(model, course, world, 1, mode, counting=True)
     run.settle()  # finds the room that steps need
     run.still_moments()
@@ -128,7 +128,6 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--views", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=0, help="along a side of the city (default: as the points grow)")
     parser.add_argument("--transport", choices=("auto", "peer", "collective"), default="auto")
-    parser.add_argument("--gradients", choices=("atomics", "transfer"), default="atomics")
     parser.add_argument("--dense", action="store_true", help="no step is put off")
     parser.add_argument("--compact", action="store_true", help="Adam's moments as bfloat16, rounded stochastically")
     parser.add_argument("--stall", type=float, default=500.0, help="seconds after which the run counts as hung")
@@ -145,7 +144,7 @@ def main(words: list[str] | None = None) -> int:
     if options.device == "cuda":
         build_native("cuda")  # here, not on every rank at once
     scene = CityScene(options.points, options.image[0], options.image[1], options.views, options.blocks)
-    job: Job = {"scene": asdict(scene), **{key: getattr(options, key) for key in ("steps", "transport", "gradients")}}
+    job: Job = {"scene": asdict(scene), **{key: getattr(options, key) for key in ("steps", "transport")}}
     job["dense"], job["compact"] = options.dense, options.compact
     found: list[Job] = []
     run_jobs(

@@ -2,7 +2,7 @@
 # pyright: reportUnknownMemberType=false
 """Images a second of the strategies on two GPUs, with their own links and with a link as slow as between machines.
 
-    python -m benchmarks.scaling.limited_links --strategies tile locality pixel auto --gbit none 25 10 \
+    python -m benchmarks.scaling.limited_links --strategies tile locality pixel --gbit none 25 10 \
         --points 2M 8M --json FILE
 
 Each of two ranks has a GPU (on a CPU: `--device cpu`, for tiny numbers). Without a limit they are one machine, and use
@@ -12,8 +12,8 @@ peer memory where there is any, as a user's run would. With a limit they pass fo
 
 Steps are those that `ns-train` takes on such machines, at splatfacto's options, of `--views` views a step. The model is
 the procedural city's, whole from the start, and stays as it is: no refinements, learning rates next to zero. Images are
-noise: no pictures are rendered (`links.bare_city`). `auto` is pixel with `--pipeline.exchange auto`. "mixed" is pixel
-with views as they come (`--pipeline.pixel.level-steps False`); pixel and auto have views that conflict least.
+noise: no pictures are rendered (`links.bare_city`). "mixed" is pixel with views as they come
+(`--pipeline.pixel.level-steps False`); pixel has views that conflict least.
 
 A row's times are the slowest rank's, over `--blocks` blocks of `--steps` steps, behind `--warm` steps. "drawing" is the
 part of that in which each GPU computes; "level" how even the pixels are that GPUs draw. The first rows are what 64 MB

@@ -33,7 +33,7 @@ from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.seen import tiles_seen
 from ns_multigpu.cells.sharing import CellPixels
-from ns_multigpu.core.crossing import RowsCross
+from ns_multigpu.core.crossing import BoundaryRows
 from ns_multigpu.core.pieces import routes_of
 from ns_multigpu.core.step_settings import with_halos
 from ns_multigpu.core.strategy import Strategy
@@ -156,7 +156,7 @@ def rows_that_cross(spread: Strategy, kind: Gaussians, points: Points, views: Se
         plan = with_halos(CellPixels(sizes).assign([view], gpus), view.width, view.height)
         own = kind.splat(points, kind.cull(points, [view], [0]), [view])
         owner = ranks[space.tree.of(points.params["means"])][own.hits.point_ids.long()]
-        goes = torch.stack(RowsCross(CellsInViews(sizes)).touched(own, [view], plan))
+        goes = torch.stack(BoundaryRows(CellsInViews(sizes)).touched(own, [view], plan))
         sent = int((goes & (torch.arange(gpus)[:, None] != owner)).sum())
         everywhere = torch.stack([touches(own, [view], plan.drawn[rank]) for rank in range(gpus)])
         tile = len(own) * (gpus - 1) / gpus  # bands: about one of them needs a row

@@ -30,7 +30,7 @@ from ns_multigpu.cells.leveling import leveled, loads_of
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.sharing import CellPixels
-from ns_multigpu.core.crossing import RowsCross
+from ns_multigpu.core.crossing import BoundaryRows
 from ns_multigpu.core.pieces import routes_of
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.step_settings import with_halos
@@ -96,7 +96,7 @@ def ghosts_of(scene: Scene, space: ByCells, plan: Plan, batch: list[View], point
     own = gaussians.splat(held, gaussians.cull(held, batch, range(len(batch))), batch)
     owners = torch.tensor([space.rank_of(cell) for cell in range(space.cells)])[tree.of(scene.means)]
     owner = owners[own.hits.point_ids.long()]
-    touched = RowsCross(CellsInViews(space)).touched(own, batch, plan)
+    touched = BoundaryRows(CellsInViews(space)).touched(own, batch, plan)
     into = [int((touch & (owner != rank)).sum()) for rank, touch in enumerate(touched)]
     return GHOST_BYTES * max(into) * points / len(scene.means)
 

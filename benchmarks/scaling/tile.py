@@ -10,8 +10,8 @@ step is compared with `single`'s: losses of all views, lengths of the gradients,
 slowest rank's; medians over at least --steps steps, views in turn.
 
 Sections: `single`; `tile`, a view a step; `batch`, a view a GPU, with rows that leave while others are projected, and
-with all of them at once; `modes`, a view a step in other ways (gradients by transfer, collectives, the sort over all
-GPUs, rows in two groups, dense); `gsplat`, and its distributed mode with a camera a GPU. Every figure is written to the
+with all of them at once; `modes`, a view a step in other ways (collectives, the sort over all
+GPUs, dense); `gsplat`, and its distributed mode with a camera a GPU. Every figure is written to the
 JSON as soon as it is there, what failed or was left out with the reason; the tables show the most important ones. On a
 CPU: --device cpu --points 2000 --images 96x64 --quick.
 """
@@ -22,7 +22,7 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +101,10 @@ def modes(device: str, ranks: int) -> list[Mode]:
     usual = Mode() if device == "cuda" or ranks == 1 else Mode(transport="collective")
     if ranks == 1:
         return [usual]
-    dense = Mode(usual.transport, usual.gradients, lazy=False)
+    dense = Mode(usual.transport, lazy=False)
     found = [usual, dense]
     if usual.transport == "peer":
-        found += [Mode(gradients="transfer"), Mode(transport="collective")]
-        found += [Mode(lists=lists) for lists in lists_to_choose()[1:]] + [Mode(groups=2)]
+        found += [Mode(transport="collective")] + [Mode(lists=lists) for lists in lists_to_choose()[1:]]
     return found
 
 
@@ -128,10 +127,6 @@ def jobs_of(options: argparse.Namespace, ranks: int) -> list[Job]:
                     some.append({**way, "batch": 1, "usual": k == 0})
                 if k == 0 and ranks > 1 and "batch" in options.sections:
                     some.append({**way, "batch": ranks, "usual": True})
-                    if mode.transport == "peer":
-                        parts = replace(mode, groups=min(ranks, 4))
-                        way |= {"mode": asdict(parts), "way": f"tile, {parts.name}"}
-                        some.append({**way, "batch": ranks})
             if "gsplat" in options.sections and cuda:
                 way = {"kind": "gsplat", "batch": ranks, "steps": min(options.steps, options.views)}
                 some += [{**way, "way": "gsplat, fused Adam" if fused else "gsplat", "fused": fused}

@@ -12,7 +12,7 @@ from benchmarks.scaling.city_runs import Course, Run, SingleRun
 from benchmarks.scaling.gsplat_city import GsplatRun
 from benchmarks.scaling.tile_run import Mode, TileRun
 from benchmarks.scenes.city_model import CityModel, CityScene, make_model
-from ns_multigpu.core.peer_memory import Transport, choose_transport
+from ns_multigpu.core.peer_memory import TransportChoice, choose_transport
 from ns_multigpu.core.world import World
 
 _TOLERANCES = {"gradients": 2e-3, "moved": 1e-2}
@@ -33,7 +33,7 @@ class _Worker:
         self._world, self._folder, self._single = world, folder, dict(single)
         self._model: tuple[tuple[int, int], CityModel] | None = None
         self._course: tuple[CityScene, Course] | None = None
-        self._transport: Transport | None = None
+        self._transport: TransportChoice | None = None
 
     def __call__(self, job: Job) -> Job:
         free(self._world.device)

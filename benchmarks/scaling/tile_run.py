@@ -37,22 +37,19 @@ class Mode:
     """A way of taking the steps of `tile`.
 
     Attributes:
-        transport: "peer" or "collective". gradients: in peer memory "atomics" or "transfer".
+        transport: "peer" or "collective".
         lists: "gather": each rank sorts what arrives; "sort": the sort over all ranks.
         lazy: put off the steps of points that are not drawn.
-        groups: in which rows leave.
     """
 
     transport: str = "peer"
-    gradients: str = "atomics"
     lists: str = "gather"
     lazy: bool = True
-    groups: int = 1
 
     @property
     def name(self) -> str:
-        words = [self.transport, self.gradients if self.transport == "peer" else "", "sort" * (self.lists == "sort")]
-        words += ["" if self.lazy else "dense", f"groups: {self.groups}" * (self.groups > 1)]
+        words = [self.transport, "sort" * (self.lists == "sort")]
+        words += ["" if self.lazy else "dense"]
         return ", ".join(word for word in words if word)
 
 
@@ -81,13 +78,11 @@ class TileRun(Run):
 
     def _make(self) -> Step:
         self._transport: Transport | None = None  # its memory is the next one's
-        settings = self.settings(self.mode.groups)
+        settings = self.settings()
         legs, peer = (self._strategy.rows, self._strategy.gradients), self.mode.transport == "peer"
         shape = (settings.rows, settings.segment, settings.words(self._strategy.assignment))
         sorts = self.mode.lists == "sort"
-        self._transport = make_transport(
-            *legs, self.world, self.kernels, *shape, peer=peer, atomics=self.mode.gradients == "atomics", slots=sorts
-        )
+        self._transport = make_transport(*legs, self.world, self.kernels, *shape, peer=peer, slots=sorts)
         lists = SortedLists(settings, self.world, self._transport.lines, peer=peer) if sorts else None
         if self._graphs is not None:
             self._graphs.forget()
@@ -160,8 +155,7 @@ class TileRun(Run):
         """Milliseconds by part, as medians over the batches' steps: the slowest rank's and the ranks' mean. A part of
         the exchange ends when all have come to its barrier, so that it holds the waiting for the others.
 
-        `link_gb_per_s`: bytes sent in "send" and "return" over their time, the busiest rank's: a lower bound, but where
-        rows leave in groups, for then most of them do in "project".
+        `link_gb_per_s`: bytes sent in "send" and "return" over their time, the busiest rank's: a lower bound.
         """
         for b in range(len(self.batches)):
             self.advance(b)

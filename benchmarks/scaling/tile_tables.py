@@ -11,8 +11,6 @@ from benchmarks.scaling.tile_run import LINK_GB_PER_S, PARTS
 Result = dict[str, Any]
 COUNTING = ", counting"
 """In the name of a way whose steps count for densification."""
-GROUPS = "groups: "
-"""In the name of a way in which rows leave in groups."""
 
 
 def show(console: Console, results: list[Result]) -> None:
@@ -26,10 +24,6 @@ def show(console: Console, results: list[Result]) -> None:
     ways = list(dict.fromkeys(r["way"] for r in timed if r["kind"] == "tile" and r["batch"] == 1 and not r["usual"]))
     if ways:
         console.print(_modes(timed, names, ways))
-    grouped = [r for r in timed if r["batch"] > 1 and GROUPS in r["way"]]
-    pairs = [(r, together) for r in grouped if (together := _find(timed, **_batch(r), usual=True)) is not None]
-    if pairs:
-        console.print(_overlap(pairs))
     missing = [r for r in results if "ms" not in r]
     for r in missing[:4]:
         reason = (r.get("error") or r.get("skipped") or "").strip().splitlines()[-1:]
@@ -109,22 +103,6 @@ def _modes(timed: list[Result], names: list[str], ways: list[str]) -> Table:
             usual = _find(timed, name=name, kind="tile", gpus=n, batch=1, usual=True)
             if any(found):
                 table.add_row(f"{name} x{n}", _ms(usual), *(_ms(one) for one in found))
-    return table
-
-
-def _batch(result: Result) -> Result:
-    return {key: result[key] for key in ("name", "kind", "gpus", "batch")}
-
-
-def _overlap(pairs: list[tuple[Result, Result]]) -> Table:
-    """Of each pair the first lets rows leave while others are projected. `send` is what is left of sending then."""
-    title = "a view a GPU, ms: rows leave while others are projected | all together (slowest rank's parts)"
-    table = _table(title, "scene", "overlap", "together", "project", "", "send", "")
-    for grouped, together in pairs:
-        parts = [r["parts"]["slowest_ms"][part] for part in ("project", "send") for r in (grouped, together)]
-        gain = f" ({together['ms'] / grouped['ms']:.3f})"
-        cells = [f"{grouped['name']} x{grouped['gpus']}", _ms(grouped) + gain, _ms(together)]
-        table.add_row(*cells, *(f"{ms:.3f}" for ms in parts))
     return table
 
 

@@ -57,8 +57,6 @@ class Task:
     fused: str
     wire: str = "full"
     relays: bool = True
-    stages: int = 1
-    exchange: str = "pixels"
     points: int | None = None
     kind: str = "aerial"
 
@@ -68,8 +66,6 @@ class Task:
         said = (
             (self.wire, self.wire != "full"),
             ("no relays", not self.relays),
-            (f"{self.stages} stages", self.stages > 1),
-            (f"exchange {self.exchange}", self.exchange != "pixels"),
         )
         rest = [name for name, there in said if there]
         return ", ".join([self.strategy, *(["fused"] if self.fused == "always" else []), *rest])
@@ -117,8 +113,6 @@ def command(task: Task, machine: int, output: Path) -> list[str]:
         *("--pipeline.model.num-downscales", "0"),
         *(("--pipeline.wire", task.wire) if task.wire != "full" else ()),
         *(("--pipeline.locality.relays", "False") if not task.relays else ()),
-        *(("--pipeline.stages", str(task.stages)) if task.stages > 1 else ()),
-        *(("--pipeline.exchange", task.exchange) if task.exchange != "pixels" else ()),
         *("city", "--blocks", str(task.blocks), "--views", str(task.capture), "--capture", task.kind),
         *(("--points", str(task.points)) if task.points else ()),
         *("--width", str(task.width), "--height", str(task.height)),
@@ -211,10 +205,6 @@ def main() -> int:
     parser.add_argument("--fused-steps", choices=("never", "always"), default="never", help="as ns-train's")
     parser.add_argument("--wire", choices=("full", "half"), nargs="+", default=["full"], help="of tile and locality")
     parser.add_argument("--relays", choices=("yes", "no"), nargs="+", default=["yes"], help="of locality")
-    parser.add_argument("--stages", type=int, nargs="+", default=[1], help="of a step; of tile and locality")
-    parser.add_argument(
-        "--exchange", choices=("pixels", "splats", "mixed", "auto"), nargs="+", default=["pixels"], help="of pixel"
-    )
     parser.add_argument("--points", type=int, help="seed points of the city; by default as many as suit it")
     parser.add_argument("--kind", choices=("aerial", "street"), default="aerial", help="of capture")
     parser.add_argument("--repeat", type=int, default=1, help="all runs, one after the other, so many times")
@@ -226,18 +216,17 @@ def main() -> int:
     console, done = Console(width=None if sys.stdout.isatty() else 120), list[tuple[Task, Counted]]()
     with TemporaryDirectory(prefix="two-machines-") as folder:
         kinds = itertools.product(
-            range(options.repeat), options.strategies, options.megabits, options.wire, options.relays, options.stages,
-            options.exchange,
+            range(options.repeat), options.strategies, options.megabits, options.wire, options.relays,
         )  # fmt: skip
-        for turn, strategy, megabits, wire, relays, stages, exchange in kinds:
-            if strategy not in ("tile", "locality") and (wire == "half" or stages > 1):
+        for turn, strategy, megabits, wire, relays in kinds:
+            if strategy not in ("tile", "locality") and wire == "half":
                 continue
-            if (strategy != "locality" and relays == "no") or (strategy != "pixel" and exchange != options.exchange[0]):
+            if strategy != "locality" and relays == "no":
                 continue
             task = Task(
                 strategy, megabits, options.workers, options.steps, options.views, options.width, options.height,
-                options.blocks, options.capture, options.every, options.fused_steps, wire, relays == "yes", stages,
-                exchange if strategy == "pixel" else "pixels", options.points, options.kind,
+                options.blocks, options.capture, options.every, options.fused_steps, wire, relays == "yes",
+                options.points, options.kind,
             )  # fmt: skip
             place = Path(folder) / str(turn)
             place.mkdir(exist_ok=True)

@@ -151,8 +151,6 @@ SCHEMAS: tuple[str, ...] = (
     "float[] boxes) -> Tensor reached",
     "clip_lists(Tensor tile_offsets, Tensor row_ids, Tensor depths, Tensor windows) -> "
     "(Tensor tile_offsets, Tensor row_ids)",
-    "row_spans(Tensor layers, Tensor means2d, Tensor radii, int width, int height, int count_of_layers, "
-    "Tensor? count=None, Tensor? cells=None) -> Tensor spans",
     "reach_counts(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches) -> Tensor counts",
     "pack(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
     "Tensor radii, Tensor place, Tensor destinations, int capacity, int first=0, int? end=None) -> ()",

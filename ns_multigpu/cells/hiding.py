@@ -96,6 +96,8 @@ class Hiding:
         """Goes on with what `knowledge` returned."""
         self._looked, self._cells = {}, 0
         for row in knowledge:
+            if row[0] < -1:  # of `--pipeline.exchange`, which earlier versions had
+                continue
             if row[0] < 0:
                 self._cells = row[1]
                 continue

@@ -14,7 +14,6 @@ from torch import Tensor
 from ns_multigpu.cells.leveling import leveled, loads_of
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.tree import CellTree
-from ns_multigpu.core.cell_layers import CellLayers
 from ns_multigpu.core.collectives import all_gather_rows, max_in_place, sum_in_place
 from ns_multigpu.core.composite import LocalCells
 from ns_multigpu.core.placement import NewPoints, Placement, Settled, Shares, even_bounds, shares_of
@@ -47,7 +46,7 @@ class ByCells(Placement):
 
     Attributes:
         cells: how many.
-        local: this rank's, and which of them each of its points is in. layers: those of all ranks.
+        local: this rank's, and which of them each of its points is in.
         tree: the cells as they were cut last; None before.
         boxes: [cells, 2, 3] float64, all that is seen of each cell's points; None where no bound is known. It is
             measured after each refinement and every 100 images: what grows beyond its box in between is cut off there.
@@ -71,7 +70,6 @@ class ByCells(Placement):
         self._rank_of = [r for r in range(world.size) for _ in range(bounds[r], bounds[r + 1])]
         self._ranks = torch.tensor(self._rank_of)
         self.local = LocalCells(bounds[world.rank], bounds[world.rank + 1] - bounds[world.rank])
-        self.layers = CellLayers(self.local, bounds)
         self.tree: CellTree | None = None
         self.boxes: NDArray[np.float64] | None = None
         self._level, self._placings, self._learned = 1.0, 0, False

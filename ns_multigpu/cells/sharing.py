@@ -5,13 +5,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ns_multigpu.cells.exchange import Exchange
 from ns_multigpu.cells.hiding import Hiding, around
 from ns_multigpu.cells.placing import ByCells
-from ns_multigpu.cells.seen import Rectangle, camera_position, tiles_seen
+from ns_multigpu.cells.seen import camera_position, tiles_seen
 from ns_multigpu.core.assignment import Assignment, Learns
 from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.trials import Trials
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
 
 
@@ -36,25 +34,16 @@ class CellPixels(Assignment):
 
     Args:
         space: where the cells are. hide: leave out what is hidden behind other cells (`hiding`).
-        exchange: who decides which layers travel as splats; None where all travel as pixels.
-        trials: of ways to take steps, where there are several. keeps: an exchange that decides where another way is
-            taken. What it knows is part of what is known here, but it is neither asked nor told anything.
     """
 
     @property
     def learns(self) -> Learns:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self._exchange is not None:
-            return Learns.SPANS
         return Learns.LIVE if self._hides else Learns.NOTHING
 
     recurs = False  # a plan says what each view sees of each cell, and front to back
 
-    def __init__(
-        self, space: ByCells, *, hide: bool = False, exchange: Exchange | None = None, trials: Trials | None = None,
-        keeps: Exchange | None = None,
-    ) -> None:  # fmt: skip
-        self._space, self._hides, self._exchange = space, hide, exchange
-        self._trials, self._keeps = trials, keeps or exchange
+    def __init__(self, space: ByCells, *, hide: bool = False) -> None:
+        self._space, self._hides = space, hide
         self._hiding = Hiding()
         self._seen = _Seen()
 
@@ -76,9 +65,7 @@ class CellPixels(Assignment):
             "pixels_drawn": seen.drawn / seen.pixels,
             "hidden_flips": flips / max(seen_dark, 1),
         }
-        sent = {} if self._exchange is None else self._exchange.figures()
-        tried = {} if self._trials is None else self._trials.figures()
-        return {name: sum_ / seen.steps for name, sum_ in figures.items()} | parts | sent | tried
+        return {name: sum_ / seen.steps for name, sum_ in figures.items()} | parts
 
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
         space = self._space
@@ -90,13 +77,11 @@ class CellPixels(Assignment):
         hidden: list[Patch] = []
         self._hiding.keep(space.tree)
         seen_by: list[dict[int, int]] = []
-        sights: list[Sequence[Rectangle | None]] = []
         for position, view in enumerate(views):
             in_sight = tiles_seen(boxes, view)
             rectangles = self._hiding.drawn(view, in_sight) if self._hides else in_sight
             for cell, (wide, seen) in enumerate(zip(in_sight, rectangles, strict=True)):
                 hidden += [Patch(position, *dark, cell=cell) for dark in around(wide, seen)]
-            sights.append(rectangles)
             seen_by.append({})
             for cell, seen in enumerate(rectangles):
                 if seen is not None:
@@ -111,12 +96,7 @@ class CellPixels(Assignment):
             [_band(position, views[position], *span) for position, span in enumerate(of_rank) if span is not None]
             for of_rank in spans
         ]
-        homes, room = (), ()
-        if self._exchange is not None:
-            self._exchange.keep(space.tree)
-            drawn, room = self._exchange.divide(views, sights, spans)
-            homes = tuple(map(space.rank_of, range(space.cells)))
-        plan = replace(Plan.of(drawn, owned), order=tuple(order), hidden=tuple(hidden), homes=homes, room=room)
+        plan = replace(Plan.of(drawn, owned), order=tuple(order), hidden=tuple(hidden))
         if any(view.index >= 0 for view in views):  # not what somebody looks at
             self._seen.steps += 1
             self._seen.at_work += sum(1 for patches in drawn if patches) / ranks
@@ -128,27 +108,17 @@ class CellPixels(Assignment):
         return plan
 
     def counts(self, batch: int, width: int, height: int) -> int:
-        if self._exchange is not None:
-            return self._exchange.numbers([(width, height)] * batch)
         return 5 * batch * self._space.cells if self._hides else 0
 
     def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
-        if self._exchange is not None:
-            self._exchange.learn(views, counts)
-        elif self._hides and all(view.index >= 0 for view in views):
+        if self._hides and all(view.index >= 0 for view in views):
             self._hiding.learn(views, np.array(counts, dtype=np.int64).reshape(-1, len(views), self._space.cells, 5))
 
     def knowledge(self) -> list[list[int]]:
-        tried = [] if self._trials is None else self._trials.knowledge()
-        return tried + (self._hiding.knowledge() if self._keeps is None else self._keeps.knowledge())
+        return self._hiding.knowledge()
 
     def learn_again(self, knowledge: Sequence[Sequence[int]]) -> None:
-        if self._trials is not None:
-            self._trials.learn_again(knowledge)
-        if self._keeps is not None:
-            self._keeps.learn_again(knowledge)
-        else:  # what a run with another exchange knew is of no use
-            self._hiding.learn_again([row for row in knowledge if not (Exchange.owns(row) or Trials.owns(row))])
+        self._hiding.learn_again(knowledge)
 
 
 def _band(position: int, view: View, first: int, end: int) -> Patch:

@@ -23,15 +23,12 @@ class Learns(Enum):
     LIVE: where views are drawn cell by cell, at which pixels of a cell's layer enough arrives to be seen: rank after
         rank, of each view and cell -x0, -y0, x1, y1 of the box around those that the rank owns, and how many of them
         nobody drew (`Plan.hidden`). See `cuda_ext.live_boxes`.
-    SPANS: where views are drawn cell by cell, how many splats reach which part of a layer: rank after rank, of each
-        view and of as many cells as any rank has, `row_spans` of the rank's own.
     """
 
     NOTHING = "nothing"
     WORK = "work"
     NEEDS = "needs"
     LIVE = "live"
-    SPANS = "spans"
 
 
 class Assignment(ABC):

@@ -6,7 +6,7 @@ The convention of all of them: the loss of the job is the *sum* of the ranks' lo
 the sum. In a world of one each is the identity. All take empty tensors, and rows whose number differs by rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -15,9 +15,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # pyright: ignore[reportPrivateImportUsage]
 
 from ns_multigpu.core.world import World
-
-Wait = Callable[[], None]
-"""Has the current stream wait for what was begun beside it; on a CPU, the caller."""
 
 
 def sum_all(x: Tensor, world: World) -> Tensor:
@@ -64,20 +61,6 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], world:
     if world.group is None:
         return x
     return _ExchangeRows.apply(x, list(send), list(receive), world)  # type: ignore[no-any-return]
-
-
-def begin_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> tuple[Tensor, Wait]:
-    """`exchange_rows` without autograd, beside what is launched next: the rows, which are there once the second has
-    been called. Many may be on their way; they are begun in the same order on all ranks.
-
-    Raises:
-        ValueError: the counts do not fit `x` or the world.
-    """
-    _check_rows("begin_rows", x, send, receive, world)
-    if world.group is None:
-        return x, _no_wait
-    out, work = _all_to_all(x, list(send), list(receive), world, aside=True)
-    return out, work.wait
 
 
 def all_gather_rows(x: Tensor, world: World) -> tuple[Tensor, list[int]]:
@@ -202,18 +185,14 @@ def max_in_place(x: Tensor, world: World) -> None:
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=world.group)
 
 
-def all_gather_into(out: Tensor, x: Tensor, world: World, *, aside: bool = False) -> Wait:
-    """Every rank's `x` (one shape everywhere) into `out` [ranks, *x.shape], without autograd or waiting.
-
-    Args:
-        aside: see `all_to_all_parts`, also for what is returned.
-    """
+def all_gather_into(out: Tensor, x: Tensor, world: World) -> None:
+    """Every rank's `x` (one shape everywhere) into `out` [ranks, *x.shape], without autograd or waiting."""
     if world.group is None:
         out[0] = x
     if world.group is None or x.numel() == 0:
-        return _no_wait
+        return
     _count_ring((world.size - 1) * x.nbytes, world)
-    return _waiting(dist.all_gather_into_tensor(out.view(-1, *x.shape[1:]), x, group=world.group, async_op=aside))
+    dist.all_gather_into_tensor(out.view(-1, *x.shape[1:]), x, group=world.group)
 
 
 def all_gather_together(outs: Sequence[Tensor], xs: Sequence[Tensor], world: World) -> None:
@@ -256,32 +235,22 @@ def all_gather_together(outs: Sequence[Tensor], xs: Sequence[Tensor], world: Wor
         dist.all_gather_into_tensor(out, x, group=world.group)
 
 
-def all_to_all_into(out: Tensor, x: Tensor, world: World, *, aside: bool = False) -> Wait:
-    """Line r of `x` [ranks, ...] to rank r, whose lines arrive in `out`, without autograd or waiting.
-
-    Args:
-        aside: see `all_to_all_parts`, also for what is returned.
-    """
+def all_to_all_into(out: Tensor, x: Tensor, world: World) -> None:
+    """Line r of `x` [ranks, ...] to rank r, whose lines arrive in `out`, without autograd or waiting."""
     if world.group is None:
         out.copy_(x)
-        return _no_wait
+        return
     _count_parts([1] * world.size, x.nbytes // world.size, world)
-    return _waiting(dist.all_to_all_single(out, x, group=world.group, async_op=aside))
+    dist.all_to_all_single(out, x, group=world.group)
 
 
-def all_to_all_parts(
-    out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], world: World, *, aside: bool = False
-) -> Wait:
+def all_to_all_parts(out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], world: World) -> None:
     """All-to-all of parts that have a size of their own for each pair, without autograd or waiting.
-
-    Returns:
-        what has the current stream wait for it, or on a CPU the caller, where it goes on beside what is launched next.
 
     Args:
         out: [sum(receive)] written; contiguous, what came from rank 0 first. x: [sum(send)], that for rank 0 first.
         receive, send: numbers from, and for, each rank; what rank a sends to b is what b receives from a. A rank keeps
             what is its own: both are 0 for itself.
-        aside: whether it does that.
 
     Raises:
         ValueError: the sizes do not fit the tensors or the world, or a rank would send to itself.
@@ -293,10 +262,9 @@ def all_to_all_parts(
             f"rank {world.rank} of {world.size}, which keeps its own."
         )
     if world.group is None:
-        return _no_wait
+        return
     _count_parts(send, x.element_size(), world)
-    sizes = list(receive), list(send)
-    return _waiting(dist.all_to_all_single(out, x, *sizes, group=world.group, async_op=aside))
+    dist.all_to_all_single(out, x, list(receive), list(send), group=world.group)
 
 
 def _count_ring(count: int, world: World) -> None:
@@ -312,15 +280,6 @@ def _count_parts(send: Sequence[int], size: int, world: World) -> None:
     world.traffic.add(size * (sum(send) - send[world.rank]), size * (sum(send) - inside))
 
 
-def _no_wait() -> None:
-    """Nothing is on its way."""
-
-
-def _waiting(work: Any) -> Wait:
-    """What waits for work; None is done, or in the current stream."""
-    return _no_wait if work is None else work.wait
-
-
 def _check_rows(name: str, x: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> None:
     if len(send) != world.size or len(receive) != world.size or sum(send) != x.shape[0]:
         raise ValueError(
@@ -328,15 +287,13 @@ def _check_rows(name: str, x: Tensor, send: Sequence[int], receive: Sequence[int
         )
 
 
-def _all_to_all(
-    x: Tensor, send: list[int], receive: list[int], world: World, *, aside: bool = False
-) -> tuple[Tensor, Any]:
-    """Rows [sum(send), ...] -> [sum(receive), ...], and what to wait for; trailing sizes of zero are fine."""
+def _all_to_all(x: Tensor, send: list[int], receive: list[int], world: World) -> Tensor:
+    """Rows [sum(send), ...] -> [sum(receive), ...]; trailing sizes of zero are fine."""
     out = x.new_empty((sum(receive), *x.shape[1:]))
     row_bytes = x.nbytes // x.shape[0] if x.shape[0] else 0
     _count_parts(send, row_bytes, world)
-    # What is on its way keeps the tensors.
-    return out, dist.all_to_all_single(out, x.contiguous(), receive, send, group=world.group, async_op=aside)
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=world.group)
+    return out
 
 
 class _SumAll(torch.autograd.Function):
@@ -376,11 +333,11 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], world: World) -> Tensor:
         ctx.send, ctx.receive, ctx.world = send, receive, world
-        return _all_to_all(x.detach(), send, receive, world)[0]
+        return _all_to_all(x.detach(), send, receive, world)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _all_to_all(grads[0], ctx.receive, ctx.send, ctx.world)[0], None, None, None
+        return _all_to_all(grads[0], ctx.receive, ctx.send, ctx.world), None, None, None
 
 
 class _AllGatherRows(torch.autograd.Function):
@@ -388,11 +345,11 @@ class _AllGatherRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, counts: list[int], world: World) -> Tensor:
         ctx.counts, ctx.world = counts, world
         send = [x.shape[0]] * world.size
-        return _all_to_all(x.detach().repeat(world.size, *([1] * (x.dim() - 1))), send, counts, world)[0]
+        return _all_to_all(x.detach().repeat(world.size, *([1] * (x.dim() - 1))), send, counts, world)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         own = ctx.counts[ctx.world.rank]
-        back, _ = _all_to_all(grads[0], ctx.counts, [own] * ctx.world.size, ctx.world)
+        back = _all_to_all(grads[0], ctx.counts, [own] * ctx.world.size, ctx.world)
         # Summed in the order of the ranks: the same bits on every run.
         return back.reshape(ctx.world.size, own, *back.shape[1:]).sum(0), None, None

@@ -5,32 +5,15 @@ from dataclasses import replace
 
 import torch
 
-from cuda_ext.ops.row_wire import MOST_VIEWS
-from ns_multigpu.core.cell_rows import CellRows
-from ns_multigpu.core.crossing import RowsCross
-from ns_multigpu.core.legs import GradientsToOwner, RowsStay, SummedGradients
-from ns_multigpu.core.pixel_carriers import carrier_of
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.travelling_rows import RowsTravel
 from ns_multigpu.core.types import View
 
 
 def why_no_step(strategy: Strategy, batch: int) -> str | None:
-    """Why no `Step` does what a strategy's pieces say with so many views; None if it does. The same on every rank.
-
-    The legs' own types count: a class derived from one of them may do something else.
-    """
-    if type(strategy.rows) not in (RowsStay, RowsTravel, RowsCross, CellRows):
-        return f"the step's operators know no way for rows like {type(strategy.rows).__name__}"
-    if carrier_of(strategy.pixels, strategy.world) is None:
-        return f"the step's operators know no way for pixels like {type(strategy.pixels).__name__}"
-    if isinstance(strategy.rows, CellRows) and strategy.rows.layers.labels(batch) > MOST_VIEWS:
-        return (
-            f"splats travel with labels for {MOST_VIEWS} views times cells of a GPU, and {batch} views times "
-            f"{strategy.rows.layers.most} cells are more"
-        )
-    if type(strategy.gradients) not in (GradientsToOwner, SummedGradients):
-        return f"the step's operators know no way for gradients like {type(strategy.gradients).__name__}"
+    """Why no `Step` does what a strategy's pieces say with so many views; None if it does. The same on every rank."""
+    for leg in (strategy.rows, strategy.pixels, strategy.gradients):
+        if leg.unsupported_reason is not None:
+            return leg.unsupported_reason
     plan = strategy.plan([View(torch.eye(4), torch.eye(3), 256, 256, index=-1) for _ in range(batch)])
     for rank in range(strategy.world.size):
         positions = strategy.placement.views_to_splat(plan, replace(strategy.world, rank=rank))

@@ -19,13 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.pieces import composite_pieces, live_boxes
-from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
-from ns_multigpu.core.crossing import Crossing
-from ns_multigpu.core.legs import PixelLeg, WholePixels
+from cuda_ext.ops.pieces import (
+    composite_pieces,
+    composite_pieces_backward,
+    gather_pieces,
+    live_boxes,
+    scatter_pieces,
+)
+from ns_multigpu.core.collectives import all_gather_ints, all_to_all_parts, exchange_rows
+from ns_multigpu.core.crossing import Crossing, clipped
+from ns_multigpu.core.exchange.pixel_operators import PixelOperators, Settled
+from ns_multigpu.core.kernels import Arrived, Drawn, Lists, Rows
+from ns_multigpu.core.legs import PixelLeg
 from ns_multigpu.core.pieces import Routes, routes_of
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.primitive import Primitive
+from ns_multigpu.core.transport import Collective, Parts
 from ns_multigpu.core.types import Patch, Pixels, Rendering, Splats, View
 from ns_multigpu.core.world import World
 
@@ -63,27 +72,9 @@ class LocalCells:
             return view_ids * self.count
         return view_ids * self.count + cells[point_ids.clamp(0, len(cells) - 1).long()]
 
-    # ---- of fused steps ----
-
-    def label(self, rows: Any) -> Any:
-        """This rank's rows as they leave: with labels of their layers in the place of their views."""
-        return rows
-
-    def labels(self, views: int) -> int:
-        """How many labels there are."""
-        return views
-
-    def unlabel(self, arrived: Any, point_ids: Tensor) -> Any:
-        """Rows that arrived with their layers in the place of labels, of which `point_ids` are this rank's own."""
+    def layered(self, arrived: Any, point_ids: Tensor) -> Any:
+        """Replace the views of a fused step's local rows by their layers; `point_ids` [M] are the rows' points."""
         return arrived._replace(view_ids=self.layers(arrived.view_ids, point_ids)) if self.count > 1 else arrived
-
-    def rectangles(self, plan: Plan, views: Sequence[View], ways: Sequence[int], first_view: int) -> list[int]:
-        """Where this rank's rows go: 6 integers a patch, the way, the label from `first_view` on, x0, y0, x1, y1."""
-        raise NotImplementedError("splats stay with their cells")
-
-    def spans_of(self, rows: Any, views: Sequence[View]) -> Tensor:
-        """What this rank tells of `Learns.SPANS`."""
-        raise NotImplementedError("splats stay with their cells")
 
 
 @dataclass(frozen=True)
@@ -150,6 +141,9 @@ class CompositePixels(PixelLeg):
     def whole(self) -> bool:
         return False
 
+    def operators(self, world: World) -> "CompositeOperators":
+        return CompositeOperators(self, world)
+
     def draw(
         self, primitive: Primitive, splats: Splats, views: Sequence[View], plan: Plan, world: World
     ) -> list[Pixels]:
@@ -198,11 +192,7 @@ class CompositePixels(PixelLeg):
             image, opacity = out[piece].view(y1 - y0, x1 - x0, -1), alpha[piece].view(y1 - y0, x1 - x0, 1)
             depth = image[..., 3:] / opacity.clamp(min=_LEAST) if deep else None
             settled.append(Pixels(patch, image[..., :3], opacity, depth))
-        whole = Rendering(settled, replace(own, rows={**own.rows, **dict(zip(named, tied[1:], strict=True))}))
-        if not plan.homes:
-            return whole
-        # Where two owners draw a layer, both have its pixels in a halo: see `halo`.
-        return WholePixels().settle(whole, splats, views, replace(plan, drawn=plan.owned), world)
+        return Rendering(settled, replace(own, rows={**own.rows, **dict(zip(named, tied[1:], strict=True))}))
 
 
 LIVE = 1e-3
@@ -286,3 +276,76 @@ def _rows_of(routes: Routes, device: torch.device) -> Tensor:
         lines = torch.arange(height, device=device)[:, None] * stride
         found.append((corner + lines + torch.arange(width, device=device)).flatten())
     return torch.cat(found)
+
+
+class CompositeOperators(PixelOperators):
+    """Layers go to the owners of their pixels, and gradients of what these own come back. The plan says how many."""
+
+    exchanged = True
+    marks_stops = True
+
+    def __init__(self, leg: "CompositePixels", world: World) -> None:
+        self._cells, self._half, self._crossing, self._world = leg.cells, leg.half, leg.crossing, world
+        self._now: tuple[Routes, PixelWire, Tensor, Tensor, Tensor] | None = None
+        self._live = torch.zeros(0)
+        self._watches = leg.told is not None
+
+    def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
+        return arrived if self._crossing is not None else self._cells.layered(arrived, rows.point_ids)
+
+    def layer(self, patch: Patch, first_view: int) -> int:
+        assert first_view == 0, "all of the batch's views are splatted"
+        return patch.view if self._crossing is not None else self._cells.layer(patch)
+
+    def clipped(self, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View]) -> Lists:
+        if self._crossing is None:
+            return lists
+        return clipped(self._crossing, lists, arrived, plan, views, self._world.rank)
+
+    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
+        routes, color = routes_of(plan, views, self._world.rank), drawn.color
+        wire = PixelWire.of(views, half=self._half)
+        width = color.shape[1] + 1
+        out = color.new_empty(sum(routes.send), width)
+        received = color.new_empty(routes.arrived + routes.dark, width)
+        received[routes.arrived :].zero_()
+        others = sum(routes.receive)
+        gather_pieces(color, drawn.alpha, routes.leaving, out)
+        gather_pieces(color, drawn.alpha, routes.staying, received[others : routes.arrived])
+        arrived = yield from self._exchange(wire.pack(out), routes.receive, routes.send)
+        received[:others].copy_(arrived)
+        settled, alpha, before = composite_pieces(received, routes.layers, routes.sizes)
+        self._now = routes, wire, received, before, drawn.alpha
+        if self._watches:
+            self._live = live_numbers(before, routes, plan)
+        return Settled(settled, alpha, None)
+
+    def live(self) -> Tensor:
+        return self._live
+
+    def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
+        assert self._now is not None
+        routes, wire, received, before, alpha = self._now
+        self._now = None
+        gradients = composite_pieces_backward(
+            received, before, v_color, v_alpha, routes.layers, routes.sizes, routes.returned
+        )
+        del received, before
+        others = sum(routes.send_back)
+        leaving = wire.pack_gradients(gradients[:others])
+        back = yield from self._exchange(leaving, routes.receive_back, routes.send_back)
+        back = wire.unpack_gradients(back, gradients)
+        v_drawn = v_color.new_zeros(routes.drawn, v_color.shape[1]), v_alpha.new_zeros(routes.drawn)
+        scatter_pieces(back, routes.leaving, *v_drawn)
+        scatter_pieces(gradients[others:], routes.staying, *v_drawn)
+        # Of what stopped the sign was a mark: drawing takes the gradient by what is covered.
+        return v_drawn[0], torch.where(alpha < 0, -v_drawn[1], v_drawn[1])
+
+    def _exchange(self, out: Tensor, receive: Sequence[int], send: Sequence[int]) -> Parts[Tensor]:
+        """Pixels for each other rank -> those of each, one rank's behind the other's."""
+        width = out.shape[1]
+        into = out.new_empty(sum(receive), width)
+        if self._world.size > 1:
+            sizes = [width * pixels for pixels in receive], [width * pixels for pixels in send]
+            yield Collective(lambda: all_to_all_parts(into.view(-1), out.view(-1), *sizes, self._world))
+        return into

@@ -9,9 +9,8 @@ them. What is sent is a layer of splats along the planes between cells. Gradient
 statistics.
 """
 
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +18,11 @@ from torch import Tensor
 
 from cuda_ext.ops.list_windows import clip_lists
 from cuda_ext.ops.row_exchange import route_lines
-from cuda_ext.ops.row_spans import row_spans
-from ns_multigpu.core.kernels import Arrived, Kernels, Lists
-from ns_multigpu.core.pairs import Pairs
+from ns_multigpu.core.exchange.row_operators import RowOperators
+from ns_multigpu.core.kernels import Arrived, Lists, Rows
 from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.planned_rows import PlannedRows
-from ns_multigpu.core.transport import Transport
-from ns_multigpu.core.travelling_rows import RowsTravel, touches
-from ns_multigpu.core.types import Splats, View
-from ns_multigpu.core.world import World
+from ns_multigpu.core.travelling_rows import ExchangedRows, touches
+from ns_multigpu.core.types import Patch, Splats, View
 
 
 class Crossing(ABC):
@@ -55,58 +50,44 @@ class Crossing(ABC):
         """`reach` of rows that have `view_ids`, `means2d`, `radii` and `depths`."""
         return self.reach(rows.view_ids, rows.means2d, rows.radii, rows.depths, views)
 
-    def spans(self, rows: Any, views: Sequence[View], reached: Tensor, count: Tensor | None = None) -> Tensor:
-        """What this rank tells of `Learns.SPANS`: of each view and cell `row_spans` of the rows that reach the cell.
 
-        Args:
-            rows: of this rank's points. reached: by them, as `reach` says.
-            count: [1] int64, how many there are; None for all.
-        """
-        sizes = [(view.width, view.height) for view in views]
-        return row_spans(rows.view_ids, rows.means2d, rows.radii, sizes, count, reached)
-
-
-class RowsCross(RowsTravel):
+class BoundaryRows(ExchangedRows):
     """Rows go to the ranks that draw a cell which they reach, where they touch the rectangle that it is drawn in.
 
     Args:
         crossing: where cells lie in views.
-        told: called with a batch's views and what `Learns.SPANS` is of them, on all ranks alike, where there are
-            gradients. Rows then have the room that plans foresee, and go by collectives. None: nothing is counted.
     """
 
-    def __init__(self, crossing: Crossing, told: Callable[[Sequence[View], Sequence[int]], None] | None = None) -> None:
-        super().__init__(None if told is None else self, relays=False)
-        self._reached: tuple[weakref.ref[Splats], Tensor] | None = None  # of the splats that were asked of last
-        self.crossing, self._told, self.planned = crossing, told, told is not None
+    def __init__(self, crossing: Crossing) -> None:
+        super().__init__(relays=False)
+        self.crossing = crossing
 
-    def transport(
-        self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int
-    ) -> Transport | None:
-        return PlannedRows(world, kernels, rows, capacity, words) if self.planned else None
-
-    def count(self, splats: Splats, views: Sequence[View], plan: Plan) -> Tensor:
-        """See `RowCounts`."""
-        return self.crossing.spans(_Rows.of(splats), views, self._reach(splats, views))
-
-    def told(self, views: Sequence[View], plan: Plan, table: Sequence[Sequence[int]]) -> None:
-        """See `RowCounts`."""
-        assert self._told is not None, "else nothing was counted"
-        self._told(views, [n for row in table for n in row])
+    def operators(self) -> RowOperators:
+        return BoundaryRowOperators(self.crossing)
 
     def touched(self, own: Splats, views: Sequence[View], plan: Plan) -> list[Tensor]:
-        reach = self._reach(own, views)
+        reach = self.crossing.reached_by(_Rows.of(own), views)
         found = [torch.zeros_like(own.hits.view_ids, dtype=torch.bool) for _ in plan.drawn]
         for there, patches in zip(found, plan.drawn, strict=True):
             for patch in patches:
                 there |= touches(own, views, [patch]) & reach[patch.cell]
         return found
 
-    def _reach(self, own: Splats, views: Sequence[View]) -> Tensor:
-        """[cells, M] which cells each row reaches: asked for where rows go, and again where they are counted."""
-        if self._reached is None or self._reached[0]() is not own:
-            self._reached = weakref.ref(own), self.crossing.reached_by(_Rows.of(own), views)
-        return self._reached[1]
+
+class BoundaryRowOperators(RowOperators):
+    """Rows go to each rank that draws a cell which they reach, where they touch its patch."""
+
+    def __init__(self, crossing: Crossing) -> None:
+        self._crossing = crossing
+
+    def _route(
+        self, rows: Rows, views: Sequence[View], numbers: list[int], patches: Sequence[Patch], place: Tensor,
+        counts: Tensor,
+    ) -> None:  # fmt: skip
+        reached = self._crossing.reached_by(rows, views)
+        where = rows.view_ids, rows.count, rows.means2d, rows.radii
+        cells = [patch.cell for patch in patches]
+        route_lines(*where, numbers, 0, place.shape[1], place, counts, reached, cells)
 
 
 class _Rows(NamedTuple):
@@ -128,15 +109,3 @@ def clipped(crossing: Crossing, lists: Lists, arrived: Arrived, plan: Plan, view
     tile_offsets, row_ids, met = lists
     windows = crossing.windows(plan, views, rank).to(arrived.depths.dtype)
     return *clip_lists(tile_offsets, row_ids, arrived.depths, windows), met
-
-
-def route_crossing(
-    reached: Tensor, rows: Any, drawn: Sequence[int], cells: Sequence[int], place: Tensor, counts: Tensor
-) -> None:
-    """`route_lines` of all lines, for rows that go where they reach a patch's cell. Arguments as there.
-
-    Args:
-        reached: by the rows, as `Crossing.reach` says. cells: of each of the patches `drawn`.
-    """
-    where = rows.view_ids, rows.count, rows.means2d, rows.radii
-    route_lines(*where, drawn, 0, len(rows.means2d), place, counts, reached, cells)

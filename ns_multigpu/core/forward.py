@@ -1,36 +1,35 @@
 # torch annotates only part of itself:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""The forward half of a step, for one view: rows, their way to who draws them, lists, pixels. No loss and no way back.
+"""Pictures of one view, drawn by all ranks with the first half of a step (`forward_pass`): no loss and no way back.
 
-It runs a primitive's kernels, as a fused step does, and like it reads nothing back before the picture is made. Then all
-ranks look once: whether every capacity sufficed, and how much work each row of tiles was. If one did not, all make room
-and draw again. The next view is cut by what was learned of this one.
+Nothing is read back before the picture is made. Then all ranks look once: whether every capacity sufficed, and how much
+work each row of tiles was. If one did not, all make room and draw again.
 
-A view is cut into bands of rows of tiles, one a rank. Where every rank has all points that costs nothing but the cut:
-no loss is computed, so that nobody needs a halo, and no densifier counts.
+Where pixels are whole a view is cut into bands of rows of tiles, one a rank, of equal work in the view before. Where
+every rank has all points that costs nothing but the cut: no loss is computed, so that nobody needs a halo, and no
+densifier counts. Where pixels are exchanged the strategy's assignment says who draws what.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
-from cuda_ext.ops.row_exchange import route_lines
 from ns_multigpu.core.assignment import ideal_cuts
 from ns_multigpu.core.collectives import all_gather_into, max_int
-from ns_multigpu.core.kernels import Arrived, Cameras, Drawn, Kernels, Model, Rows
-from ns_multigpu.core.legs import RowsStay, WholePixels
+from ns_multigpu.core.exchange.pixel_operators import Settled
+from ns_multigpu.core.forward_pass import Drawing, ForwardPass
+from ns_multigpu.core.kernels import Cameras, Kernels, Model, Rows
 from ns_multigpu.core.pairs import Pairs, pairs_of
 from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.staying_rows import OwnRows
 from ns_multigpu.core.step_settings import padded
 from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.tile_lists import GatheredLists
 from ns_multigpu.core.transport import launched
 from ns_multigpu.core.transports import CollectiveRows
-from ns_multigpu.core.travelling_rows import RowsTravel
 from ns_multigpu.core.types import TILE, Patch, Pixels, Points, View
-from ns_multigpu.core.world import World
 
 _ROWS_AT_FIRST = 1 << 16
 """Rows of a rank that the first picture has room for: one that needs more is drawn again."""
@@ -74,15 +73,14 @@ class Forward:
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._world, self._travels = strategy.world, strategy.rows.travels and strategy.world.size > 1
+        self._strategy, self._world = strategy, strategy.world
         self._room = _Room(_ROWS_AT_FIRST, pairs_of(padded(0), self._world.size), 4 * _ROWS_AT_FIRST)
         self._work: list[int] = []
 
     @staticmethod
     def serves(strategy: Strategy) -> bool:
-        """Whether the operators know a way for the strategy's rows and pixels. A class derived from a leg that they
-        know may do something else."""
-        return type(strategy.rows) in (RowsStay, RowsTravel) and type(strategy.pixels) is WholePixels
+        """Whether the strategy's rows and pixels have operators."""
+        return strategy.rows.unsupported_reason is None and strategy.pixels.unsupported_reason is None
 
     @torch.no_grad()
     def draw(self, kernels: Kernels, points: Points, view: View, passes: int = 1) -> tuple[Plan, list[Pixels]]:
@@ -94,30 +92,40 @@ class Forward:
             passes: draws so many parts of the view one after the other, each in less memory.
 
         Returns:
-            who has drawn what; and this rank's patches.
+            whose pixels are whose; and this rank's patches.
 
         Raises:
             NoRoom: on all ranks; more passes may help.
         """
-        bands = cut(view, self._world.size * passes, self._work)
         # Nobody reads the moments: no step is put off.
         params = points.params
         model = kernels.model(params, {name: (params[name], params[name]) for name in kernels.parameters}, {}, None)
         work = [0] * _tile_rows(view)
-        drawn: list[list[Patch]] = [[] for _ in range(self._world.size)]
+        owned: list[list[Patch]] = [[] for _ in range(self._world.size)]
         pixels: list[Pixels] = []
-        for first in range(0, len(bands), self._world.size):
-            patches = bands[first : first + self._world.size]
-            one, counts = self._draw(_Try(kernels, model, view, patches, self._world, self._travels))
-            pixels += [] if one is None else [one]
+        for plan in self._plans(view, passes):
+            some, counts = self._draw(_Try(self._strategy, kernels, model, view, plan))
+            pixels += some
             work = [a + b for a, b in zip(work, counts, strict=True)]
-            for rank, patch in enumerate(patches):
-                drawn[rank] += [patch] if patch.y0 < patch.y1 else []
+            for of_rank, patches in zip(owned, plan.owned, strict=True):
+                of_rank += patches
         self._work = work
-        return Plan.of(drawn), pixels
+        return Plan.of(owned), pixels
 
-    def _draw(self, attempt: "_Try") -> tuple[Pixels | None, list[int]]:
-        """One pass: this rank's patch, if it has any, and the work of each row of tiles."""
+    def _plans(self, view: View, passes: int) -> list[Plan]:
+        """Who draws what in each pass."""
+        ranks = self._world.size
+        if self._strategy.pixels.whole:
+            bands = cut(view, ranks * passes, self._work)
+            return [
+                Plan.of([patch] if patch.y0 < patch.y1 else [] for patch in bands[first : first + ranks])
+                for first in range(0, len(bands), ranks)
+            ]
+        plan = self._strategy.plan([view]).without_halos()
+        return [plan] if passes == 1 else [_rows_of(plan, band) for band in cut(view, passes, []) if band.y0 < band.y1]
+
+    def _draw(self, attempt: "_Try") -> tuple[list[Pixels], list[int]]:
+        """One pass: this rank's patches, and the work of each row of tiles."""
         while True:
             pixels, told = attempt.run(self._room)
             if any(row[0] for row in told):
@@ -133,88 +141,100 @@ class Forward:
 class _Try:
     """One pass over a view, with whatever room there is."""
 
-    def __init__(
-        self, kernels: Kernels, model: Model, view: View, patches: Sequence[Patch], world: World, travels: bool
-    ) -> None:
-        self._kernels, self._model, self._view, self._patches = kernels, model, view, patches
-        self._world, self._travels = world, travels
-        self._own = patches[world.rank]
+    def __init__(self, strategy: Strategy, kernels: Kernels, model: Model, view: View, plan: Plan) -> None:
+        self._strategy, self._kernels, self._model, self._view, self._plan = strategy, kernels, model, view, plan
+        self._world, self._exchanges = strategy.world, strategy.rows.travels and strategy.world.size > 1
         self.size = f"{view.width}x{view.height}"
 
-    def run(self, room: _Room) -> tuple[Pixels | None, list[list[int]]]:
+    def run(self, room: _Room) -> tuple[list[Pixels], list[list[int]]]:
         """What was drawn here, and what every rank tells: `_HEAD` numbers, rows for each rank, work by row of tiles."""
         device, ranks = self._world.device, self._world.size
         words = _HEAD + ranks + _tile_rows(self._view)
         message = torch.zeros(words, dtype=torch.int64, device=device)
-        pixels: Pixels | None = None
-        try:
-            projected = self._project(room)
-        except torch.OutOfMemoryError:
-            projected = None
-        short = int(projected is None)
-        # Rows are exchanged by all ranks or by none.
-        anybody = max_int(short, self._world) if self._travels else short
-        if projected is None or anybody:
-            message[0] = short
-        else:
-            rows, transport, counts = projected
-            try:
-                pixels = self._blend(room, self._arrive(rows, transport, counts), message)
-                message[1:2] = rows.count
-                message[_HEAD : _HEAD + ranks] = counts
-            except torch.OutOfMemoryError:
-                pixels = None
-                message.zero_()
-                message[0] = 1
-            del rows, transport, counts
-        del projected
+        pixels = self._passed(room, message)
+        if pixels is None:
+            message.zero_()
+            message[0] = 1
         everyone = torch.empty(ranks, words, dtype=torch.int64, device=device)
         all_gather_into(everyone, message, self._world)
-        return pixels, everyone.tolist()  # the one look
+        return pixels or [], everyone.tolist()  # the one look
 
-    def _project(self, room: _Room) -> tuple[Rows, CollectiveRows | None, Tensor]:
-        view, kernels, world = self._view, self._kernels, self._world
-        size, times = (view.width, view.height), view.K.new_full((1,), view.time)
-        cameras = Cameras(view.viewmat[None].contiguous(), view.K[None].contiguous(), size, times)
-        rows = kernels.project(self._model, cameras, room.rows, (), None)
-        counts = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-        if not self._travels:
-            return rows, None, counts
-        transport = CollectiveRows(world, kernels, room.rows, room.pairs, 1)
-        place = torch.empty(world.size, room.rows, dtype=torch.int32, device=world.device)
-        drawn = self._rectangles()
-        route_lines(rows.view_ids, rows.count, rows.means2d, rows.radii, drawn, 0, room.rows, place, counts)
-        transport.leave(rows, place, 0, room.rows)
-        return rows, transport, counts
-
-    def _rectangles(self) -> list[int]:
-        """Of each rank's patch: the rank, the view, x0, y0, x1, y1."""
-        return [n for rank, p in enumerate(self._patches) for n in (rank, 0, p.x0, p.y0, p.x1, p.y1)]
-
-    def _arrive(self, rows: Rows, transport: CollectiveRows | None, counts: Tensor) -> Arrived:
-        if transport is None:
-            return self._kernels.stay(rows, rows.view_ids, rows.point_ids)
-        return launched(transport.arrive(rows, counts, 1, self._rectangles()))
-
-    def _blend(self, room: _Room, arrived: Arrived, message: Tensor) -> Pixels | None:
-        """This rank's patch, if it has any; sets what it tells of its lists."""
-        kernels, own, world = self._kernels, self._own, self._world
-        if own.y0 >= own.y1:
+    def _passed(self, room: _Room, message: torch.Tensor) -> list[Pixels] | None:
+        """This rank's patches; None where memory did not suffice, here or, before an exchange, anywhere."""
+        try:
+            forward = self._forward(room)
+            rows: Rows | None = forward.project(self._model, self._cameras(), [self._view])
+        except torch.OutOfMemoryError:
+            forward = rows = None
+        # Rows, and pixels, are exchanged by all ranks or by none.
+        if self._fails(rows is None, self._exchanges) or forward is None or rows is None:
             return None
-        flat = [0, own.x0, own.y0, own.x1, own.y1]
-        lists = kernels.intersect(arrived, flat, room.intersections)
-        drawn: Drawn = kernels.draw(arrived, lists, flat)
-        offsets, _, met = lists
+        try:
+            drawing = launched(forward.draw(rows, [self._view], self._plan, range(1)))
+            self._tell(rows, forward.counts, drawing, message)
+        except torch.OutOfMemoryError:
+            drawing = None
+        if self._fails(drawing is None, forward.pixels.exchanged) or drawing is None:
+            return None
+        try:
+            return self._pixels(drawing, launched(forward.settle(drawing.drawn, self._plan, [self._view])), forward)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _fails(self, failed: bool, exchanged: bool) -> bool:
+        """Whether this rank failed, or before an exchange any."""
+        return max_int(int(failed), self._world) > 0 if exchanged and self._world.size > 1 else failed
+
+    def _cameras(self) -> Cameras:
+        view = self._view
+        size, times = (view.width, view.height), view.K.new_full((1,), view.time)
+        return Cameras(view.viewmat[None].contiguous(), view.K[None].contiguous(), size, times)
+
+    def _forward(self, room: _Room) -> ForwardPass:
+        shape = (self._world, self._kernels, room.rows, room.pairs, 0)
+        transport = CollectiveRows(*shape) if self._exchanges else OwnRows(*shape)
+        lists = GatheredLists(self._kernels, room.intersections)
+        return ForwardPass(self._strategy, self._kernels, transport, lists, room.rows)
+
+    def _tell(self, rows: Rows, counts: torch.Tensor, drawing: Drawing, message: torch.Tensor) -> None:
+        """Sets what this rank tells of its rows and lists."""
+        ranks, (offsets, _, met) = self._world.size, drawing.lists
+        message[1:2] = rows.count
+        message[_HEAD : _HEAD + ranks] = counts
+        own = self._plan.drawn[self._world.rank]
+        if not own:
+            return
         message[2:3] = met
-        columns = -(-self._view.width // TILE)
-        first = _HEAD + world.size + own.y0 // TILE
-        work = offsets[::columns].long().diff()
-        message[first : first + len(work)] = work
-        height, width = own.y1 - own.y0, own.x1 - own.x0
-        image, alpha = drawn.color.view(height, width, -1), drawn.alpha.view(height, width, 1)
-        shown = kernels.shown(drawn, self._view)
-        extra = {name: values.view(height, width, -1) for name, values in shown.items()}
-        return Pixels(own, image[..., :3], alpha, image[..., 3:4] / alpha.clamp(min=1e-10), extra=extra)
+        if self._strategy.pixels.whole:  # the patch is a band
+            work = offsets[:: -(-self._view.width // TILE)].long().diff()
+            first = _HEAD + ranks + own[0].y0 // TILE
+            message[first : first + len(work)] = work
+
+    def _pixels(self, drawing: Drawing, settled: Settled, forward: ForwardPass) -> list[Pixels]:
+        """The patches that this rank owns."""
+        shown = {} if forward.pixels.exchanged else self._kernels.shown(drawing.drawn, self._view)
+        found: list[Pixels] = []
+        start = 0
+        for patch in self._plan.owned[self._world.rank]:
+            height, width = patch.y1 - patch.y0, patch.x1 - patch.x0
+            piece = slice(start, start + height * width)
+            start = piece.stop
+            image, alpha = settled.color[piece].view(height, width, -1), settled.alpha[piece].view(height, width, 1)
+            extra = {name: values[piece].view(height, width, -1) for name, values in shown.items()}
+            depth = image[..., 3:4] / alpha.clamp(min=1e-10)
+            found.append(Pixels(patch, image[..., :3], alpha, depth, extra=extra))
+        return found
+
+
+def _rows_of(plan: Plan, band: Patch) -> Plan:
+    """What of a plan lies in a band of whole rows of tiles."""
+
+    def within(patches: Sequence[Patch]) -> tuple[Patch, ...]:
+        cut_ = (replace(p, y0=max(p.y0, band.y0), y1=min(p.y1, band.y1)) for p in patches)
+        return tuple(patch for patch in cut_ if patch.y0 < patch.y1)
+
+    drawn, owned = (tuple(map(within, ranks)) for ranks in (plan.drawn, plan.owned))
+    return replace(plan, drawn=drawn, owned=owned, hidden=within(plan.hidden))
 
 
 def cut(view: View, bands: int, work: Sequence[int]) -> list[Patch]:

@@ -3,31 +3,53 @@
 """The legs of a step: what crosses the wire on the way from points to pixels, and back.
 
 A strategy names one of each kind: rows (splats) that stay or travel, pixels that are whole where they are drawn or not,
-gradients that go to a point's owner or are summed over replicas. These are their differentiable faces; the same legs of
-a step that reads nothing back are chosen by `transports.make_transport`.
+gradients that go to a point's owner or are summed over replicas. Each has two faces: a differentiable one, and
+`operators` for steps that read nothing back. A leg without operators gives its `unsupported_reason`.
 """
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 from torch import Tensor
 
 from ns_multigpu.core.buckets import GradientBuckets
+from ns_multigpu.core.exchange.pixel_operators import PixelOperators, WholePixelOperators
+from ns_multigpu.core.exchange.row_operators import RowOperators
 from ns_multigpu.core.halo import Halos, WholeGradients
 from ns_multigpu.core.kernels import Kernels
 from ns_multigpu.core.pairs import Pairs
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.primitive import Primitive
+from ns_multigpu.core.staying_rows import KeptRows, PeerReplicas, ReplicatedRows
+from ns_multigpu.core.transport import Transport
 from ns_multigpu.core.types import Pixels, Points, Rendering, Splats, View
 from ns_multigpu.core.world import World
 
 
-class RowLeg(ABC):
+class Leg(ABC):
+    """Exchange on one stretch of a step."""
+
+    carries: ClassVar[str]
+    """Name of what it exchanges, for messages."""
+
+    @property
+    def unsupported_reason(self) -> str | None:
+        """Reason why a fused step cannot run this leg; None if it can.
+
+        A class has operators if it defines them itself: one that is derived from it may exchange something else.
+        """
+        if "operators" in vars(type(self)):
+            return None
+        return f"the step's operators know no way for {self.carries} like {type(self).__name__}"
+
+
+class RowLeg(Leg):
     """Brings splats to the ranks that draw them; in backward their gradients to where they came from."""
 
+    carries = "rows"
     survives_giving_up: ClassVar[bool] = False
     """Whether a rank that failed while it rendered, or on the way back, can let the others go on."""
     travels: ClassVar[bool]
@@ -35,40 +57,37 @@ class RowLeg(ABC):
     relays: bool | None = False
     """Whether a row crosses once to each other machine, where a rank hands it on (see `Relays`); None for fused steps
     alone, where the ranks of each machine reach each other's memory."""
-    stages: int = 1
-    """In how many stages a step's views are exchanged and drawn, one while the next is on its way (see `stages`)."""
-    planned: bool = False
-    """Whether rows have the room that plans foresee (`PlannedRows`), and so go by collectives."""
 
-    def transport(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> Any:
-        """What carries the rows of fused steps, where a leg has a `Transport` of its own, which goes by collectives;
-        None where what the machine has decides. Arguments as there."""
-        return None
+    def operators(self) -> RowOperators:
+        """Operators that say which rows go where.
+
+        Raises:
+            NotImplementedError: the leg has none; see `unsupported_reason`.
+        """
+        raise NotImplementedError(self.unsupported_reason)
 
     @abstractmethod
     def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
         """Splats of this rank's points (`own`, of `points`) -> splats of the patches that this rank draws."""
 
-    def arrivals(
-        self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World
-    ) -> Iterator[tuple[Plan, Splats]]:
-        """`bring` in stages: the part of the plan that can be drawn now, and its splats. All are to be asked for."""
-        yield plan, self.bring(own, points, views, plan, world)
 
-
-class RowsStay(RowLeg):
+class LocalRows(RowLeg):
     """A rank draws the points that it holds."""
 
     survives_giving_up = True
     travels = False
 
+    def operators(self) -> RowOperators:
+        return RowOperators()
+
     def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
         return own
 
 
-class PixelLeg(ABC):
+class PixelLeg(Leg):
     """Makes a patch's pixels, at their owner, of what ranks have drawn."""
 
+    carries = "pixels"
     survives_giving_up: ClassVar[bool] = True
     """As `RowLeg`'s."""
 
@@ -76,6 +95,14 @@ class PixelLeg(ABC):
     def whole(self) -> bool:
         """Whether what a rank draws of all splats of a patch is the patch: on one rank, what the primitive renders."""
         return True
+
+    def operators(self, world: World) -> PixelOperators:
+        """Operators that exchange pixels.
+
+        Raises:
+            NotImplementedError: the leg has none; see `unsupported_reason`.
+        """
+        raise NotImplementedError(self.unsupported_reason)
 
     def draw(
         self, primitive: Primitive, splats: Splats, views: Sequence[View], plan: Plan, world: World
@@ -91,7 +118,7 @@ class PixelLeg(ABC):
 
         Args:
             rendering: what was drawn here, and the splats of this rank's points.
-            splats: what it was drawn from: `RowLeg.bring`'s, or of the last stage.
+            splats: what it was drawn from: `RowLeg.bring`'s.
             views, plan, world: as there.
         """
 
@@ -102,6 +129,9 @@ class WholePixels(PixelLeg):
     What travels are the gradients of halo pixels, where there are halos: a densifier that sums magnitudes (AbsGS) has
     to have a pixel's whole gradient first (see `halo`).
     """
+
+    def operators(self, world: World) -> PixelOperators:
+        return WholePixelOperators()
 
     def settle(
         self, rendering: Rendering, splats: Splats, views: Sequence[View], plan: Plan, world: World
@@ -133,13 +163,28 @@ class WholePixels(PixelLeg):
         return Rendering(pixels, replace(own, rows=rows))
 
 
-class GradientLeg(ABC):
+class GradientLeg(Leg):
     """Makes the gradients of parameters whole, around the backward pass."""
 
+    carries = "gradients"
     survives_giving_up: ClassVar[bool] = False
     """As `RowLeg`'s; see `give_up`."""
     summed: ClassVar[bool]
     """Whether every rank has all points, and their gradients are summed over ranks."""
+
+    def operators(
+        self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int, *, peer: bool
+    ) -> Transport:
+        """Transport of gradients over several ranks where rows are local.
+
+        Args:
+            world, kernels, rows, capacity, words: see `Transport`.
+            peer: whether all ranks reach each other's memory.
+
+        Raises:
+            NotImplementedError: the leg has none; see `unsupported_reason`.
+        """
+        raise NotImplementedError(self.unsupported_reason)
 
     def render_begins(self, points: Points) -> None:
         """Told of the points that this rank holds, before they are rendered."""
@@ -172,6 +217,11 @@ class SummedGradients(GradientLeg):
     def __init__(self, world: World) -> None:
         self._buckets = GradientBuckets(world)
 
+    def operators(
+        self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int, *, peer: bool
+    ) -> Transport:
+        return (PeerReplicas if peer else ReplicatedRows)(world, kernels, rows, capacity, words)
+
     def begin_backward(self, params: Iterable[Tensor]) -> None:
         self._buckets.watch(list(params))
 
@@ -193,6 +243,11 @@ class GradientsToOwner(GradientLeg):
         self._buckets = GradientBuckets(world)
         self._points: list[weakref.ref[Tensor]] = []
         self._replicated: list[Tensor] = []
+
+    def operators(
+        self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int, *, peer: bool
+    ) -> Transport:
+        return KeptRows(world, kernels, rows, capacity, words)
 
     def render_begins(self, points: Points) -> None:
         # Weakly: densification is about to replace them, and must not find the old ones kept.

@@ -10,9 +10,9 @@ from torch import Tensor
 from cuda_ext.ops.row_reach import reach_counts
 from cuda_ext.ops.step_control import HEAD, step_message
 from ns_multigpu.core.assignment import Learns
+from ns_multigpu.core.exchange.pixel_operators import PixelOperators
 from ns_multigpu.core.exposures import StepExposures
-from ns_multigpu.core.kernels import Rows
-from ns_multigpu.core.pixel_carriers import PixelCarrier
+from ns_multigpu.core.kernels import Lists, Rows
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.step_settings import StepSettings
 from ns_multigpu.core.types import TILE, Patch, View
@@ -22,51 +22,39 @@ class StepMessage:
     """Makes a rank's message: how much room was needed, and what the assignment learns of the step.
 
     Args:
-        settings: the step's. carrier: of its pixels. stages: of its views.
-        stays: which number of a stage's rows is of those that stay. words: of a message. learns: see `Learns`.
+        settings: the step's. pixels: its operators.
+        stays: which number of rows is of those that stay. words: of a message. learns: see `Learns`.
     """
 
-    def __init__(
-        self, settings: StepSettings, carrier: PixelCarrier, stages: Sequence[range], stays: int, words: int,
-        learns: Learns,
-    ) -> None:  # fmt: skip
-        self._settings, self._pixels, self._stages = settings, carrier, stages
+    def __init__(self, settings: StepSettings, pixels: PixelOperators, stays: int, words: int, learns: Learns) -> None:
+        self._settings, self._pixels = settings, pixels
         self._stays, self._words, self._learns = stays, words - settings.tail, learns
 
     def of(
-        self, rows: Rows, numbers: tuple[Tensor, Tensor, Tensor], plan: Plan, met: Sequence[tuple[Tensor, Tensor]],
-        views: Sequence[View], own: Sequence[Patch], first_view: int, reached: Tensor | None,
+        self, rows: Rows, numbers: tuple[Tensor, Tensor, Tensor], plan: Plan, lists: Lists,
+        views: Sequence[View], own: Sequence[Patch], first_view: int,
         exposures: StepExposures | None = None,
     ) -> Tensor:  # fmt: skip
         """The message [words] int64.
 
         Args:
             rows: of this rank's points.
-            numbers: of rows that go each way, stage by stage: how many, the room for them, and the most so far.
-            met: of each stage the offsets of the tiles that were drawn, and how many intersections there were.
+            numbers: of rows that go each way: how many, the room for them, and the most so far.
+            lists: of the tiles that were drawn.
             own: what this rank draws. first_view: the position in the batch of the first view of the rows.
-            reached: which cells each row reaches, where rows cross cells.
             exposures: what is told of them at the end, if there are any.
         """
         counts, room, most_rows = numbers
-        offsets, most = met[0]
-        for more, count in met[1:]:
-            offsets = torch.cat([offsets[:-1], more + offsets[-1]])
-            most = torch.maximum(most, count)
-        in_stages = [patch for stage in self._stages for patch in own if patch.view in stage]
+        offsets, _, met = lists
         message = step_message(
-            rows.count, counts, room, most_rows, most, offsets, self._bands(in_stages, views), self._stays,
+            rows.count, counts, room, most_rows, met, offsets, self._bands(own, views), self._stays,
             self._words - HEAD, self._settings.columns,
         )  # fmt: skip
-        if len(met) > 1:  # rows that stay are counted by stage
-            message[HEAD - 1] -= counts.view(len(self._stages), -1)[1:, self._stays].sum()
         if self._learns is Learns.NEEDS:
             everyones = [n for p in plan.patches() for n in (p.view - first_view, *p.rendered(views[p.view]))]
             message[HEAD:] = reach_counts(rows.view_ids, rows.count, rows.means2d, rows.radii, everyones)
         elif self._learns is Learns.LIVE:
             message[HEAD:] = self._pixels.live()
-        elif self._learns is Learns.SPANS:
-            message[HEAD:] = self._pixels.spans(rows, views, reached)
         return message if exposures is None else torch.cat([message, exposures.told()])
 
     def _bands(self, own: Sequence[Patch], views: Sequence[View]) -> list[int]:

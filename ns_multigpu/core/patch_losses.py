@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from cuda_ext.ops.band_loss import band_loss_into
+from ns_multigpu.core.exchange.pixel_operators import Settled
 from ns_multigpu.core.exposures import StepExposures
-from ns_multigpu.core.pixel_carriers import Settled
 from ns_multigpu.core.step_settings import StepSettings
 from ns_multigpu.core.types import Patch, View
 

@@ -105,7 +105,7 @@ class PeerBuffer:
 
 
 @dataclass(frozen=True)
-class Transport:
+class TransportChoice:
     """How rows travel between ranks.
 
     Attributes:
@@ -123,7 +123,7 @@ class Transport:
         return self.name != "collective"
 
 
-def choose_transport(world: World, wanted: str = "auto", *, relayed: bool = False) -> Transport:
+def choose_transport(world: World, wanted: str = "auto", *, relayed: bool = False) -> TransportChoice:
     """Whether the ranks can use each other's memory. Collective; the answer is the same on every rank.
 
     Peer memory takes GPUs of one machine, each with access to all others. A small buffer is tried out: written to and
@@ -141,21 +141,23 @@ def choose_transport(world: World, wanted: str = "auto", *, relayed: bool = Fals
     if wanted not in ("auto", "peer", "collective"):
         raise ValueError(f"The transport is {wanted!r}; it must be auto, peer or collective.")
     if wanted == "collective":
-        return Transport("collective", "Collectives were asked for.")
+        return TransportChoice("collective", "Collectives were asked for.")
     if world.group is None:
-        return Transport("peer", "There is one rank, which uses its own memory.")
+        return TransportChoice("peer", "There is one rank, which uses its own memory.")
     mixed = relayed and 1 < world.local_size < world.size
     problem = _first_problem(_access_problem(world, machine=mixed), world) or _trial_problem(world, machine=mixed)
     if problem is None and mixed:
-        return Transport("mixed", "Ranks reach each other's memory inside each machine; between machines they do not.")
+        return TransportChoice(
+            "mixed", "Ranks reach each other's memory inside each machine; between machines they do not."
+        )
     if problem is None:
-        return Transport("peer", f"All {world.size} ranks reach each other's memory.")
+        return TransportChoice("peer", f"All {world.size} ranks reach each other's memory.")
     if wanted == "peer":
         raise RuntimeError(
             f"The transport `peer` was asked for and cannot be had. {problem} "
             "Choose the transport `auto` or `collective`."
         )
-    return Transport("collective", f"There is no peer memory. {problem}")
+    return TransportChoice("collective", f"There is no peer memory. {problem}")
 
 
 def _access_problem(world: World, *, machine: bool) -> str | None:

@@ -56,7 +56,7 @@ def find_pieces(plan: Plan, views: Sequence[View]) -> list[Piece]:
         for k, patch in enumerate(patches):
             own, wide = (patch.x0, patch.y0, patch.x1, patch.y1), patch.rendered(views[patch.view])
             for cell in plan.order[patch.view]:
-                for source in _sources(drawn.get((patch.view, cell), []), rank, cell, plan):
+                for source in drawn.get((patch.view, cell), []):
                     seen = plan.drawn[source[0]][source[1]].rendered(views[patch.view])
                     for rectangle, inside in _parts(wide, own):
                         both = _both(rectangle, seen)
@@ -67,12 +67,6 @@ def find_pieces(plan: Plan, views: Sequence[View]) -> list[Piece]:
                     if both is not None:
                         pieces.append(Piece(None, (rank, k), both, True, cell))
     return pieces
-
-
-def _sources(drawn: Sequence[tuple[int, int]], rank: int, cell: int, plan: Plan) -> Sequence[tuple[int, int]]:
-    """Who of those that draw a layer draws it for a rank: that one itself, else the cell's home."""
-    own = [source for source in drawn if source[0] == rank]
-    return own or [source for source in drawn if not plan.homes or source[0] == plan.homes[cell]]
 
 
 def _both(a: Rectangle, b: Rectangle) -> Rectangle | None:

@@ -18,24 +18,18 @@ class Plan:
             and need not cover a view. Empty otherwise.
         hidden: then rectangles of cells that are in sight and not drawn, for enough is before them: what arrives there
             is looked at all the same.
-        homes: of each cell the rank that has its points. A layer's pixels come from there, but where their owner draws
-            the layer itself, of splats that come from there. Empty where nobody draws another's cells.
-        room: [source][destination] how many rows are foreseen to travel, with some to spare; those of the diagonal do
-            not count. Empty where nobody foresees any.
     """
 
     drawn: tuple[tuple[Patch, ...], ...]
     owned: tuple[tuple[Patch, ...], ...]
     order: tuple[tuple[int, ...], ...] = ()
     hidden: tuple[Patch, ...] = ()
-    homes: tuple[int, ...] = ()
-    room: tuple[tuple[int, ...], ...] = ()
 
     def __hash__(self) -> int:
         # Kept: a step asks for it several times, and there are many numbers in a plan.
         found = self.__dict__.get("_hash")
         if found is None:
-            found = hash((self.drawn, self.owned, self.order, self.hidden, self.homes, self.room))
+            found = hash((self.drawn, self.owned, self.order, self.hidden))
             object.__setattr__(self, "_hash", found)
         return found  # type: ignore[no-any-return]
 

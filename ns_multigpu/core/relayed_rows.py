@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cuda_ext.ops.row_exchange import MOST_RANKS, route_lines
 from cuda_ext.ops.row_wire import MOST_SEGMENTS
-from ns_multigpu.core.collectives import Wait, all_gather_into, all_to_all_parts
+from ns_multigpu.core.collectives import all_gather_into, all_to_all_parts
 from ns_multigpu.core.inside import ByCollectives, ByPeerMemory
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
 from ns_multigpu.core.pairs import Pairs
@@ -124,11 +124,11 @@ class RelayedRows(Transport):
             self.pairs, self.world.rank, [4 * n for n in rows], [4 * n for n in gradients], self.words
         )
 
-    def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
+    def leave(self, rows: Rows, place: Tensor) -> None:
         inside, across = place.split([self.world.local_size, self.world.machines])
         self._stay = inside[self.world.local_rank]
-        self._within.pack(rows, inside, self._inside.memory, self._own_out, first, end)
-        self._between.pack(rows, across, self._wire, self._leave_at, first, end)
+        self._within.pack(rows, inside, self._inside.memory, self._own_out, 0, self.rows)
+        self._between.pack(rows, across, self._wire, self._leave_at, 0, self.rows)
 
     def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         world, memory = self.world, self._inside.memory
@@ -137,7 +137,7 @@ class RelayedRows(Transport):
         self._wire[self._sent_counts] = ways[world.local_size :][self._others].int()
         out, into = self._wire.split([sum(self._sent), sum(self._got)])
         between = into, self._got, out, self._sent, self._parts
-        yield Collective(lambda: self._cross(*between)(), lambda: self._cross(*between, aside=True))
+        yield Collective(lambda: self._cross(*between))
         self._met[self._others] = self._wire[self._got_counts].long()
         met = self._between.unpack(self._wire, self._meet_at, self._met, views)
         self._gives[own] = ways[: world.local_size]
@@ -195,12 +195,11 @@ class RelayedRows(Transport):
         got, sent = ([crossing * n for n in rows] for rows in (self._leaving, self._meeting))
         there, home = self._wire[sum(self._sent) :][: sum(sent)], self._wire[: sum(got)]
 
-        def send(*, aside: bool = False) -> Wait:
-            gradients = self._cross(home, got, there, sent, back, aside=aside)
-            told = all_gather_into(self._everyone, message, world, aside=aside)
-            return lambda: (gradients(), told())[0]
+        def send() -> None:
+            self._cross(home, got, there, sent, back)
+            all_gather_into(self._everyone, message, world)
 
-        yield Collective(lambda: send()(), lambda: send(aside=True))
+        yield Collective(send)
         inside, across = place.split([world.local_size, world.machines])
         records = self._collected(world.machine, inside, rows.count, gave)
         none = self._sums[:0]
@@ -238,9 +237,8 @@ class RelayedRows(Transport):
         return self._within.collect(place, count, self._inside.memory, WireSegments(starts, sizes, own), mine)
 
     def _cross(
-        self, into: Tensor, got: list[int], out: Tensor, sent: list[int], passed: Sequence[Sequence[int]], *,
-        aside: bool = False,
-    ) -> Wait:  # fmt: skip
+        self, into: Tensor, got: list[int], out: Tensor, sent: list[int], passed: Sequence[Sequence[int]]
+    ) -> None:
         """Between machines, each rank with its counterparts. Counts, too, what peers pass each other in this way."""
         world = self.world
         receive, send = ([0] * world.size for _ in range(2))
@@ -248,7 +246,7 @@ class RelayedRows(Transport):
             receive[rank], send[rank] = got[k], sent[k]
         if self.peer:
             world.traffic.add(4 * sum(passed[world.local_rank]))
-        return all_to_all_parts(into, out, receive, send, world, aside=aside)
+        all_to_all_parts(into, out, receive, send, world)
 
     def _of_machine(self, patch: Sequence[int]) -> list[int]:
         """A patch with its rank's number on this machine; nothing where another machine draws it."""

@@ -1,28 +1,21 @@
 # torch annotates only part of itself:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""The ways of a step's rows to the ranks that draw them, and of their gradients back, for steps through autograd.
-
-What is on its way between ranks (with relays: between machines) goes on beside what is done next. A *flight* is the
-whole of it: it has begun at its one yield, and `landed` waits for the rest.
-"""
+"""The ways of a step's rows to the ranks that draw them, and of their gradients back, for steps through autograd."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import begin_rows
+from ns_multigpu.core.collectives import exchange_rows
 from ns_multigpu.core.half_rows import Code
 from ns_multigpu.core.inside import machine_world
 from ns_multigpu.core.world import World
 
 Split = Sequence[Sequence[Tensor]]
-T = TypeVar("T")
-Flight = Generator[None, None, T]
 
 
 @dataclass(frozen=True)
@@ -37,30 +30,30 @@ class Route(ABC):
     arriving: Sequence[Sequence[int]]
     first_id: int
 
-    def there(self, rows: Tensor, world: World, code: Code | None = None) -> Flight[Tensor]:
+    def there(self, rows: Tensor, world: World, code: Code | None = None) -> Tensor:
         """[M, columns] -> [K, columns] what arrives of them, in the order of (view, owner, row there).
 
         Args:
             code: how they are written where they leave this rank, or its machine; None for as they are.
         """
-        pieces = yield from self._there(rows, world, code)
+        pieces = self._there(rows, world, code)
         # Owners send each view's rows ascending: no keys need to be compared.
         views = range(len(self.arriving[0]))
         return torch.cat([rows[:0], *(of_owner[view] for view in views for of_owner in pieces)])
 
-    def back(self, grads: Tensor, total: Tensor, world: World, code: Code | None = None) -> Flight[None]:
+    def back(self, grads: Tensor, total: Tensor, world: World, code: Code | None = None) -> None:
         """Adds [K, columns] gradients of what arrived to the [M, columns] of the rows; `code` as above."""
         views, owners = len(self.arriving[0]), len(self.arriving)
         pieces = grads.split([self.arriving[owner][view] for view in range(views) for owner in range(owners)])
         by_owner = [torch.cat([grads[:0], *pieces[owner::owners]]) for owner in range(owners)]
-        yield from self._back(by_owner, total, world, code)
+        self._back(by_owner, total, world, code)
 
     @abstractmethod
-    def _there(self, rows: Tensor, world: World, code: Code | None) -> Flight[Split]:
+    def _there(self, rows: Tensor, world: World, code: Code | None) -> Split:
         """[M, columns] -> what arrived, [owner][view]."""
 
     @abstractmethod
-    def _back(self, by_owner: Sequence[Tensor], total: Tensor, world: World, code: Code | None) -> Flight[None]:
+    def _back(self, by_owner: Sequence[Tensor], total: Tensor, world: World, code: Code | None) -> None:
         """Adds gradients by owner to [M, columns], those of this rank's rows."""
 
     def _by_view(self, arrived: Tensor, owner: int) -> Sequence[Tensor]:
@@ -77,13 +70,13 @@ class DirectRoute(Route):
 
     chosen: Sequence[Tensor]
 
-    def _there(self, rows: Tensor, world: World, code: Code | None) -> Flight[Split]:
+    def _there(self, rows: Tensor, world: World, code: Code | None) -> Split:
         leaving = [rows[chosen] for chosen in self.chosen]
-        arrived = yield from swap(leaving, [sum(counts) for counts in self.arriving], world, code)
+        arrived = swap(leaving, [sum(counts) for counts in self.arriving], world, code)
         return [self._by_view(one, owner) for owner, one in enumerate(arrived)]
 
-    def _back(self, by_owner: Sequence[Tensor], total: Tensor, world: World, code: Code | None) -> Flight[None]:
-        back = yield from swap(by_owner, [len(chosen) for chosen in self.chosen], world, code)
+    def _back(self, by_owner: Sequence[Tensor], total: Tensor, world: World, code: Code | None) -> None:
+        back = swap(by_owner, [len(chosen) for chosen in self.chosen], world, code)
         _add(total, zip(self.chosen, back, strict=True))
 
 
@@ -107,48 +100,37 @@ class RelayedRoute(Route):
     handed: Sequence[Sequence[Tensor]]
     meeting: Sequence[int]
 
-    def _there(self, rows: Tensor, world: World, code: Code | None) -> Flight[Split]:
-        came = yield from cross([rows[chosen] for chosen in self.across], self.meeting, world, code)
+    def _there(self, rows: Tensor, world: World, code: Code | None) -> Split:
+        came = cross([rows[chosen] for chosen in self.across], self.meeting, world, code)
         giving: list[Tensor] = []
         for local, own in enumerate(self.inside):
             handed = [rows[own] if k == world.machine else came[k][self.handed[k][local]] for k in range(len(came))]
             giving.append(torch.cat(handed))
         each, machines = world.local_size, world.machines
         sizes = [[sum(self.arriving[k * each + giver]) for k in range(machines)] for giver in range(each)]
-        taken = landed(swap(giving, [sum(of) for of in sizes], machine_world(world), None))
+        taken = swap(giving, [sum(of) for of in sizes], machine_world(world), None)
         parts = [one.split(of) for one, of in zip(taken, sizes, strict=True)]
         owners = [(k, giver) for k in range(machines) for giver in range(each)]
         return [self._by_view(parts[giver][k], owner) for owner, (k, giver) in enumerate(owners)]
 
-    def _back(self, by_owner: Sequence[Tensor], total: Tensor, world: World, code: Code | None) -> Flight[None]:
+    def _back(self, by_owner: Sequence[Tensor], total: Tensor, world: World, code: Code | None) -> None:
         each, machines, own = world.local_size, world.machines, world.machine
         returning = [torch.cat(list(by_owner[giver::each])) for giver in range(each)]
         sizes = [
             [len(self.inside[taker] if k == own else self.handed[k][taker]) for k in range(machines)]
             for taker in range(each)
         ]
-        back = landed(swap(returning, [sum(of) for of in sizes], machine_world(world), None))
+        back = swap(returning, [sum(of) for of in sizes], machine_world(world), None)
         parts = [one.split(of) for one, of in zip(back, sizes, strict=True)]
         sums = [total.new_zeros(count, total.shape[1]) for count in self.meeting]
         for k, some in enumerate(sums):
             _add(some, ((self.handed[k][taker], parts[taker][k]) for taker in range(each) if k != own))
-        crossed = yield from cross(sums, [len(chosen) for chosen in self.across], world, code)
+        crossed = cross(sums, [len(chosen) for chosen in self.across], world, code)
         inside = ((chosen, parts[taker][own]) for taker, chosen in enumerate(self.inside))
         _add(total, [*inside, *zip(self.across, crossed, strict=True)])
 
 
-def landed(flight: Flight[T]) -> T:
-    """Waits for a flight, whether it has begun or not; returns what it returns."""
-    while True:
-        try:
-            next(flight)
-        except StopIteration as end:
-            return end.value
-
-
-def swap(
-    leaving: Sequence[Tensor], arriving: Sequence[int], world: World, code: Code | None
-) -> Flight[Sequence[Tensor]]:
+def swap(leaving: Sequence[Tensor], arriving: Sequence[int], world: World, code: Code | None) -> Sequence[Tensor]:
     """All-to-all: [rank] rows for each rank -> [rank] rows from each. What a rank keeps is neither coded nor sent.
 
     Args:
@@ -159,24 +141,19 @@ def swap(
     come = [count if rank != world.rank else 0 for rank, count in enumerate(arriving)]
     out = torch.cat(others)
     with world.traffic.measured():
-        into, wait = begin_rows(out if code is None else code.write(out), [len(one) for one in others], come, world)
-    yield
-    with world.traffic.measured():
-        wait()
+        into = exchange_rows(out if code is None else code.write(out), [len(one) for one in others], come, world)
     arrived = (into if code is None else code.read(into, own)).split(come)
     return [own if rank == world.rank else one for rank, one in enumerate(arrived)]
 
 
-def cross(
-    leaving: Sequence[Tensor], arriving: Sequence[int], world: World, code: Code | None
-) -> Flight[Sequence[Tensor]]:
+def cross(leaving: Sequence[Tensor], arriving: Sequence[int], world: World, code: Code | None) -> Sequence[Tensor]:
     """[machine] rows for this rank's counterpart on each machine -> [machine] rows from each; none from its own."""
     places = range(world.local_rank, world.size, world.local_size)
     out = [leaving[0][:0]] * world.size
     come = [0] * world.size
     for place, rows, count in zip(places, leaving, arriving, strict=True):
         out[place], come[place] = rows, count
-    arrived = yield from swap(out, come, world, code)
+    arrived = swap(out, come, world, code)
     return [arrived[place] for place in places]
 
 

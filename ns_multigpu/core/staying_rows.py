@@ -41,12 +41,13 @@ class OwnRows(Transport):
         """For so many rows of this rank's own."""
         device = self.world.device
         self.rows = self.lines = rows
-        self._table = torch.zeros(rows, self.kernels.record_floats, device=device)
+        # Where there is no message there is no way back.
+        self._table = torch.zeros(rows if self.words else 0, self.kernels.record_floats, device=device)
         self._at = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
         self._slots = torch.arange(rows, dtype=torch.int32, device=device)
         self._here = torch.zeros(rows, dtype=torch.int32, device=device)
 
-    def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
+    def leave(self, rows: Rows, place: Tensor) -> None:
         return
 
     def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
@@ -165,6 +166,6 @@ class PeerReplicas(OwnRows):
         everyone, records = self._replicas.rows(self._messages[:, 0])
         return Returned(everyone, records, self._messages, views)
 
-    def step_bytes(self, rows: int) -> int:
-        """What this rank sends to others in a step of so many rows, of which there has been one."""
-        return (self.world.size - 1) * (self._messages[0].nbytes + rows * self._line_bytes)
+    def written_bytes(self, steps: int, rows: int, sent: int) -> int:
+        """See `Transport`; there has been a step before."""
+        return steps * (self.world.size - 1) * (self._messages[0].nbytes + rows * self._line_bytes)

@@ -20,10 +20,9 @@ In a large model whole groups of points are culled by a box (`cuda_ext.ops.boxes
 changes points by other means calls `refresh` before the next step.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,24 +30,20 @@ from torch import Tensor
 
 from cuda_ext.ops.adam import SCALARS
 from cuda_ext.ops.lazy_adam import LazyAdam
-from cuda_ext.ops.row_exchange import route_lines
 from cuda_ext.ops.step_control import HEAD, step_gate
 from ns_multigpu.core.assignment import Learns
 from ns_multigpu.core.composable import follow_each_other, why_no_step
-from ns_multigpu.core.crossing import RowsCross, route_crossing
 from ns_multigpu.core.exposures import StepExposures
-from ns_multigpu.core.kernels import Cameras, Kernels, Rows
+from ns_multigpu.core.forward_pass import ForwardPass
+from ns_multigpu.core.kernels import Cameras, Kernels
 from ns_multigpu.core.message import StepMessage
 from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.patch_losses import PatchLosses
-from ns_multigpu.core.pixel_carriers import carrier_of
-from ns_multigpu.core.plan import Plan, rectangles
-from ns_multigpu.core.stages import part_of, stages_of
+from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.step_settings import GROUPS_FROM, Status, StepSettings
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.tile_lists import GatheredLists, TileLists
-from ns_multigpu.core.transport import Begun, Returned, Transport
-from ns_multigpu.core.transports import Parts, StagedRows
+from ns_multigpu.core.transport import Parts, Transport, launched
 from ns_multigpu.core.types import View
 
 
@@ -64,13 +59,12 @@ class Step:
         statistics: see `Model`.
         settings: see there.
         strategy: how the step is spread. Views that it splats points for follow each other in the batch.
-        transport: for `settings.rows`, `settings.segment` and `settings.words`; of `make_transport`. Where it has
-            stages, a stage's views are drawn while rows of the next stage are on their way (see `stages`).
+        transport: for `settings.rows`, `settings.segment` and `settings.words`; of `make_transport`.
         lazy: put off the steps of points that are not drawn, and keep them there (see `cuda_ext.LazyAdam`, also for
             which options of Adam). A step made anew before a flush goes on from that of the one before.
         lists: how each tile's splats are found; `GatheredLists` unless given.
         measure: called with the name of each part (project, send, sort, raster, pixels, loss, backward, return,
-            update), gives a context to do it in. What leaves while other rows are projected is in `project`.
+            update), gives a context to do it in.
         observed: what the batch's views observe [B, K], where kernels have a loss of depth; filled as inputs are.
         exposures: what the views' colours are mapped by, and learns of it; its Adam has the last line of `scalars`.
 
@@ -98,7 +92,7 @@ class Step:
         statistics: Mapping[str, Tensor],
         settings: StepSettings,
         strategy: Strategy,
-        transport: Transport | StagedRows,
+        transport: Transport,
         lazy: LazyAdam | None = None,
         lists: TileLists | None = None,
         measure: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
@@ -109,22 +103,14 @@ class Step:
         reason = why_no_step(strategy, settings.views)
         if reason is not None:
             raise ValueError(f"strategy {strategy.name}: {reason}.")
-        if isinstance(strategy.rows, RowsCross) and settings.groups > 1:
-            raise ValueError(
-                f"strategy {strategy.name}: rows that cross cells leave in 1 group, not {settings.groups}."
-            )
         self.settings, self._strategy, self._world = settings, strategy, strategy.world
         self._kernels, self._transport, self._measure, self._observed = kernels, transport, measure, observed
-        self._lists = lists or GatheredLists(kernels, settings.intersections)
         model = kernels.model(params, moments, statistics, lazy)
         tests = len(model.params[0]) * strategy.assignment.most_views(settings.views, strategy.world.size)
         grouped = tests >= GROUPS_FROM if group_culling is None else group_culling
         self._model = replace(model, boxes=kernels.boxes(model)) if grouped else model
         self.refresh()
         self._learns = strategy.assignment.learns
-        carrier = carrier_of(strategy.pixels, strategy.world)
-        assert carrier is not None, "asked before: see `why_no_step`"
-        self._pixels = carrier
         device, batch, count = self._model.params[0].device, settings.views, len(kernels.parameters)
         self._device = device
         assert (exposures is not None) == settings.exposures, "a message has room for them"
@@ -142,19 +128,10 @@ class Step:
         self._ends = transport.words - settings.tail  # where a message goes on with what is told of exposures
         shape = (batch, settings.tile_rows) if self._learns is Learns.WORK else (ranks, self._ends - HEAD)
         self.learnt = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._reached: Tensor | None = None  # which cells each row reaches, from when it leaves to what is told of it
-        self._stages = stages_of(batch, len(transport.stages))
-        assert len(self._stages) == len(transport.stages), "no more stages than views"
-        first = transport.stages[0]
-        shape = (len(self._stages), first.directions, settings.rows if travels else 0)
-        self._place = torch.empty(shape, dtype=torch.int32, device=device)
+        lists = lists or GatheredLists(kernels, settings.intersections)
+        self._capturable = lists.capturable
+        self._forward = ForwardPass(strategy, kernels, transport, lists, settings.rows, measure)
         numbers = len(transport.room)
-        self._counts = torch.zeros(numbers, dtype=torch.int64, device=device)
-        self._counts_of = self._counts.view(len(self._stages), -1)
-        self._nothing = self._counts[:0]
-        aside = travels and settings.groups > 1 and device.type == "cuda"
-        # Its blocks go first: behind those of a projection they would begin when that is done.
-        self._side = torch.cuda.Stream(device, priority=-1) if aside else None
         # A step that must not count takes Adam's with these: moments keep, and nothing moves.
         self._still = scalars_of_no_step(lines, device)
         # How far the steps have got, and the most of each number of rows: one vector, for one look.
@@ -166,23 +143,16 @@ class Step:
         limits = [settings.rows, 0, settings.intersections]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
         self._losses = PatchLosses(settings, self.backgrounds, self.report, exposures)
-        self._message = StepMessage(settings, carrier, self._stages, first.stays, transport.words, self._learns)
+        self._message = StepMessage(settings, self._forward.pixels, transport.stays, transport.words, self._learns)
 
     @property
     def capturable(self) -> bool:
         """Whether CUDA graphs can hold what lies between the collectives of `parts`."""
-        return self._lists.capturable
+        return self._capturable
 
     def take(self, plan: Plan, targets: Sequence[Tensor]) -> None:
         """Takes a step as it is. Arguments as `parts`'."""
-        parts = self.parts(plan, targets)
-        while True:
-            try:
-                collective = next(parts)
-            except StopIteration as end:
-                self.rgb = end.value
-                return
-            collective.launch()
+        self.rgb = launched(self.parts(plan, targets))
 
     @torch.no_grad()
     def parts(self, plan: Plan, targets: Sequence[Tensor]) -> Parts[list[Tensor]]:
@@ -206,83 +176,30 @@ class Step:
         )  # fmt: skip
         views = [self._view(position) for position in range(s.views)]
         splatted = self._splatted(plan)
-        parts = [part_of(plan, stage) for stage in self._stages] if len(self._stages) > 1 else [plan]
-        for one, part, room in zip(transport.stages, parts, self._room.view(len(parts), -1), strict=True):
-            one.begin(part, room)
-        leave = None
-        if transport.travels:
-            ways = [self._pixels.rectangles(part, views, transport.stages[0].ways) for part in parts]
-            leave = partial(self._leave, views, parts, ways)
-        with measure("project"):
-            stops = s.stops if leave else ()
-            rows = kernels.project(self._model, self._cameras(splatted), s.rows, stops, leave)
-        with measure("sort"):
-            self._lists.begin(rows, views)
-        with measure("send"):
-            if leave is not None:
-                leave(rows, max(s.stops, default=0), s.rows)
-            if self._side is not None:
-                torch.cuda.current_stream(self._device).wait_stream(self._side)
-            several, labels, left = len(parts) > 1, self._pixels.labels(len(splatted)), self._pixels.label(rows)
-            there = [
-                Begun(one.arrive(left, counts, labels, rectangles(part, views, range(world.size))), several)
-                for one, counts, part in zip(transport.stages, self._counts_of, parts, strict=True)
-            ]
-            yield from there[0].begin()
+        rows = self._forward.project(self._model, self._cameras(splatted), views)
         self.report.zero_()
-        met: list[tuple[Tensor, Tensor]] = []  # of each stage its tiles' offsets, and how many intersections it met
-        home: list[Begun[Returned]] = []
-        rgb: list[Tensor | None] = [None] * len(targets)
-        for k, (one, part) in enumerate(zip(transport.stages, parts, strict=True)):
-            some = part.drawn[world.rank]
-            patches = [n for p in some for n in (self._pixels.layer(p, splatted.start), *p.rendered(views[p.view]))]
-            with measure("send"):
-                arrived = yield from there[k].finish()
-                if k + 1 < len(parts):
-                    yield from there[k + 1].begin()
-                arrived = self._pixels.layered(arrived, rows)
-            with measure("sort"):
-                lists = self._pixels.clipped(self._lists.finish(arrived, patches, part, views), arrived, part, views)
-                met.append((lists[0], lists[2]))
-            with measure("raster"):
-                drawn = kernels.draw(arrived, lists, patches, self._pixels.marks_stops)
-            with measure("pixels"):
-                settled = yield from self._pixels.settle(drawn, part, views)
-            with measure("loss"):
-                places = [i for i, patch in enumerate(plan.owned[world.rank]) if patch.view in self._stages[k]]
-                owned = part.owned[world.rank]
-                rgbs, v_color, v_alpha = self._losses.add(settled, owned, views, [targets[i] for i in places])
-                drawn = kernels.more_losses(drawn, owned, views, self.report)
-                for i, image in zip(places, rgbs, strict=True):
-                    rgb[i] = image
-                del settled
-            with measure("pixels"):
-                v_color, v_alpha = yield from self._pixels.bring_back(v_color, v_alpha)
-            with measure("backward"):
-                kernels.draw_back(drawn, v_color, v_alpha, one.sinks(arrived.owners, arrived.slots))
-            with measure("message"):
-                message = self._nothing
-                if k + 1 == len(parts):
-                    numbers, own = (self._counts, self._room, self._most), plan.drawn[world.rank]
-                    message = self._message.of(
-                        rows, numbers, plan, met, views, own, splatted.start, self._reached, self._exposures
-                    )
-                    self._reached = None
-                del arrived, lists, drawn, v_color, v_alpha  # their memory is the update's, or the next stage's
-                home.append(Begun(one.bring_back(rows, self._place[k], message, splatted), several))
-                yield from home[-1].begin()
+        arrived, lists, drawn = yield from self._forward.draw(rows, views, plan, splatted)
+        settled = yield from self._forward.settle(drawn, plan, views)
+        with measure("loss"):
+            owned = plan.owned[world.rank]
+            rgb, v_color, v_alpha = self._losses.add(settled, owned, views, targets)
+            drawn = kernels.more_losses(drawn, owned, views, self.report)
+            del settled
+        with measure("pixels"):
+            v_color, v_alpha = yield from self._forward.pixels.bring_back(v_color, v_alpha)
+        with measure("backward"):
+            kernels.draw_back(drawn, v_color, v_alpha, transport.sinks(arrived.owners, arrived.slots))
+        with measure("message"):
+            numbers, own = (self._forward.counts, self._room, self._most), plan.drawn[world.rank]
+            message = self._message.of(rows, numbers, plan, lists, views, own, splatted.start, self._exposures)
+        del arrived, lists, drawn, v_color, v_alpha  # their memory is the update's
         with measure("return"):
-            met.clear()
-            back = yield from home[0].finish()
-            records = back.records
-            for later in home[1:]:
-                back = yield from later.finish()
-                records = records.add_(back.records)  # a row has come back in one stage; in the others it is zero
+            back = yield from transport.bring_back(rows, self._forward.place, message, splatted)
         with measure("update"):
             heads, work = back.messages[:, :HEAD], back.messages[:, HEAD : self._ends]
             *counts, sent = heads.unbind(1)
             summed = self._learns is Learns.WORK
-            if self._learns in (Learns.NEEDS, Learns.LIVE, Learns.SPANS):
+            if self._learns in (Learns.NEEDS, Learns.LIVE):
                 self.learnt.copy_(work)
             scalars, real = step_gate(
                 counts, self._limits, self._status, self.scalars, self._still, row_counts=back.rows.count,
@@ -295,55 +212,14 @@ class Step:
             if self._exposures is not None:
                 self._exposures.step(back.messages[:, self._ends :], scalars[-1:])
             of_points = scalars[: len(kernels.parameters)]
-            kernels.update(self._model, cameras, of_points, rows, records, self.report[-1:], back.witness_views)
-        return [image for image in rgb if image is not None]
+            kernels.update(self._model, cameras, of_points, rows, back.records, self.report[-1:], back.witness_views)
+        return rgb
 
     def _splatted(self, plan: Plan) -> range:
         """Positions in the batch of the views that this rank splats its points for."""
         positions = self._strategy.placement.views_to_splat(plan, self._world)
         assert follow_each_other(positions), "as `why_no_step` found of any batch of so many views"
         return range(positions[0], positions[-1] + 1)
-
-    def _leave(
-        self, views: Sequence[View], parts: Sequence[Plan], drawn: Sequence[Sequence[int]], rows: Rows, first: int,
-        end: int,
-    ) -> None:  # fmt: skip
-        """Sends lines first to end off to the patches of each stage that they reach, behind what the device has been
-        given so far."""
-        with self._beside():
-            rows, leg = self._pixels.label(rows), self._strategy.rows
-            self._reached = leg.crossing.reached_by(rows, views) if isinstance(leg, RowsCross) else None
-            for one, part, rectangles, place, counts in zip(
-                self._transport.stages,
-                parts,
-                drawn,
-                self._place,
-                self._counts_of[:, : self._place.shape[1]],
-                strict=True,
-            ):
-                if self._reached is not None:
-                    cells = [patch.cell for patches in part.drawn for patch in patches]
-                    route_crossing(self._reached, rows, rectangles, cells, place, counts)
-                else:
-                    route_lines(
-                        rows.view_ids, rows.count, rows.means2d, rows.radii, rectangles, first, end, place, counts
-                    )
-                one.leave(rows, place, first, end)
-
-    @contextmanager
-    def _beside(self) -> Generator[None]:
-        """A stream that goes on from here beside the current one, if there are groups; else that one itself.
-
-        What is made on one and used on the other has to live until they have met, in `parts`: memory that is let go is
-        given to whoever asks next on the stream that it was made on. The rows are held by `parts`; place and counts are
-        the step's own; what routing itself needs is made on the side, and used nowhere else.
-        """
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
-            yield
 
     def _view(self, position: int) -> View:
         observed, size = self._observed and self._observed.of(position), (self.settings.width, self.settings.height)

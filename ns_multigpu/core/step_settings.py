@@ -30,12 +30,7 @@ class StepSettings:
         rows: capacity of a rank's own rows.
         segment: capacity of the rows that one rank sends to one other, where rows travel: of each pair, or one for all.
         intersections: capacity of what a rank draws.
-        groups: parts of a rank's own rows, of equally many lines. Where rows travel each leaves while the next is
-            projected, or with 1 all of them when all are there; the result is the same.
         exposures: whether each view has a map of its colours, which is learnt (see `StepExposures`).
-
-    Raises:
-        ValueError: `groups` is below 1.
     """
 
     width: int
@@ -45,18 +40,7 @@ class StepSettings:
     rows: int
     segment: int | Pairs
     intersections: int
-    groups: int = 1
     exposures: bool = False
-
-    def __post_init__(self) -> None:
-        if self.groups < 1:
-            raise ValueError(f"StepSettings: rows leave in at least 1 group, not in {self.groups}.")
-
-    @property
-    def stops(self) -> list[int]:
-        """Where groups of lines end, but for the last: at whole warps, unless there are not as many."""
-        even = (self.rows * k / self.groups for k in range(1, self.groups))
-        return [min(self.rows, round(line / 32) * 32) for line in even]
 
     @property
     def columns(self) -> int:

@@ -1,6 +1,6 @@
 """A strategy: one placement, one assignment and three legs, under a name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -9,23 +9,8 @@ from ns_multigpu.core.legs import GradientLeg, PixelLeg, RowLeg
 from ns_multigpu.core.placement import Placement
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.primitive import Primitive
-from ns_multigpu.core.stages import in_order
-from ns_multigpu.core.trials import Trials
-from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
+from ns_multigpu.core.types import Patch, Points, Rendering, View
 from ns_multigpu.core.world import World
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Several ways to take the same steps, of which fused steps find the fastest.
-
-    Attributes:
-        trials: says which. others: strategies with the same placement, by way. A way that is not among them is that of
-            the strategy which has the choice.
-    """
-
-    trials: Trials
-    others: Mapping[str, "Strategy"]
 
 
 @final
@@ -40,7 +25,6 @@ class Strategy:
         rows, pixels, gradients: the legs, what crosses the wire. They belong to this strategy alone: they may hold
             buffers.
         world: the ranks.
-        choice: of ways to take its steps; None where there is one.
 
     Raises:
         ValueError: the pieces contradict each other.
@@ -53,7 +37,6 @@ class Strategy:
     pixels: PixelLeg
     gradients: GradientLeg
     world: World
-    choice: Choice | None = field(default=None, repr=False, compare=False)
     _by_size: dict[tuple[tuple[int, int], ...], Plan] = field(
         default_factory=dict[tuple[tuple[int, int], ...], Plan], init=False, repr=False, compare=False
     )
@@ -63,7 +46,7 @@ class Strategy:
         if several and self.placement.replicated and (self.rows.travels or not self.gradients.summed):
             raise ValueError(
                 f"strategy {self.name}: where every rank holds every point, rows stay and gradients are summed "
-                "(RowsStay, SummedGradients)."
+                "(LocalRows, SummedGradients)."
             )
         if several and not self.placement.replicated and self.gradients.summed:
             raise ValueError(
@@ -127,9 +110,6 @@ class Strategy:
         self.gradients.render_begins(points)
         hits = primitive.cull(points, views, self.placement.views_to_splat(plan, self.world))
         own = primitive.splat(points, hits, views)
-        pixels, splats = list[Pixels](), own
-        for part, splats in self.rows.arrivals(own, points, views, plan, self.world):
-            pixels += self.pixels.draw(primitive, splats, views, part, self.world)
-        if self.rows.stages > 1:
-            pixels = in_order(pixels, plan.drawn[self.world.rank])
+        splats = self.rows.bring(own, points, views, plan, self.world)
+        pixels = self.pixels.draw(primitive, splats, views, plan, self.world)
         return self.pixels.settle(Rendering(pixels, own), splats, views, plan, self.world)

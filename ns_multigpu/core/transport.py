@@ -3,15 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
-from ns_multigpu.core.collectives import Wait
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
 from ns_multigpu.core.pairs import Pairs, most_of, pairs_of
-from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.world import World
 
 T = TypeVar("T")
@@ -23,12 +20,9 @@ class Collective:
 
     Attributes:
         launch: does it, on the current stream, without waiting for the device.
-        begin: starts it beside what is launched next, and returns what has the current stream wait for it, or on a CPU
-            the caller; None where that is not worth it.
     """
 
     launch: Callable[[], object]
-    begin: Callable[[], Wait] | None = None
 
 
 Parts = Generator[Collective, None, T]
@@ -44,38 +38,6 @@ def launched(parts: Parts[T]) -> T:
         except StopIteration as end:
             return end.value
         collective.launch()
-
-
-class Begun(Generic[T]):
-    """Parts whose work goes on beside what is launched next: from `begin`, which goes as far as the first collective
-    that can be begun, to `finish`, which waits for it and goes through the rest.
-
-    Args:
-        parts: with such a collective. aside: whether to do so; else `begin` does nothing.
-    """
-
-    def __init__(self, parts: Parts[T], aside: bool) -> None:
-        self._parts, self._aside, self._wait = parts, aside, _no_wait
-
-    def begin(self) -> Parts[None]:
-        while self._aside:
-            collective = next(self._parts)
-            if collective.begin is not None:
-                yield Collective(partial(self._start, collective.begin))
-                return
-            yield collective
-
-    def finish(self) -> Parts[T]:
-        if self._aside:
-            yield Collective(lambda: self._wait())
-        return (yield from self._parts)
-
-    def _start(self, begin: Callable[[], Wait]) -> None:
-        self._wait = begin()
-
-
-def _no_wait() -> None:
-    """Nothing has begun."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +58,8 @@ class Returned:
 
 
 class Transport(ABC):
-    """One rank's side; every rank makes one and calls its methods in the order below, once a step; only `leave` once
-    for each part of its rows, and only where rows travel.
+    """One rank's side; every rank makes one and calls its methods in the order below, once a step; `leave` only where
+    rows travel.
 
     Args:
         world: the ranks. kernels: they lay records out.
@@ -131,19 +93,21 @@ class Transport(ABC):
         self.room: Sequence[int] = self.pairs[world.rank]
         self.stays = world.rank
 
-    @property
-    def stages(self) -> "Sequence[Transport]":
-        """What carries the rows of each stage of a step."""
-        return (self,)
+    def fit(self, rows: int) -> bool:
+        """Serve steps of so many rows of this rank from now on, if the buffers allow it; return whether they do."""
+        return False
 
-    def begin(self, plan: Plan, room: Tensor) -> None:
-        """Told of a step's plan before anything leaves; may set `room` [numbers] int64, which `Transport.room` says."""
-        return
+    def written_bytes(self, steps: int, rows: int, sent: int) -> int:
+        """Return the bytes that this rank wrote into other ranks' memory; collectives count their own.
+
+        Args:
+            steps: that were taken. rows: of this rank in each. sent: that went to other ranks, in all.
+        """
+        return 0
 
     @abstractmethod
-    def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
-        """Sends lines first to end of the rows off to where `place` [ways, rows] says. It may be called on a stream of
-        its own, which the one that `arrive` is called on has to wait for."""
+    def leave(self, rows: Rows, place: Tensor) -> None:
+        """Send the rows off to where `place` [ways, rows] says."""
 
     @abstractmethod
     def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:

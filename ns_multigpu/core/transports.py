@@ -8,19 +8,12 @@ follows from a strategy's legs and from what the machine has: `make_transport`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import (
-    Wait,
-    all_gather_into,
-    all_to_all_into,
-    all_to_all_parts,
-)
+from ns_multigpu.core.collectives import all_gather_into, all_to_all_into, all_to_all_parts
 from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
 from ns_multigpu.core.legs import GradientLeg, RowLeg
 from ns_multigpu.core.pairs import Pairs, pairs_of, step_bytes
@@ -28,7 +21,7 @@ from ns_multigpu.core.peer_memory import PeerBuffer
 from ns_multigpu.core.relayed_rows import RelayedRows
 from ns_multigpu.core.relays import Relays
 from ns_multigpu.core.row_wire import STAYS, RowWire, WireSegments
-from ns_multigpu.core.staying_rows import KeptRows, OwnRows, PeerReplicas, ReplicatedRows
+from ns_multigpu.core.staying_rows import OwnRows
 from ns_multigpu.core.transport import Collective, Parts, Returned, Transport
 from ns_multigpu.core.world import World
 
@@ -38,9 +31,6 @@ _ALIGN = 256
 class CollectiveRows(Transport):
     """All-to-all, with sizes of its own for each pair of ranks: between machines, and on CPU. What a rank owns and
     draws does not pass through the buffer.
-
-    Only packing can go on beside something else. Where the rows of a part end in a segment the device alone knows, so
-    that parts that travel on their own would take segments of their own, each with room for all of its rows.
 
     Args:
         half: what can be travels in float16 (`RowWire`).
@@ -69,7 +59,8 @@ class CollectiveRows(Transport):
         self._stay = torch.empty(0)  # [rows] where own rows stay, as `leave` was told
         self._leave_at = self._segments(self._leaving, 0, wire.row_words)
         self._come_at = self._segments(self._coming, self._out, wire.row_words)
-        self._sums = torch.zeros(sum(coming), kernels.record_floats, device=device)
+        lines = sum(coming) if words else 0  # with no message there is no way back
+        self._sums = torch.zeros(lines, kernels.record_floats, device=device)
         own = sum(coming[:here])
         self._own = self._sums[own : own + coming[here]]
         self._arrived = torch.zeros(world.size, dtype=torch.int64, device=device)
@@ -88,20 +79,19 @@ class CollectiveRows(Transport):
     def _format(self) -> RowWire:
         return self.kernels.wire(half=self.half, slots=self.slots)
 
-    def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
+    def leave(self, rows: Rows, place: Tensor) -> None:
         self._stay = place[self.world.rank]
-        self._format.pack(rows, place, self._wire, self._leave_at, first, end)
+        self._format.pack(rows, place, self._wire, self._leave_at, 0, self.rows)
 
     def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         wire = self._format
         out, into = self._wire[: self._out], self._wire[self._out : self._end]
 
-        def send(*, aside: bool = False) -> Wait:
-            rows = self._exchange(into, self._coming, out, self._leaving, wire.row_words, aside=aside)
-            numbers = all_to_all_into(self._arrived, counts, self.world, aside=aside)
-            return lambda: (rows(), numbers())[0]
+        def send() -> None:
+            self._exchange(into, self._coming, out, self._leaving, wire.row_words)
+            all_to_all_into(self._arrived, counts, self.world)
 
-        yield Collective(lambda: send()(), lambda: send(aside=True))
+        yield Collective(send)
         arrived = wire.unpack(self._wire, self._come_at, self._arrived, views)
         wire.keep(rows, self._stay, arrived, self._come_at, self.world.rank)
         return arrived
@@ -116,22 +106,19 @@ class CollectiveRows(Transport):
         back = self._segments(self._coming, self._out, words)
         wire.pack_gradients(self._sums, self._arrived, self._wire, back)
 
-        def send(*, aside: bool = False) -> Wait:
+        def send() -> None:
             out, end = words * sum(self._leaving), self._out + words * sum(self._coming)
             home, there = self._wire[:out], self._wire[self._out : end]
-            gradients = self._exchange(home, self._leaving, there, self._coming, words, aside=aside)
-            told = all_gather_into(self._everyone, message, self.world, aside=aside)
-            return lambda: (gradients(), told())[0]
+            self._exchange(home, self._leaving, there, self._coming, words)
+            all_gather_into(self._everyone, message, self.world)
 
-        yield Collective(lambda: send()(), lambda: send(aside=True))
+        yield Collective(send)
         records = wire.collect(place, rows.count, self._wire, self._segments(self._leaving, 0, words), self._own)
         return Returned(rows, records, self._everyone)
 
-    def _exchange(
-        self, into: Tensor, coming: list[int], out: Tensor, leaving: list[int], words: int, *, aside: bool
-    ) -> Wait:
+    def _exchange(self, into: Tensor, coming: list[int], out: Tensor, leaving: list[int], words: int) -> None:
         parts = ([words * rows for rows in coming], [words * rows for rows in leaving])
-        return all_to_all_parts(into, out, *parts, self.world, aside=aside)
+        all_to_all_parts(into, out, *parts, self.world)
 
     def _segments(self, rows: list[int], first: int, words: int) -> WireSegments:
         """Segments of others one behind the other, from word `first` on."""
@@ -142,28 +129,20 @@ class CollectiveRows(Transport):
 
 
 class PeerRows(Transport):
-    """Rows are written into the other GPUs' memory; gradients are added there, or read from there.
+    """Rows are written into the other GPUs' memory. Drawing adds each gradient to the owner's record over the link.
 
     All segments have the room of the largest pair: what is not written does not travel either.
 
     A step has two barriers, which the devices pass without their hosts: one after the rows, one after the gradients. A
     rank writes rows only after the second barrier of the step before, when nobody reads the last ones any more, and
-    zeroes what it adds up only after the first, when nobody reads those.
-
-    Args:
-        atomics: drawing adds each gradient to the owner's record over the link; else it is added up where it is drawn,
-            and its owner reads it from there, once for each rank that drew the row.
+    zeroes the records that gradients are added to only before the first, when nobody adds to them.
     """
 
-    def __init__(
-        self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int, *, atomics: bool
-    ) -> None:
+    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
         super().__init__(world, kernels, rows, capacity, words)
-        self._atomics = atomics
         floats, capacity = kernels.record_floats, self.capacity
         segment = capacity * 4 * floats
-        table = rows * 4 * floats if atomics else world.size * segment
-        parts = (world.size * segment, table, 8 * world.size, 8 * world.size * words)
+        parts = (world.size * segment, rows * 4 * floats, 8 * world.size, 8 * world.size * words)
         starts = [0]
         for size in parts:
             starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)
@@ -171,26 +150,19 @@ class PeerRows(Transport):
         self._inbox_at, self._table_at, self._counts_at, self._messages_at, _ = starts
         rank, view = world.rank, self._buffer.view
         self._in = view(rank, self._inbox_at, (world.size, capacity, floats), torch.float32)
-        length = rows if atomics else world.size * capacity
-        self._table = view(rank, self._table_at, (length, floats), torch.float32)
+        self._table = view(rank, self._table_at, (rows, floats), torch.float32)
         self._arrived = view(rank, self._counts_at, (world.size,), torch.int64)
         self._everyone = view(rank, self._messages_at, (world.size, words), torch.int64)
         at = self._buffer.addresses
         self._segments = self._numbers([address + self._inbox_at + rank * segment for address in at])
-        mine = [self._table.data_ptr()]
-        self._sums = self._numbers([address + self._table_at for address in at] if atomics else mine)
-        self._returned = self._numbers([address + self._table_at + rank * segment for address in at])
-        lines = world.size * capacity
-        self._lines = torch.arange(lines, dtype=torch.int32, device=world.device)
-        self._here = torch.zeros(lines, dtype=torch.int32, device=world.device)
+        self._sums = self._numbers([address + self._table_at for address in at])
         everyone = range(world.size)
         self._their_counts = [view(r, self._counts_at + 8 * rank, (1,), torch.int64) for r in everyone]
         self._their_messages = [view(r, self._messages_at + 8 * rank * words, (words,), torch.int64) for r in everyone]
 
-    def leave(self, rows: Rows, place: Tensor, first: int, end: int) -> None:
-        self.kernels.pack(rows, place, self._segments, self.capacity, first, end)
-        if self._atomics:
-            self._table[first:end].zero_()
+    def leave(self, rows: Rows, place: Tensor) -> None:
+        self.kernels.pack(rows, place, self._segments, self.capacity, 0, self.rows)
+        self._table.zero_()
 
     def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
         yield from ()
@@ -199,101 +171,40 @@ class PeerRows(Transport):
         return self.kernels.unpack(self._in, self._arrived, views)
 
     def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
-        if self._atomics:
-            return Sinks(self._sums, owners, slots, system_scope=True)
-        self._table.zero_()
-        return Sinks(self._sums, self._here, self._lines, system_scope=False)
+        return Sinks(self._sums, owners, slots, system_scope=True)
 
     def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
         yield from ()
         torch._foreach_copy_(self._their_messages, [message] * self.world.size)  # pyright: ignore
         self._buffer.barrier()
-        if self._atomics:
-            return Returned(rows, self._table, self._everyone)
-        records = self.kernels.collect(place, rows.count, self._returned, self.capacity)
-        return Returned(rows, records, self._everyone)
+        return Returned(rows, self._table, self._everyone)
+
+    def written_bytes(self, steps: int, rows: int, sent: int) -> int:
+        return 2 * 4 * self.kernels.record_floats * sent  # records there, and their gradients back
 
     def _numbers(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.world.device)
 
 
-@dataclass
-class StagedRows:
-    """A transport for each stage of a step (see `stages`): what a `Step` takes in the place of one for all.
-
-    Attributes:
-        stages: of each; the last one carries the message at the step's end.
-    """
-
-    stages: Sequence[Transport]
-    travels: ClassVar[bool] = True
-    lasts: ClassVar[bool] = True
-
-    @property
-    def kernels(self) -> Kernels:
-        """They lay records out."""
-        return self.stages[0].kernels
-
-    @kernels.setter
-    def kernels(self, kernels: Kernels) -> None:
-        for stage in self.stages:
-            stage.kernels = kernels
-
-    @property
-    def words(self) -> int:
-        """See `Transport`."""
-        return self.stages[-1].words
-
-    @property
-    def lines(self) -> int:
-        """See `Transport`."""
-        return max(stage.lines for stage in self.stages)
-
-    @property
-    def room(self) -> list[int]:
-        """See `Transport`: a stage's behind those of the one before."""
-        return [number for stage in self.stages for number in stage.room]
-
-
 def make_transport(
     rows_leg: RowLeg, gradient_leg: GradientLeg, world: World, kernels: Kernels, rows: int, capacity: int | Pairs,
-    words: int, *, peer: bool, atomics: bool, half: bool = False, slots: bool = False, stages: int = 1,
-) -> Transport | StagedRows:  # fmt: skip
+    words: int, *, peer: bool, half: bool = False, slots: bool = False,
+) -> Transport:  # fmt: skip
     """The transport that carries these legs.
 
     Args:
         rows, capacity, words: see `Transport`.
         peer: whether the ranks of a machine reach each other's memory; of replicas, whether all ranks do.
-        atomics: see `PeerRows`. half, slots: see `CollectiveRows`.
-        stages: of a step. Capacities of pairs are then [ranks][numbers of all stages].
-
-    Raises:
-        ValueError: rows are to travel in stages, and do not go by collectives.
+        half, slots: see `CollectiveRows`.
     """
     shape = (world, kernels, rows, capacity, words)
     if world.size == 1:
         return OwnRows(*shape)
-    if (own := rows_leg.transport(*shape)) is not None:
-        return own
-    if stages > 1:
-        relays = Relays.of(world) if relays_serve(rows_leg, world, peer=peer) else None
-        if not rows_leg.travels or slots or (peer and relays is None):
-            raise ValueError(f"{stages} stages: rows that travel by collectives can do so in stages, and no others.")
-        each = world.size if relays is None else relays.numbers
-        table = pairs_of(capacity, world.size, stages * each)
-        made: list[Transport] = []
-        for k in range(stages):
-            pairs = tuple(row[k * each : (k + 1) * each] for row in table)
-            one = (world, kernels, rows, pairs, words if k + 1 == stages else 0)
-            made.append(CollectiveRows(*one, half=half) if relays is None else RelayedRows(*one, half=half, peer=peer))
-        return StagedRows(made)
     if rows_leg.travels and relays_serve(rows_leg, world, peer=peer) and not slots:
         return RelayedRows(*shape, half=half, peer=peer)
     if rows_leg.travels:
-        return PeerRows(*shape, atomics=atomics) if peer else CollectiveRows(*shape, half=half, slots=slots)
-    if not gradient_leg.summed:
-        return KeptRows(*shape)
-    return PeerReplicas(*shape) if peer else ReplicatedRows(*shape)
+        return PeerRows(*shape) if peer else CollectiveRows(*shape, half=half, slots=slots)
+    return gradient_leg.operators(*shape, peer=peer)
 
 
 def relays_serve(rows_leg: RowLeg, world: World, *, peer: bool) -> bool:

@@ -2,29 +2,27 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Splats travel from the ranks that own their points to the ranks whose patches they touch; gradients travel back."""
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol, cast
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ns_multigpu.core.collectives import all_gather_ints
-from ns_multigpu.core.journey import Journey, Land, Leave
+from ns_multigpu.core.exchange.row_operators import RowOperators
+from ns_multigpu.core.half_rows import HalfGradients, HalfRows
 from ns_multigpu.core.legs import RowLeg
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.relays import Relays
 from ns_multigpu.core.row_routes import (
     DirectRoute,
-    Flight,
     RelayedRoute,
     Route,
     chosen_rows,
     cross,
-    landed,
     packed,
     unpacked,
 )
-from ns_multigpu.core.stages import part_of, stages_of
 from ns_multigpu.core.types import Hits, Patch, Points, Splats, View
 from ns_multigpu.core.world import World
 
@@ -41,7 +39,7 @@ class RowCounts(Protocol):
         ...
 
 
-class RowsTravel(RowLeg):
+class ExchangedRows(RowLeg):
     """All-to-all of splats, for points that each have one owner: what arrives is ordered by (view, owner, row there).
 
     Their `point_ids` count the points rank by rank. Where owners hold ranges of the whole model's order (`Sharded`) a
@@ -58,66 +56,36 @@ class RowsTravel(RowLeg):
         relays: over several machines rows cross to each once (`Relays`), or to each rank that needs them; see `RowLeg`.
         half: what leaves a rank, or with `relays` its machine, is rounded to float16 on the wire (`HalfRows`), where
             there are gradients.
-        stages: in which a step's views are exchanged and drawn (`stages`), where there are gradients; see `RowLeg`.
     """
 
     travels = True
 
-    def __init__(
-        self, counts: RowCounts | None = None, *, relays: bool | None = None, half: bool = False, stages: int = 1
-    ) -> None:
-        self._counts, self.relays, self.half, self.stages = counts, relays, half, stages
+    def __init__(self, counts: RowCounts | None = None, *, relays: bool | None = None, half: bool = False) -> None:
+        self._counts, self.relays, self.half = counts, relays, half
+
+    def operators(self) -> RowOperators:
+        return RowOperators()
 
     def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
-        ((_, splats),) = self._arrivals(own, points, views, plan, world, 1)
-        return splats
-
-    def arrivals(
-        self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World
-    ) -> Iterator[tuple[Plan, Splats]]:
-        # Without gradients nothing comes back to be overlapped, and views are few.
-        return self._arrivals(own, points, views, plan, world, self.stages if torch.is_grad_enabled() else 1)
-
-    def _arrivals(
-        self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World, wanted: int
-    ) -> Iterator[tuple[Plan, Splats]]:
-        stages = stages_of(len(views), wanted)
-        routes = self._routes(own, len(points), views, plan, world, stages, learn=torch.is_grad_enabled())
+        learn = torch.is_grad_enabled()
+        route = self._route(own, len(points), views, plan, world, learn=learn)
         floats = {name: row for name, row in own.rows.items() if row.is_floating_point()}
         integers = {name: row for name, row in own.rows.items() if not row.is_floating_point()}
         probe = own.probe if own.probe_rendered else None
-        halves = list(floats) if self.half and torch.is_grad_enabled() else None
-        journey = Journey(routes, world, halves)
-        ids = [own.hits.point_ids + routes[0].first_id, *integers.values()]
-        whole, shapes = packed(ids), [row.shape[1:] for row in ids]
-        *tickets, token = cast(tuple[Tensor, ...], Leave.apply(journey, probe, *floats.values()))
-        others = self._begun(journey, 0, whole)
-        for k, (stage, ticket) in enumerate(zip(stages, tickets, strict=True)):
-            token, arrived_probe, *arrived = cast(tuple[Tensor, ...], Land.apply(journey, k, ticket, token))
-            numbers, *rest = unpacked(landed(others), shapes)
-            if k + 1 < len(stages):  # on its way while this stage is drawn
-                others = self._begun(journey, k + 1, whole)
-            rows = {**dict(zip(floats, arrived, strict=True)), **dict(zip(integers, rest, strict=True))}
-            per_view = torch.tensor([sum(of) for of in zip(*routes[k].arriving, strict=True)], dtype=torch.int64)
-            view_ids = torch.arange(len(views), dtype=torch.int32).repeat_interleave(per_view).to(numbers.device)
-            named = {name: rows[name] for name in own.rows}
-            part = part_of(plan, stage) if len(stages) > 1 else plan
-            yield part, Splats(Hits(view_ids, numbers), named, arrived_probe, own.probe_rendered)
-
-    @staticmethod
-    def _begun(journey: Journey, stage: int, whole: Tensor) -> Flight[Tensor]:
-        """Sends a stage's rows off, and then what has no gradient, whose flight it returns."""
-        journey.begin(stage)
-        others = journey.routes[stage].there(whole, journey.world)
-        next(others)
-        return others
+        halves = list(floats) if self.half and learn else None
+        exchanged = _ExchangedRows.apply(route, world, halves, probe, *floats.values())
+        arrived_probe, *arrived = cast(tuple[Tensor, ...], exchanged)
+        ids = [own.hits.point_ids + route.first_id, *integers.values()]
+        numbers, *rest = unpacked(route.there(packed(ids), world), [row.shape[1:] for row in ids])
+        rows = {**dict(zip(floats, arrived, strict=True)), **dict(zip(integers, rest, strict=True))}
+        per_view = torch.tensor([sum(of) for of in zip(*route.arriving, strict=True)], dtype=torch.int64)
+        view_ids = torch.arange(len(views), dtype=torch.int32).repeat_interleave(per_view).to(numbers.device)
+        named = {name: rows[name] for name in own.rows}
+        return Splats(Hits(view_ids, numbers), named, arrived_probe, own.probe_rendered)
 
     @torch.no_grad()
-    def _routes(
-        self, own: Splats, points: int, views: Sequence[View], plan: Plan, world: World, stages: Sequence[range],
-        learn: bool,
-    ) -> Sequence[Route]:  # fmt: skip
-        """The route of each stage's rows."""
+    def _route(self, own: Splats, points: int, views: Sequence[View], plan: Plan, world: World, learn: bool) -> Route:
+        """The rows' route."""
         relays = Relays.of(world) if self.relays else None
         place = own.hits.view_ids.long()
         touch = self.touched(own, views, plan)
@@ -136,44 +104,58 @@ class RowsTravel(RowLeg):
         first = sum(row[0] for row in table[: world.rank])
         chosen = [chosen_rows(taken, sum(of)) for taken, of in zip(ways, sent[world.rank], strict=True)]
         if relays is not None:
-            return self._relayed(first, chosen, touch, sent, world, stages)
-        return [
-            DirectRoute(_arriving(sent, world, stage), first, _of_stage(chosen, sent[world.rank], stage))
-            for stage in stages
-        ]
+            return self._relayed(first, chosen, touch, sent, world)
+        return DirectRoute([row[world.rank] for row in sent], first, chosen)
 
     def touched(self, own: Splats, views: Sequence[View], plan: Plan) -> list[Tensor]:
         """[rank] which rows each rank needs, [M] bool."""
         return [touches(own, views, patches) for patches in plan.drawn]
 
     def _relayed(
-        self, first: int, chosen: list[Tensor], touch: list[Tensor], sent: list[list[list[int]]], world: World,
-        stages: Sequence[range],
-    ) -> Sequence[RelayedRoute]:  # fmt: skip
-        """The routes over relays, which are told which ranks of their machine need what they are sent."""
+        self, first: int, chosen: list[Tensor], touch: list[Tensor], sent: list[list[list[int]]], world: World
+    ) -> RelayedRoute:
+        """The route over relays, which are told which ranks of their machine need what they are sent."""
         here, machines = world.ranks_of(world.machine), range(world.machines)
         across = chosen[world.size :]
         needed = [
             torch.stack([touch[rank][rows] for rank in world.ranks_of(k)], dim=1) for k, rows in enumerate(across)
         ]
         counterparts = [k * world.local_size + world.local_rank for k in machines]
-        meets = [sent[rank][world.size + world.machine] for rank in counterparts]
-        told = landed(cross([_bits(one) for one in needed], [sum(of) for of in meets], world, None))
-        routes: list[RelayedRoute] = []
-        for stage in stages:
-            some = slice(stage.start, stage.stop)
-            bits = _of_stage(told, meets, stage)
-            handed = [
-                [chosen_rows(_bit(one, local), sum(sent[rank][taker][some])) for local, taker in enumerate(here)]
-                for rank, one in zip(counterparts, bits, strict=True)
-            ]
-            rows = _of_stage(chosen, sent[world.rank], stage)
-            handed[world.machine] = [rows[world.size + world.machine]] * world.local_size
-            inside, meeting = rows[here.start : here.stop], [sum(of[some]) for of in meets]
-            routes.append(
-                RelayedRoute(_arriving(sent, world, stage), first, inside, rows[world.size :], handed, meeting)
-            )
-        return routes
+        meeting = [sum(sent[rank][world.size + world.machine]) for rank in counterparts]
+        told = cross([_bits(one) for one in needed], meeting, world, None)
+        handed = [
+            [chosen_rows(_bit(one, local), sum(sent[rank][taker])) for local, taker in enumerate(here)]
+            for rank, one in zip(counterparts, told, strict=True)
+        ]
+        handed[world.machine] = [across[world.machine]] * world.local_size
+        inside = chosen[here.start : here.stop]
+        return RelayedRoute([row[world.rank] for row in sent], first, inside, across, handed, meeting)
+
+
+class _ExchangedRows(torch.autograd.Function):
+    """A probe and differentiable rows of this rank -> those that it draws. Backward: gradients to the rows' owners."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, route: Route, world: World, halves: Sequence[str] | None, probe: Tensor | None, *rows: Tensor
+    ) -> tuple[Any, ...]:
+        ctx.route, ctx.world, ctx.halves, ctx.count = route, world, halves, len(rows[0])
+        ctx.shapes = [row.shape[1:] for row in ([] if probe is None else [probe]) + list(rows)]
+        ctx.probed = probe is not None
+        shapes = [row.shape[1:] for row in rows]
+        code = None if halves is None else HalfRows(halves, [shape.numel() for shape in shapes])
+        arrived = unpacked(route.there(packed(rows), world, code), shapes)
+        # A probe is zero everywhere: only its gradient has to travel.
+        return None if probe is None else arrived[0].new_zeros(len(arrived[0]), probe.shape[1]), *arrived
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        columns = packed(grads if ctx.probed else grads[1:])
+        total = columns.new_zeros(ctx.count, columns.shape[1])
+        code = None if ctx.halves is None else HalfGradients([shape.numel() for shape in ctx.shapes])
+        ctx.route.back(columns, total, ctx.world, code)
+        back = unpacked(total, ctx.shapes)
+        return None, None, None, *(back if ctx.probed else [None, *back])
 
 
 def touches(splats: Splats, views: Sequence[View], patches: Sequence[Patch]) -> Tensor:
@@ -188,17 +170,6 @@ def touches(splats: Splats, views: Sequence[View], patches: Sequence[Patch]) -> 
         end = torch.floor(means + radii - corner + 0.5).clamp(zero, size)
         touch |= (first < end).all(-1) & (splats.hits.view_ids == patch.view)
     return touch & (radii > 0).all(-1)
-
-
-def _arriving(sent: Sequence[Sequence[Sequence[int]]], world: World, stage: range) -> list[list[int]]:
-    """[owner][view] how many rows of a stage arrive, of all that are sent: [owner][way][view]."""
-    return [[n if view in stage else 0 for view, n in enumerate(row[world.rank])] for row in sent]
-
-
-def _of_stage(chosen: Sequence[Tensor], counts: Sequence[Sequence[int]], stage: range) -> list[Tensor]:
-    """Of rows in the order of their views, by way, those of a stage's views; `counts` [way][view] says how many there
-    are of each."""
-    return [rows[sum(of[: stage.start]) : sum(of[: stage.stop])] for rows, of in zip(chosen, counts, strict=True)]
 
 
 def _by_machine(touch: Sequence[Tensor], world: World) -> list[Tensor]:

@@ -154,7 +154,7 @@ def step_buffers(one: Share, ranks: int, *, capacity: float = ROOM) -> dict[str,
         on_rows = rows * (_ROWS + _KEPT_ROWS + _TABLE + _RECORDS)
         # What all ranks sent, and the view ids that this one sends: the rest of it goes from where it lies.
         exchange = rows * (ranks * _GATHERED + 4) if ranks > 1 else 0.0
-        if one.layers:  # rows are nobody else's: `PixelsTravel`
+        if one.layers:  # rows are nobody else's: `CompositeOperators`
             exchange = _LAYER * one.layers + _SENT * one.pixels
     return {
         "rows": on_rows,

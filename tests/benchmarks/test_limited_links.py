@@ -93,7 +93,7 @@ def test_a_library_that_is_not_preloaded() -> None:
 
 def test_a_run_is_timed(tmp_path: Path) -> None:
     scene = CityScene(600, 48, 32, views=4)
-    run = Timed(World.single(), "auto", scene, "street", 2, tmp_path, leveled=True)
+    run = Timed(World.single(), "pixel", scene, "street", 2, tmp_path, leveled=True)
     run.take(2)
     found = run.time(2, 2)
     assert found["gaussians"] == 600 and len(found["ms_by_block"]) == 2 and found["bytes"] == 0

@@ -26,9 +26,9 @@ def test_ways_are_compared_and_timed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert report["complete"]
     ways = {(r["way"], r["gpus"], r["batch"]): r for r in report["results"]}
     assert set(ways) == {
-        ("single", 1, 1), ("single, dense", 1, 1), ("tile, peer, atomics", 1, 1), ("tile, collective", 2, 1),
+        ("single", 1, 1), ("single, dense", 1, 1), ("tile, peer", 1, 1), ("tile, collective", 2, 1),
         ("tile, collective", 2, 2), ("tile, collective, dense", 2, 1), ("single, counting", 1, 1),
-        ("tile, peer, atomics, counting", 1, 1), ("tile, collective, counting", 2, 1),
+        ("tile, peer, counting", 1, 1), ("tile, collective, counting", 2, 1),
         ("tile, collective, counting", 2, 2),
     }  # fmt: skip
     for (way, ranks, batch), result in ways.items():

@@ -9,7 +9,7 @@ import torch
 from cuda_ext import collect, pack, unpack
 from ns_multigpu.core import peer_memory
 from ns_multigpu.core.collectives import all_gather_objects
-from ns_multigpu.core.peer_memory import PeerBuffer, Transport, choose_transport
+from ns_multigpu.core.peer_memory import PeerBuffer, TransportChoice, choose_transport
 from ns_multigpu.core.world import World
 from tests.cuda_ext.routing import route
 from tests.ranks import run_ranks, skip_without_gpus
@@ -62,7 +62,7 @@ def test_wrong_arguments_are_named() -> None:
             buffer.view(0, offset, shape, torch.float32)
 
 
-def _choose(world: World) -> tuple[list[Transport], list[str]]:
+def _choose(world: World) -> tuple[list[TransportChoice], list[str]]:
     chosen = [choose_transport(world), choose_transport(world, "collective")]
     errors: list[str] = []
     for make in (lambda: choose_transport(world, "peer"), lambda: PeerBuffer(64, world)):
@@ -156,7 +156,7 @@ def check_rows_pass(world: World) -> None:
     assert torch.equal(sums[:, 5], total) and int((total > 0).sum()) > 300
 
 
-def _write_to_each_peer(world: World) -> tuple[Transport, list[int], list[int]]:
+def _write_to_each_peer(world: World) -> tuple[TransportChoice, list[int], list[int]]:
     chosen = choose_transport(world)
     assert chosen == choose_transport(world, "peer"), chosen.reason
     assert not choose_transport(world, "collective").peer
@@ -230,7 +230,8 @@ def test_peers(check: object, size: int) -> None:
     results = run_ranks(check, size, device="cuda")  # type: ignore[arg-type]
     if check is _write_to_each_peer:
         assert all(
-            chosen == Transport("peer", f"All {size} ranks reach each other's memory.") for chosen, _, _ in results
+            chosen == TransportChoice("peer", f"All {size} ranks reach each other's memory.")
+            for chosen, _, _ in results
         )
         assert all(ranks == list(range(size)) for _, ranks, _ in results)
 
@@ -242,7 +243,7 @@ def test_one_gpu_has_its_own_memory() -> None:
     check_rows_pass(world)
 
 
-def _two_machines(world: World) -> Transport:
+def _two_machines(world: World) -> TransportChoice:
     return choose_transport(replace(world, local_size=1))
 
 

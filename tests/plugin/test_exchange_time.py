@@ -16,7 +16,7 @@ from tests.plugin.course import follow, write_capture
 from tests.ranks import run_ranks
 
 STEPS, SLOW, DOWNSCALES = 4, 0.05, "pipeline.model.num_downscales"
-PLACES = [(travelling_rows, "all_gather_ints"), (row_routes, "begin_rows"), (halo, "exchange_rows")]
+PLACES = [(travelling_rows, "all_gather_ints"), (row_routes, "exchange_rows"), (halo, "exchange_rows")]
 PICTURES = [(pictures, "exchange_rows")]
 
 

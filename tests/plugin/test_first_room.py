@@ -10,7 +10,6 @@ import torch
 
 from ns_multigpu.core.pairs import pairs_of, tell_pairs
 from ns_multigpu.core.relays import Relays
-from ns_multigpu.core.stages import summed
 from ns_multigpu.core.step_settings import padded, with_halos
 from ns_multigpu.core.world import World
 from ns_multigpu.locality.options import LocalityOptions
@@ -45,9 +44,6 @@ def counted(machines: int, world: World, relays: bool) -> dict[str, Any]:
         rows_needed(kernels, model, spread, some, rows, handing)
         for some, rows in ((batches[:1], 2048), (batches, 2048), (batches, 64))
     )
-    staged = rows_needed(kernels, model, spread, batches[:1], 2048, handing, 2)
-    # A row is of one stage.
-    assert summed(staged, 2) == one and all(any(row[: len(row) // 2]) and any(row[len(row) // 2 :]) for row in staged)
     guess = FirstRoom(_run(spread, len(held)), world, _buffers(world, handing))
     assert guess.due(None)
     room = guess.capacities(None, views[0], batches, lambda: model, kernels)
@@ -77,7 +73,7 @@ def _run(spread: Any, points: int) -> Any:
 def _buffers(world: World, relays: Relays | None, one_for_all: bool = False) -> Any:
     numbers = relays.numbers if relays else 0
     return SimpleNamespace(
-        relays=relays, stages=1, one_for_all=one_for_all, pairs=lambda segment: pairs_of(segment, world.size, numbers)
+        relays=relays, one_for_all=one_for_all, pairs=lambda segment: pairs_of(segment, world.size, numbers)
     )
 
 

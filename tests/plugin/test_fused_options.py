@@ -326,11 +326,11 @@ def test_a_run_that_logs_nothing_has_blocks_to_its_end() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("transport", "peer"), ("tile_lists", "sort"), ("overlap", 2), ("gradients", "transfer")],
+    [("transport", "peer"), ("tile_lists", "sort")],
 )
 def test_what_is_for_fused_steps_of_shards_is_refused_elsewhere(name: str, value: object) -> None:
     run = make_run()
-    usual = {"tile_lists": "gather", "transport": "collective", "overlap": 1, "gradients": "atomics", "wire": "full"}
+    usual = {"tile_lists": "gather", "transport": "collective", "wire": "full"}
     run.pipeline.config = SimpleNamespace(**usual)
     flag = f"--pipeline.{name.replace('_', '-')} {value}"
     for fused, sharded, why in ((True, False, "the strategy is batch"), (False, True, "these are not fused")):
@@ -346,9 +346,7 @@ def test_what_is_for_fused_steps_of_shards_is_refused_elsewhere(name: str, value
 
 def test_half_a_wire_is_for_shards_fused_or_not() -> None:
     run = make_run()
-    run.pipeline.config = SimpleNamespace(
-        tile_lists="gather", transport="collective", overlap=1, gradients="atomics", wire="half"
-    )
+    run.pipeline.config = SimpleNamespace(tile_lists="gather", transport="collective", wire="half")
     for fused in (True, False):
         run.pipeline.model.sharded = True
         check_wishes(run.pipeline, fused=fused)
@@ -364,9 +362,7 @@ def test_half_a_wire_is_for_shards_fused_or_not() -> None:
 def test_half_a_wire_is_refused_where_nothing_goes_through_one() -> None:
     run = make_run()
     run.pipeline.model.sharded = True
-    run.pipeline.config = SimpleNamespace(
-        transport="auto", tile_lists="gather", overlap=1, gradients="atomics", wire="half"
-    )
+    run.pipeline.config = SimpleNamespace(transport="auto", tile_lists="gather", wire="half")
     check_wishes(run.pipeline, fused=True)
     run.pipeline.config.transport = "peer"
     with pytest.raises(InputError, match=r"^--pipeline\.wire half: .*--pipeline\.transport peer .* Leave out one"):

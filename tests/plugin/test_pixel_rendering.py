@@ -87,6 +87,21 @@ def test_images_are_those_of_one_rank_with_the_same_cells(capture: Path, ranks: 
     assert len(nearest.unique()) == ranks, "every rank's colour is seen"
 
 
+def by_both_faces(world: World, capture: Path) -> list[Any]:
+    """A picture by the legs' operators, and by their differentiable faces."""
+    pipeline = pipeline_of(world, capture)
+    pictures = pipeline.renders.pictures
+    assert pictures._forward is not None
+    found = [pipeline.renders.render(camera(*SIZES[0]))]
+    pictures._forward = None
+    return [*found, pipeline.renders.render(camera(*SIZES[0]))]
+
+
+def test_operators_draw_what_functions_do(capture: Path) -> None:
+    (found, wanted), _ = run_ranks(by_both_faces, 2, capture)
+    close(found, wanted)
+
+
 def test_who_does_not_train_blends_by_depth(capture: Path) -> None:
     """A process that holds the whole model, as nerfstudio's own commands do."""
     one = make_pipeline(World.single(), capture, "single", background_color="white")

@@ -11,19 +11,18 @@ import torch
 from ns_multigpu.core import staying_rows
 from ns_multigpu.core.image_part import ImagePart
 from ns_multigpu.core.pairs import pairs_of
-from ns_multigpu.core.peer_memory import Transport
+from ns_multigpu.core.peer_memory import TransportChoice
 from ns_multigpu.core.relayed_rows import RelayedRows
 from ns_multigpu.core.relays import Relays
-from ns_multigpu.core.staying_rows import PeerReplicas
+from ns_multigpu.core.staying_rows import PeerReplicas, ReplicatedRows
 from ns_multigpu.core.step_settings import Status, StepSettings, with_halos
-from ns_multigpu.core.transports import CollectiveRows, ReplicatedRows, StagedRows
+from ns_multigpu.core.transports import CollectiveRows, PeerRows
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks import step_buffers
 from ns_multigpu.plugin.blocks.fused_rescue import bytes_of_step
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.train.strategy import strategy_of
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from strategies import STRATEGIES
 
@@ -33,7 +32,7 @@ SETTINGS = StepSettings(32, 48, views=4, ssim_lambda=0.2, rows=64, segment=32, i
 def make_buffers(strategy: str, **options: Any) -> StepBuffers:
     """Of the first of two ranks, which never meets the other."""
     world = replace(World.single(), size=2)
-    config = SimpleNamespace(transport="collective", tile_lists="gather", gradients="atomics", overlap=1, wire="full")
+    config = SimpleNamespace(transport="collective", tile_lists="gather", wire="full")
     vars(config).update(options)
     return StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
 
@@ -73,7 +72,7 @@ class OwnMemory:
 def test_what_replicas_reach_serves_steps_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it has room, and not far too much. Models grow, and all ranks have to meet for another."""
     monkeypatch.setattr(staying_rows, "PeerBuffer", OwnMemory)
-    monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: Transport("peer", "said so"))
+    monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: TransportChoice("peer", "said so"))
     OwnMemory.made = 0
     buffers = make_buffers("batch", transport="auto")
 
@@ -96,10 +95,10 @@ def test_what_replicas_reach_serves_steps_of_other_sizes(monkeypatch: pytest.Mon
 def test_what_travels_with_its_room_has_none_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_buffers("batch").spared() == {"rows": False, "pairs": False}
     assert make_buffers("tile").spared() == {"rows": True, "pairs": False}
-    monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: Transport("peer", "said so"))
+    monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: TransportChoice("peer", "said so"))
     assert make_buffers("batch", transport="auto").spared() == {"rows": True, "pairs": False}
     assert make_buffers("tile", transport="auto").spared() == {"rows": True, "pairs": True}
-    config = SimpleNamespace(transport="auto", tile_lists="gather", gradients="atomics", overlap=1, wire="full")
+    config = SimpleNamespace(transport="auto", tile_lists="gather", wire="full")
     alone = SimpleNamespace(config=config, strategy=STRATEGIES["batch"](World.single()))
     assert StepBuffers(alone, World.single()).spared()["rows"]
 
@@ -113,24 +112,15 @@ def test_where_rows_stay_their_buffers_go_with_the_step() -> None:
         assert (buffers.transport(SETTINGS, GaussianKernels(degree=0)) is first) == stays
 
 
-def test_what_is_dropped_is_made_anew() -> None:
-    """Where steps go on another way."""
-    buffers = make_buffers("tile")
-    first = buffers.transport(SETTINGS, GaussianKernels(degree=0))
-    buffers._lists, buffers.pictures = SimpleNamespace(), torch.ones(3)  # type: ignore[assignment]
-    buffers.drop()
-    assert buffers._transport is None and buffers._lists is None and len(buffers.pictures) == 0, (
-        "its memory is another's"
-    )
-    assert buffers.transport(SETTINGS, GaussianKernels(degree=0)) is not first
-
-
 @pytest.mark.parametrize("peer", [False, True])
 def test_what_peers_write_to_each_other_is_counted(peer: bool) -> None:
     """Rows there, and their gradients back, 64 bytes each. Collectives count for themselves."""
     buffers = make_buffers("tile")
-    buffers.transport(SETTINGS, GaussianKernels(degree=0))
-    buffers.peer = peer
+    if peer:
+        rows: Any = PeerRows.__new__(PeerRows)
+        rows.kernels, buffers._transport = GaussianKernels(degree=0), rows
+    else:
+        buffers.transport(SETTINGS, GaussianKernels(degree=0))
     before = buffers._world.traffic.sent
     buffers.count_traffic(Status(done=2, rows=9, segments=(2, 5), intersections=30, full=False, sent=7))
     assert buffers._world.traffic.sent - before == (7 * 2 * 64 if peer else 0)
@@ -138,7 +128,7 @@ def test_what_peers_write_to_each_other_is_counted(peer: bool) -> None:
 
 @pytest.mark.parametrize("name", ["peer", "collective"])
 def test_replicas_write_to_each_other_where_gpus_can(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_buffers, "choose_transport", lambda world, wanted, relayed: Transport(name, wanted))
+    monkeypatch.setattr(step_buffers, "choose_transport", lambda world, wanted, relayed: TransportChoice(name, wanted))
     monkeypatch.setattr(step_buffers, "make_transport", lambda *_, peer, **__: peer)
     buffers = make_buffers("batch", transport="auto")
     assert buffers.tells is buffers.transport(SETTINGS, GaussianKernels(degree=0)) is (name == "peer")
@@ -220,7 +210,7 @@ def test_lists_by_a_sort_want_bands() -> None:
 def test_what_graphs_cannot_hold_is_launched() -> None:
     assert not make_buffers("tile").captures, "on a CPU"
     gpu = replace(World.single(), device=torch.device("cuda", 0))
-    config = SimpleNamespace(transport="collective", tile_lists="gather", gradients="atomics", overlap=1, wire="full")
+    config = SimpleNamespace(transport="collective", tile_lists="gather", wire="full")
     for name in STRATEGIES:
         for lists in ("gather",) if name in ("locality", "pixel") else ("gather", "sort"):
             config.tile_lists = lists
@@ -232,10 +222,10 @@ def test_what_graphs_cannot_hold_is_launched() -> None:
 @pytest.mark.parametrize(("peer", "ranks"), [(True, 2), (False, 2), (True, 1)])
 def test_half_a_wire_is_for_collectives(peer: bool, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is one rank nothing goes on a wire, and nobody has to mind."""
-    choice = Transport("peer" if peer else "collective", "said so")
+    choice = TransportChoice("peer" if peer else "collective", "said so")
     monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, **__: choice)
     world = replace(World.single(), size=ranks)
-    config = SimpleNamespace(transport="auto", tile_lists="gather", gradients="atomics", overlap=1, wire="half")
+    config = SimpleNamespace(transport="auto", tile_lists="gather", wire="half")
     pipeline = SimpleNamespace(config=config, strategy=STRATEGIES["tile"](world))
     if peer and ranks > 1:
         with pytest.raises(InputError, match=r"^--pipeline\.wire half: .*or add --pipeline\.transport collective"):
@@ -258,10 +248,10 @@ def test_which_rows_are_handed_on(
     """Those of `locality`; and others where there is peer memory to do it with: it changes the order of sums."""
     names = {True: "mixed", False: "collective"}
     monkeypatch.setattr(
-        step_buffers, "choose_transport", lambda *_, relayed: Transport(names[reach and relayed], "said so")
+        step_buffers, "choose_transport", lambda *_, relayed: TransportChoice(names[reach and relayed], "said so")
     )
     world = replace(World.single(), size=4, local_size=2)
-    config = SimpleNamespace(transport="auto", tile_lists="gather", gradients="atomics", overlap=1, wire="full")
+    config = SimpleNamespace(transport="auto", tile_lists="gather", wire="full")
     vars(config).update(options)
     buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
     assert buffers.relays == (Relays(2, 2) if handed else None)
@@ -276,15 +266,15 @@ def test_between_machines_a_wire_may_be_half_beside_peer_memory(half: bool, monk
     """Rows are handed on, and all that ranks count has room; what peers pass each other is counted as it leaves."""
     wanted: list[bool] = []
 
-    def choose(*_: Any, relayed: bool) -> Transport:
+    def choose(*_: Any, relayed: bool) -> TransportChoice:
         wanted.append(relayed)
-        return Transport("mixed", "said so")
+        return TransportChoice("mixed", "said so")
 
     monkeypatch.setattr(step_buffers, "choose_transport", choose)
     monkeypatch.setattr(step_buffers, "make_transport", lambda *_, **options: SimpleNamespace(**options, travels=True))
     world = replace(World.single(), size=4, local_size=2, rank=1, local_rank=1)
     wire = "half" if half else "full"
-    config = SimpleNamespace(transport="auto", tile_lists="gather", gradients="atomics", overlap=1, wire=wire)
+    config = SimpleNamespace(transport="auto", tile_lists="gather", wire=wire)
     buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES["locality"](world)), world)
     relays = Relays(2, 2)
     assert wanted == [True] and buffers.relays == relays
@@ -301,46 +291,3 @@ def test_between_machines_a_wire_may_be_half_beside_peer_memory(half: bool, monk
     before = world.traffic.sent
     buffers.count_traffic(Status(1, 0, (), 0, False, 7))
     assert world.traffic.sent == before
-
-
-def test_each_stage_has_room_of_its_own() -> None:
-    config = SimpleNamespace(transport="collective", tile_lists="gather", gradients="atomics", overlap=1, wire="full")
-    world = replace(World.single(), size=2)
-    strategy = STRATEGIES["tile"](world)
-    strategy.rows.stages = 9
-    pipeline = SimpleNamespace(config=config, strategy=strategy, batch_size=3)
-    buffers = StepBuffers(pipeline, world)
-    assert buffers.stages == 3, "a stage has a view at least"
-    assert buffers.pairs(7) == pairs_of(7, 2, 6)
-    table = ((1, 2, 3, 4, 5, 6), (10, 20, 30, 40, 50, 60))
-    made = buffers.transport(replace(SETTINGS, segment=table), GaussianKernels(degree=0))
-    assert isinstance(made, StagedRows) and made.words == SETTINGS.words(strategy.assignment)
-    assert [one.pairs for one in made.stages] == [((1, 2), (10, 20)), ((3, 4), (30, 40)), ((5, 6), (50, 60))]
-    assert [one.words for one in made.stages[:2]] == [0, 0] and made.room == [1, 2, 3, 4, 5, 6] and made.lines == 50
-    other = GaussianKernels(degree=1)
-    assert buffers.transport(replace(SETTINGS, segment=table), other) is made
-    assert all(one.kernels == other for one in made.stages)
-    alone = StepBuffers(pipeline, World.single())
-    assert alone.stages == 1, "nothing travels"
-    config.tile_lists = "sort"
-    with pytest.raises(InputError, match=r"^--pipeline\.stages 9: .* splats that go by collectives"):
-        StepBuffers(pipeline, world)
-
-
-def test_stages_are_for_splats_that_travel() -> None:
-    world = replace(World.single(), size=2)
-    options: Any = SimpleNamespace(strategy="locality", options=None, wire="full", stages=4, exchange="pixels")
-    assert strategy_of(options, world).rows.stages == 4
-    for strategy, stages, words in (
-        ("tile", 0, "0: a step has 1 stage"),
-        ("batch", 2, "2: that is for splatfacto-tile .* the strategy is batch"),
-        ("pixel", 2, "2: that is for splatfacto-tile .* the strategy is pixel"),
-    ):
-        options.strategy, options.stages = strategy, stages
-        with pytest.raises(InputError, match=rf"^--pipeline\.stages {words}"):
-            strategy_of(options, world)
-
-
-def test_wishes_that_cannot_be_had_are_refused() -> None:
-    with pytest.raises(InputError, match=r"^--pipeline\.overlap 0: splats leave in 1 part at least"):
-        make_buffers("tile", overlap=0)

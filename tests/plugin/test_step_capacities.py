@@ -111,18 +111,6 @@ def test_steps_that_wait_for_a_flush_change_nothing() -> None:
     assert room.now == three(10_240, 2048, 40_960)
 
 
-def test_a_way_that_has_just_begun_gives_up_what_it_guessed() -> None:
-    room = StepCapacities(1000)
-    room.settle()
-    assert room.now is None, "there is none yet"
-    room.begin(three(padded(250_000), padded(100_000), padded(100_000)))
-    for rows in (80_000, 100_000):
-        room.learn(three(rows, 40_000, 90_000), False, BLOCK)
-    assert room.now == three(padded(250_000), padded(100_000), padded(100_000)), "not all views have been seen"
-    room.settle()
-    assert room.now == three(padded(100_000) * 3 // 2, padded(40_000) * 3 // 2, padded(100_000))
-
-
 def test_room_that_is_nearly_used_up_grows_where_steps_are_made_anew() -> None:
     """Of rows and intersections, not of what travels with its room; and by bounds."""
     room = StepCapacities(10)

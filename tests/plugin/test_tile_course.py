@@ -50,7 +50,7 @@ class Case:
         return "fused_steps" in self.options
 
 
-GATHERED, SORTED = "fused, two views", "fused, two views, sorted lists, two groups"
+GATHERED, SORTED = "fused, two views", "fused, two views, sorted lists"
 CASES = {
     "one view": Case(1),
     "two views": Case(2),
@@ -58,7 +58,7 @@ CASES = {
     "a rank without points": Case(2, TWO_POINTS),
     "fused, one view": Case(1, FUSED, 3e-4),
     GATHERED: Case(2, FUSED, 3e-4),
-    SORTED: Case(2, {**FUSED, "pipeline.tile_lists": "sort", "pipeline.overlap": 2}, 3e-4),
+    SORTED: Case(2, {**FUSED, "pipeline.tile_lists": "sort"}, 3e-4),
     "fused, a rank without points": Case(1, {**FUSED, **TWO_POINTS}, 3e-4),
 }
 
@@ -109,7 +109,7 @@ def test_shards_are_of_nearly_equal_work(courses: dict[int, list[dict[str, Outco
         assert max(shards) < 1.5 * sum(shards) / size, shards
 
 
-def test_lists_of_tiles_and_groups_of_rows_change_nothing(courses: dict[int, list[dict[str, Outcome]]]) -> None:
+def test_lists_of_tiles_change_nothing(courses: dict[int, list[dict[str, Outcome]]]) -> None:
     for size in RANKS:
         outcomes = courses[size][0]
         assert max(furthest(outcomes[SORTED], outcomes[GATHERED]).values()) == 0

@@ -61,9 +61,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "merge-path sort in ordinary steps": (
         {"pipeline.tile_lists": "sort"}, "^--pipeline.tile-lists sort: that is for the fused steps .* are not fused",
     ),
-    "rows in no parts": (
-        {**FUSED, "capture": "one size", "pipeline.overlap": 0}, "^--pipeline.overlap 0: splats leave in 1 part at",
-    ),
     "a compact state in ordinary steps": (
         {"capture": "one size", MODEL + "optimizer_state": "compact"},
         "^--pipeline.model.optimizer-state compact: .* are not fused: on a CPU they are only with --fused-steps always",

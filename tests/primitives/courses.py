@@ -16,11 +16,12 @@ from ns_multigpu.core.pairs import Pairs, most_of, pairs_of, tell_pairs
 from ns_multigpu.core.placement import Sharded
 from ns_multigpu.core.relayed_rows import RelayedRows
 from ns_multigpu.core.relays import Relays
+from ns_multigpu.core.staying_rows import OwnRows, ReplicatedRows
 from ns_multigpu.core.step import Step
 from ns_multigpu.core.step_settings import StepSettings, first_capacities, padded, with_halos
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.tile_lists import SortedLists
-from ns_multigpu.core.transports import CollectiveRows, OwnRows, PeerRows, ReplicatedRows, Transport
+from ns_multigpu.core.transports import CollectiveRows, PeerRows, Transport
 from ns_multigpu.core.types import Patch, Points, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
@@ -52,9 +53,9 @@ class Course:
         room: capacities of rows, segments (each pair's, or one for all) and intersections to begin with: those that are
             too small grow on the way. None for what training begins with.
         lazy: steps of points that are not drawn are put off.
-        transport: of shards: own, collective, or in peer memory atomics or transfer. by_sort: see `SortedLists`.
+        transport: of shards: own, collective, or peer for peer memory. by_sort: see `SortedLists`.
         half: rows and gradients travel in float16.
-        moment: of Adam's moments. groups: in which rows leave.
+        moment: of Adam's moments.
         captured: steps are replayed from graphs, on a CPU from what was recorded.
         grouped: groups of points are culled by their boxes. speed: how many times as large rates are.
     """
@@ -72,7 +73,6 @@ class Course:
     points: int = 300
     moment: torch.dtype = torch.float32
     scene: Scene = make_points
-    groups: int = 1
     captured: bool = False
     grouped: bool = False
     speed: float = 1.0
@@ -153,8 +153,8 @@ def transport_of(
         return RelayedRows(*shape, half=wire.get("half", False), peer=name != "collective")
     if not spread.rows.travels:
         return OwnRows(*shape) if world.size == 1 else ReplicatedRows(*shape)
-    if name in ("atomics", "transfer"):
-        return PeerRows(*shape, atomics=name == "atomics")
+    if name == "peer":
+        return PeerRows(*shape)
     return OwnRows(*shape) if name == "own" else CollectiveRows(*shape, **wire)
 
 
@@ -187,7 +187,7 @@ def taken(world: World, course: Course) -> Outcome:
     width, height = course.size
     here = spread.assignment.most_views(course.batch, world.size)
     room = course.room or first_capacities(course.points, width * height, here, travels=spread.rows.travels)
-    settings = StepSettings(width, height, course.batch, LAMBDA, *room, course.groups)
+    settings = StepSettings(width, height, course.batch, LAMBDA, *room)
     kernels = kernels_of(course.antialiased)
 
     def made() -> Step:
@@ -222,9 +222,13 @@ def taken(world: World, course: Course) -> Outcome:
         graphs.take(plan, partial(one.parts, plan, targets))
         replayed += (plan, 1) in graphs._captured
         status = one.status()
-        to_others = one._counts.sum() - one._counts[one._transport.stays] if one._transport.travels else torch.zeros(())
+        to_others = (
+            one._forward.counts.sum() - one._forward.counts[one._transport.stays]
+            if one._transport.travels
+            else torch.zeros(())
+        )
         assert status.sent == int(to_others), "of this rank's rows, those that went to others"
-        assert list(status.segments) == one._counts.tolist(), "a look after each step"
+        assert list(status.segments) == one._forward.counts.tolist(), "a look after each step"
         pairs = tell_pairs(status.segments, world)
         most = tuple(tuple(map(max, *two)) for two in zip(most, pairs, strict=True))
         told = world.traffic.since("step")

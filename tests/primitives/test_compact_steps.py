@@ -90,7 +90,7 @@ def test_replicas_on_gpus(ranks: int, lazy: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("ranks", "transport"), [(1, "own"), (2, "collective"), (2, "atomics"), (2, "transfer")])
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "own"), (2, "collective"), (2, "peer")])
 def test_shards_on_gpus(ranks: int, transport: str) -> None:
     skip_without_gpus(ranks)
     check(of("tile", 2, True, room=(1024, 1024, 4096), points=3000, transport=transport), ranks, "cuda")

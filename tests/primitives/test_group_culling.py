@@ -80,9 +80,9 @@ KINDS = [
     ("batch", 1, 2, {"lazy": True, "room": TIGHT}),
     ("batch", 2, 2, {"speed": 1000.0}),
     ("batch", 2, 2, {"lazy": True, "moment": torch.bfloat16}),
-    ("tile", 1, 3, {"lazy": True, "speed": 50.0, "room": ROOM, "groups": 3}),
+    ("tile", 1, 3, {"lazy": True, "speed": 50.0, "room": ROOM}),
     ("tile", 2, 1, {"room": ROOM}),
-    ("tile", 2, 2, {"lazy": True, "room": TIGHT, "bounds": (0, 70, 700), "groups": 2}),
+    ("tile", 2, 2, {"lazy": True, "room": TIGHT, "bounds": (0, 70, 700)}),
     ("tile", 3, 2, {"room": ROOM, "bounds": (0, 0, 690, 700)}),
 ]
 
@@ -171,7 +171,7 @@ def test_a_course_on_gpus(strategy: str, ranks: int, batch: int, captured: bool)
     """Sums have another order each time there: rows are the same, and the course is the ordinary one."""
     skip_without_gpus(ranks)
     course = Course(
-        strategy, batch, 4, lazy=True, points=3000, scene=make_row, captured=captured, transport="atomics"
+        strategy, batch, 4, lazy=True, points=3000, scene=make_row, captured=captured, transport="peer"
     )  # fmt: skip
     outcomes = run_ranks(both, ranks, course, device="cuda")
     for boxed, plain, share in outcomes:

@@ -10,11 +10,9 @@ import torch
 from cuda_ext import intersect
 from cuda_ext.ops.lazy_adam import LazyAdam
 from ns_multigpu.core import staying_rows
-from ns_multigpu.core.assignment import TileRanges
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.step import scalars_of_no_step
-from ns_multigpu.core.step_settings import StepSettings, with_halos
-from ns_multigpu.core.tile_work import TileWork
+from ns_multigpu.core.step_settings import StepSettings
 from ns_multigpu.core.types import TILE, Patch
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
@@ -28,7 +26,6 @@ from tests.primitives.courses import (
     Outcome,
     assert_same_course,
     batch_of,
-    kernels_of,
     ordinary,
     scalars,
     step_of,
@@ -36,7 +33,7 @@ from tests.primitives.courses import (
     taken,
     together,
 )
-from tests.ranks import run_ranks, skip_without_gpus
+from tests.ranks import skip_without_gpus
 from tests.strategies.scene import make_image, make_points
 
 ROOM, LARGE_ROOM = (1024, 1024, 4096), (8192, 8192, 65536)
@@ -214,62 +211,15 @@ def test_lists_by_a_sort_over_all_ranks_are_the_same(ranks: int, batch: int) -> 
         assert [name for name in a if not torch.equal(a[name], b[name])] == (["bytes"] if ranks > 1 else [])
 
 
-def in_groups(world: World, course: Course) -> list[Outcome]:
-    """A course of steps whose rows leave in groups, and the same where all leave together."""
-    return [taken(world, course), taken(world, replace(course, groups=1))]
-
-
-# With no points on a rank all of its groups are empty; in the last case there is too little room at first.
-@pytest.mark.parametrize(
-    ("ranks", "groups", "transport", "bounds", "room"),
-    [
-        (1, 2, "own", None, ROOM),
-        (1, 3, "atomics", None, ROOM),
-        (1, 7, "transfer", None, ROOM),
-        (2, 3, "collective", None, ROOM),
-        (3, 2, "collective", (0, 0, 290, 300), ROOM),
-        (2, 3, "collective", None, (64, 16, 64)),
-    ],
-)
-def test_rows_may_leave_in_groups(
-    ranks: int, groups: int, transport: str, bounds: tuple[int, ...] | None, room: tuple[int, int, int]
-) -> None:
-    course = Course(
-        "tile", 3, 3, bounds=bounds, room=room, lazy=ranks == 2, transport=transport, groups=groups
-    )  # fmt: skip
-    courses = run_ranks(in_groups, ranks, course)
-    for grouped, whole in courses:
-        assert all(torch.equal(grouped[name], whole[name]) for name in whole)
-    assert_same_course(course, [grouped for grouped, _ in courses], ordinary(course))
-    assert all(int(grouped["redone"] > 0) == (room[0] == 64) for grouped, _ in courses)
-
-
-def test_groups_of_lines() -> None:
-    settings = StepSettings(WIDTH, HEIGHT, 3, LAMBDA, 1024, 1024, 4096)
-    assert settings.stops == []
-    assert replace(settings, groups=4).stops == [256, 512, 768] and replace(settings, groups=3).stops == [352, 672]
-    assert replace(settings, groups=3, rows=16).stops == [0, 0], "less than a warp is one group"
-    with pytest.raises(ValueError, match="at least 1 group, not in 0"):
-        replace(settings, groups=0)
-
-
 # ---- captured ----
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "groups", "batch"),
-    [
-        ("tile", 1, 1, 2),
-        ("tile", 1, 3, 2),
-        ("tile", 2, 1, 1),
-        ("tile", 2, 3, 2),
-        ("batch", 1, 1, 2),
-        ("batch", 2, 1, 2),
-    ],
+    ("strategy", "ranks", "batch"), [("tile", 1, 2), ("tile", 2, 1), ("tile", 2, 2), ("batch", 1, 2), ("batch", 2, 2)]
 )
-def test_a_course_of_what_was_recorded(strategy: str, ranks: int, groups: int, batch: int) -> None:
+def test_a_course_of_what_was_recorded(strategy: str, ranks: int, batch: int) -> None:
     course = Course(
-        strategy, batch, 12, room=(64, 16, 64), lazy=True, transport="collective", groups=groups, captured=True
+        strategy, batch, 12, room=(64, 16, 64), lazy=True, transport="collective", captured=True
     )  # fmt: skip
     outcomes = take(course, ranks)
     assert all(int(o["redone"]) > 0 for o in outcomes), "capacities must have changed under the graphs"
@@ -292,7 +242,7 @@ def test_a_course_of_replicas_on_gpus(ranks: int, batch: int, antialiased: bool,
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("transport", "by_sort", "lazy"),
-    [("collective", False, True), ("transfer", False, False), ("atomics", True, True), ("atomics", False, False)],
+    [("collective", False, True), ("peer", True, True), ("peer", False, False)],
 )
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 1), (2, 3), (4, 1), (4, 4)])
 def test_a_course_of_shards_on_gpus(ranks: int, batch: int, lazy: bool, transport: str, by_sort: bool) -> None:
@@ -304,69 +254,12 @@ def test_a_course_of_shards_on_gpus(ranks: int, batch: int, lazy: bool, transpor
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("transport", ["atomics", "transfer", "collective"])
-@pytest.mark.parametrize(("ranks", "groups"), [(1, 3), (2, 3), (2, 8)])
-def test_rows_may_leave_in_groups_on_gpus(ranks: int, groups: int, transport: str) -> None:
-    skip_without_gpus(ranks)
-    course = Course("tile", 3, 3, room=LARGE_ROOM, lazy=True, transport=transport, points=3000, groups=groups)
-    courses = run_ranks(in_groups, ranks, course, device="cuda")
-    expected = ordinary(course)
-    for way in (0, 1):
-        assert_same_course(course, [one[way] for one in courses], expected)
-    for grouped, whole in courses:
-        assert all(torch.equal(grouped[name], whole[name]) for name in ("sent", "count", "redone"))
-    # Whole batches of rows that leave too late, or are not there yet, do not pass for rounding.
-    for grouped, whole in courses:
-        torch.testing.assert_close(grouped["losses"], whole["losses"], rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("transport", ["own", "atomics", "transfer"])
-def test_a_graph_holds_both_streams(transport: str) -> None:
-    """A world of one on a GPU: the step of two streams, captured, gives what the step of one gives."""
-    world = World.single("cuda:0")
-    found: list[dict[str, torch.Tensor]] = []
-    for groups, captured in ((1, False), (4, False), (4, True)):
-        params = {k: v.detach().clone() for k, v in make_points(3000, torch.float32, world.device).params.items()}
-        settings = StepSettings(WIDTH, HEIGHT, 3, LAMBDA, 16384, 16384, 262144, groups=groups)
-        one = step_of(world, "tile", params, settings, transport, kernels=kernels_of())
-        views = batch_of(0, 3, world.device)
-        one.viewmats.copy_(torch.stack([v.viewmat for v in views]))
-        one.Ks.copy_(torch.stack([v.K for v in views]))
-        plan = with_halos(TileRanges(TileWork()).assign(views, 1), WIDTH, HEIGHT)
-        targets = [make_image(view).to(world.device) for view in views]
-        # Scalars of a step that changes nothing: what is captured is run once before.
-        one.scalars.copy_(scalars_of_no_step(len(ORDER), world.device))
-        one.take(plan, targets)
-        graph = torch.cuda.CUDAGraph()
-        if captured:
-            with torch.cuda.graph(graph):
-                one.take(plan, targets)
-        for step in range(3):
-            one.scalars.copy_(scalars(step + 1))
-            if captured:
-                graph.replay()
-            else:
-                one.take(plan, targets)
-        status = one.status()
-        assert status.done == 4 and status.rows > 4096 and not status.full
-        found.append({k: v.cpu() for k, v in params.items()} | {"report": one.report.cpu()})
-    for other in found[1:]:
-        torch.testing.assert_close(other["report"], found[0]["report"], rtol=1e-5, atol=1e-6)
-        for name in ORDER:
-            away = (other[name] - found[0][name]).abs()
-            assert (away > 0.2 * RATES[name]).float().mean() < 1e-2, name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("transport", "lazy", "groups"), [("transfer", True, 1), ("atomics", False, 1), ("atomics", True, 3)]
-)
+@pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 1), (2, 1), (2, 3), (4, 2)])
-def test_a_course_of_graphs_on_gpus(ranks: int, batch: int, transport: str, lazy: bool, groups: int) -> None:
+def test_a_course_of_graphs_on_gpus(ranks: int, batch: int, lazy: bool) -> None:
     skip_without_gpus(ranks)
     course = Course(
-        "tile", batch, 12, room=(1024, 1024, 8192), lazy=lazy, transport=transport, points=3000, groups=groups,
+        "tile", batch, 12, room=(1024, 1024, 8192), lazy=lazy, transport="peer", points=3000,
         captured=True,
     )  # fmt: skip
     outcomes = take(course, ranks, "cuda")

@@ -10,10 +10,10 @@ import torch
 
 from ns_multigpu.cells.crossing import CellsInViews
 from ns_multigpu.cells.options import PixelOptions
-from ns_multigpu.core.crossing import Crossing, RowsCross
+from ns_multigpu.core.crossing import BoundaryRows, Crossing
 from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.travelling_rows import RowsTravel
+from ns_multigpu.core.travelling_rows import ExchangedRows
 from ns_multigpu.core.types import TILE, Hits, Patch, Splats, View
 from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
@@ -67,7 +67,7 @@ def windows_of(where: str) -> tuple[CellsInViews, Plan, list[View]]:
     spread = with_splits(World.single(), where_cameras_stand()[where], "ghosts")
     spread.placement.hold(points, World.single())
     spread.observe(Gaussians(), points, 0)
-    assert isinstance(spread.rows, RowsCross) and isinstance(spread.rows.crossing, CellsInViews)
+    assert isinstance(spread.rows, BoundaryRows) and isinstance(spread.rows.crossing, CellsInViews)
     return spread.rows.crossing, spread.plan(views), views
 
 
@@ -111,7 +111,7 @@ def test_each_depth_of_a_tile_is_one_cells(where: str) -> None:
 def bytes_of(world: World, cross: bool) -> int:
     """What a step sends, of rows to where they reach a cell, or to where they reach a rectangle."""
     spread = strategy_of(2, world)
-    spread = spread if cross else replace(spread, rows=RowsTravel(relays=False))
+    spread = spread if cross else replace(spread, rows=ExchangedRows(relays=False))
     world.traffic.since("step")
     take_step(spread, "gaussians", VIEWS, 1500, torch.float64)
     return world.traffic.since("step")
@@ -203,7 +203,7 @@ class _Near(Crossing):
 def test_what_splats_reach_is_asked_once_of_each() -> None:
     """Where they go and how many there are follow from the same, and not from what others before them reached."""
     crossing, view, told = _Near(), View(torch.eye(4), torch.eye(3), 32, 32, 0), list[Any]()
-    leg = RowsCross(crossing, lambda *of: told.append(of))
+    leg = BoundaryRows(crossing, lambda *of: told.append(of))
     plan = Plan(((Patch(0, 0, 0, 32, 32, cell=0),),), ((),))
     for turn, depths in enumerate(([0.5, 0.5, 2.0], [2.0, 2.0, 0.5])):
         ids = torch.zeros(3, dtype=torch.int32)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ns_multigpu.core.half_rows import HalfGradients, HalfRows
-from ns_multigpu.core.travelling_rows import RowsTravel
+from ns_multigpu.core.travelling_rows import ExchangedRows
 from ns_multigpu.core.world import World
 from strategies import STRATEGIES
 from tests.ranks import run_ranks, skip_without_gpus
@@ -44,7 +44,7 @@ def test_half_a_wire_is_nearly_a_whole_one(mode: str, ranks: int) -> None:
 def autograd_step(world: World, strategy: str, half: bool) -> Outcome:
     """`take_step`, through autograd."""
     spread = STRATEGIES[strategy](world)
-    assert isinstance(spread.rows, RowsTravel)
+    assert isinstance(spread.rows, ExchangedRows)
     spread.rows.half = half
     return take_step(spread, KERNELS[0], 11, POINTS, torch.float32, LANDSCAPE)
 

@@ -10,8 +10,8 @@ import torch
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.forward import Forward
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.transports import RelayedRows, StagedRows, make_transport
-from ns_multigpu.core.travelling_rows import RowsTravel
+from ns_multigpu.core.transports import RelayedRows, make_transport
+from ns_multigpu.core.travelling_rows import ExchangedRows
 from ns_multigpu.core.types import Points
 from ns_multigpu.core.world import World
 from ns_multigpu.locality.options import LocalityOptions
@@ -20,7 +20,6 @@ from strategies import STRATEGIES
 from strategies.locality import locality
 from strategies.pixel import pixel
 from tests.ranks import run_ranks, skip_without_gpus
-from tests.strategies import test_exchange
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import Outcome, check, held_at, on_machines, stitch, take_step
 from tests.strategies.test_law_steps import CUT, DEALT, POINTS, PORTRAIT, check_outcomes, take_one
@@ -58,7 +57,7 @@ def step(
     made = (faint if open_ else convexes)(points, dtype, world.device)
     spread = STRATEGIES[strategy](world)
     if half:
-        assert isinstance(spread.rows, RowsTravel)
+        assert isinstance(spread.rows, ExchangedRows)
         spread.rows.half = True
     return take_step(spread, "convexes", views, points, dtype, kind=(ALL, made))
 
@@ -95,19 +94,15 @@ def test_half_a_wire_leaves_lines_whole() -> None:
 
 STEPS = [
     ("single", 1, "captured"), ("batch", 2, "captured"), ("batch", 3, "step"), ("tile", 3, "captured"),
-    ("tile, sorted", 2, "step"), ("locality, relays in stages", 4, "captured"), ("pixel, cells", 2, "captured"),
-    ("pixel, splats of cells", 2, "step"), ("pixel, ghosts", 3, "captured"),
+    ("tile, sorted", 2, "step"), ("locality, relays", 4, "captured"), ("pixel, cells", 2, "captured"),
+    ("pixel, ghosts", 3, "captured"),
 ]  # fmt: skip
 CELLS = 3
 
 
 def spread_of(world: World, name: str) -> Strategy:
-    if name == "locality, relays in stages":
-        spread = locality(on_machines(world, 2), LocalityOptions(relays=True))
-        spread.rows.stages = 2
-        return spread
-    if name == "pixel, splats of cells":
-        return test_exchange.strategy_of(CELLS, world, "mixed")
+    if name == "locality, relays":
+        return locality(on_machines(world, 2), LocalityOptions(relays=True))
     if name.startswith("pixel"):
         return pixel(world, PixelOptions(cells=CELLS, crossing="ghosts" if "ghosts" in name else "none"))
     return STRATEGIES[name.partition(",")[0]](world)
@@ -118,8 +113,8 @@ def fused_step(world: World, name: str, mode: str) -> Outcome:
     if "relays" in name:
         kernels: Any = Convexes(sh_degree=3).kernels()
         pieces = (spread.rows, spread.gradients, spread.world)
-        carrier = make_transport(*pieces, kernels, 8, 8, 8, peer=False, atomics=True, stages=2)
-        assert isinstance(carrier, StagedRows) and isinstance(carrier.stages[1], RelayedRows)
+        carrier = make_transport(*pieces, kernels, 8, 8, 8, peer=False)
+        assert isinstance(carrier, RelayedRows)
     whole = (faint if "ghosts" in name else convexes)(POINTS, torch.float32, world.device)
     count = DEALT if spread.placement.replicated else CUT
     return take_one(spread, ALL, count, PORTRAIT, mode, "sorted" in name, whole=whole)

@@ -51,11 +51,8 @@ def test_equals_single(name: str, strategy: str, ranks: int) -> None:
     check(run_ranks(step, ranks, strategy, name, torch.float64), expected, torch.float64)
 
 
-def fused(
-    world: World, strategy: str, mode: str, primitive: str = "gaussians", machines: int = 1, stages: int = 1
-) -> Outcome:
+def fused(world: World, strategy: str, mode: str, primitive: str = "gaussians", machines: int = 1) -> Outcome:
     spread = STRATEGIES[strategy](on_machines(world, machines) if machines > 1 else world)
-    spread.rows.stages = stages
     kind, whole = kind_of(primitive, POINTS, torch.float32, world.device)
     return take_one(spread, kind, count_of(strategy), PORTRAIT, mode, whole=whole, exposes=True)
 
@@ -93,10 +90,10 @@ def test_a_fused_step_of_other_points_equals_single(primitive: str, strategy: st
     check_fused(run_ranks(fused, ranks, strategy, mode, primitive), strategy, primitive)
 
 
-@pytest.mark.parametrize(("ranks", "machines", "stages"), [(4, 2, 1), (4, 2, 3), (2, 1, 3)])
-def test_a_fused_step_over_machines_and_in_stages_equals_single(ranks: int, machines: int, stages: int) -> None:
-    """What is told of exposures is at the end of the last stage's message, which others hand on."""
-    outcomes = run_ranks(fused, ranks, "locality", "captured", "gaussians", machines, stages)
+@pytest.mark.parametrize(("ranks", "machines"), [(4, 2), (2, 1)])
+def test_a_fused_step_over_machines_equals_single(ranks: int, machines: int) -> None:
+    """What is told of exposures is at the message's end, which others hand on."""
+    outcomes = run_ranks(fused, ranks, "locality", "captured", "gaussians", machines)
     check_fused(outcomes, "locality")
 
 

@@ -18,10 +18,9 @@ from cuda_ext.ops.adam import adam_scalars
 from ns_multigpu.core.assignment import DealtViews
 from ns_multigpu.core.composable import why_no_step
 from ns_multigpu.core.exposures import StepExposures
-from ns_multigpu.core.legs import RowsStay, SummedGradients, WholePixels
+from ns_multigpu.core.legs import LocalRows, SummedGradients, WholePixels
 from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.stages import stages_of
 from ns_multigpu.core.step import Step
 from ns_multigpu.core.step_settings import StepSettings, with_halos
 from ns_multigpu.core.strategy import Strategy
@@ -119,7 +118,7 @@ def take_one(
     else:
         parts = partial(step.parts, plan, targets)
         replay(step, parts, plan, [*moments.values()], statistics, params, begun, steps)
-    status, kept = step.status(), int(step._counts_of[:, step._transport.stages[0].stays].sum())
+    status, kept = step.status(), int(step._forward.counts[step._transport.stays])
     assert status.done == steps
     if step._transport.travels:
         sent = steps * (sum(status.segments) - kept)
@@ -148,8 +147,8 @@ def made(
     words = settings.words(spread.assignment)
     peer = world.device.type == "cuda" and world.size > 1 and half is None
     transport = make_transport(
-        spread.rows, spread.gradients, world, kernels, settings.rows, settings.segment, words, peer=peer, atomics=True,
-        half=bool(half), slots=by_sort, stages=len(stages_of(len(views), spread.rows.stages)),
+        spread.rows, spread.gradients, world, kernels, settings.rows, settings.segment, words, peer=peer,
+        half=bool(half), slots=by_sort,
     )  # fmt: skip
     lists = SortedLists(settings, world, transport.lines, peer=False) if by_sort else None
     counted = statistics if world.is_main or not spread.gradients.summed else {}
@@ -311,7 +310,7 @@ class RoundRobin(DealtViews):
         return Plan.of([Patch.whole(v, views[v]) for v in range(rank, len(views), ranks)] for rank in range(ranks))
 
 
-class OtherRows(RowsStay):
+class OtherRows(LocalRows):
     """Rows of which nobody knows how they go."""
 
 

@@ -59,8 +59,8 @@ def by_shared_memory(folder: Path, world: World, primitive: str, mode: str, *, s
     assert [type(one) for one in made] == [PeerReplicas] and SharedFile.made == 1
     assert world.traffic.sent == sent, "no collective has carried rows"
     told, most = made[0], sum(one.nbytes for one in made[0]._replicas.everyone) // world.size
-    line = (told.step_bytes(7) - told.step_bytes(6)) // (world.size - 1)
-    assert told.step_bytes(0) == (world.size - 1) * told._messages[0].nbytes
+    line = (told.written_bytes(1, 7, 0) - told.written_bytes(1, 6, 0)) // (world.size - 1)
+    assert told.written_bytes(1, 0, 0) == (world.size - 1) * told._messages[0].nbytes
     lines = len(told._replicas.everyone[0]) // world.size
     # Of the record of a 3D Gaussian's gradients a quarter means nothing.
     assert line == (most // lines if primitive in OTHERS else 76 if sized else 64)

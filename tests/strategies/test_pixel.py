@@ -16,8 +16,8 @@ from ns_multigpu.cells.seen import camera_position
 from ns_multigpu.cells.sharing import CellPixels
 from ns_multigpu.cells.tree import CellTree, Split
 from ns_multigpu.core.composite import CompositePixels
-from ns_multigpu.core.crossing import RowsCross
-from ns_multigpu.core.legs import RowsStay
+from ns_multigpu.core.crossing import BoundaryRows
+from ns_multigpu.core.legs import LocalRows
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Points
 from ns_multigpu.core.world import World
@@ -119,7 +119,8 @@ def with_splits(world: World, splits: tuple[Split, ...], crossing: Literal["none
     ghosts = CellsInViews(space) if crossing == "ghosts" else None
     return replace(
         pixel(world, options), placement=space, assignment=CellPixels(space),
-        pixels=CompositePixels(space.local, crossing=ghosts), rows=RowsStay() if ghosts is None else RowsCross(ghosts),
+        pixels=CompositePixels(space.local, crossing=ghosts),
+        rows=LocalRows() if ghosts is None else BoundaryRows(ghosts),
     )  # fmt: skip
 
 

@@ -20,8 +20,7 @@ from ns_multigpu.data.capture import Kind
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 
-STRATEGIES = ("tile", "locality", "pixel", "auto")
-"""auto: `pixel` with `--pipeline.exchange auto`."""
+STRATEGIES = ("tile", "locality", "pixel")
 _STILL = 1e-12
 """A learning rate that leaves the model as it is."""
 _NEVER = 10**8
@@ -41,9 +40,7 @@ class Timed:
         self, world: World, strategy: str, scene: CityScene, kind: Kind, views: int, folder: Path, *, leveled: bool
     ) -> None:
         self._world = world
-        config: Any = copy.deepcopy(
-            getattr(methods, f"splatfacto_{'pixel' if strategy == 'auto' else strategy}").config
-        )
+        config: Any = copy.deepcopy(getattr(methods, f"splatfacto_{strategy}").config)
         config.machine.device_type, config.vis = world.device.type, ""
         config.output_dir, config.timestamp, config.experiment_name = folder, strategy, f"{scene.points}-{leveled}"
         config.max_num_iterations, config.max_num_images, config.batch_scaling = _NEVER, None, "none"
@@ -59,7 +56,6 @@ class Timed:
         pipeline.model = model
         if "pixel" in pipeline.strategy:
             pipeline.pixel.level_steps = leveled
-            pipeline.exchange = "auto" if strategy == "auto" else "pixels"
         for group in config.optimizers.values():
             group["optimizer"].lr, group["scheduler"] = _STILL, None
         config.get_base_dir().mkdir(parents=True, exist_ok=True)

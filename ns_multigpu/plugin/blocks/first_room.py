@@ -9,14 +9,10 @@ from typing import Any
 
 import torch
 
-from cuda_ext.ops.row_exchange import route_lines
-from ns_multigpu.core.crossing import RowsCross, route_crossing
-from ns_multigpu.core.kernels import Cameras, Kernels, Model
-from ns_multigpu.core.legs import RowLeg
+from ns_multigpu.core.forward_pass import rows_by_group
+from ns_multigpu.core.kernels import Kernels, Model
 from ns_multigpu.core.pairs import Pairs, tell_pairs
-from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.relays import Relays
-from ns_multigpu.core.stages import part_of, stages_of, summed
 from ns_multigpu.core.step_settings import first_capacities, padded, with_halos
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import View
@@ -30,8 +26,6 @@ _MOST_AT_FIRST = 1 << 22
 """Points of which the first step of a run may draw all; one that needs more room is taken again with more."""
 _MOST_TO_SEND = 1 << 20
 """Rows of a rank that the first step of a run has room for where rows travel, which takes room twice."""
-_AT_A_TIME = 32
-"""Ranks that `route_lines` looks at, at most."""
 
 
 class FirstRoom:
@@ -66,8 +60,7 @@ class FirstRoom:
         rows, segment, intersections = now or (first[0], self._buffers.pairs(first[1]), first[2])
         pairs = self._buffers.pairs(segment)
         if self._travels and not self._buffers.one_for_all and batches:
-            relays, stages = self._buffers.relays, self._buffers.stages
-            counted = rows_needed(kernels, model(), strategy, batches, rows, relays, stages)
+            counted = rows_needed(kernels, model(), strategy, batches, rows, self._buffers.relays)
             pairs = tuple(tuple(map(padded, of_rank)) for of_rank in counted)
         return rows, pairs, intersections
 
@@ -80,7 +73,6 @@ class FirstRoom:
         assert now is not None
         ranks = self._world.size
         pixels = view.width * view.height * self._pipeline.batch_size // ranks
-        now = (now[0], summed(now[1], self._buffers.stages), now[2])
         needed = bytes_of_step(now, pixels, ranks, travels=self._travels, relays=self._buffers.relays)
         check_room(needed, "a step's buffers", self._world)
 
@@ -101,7 +93,7 @@ class FirstRoom:
 @torch.no_grad()
 def rows_needed(
     kernels: Kernels, model: Model, strategy: Strategy, batches: Sequence[Sequence[View]], capacity: int,
-    relays: Relays | None, stages: int = 1,
+    relays: Relays | None,
 ) -> Pairs:  # fmt: skip
     """The most rows that ranks send each other in any of these batches; with relays, the most of all that they count.
 
@@ -110,58 +102,14 @@ def rows_needed(
     Args:
         capacity: rows that are projected at most; where there are more, the others are taken to go where these go.
         relays: that hand rows on, if any do.
-        stages: of a step. What is counted of one is behind what is counted of the one before.
     """
     world = strategy.world
     machines = range(world.machines) if relays is not None else range(0)
-    each = world.size + len(machines)
-    most = [0] * (each * stages)
+    ranks, whole = [[rank] for rank in range(world.size)], [list(world.ranks_of(k)) for k in machines]
+    most = [0] * (world.size + len(machines))
     for views in batches:
         plan = with_halos(strategy.plan(views), views[0].width, views[0].height)
-        viewmats = torch.stack([view.viewmat for view in views]).to(world.device)
-        Ks = torch.stack([view.K for view in views]).to(world.device)
-        sizes = [side for view in views for side in (view.width, view.height)]
-        times = viewmats.new_tensor([view.time for view in views], dtype=torch.float32)
-        rows = kernels.project(model, Cameras(viewmats.float(), Ks.float(), sizes, times), capacity, (), None)
-        ranks = [[rank] for rank in range(world.size)]
-        whole = [list(world.ranks_of(k)) for k in machines]
-        found: list[int] = []
-        for stage in stages_of(len(views), stages):
-            part = part_of(plan, stage)
-            found += _reached(strategy.rows, rows, part, views, ranks, capacity)
-            found += _reached(strategy.rows, rows, part, views, whole, capacity)
-        made = int(rows.count)
+        made, found = rows_by_group(strategy, kernels, model, views, plan, capacity, [*ranks, *whole])
         most = [max(a, -(-b * max(made, capacity) // capacity)) for a, b in zip(most, found, strict=True)]
     table = tell_pairs(most, world)
-    of_stages = [tuple(row[k * each : (k + 1) * each] for row in table) for k in range(stages)]
-    if relays is not None:
-        of_stages = [relays.numbers_of(one) for one in of_stages]
-    return tuple(tuple(n for row in of_rank for n in row) for of_rank in zip(*of_stages, strict=True))
-
-
-def _reached(
-    leg: RowLeg, rows: Any, plan: Plan, views: Sequence[View], groups: Sequence[Sequence[int]], capacity: int
-) -> list[int]:
-    """How many rows reach a patch of any rank of each group."""
-    found: list[int] = []
-    reached = leg.crossing.reached_by(rows, views) if isinstance(leg, RowsCross) else None
-    for first in range(0, len(groups), _AT_A_TIME):
-        some = groups[first : first + _AT_A_TIME]
-        patches = [
-            n
-            for number, ranks in enumerate(some)
-            for rank in ranks
-            for patch in plan.drawn[rank]
-            for n in (number, patch.view, *patch.rendered(views[patch.view]))
-        ]
-        place = torch.empty(len(some), capacity, dtype=torch.int32, device=rows.means2d.device)
-        counts = torch.zeros(len(some), dtype=torch.int64, device=rows.means2d.device)
-        if reached is not None:
-            cells = [patch.cell for ranks in some for rank in ranks for patch in plan.drawn[rank]]
-            route_crossing(reached, rows, patches, cells, place, counts)
-        else:
-            route_lines(
-                rows.view_ids, rows.count, rows.means2d, rows.radii, patches, 0, capacity, place, counts
-            )  # fmt: skip
-        found += counts.tolist()
-    return found
+    return table if relays is None else relays.numbers_of(table)

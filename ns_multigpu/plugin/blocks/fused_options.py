@@ -81,7 +81,7 @@ def check_wishes(pipeline: Any, *, fused: bool) -> None:
             )
         return
     usual = {
-        "transport": ("auto", "collective"), "tile_lists": ("gather",), "overlap": (1,), "gradients": ("atomics",),
+        "transport": ("auto", "collective"), "tile_lists": ("gather",),
         "wire": ("full", "half") if travels else ("full",),
     }  # fmt: skip
     for name, values in usual.items():

@@ -13,11 +13,9 @@ from ns_multigpu.core.kernels import Kernels
 from ns_multigpu.core.pairs import Pairs, pairs_of
 from ns_multigpu.core.peer_memory import choose_transport
 from ns_multigpu.core.relays import Relays
-from ns_multigpu.core.stages import stages_of
-from ns_multigpu.core.staying_rows import PeerReplicas
 from ns_multigpu.core.step_settings import HALO, Status, StepSettings
 from ns_multigpu.core.tile_lists import GatheredLists, SortedLists, TileLists
-from ns_multigpu.core.transports import StagedRows, Transport, make_transport, relays_serve
+from ns_multigpu.core.transports import Transport, make_transport, relays_serve
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
@@ -27,7 +25,7 @@ class StepBuffers:
     """The buffers of one rank's steps. Those of other sizes go before new ones are made: they take each other's memory.
 
     Args:
-        pipeline: a `DistributedPipeline`: of its options `transport`, `gradients`, `tile_lists`, `overlap` and `wire`.
+        pipeline: a `DistributedPipeline`: of its options `transport`, `tile_lists` and `wire`.
         world: the ranks.
 
     Raises:
@@ -39,13 +37,12 @@ class StepBuffers:
         tells: whether replicas so tell each other what they drew.
         relays: how rows are handed on over several machines; None where they are not.
         one_for_all: whether what rows travel through has one size for all pairs of ranks.
-        stages: of a step, each with room of its own (see `core.stages`).
         pictures: [n] room for what graphs look for, see `places`.
     """
 
     def __init__(self, pipeline: Any, world: World) -> None:
         options, self._strategy, self._world = pipeline.config, pipeline.strategy, world
-        self._transport: Transport | StagedRows | None = None
+        self._transport: Transport | None = None
         self._shape: tuple[Any, ...] = ()
         self._lists: TileLists | None = None
         self._lists_shape: tuple[int, ...] = ()
@@ -53,8 +50,7 @@ class StepBuffers:
         self.peer, self._reach, self._by_sort = False, False, options.tile_lists == "sort"
         self.tells = False
         self.relays: Relays | None = None
-        self.stages = 1
-        self._atomics, self._half = options.gradients == "atomics", options.wire == "half"
+        self._half = options.wire == "half"
         self.one_for_all = self._by_sort
         self.captures = world.device.type == "cuda" and not self._by_sort and self._strategy.assignment.recurs
         if self._by_sort and self._strategy.assignment.learns is not Learns.WORK and self._strategy.rows.travels:
@@ -62,10 +58,6 @@ class StepBuffers:
                 f"--pipeline.tile-lists sort: sorted lists want bands of rows of tiles, and {self._strategy.name} cuts "
                 "views into patches. Use --pipeline.tile-lists gather."
             )
-        if options.overlap < 1:
-            raise InputError(f"--pipeline.overlap {options.overlap}: splats leave in 1 part at least.")
-        if self._strategy.rows.planned:  # these go by collectives alone
-            return
         if not self._strategy.rows.travels and not (self._strategy.gradients.summed and world.size > 1):
             return
         try:
@@ -85,24 +77,17 @@ class StepBuffers:
                 "--pipeline.wire half: that is for collectives, and splats travel through peer memory here. Leave it "
                 "out, or add --pipeline.transport collective."
             )
-        if self._strategy.rows.stages > 1 and world.size > 1:
-            if self.one_for_all:
-                raise InputError(
-                    f"--pipeline.stages {self._strategy.rows.stages}: stages are for splats that go by collectives. "
-                    "Leave it out, or use --pipeline.transport collective and --pipeline.tile-lists gather."
-                )
-            self.stages = len(stages_of(pipeline.batch_size, self._strategy.rows.stages))
         if world.is_main and world.size > 1:
             CONSOLE.print(choice.reason)
 
-    def transport(self, settings: StepSettings, kernels: Kernels) -> Transport | StagedRows:
+    def transport(self, settings: StepSettings, kernels: Kernels) -> Transport:
         """What carries rows, and their gradients."""
         rows, words = settings.rows, settings.words(self._strategy.assignment)
         pairs = self.pairs(settings.segment)
         old, shape = self._transport, (rows, pairs, words)
         if old is not None and type(old.kernels) is type(kernels):
             of_rows_alone = self._shape[1:] == shape[1:]  # they differ, if at all
-            if self._shape == shape or (of_rows_alone and isinstance(old, PeerReplicas) and old.fit(rows)):
+            if self._shape == shape or (of_rows_alone and old.fit(rows)):
                 self._shape = shape
                 old.kernels = kernels  # what they differ in is not what a row is
                 return old
@@ -110,8 +95,7 @@ class StepBuffers:
         self._shape = shape
         self._transport = make_transport(
             self._strategy.rows, self._strategy.gradients, self._world, kernels, rows, pairs, words,
-            peer=self._reach or self.tells, atomics=self._atomics, half=self._half, slots=self._by_sort,
-            stages=self.stages,
+            peer=self._reach or self.tells, half=self._half, slots=self._by_sort,
         )  # fmt: skip
         return self._transport
 
@@ -121,22 +105,15 @@ class StepBuffers:
         return {"rows": self.tells or not replicas, "pairs": self.peer}
 
     def pairs(self, segment: int | Pairs) -> Pairs:
-        """The capacities of all pairs of ranks, or with relays of all that they count; of each stage."""
-        each = self.relays.numbers if self.relays else self._world.size
-        return pairs_of(segment, self._world.size, self.stages * each)
+        """The capacities of all pairs of ranks, or with relays of all that they count."""
+        return pairs_of(segment, self._world.size, self.relays.numbers if self.relays else self._world.size)
 
     def forget(self) -> None:
         """The step goes. What rows travel through stays: it is made anew by all ranks together, and takes time."""
         if self._transport is not None and not self._transport.lasts:
             self._transport = None
 
-    def drop(self) -> None:
-        """Holds nothing any longer: steps go on with other buffers, which take this memory. Every rank calls it."""
-        self._transport, self._shape = None, ()
-        self._lists, self._lists_shape = None, ()
-        self.pictures = torch.zeros(0)
-
-    def lists(self, settings: StepSettings, kernels: Kernels, transport: Transport | StagedRows) -> TileLists:
+    def lists(self, settings: StepSettings, kernels: Kernels, transport: Transport) -> TileLists:
         """What finds each tile's splats."""
         if not self._by_sort:
             return GatheredLists(kernels, settings.intersections)
@@ -185,8 +162,5 @@ class StepBuffers:
 
     def count_traffic(self, status: Status) -> None:
         """Counts what peers wrote to each other; collectives count for themselves."""
-        if isinstance(self._transport, PeerReplicas):
-            self._world.traffic.add(self._transport.step_bytes(status.rows) * status.done)
-        if self.peer:
-            assert self._transport is not None, "which a step has gone through"
-            self._world.traffic.add(2 * 4 * self._transport.kernels.record_floats * status.sent)
+        if self._transport is not None:
+            self._world.traffic.add(self._transport.written_bytes(status.done, status.rows, status.sent))

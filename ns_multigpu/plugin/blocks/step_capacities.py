@@ -98,12 +98,6 @@ class StepCapacities:
             assert self._now is not None
             self._now = found[0] if rows else self._now[0], found[1] if pairs else self._now[1], found[2]
 
-    def settle(self) -> None:
-        """Gives up what steps had no need of so far, but for half as much again, though not all views have been seen:
-        where the time of steps is to be measured that have just begun, and only guess what they need."""
-        if self._recent:
-            self._now = self._each(lambda w, c: w + w // 2 if c > 3 * w // 2 + _SPARE else c, self._most())
-
     def _most(self) -> Capacities:
         """That any step of late has needed."""
         rows, pairs, intersections = zip(*(most for _, most in self._recent), strict=True)

@@ -46,8 +46,7 @@ from ns_multigpu.plugin.blocks.refining import Refining
 from ns_multigpu.plugin.blocks.serving import Serving
 from ns_multigpu.plugin.blocks.signatures import Signatures
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
-from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
-from ns_multigpu.plugin.blocks.ways import Ways
+from ns_multigpu.plugin.blocks.step_capacities import LEAST_INTERSECTIONS, LEAST_ROWS, StepCapacities
 from ns_multigpu.plugin.faults.out_of_memory import Counts
 from ns_multigpu.plugin.model import exposures
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
@@ -103,23 +102,18 @@ class Training:
         self._refining = Refining(pipeline, optimizers, self._noise)
         self._wants_lazy = self._may_put_off()
         self._rows_drawn: int | None = None  # by one rank in one step, at most
-        self._ways = Ways(pipeline, world)
-        self._block, self._again = range(0), False  # the present one, and whether steps of it were taken twice
+        self._buffers = StepBuffers(pipeline, world)
+        # On a CPU, and where rows travel with their room, sorting or sending it takes as long as it is.
+        spares = world.device.type == "cuda" and self._buffers.spared()["rows"]
+        self._room = StepCapacities(
+            len(pipeline.datamanager.train_share.shapes), one_for_all=self._buffers.one_for_all,
+            least=(LEAST_ROWS, LEAST_INTERSECTIONS) if spares else (0, 0),
+        )  # fmt: skip
+        self._first = FirstRoom(pipeline, world, self._buffers)
+        self._block = range(0)  # the present one
         pool = GraphPool(world.device) if self._buffers.captures else None
         self._graphs = StepGraphs(pipeline.timer, computed, pool)
         self._learnt = LateCounts(pipeline.strategy.assignment.learn)
-
-    @property
-    def _buffers(self) -> StepBuffers:
-        return self._ways.buffers
-
-    @property
-    def _room(self) -> StepCapacities:
-        return self._ways.room
-
-    @property
-    def _first(self) -> FirstRoom:
-        return self._ways.first
 
     @property
     def _travels(self) -> bool:
@@ -129,7 +123,7 @@ class Training:
         """The steps from `first` on, before `limit`, that can be taken without a change in between."""
         batch, densifier = self._pipeline.batch_size, self._model.densifier
         self._signature.forget()
-        signature, fits, beyond = self._signature(first), first, min(limit, first + (self._ways.most or MOST_STEPS))
+        signature, fits, beyond = self._signature(first), first, min(limit, first + MOST_STEPS)
         # Whatever changes does so once in so few steps: the last one before it is found by halves.
         while beyond - fits > 1:
             last = (fits + beyond) // 2
@@ -147,9 +141,8 @@ class Training:
             metrics: whether somebody wants to know how the last step went.
             meanwhile: called once, when the device has been given all steps.
         """
-        self._block, self._again = steps, False
+        self._block = steps
         self._choose_lazy()
-        self._ways.begin(self._let_go)
         strategy, images = self._pipeline.strategy, steps[0] * self._pipeline.batch_size
         strategy.observe(self._model.primitive(depth=False), self._model.points, images)
         if strategy.assignment.foresees:
@@ -182,13 +175,12 @@ class Training:
                     status = step.status()
                 taken.done += status.done
                 self._graphs.count_exchanges()
-                self._learn(status, feeds[taken.done :])
+                self._learn(status)
             assert step is not None
             step.flush()  # here only: where it happens must not depend on capacities, for it rounds
         if self._signature.enlarges(steps[0]):  # its views are a few; the next ones may need more
             self._room.spare(12, 12, **self._buffers.spared())
         self._learnt.learn(leave=0)  # what is known at a checkpoint must not depend on what was on its way
-        self._ways.end(steps, again=self._again, ready=self._signature(steps[0])[1] == 1)
         mse = self._mse(step) if metrics else None
         return BlockResult(steps, [feed.indices for feed in feeds], self._serving.reports(len(steps)), mse)
 
@@ -297,7 +289,7 @@ class Training:
         rows, pairs, intersections = self._room.now
         settings = StepSettings(
             width=view.width, height=view.height, views=self._pipeline.batch_size, ssim_lambda=options.ssim_lambda,
-            rows=rows, segment=pairs, intersections=intersections, groups=self._pipeline.config.overlap,
+            rows=rows, segment=pairs, intersections=intersections,
             exposures=self._model.exposures is not None,
         )  # fmt: skip
         # Where every rank sees every row, rank 0 counts for all, and the sum over ranks is right as it is elsewhere.
@@ -379,8 +371,8 @@ class Training:
         self._key = (signature, self._room.now)
         return self._step
 
-    def _learn(self, status: Status, again: list[Feed]) -> None:
-        """Fits the capacities to what was needed; where rows stay nobody is asked. `again` are to be taken still."""
+    def _learn(self, status: Status) -> None:
+        """Update capacities from measured demand, which is all-gathered where rows are exchanged."""
         self._buffers.count_traffic(status)
         self._rows_drawn = status.rows
         pairs = tell_pairs(status.segments, self._world) if self._travels else pairs_of(0, self._world.size)
@@ -388,6 +380,3 @@ class Training:
         self._room.learn(needed, status.full, status.done * self._pipeline.batch_size)
         if not status.full:  # a step made anew before it lacks room costs less than half a block that is taken again
             self._room.spare(7, 12, **self._buffers.spared())
-        self._again |= status.full
-        for feed in again:  # what their plans foresaw may not suffice either
-            feed.plan = replace(feed.plan, room=())

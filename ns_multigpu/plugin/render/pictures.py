@@ -170,7 +170,8 @@ class Pictures:
             torch.cat([one.color, one.alpha, _depth(one), *(one.extra[name] for name in shown)], -1).flatten(0, 1)
             for one in own
         ]
-        dtype = parts[0].dtype if parts else torch.float32 if self._forward is not None else view.viewmat.dtype
+        single = all(value.dtype == torch.float32 for value in self._model.gauss_params.values())
+        dtype = parts[0].dtype if parts else torch.float32 if single else view.viewmat.dtype
         mine = torch.cat([torch.empty(0, channels, dtype=dtype, device=world.device), *parts])
         send = [len(mine) if rank in roots else 0 for rank in range(world.size)]
         receive = counts if world.rank in roots else [0] * world.size

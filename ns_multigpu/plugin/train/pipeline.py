@@ -79,21 +79,9 @@ class DistributedPipelineConfig(RunPipelineConfig):
     tile_lists: Annotated[Literal["gather", "sort"], Only("pipeline.strategy", "tile")] = "gather"
     """How the splats of each tile are found where points are sharded: "gather", each rank sorts what it draws; "sort",
     one merge-path sort of all splats over all GPUs. The lists are the same."""
-    gradients: Literal["atomics", "transfer"] = "atomics"
-    """With peer transport, how gradients reach the Gaussians' owners: "atomics" adds them into the owner's memory over
-    the link as they are made; "transfer" adds them up where they are drawn, and the owner reads each sum once."""
     wire: Annotated[Literal["full", "half"], Only("pipeline.strategy", "tile", "locality")] = "full"
     """With collective transport, what splats and their gradients are on the wire: "full" is float32, and changes
     nothing; "half" is float16 for all but positions and depths, and rounds: each rank's own splats not at all."""
-    exchange: Literal["pixels", "splats", "mixed", "auto"] = "pixels"
-    """With splatfacto-pixel, what brings a cell's part of a view to the GPU that owns these pixels: pixels, the splats
-    there, "mixed", whichever is fewer bytes; or "auto", whichever of the three takes the least time."""
-    overlap: int = 1
-    """Where points are sharded, in how many parts the splats of a step are projected, each of which travels while the
-    next is projected. The results are the same, and on two H200s so was the time."""
-    stages: int = 1
-    """Where points are sharded and splats go by collectives, in how many groups the views of a step are exchanged and
-    drawn: while one is drawn, splats of the next and gradients of the one before travel. The results are the same."""
 
     @property
     def options(self) -> Any:

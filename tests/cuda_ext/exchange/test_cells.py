@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext import cell_windows, cells_reached, clip_lists, intersect_capacity, row_spans, use_reference
+from cuda_ext import cell_windows, cells_reached, clip_lists, intersect_capacity, use_reference
 from ns_multigpu.cells.crossing import _boxes, _planes
 from ns_multigpu.cells.tree import CellTree
 from ns_multigpu.core.types import View
@@ -103,24 +103,6 @@ def test_the_twin_says_which_cells_rows_reach(cells: int, real: int, padding: in
     assert real < 100 or (0.05 < found[:, :real].float().mean() < 0.95 and not found[:, 5:7].all(0).any())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("by_cell", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_twin_says_where_rows_begin_and_end(padded: bool, by_cell: bool, dtype: torch.dtype) -> None:
-    rows, _ = rows_of(5000, 70)
-    means2d, layers = rows.means2d.to(dtype, copy=True), rows.view_ids.clone()
-    means2d[3, 0], means2d[4, 1], means2d[5, 1], layers[6] = torch.nan, torch.nan, -1e30, VIEWS
-    means2d[7:9], rows.radii[9] = torch.tensor([[33.5, 16.0], [1e30, 20.0]], dtype=dtype), 0
-    reached = torch.rand(4, len(layers), generator=torch.Generator().manual_seed(1)) < 0.5 if by_cell else None
-    given: Any = layers, means2d, rows.radii, [(50, 70)] * VIEWS, rows.count if padded else None, reached
-    with use_reference():
-        expected = row_spans(*given)
-    found = row_spans(*given)
-    assert torch.equal(found, expected) and len(found) == VIEWS * (4 if by_cell else 1) * 2 * 5
-    begun, ended = found.view(-1, 2, 5).sum(2).unbind(1)
-    assert torch.equal(begun, ended) and int(begun.min()) > 50
-
-
 def test_wrong_arguments_are_named() -> None:
     scene = scene_of(3)
     with pytest.raises(ValueError, match=r"patches 0 is .* a patch begins with a whole tile"):
@@ -154,7 +136,7 @@ def test_windows_on_a_gpu(cells: int, many: bool) -> None:
 @pytest.mark.parametrize(("real", "padding"), [(1, 0), (3000, 70), (0, 9), (200_000, 1)])
 @pytest.mark.parametrize("cells", [2, 7])
 def test_rows_on_a_gpu(cells: int, real: int, padding: int) -> None:
-    """Which cells they reach, where they go so, and where they begin and end."""
+    """Which cells they reach, and where they go so."""
     scene, (rows, depths), there = scene_of(cells), rows_of(real, padding), rows_of(real, padding)[0].to("cuda")
     boxes = _boxes(scene.tree)
     expected = cells_reached(rows.view_ids, rows.means2d, rows.radii, depths, scene.viewmats, scene.Ks, boxes)
@@ -167,15 +149,6 @@ def test_rows_on_a_gpu(cells: int, real: int, padding: int) -> None:
     routes = [route(one.view_ids, one.count, one.means2d, one.radii, patches, 2, reach, chosen)
               for one, reach in ((rows, expected), (there, found))]  # fmt: skip
     assert all(torch.equal(a, b.cpu()) for a, b in zip(*routes, strict=True))
-    sizes = [(50, 70)] * VIEWS
-    for count in (True, False):
-        for by_cell in (True, False):
-            spans = [
-                row_spans(one.view_ids, one.means2d, one.radii, sizes, one.count if count else None,
-                          reach if by_cell else None)
-                for one, reach in ((rows, expected), (there, found))
-            ]  # fmt: skip
-            assert torch.equal(spans[1].cpu(), spans[0]) and (real < 100 or int(spans[0].sum()) > 1000)
 
 
 @pytest.mark.gpu
@@ -207,13 +180,11 @@ def test_opcheck(device: str) -> None:
     scene, (rows, depths) = scene_of(3), rows_of(30, 5)
     rows, depths, drawn = rows.to(device), depths.to(device), rectangles(3, False)
     where, cameras = (rows.view_ids, rows.means2d, rows.radii), (scene.viewmats.to(device), scene.Ks.to(device))
-    reached = cells_reached(*where, depths, *cameras, _boxes(scene.tree))
     offsets, ids = (torch.tensor(one, dtype=torch.int32, device=device) for one in ([0, 2, 3], [2, 0, 1, -1]))
     windows = torch.tensor([[0.0, 2.0], [1.0, 5.0]], device=device)
     for op, arguments in (
         (OPS.cell_windows, scene.arguments(drawn, drawn, device)),
         (OPS.cells_reached, (*where, depths, *cameras, _boxes(scene.tree))),
         (OPS.clip_lists, (offsets, ids, depths, windows)),
-        (OPS.row_spans, (*where, 50, 70, VIEWS, rows.count, reached)),
     ):
         torch.library.opcheck(op.default, arguments)

@@ -1,0 +1,1 @@
+"""Exchange of rows and pixels between ranks: operators of the legs."""
