@@ -291,7 +291,7 @@ class Step:
         s, spread = self._settings, self._strategy
         transport = make_transport(
             spread.rows, spread.gradients, self._world, self._kernels, s.rows, s.segment, s.words(spread.assignment),
-            peer=self._peer, atomics=True,
+            peer=self._peer,
         )  # fmt: skip
         return CoreStep(self._kernels, self._params, self._moments, {}, s, spread, transport)
 
