@@ -145,16 +145,18 @@ class _Try:
         self._strategy, self._kernels, self._model, self._view, self._plan = strategy, kernels, model, view, plan
         self._world, self._exchanges = strategy.world, strategy.rows.travels and strategy.world.size > 1
         self.size = f"{view.width}x{view.height}"
+        self._short = False  # whether this rank's memory did not suffice
 
     def run(self, room: _Room) -> tuple[list[Pixels], list[list[int]]]:
         """What was drawn here, and what every rank tells: `_HEAD` numbers, rows for each rank, work by row of tiles."""
         device, ranks = self._world.device, self._world.size
         words = _HEAD + ranks + _tile_rows(self._view)
         message = torch.zeros(words, dtype=torch.int64, device=device)
+        self._short = False
         pixels = self._passed(room, message)
         if pixels is None:
             message.zero_()
-            message[0] = 1
+            message[0] = int(self._short)
         everyone = torch.empty(ranks, words, dtype=torch.int64, device=device)
         all_gather_into(everyone, message, self._world)
         return pixels or [], everyone.tolist()  # the one look
@@ -166,24 +168,27 @@ class _Try:
             rows: Rows | None = forward.project(self._model, self._cameras(), [self._view])
         except torch.OutOfMemoryError:
             forward = rows = None
+            self._short = True
         # Rows, and pixels, are exchanged by all ranks or by none.
-        if self._fails(rows is None, self._exchanges) or forward is None or rows is None:
+        if self._fails(self._exchanges) or forward is None or rows is None:
             return None
         try:
             drawing = launched(forward.draw(rows, [self._view], self._plan, range(1)))
             self._tell(rows, forward.counts, drawing, message)
         except torch.OutOfMemoryError:
             drawing = None
-        if self._fails(drawing is None, forward.pixels.exchanged) or drawing is None:
+            self._short = True
+        if self._fails(forward.pixels.exchanged) or drawing is None:
             return None
         try:
             return self._pixels(drawing, launched(forward.settle(drawing.drawn, self._plan, [self._view])), forward)
         except torch.OutOfMemoryError:
+            self._short = True
             return None
 
-    def _fails(self, failed: bool, exchanged: bool) -> bool:
-        """Whether this rank failed, or before an exchange any."""
-        return max_int(int(failed), self._world) > 0 if exchanged and self._world.size > 1 else failed
+    def _fails(self, exchanged: bool) -> bool:
+        """Whether memory did not suffice on this rank, or before an exchange on any."""
+        return max_int(int(self._short), self._world) > 0 if exchanged and self._world.size > 1 else self._short
 
     def _cameras(self) -> Cameras:
         view = self._view

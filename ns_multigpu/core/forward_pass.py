@@ -5,7 +5,7 @@
 `Step` adds the loss, the way back and the update; `Forward` draws pictures with it. Nothing is read back to the host.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -127,8 +127,7 @@ def rows_by_group(
     times = viewmats.new_tensor([view.time for view in views], dtype=torch.float32)
     rows = kernels.project(model, Cameras(viewmats.float(), Ks.float(), sizes, times), capacity, (), None)
     found: list[int] = []
-    for first in range(0, len(groups), MOST_GROUPS):
-        some = groups[first : first + MOST_GROUPS]
+    for some in _disjoint(groups):
         place = torch.empty(len(some), capacity, dtype=torch.int32, device=device)
         counts = torch.zeros(len(some), dtype=torch.int64, device=device)
         number = {rank: k for k, ranks in enumerate(some) for rank in ranks}
@@ -136,3 +135,16 @@ def rows_by_group(
         strategy.rows.operators().route(rows, views, plan, ways, place, counts)
         found += counts.tolist()
     return int(rows.count), found
+
+
+def _disjoint(groups: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Split groups, in order, into runs of at most `MOST_GROUPS` in which no rank is twice."""
+    some, seen = list[Sequence[int]](), set[int]()
+    for ranks in groups:
+        if len(some) == MOST_GROUPS or not seen.isdisjoint(ranks):
+            yield some
+            some, seen = [], set()
+        some.append(ranks)
+        seen.update(ranks)
+    if some:
+        yield some

@@ -60,7 +60,7 @@ def test_other_cells_are_not_hidden_by_what_these_did() -> None:
     hiding.learn([VIEW], told((0, 0, 100, 90), None, None)[None])
     rows = hiding.knowledge()
     again = Hiding()
-    again.learn_again(rows)
+    again.learn_again([[-4, 2, 0], [-3, 0, 100, 90], *rows, [-2, 3]])  # with rows of an option that is gone
     assert again.knowledge() == rows and all(isinstance(n, int) for row in rows for n in row)
     again.keep(TREE)
     assert again.drawn(VIEW, SIGHT) == hiding.drawn(VIEW, SIGHT) == [SIGHT[0], None, None]
