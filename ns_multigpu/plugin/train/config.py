@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, TypeVar, cast
 
 import yaml
 from nerfstudio.engine.trainer import TrainerConfig
@@ -52,6 +52,8 @@ from ns_multigpu.plugin.train.recipe import Recipe, apply_recipe, told
 from ns_multigpu.plugin.train.splats import SplatObjective
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 from strategies import STRATEGIES
+
+Run = TypeVar("Run", bound="RunConfig")
 
 _MOST_LINES = 30
 """Faults of a capture that are listed, at most."""
@@ -124,7 +126,7 @@ class RunConfig(TrainerConfig):
             return self.max_num_iterations
         return min(self.max_num_iterations, math.ceil(self.max_num_images / batch))
 
-    def for_steps(self: Self, steps: int) -> Self:
+    def for_steps(self: Run, steps: int) -> Run:
         """The same, to train for so many steps."""
         same = copy.copy(self)
         vars(same).update(vars(self))  # what is not pickled, too

@@ -92,6 +92,7 @@ class RunPipeline(VanillaPipeline, ABC):
     """
 
     config: RunPipelineConfig
+    datamanager: Any
     renders: RenderService
 
     def __init__(
