@@ -137,7 +137,7 @@ def rasterize_convexes(
         patches: 5 integers a patch (view, x0, y0, x1, y1).
 
     Raises:
-        TypeError, ValueError: types, shapes, patches or tile_size are wrong.
+        TypeError, ValueError: types, shapes, patches or tile_size are wrong; on CUDA a tile_size other than 16.
         NotImplementedError: as `project_convexes`.
     """
     means2d, lines, sharpness, depths, opacities, _ = rows

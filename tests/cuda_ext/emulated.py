@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,11 @@ from tests.cuda_ext.splats import Splats
 SOURCES = Path(__file__).parents[2] / "cuda_ext" / "csrc"
 EMULATION = Path(__file__).parent / "emulation"
 KERNELS = tuple(f"rasterize_{name}" for name in ("plan", "forward", "backward_pixel", "backward_splat", "unpack"))
-PRIMITIVES = ("rasterize_plan", "surfels_raster", "convexes_raster")
+PRIMITIVES = (
+    "rasterize_plan",
+    "rows",
+    *(f"{kind}_{what}" for kind in ("surfels", "convexes") for what in ("raster", "project")),
+)
 NEVER = 2**31 - 1
 _LAUNCH = re.compile(r"(\w+)<<<(.*?),\s*(\w+), 0, stream>>>\((.*?)\);", re.DOTALL)
 
@@ -55,15 +60,17 @@ def compiled(folder: Path, kernels: tuple[str, ...], host: str) -> ctypes.CDLL:
     sources = folder / "csrc"
     shutil.copytree(SOURCES, sources)
     shutil.copy(EMULATION / "memory_device.h", sources / "cuda")
-    header = sources / "cuda" / "primitive_raster.h"  # the one header that launches
-    header.write_text(translated(header.read_text()))
+    for launching in ("primitive_raster.h", "primitive_project.h"):
+        header = sources / "cuda" / launching
+        header.write_text(translated(header.read_text()))
     units = [str(EMULATION / name) for name in ("fibers.cpp", host)]
     for kernel in kernels:
         source = sources / "cuda" / f"{kernel}.cpp"
         source.write_text(translated(source.with_suffix(".cu").read_text()))
         units.append(str(source))
     library = folder / "emulated.so"
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", f"-I{EMULATION}", f"-I{sources}"]
+    cuda = ["-D__CUDACC__", "-include", str(EMULATION / "cuda_runtime.h")]
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", *cuda, f"-I{EMULATION}", f"-I{sources}"]
     subprocess.run([*required_compiler(), *flags, *units, "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
@@ -130,6 +137,57 @@ def draw_primitives(
     )  # fmt: skip
     getattr(library, f"draw_{name}")(ctypes.byref(arguments))
     return drawn, found
+
+
+class _Projection(ctypes.Structure):
+    """`Projection` of `primitives.cpp`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("points", "views", "rows")),
+        ("columns", ctypes.c_void_p * 5),
+        *((name, ctypes.c_void_p) for name in ("viewmats", "Ks", "sizes", "view_ids", "point_ids")),
+        *((name, ctypes.c_float) for name in ("near_plane", "far_plane")),
+        ("projected", ctypes.c_void_p * 5),
+        ("radii", ctypes.c_void_p),
+        ("given", ctypes.c_void_p * 5),
+        ("gradients", ctypes.c_void_p * 5),
+        ("v_viewmats", ctypes.c_void_p),
+    )
+
+
+def project_primitives(
+    library: ctypes.CDLL, name: str, columns: list[Tensor], viewmats: Tensor, Ks: Tensor, sizes: list[int],
+    ids: tuple[Tensor, Tensor], near: float, given: list[Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """`ns_multigpu::project_<name>` and its gradient, by the CUDA kernels.
+
+    Args:
+        library: `compiled` of `PRIMITIVES`. columns: of points. ids: view_ids and point_ids of rows.
+        given: gradients of the projected columns.
+
+    Returns:
+        The projected columns and radii; gradients by the columns and by `viewmats`.
+    """
+    nothing = float("nan")  # what no kernel writes
+    inputs = [x.detach().float().contiguous() for x in (*columns, viewmats, Ks)]
+    wanted = [x.float().contiguous() for x in given]
+    projected = [torch.full_like(x, nothing) for x in wanted]
+    radii = torch.full((len(ids[0]), 2), 7**9, dtype=torch.int32)
+    found = [torch.full_like(x, nothing) for x in inputs[:-2]]
+    v_viewmats, numbers = torch.zeros_like(inputs[-2]), torch.tensor(sizes)
+
+    def five(tensors: list[Tensor]) -> Any:
+        return (ctypes.c_void_p * 5)(*(x.data_ptr() for x in tensors))
+
+    arguments = _Projection(
+        points=len(inputs[0]), views=len(viewmats), rows=len(ids[0]), columns=five(inputs[:-2]),
+        viewmats=inputs[-2].data_ptr(), Ks=inputs[-1].data_ptr(), sizes=numbers.data_ptr(),
+        view_ids=ids[0].data_ptr(), point_ids=ids[1].data_ptr(), near_plane=near, far_plane=1e10,
+        projected=five(projected), radii=radii.data_ptr(), given=five(wanted), gradients=five(found),
+        v_viewmats=v_viewmats.data_ptr(),
+    )  # fmt: skip
+    getattr(library, f"project_{name}")(ctypes.byref(arguments))
+    return [*projected, radii], [*found, v_viewmats]
 
 
 class Emulated:

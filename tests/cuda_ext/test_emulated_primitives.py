@@ -12,7 +12,7 @@ from cuda_ext.ops.convexes import convex_lists
 from cuda_ext.ops.surfels import box_lists
 from cuda_ext.reference import convexes, surfels
 from tests.cuda_ext import convex_scene, surfel_scene
-from tests.cuda_ext.emulated import PRIMITIVES, compiled, draw_primitives
+from tests.cuda_ext.emulated import PRIMITIVES, compiled, draw_primitives, project_primitives
 from tests.cuda_ext.splats import assert_close_but_few, assert_gradient_close
 
 CHUNK = 256
@@ -73,3 +73,35 @@ def test_pixels_and_gradients_are_the_references(
         assert_gradient_close(one, other, 1e-3)
     if faint:
         assert int(last.max()) - int(lists[0][:-1][lists[0].diff().argmax()]) > CHUNK, "no checkpoint was read"
+
+
+@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize(
+    ("count", "views"), [(600, 2), (9, 66)]
+)  # several groups of points; more views than a launch's
+def test_rows_and_their_gradients_are_the_references(library: ctypes.CDLL, name: str, count: int, views: int) -> None:
+    scene_of = SCENES[name][0]
+    scene = scene_of.make_scene(count, views, spread=1.2)
+    with cuda_ext.use_reference():
+        *rows, radii = scene_of.project(scene)
+    generator = torch.Generator().manual_seed(2)
+    given = [torch.randn(x.shape, generator=generator).double() for x in rows]
+    sizes = [scene_of.WIDTH, scene_of.HEIGHT] * views
+    padding = torch.tensor([views - 1] * 3).int(), torch.full((3,), -1).int()
+    ids = tuple(torch.cat(pair) for pair in zip((scene.view_ids, scene.point_ids), padding, strict=True))
+    columns = list(scene.floats[:-2])
+    padded = [torch.cat([x, torch.ones(3, *x.shape[1:]).double()]) for x in given]
+    (*projected, extents), found = project_primitives(
+        library, name, columns, scene.viewmats, scene.Ks, sizes, ids, 0.2, padded
+    )  # fmt: skip
+    assert float(((extents[:-3] - radii).abs() > 1).double().mean()) <= 4e-3
+    assert all(bool((x[-3:] == 0).all()) for x in (*projected, extents))
+    same = (extents[:-3] > 0) == (radii > 0)
+    assert bool(same.all()), "a row on the edge: choose other seeds"
+    for one, other in zip(projected, rows, strict=True):
+        assert_close_but_few(one[:-3].double(), other.detach(), 2e-3, 2e-3, 4e-3)
+    loss = sum((x * v).sum() for x, v in zip(rows, given, strict=True))
+    expected = torch.autograd.grad(loss, [*columns, scene.viewmats], allow_unused=True)
+    for one, other in zip(found, expected, strict=True):
+        assert bool(one.isfinite().all())
+        assert_gradient_close(one, other, 5e-3)

@@ -99,16 +99,25 @@ struct SurfelTraits {
   };
 
   template <typename T>
+  NSMG_HD static Vec3<T> through(T pixel, const Vec3<T>& w, const Vec3<T>& row) {
+    return {multiply_add(pixel, w.x, -row.x), multiply_add(pixel, w.y, -row.y), multiply_add(pixel, w.z, -row.z)};
+  }
+
+  template <typename T>
   NSMG_HD static Sight<T> look(const SurfelSplat<T>& splat, T px, T py) {
     Sight<T> m;
     m.px = px;
     m.py = py;
     m.dx = splat.x - px;
     m.dy = splat.y - py;
-    m.screen = T(2) * (m.dx * m.dx + m.dy * m.dy);
-    m.h_u = px * splat.w - splat.u;
-    m.h_v = py * splat.w - splat.v;
-    m.crossing = cross(m.h_u, m.h_v);
+    // Each product that is added is a multiply_add's, here and below: whichever of a thread's pixels this is, the same
+    // bits come out.
+    m.screen = T(2) * multiply_add(m.dx, m.dx, m.dy * m.dy);
+    m.h_u = through(px, splat.w, splat.u);
+    m.h_v = through(py, splat.w, splat.v);
+    m.crossing = {multiply_add(m.h_u.y, m.h_v.z, -(m.h_u.z * m.h_v.y)),
+                  multiply_add(m.h_u.z, m.h_v.x, -(m.h_u.x * m.h_v.z)),
+                  multiply_add(m.h_u.x, m.h_v.y, -(m.h_u.y * m.h_v.x))};
     const Vec3<T>& c = m.crossing;
     m.may = (c.z != T(0)) & ((m.screen <= splat.reach2) | (c.x * c.x + c.y * c.y <= splat.reach2 * (c.z * c.z)));
     return m;
@@ -119,8 +128,8 @@ struct SurfelTraits {
     m.inverse = reciprocal_fast(m.crossing.z != T(0) ? m.crossing.z : T(1));
     m.s = m.crossing.x * m.inverse;
     m.t = m.crossing.y * m.inverse;
-    const bool ahead = m.s * splat.w.x + m.t * splat.w.y + splat.w.z > T(0);
-    const T plane = m.s * m.s + m.t * m.t;
+    const bool ahead = multiply_add(m.s, splat.w.x, multiply_add(m.t, splat.w.y, splat.w.z)) > T(0);
+    const T plane = multiply_add(m.s, m.s, m.t * m.t);
     const bool nearer = ahead & (plane <= m.screen);
     const T raw = splat.opacity * exp2_fast(T(-0.5) * kLog2EOf<T> * (nearer ? plane : m.screen));
     const bool counts = m.may & (raw >= kAlphaMin<T>);
@@ -132,12 +141,11 @@ struct SurfelTraits {
   template <typename T>
   NSMG_HD static bool blend(const SurfelSplat<T>& s, const Sight<T>& m, T& transmittance, T (&sums)[kSums]) {
     const T before = transmittance, weight = blend_weight(m.raw, transmittance);
-    const T deep = weight * s.depth;
     sums[0] = multiply_add(weight, s.color.x, sums[0]);
     sums[1] = multiply_add(weight, s.color.y, sums[1]);
     sums[2] = multiply_add(weight, s.color.z, sums[2]);
-    sums[7] += T(2) * (deep * (T(1) - before) - weight * sums[3]);
-    sums[3] += deep;
+    sums[7] = multiply_add(T(2) * weight, multiply_add(s.depth, T(1) - before, -sums[3]), sums[7]);
+    sums[3] = multiply_add(weight, s.depth, sums[3]);
     sums[4] = multiply_add(weight, s.normal.x, sums[4]);
     sums[5] = multiply_add(weight, s.normal.y, sums[5]);
     sums[6] = multiply_add(weight, s.normal.z, sums[6]);

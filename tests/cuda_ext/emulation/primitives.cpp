@@ -1,4 +1,4 @@
-// What primitives_bind.cpp does for compositing, for pointers.
+// What primitives_bind.cpp does, for pointers.
 #include <cstdint>
 #include <vector>
 
@@ -19,6 +19,18 @@ struct Arguments {
   int32_t* last;
   const float *v_out, *v_extra, *v_alpha;
   float* gradients[6];
+};
+
+struct Projection {
+  int64_t points, views, rows;
+  const float *columns[5], *viewmats, *Ks;
+  const int64_t* sizes;
+  const int32_t *view_ids, *point_ids;
+  float near_plane, far_plane;
+  float* projected[5];
+  int32_t* radii;
+  const float* given[5];  // gradients of `projected`
+  float *gradients[5], *v_viewmats;
 };
 }
 
@@ -58,7 +70,27 @@ void draw(const Arguments* a) {
   draw_primitives_backward<Primitive>(a->row_ids, shape, state, pixels, &records[0].x, gradients, nullptr);
 }
 
+template <typename Primitive>
+void project(const Projection* a) {
+  PrimitivePoints<Primitive> in = {{}, {a->viewmats, a->Ks, a->near_plane, a->far_plane}, a->sizes, a->view_ids,
+                                   a->point_ids, int(a->points), int(a->views), int(a->rows)};
+  PrimitiveProjected<Primitive> out = {{}, a->radii};
+  const int groups = groups_of(in.points, kPointGroup<Primitive>);
+  std::vector<int> starts(in.views * groups + 1);
+  std::vector<float> poses(12 * in.views * groups);
+  PrimitivePointGradients<Primitive> g = {{}, a->radii, {}, a->v_viewmats, starts.data(), poses.data()};
+  for (int c = 0; c < Primitive::PointColumns::kCount; ++c)
+    in.columns.at[c] = a->columns[c], g.columns.at[c] = a->gradients[c];
+  for (int c = 0; c < 5; ++c) out.columns.at[c] = a->projected[c], g.given.at[c] = a->given[c];
+  project_primitives<Primitive>(in, out, nullptr);
+  find_group_starts(in.view_ids, in.point_ids, in.rows, in.views, kPointGroup<Primitive>, groups, starts.data(),
+                    nullptr);
+  project_primitives_backward<Primitive>(in, g, nullptr);
+}
+
 }  // namespace
 
+extern "C" void project_surfels(const Projection* a) { project<SurfelTraits>(a); }
+extern "C" void project_convexes(const Projection* a) { project<ConvexTraits>(a); }
 extern "C" void draw_surfels(const Arguments* a) { draw<SurfelTraits>(a); }
 extern "C" void draw_convexes(const Arguments* a) { draw<ConvexTraits>(a); }
