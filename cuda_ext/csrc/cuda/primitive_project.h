@@ -9,7 +9,6 @@ namespace nsmg {
 namespace {
 
 constexpr int kRowThreads = 128;
-constexpr int kPose = 12;  // the camera's rotation by rows and its translation
 
 template <typename Primitive>
 __device__ __forceinline__ auto load_primitive(const PrimitivePoints<Primitive>& in, int64_t id) {
@@ -43,10 +42,8 @@ project_backward_kernel(const __grid_constant__ PrimitivePoints<Primitive> in, c
   using PointColumns = typename Primitive::PointColumns;
   constexpr int kNumbers = PointColumns::kNumbers, kGroupPoints = kPointGroup<Primitive>;
   __shared__ float sums[kNumbers][kGroupPoints];
-  __shared__ float warp_pose[kRowThreads / 32][kPose];
   const int64_t base = int64_t(blockIdx.x) * kGroupPoints;
   const int here = int(min(int64_t(kGroupPoints), in.points - base));
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
   // What an earlier launch found for its views is already there.
   const bool fresh = sizes.first == 0;
@@ -54,44 +51,21 @@ project_backward_kernel(const __grid_constant__ PrimitivePoints<Primitive> in, c
     PointColumns::each(g.columns, base + i, [&](const float* from, int c) { sums[c][i] = fresh ? 0.0f : *from; });
   __syncthreads();
 
-  for (int v = 0; v < sizes.count; ++v) {
-    const int view = sizes.first + v;
-    const int64_t part = int64_t(view) * groups + blockIdx.x;
-    const int begin = g.starts[part], end = g.starts[part + 1];
-    float* const pose_out = g.poses + int64_t(view) * kPose * groups + blockIdx.x;
-    if (begin == end) {  // for the whole block
-      if (threadIdx.x < kPose) pose_out[int64_t(threadIdx.x) * groups] = 0.0f;
-      continue;
-    }
-    const Camera<float> camera = load_camera(in.cameras, sizes, view);
-    float pose[kPose] = {};
-    for (int64_t row = begin + threadIdx.x; row < end; row += kRowThreads) {
-      if (g.radii[2 * row] <= 0) continue;
-      const int id = in.point_ids[row];
-      float given[Primitive::ProjectedColumns::kNumbers], found[kNumbers + kPose];
-      Primitive::ProjectedColumns::load(g.given, row, given);
-      to_numbers(Primitive::project_vjp(camera, load_primitive(in, id),
-                                        as_struct<typename Primitive::template RowGradient<float>>(given)),
-                 found);
-      // Within a view nobody else has this point.
+  const auto add = [&](const Camera<float>& camera, int64_t row, float (&pose)[kPose]) {
+    if (g.radii[2 * row] <= 0) return;
+    const int id = in.point_ids[row];
+    float given[Primitive::ProjectedColumns::kNumbers], found[kNumbers + kPose];
+    Primitive::ProjectedColumns::load(g.given, row, given);
+    to_numbers(Primitive::project_vjp(camera, load_primitive(in, id),
+                                      as_struct<typename Primitive::template RowGradient<float>>(given)),
+               found);
+    // Within a view nobody else has this point.
 #pragma unroll
-      for (int c = 0; c < kNumbers; ++c) sums[c][id - base] += found[c];
+    for (int c = 0; c < kNumbers; ++c) sums[c][id - base] += found[c];
 #pragma unroll
-      for (int c = 0; c < kPose; ++c) pose[c] += found[kNumbers + c];
-    }
-#pragma unroll
-    for (int c = 0; c < kPose; ++c) {
-      const float sum = warp_sum(pose[c]);
-      if (lane == 0) warp_pose[warp][c] = sum;
-    }
-    __syncthreads();  // also: the next view's rows may add to the same points
-    if (threadIdx.x < kPose) {
-      float sum = 0.0f;
-      for (int w = 0; w < kRowThreads / 32; ++w) sum += warp_pose[w][threadIdx.x];
-      pose_out[int64_t(threadIdx.x) * groups] = sum;
-    }
-    __syncthreads();
-  }
+    for (int c = 0; c < kPose; ++c) pose[c] += found[kNumbers + c];
+  };
+  for_group_rows<kRowThreads>(in.cameras, sizes, g.starts, g.poses, groups, add);
 
   for (int i = threadIdx.x; i < here; i += kRowThreads)
     PointColumns::each(g.columns, base + i, [&](float* to, int c) { *to = sums[c][i]; });
