@@ -38,8 +38,11 @@ struct RasterShape {
   int64_t rows, intersections;  // of the tensors: they may hold padding behind what tile_offsets names
   int64_t tiles;
   int channels, tile_size;
-  bool fast() const { return tile_size == kFastTile && channels <= kFastChannels; }
-  int packed_channels() const { return channels == 4 ? 4 : 3; }  // channels that the fast kernels are compiled for
+  int quads = 3;       // float4 of a packed splat
+  int pixel_sums = 0;  // numbers of a pixel beside its transmittance, of what is no 3D Gaussian
+  bool fast() const { return tile_size == kFastTile && (pixel_sums > 0 || channels <= kFastChannels); }
+  // Numbers of a pixel that the fast kernels are compiled for.
+  int packed_channels() const { return pixel_sums > 0 ? pixel_sums : channels == 4 ? 4 : 3; }
   // Chunk k of tile t has the slot first / kChunk + t + k, checkpoint k >= 1 the place first / kChunk + k - 1: distinct
   // for all chunks, as a tile of n splats has at most (first + n) / kChunk - first / kChunk + 1 of them.
   int64_t chunk_slots() const { return fast() ? intersections / kChunk + tiles : 0; }
@@ -56,7 +59,7 @@ struct RasterState {
   TileInfo* tiles;     // [T]
   int32_t* reached;    // [T] end of the intersections that reached any pixel
   int32_t* slot_tile;  // [chunk slots] the tile of each, -1 for none
-  float4* table;       // [M,3] packed splats: (x, y, a, b), (c, log2 opacity, limit, feature 3), features 0 to 2
+  float4* table;       // [M,quads] packed splats; (x, y, a, b), (c, log2 opacity, limit, feature 3), features 0 to 2
   float* checkpoints;  // [checkpoints, 1 + channels, 256] transmittance and sums before the chunk, by thread; of a list
                        // that is split, sums before chunks that begin no segment are counted from the segment's start
   int split_above = std::numeric_limits<int>::max();  // lists of more splats are split; at least 2 kSegment
@@ -74,7 +77,7 @@ struct RasterState {
     tiles = reinterpret_cast<TileInfo*>(take(8 * shape.tiles));
     reached = reinterpret_cast<int32_t*>(take(shape.tiles));
     slot_tile = reinterpret_cast<int32_t*>(take(shape.chunk_slots()));
-    table = reinterpret_cast<float4*>(take(12 * shape.rows));
+    table = reinterpret_cast<float4*>(take(4 * shape.quads * shape.rows));
     checkpoints = take(shape.checkpoints() * kChunk * (1 + shape.packed_channels()));
     return used;
   }
