@@ -8,7 +8,7 @@ import torch
 
 from cuda_ext.build.cuda import BINDING
 from cuda_ext.dispatch import cuda as _cuda
-from cuda_ext.dispatch.schema import HOST_ONLY, SCHEMAS
+from cuda_ext.dispatch.schema import SCHEMAS
 
 _BOUND = re.compile(r'm\.impl\("(\w+)", (?:nsmg::bound<bind::(\w+)|&)')
 _FUNCTION = re.compile(r"^(?! )(?:struct (\w+) \{|[\w:<>*&, ]+?[ *&](\w+)\()", re.M)
@@ -58,9 +58,11 @@ def bound() -> list[tuple[str, str, str]]:
     return [(name, file, body) for file, text in bindings().items() for name, body in _BOUND.findall(text) if body]
 
 
-def test_every_operator_is_bound_once() -> None:
-    names = sorted(name for text in bindings().values() for name, _ in _BOUND.findall(text))
-    assert names == sorted(name for schema in SCHEMAS if (name := schema.split("(")[0]) not in HOST_ONLY)
+def test_what_is_bound_is_in_the_schema_and_bound_once() -> None:
+    """By literal names; that all operators are bound, loading the library shows (`test_build_cuda`)."""
+    names = [name for text in bindings().values() for name, _ in _BOUND.findall(text)]
+    assert len(names) > 60 and len(names) == len(set(names))
+    assert set(names) <= {schema.split("(")[0] for schema in SCHEMAS}
 
 
 @pytest.mark.parametrize(("operator", "file", "function"), bound())

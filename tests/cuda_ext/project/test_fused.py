@@ -156,7 +156,7 @@ def test_the_registered_operators() -> None:
         given = (rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, list(gradients))
         statistics = [torch.zeros(20, dtype=F64) for _ in range(3)]
         lists = (m.params, m.exp_avgs, m.exp_avg_sqs, m.scalars)
-        return (*lists, *cameras, *given, *statistics, 3, 0.3, 0.01, 1e9, True, False, False, 0.0, 0.0)
+        return (*lists, *cameras, *given, *statistics, 3, 0.3, 0.01, 1e9, True, False, 0.0, 0.0)
 
     # opcheck runs an operator below autograd, which the composition of splat_update needs: so it is only called.
     ops.splat_update(*arguments(direct))
