@@ -221,7 +221,7 @@ def raster_state_size(
         return 0
     rows, listed, tiles = len(like), row_ids.shape[0], _tile_count(patches, tile_size)
     slots, checkpoints = (listed // 256 + tiles, listed // 256) if sums else (0, 0)
-    parts = (8 * tiles, tiles, slots, 4 * quads * rows, checkpoints * 256 * (1 + sums))
+    parts = (8 * tiles, tiles, slots, 1, 4 * quads * rows, checkpoints * 256 * (1 + sums))
     return sum((part + 31) // 32 * 32 for part in parts)
 
 

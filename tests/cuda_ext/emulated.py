@@ -30,7 +30,7 @@ NEVER = 2**31 - 1
 _LAUNCH = re.compile(r"(\w+)<<<(.*?),\s*(\w+), 0, stream>>>\((.*?)\);", re.DOTALL)
 
 _NUMBERS = ("rows", "intersections", "tiles", "pixels")
-_CHOICES = ("channels", "patches", "split_above", "mark_stops", "absgrad")
+_CHOICES = ("channels", "patches", "split_above", "blocks_at_once", "mark_stops", "absgrad")
 _TENSORS = (
     "means2d", "conics", "opacities", "features", "tile_offsets", "row_ids", "entries", "state", "out", "alpha", "last",
     "v_out", "v_alpha", "v_means2d", "v_conics", "v_opacities", "v_features", "v_abs",
@@ -197,6 +197,7 @@ class Emulated:
         library: see `build`.
         splats, lists: what is drawn; all patches of one launch.
         split_above: lists of more splats are split.
+        blocks_at_once: lists of up to `kSplitShares` fair shares of so many blocks are not; 0 splits them, too.
         mark_stops: as `rasterize`.
 
     Attributes:
@@ -209,6 +210,7 @@ class Emulated:
         splats: Splats,
         lists: tuple[Tensor, Tensor],
         split_above: int = NEVER,
+        blocks_at_once: int = 0,
         *,
         mark_stops: bool = False,
     ) -> None:
@@ -217,7 +219,7 @@ class Emulated:
         self._numbers = {
             "rows": self._rows, "intersections": len(lists[1]), "tiles": tiles, "pixels": pixels,
             "channels": self._channels, "patches": len(entries), "split_above": split_above,
-            "mark_stops": int(mark_stops),
+            "blocks_at_once": blocks_at_once, "mark_stops": int(mark_stops),
         }  # fmt: skip
         inputs = [x.float().contiguous() for x in splats.inputs()]
         integers = [*lists, entries]

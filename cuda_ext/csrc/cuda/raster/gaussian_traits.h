@@ -9,9 +9,11 @@ namespace {
 
 template <int kChannels, bool kAbs = false>
 struct GaussianTraits : GaussianReach {
-  static constexpr int kQuads = 3, kSums = kChannels, kForwardBlocks = 10, kBackwardBlocks = 8, kBuffers = 2;
+  static constexpr int kQuads = 3, kSums = kChannels, kBackwardBlocks = 8, kBuffers = 2;
+  static constexpr int kForwardBlocks = nsmg::kForwardBlocks;
   static constexpr int kGradients = kSumFeature + kChannels + (kAbs ? 2 : 0);
   static constexpr int kRecordQuads = nsmg::kRecordQuads, kRecordStride = kRecordFloats;
+  using WithoutSums = GaussianTraits<0>;
   using Outputs = RasterOutputs;
   using Gradients = RasterGradients;
   using Start = PixelStart<kChannels>;

@@ -3,12 +3,13 @@
 // keeps those that may reach its 8x8 sub-tile. Every 256 splats the pixels' state is left for the backward pass.
 //
 // One list that is far longer than others would keep all waiting. So lists above a length are split into segments, a
-// block each. A pass before this one finds what each segment alone lets through; the products of these are what the
-// segments begin with. The last block of a tile to end adds up. Sums are those of an unsplit list but for rounding.
+// block each. The first pass finds what each segment alone lets through, and draws all other tiles. The products of what
+// is let through are what the segments begin with in the second pass. The last block of a tile to end adds up. Sums are
+// those of an unsplit list but for rounding.
 //
 // Traits say: kQuads (float4 of a packed splat), kSums (of a pixel), kForwardBlocks (of a multiprocessor), Outputs
 // (RasterOutputs, or a struct that begins so), reaches() (whether a splat may count in a sub-tile), draw() (a splat into
-// a thread's two pixels), write_sums(), and read_sum() where lists are split.
+// a thread's two pixels), write_sums(); where lists are split also read_sum() and WithoutSums (the traits with kSums 0).
 #pragma once
 
 #include "cuda/raster/rasterize_device.h"
@@ -242,36 +243,80 @@ __device__ __forceinline__ bool end_segment(PixelOf<Traits>& upper, PixelOf<Trai
   return true;
 }
 
-// ---- the kernel ----
+// ---- the kernels ----
 
-// The first `segment_blocks` blocks take one segment after the other, the others a tile each.
+// Finds what each segment alone lets through, a block one segment after the other. Nobody asks it of the last ones.
+template <typename Traits>
+__device__ __forceinline__ void let_through(const int32_t* __restrict__ row_ids, int rows, const RasterState& state,
+                                            const RasterPlan& plan, int segment_blocks,
+                                            const typename Traits::Outputs& outputs, Stage<Traits>& staged) {
+  const int count = min(*plan.segment_count, plan.most);
+  for (int i = blockIdx.x; i < count; i += segment_blocks) {
+    const Segment segment = plan.segments[i];
+    const TileInfo info = state.tiles[segment.tile];
+    const Spot spot(info);
+    if (segment.index == 0) {
+      if (spot.has_upper()) outputs.last[spot.upper(info)] = -1;
+      if (spot.has_lower()) outputs.last[spot.lower(info)] = -1;
+    }
+    if (segment.index + 1 == segments_of(info)) continue;  // the whole block
+    Pixel<0> upper, lower;
+    upper.transmittance = spot.has_upper() ? 1.0f : -1.0f;
+    lower.transmittance = spot.has_lower() ? 1.0f : -1.0f;
+    walk<typename Traits::WithoutSums>(row_ids, begin_of(info, segment), count_of(info, segment), state.table, rows,
+                                       info, spot, nullptr, staged, upper, lower);
+    float* alone = plan.transmittances + int64_t(i) * kChunk + spot.thread;
+    alone[0] = upper.transmittance;
+    alone[32] = lower.transmittance;
+  }
+}
+
+// Draws tiles whose lists are whole, a block each; the first `segment_blocks` blocks look at segments instead.
 template <typename Traits, bool kSplits>
-__global__ void __launch_bounds__(kTileThreads, kSplits ? 8 : Traits::kForwardBlocks)
+__global__ void __launch_bounds__(kTileThreads, Traits::kForwardBlocks)
 forward(const int32_t* __restrict__ row_ids, int rows, int channels, RasterState state, RasterPlan plan,
         int segment_blocks, typename Traits::Outputs outputs) {
   __shared__ Stage<Traits> staged;
+  __shared__ int warp_last[kTileWarps];
+  if constexpr (kSplits) {
+    if (int(blockIdx.x) < segment_blocks) {
+      let_through<Traits>(row_ids, rows, state, plan, segment_blocks, outputs, staged);
+      return;
+    }
+  }
+  const int tile = plan.order[blockIdx.x - segment_blocks];
+  const TileInfo info = state.tiles[tile];
+  if (kSplits && is_split(state, info)) return;
+  const Spot spot(info);
+  PixelOf<Traits> upper, lower;
+  upper.transmittance = spot.has_upper() ? 1.0f : -1.0f;
+  lower.transmittance = spot.has_lower() ? 1.0f : -1.0f;
+  walk<Traits>(row_ids, info.first, rows > 0 ? info.end - info.first : 0, state.table, rows, info, spot,
+               checkpoint_before<Traits::kSums>(state, info, 1), staged, upper, lower);
+  write_tile<Traits>(upper, lower, spot, info, tile, state, outputs, channels, warp_last);
+}
+
+// Draws the segments behind `forward`, a block one after the other.
+template <typename Traits>
+__global__ void __launch_bounds__(kTileThreads, 8)
+forward_segments(const int32_t* __restrict__ row_ids, int rows, int channels, RasterState state, RasterPlan plan,
+                 typename Traits::Outputs outputs) {
+  __shared__ Stage<Traits> staged;
   __shared__ int warp_last[kTileWarps], ended;
-  const bool whole = !kSplits || int(blockIdx.x) >= segment_blocks;
-  const int count = whole ? 0 : min(*plan.segment_count, plan.most);
-  for (int i = blockIdx.x; whole || i < count; i += segment_blocks) {
-    const Segment segment = whole ? Segment{plan.order[i - segment_blocks], 0} : plan.segments[i];
+  const int count = min(*plan.segment_count, plan.most);
+  for (int i = blockIdx.x; i < count; i += gridDim.x) {
+    const Segment segment = plan.segments[i];
     const TileInfo info = state.tiles[segment.tile];
-    if (kSplits && whole && state.is_split(info)) return;
     const Spot spot(info);
     PixelOf<Traits> upper, lower;
     const float* alone = plan.transmittances + int64_t(i - segment.index) * kChunk + spot.thread;
-    upper.transmittance = spot.has_upper() ? (whole ? 1.0f : transmittance_before(alone, segment.index)) : -1.0f;
-    lower.transmittance = spot.has_lower() ? (whole ? 1.0f : transmittance_before(alone + 32, segment.index)) : -1.0f;
-    const int all = rows > 0 ? info.end - info.first : 0;
-    walk<Traits>(row_ids, begin_of(info, segment), whole ? all : count_of(info, segment), state.table, rows, info, spot,
-         checkpoint_before<Traits::kSums>(state, info, segment.index * kSegmentChunks + 1), staged, upper, lower);
-    bool complete = whole;
-    if constexpr (kSplits) {
-      complete = whole ||
-                 end_segment<Traits>(upper, lower, segment, spot, info, state, plan, outputs, channels, ended);
-    }
-    if (complete) write_tile<Traits>(upper, lower, spot, info, segment.tile, state, outputs, channels, warp_last);
-    if (whole) return;
+    upper.transmittance = spot.has_upper() ? transmittance_before(alone, segment.index) : -1.0f;
+    lower.transmittance = spot.has_lower() ? transmittance_before(alone + 32, segment.index) : -1.0f;
+    walk<Traits>(row_ids, begin_of(info, segment), count_of(info, segment), state.table, rows, info, spot,
+                 checkpoint_before<Traits::kSums>(state, info, segment.index * kSegmentChunks + 1), staged, upper,
+                 lower);
+    if (end_segment<Traits>(upper, lower, segment, spot, info, state, plan, outputs, channels, ended))
+      write_tile<Traits>(upper, lower, spot, info, segment.tile, state, outputs, channels, warp_last);
   }
 }
 

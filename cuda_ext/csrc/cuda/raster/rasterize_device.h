@@ -97,6 +97,10 @@ __device__ __forceinline__ float* checkpoint_before(const RasterState& state, co
   return state.checkpoints + (int64_t(info.first / kChunk) + chunk - 1) * (kChunk * (1 + kPixelSums));
 }
 
+__device__ __forceinline__ bool is_split(const RasterState& state, const TileInfo& info) {
+  return info.end - info.first > *state.split_above;
+}
+
 // A pixel at the start of a chunk.
 template <int kChannels>
 struct PixelStart {
@@ -124,7 +128,7 @@ __device__ __forceinline__ PixelStart<kChannels> pixel_start(const RasterState& 
     for (int d = 0; d < kChannels; ++d) sums[d] = checkpoint[(d + 1) * kChunk];
   }
   const int within = chunk.index % kSegmentChunks;
-  if (within > 0 && chunk.index > within && state.is_split(info)) {  // the others are counted from the list's start
+  if (within > 0 && chunk.index > within && is_split(state, info)) {  // the others are counted from the list's start
     const float* checkpoint = checkpoint_before<kChannels>(state, info, chunk.index - within) + thread;
 #pragma unroll
     for (int d = 0; d < kChannels; ++d) sums[d] += checkpoint[(d + 1) * kChunk];
