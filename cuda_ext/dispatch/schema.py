@@ -93,18 +93,21 @@ SCHEMAS: tuple[str, ...] = (
     f"project_surfels_backward({_PROJECT_SURFELS_INPUTS}, Tensor radii, Tensor v_means2d, Tensor v_transforms, "
     "Tensor v_normals, Tensor v_depths, Tensor v_row_opacities) -> "
     "(Tensor v_means, Tensor v_quats, Tensor v_scales, Tensor v_opacities, Tensor v_viewmats)",
-    f"rasterize_surfels({_RASTERIZE_SURFELS_INPUTS}) -> (Tensor out, Tensor geometry, Tensor alpha, Tensor last)",
+    f"rasterize_surfels({_RASTERIZE_SURFELS_INPUTS}) -> (Tensor out, Tensor geometry, Tensor alpha, Tensor last, "
+    "Tensor state)",
     f"rasterize_surfels_backward({_RASTERIZE_SURFELS_INPUTS}, Tensor out, Tensor geometry, Tensor alpha, "
-    "Tensor last, Tensor v_out, Tensor v_geometry, Tensor v_alpha) -> (Tensor v_means2d, Tensor v_transforms, "
-    "Tensor v_normals, Tensor v_row_opacities, Tensor v_colors, Tensor v_depths)",
+    "Tensor last, Tensor state, Tensor v_out, Tensor v_geometry, Tensor v_alpha) -> "
+    "(Tensor v_means2d, Tensor v_transforms, Tensor v_normals, Tensor v_row_opacities, Tensor v_colors, "
+    "Tensor v_depths)",
     f"project_convexes({_PROJECT_CONVEXES_INPUTS}) -> (Tensor means2d, Tensor lines, Tensor sharpness, "
     "Tensor depths, Tensor row_opacities, Tensor radii)",
     f"project_convexes_backward({_PROJECT_CONVEXES_INPUTS}, Tensor radii, Tensor v_means2d, Tensor v_lines, "
     "Tensor v_sharpness, Tensor v_depths, Tensor v_row_opacities) -> "
     "(Tensor v_means, Tensor v_corners, Tensor v_deltas, Tensor v_sigmas, Tensor v_opacities, Tensor v_viewmats)",
-    f"rasterize_convexes({_RASTERIZE_CONVEXES_INPUTS}) -> (Tensor out, Tensor depth, Tensor alpha, Tensor last)",
+    f"rasterize_convexes({_RASTERIZE_CONVEXES_INPUTS}) -> (Tensor out, Tensor depth, Tensor alpha, Tensor last, "
+    "Tensor state)",
     f"rasterize_convexes_backward({_RASTERIZE_CONVEXES_INPUTS}, Tensor out, Tensor depth, Tensor alpha, "
-    "Tensor last, Tensor v_out, Tensor v_depth, Tensor v_alpha) -> (Tensor v_means2d, Tensor v_lines, "
+    "Tensor last, Tensor state, Tensor v_out, Tensor v_depth, Tensor v_alpha) -> (Tensor v_means2d, Tensor v_lines, "
     "Tensor v_sharpness, Tensor v_row_opacities, Tensor v_colors, Tensor v_depths)",
     "composite(Tensor out, Tensor alpha, Tensor background) -> Tensor rgb",
     "composite_backward(Tensor out, Tensor alpha, Tensor background, Tensor v_rgb) -> (Tensor v_out, Tensor v_alpha)",

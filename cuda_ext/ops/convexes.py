@@ -16,16 +16,14 @@ Rows, views, ids, sizes and padding are as in `cuda_ext.ops.projection`, patches
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch import cuda as _cuda
-from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
-from cuda_ext.dispatch.load import native_serves, reference_forced
 from cuda_ext.ops.checks import check_depth_range, check_floats, check_ints, check_rows
-from cuda_ext.ops.rasterization import _check_ints, _check_patches, _pixel_count, intersect
+from cuda_ext.ops.primitives import register, serves
+from cuda_ext.ops.rasterization import _check_ints, _check_patches, intersect
 from cuda_ext.reference import convexes as reference
 
 CORNERS, LINES = reference.CORNERS, reference.LINES
@@ -107,7 +105,7 @@ def project_convexes(
     check_rows(means, view_ids, point_ids)
     check_depth_range(near, far)
     sizes = check_ints("sizes", sizes, 2, views, "view")
-    op = torch.ops.ns_multigpu.project_convexes if _native(means) else reference.project_convexes
+    op = torch.ops.ns_multigpu.project_convexes if serves(means, "3D convexes") else reference.project_convexes
     cameras = (viewmats, Ks, sizes)
     return ConvexProjection(
         *op(means, corners, deltas, sigmas, opacities, *cameras, view_ids, point_ids, near, far)
@@ -139,7 +137,7 @@ def rasterize_convexes(
         patches: 5 integers a patch (view, x0, y0, x1, y1).
 
     Raises:
-        TypeError, ValueError: types, shapes, patches or tile_size are wrong.
+        TypeError, ValueError: types, shapes, patches or tile_size are wrong; on CUDA a tile_size other than 16.
         NotImplementedError: as `project_convexes`.
     """
     means2d, lines, sharpness, depths, opacities, _ = rows
@@ -155,79 +153,10 @@ def rasterize_convexes(
         depths=(depths, (count,)),
     )
     _check_ints(means2d, tile_offsets=(tile_offsets, (-1,)), row_ids=(row_ids, (-1,)))
-    op = torch.ops.ns_multigpu.rasterize_convexes if _native(means2d) else reference.rasterize_convexes
+    op = torch.ops.ns_multigpu.rasterize_convexes if serves(means2d, "3D convexes") else reference.rasterize_convexes
     floats = (means2d, lines, sharpness, opacities, colors, depths)
-    color, depth, alpha, _ = op(*floats, tile_offsets, row_ids, list(patches), tile_size)
+    color, depth, alpha, *_ = op(*floats, tile_offsets, row_ids, list(patches), tile_size)
     return ConvexPixels(color, depth, alpha)
 
 
-def _native(like: Tensor) -> bool:
-    if like.device.type == "cuda" and not reference_forced() and _cuda.mode() == "gsplat":
-        raise NotImplementedError(
-            "NS_MULTIGPU_CUDA=gsplat serves 3D Gaussians only. Unset it to have 3D convexes drawn by our kernels, or "
-            "set NS_MULTIGPU_OPS=reference for the slow pure-torch operators."
-        )
-    return native_serves(like)
-
-
-@fake("project_convexes")
-def _project_fake(means: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    rows = rest[7].shape[0]
-    shapes = ((rows, 2), (rows, LINES), (rows,), (rows,), (rows,))
-    return (*(means.new_empty(shape) for shape in shapes), means.new_empty((rows, 2), dtype=torch.int32))
-
-
-@fake("project_convexes_backward")
-def _project_backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs[:6])
-
-
-def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:7], inputs[8], inputs[9], output[5])
-    ctx.sizes, ctx.near, ctx.far = inputs[7], inputs[10], inputs[11]
-    ctx.mark_non_differentiable(output[5])
-
-
-def _project_grad(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    *floats, view_ids, point_ids, radii = ctx.saved_tensors
-    found = torch.ops.ns_multigpu.project_convexes_backward(
-        *floats, ctx.sizes, view_ids, point_ids, ctx.near, ctx.far, radii, *grads[:5]
-    )
-    return (*found, *[None] * 6)
-
-
-@fake("rasterize_convexes")
-def _rasterize_fake(
-    means2d, lines, sharpness, row_opacities, colors, depths, tile_offsets, row_ids, patches, tile_size
-):  # fmt: skip
-    pixels = _pixel_count(patches)
-    floats = (means2d.new_empty(shape) for shape in ((pixels, 3), (pixels,), (pixels,)))
-    return *floats, means2d.new_empty(pixels, dtype=torch.int32)
-
-
-@fake("rasterize_convexes_backward")
-def _rasterize_backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs[:6])
-
-
-def _rasterize_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:8], *output)
-    ctx.patches, ctx.tile_size = inputs[8:]
-    ctx.mark_non_differentiable(output[3])
-
-
-def _rasterize_grad(ctx: Any, v_colors: Tensor, v_depths: Tensor, v_alpha: Tensor, _: Any) -> tuple[Any, ...]:
-    *inputs, out, depth, alpha, last = ctx.saved_tensors
-    v_covered = torch.where(alpha < 0, -v_alpha, v_alpha)  # the operator takes the gradient by what is covered
-    found = torch.ops.ns_multigpu.rasterize_convexes_backward(
-        *inputs, ctx.patches, ctx.tile_size, out, depth, alpha, last, v_colors, v_depths, v_covered
-    )
-    return (*found, *[None] * 4)
-
-
-torch.library.register_autograd(
-    f"{NAMESPACE}::project_convexes", _project_grad, setup_context=_project_setup, lib=LIBRARY
-)
-torch.library.register_autograd(
-    f"{NAMESPACE}::rasterize_convexes", _rasterize_grad, setup_context=_rasterize_setup, lib=LIBRARY
-)
+register("convexes", points=5, projected=(2, LINES, 1, 1, 1), extra=1, quads=7)

@@ -208,14 +208,20 @@ def _intersect_fake(means2d, conics, row_opacities, radii, depths, view_ids, pat
     return means2d.new_empty(tiles + 1, dtype=torch.int32), means2d.new_empty(count, dtype=torch.int32)
 
 
-def _state_size(features: Tensor, row_ids: Tensor, patches: Sequence[int], tile_size: int) -> int:
-    """Floats that forward keeps for backward: on CUDA as RasterState in csrc/cuda/raster/rasterize.h lays them out."""
-    if features.device.type != "cuda" or backend("cuda") != "native":
+def raster_state_size(
+    like: Tensor, row_ids: Tensor, patches: Sequence[int], tile_size: int, quads: int, sums: int
+) -> int:
+    """Floats that forward keeps for backward: on CUDA as RasterState in csrc/cuda/raster/rasterize.h lays them out.
+
+    Args:
+        like: [M, ...] a column of rows. quads: float4 of a packed row.
+        sums: numbers of a pixel beside its transmittance; 0 for the kernels of any tile size and number of channels.
+    """
+    if like.device.type != "cuda" or backend("cuda") != "native":
         return 0
-    (rows, channels), listed, tiles = features.shape, row_ids.shape[0], _tile_count(patches, tile_size)
-    fast = tile_size == 16 and channels <= 4
-    slots, checkpoints = (listed // 256 + tiles, listed // 256) if fast else (0, 0)
-    parts = (8 * tiles, tiles, slots, 12 * rows, checkpoints * 256 * (5 if channels == 4 else 4))
+    rows, listed, tiles = len(like), row_ids.shape[0], _tile_count(patches, tile_size)
+    slots, checkpoints = (listed // 256 + tiles, listed // 256) if sums else (0, 0)
+    parts = (8 * tiles, tiles, slots, 1, 4 * quads * rows, checkpoints * 256 * (1 + sums))
     return sum((part + 31) // 32 * 32 for part in parts)
 
 
@@ -236,7 +242,10 @@ def _rasterize_fake(
     pixels = _pixel_count(patches)
     out = features.new_empty(pixels, features.shape[1])
     alpha, last = features.new_empty(pixels), features.new_empty(pixels, dtype=torch.int32)
-    return out, alpha, last, features.new_empty(_state_size(features, row_ids, patches, tile_size), dtype=torch.float32)
+    channels = features.shape[1]
+    sums = (4 if channels == 4 else 3) if tile_size == 16 and channels <= 4 else 0
+    state = raster_state_size(features, row_ids, patches, tile_size, 3, sums)
+    return out, alpha, last, features.new_empty(state, dtype=torch.float32)
 
 
 @fake("rasterize_backward")

@@ -7,16 +7,14 @@ Rows, views, ids, sizes and padding are as in `cuda_ext.ops.projection`, patches
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cuda_ext.dispatch import cuda as _cuda
-from cuda_ext.dispatch.library import LIBRARY, NAMESPACE, fake
-from cuda_ext.dispatch.load import native_serves, reference_forced
 from cuda_ext.ops.checks import check_depth_range, check_floats, check_ints, check_rows
-from cuda_ext.ops.rasterization import _check_ints, _check_patches, _pixel_count, intersect
+from cuda_ext.ops.primitives import register, serves
+from cuda_ext.ops.rasterization import _check_ints, _check_patches, intersect
 from cuda_ext.reference import surfels as reference
 
 GEOMETRY = reference.GEOMETRY
@@ -103,7 +101,7 @@ def project_surfels(
     check_rows(means, view_ids, point_ids)
     check_depth_range(near, far)
     sizes = check_ints("sizes", sizes, 2, views, "view")
-    op = torch.ops.ns_multigpu.project_surfels if _native(means) else reference.project_surfels
+    op = torch.ops.ns_multigpu.project_surfels if serves(means, "2D Gaussians") else reference.project_surfels
     cameras = (viewmats, Ks, sizes)
     return SurfelProjection(*op(means, quats, scales, opacities, *cameras, view_ids, point_ids, near, far))
 
@@ -139,7 +137,7 @@ def rasterize_surfels(
         patches: 5 integers a patch (view, x0, y0, x1, y1).
 
     Raises:
-        TypeError, ValueError: types, shapes, patches or tile_size are wrong.
+        TypeError, ValueError: types, shapes, patches or tile_size are wrong; on CUDA a tile_size other than 16.
         NotImplementedError: as `project_surfels`.
     """
     means2d, transforms, normals, depths, opacities, _ = rows
@@ -155,82 +153,10 @@ def rasterize_surfels(
         depths=(depths, (count,)),
     )
     _check_ints(means2d, tile_offsets=(tile_offsets, (-1,)), row_ids=(row_ids, (-1,)))
-    op = torch.ops.ns_multigpu.rasterize_surfels if _native(means2d) else reference.rasterize_surfels
+    op = torch.ops.ns_multigpu.rasterize_surfels if serves(means2d, "2D Gaussians") else reference.rasterize_surfels
     floats = (means2d, transforms, normals, opacities, colors, depths)
-    color, geometry, alpha, _ = op(*floats, tile_offsets, row_ids, list(patches), tile_size)
+    color, geometry, alpha, *_ = op(*floats, tile_offsets, row_ids, list(patches), tile_size)
     return SurfelPixels(color, geometry[:, 0], geometry[:, 1:4], geometry[:, 4], geometry[:, 5], alpha)
 
 
-def _native(like: Tensor) -> bool:
-    if like.device.type == "cuda" and not reference_forced() and _cuda.mode() == "gsplat":
-        raise NotImplementedError(
-            "NS_MULTIGPU_CUDA=gsplat serves 3D Gaussians only. Unset it to have 2D Gaussians drawn by our kernels, or "
-            "set NS_MULTIGPU_OPS=reference for the slow pure-torch operators."
-        )
-    return native_serves(like)
-
-
-@fake("project_surfels")
-def _project_fake(means: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    rows = rest[6].shape[0]
-    shapes = ((rows, 2), (rows, 9), (rows, 3), (rows,), (rows,))
-    return (*(means.new_empty(shape) for shape in shapes), means.new_empty((rows, 2), dtype=torch.int32))
-
-
-@fake("project_surfels_backward")
-def _project_backward_fake(
-    means: Tensor, quats: Tensor, scales: Tensor, opacities: Tensor, viewmats: Tensor, *_: Any
-) -> tuple[Tensor, ...]:
-    inputs = (means, quats, scales, opacities, viewmats)
-    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
-
-
-def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:6], inputs[7], inputs[8], output[5])
-    ctx.sizes, ctx.near, ctx.far = inputs[6], inputs[9], inputs[10]
-    ctx.mark_non_differentiable(output[5])
-
-
-def _project_grad(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    *floats, view_ids, point_ids, radii = ctx.saved_tensors
-    found = torch.ops.ns_multigpu.project_surfels_backward(
-        *floats, ctx.sizes, view_ids, point_ids, ctx.near, ctx.far, radii, *grads[:5]
-    )
-    return (*found, *[None] * 6)
-
-
-@fake("rasterize_surfels")
-def _rasterize_fake(
-    means2d, transforms, normals, row_opacities, colors, depths, tile_offsets, row_ids, patches, tile_size
-):  # fmt: skip
-    pixels = _pixel_count(patches)
-    floats = (means2d.new_empty(shape) for shape in ((pixels, 3), (pixels, GEOMETRY), (pixels,)))
-    return *floats, means2d.new_empty(pixels, dtype=torch.int32)
-
-
-@fake("rasterize_surfels_backward")
-def _rasterize_backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs[:6])
-
-
-def _rasterize_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:8], *output)
-    ctx.patches, ctx.tile_size = inputs[8:]
-    ctx.mark_non_differentiable(output[3])
-
-
-def _rasterize_grad(ctx: Any, v_colors: Tensor, v_geometry: Tensor, v_alpha: Tensor, _: Any) -> tuple[Any, ...]:
-    *inputs, out, geometry, alpha, last = ctx.saved_tensors
-    v_covered = torch.where(alpha < 0, -v_alpha, v_alpha)  # the operator takes the gradient by what is covered
-    found = torch.ops.ns_multigpu.rasterize_surfels_backward(
-        *inputs, ctx.patches, ctx.tile_size, out, geometry, alpha, last, v_colors, v_geometry, v_covered
-    )
-    return (*found, *[None] * 4)
-
-
-torch.library.register_autograd(
-    f"{NAMESPACE}::project_surfels", _project_grad, setup_context=_project_setup, lib=LIBRARY
-)
-torch.library.register_autograd(
-    f"{NAMESPACE}::rasterize_surfels", _rasterize_grad, setup_context=_rasterize_setup, lib=LIBRARY
-)
+register("surfels", points=4, projected=(2, 9, 3, 1, 1), extra=GEOMETRY, quads=5)

@@ -5,13 +5,14 @@
 """
 
 from collections.abc import Sequence
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, permutations
 
 import torch
 from torch import Tensor
 
 from cuda_ext.reference.projection import _take, outward
-from cuda_ext.reference.rasterization import ALPHA_MAX, ALPHA_MIN, TRANSMITTANCE_MIN, split_patches, tiles_of
+from cuda_ext.reference.rasterization import ALPHA_MAX, ALPHA_MIN, TRANSMITTANCE_MIN
+from cuda_ext.reference.tiles import composite_tiles
 
 CORNERS = 6
 """Points of a convex, and so the most edges of its hull."""
@@ -182,32 +183,5 @@ def rasterize_convexes(
     tile_offsets: Tensor, row_ids: Tensor, patches: Sequence[int], tile_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """See `cuda_ext.ops.convexes.rasterize_convexes`, one tile after the other; alpha is signed, as the operator's."""
-    device, offsets = means2d.device, tile_offsets.tolist()
-    lengths = [end - start for start, end in pairwise(offsets)]
     table = torch.cat([means2d, lines, sharpness[:, None], row_opacities[:, None], colors, depths[:, None]], dim=1)
-    listed = table[row_ids[: offsets[-1]].long()].split(lengths)
-    nothing = table[:0].sum()  # keeps the outputs differentiable where no splat reaches any pixel
-    parts, pixels, first_pixel, t = list[tuple[Tensor, ...]](), list[Tensor](), 0, 0
-    for patch in split_patches(patches):
-        width = patch.x1 - patch.x0
-        for x0, y0, x1, y1 in tiles_of(patch, tile_size):
-            y, x = torch.meshgrid(
-                torch.arange(y0, y1, device=device), torch.arange(x0, x1, device=device), indexing="ij"
-            )
-            pixels.append((first_pixel + (y - patch.y0) * width + x - patch.x0).flatten())
-            if lengths[t] > 0:
-                centres = torch.stack([x.flatten(), y.flatten()], dim=1).to(means2d) + 0.5
-                color, depth, alpha, last = _composite(listed[t], centres)
-                parts.append((color, depth, alpha, torch.where(last >= 0, last + offsets[t], last).int()))
-            else:
-                empty = means2d.new_zeros(x.numel(), 5)
-                none = torch.full((x.numel(),), -1, device=device).int()
-                parts.append((empty[:, :3], empty[:, 3], empty[:, 4], none))
-            t += 1
-        first_pixel += width * (patch.y1 - patch.y0)
-    if not pixels:
-        empty = means2d.new_zeros(0, 5) + nothing
-        return empty[:, :3], empty[:, 3], empty[:, 4], torch.zeros(0, dtype=torch.int32, device=device)
-    order = torch.argsort(torch.cat(pixels))
-    color, depth, alpha, last = (torch.cat(part)[order] for part in zip(*parts, strict=True))
-    return color + nothing, depth + nothing, alpha + nothing, last
+    return composite_tiles(table, tile_offsets, row_ids, patches, tile_size, 1, _composite)

@@ -5,19 +5,13 @@
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from cuda_ext.reference.projection import _take, outward, reach, rotation_matrices
-from cuda_ext.reference.rasterization import (
-    ALPHA_MAX,
-    ALPHA_MIN,
-    TRANSMITTANCE_MIN,
-    split_patches,
-    tiles_of,
-)  # fmt: skip
+from cuda_ext.reference.rasterization import ALPHA_MAX, ALPHA_MIN, TRANSMITTANCE_MIN
+from cuda_ext.reference.tiles import composite_tiles
 
 EXTENT_MARGIN = 1e-4
 GEOMETRY = 6
@@ -153,33 +147,5 @@ def rasterize_surfels(
     tile_offsets: Tensor, row_ids: Tensor, patches: Sequence[int], tile_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """See `cuda_ext.ops.surfels.rasterize_surfels`, one tile after the other; alpha is signed, as the operator's."""
-    device, offsets = means2d.device, tile_offsets.tolist()
-    lengths = [end - start for start, end in pairwise(offsets)]
     table = torch.cat([means2d, transforms, normals, row_opacities[:, None], colors, depths[:, None]], dim=1)
-    listed = table[row_ids[: offsets[-1]].long()].split(lengths)
-    nothing = table[:0].sum()  # keeps the outputs differentiable where no splat reaches any pixel
-    parts, pixels, first_pixel, t = list[tuple[Tensor, ...]](), list[Tensor](), 0, 0
-    for patch in split_patches(patches):
-        width = patch.x1 - patch.x0
-        for x0, y0, x1, y1 in tiles_of(patch, tile_size):
-            y, x = torch.meshgrid(
-                torch.arange(y0, y1, device=device), torch.arange(x0, x1, device=device), indexing="ij"
-            )
-            pixels.append((first_pixel + (y - patch.y0) * width + x - patch.x0).flatten())
-            if lengths[t] > 0:
-                centres = torch.stack([x.flatten(), y.flatten()], dim=1).to(means2d) + 0.5
-                color, geometry, alpha, last = _composite(listed[t], centres)
-                parts.append((color, geometry, alpha, torch.where(last >= 0, last + offsets[t], last).int()))
-            else:
-                empty = means2d.new_zeros(x.numel(), 3 + GEOMETRY + 1)
-                color, geometry, alpha = empty[:, :3], empty[:, 3:-1], empty[:, -1]
-                parts.append((color, geometry, alpha, torch.full((x.numel(),), -1, device=device).int()))
-            t += 1
-        first_pixel += width * (patch.y1 - patch.y0)
-    if not pixels:
-        empty = means2d.new_zeros(0, 3 + GEOMETRY + 1) + nothing
-        last = torch.zeros(0, dtype=torch.int32, device=device)
-        return empty[:, :3], empty[:, 3:-1], empty[:, -1], last
-    order = torch.argsort(torch.cat(pixels))
-    color, geometry, alpha, last = (torch.cat(part)[order] for part in zip(*parts, strict=True))
-    return color + nothing, geometry + nothing, alpha + nothing, last
+    return composite_tiles(table, tile_offsets, row_ids, patches, tile_size, GEOMETRY, _composite)

@@ -1,27 +1,104 @@
-"""What becomes of rows that travel in several records, and of which a box alone says where they are."""
+"""Kernels of primitives whose rows travel in several records, and are drawn by operators of their own.
+
+Of such a row a box alone says where it is.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 import cuda_ext
-from ns_multigpu.core.kernels import Arrived, Lists, Rows
+from cuda_ext.ops.row_exchange import add_records
+from ns_multigpu.core.kernels import Arrived, Drawn, Lists, Rows, Sinks
 from ns_multigpu.core.types import TILE
-from ns_multigpu.primitives.composed_kernels import ComposedKernels
+from ns_multigpu.primitives.composed_kernels import ComposedKernels, Lines
 from ns_multigpu.primitives.record_parts import PartsWire, RecordParts
 
+_MADE = {"opacities": "row_opacities", "features": "colors"}
+"""Columns of rows that projection calls otherwise."""
 
-class PartKernels(ComposedKernels):
-    """See `Kernels`; how points become rows, and how these are drawn, is left to say.
+
+class Composited(NamedTuple):
+    """Inputs and outputs of `rasterize_<operator>`, which the way back needs.
 
     Attributes:
-        title: what messages call the points.
-        layout: of their rows.
+        extra: [P] or [P, n] numbers of pixels beside their colours; the first is the depth.
+        v_extra, v_covered: gradients of further losses by `extra` and by what is covered, or None.
     """
 
+    inputs: tuple[Tensor, ...]
+    lists: tuple[Tensor, Tensor]
+    patches: list[int]
+    color: Tensor
+    extra: Tensor
+    alpha: Tensor
+    last: Tensor
+    state: Tensor
+    v_extra: Tensor | None = None
+    v_covered: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PartKernels(ComposedKernels):
+    """Kernels of one such primitive; see `Kernels`. A subclass says how points become rows.
+
+    Attributes:
+        kind: the primitive.
+        depth: whether `draw` blends depths too, as a fourth number of the colour; then there is no way back.
+        title: name of the points in messages.
+        operator: the end of the operators' names.
+        layout: of the rows; its columns are the operators' inputs, in their order.
+        row_type: class of the rows.
+        keeps_last: whether `last` is needed whole after the image's loss, which wipes out what it does not need.
+    """
+
+    kind: Any
+    depth: bool = False
+
     halves = False
-    title: str
-    layout: RecordParts
+    title: ClassVar[str]
+    operator: ClassVar[str]
+    layout: ClassVar[RecordParts]
+    row_type: ClassVar[type[Any]]
+
+    @property
+    def keeps_last(self) -> bool:
+        return False
+
+    def rows(self, made: Any, lines: Lines, count: Tensor) -> Rows:
+        columns = (getattr(made, _MADE.get(name, name)) for name in self.layout.widths)
+        return self.row_type(*lines, count, *columns, made.radii)
+
+    def returned(self, made: Any, records: Tensor) -> list[tuple[Tensor, Tensor]]:
+        gradients = self.layout.gradients_of(records)
+        return [(getattr(made, _MADE.get(name, name)), getattr(gradients, name)) for name in gradients._fields]
+
+    def draw(self, arrived: Arrived, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
+        inputs = tuple(getattr(arrived, name) for name in self.layout.widths)
+        flat = list(patches)
+        rasterize = getattr(torch.ops.ns_multigpu, f"rasterize_{self.operator}")
+        color, extra, alpha, last, state = rasterize(*inputs, *lists[:2], flat, TILE)
+        kept = last.clone() if self.keeps_last else last
+        rest = Composited(inputs, lists[:2], flat, color, extra, alpha, kept, state)
+        if self.depth:
+            depth = extra if extra.dim() == 1 else extra[:, 0]
+            color = torch.cat([color, depth[:, None]], dim=-1)
+        return Drawn(color, alpha if mark_stops else alpha.abs(), last, rest)
+
+    def draw_back(self, drawn: Drawn, v_color: Tensor, v_alpha: Tensor, sinks: Sinks) -> None:
+        rest: Composited = drawn.rest
+        v_extra = torch.zeros_like(rest.extra) if rest.v_extra is None else rest.v_extra
+        v_covered = v_alpha if rest.v_covered is None else v_alpha + rest.v_covered
+        backward = getattr(torch.ops.ns_multigpu, f"rasterize_{self.operator}_backward")
+        found = backward(
+            *rest.inputs, *rest.lists, rest.patches, TILE, rest.color, rest.extra, rest.alpha, rest.last, rest.state,
+            v_color, v_extra, v_covered,
+        )  # fmt: skip
+        records = self.layout.records_of_columns(found)
+        add_records(records, sinks.addresses, sinks.owners, sinks.slots, sinks.system_scope)
 
     def stay(self, rows: Rows, owners: Tensor, slots: Tensor) -> Arrived:
         return self.layout.stay(rows, owners, slots)

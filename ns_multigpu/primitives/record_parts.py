@@ -130,6 +130,11 @@ class RecordParts:
         found.append(like.new_zeros(len(like), self.record_floats - at))
         return torch.cat(found, dim=1)
 
+    def records_of_columns(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the records of gradients by all columns, in their order; those of columns without one are dropped."""
+        named = dict(zip(self.widths, gradients, strict=True))
+        return self.records_of(self._gradients(*(named[name] for name in self._gradients._fields)))
+
     def gradients_of(self, records: Tensor) -> Any:
         """The inverse of `records_of`."""
         runs = [records[:, start:end] for start, end in self._runs]

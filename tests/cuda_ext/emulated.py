@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,17 @@ from tests.cuda_ext.splats import Splats
 
 SOURCES = Path(__file__).parents[2] / "cuda_ext" / "csrc"
 EMULATION = Path(__file__).parent / "emulation"
-KERNELS = ("plan", "forward", "backward", "unpack")
+KERNELS = tuple(f"raster/rasterize_{name}" for name in ("plan", "forward", "backward", "unpack"))
+PRIMITIVES = (
+    "raster/rasterize_plan",
+    "common/rows",
+    *(f"{room}/{kind}_{room}" for kind in ("surfels", "convexes") for room in ("raster", "project")),
+)
 NEVER = 2**31 - 1
 _LAUNCH = re.compile(r"(\w+)<<<(.*?),\s*(\w+), 0, stream>>>\((.*?)\);", re.DOTALL)
 
 _NUMBERS = ("rows", "intersections", "tiles", "pixels")
-_CHOICES = ("channels", "patches", "split_above", "mark_stops", "absgrad")
+_CHOICES = ("channels", "patches", "split_above", "blocks_at_once", "mark_stops", "absgrad")
 _TENSORS = (
     "means2d", "conics", "opacities", "features", "tile_offsets", "row_ids", "entries", "state", "out", "alpha", "last",
     "v_out", "v_alpha", "v_means2d", "v_conics", "v_opacities", "v_features", "v_abs",
@@ -49,23 +55,139 @@ def translated(text: str) -> str:
     return found
 
 
-def build(folder: Path) -> ctypes.CDLL:
-    """Compiles the kernels in `folder`."""
+def compiled(folder: Path, kernels: tuple[str, ...], host: str) -> ctypes.CDLL:
+    """Compiles kernels (.cu files) and the host code that launches them in `folder`."""
     sources = folder / "csrc"
     shutil.copytree(SOURCES, sources)
     shutil.copy(EMULATION / "memory_device.h", sources / "cuda" / "common")
-    compiled = [str(EMULATION / name) for name in ("fibers.cpp", "rasterize.cpp")]
-    for kernel in KERNELS:
-        source = sources / "cuda" / "raster" / f"rasterize_{kernel}.cpp"
+    for room in ("raster", "project"):
+        header = sources / "cuda" / room / f"primitive_{room}.h"
+        header.write_text(translated(header.read_text()))
+    units = [str(EMULATION / name) for name in ("fibers.cpp", host)]
+    for kernel in kernels:
+        source = sources / "cuda" / f"{kernel}.cpp"
         source.write_text(translated(source.with_suffix(".cu").read_text()))
-        compiled.append(str(source))
+        units.append(str(source))
     library = folder / "emulated.so"
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", f"-I{EMULATION}", f"-I{sources}"]
-    subprocess.run([*required_compiler(), *flags, *compiled, "-o", str(library)], check=True)
-    loaded = ctypes.CDLL(str(library))
+    cuda = ["-D__CUDACC__", "-include", str(EMULATION / "cuda_runtime.h")]
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", *cuda, f"-I{EMULATION}", f"-I{sources}"]
+    subprocess.run([*required_compiler(), *flags, *units, "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def build(folder: Path) -> ctypes.CDLL:
+    """Compiles the kernels of 3D Gaussians in `folder`."""
+    loaded = compiled(folder, KERNELS, "rasterize.cpp")
     loaded.state_floats.restype = ctypes.c_int64
     loaded.forward.restype = ctypes.c_char_p
     return loaded
+
+
+def patch_entries(patches: tuple[int, ...] | list[int]) -> tuple[Tensor, int, int]:
+    """Patches as `PatchEntry` [n, 8] int32, and how many pixels and tiles they have."""
+    entries, pixels, tiles = list[list[int]](), 0, 0
+    for k in range(0, len(patches), 5):
+        _, x0, y0, x1, y1 = patches[k : k + 5]
+        across = (x1 - x0 + 15) // 16
+        entries.append([x0, y0, x1, y1, pixels, tiles, across, 0])
+        pixels, tiles = pixels + (x1 - x0) * (y1 - y0), tiles + across * ((y1 - y0 + 15) // 16)
+    return torch.tensor(entries, dtype=torch.int32), pixels, tiles
+
+
+class _Rows(ctypes.Structure):
+    """`Arguments` of `primitives.cpp`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "intersections", "tiles", "patches")),
+        ("columns", ctypes.c_void_p * 6),
+        *((name, ctypes.c_void_p) for name in ("tile_offsets", "row_ids", "entries", "out", "extra", "alpha", "last")),
+        *((name, ctypes.c_void_p) for name in ("v_out", "v_extra", "v_alpha")),
+        ("gradients", ctypes.c_void_p * 6),
+    )
+
+
+def draw_primitives(
+    library: ctypes.CDLL, name: str, columns: list[Tensor], lists: tuple[Tensor, Tensor], patches: list[int],
+    v_pixels: tuple[Tensor, Tensor, Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """`ns_multigpu::rasterize_<name>` and its gradient, by the CUDA kernels.
+
+    Args:
+        library: `compiled` of `PRIMITIVES`. columns: of rows, in the operator's order, with `lists` of all patches.
+        v_pixels: gradients by colours, by what `name` has beside them, and by what is covered.
+
+    Returns:
+        Its four outputs (out, extra, alpha, last), and gradients by the columns.
+    """
+    entries, pixels, tiles = patch_entries(patches)
+    inputs = [column.detach().float().contiguous() for column in columns]
+    given = [v.float().contiguous() for v in v_pixels]
+    nothing = float("nan")  # what no kernel writes
+    drawn = [torch.full_like(v, nothing) for v in given] + [torch.full((pixels,), 7**9, dtype=torch.int32)]
+    found = [torch.full_like(column, nothing) for column in inputs]
+    pointers = {
+        "tile_offsets": lists[0], "row_ids": lists[1], "entries": entries, "v_out": given[0], "v_extra": given[1],
+        "v_alpha": given[2], **dict(zip(("out", "extra", "alpha", "last"), drawn, strict=True)),
+    }  # fmt: skip
+    arguments = _Rows(
+        rows=len(inputs[0]), intersections=len(lists[1]), tiles=tiles, patches=len(entries),
+        columns=(ctypes.c_void_p * 6)(*(x.data_ptr() for x in inputs)),
+        gradients=(ctypes.c_void_p * 6)(*(x.data_ptr() for x in found)),
+        **{key: value.data_ptr() for key, value in pointers.items()},
+    )  # fmt: skip
+    getattr(library, f"draw_{name}")(ctypes.byref(arguments))
+    return drawn, found
+
+
+class _Projection(ctypes.Structure):
+    """`Projection` of `primitives.cpp`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("points", "views", "rows")),
+        ("columns", ctypes.c_void_p * 5),
+        *((name, ctypes.c_void_p) for name in ("viewmats", "Ks", "sizes", "view_ids", "point_ids")),
+        *((name, ctypes.c_float) for name in ("near_plane", "far_plane")),
+        ("projected", ctypes.c_void_p * 5),
+        ("radii", ctypes.c_void_p),
+        ("given", ctypes.c_void_p * 5),
+        ("gradients", ctypes.c_void_p * 5),
+        ("v_viewmats", ctypes.c_void_p),
+    )
+
+
+def project_primitives(
+    library: ctypes.CDLL, name: str, columns: list[Tensor], viewmats: Tensor, Ks: Tensor, sizes: list[int],
+    ids: tuple[Tensor, Tensor], near: float, given: list[Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """`ns_multigpu::project_<name>` and its gradient, by the CUDA kernels.
+
+    Args:
+        library: `compiled` of `PRIMITIVES`. columns: of points. ids: view_ids and point_ids of rows.
+        given: gradients of the projected columns.
+
+    Returns:
+        The projected columns and radii; gradients by the columns and by `viewmats`.
+    """
+    nothing = float("nan")  # what no kernel writes
+    inputs = [x.detach().float().contiguous() for x in (*columns, viewmats, Ks)]
+    wanted = [x.float().contiguous() for x in given]
+    projected = [torch.full_like(x, nothing) for x in wanted]
+    radii = torch.full((len(ids[0]), 2), 7**9, dtype=torch.int32)
+    found = [torch.full_like(x, nothing) for x in inputs[:-2]]
+    v_viewmats, numbers = torch.zeros_like(inputs[-2]), torch.tensor(sizes)
+
+    def five(tensors: list[Tensor]) -> Any:
+        return (ctypes.c_void_p * 5)(*(x.data_ptr() for x in tensors))
+
+    arguments = _Projection(
+        points=len(inputs[0]), views=len(viewmats), rows=len(ids[0]), columns=five(inputs[:-2]),
+        viewmats=inputs[-2].data_ptr(), Ks=inputs[-1].data_ptr(), sizes=numbers.data_ptr(),
+        view_ids=ids[0].data_ptr(), point_ids=ids[1].data_ptr(), near_plane=near, far_plane=1e10,
+        projected=five(projected), radii=radii.data_ptr(), given=five(wanted), gradients=five(found),
+        v_viewmats=v_viewmats.data_ptr(),
+    )  # fmt: skip
+    getattr(library, f"project_{name}")(ctypes.byref(arguments))
+    return [*projected, radii], [*found, v_viewmats]
 
 
 class Emulated:
@@ -75,6 +197,7 @@ class Emulated:
         library: see `build`.
         splats, lists: what is drawn; all patches of one launch.
         split_above: lists of more splats are split.
+        blocks_at_once: lists of up to `kSplitShares` fair shares of so many blocks are not; 0 splits them, too.
         mark_stops: as `rasterize`.
 
     Attributes:
@@ -87,23 +210,19 @@ class Emulated:
         splats: Splats,
         lists: tuple[Tensor, Tensor],
         split_above: int = NEVER,
+        blocks_at_once: int = 0,
         *,
         mark_stops: bool = False,
     ) -> None:
         self._library, self._rows, self._channels = library, len(splats.means2d), splats.features.shape[1]
-        entries, pixels, tiles = [], 0, 0
-        for k in range(0, len(splats.patches), 5):
-            _, x0, y0, x1, y1 = splats.patches[k : k + 5]
-            across = (x1 - x0 + 15) // 16
-            entries += [x0, y0, x1, y1, pixels, tiles, across, 0]
-            pixels, tiles = pixels + (x1 - x0) * (y1 - y0), tiles + across * ((y1 - y0 + 15) // 16)
+        entries, pixels, tiles = patch_entries(splats.patches)
         self._numbers = {
             "rows": self._rows, "intersections": len(lists[1]), "tiles": tiles, "pixels": pixels,
-            "channels": self._channels, "patches": len(entries) // 8, "split_above": split_above,
-            "mark_stops": int(mark_stops),
+            "channels": self._channels, "patches": len(entries), "split_above": split_above,
+            "blocks_at_once": blocks_at_once, "mark_stops": int(mark_stops),
         }  # fmt: skip
         inputs = [x.float().contiguous() for x in splats.inputs()]
-        integers = [*lists, torch.tensor(entries, dtype=torch.int32)]
+        integers = [*lists, entries]
         self._inputs = dict(zip(_TENSORS[:7], [*inputs, *integers], strict=True))
         nothing = float("nan")  # what no kernel writes
         self.out = torch.full((pixels, self._channels), nothing)

@@ -18,6 +18,11 @@ namespace nsmg {
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLn2 = 0.69314718055994531f;
 
+template <typename T>
+inline constexpr T kLog2EOf = T(1.44269504088896340736);
+template <typename T>
+inline constexpr T kLn2Of = T(0.69314718055994530942);
+
 NSMG_HD uint32_t float_bits(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof(bits));
@@ -40,6 +45,20 @@ NSMG_HD float exp2_fast(float x) {
 #endif
 }
 
+NSMG_HD double exp2_fast(double x) { return std::exp2(x); }
+
+NSMG_HD float log2_fast(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return std::log2(x);
+#endif
+}
+
+NSMG_HD double log2_fast(double x) { return std::log2(x); }
+
 NSMG_HD float reciprocal_fast(float x) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -49,6 +68,8 @@ NSMG_HD float reciprocal_fast(float x) {
   return 1.0f / x;
 #endif
 }
+
+NSMG_HD double reciprocal_fast(double x) { return 1.0 / x; }
 
 // What a splat needs besides its features. sigma2 = a dx^2 + b dx dy + c dy^2 with (dx, dy) = mean - pixel centre.
 struct ScaledSplat {
@@ -94,31 +115,38 @@ NSMG_HD bool reaches_box(const ScaledSplat& s, float x_lo, float x_hi, float y_l
   return (s.limit != 0u) & (!bounded | (fminf(on_column, on_row) <= most));
 }
 
+NSMG_HD float capped(float raw) { return fminf(raw, kAlphaMax<float>); }
+NSMG_HD double capped(double raw) { return std::fmin(raw, kAlphaMax<double>); }
+
 // Blends one splat into a pixel. A closed pixel is kept as a negative transmittance, which fails the test by itself.
 // Returns the weight; 0 where `raw`, the alpha before its cap, is 0 or the pixel is closed or closes here.
-NSMG_HD float blend_weight(float raw, float& transmittance) {
-  const float alpha = fminf(raw, kAlphaMax<float>);
-  const float after = multiply_add(-alpha, transmittance, transmittance);
-  const bool open = after > kTransmittanceMin<float>;
-  const float weight = open ? alpha * transmittance : 0.0f;
-  transmittance = open ? after : -fabsf(transmittance);
+template <typename T>
+NSMG_HD T blend_weight(T raw, T& transmittance) {
+  const T alpha = capped(raw);
+  const T after = multiply_add(-alpha, transmittance, transmittance);
+  const bool open = after > kTransmittanceMin<T>;
+  const T weight = open ? alpha * transmittance : T(0);
+  transmittance = open ? after : -std::abs(transmittance);
   return weight;
 }
 
 // One step of the backward walk, front to back. `value` is d loss / d weight of this splat at this pixel, `remainder`
 // the sum of weight times value over the splats not passed yet. raw == 0: the splat does not count here.
-struct BackwardStep {
-  float weight, v_sigma;  // v_sigma = d loss / d sigma
+template <typename T>
+struct WalkStep {
+  T weight, v_sigma;  // v_sigma = d loss / d sigma, with raw = opacity exp(-sigma)
 };
+using BackwardStep = WalkStep<float>;
 
-NSMG_HD BackwardStep step_backward(float raw, float value, float& transmittance, float& remainder) {
-  const float alpha = fminf(raw, kAlphaMax<float>);
-  const float weight = alpha * transmittance;
-  const float gain = weight * value;
+template <typename T>
+NSMG_HD WalkStep<T> step_backward(T raw, T value, T& transmittance, T& remainder) {
+  const T alpha = capped(raw);
+  const T weight = alpha * transmittance;
+  const T gain = weight * value;
   remainder -= gain;
   transmittance = multiply_add(-alpha, transmittance, transmittance);
-  const float slope = multiply_add(remainder, alpha * reciprocal_fast(1.0f - alpha), -gain);
-  return {weight, raw <= kAlphaMax<float> ? slope : 0.0f};
+  const T slope = multiply_add(remainder, alpha * reciprocal_fast(T(1) - alpha), -gain);
+  return {weight, raw <= kAlphaMax<T> ? slope : T(0)};
 }
 
 }  // namespace nsmg

@@ -1,6 +1,5 @@
 // Does what rasterize_bind.cpp does, for pointers.
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "cuda/raster/rasterize.h"
@@ -11,7 +10,7 @@ extern "C" {
 
 struct Arguments {
   int64_t rows, intersections, tiles, pixels;
-  int32_t channels, patches, split_above, mark_stops, absgrad;
+  int32_t channels, patches, split_above, blocks_at_once, mark_stops, absgrad;
   const float *means2d, *conics, *opacities, *features;
   const int32_t *tile_offsets, *row_ids;
   const int32_t* entries;  // [patches, 8] as PatchEntry, at most kPatchGroup of them
@@ -33,10 +32,12 @@ const char* forward(const Arguments* a) {
   const RasterInputs in{a->means2d, a->conics, a->opacities, a->features, a->tile_offsets, a->row_ids};
   RasterState state;
   state.place(a->state, shape);
-  state.split_above = a->split_above;
-  const bool splits = shape.rows > 0 && shape.intersections > state.split_above;
-  if (!splits) state.split_above = std::numeric_limits<int>::max();
   RasterPlan plan;
+  const bool splits = shape.rows > 0 && shape.intersections > a->split_above;
+  if (splits) {
+    plan.split_above = a->split_above;
+    plan.blocks_at_once = a->blocks_at_once;
+  }
   const int64_t ints = plan.place(nullptr, shape, splits);
   constexpr int32_t kUntouched = 0x7f7f7f7f;
   std::vector<int32_t> scratch(ints + 64, kUntouched);
@@ -60,7 +61,6 @@ void backward(const Arguments* a) {
   const RasterInputs in{a->means2d, a->conics, a->opacities, a->features, a->tile_offsets, a->row_ids};
   RasterState state;
   state.place(a->state, shape);
-  state.split_above = a->split_above;
   std::vector<float> memory(kRecordFloats * a->rows + 4);
   float* records = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 15) / 16 * 16);
   const RasterGradients pixels{a->out, a->alpha, a->v_out, a->v_alpha, a->last};

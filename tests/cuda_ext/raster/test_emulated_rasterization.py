@@ -126,6 +126,9 @@ def test_only_lists_above_the_length_are_split(library: ctypes.CDLL) -> None:
         split = Emulated(library, joined, lists, SPLIT).out.view(16, 3, 16, 3)
         assert [torch.equal(split[:, k], whole[:, k]) for k in range(3)] == [True, False, True]
         assert torch.allclose(split, whole, atol=1e-5)
+    # The three hold 2.15 times the limit. Three shares of six blocks exceed the longest list, those of seven do not.
+    for blocks, same in ((6, True), (7, False)):
+        assert torch.equal(Emulated(library, joined, lists, SPLIT, blocks).out.view(16, 3, 16, 3), whole) == same
 
 
 def test_state_before_each_chunk(library: ctypes.CDLL) -> None:

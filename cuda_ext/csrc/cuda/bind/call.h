@@ -40,6 +40,8 @@ class Call {
   const at::Tensor& like() const { return like_; }
 
   // ---- arguments as they are ----
+  // The argument behind the one that was read last, for a binding of several operators that name it differently.
+  const char* next_name() const { return schema_.arguments().at(next_).name().c_str(); }
   const at::Tensor& tensor(const char* name) { return value(name).toTensor(); }
   std::vector<at::Tensor> tensors(const char* name) { return value(name).toTensorVector(); }
   bool has(const char* name) { return !value(name).isNone(); }

@@ -29,17 +29,23 @@ struct Inputs {
   }
 };
 
-// The longest list that one block of the forward pass walks alone; the same forward and backward.
-// NS_MULTIGPU_SPLIT_ABOVE is for measuring: 2147483647 splits none.
-int split_above() {
+// Chooses which lists the forward pass splits. NS_MULTIGPU_SPLIT_ABOVE is for measuring: then it is the threshold,
+// whatever the fair share; 2147483647 splits none.
+void choose_split(RasterPlan& plan, int device) {
   const char* value = std::getenv("NS_MULTIGPU_SPLIT_ABOVE");
-  if (value == nullptr || *value == '\0') return 2 * kSegment;
+  if (value == nullptr || *value == '\0') {
+    int processors = 0;
+    NSMG_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    plan.split_above = 2 * kSegment;
+    plan.blocks_at_once = kForwardBlocks * processors;
+    return;
+  }
   char* end = nullptr;
   const int64_t asked = std::strtoll(value, &end, 10);
   TORCH_CHECK_VALUE(*end == '\0' && asked >= 2 * kSegment && asked <= std::numeric_limits<int>::max(),
                     "NS_MULTIGPU_SPLIT_ABOVE is '", value, "'; it must be a number of splats, ", 2 * kSegment,
                     " at least.");
-  return int(asked);
+  plan.split_above = int(asked);
 }
 
 void rasterize(Call& call) {
@@ -50,10 +56,10 @@ void rasterize(Call& call) {
                               call.out<int32_t>({pixels}), call.flag("mark_stops")};
   RasterState state;
   state.place(call.out<float>({state.place(nullptr, shape)}), shape);
-  state.split_above = split_above();
-  const bool splits = shape.fast() && shape.rows > 0 && shape.intersections > state.split_above;
-  if (!splits) state.split_above = std::numeric_limits<int>::max();
   RasterPlan plan;
+  choose_split(plan, call.like().get_device());
+  const bool splits = shape.fast() && shape.rows > 0 && shape.intersections > plan.split_above;
+  if (!splits) plan.split_above = std::numeric_limits<int>::max();
   plan.place(call.scratch<int32_t>(plan.place(nullptr, shape, splits)), shape, splits);
   NSMG_CUDA_CHECK(launch_pack(inputs.in, shape, state, plan, call.stream()));
   for (const PatchGroup& group : inputs.cut.groups)
@@ -73,7 +79,6 @@ void add_records(Call& call, const Inputs& inputs, const RecordTarget& target, f
   RasterState state;
   const float* kept = call.floats("state", {state.place(nullptr, shape)});
   state.place(const_cast<float*>(kept), shape);  // the kernels read it only
-  state.split_above = split_above();
   const RasterGradients gradients{call.floats("out", {pixels, shape.channels}), call.floats("alpha", {pixels}),
                                   call.floats("v_out", {pixels, shape.channels}), call.floats("v_alpha", {pixels}),
                                   call.ints("last", {pixels})};

@@ -37,6 +37,8 @@ cudaError_t sum_partials(const float* partials, int sums, int count, bool poses,
 
 inline int groups_of(int points, int group_points) { return (points + group_points - 1) / group_points; }
 
+constexpr int kPose = 12;  // numbers of a camera's pose: its rotation by rows, and its translation
+
 #ifdef __CUDACC__
 
 __device__ __forceinline__ Camera<float> load_camera(const Cameras& cameras, const ViewSizes& sizes, int view) {
@@ -54,6 +56,47 @@ __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
   return value;
+}
+
+// Adds a gradient by a pose.
+__device__ __forceinline__ void add_pose(float* sums, const Mat3<float>& r, const Vec3<float>& translation) {
+  const float terms[kPose] = {r.r0.x, r.r0.y, r.r0.z, r.r1.x,        r.r1.y,        r.r1.z,
+                              r.r2.x, r.r2.y, r.r2.z, translation.x, translation.y, translation.z};
+#pragma unroll
+  for (int c = 0; c < kPose; ++c) sums[c] += terms[c];
+}
+
+// Calls add(camera, row, pose) for the rows of the block's group of points, view by view; `pose` [kPose] is the thread's
+// own, to be added to. Between two views is a barrier. Leaves the block's sums in poses [V, kPose, groups].
+template <int kThreads, typename F>
+__device__ __forceinline__ void for_group_rows(const Cameras& cameras, const ViewSizes& sizes, const int* starts,
+                                               float* poses, int groups, const F& add) {
+  __shared__ float warp_pose[kThreads / 32][kPose];
+  for (int v = 0; v < sizes.count; ++v) {
+    const int view = sizes.first + v;
+    const int64_t part = int64_t(view) * groups + blockIdx.x;
+    const int begin = starts[part], end = starts[part + 1];
+    float* const pose_out = poses + int64_t(view) * kPose * groups + blockIdx.x;
+    if (begin == end) {  // for the whole block
+      if (threadIdx.x < kPose) pose_out[int64_t(threadIdx.x) * groups] = 0.0f;
+      continue;
+    }
+    const Camera<float> camera = load_camera(cameras, sizes, view);
+    float pose[kPose] = {};
+    for (int64_t row = begin + threadIdx.x; row < end; row += kThreads) add(camera, row, pose);
+#pragma unroll
+    for (int c = 0; c < kPose; ++c) {
+      const float sum = warp_sum(pose[c]);
+      if (threadIdx.x % 32 == 0) warp_pose[threadIdx.x / 32][c] = sum;
+    }
+    __syncthreads();  // also: the next view's rows may add to the same points
+    if (threadIdx.x < kPose) {
+      float sum = 0.0f;
+      for (int w = 0; w < kThreads / 32; ++w) sum += warp_pose[w][threadIdx.x];
+      pose_out[int64_t(threadIdx.x) * groups] = sum;
+    }
+    __syncthreads();
+  }
 }
 
 #endif

@@ -6,8 +6,6 @@ namespace nsmg {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / 32;
-constexpr int kPose = 12;
 
 __device__ __forceinline__ AxesPoint<float> load_axes(const AxesInputs& in, int64_t row) {
   const float* const a = in.axes + 9 * row;
@@ -37,53 +35,25 @@ template <bool Antialiased>
 __global__ void __launch_bounds__(kThreads)
     project_axes_backward_kernel(const __grid_constant__ AxesInputs in, const __grid_constant__ ViewSizes sizes,
                                  const __grid_constant__ AxesGradients g, int groups) {
-  __shared__ float warp_pose[kWarps][kPose];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int v = 0; v < sizes.count; ++v) {
-    const int view = sizes.first + v;
-    const int64_t part = int64_t(view) * groups + blockIdx.x;
-    const int begin = g.starts[part], end = g.starts[part + 1];
-    float* const pose_out = g.poses + int64_t(view) * kPose * groups + blockIdx.x;
-    if (begin == end) {  // for the whole block
-      if (threadIdx.x < kPose) pose_out[int64_t(threadIdx.x) * groups] = 0.f;
-      continue;
+  const auto add = [&](const Camera<float>& camera, int64_t row, float (&pose)[kPose]) {
+    AxesGradient<float> found = {};
+    if (g.radii[2 * row] > 0) {
+      const SplatGradient<float> splat = {g.means2d[2 * row],    g.means2d[2 * row + 1], g.conics[3 * row],
+                                          g.conics[3 * row + 1], g.conics[3 * row + 2],  g.depths[row],
+                                          g.row_opacities[row]};
+      found = splat_vjp(camera, load_axes(in, row), in.eps2d, Antialiased, splat);
     }
-    const Camera<float> camera = load_camera(in.cameras, sizes, view);
-    float pose[kPose] = {};
-    for (int64_t row = begin + threadIdx.x; row < end; row += kThreads) {
-      AxesGradient<float> found = {};
-      if (g.radii[2 * row] > 0) {
-        const SplatGradient<float> splat = {g.means2d[2 * row],    g.means2d[2 * row + 1], g.conics[3 * row],
-                                            g.conics[3 * row + 1], g.conics[3 * row + 2],  g.depths[row],
-                                            g.row_opacities[row]};
-        found = splat_vjp(camera, load_axes(in, row), in.eps2d, Antialiased, splat);
-      }
-      const Mat3<float>&a = found.axes, &r = found.rotation;
-      const float mean[3] = {found.mean.x, found.mean.y, found.mean.z};
-      const float axes[9] = {a.r0.x, a.r0.y, a.r0.z, a.r1.x, a.r1.y, a.r1.z, a.r2.x, a.r2.y, a.r2.z};
-      const float terms[kPose] = {r.r0.x, r.r0.y, r.r0.z, r.r1.x,              r.r1.y,              r.r1.z,
-                                  r.r2.x, r.r2.y, r.r2.z, found.translation.x, found.translation.y, found.translation.z};
+    const Mat3<float>& a = found.axes;
+    const float mean[3] = {found.mean.x, found.mean.y, found.mean.z};
+    const float axes[9] = {a.r0.x, a.r0.y, a.r0.z, a.r1.x, a.r1.y, a.r1.z, a.r2.x, a.r2.y, a.r2.z};
 #pragma unroll
-      for (int c = 0; c < 3; ++c) g.means[3 * row + c] = mean[c];
+    for (int c = 0; c < 3; ++c) g.means[3 * row + c] = mean[c];
 #pragma unroll
-      for (int c = 0; c < 9; ++c) g.axes[9 * row + c] = axes[c];
-      g.opacities[row] = found.opacity;
-#pragma unroll
-      for (int c = 0; c < kPose; ++c) pose[c] += terms[c];
-    }
-#pragma unroll
-    for (int c = 0; c < kPose; ++c) {
-      const float sum = warp_sum(pose[c]);
-      if (lane == 0) warp_pose[warp][c] = sum;
-    }
-    __syncthreads();
-    if (threadIdx.x < kPose) {
-      float sum = 0.f;
-      for (int w = 0; w < kWarps; ++w) sum += warp_pose[w][threadIdx.x];
-      pose_out[int64_t(threadIdx.x) * groups] = sum;
-    }
-    __syncthreads();
-  }
+    for (int c = 0; c < 9; ++c) g.axes[9 * row + c] = axes[c];
+    g.opacities[row] = found.opacity;
+    add_pose(pose, found.rotation, found.translation);
+  };
+  for_group_rows<kThreads>(in.cameras, sizes, g.starts, g.poses, groups, add);
 }
 
 }  // namespace

@@ -44,9 +44,16 @@ __device__ __forceinline__ ScaledSplat unpack(const float4& first, const float4&
   return {first.x, first.y, first.z, first.w, second.x, second.y, __float_as_uint(second.z)};
 }
 
+struct GaussianReach {
+  static __device__ __forceinline__ bool reaches(const float4* splat, const SubTile& s) {
+    return reaches_box(unpack(splat[0], splat[1]), s.x_lo, s.x_hi, s.y_lo, s.y_hi);
+  }
+};
+
 // Which of 32 staged splats, one a lane, may reach the sub-tile.
+template <typename Traits = GaussianReach>
 __device__ __forceinline__ unsigned reaching(const float4* staged, bool exists, const SubTile& s) {
-  return __ballot_sync(kWholeWarp, exists && reaches_box(unpack(staged[0], staged[1]), s.x_lo, s.x_hi, s.y_lo, s.y_hi));
+  return __ballot_sync(kWholeWarp, exists && Traits::reaches(staged, s));
 }
 
 // What a block of the backward pass works on: splats [begin, begin + count) of row_ids, the chunk-th 256 of a tile.
@@ -62,31 +69,36 @@ __device__ __forceinline__ Chunk chunk_of(const RasterState& state, int slot, Ti
   return {tile, index, begin, min(begin + kChunk, state.reached[tile]) - begin};
 }
 
-// Brings the chunk's packed splats, three pieces each, and their rows into shared memory; wait_for_copies() and a
+// Brings the chunk's packed splats, kQuads pieces each, and their rows into shared memory; wait_for_copies() and a
 // barrier must follow.
+template <int kQuads = 3>
 __device__ __forceinline__ void stage_chunk(const int32_t* __restrict__ row_ids, const Chunk& chunk,
                                             const float4* __restrict__ table, int rows, float4* staged,
                                             int* staged_rows) {
-  constexpr int kPieces = kChunk * 3 / kTileThreads;
+  constexpr int kPieces = kChunk * kQuads / kTileThreads;
   int piece_rows[kPieces];
 #pragma unroll
   for (int j = 0; j < kPieces; ++j) {
-    const int splat = (int(threadIdx.x) + j * kTileThreads) / 3;
+    const int splat = (int(threadIdx.x) + j * kTileThreads) / kQuads;
     piece_rows[j] = splat < chunk.count ? table_row(row_ids, chunk.begin + splat, rows) : -1;
   }
 #pragma unroll
   for (int j = 0; j < kPieces; ++j) {
     const int piece = int(threadIdx.x) + j * kTileThreads;
     if (piece_rows[j] < 0) continue;
-    copy_async_16(staged + piece, table + 3 * int64_t(piece_rows[j]) + piece % 3);
-    if (piece % 3 == 0) staged_rows[piece / 3] = piece_rows[j];
+    copy_async_16(staged + piece, table + kQuads * int64_t(piece_rows[j]) + piece % kQuads);
+    if (piece % kQuads == 0) staged_rows[piece / kQuads] = piece_rows[j];
   }
 }
 
 // What the pixels' state was before a chunk of the tile, which is not the first.
-template <int kChannels>
+template <int kPixelSums>
 __device__ __forceinline__ float* checkpoint_before(const RasterState& state, const TileInfo& info, int chunk) {
-  return state.checkpoints + (int64_t(info.first / kChunk) + chunk - 1) * (kChunk * (1 + kChannels));
+  return state.checkpoints + (int64_t(info.first / kChunk) + chunk - 1) * (kChunk * (1 + kPixelSums));
+}
+
+__device__ __forceinline__ bool is_split(const RasterState& state, const TileInfo& info) {
+  return info.end - info.first > *state.split_above;
 }
 
 // A pixel at the start of a chunk.
@@ -116,7 +128,7 @@ __device__ __forceinline__ PixelStart<kChannels> pixel_start(const RasterState& 
     for (int d = 0; d < kChannels; ++d) sums[d] = checkpoint[(d + 1) * kChunk];
   }
   const int within = chunk.index % kSegmentChunks;
-  if (within > 0 && chunk.index > within && state.is_split(info)) {  // the others are counted from the list's start
+  if (within > 0 && chunk.index > within && is_split(state, info)) {  // the others are counted from the list's start
     const float* checkpoint = checkpoint_before<kChannels>(state, info, chunk.index - within) + thread;
 #pragma unroll
     for (int d = 0; d < kChannels; ++d) sums[d] += checkpoint[(d + 1) * kChunk];
@@ -193,11 +205,12 @@ __device__ __forceinline__ float4 record_quad(int quad, const float4& sums, cons
 }
 
 // The record of a row, or null where it has none.
+template <int kFloats = kRecordFloats>
 __device__ __forceinline__ float* record_of(const RecordTarget& target, int row) {
-  if (target.sinks == nullptr) return target.local + kRecordFloats * static_cast<int64_t>(row);
+  if (target.sinks == nullptr) return target.local + kFloats * static_cast<int64_t>(row);
   const int owner = target.owners[row];
   if (owner < 0) return nullptr;
-  return reinterpret_cast<float*>(target.sinks[owner]) + kRecordFloats * static_cast<int64_t>(target.slots[row]);
+  return reinterpret_cast<float*>(target.sinks[owner]) + kFloats * static_cast<int64_t>(target.slots[row]);
 }
 
 }  // namespace nsmg

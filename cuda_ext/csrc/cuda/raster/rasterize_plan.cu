@@ -2,6 +2,8 @@
 // and says which block of the backward pass works on which chunk, and of the forward pass on which segment.
 #include <cuda_runtime.h>
 
+#include <climits>
+
 #include "common/compositing.h"
 #include "cuda/raster/rasterize.h"
 
@@ -81,13 +83,22 @@ describe(const __grid_constant__ PatchGroup group, const int32_t* __restrict__ t
     atomicAdd(&class_counts[threadIdx.x], counts[threadIdx.x]);
 }
 
+// Returns how many splats a list has at most that is not split.
+__device__ int split_threshold(const RasterPlan& plan, int intersections) {
+  if (plan.blocks_at_once == 0) return plan.split_above;
+  const int64_t shares = int64_t(kSplitShares) * intersections / plan.blocks_at_once;
+  return int(min(max(int64_t(plan.split_above), shares), int64_t(INT_MAX)));
+}
+
 __global__ void __launch_bounds__(kThreads)
 order(const int32_t* __restrict__ tile_offsets, int intersections, int tiles, int slots,
-      int32_t* __restrict__ slot_tile, RasterPlan plan, int split_above) {
+      int32_t* __restrict__ slot_tile, RasterPlan plan, int32_t* __restrict__ chosen_split_above) {
   const int32_t* class_counts = plan.classes;
   int32_t* class_used = plan.classes + kLengthClasses;
   __shared__ int counts[kLengthClasses], starts[kLengthClasses];
   if (threadIdx.x < kLengthClasses) counts[threadIdx.x] = 0;
+  const int split_above = split_threshold(plan, min(tile_offsets[tiles], intersections));
+  if (blockIdx.x == 0 && threadIdx.x == 0) *chosen_split_above = split_above;
   __syncthreads();
   const int index = blockIdx.x * kThreads + threadIdx.x;
   int own_class = 0, rank = 0;
