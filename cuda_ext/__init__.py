@@ -9,31 +9,37 @@ from cuda_ext.build.native import NativeBuildError
 from cuda_ext.dispatch.load import backend, build_native, compiler_problem, reference_forced, use_reference
 from cuda_ext.gsplat import projection as gsplat_projection  # noqa: F401 - they say what they serve
 from cuda_ext.gsplat import rasterization as gsplat_rasterization  # noqa: F401 - they say what they serve
-from cuda_ext.ops.adam import AdamStep, FusedAdam, adam_step, fused_step
-from cuda_ext.ops.band_loss import BandLoss, band_loss, band_loss_into
-from cuda_ext.ops.boxes import box_views, new_boxes, splat_boxes
-from cuda_ext.ops.cells import cell_windows, cells_reached
-from cuda_ext.ops.clock import add_clock
-from cuda_ext.ops.compositing import composite
-from cuda_ext.ops.conditioning import Moment, condition, project_axes
-from cuda_ext.ops.culling import cull
-from cuda_ext.ops.encode_grid import encode_grid
-from cuda_ext.ops.fused import RowGradients, SplatRows, splat_forward, splat_update
-from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves, splat_flush
-from cuda_ext.ops.list_windows import clip_lists
-from cuda_ext.ops.loss import l1_ssim
-from cuda_ext.ops.noise import add_noise
-from cuda_ext.ops.peer_sort import band_lists, intersect_keys, merge_level, publish_count, sort_pairs
-from cuda_ext.ops.pieces import composite_pieces, composite_pieces_backward, gather_pieces, live_boxes, scatter_pieces
-from cuda_ext.ops.projection import Projection, project, sh_colors
-from cuda_ext.ops.rasterization import intersect, intersect_capacity, rasterize
-from cuda_ext.ops.relocation import copy_rows, draw_sources, share_out, take_rows, turn
-from cuda_ext.ops.row_exchange import ArrivedRows, collect, pack, route_lines, unpack
-from cuda_ext.ops.row_reach import reach_counts
-from cuda_ext.ops.series import series
-from cuda_ext.ops.served import keep_line, show_patches, take_lines
-from cuda_ext.ops.step_control import step_gate, step_message
-from cuda_ext.ops.told_lines import tell_lines
+from cuda_ext.ops.common.clock import add_clock
+from cuda_ext.ops.common.encode_grid import encode_grid
+from cuda_ext.ops.common.served import keep_line, show_patches, take_lines
+from cuda_ext.ops.densify.noise import add_noise
+from cuda_ext.ops.densify.relocation import copy_rows, draw_sources, share_out, take_rows, turn
+from cuda_ext.ops.exchange.cells import cell_windows, cells_reached
+from cuda_ext.ops.exchange.pieces import (
+    composite_pieces,
+    composite_pieces_backward,
+    gather_pieces,
+    live_boxes,
+    scatter_pieces,
+)
+from cuda_ext.ops.exchange.put_rows import put_rows
+from cuda_ext.ops.exchange.row_exchange import ArrivedRows, collect, pack, route_lines, unpack
+from cuda_ext.ops.exchange.row_footprint import footprint_counts
+from cuda_ext.ops.loss.band_loss import BandLoss, band_loss, band_loss_into
+from cuda_ext.ops.loss.loss import l1_ssim
+from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, adam_step, fused_step
+from cuda_ext.ops.optim.fused import RowGradients, SplatRows, splat_forward, splat_update
+from cuda_ext.ops.optim.lazy_adam import LazyAdam, lazy_serves, splat_flush
+from cuda_ext.ops.optim.step_control import step_gate, step_message
+from cuda_ext.ops.project.boxes import box_views, new_boxes, splat_boxes
+from cuda_ext.ops.project.conditioning import Moment, condition, project_axes
+from cuda_ext.ops.project.culling import cull
+from cuda_ext.ops.project.projection import Projection, project, sh_colors
+from cuda_ext.ops.project.series import series
+from cuda_ext.ops.raster.compositing import composite
+from cuda_ext.ops.raster.list_windows import clip_lists
+from cuda_ext.ops.raster.rasterization import intersect, intersect_capacity, rasterize
+from cuda_ext.ops.sort.peer_sort import band_lists, intersect_keys, merge_level, publish_count, sort_pairs
 
 __all__ = [
     "AdamStep",
@@ -68,6 +74,7 @@ __all__ = [
     "cull",
     "draw_sources",
     "encode_grid",
+    "footprint_counts",
     "fused_step",
     "gather_pieces",
     "intersect",
@@ -83,8 +90,8 @@ __all__ = [
     "project",
     "project_axes",
     "publish_count",
+    "put_rows",
     "rasterize",
-    "reach_counts",
     "reference_forced",
     "route_lines",
     "scatter_pieces",
@@ -101,7 +108,6 @@ __all__ = [
     "step_message",
     "take_lines",
     "take_rows",
-    "tell_lines",
     "turn",
     "unpack",
     "use_reference",

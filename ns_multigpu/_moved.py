@@ -14,6 +14,10 @@ MOVED = {
     "ns_multigpu.plugin.splat_model": "ns_multigpu.plugin.model.splat_model",
     "ns_multigpu.plugin.splat_options": "ns_multigpu.plugin.model.options",
     "ns_multigpu.plugin.trainer": "ns_multigpu.plugin.train.trainer",
+    "ns_multigpu.plugin.radiance.config": "ns_multigpu.plugin.radiance.run.config",
+    "ns_multigpu.plugin.radiance.datamanager": "ns_multigpu.plugin.radiance.data.datamanager",
+    "ns_multigpu.plugin.radiance.model": "ns_multigpu.plugin.radiance.field.model",
+    "ns_multigpu.plugin.radiance.pipeline": "ns_multigpu.plugin.radiance.run.pipeline",
     "ns_multigpu.plugin.radiance.trainer": "ns_multigpu.plugin.train.trainer",
     "ns_multigpu.plugin.trainer_config": "ns_multigpu.plugin.train.config",
 }

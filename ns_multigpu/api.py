@@ -1,5 +1,3 @@
-# torch annotates only part of itself:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """The library: render 3D Gaussians, and train them on several GPUs, without nerfstudio.
 
 Names and shapes are gsplat's: `render` takes what `gsplat.rasterization` takes, and `Step` a model with the keys of
@@ -13,18 +11,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.adam import adam_scalars
-from ns_multigpu.core.assignment import Learns
-from ns_multigpu.core.collectives import all_gather_rows, max_int, sum_in_place
-from ns_multigpu.core.patch_losses import share_of_mse
-from ns_multigpu.core.peer_memory import choose_transport
-from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.step import Step as CoreStep
-from ns_multigpu.core.step_settings import Status, StepSettings, first_capacities, padded, with_halos
+from cuda_ext.ops.optim.adam import adam_scalars
+from ns_multigpu.core.assign.assignment import Feedback
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.dist.collectives import all_gather_rows, max_int, sum_in_place
+from ns_multigpu.core.dist.peer_memory import choose_transport
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.transports import make_transport
+from ns_multigpu.core.step.patch_losses import share_of_mse
+from ns_multigpu.core.step.step import Step as CoreStep
+from ns_multigpu.core.step.step_settings import Status, StepSettings, first_capacities, padded, with_halos
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.transports import make_transport
 from ns_multigpu.core.types import Pixels, Points, View
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
 from strategies import STRATEGIES
@@ -158,8 +156,8 @@ class Step:
     """A training step of 3D Gaussians, spread over ranks: render, L1 + SSIM, gradients, Adam.
 
     Every rank makes one with the same arguments, and calls it with the same batches. The step runs in operators that
-    read nothing back (`ns_multigpu.core.step`); after it all ranks look once whether buffers sufficed, make larger ones
-    where they did not, and take it again.
+    read nothing back (`ns_multigpu.core.step.step`); after it all ranks look once whether buffers sufficed, make larger
+    ones where they did not, and take it again.
 
     Args:
         splats: the whole model, the same on all ranks, with gsplat's keys: `means` [N, 3], `quats` [N, 4], `scales`
@@ -242,7 +240,7 @@ class Step:
                 break
             self._settings = self._grown(status)
             self._step = self._made()
-        if self._strategy.assignment.learns is not Learns.NOTHING:
+        if self._strategy.assignment.learns is not Feedback.NOTHING:
             self._strategy.assignment.learn(views, self._step.learnt.reshape(-1).tolist())
         loss = self._step.report[:-1].sum()[None] / len(views)
         sum_in_place(loss, world)

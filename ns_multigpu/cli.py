@@ -67,7 +67,7 @@ def city(
     """
     import torch
 
-    from ns_multigpu.data import City, CityCapture, write_colmap, write_dnerf
+    from ns_multigpu.city import City, CityCapture, write_colmap, write_dnerf
 
     if workers < 1:
         raise ValueError(f"workers is {workers}: give at least 1")

@@ -26,10 +26,10 @@ from ns_multigpu.plugin.launch import quick_imports
 from ns_multigpu.plugin.launch.option_help import show_what_applies
 from ns_multigpu.plugin.launch.removed_options import refuse_removed
 from ns_multigpu.plugin.model.options import SplatModelConfig
-from ns_multigpu.plugin.radiance.config import RadianceTrainerConfig
-from ns_multigpu.plugin.radiance.datamanager import RadianceDataManagerConfig
-from ns_multigpu.plugin.radiance.model import NerfactoXLModelConfig
-from ns_multigpu.plugin.radiance.pipeline import RadiancePipelineConfig
+from ns_multigpu.plugin.radiance.data.datamanager import RadianceDataManagerConfig
+from ns_multigpu.plugin.radiance.field.model import NerfactoXLModelConfig
+from ns_multigpu.plugin.radiance.run.config import RadianceTrainerConfig
+from ns_multigpu.plugin.radiance.run.pipeline import RadiancePipelineConfig
 from ns_multigpu.plugin.train.config import DistributedTrainerConfig
 from ns_multigpu.plugin.train.pipeline import DistributedPipelineConfig, LocalityPipelineConfig, PixelPipelineConfig
 from ns_multigpu.plugin.train.terminal import TerminalLog

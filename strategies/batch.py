@@ -3,11 +3,11 @@
 The scheme of data-parallel training, and of the batching report (Kadawedduwa et al., section 2.1).
 """
 
-from ns_multigpu.core.assignment import DealtViews
-from ns_multigpu.core.legs import LocalRows, SummedGradients, WholePixels
-from ns_multigpu.core.placement import Replicated
+from ns_multigpu.core.assign.assignment import DealtViews
+from ns_multigpu.core.assign.placement import Replicated
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.legs import LocalRows, SummedGradients, WholePixels
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.world import World
 
 
 def batch(world: World) -> Strategy:

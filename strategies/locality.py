@@ -3,10 +3,10 @@
 The scheme of Gaian (Zhao et al., section 4.2), for several machines: what crosses between them is what counts.
 """
 
-from ns_multigpu.core.legs import GradientsToOwner, WholePixels
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
+from ns_multigpu.core.exchange.legs import GradientsToOwner, WholePixels
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.travelling_rows import ExchangedRows
-from ns_multigpu.core.world import World
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.locality.patches import LocalPatches
 from ns_multigpu.locality.placing import ByViews

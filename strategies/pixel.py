@@ -3,15 +3,15 @@
 The scheme of Splaxel (Jia et al., section 4.2): what crosses the wire does not depend on the number of points.
 """
 
-from ns_multigpu.cells.crossing import CellsInViews
+from ns_multigpu.cells.boundary import CellsInViews
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.sharing import CellPixels
-from ns_multigpu.core.composite import CompositePixels
-from ns_multigpu.core.crossing import BoundaryRows
-from ns_multigpu.core.legs import GradientsToOwner, LocalRows
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.boundary_rows import BoundaryRows
+from ns_multigpu.core.exchange.composite import CompositePixels
+from ns_multigpu.core.exchange.legs import GradientsToOwner, LocalRows
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.world import World
 
 
 def pixel(world: World, options: PixelOptions | None = None) -> Strategy:

@@ -1,10 +1,10 @@
 """`single`: everything on one rank. The reference that every other strategy must equal."""
 
-from ns_multigpu.core.assignment import AllViewsHere
-from ns_multigpu.core.legs import GradientsToOwner, LocalRows, WholePixels
-from ns_multigpu.core.placement import AllHere
+from ns_multigpu.core.assign.assignment import AllViewsHere
+from ns_multigpu.core.assign.placement import AllHere
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.legs import GradientsToOwner, LocalRows, WholePixels
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.world import World
 
 
 def single(world: World) -> Strategy:

@@ -3,13 +3,13 @@
 The scheme of torch-dgx (section 4): per-point work where the points are, per-pixel work where the pixels are.
 """
 
-from ns_multigpu.core.assignment import TileRanges
-from ns_multigpu.core.legs import GradientsToOwner, WholePixels
-from ns_multigpu.core.placement import Sharded
+from ns_multigpu.core.assign.assignment import TileRanges
+from ns_multigpu.core.assign.placement import Sharded
+from ns_multigpu.core.assign.tile_work import TileWork
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
+from ns_multigpu.core.exchange.legs import GradientsToOwner, WholePixels
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.tile_work import TileWork
-from ns_multigpu.core.travelling_rows import ExchangedRows
-from ns_multigpu.core.world import World
 
 
 def tile(world: World) -> Strategy:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import tests.ranks  # names what the server that forks ranks imports, of which there is one  # noqa: F401
-from ns_multigpu.core.world import World
+import tests.lib.ranks  # names what the server that forks ranks imports, of which there is one  # noqa: F401
+from ns_multigpu.core.dist.world import World
 
 # A shell without job control starts what runs in the background with Ctrl-C ignored, and nohup what it runs with SIGHUP
 # ignored. Children inherit that: tests that press it, or hang up, would wait in vain.

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import ns_multigpu
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import Points
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
-from tests.ranks import run_ranks
+from tests.lib.ranks import run_ranks
 from tests.strategies.scene import make_points, make_views
 
 ROOT = Path(__file__).parents[1]

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from ns_multigpu.core.world import World
-from tests.ranks import PRELOADED, run_ranks
+from ns_multigpu.core.dist.world import World
+from tests.lib.ranks import PRELOADED, run_ranks
 
 
 def _not_there_yet(world: World) -> tuple[list[str], str | None]:

@@ -19,16 +19,16 @@ from nerfstudio.field_components.spatial_distortions import SpatialDistortion
 from torch import Tensor, nn
 
 from benchmarks.baselines.overlap import camera_weights, focuses, tiles, weight_in_tile, whole_rays
-from ns_multigpu.core.collectives import broadcast_object, max_int, sum_in_place
+from ns_multigpu.core.dist.collectives import broadcast_object, max_int, sum_in_place
 from ns_multigpu.methods import nerfacto_xl
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.radiance.config import RadianceTrainerConfig
-from ns_multigpu.plugin.radiance.fields import Cell, CellCoordinates, Head
-from ns_multigpu.plugin.radiance.model import NerfactoXLModel, NerfactoXLModelConfig
-from ns_multigpu.plugin.radiance.pipeline import RadiancePipeline, RadiancePipelineConfig
-from ns_multigpu.plugin.radiance.sampling import Group, in_order, median_depth
-from ns_multigpu.plugin.radiance.saved import SavedField
-from ns_multigpu.plugin.radiance.spread import Joint
+from ns_multigpu.plugin.radiance.field.fields import Cell, CellCoordinates, Head
+from ns_multigpu.plugin.radiance.field.model import NerfactoXLModel, NerfactoXLModelConfig
+from ns_multigpu.plugin.radiance.field.sampling import Group, in_order, median_depth
+from ns_multigpu.plugin.radiance.field.spread import Joint
+from ns_multigpu.plugin.radiance.run.config import RadianceTrainerConfig
+from ns_multigpu.plugin.radiance.run.pipeline import RadiancePipeline, RadiancePipelineConfig
+from ns_multigpu.plugin.radiance.run.saved import SavedField
 from ns_multigpu.radiance.contraction import contract, expand
 from ns_multigpu.radiance.exchange import all_segments, segments_of_ranks
 from ns_multigpu.radiance.integrals import Samples

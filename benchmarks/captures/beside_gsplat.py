@@ -28,8 +28,8 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.lib.environment import describe
-from ns_multigpu.core.loss import photometric_loss
 from ns_multigpu.core.random import keyed_generator
+from ns_multigpu.core.step.loss import photometric_loss
 from ns_multigpu.core.types import Patch, Points, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.primitives.gaussians.densifier import densification_info

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.lib.environment import describe
-from ns_multigpu.core.depth_loss import disparities_at, keypoints
+from ns_multigpu.core.step.depth_loss import disparities_at, keypoints
 from ns_multigpu.core.types import Patch, Pixels, View
 from ns_multigpu.plugin.capture.device_observations import DeviceObservations
 from ns_multigpu.plugin.capture.tracks import read_tracks, scene_scale

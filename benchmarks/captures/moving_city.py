@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks.lib.environment import describe
-from ns_multigpu.data import CityCapture
+from ns_multigpu.city import CityCapture
 from ns_multigpu.plugin.capture.city_dataparser import CAPTURE, VIEWS
 
 MOVES = 0.1

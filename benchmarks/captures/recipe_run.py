@@ -20,7 +20,7 @@ from PIL import Image
 
 from benchmarks.captures import splatfacto_baseline
 from benchmarks.captures.splatfacto_baseline import draw_view, peak_mib
-from ns_multigpu.data import City, CityCapture, write_colmap
+from ns_multigpu.city import City, CityCapture, write_colmap
 from ns_multigpu.plugin.render.evaluation import spread
 from ns_multigpu.plugin.train import trainer as _imported_for_the_runs  # noqa: F401
 

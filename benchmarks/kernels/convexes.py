@@ -25,13 +25,13 @@ import cuda_ext
 from benchmarks.kernels.sections import Line, Scenes, Sections, finish, parse, parser, ratio, show
 from benchmarks.lib.stopwatch import Stopwatch, peak_bytes
 from benchmarks.scenes.garden import DEGREE, Scene
-from cuda_ext.ops.convexes import ConvexProjection, convex_lists
+from cuda_ext.ops.raster.convexes import ConvexProjection, convex_lists
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Patch, Points, Splats, View
 from ns_multigpu.primitives.convexes.functions import Convexes
 from ns_multigpu.primitives.convexes.init import STEEPNESS
+from ns_multigpu.primitives.deterministic import rotations
 from ns_multigpu.primitives.gaussians.functions import Gaussians
-from ns_multigpu.primitives.steady import rotations
 
 REACH = 1.5
 """Standard deviations: a convex covers about as many pixels as its Gaussian."""

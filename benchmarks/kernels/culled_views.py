@@ -19,8 +19,8 @@ from benchmarks.lib.stopwatch import Stopwatch
 from benchmarks.scenes.city_model import CityScene, make_model
 from benchmarks.scenes.city_view import CITIES
 from cuda_ext import SplatRows, box_views, new_boxes, splat_boxes, splat_forward
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import flat
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.schema import ORDER
 
 _ROOM = 0.5

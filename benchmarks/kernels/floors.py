@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.fused import SplatRows
+from cuda_ext.ops.optim.fused import SplatRows
 
 BYTES_PER_MS = 4.3e9
 INSTRUCTIONS_PER_MS = 33e9

@@ -1,4 +1,4 @@
-"""The fused way through the operators, piece by piece, as `ns_multigpu.core.step` goes it."""
+"""The fused way through the operators, piece by piece, as `ns_multigpu.core.step.step` goes it."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from benchmarks.kernels.floors import TILE, Counts, count
 from benchmarks.scenes.garden import DEGREE, Scene
 from cuda_ext import SplatRows, intersect_capacity, splat_forward, splat_update
-from cuda_ext.ops.adam import adam_scalars
-from ns_multigpu.core.step_settings import padded
+from cuda_ext.ops.optim.adam import adam_scalars
+from ns_multigpu.core.step.step_settings import padded
 
 
 class Lists(NamedTuple):

@@ -30,20 +30,20 @@ from benchmarks.lib.environment import describe
 from benchmarks.lib.stopwatch import Stopwatch, captured, free
 from benchmarks.scenes.city_model import CityScene, make_model
 from cuda_ext import clip_lists, use_reference
-from cuda_ext.ops.adam import adam_scalars
-from cuda_ext.ops.row_exchange import route_lines
-from ns_multigpu.cells.crossing import CellsInViews
+from cuda_ext.ops.exchange.row_exchange import route_lines
+from cuda_ext.ops.optim.adam import adam_scalars
+from ns_multigpu.cells.boundary import CellsInViews
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.sharing import CellPixels
+from ns_multigpu.core.assign.plan import Plan, rectangles
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.transports import OwnRows
 from ns_multigpu.core.kernels import Cameras
-from ns_multigpu.core.plan import Plan, rectangles
-from ns_multigpu.core.step import Step
-from ns_multigpu.core.step_settings import StepSettings, padded, with_halos
+from ns_multigpu.core.step.step import Step
+from ns_multigpu.core.step.step_settings import StepSettings, padded, with_halos
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.transports import OwnRows
 from ns_multigpu.core.types import Points, View
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies.pixel import pixel
 from strategies.single import single

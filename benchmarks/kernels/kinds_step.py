@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from cuda_ext.ops.adam import AdamStep, FusedAdam, fused_step
-from cuda_ext.ops.convexes import CORNERS
-from ns_multigpu.core.loss import photometric_loss
+from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, fused_step
+from cuda_ext.ops.raster.convexes import CORNERS
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.transports import OwnRows
 from ns_multigpu.core.schema import HARMONICS, harmonics
-from ns_multigpu.core.step import Step
-from ns_multigpu.core.step_settings import StepSettings, padded
-from ns_multigpu.core.transports import OwnRows
+from ns_multigpu.core.step.loss import photometric_loss
+from ns_multigpu.core.step.step import Step
+from ns_multigpu.core.step.step_settings import StepSettings, padded
 from ns_multigpu.core.types import Patch, Points, View
-from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS, fibonacci_sphere

@@ -1,4 +1,4 @@
-"""The pieces of a step that puts off what is not drawn (`cuda_ext.ops.lazy_adam`), and the least time they can take."""
+"""Parts of a step that defers points that are not drawn (`cuda_ext.ops.optim.lazy_adam`), and their least times."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from benchmarks.kernels.floors import BYTES_PER_MS, Counts
 from benchmarks.kernels.fused_path import FusedPath
 from benchmarks.scenes.garden import DEGREE, Scene
 from cuda_ext import LazyAdam, SplatRows, splat_flush, splat_forward, splat_update
-from cuda_ext.ops.adam import adam_scalars
+from cuda_ext.ops.optim.adam import adam_scalars
 
 BLOCK = 50
 """Steps between two flushes."""

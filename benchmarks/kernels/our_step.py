@@ -8,13 +8,13 @@ from benchmarks.kernels.fused_path import Capacities
 from benchmarks.lib.stopwatch import Work, captured
 from benchmarks.scenes.garden import DEGREE, Scene
 from cuda_ext import AdamStep, FusedAdam, LazyAdam
-from cuda_ext.ops.adam import ScalarRing
-from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.step import Step
-from ns_multigpu.core.step_settings import StepSettings
-from ns_multigpu.core.transports import OwnRows
+from cuda_ext.ops.optim.adam import ScalarRing
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.transports import OwnRows
+from ns_multigpu.core.step.step import Step
+from ns_multigpu.core.step.step_settings import StepSettings
 from ns_multigpu.core.types import Patch
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from strategies.single import single

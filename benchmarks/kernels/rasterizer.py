@@ -30,7 +30,7 @@ from benchmarks.kernels.ways import Render, gsplat_counts, gsplat_render, joined
 from benchmarks.lib.agreement import Drawn, compare
 from benchmarks.lib.stopwatch import Stopwatch, captured, peak_bytes
 from benchmarks.scenes.garden import Scene
-from cuda_ext.ops.fused import PARAMETERS
+from cuda_ext.ops.optim.fused import PARAMETERS
 
 
 @dataclass

@@ -33,7 +33,7 @@ from benchmarks.kernels.ways import joined
 from benchmarks.lib.counting import GsplatCounts
 from benchmarks.lib.stopwatch import Stopwatch, peak_bytes
 from benchmarks.scenes.garden import DEGREE, Scene
-from cuda_ext.ops.adam import AdamStep, FusedAdam
+from cuda_ext.ops.optim.adam import AdamStep, FusedAdam
 from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Patch, Points, View
 from ns_multigpu.primitives.surfels.functions import Surfels

@@ -40,7 +40,7 @@ from benchmarks.lib.agreement import Drawn, compare
 from benchmarks.lib.stopwatch import Stopwatch, peak_bytes
 from benchmarks.scenes.garden import Scene
 from cuda_ext import AdamStep, FusedAdam, band_loss, box_views, composite, new_boxes, splat_boxes
-from cuda_ext.ops.fused import PARAMETERS
+from cuda_ext.ops.optim.fused import PARAMETERS
 
 GROUPS = {"auto": {"": None}, "on": {"": True}, "off": {"": False}, "both": {", no groups": False, "": True}}
 """By --group-culling what is added to the name of a way, and whether groups are culled; None: as training would."""

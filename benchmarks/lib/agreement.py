@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from cuda_ext.ops.fused import PARAMETERS
+from cuda_ext.ops.optim.fused import PARAMETERS
 
 MOST_IMAGE_DIFFERENCE = 2e-3
 """Mean difference of images that still counts as the same: gsplat cuts splats off at three sigma, tile by tile."""

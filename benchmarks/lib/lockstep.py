@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.adam import ScalarRing
-from ns_multigpu.core.collectives import all_gather_floats
-from ns_multigpu.core.world import World
+from cuda_ext.ops.optim.adam import ScalarRing
+from ns_multigpu.core.dist.collectives import all_gather_floats
+from ns_multigpu.core.dist.world import World
 
 
 class Clock:

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ns_multigpu.core.collectives import barrier, broadcast_object
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import barrier, broadcast_object
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.launch.processes import RankFailed, RankProcesses
 
 Job = dict[str, Any]

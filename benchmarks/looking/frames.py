@@ -36,8 +36,8 @@ from rich.table import Table
 
 from benchmarks.lib.environment import describe
 from benchmarks.scenes.city_model import CityScene, make_model
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
-from ns_multigpu.core.world import World
 from ns_multigpu.plugin.launch.launcher import run_workers
 from ns_multigpu.plugin.tools import rendering
 from ns_multigpu.plugin.tools.film import Parts

@@ -1,6 +1,7 @@
 """Bad inputs, given to the real commands: what they print, with which status they end, and how long that takes.
 
-    python -m benchmarks.robustness.bad_inputs --capture ../shared/data/fox --output benchmarks/results/bad-inputs.json
+    python -m benchmarks.robustness.bad_inputs --capture ../shared/data/fox \\
+        --output benchmarks/results/data/runs/bad-inputs.json
 
 Each case makes its input from a small copy of the capture (COLMAP's layout), runs one command on CPU workers, and looks
 for words that a person needs in what it prints. A case is good if they are there, no traceback is, and the status is

@@ -1,6 +1,6 @@
 """Kills workers of real training runs at random moments, and compares what they end with to an undisturbed run.
 
-    python -m benchmarks.robustness.faults --times 20 --json benchmarks/results/faults.json
+    python -m benchmarks.robustness.faults --times 20 --json benchmarks/results/data/runs/faults.json
 
 Each run is an `ns-train splatfacto-batch` on the procedural city, on the processor. A random worker gets SIGKILL, at a
 random moment: in one of five runs before the first step, in the others while it trains, saves or ends. The run has to

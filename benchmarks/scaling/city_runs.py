@@ -19,18 +19,18 @@ from benchmarks.lib.lockstep import Clock, Inputs, memory, over_ranks
 from benchmarks.lib.stopwatch import Work, captured
 from benchmarks.scenes.city_model import DEGREE, CityModel, CityScene
 from cuda_ext import LazyAdam
-from cuda_ext.ops.adam import adam_scalars
-from cuda_ext.ops.lazy_adam import MOST_STEPS
-from ns_multigpu.core.collectives import barrier
-from ns_multigpu.core.pairs import most_of, tell_pairs
-from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.step import Step
-from ns_multigpu.core.step_settings import Status, StepSettings, padded
+from cuda_ext.ops.optim.adam import adam_scalars
+from cuda_ext.ops.optim.lazy_adam import MOST_STEPS
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.dist.collectives import barrier
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.pair_capacities import all_gather_counts, most_of
+from ns_multigpu.core.exchange.transports import OwnRows, Transport
+from ns_multigpu.core.step.step import Step
+from ns_multigpu.core.step.step_settings import Status, StepSettings, padded
+from ns_multigpu.core.step.tile_lists import TileLists
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.tile_lists import TileLists
-from ns_multigpu.core.transports import OwnRows, Transport
 from ns_multigpu.core.types import TILE, Patch, View
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from ns_multigpu.primitives.gaussians.schema import ORDER
@@ -156,14 +156,14 @@ class Run(ABC):
             if not status.full:
                 self.needed = tuple(max(pair) for pair in zip(self.needed, needed, strict=True))
                 return
-            self.make_room(needed)
+            self.grow_capacity(needed)
         raise RuntimeError(f"after {_MOST_TRIES} tries there is still no room: {status}, capacities {self.capacities}")
 
     def told(self, status: Status) -> tuple[int, int, int]:
         """What the capacities would have had to be, the largest of any pair of ranks; all ranks ask."""
-        return status.rows, most_of(tell_pairs(status.segments, self.world)), status.intersections
+        return status.rows, most_of(all_gather_counts(status.segments, self.world)), status.intersections
 
-    def make_room(self, needed: Sequence[int]) -> None:
+    def grow_capacity(self, needed: Sequence[int]) -> None:
         """Makes the step anew, with room for so much."""
         # What was counted beyond a full capacity of rows may be too little.
         wanted = [padded(n) for n in needed]

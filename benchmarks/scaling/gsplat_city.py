@@ -17,8 +17,8 @@ from benchmarks.lib.counting import GsplatCounts
 from benchmarks.lib.lockstep import Clock, memory, over_ranks
 from benchmarks.scaling.city_runs import SSIM_LAMBDA, Course
 from benchmarks.scenes.city_model import DEGREE, CityModel
-from ns_multigpu.core.collectives import barrier
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import barrier
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.primitives.gaussians.schema import ORDER
 
 _RATE = 1e-12

@@ -25,18 +25,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ns_multigpu.core.assignment import DealtViews
-from ns_multigpu.core.collectives import barrier
+from ns_multigpu.core.assign.assignment import DealtViews
+from ns_multigpu.core.assign.view_sequence import ViewSequence
+from ns_multigpu.core.dist.collectives import barrier
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
-from ns_multigpu.core.view_sequence import ViewSequence
-from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.image_share import ImageShare
 from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape
 from ns_multigpu.plugin.faults.host_memory import own_memory
 from ns_multigpu.plugin.launch.process_world import set_world
-from tests.ranks import run_ranks
+from tests.lib.ranks import run_ranks
 
 ALLOWED = 1.2
 """Times one uint8 copy of the capture that all ranks together may take."""

@@ -31,10 +31,10 @@ from benchmarks.scaling.tile import MOST_VIEWS, image_size
 from benchmarks.scaling.tile_run import Mode, TileRun
 from benchmarks.scenes.city_model import CityScene, make_model
 from cuda_ext.dispatch.load import build_native
-from cuda_ext.ops.compact_adam import COMPACT
-from ns_multigpu.core.collectives import barrier
-from ns_multigpu.core.peer_memory import choose_transport
-from ns_multigpu.core.world import World
+from cuda_ext.ops.optim.compact_adam import COMPACT
+from ns_multigpu.core.dist.collectives import barrier
+from ns_multigpu.core.dist.peer_memory import choose_transport
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.planning.quantities import parse_count
 
 _BLOCK = 50
@@ -99,7 +99,7 @@ def _train(world: World, job: Job) -> Job:
             redone += 1
             if redone > 8:
                 raise RuntimeError(f"there is still no room: {status}, capacities {run.capacities}")
-            run.make_room(run.told(status))
+            run.grow_capacity(run.told(status))
     finite = all(bool(torch.isfinite(p.sum())) for p in model.params.values())
     if min(row[0] for row in over_ranks([float(finite)], world)) < 1:
         raise RuntimeError("a parameter is not finite")

@@ -1,5 +1,3 @@
-# torch annotates only part of itself:
-# pyright: reportUnknownMemberType=false
 """Images a second of the strategies on two GPUs, with their own links and with a link as slow as between machines.
 
     python -m benchmarks.scaling.limited_links --strategies tile locality pixel --gbit none 25 10 \
@@ -46,9 +44,9 @@ from benchmarks.scaling.links.limiting import limit, variables, why_none
 from benchmarks.scaling.links.training import STRATEGIES, Timed
 from benchmarks.scenes.city_model import CityScene
 from cuda_ext.dispatch.load import build_native
-from ns_multigpu.core.collectives import barrier
-from ns_multigpu.core.machines import PRETEND_MACHINES
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import barrier
+from ns_multigpu.core.dist.machines import PRETEND_MACHINES
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.planning.quantities import parse_count, parse_size
 
 _RAW_BYTES = 64_000_000

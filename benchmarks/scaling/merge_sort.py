@@ -27,11 +27,11 @@ from torch import Tensor
 
 import cuda_ext
 from benchmarks.lib.environment import describe
-from cuda_ext.ops.peer_sort import sort_pairs
-from ns_multigpu.core.collectives import all_gather_floats, all_gather_ints, barrier
-from ns_multigpu.core.peer_memory import PeerBuffer
-from ns_multigpu.core.peer_sort import SortBuffers, peer_merge_sort
-from ns_multigpu.core.world import World
+from cuda_ext.ops.sort.peer_sort import sort_pairs
+from ns_multigpu.core.dist.collectives import all_gather_floats, all_gather_ints, barrier
+from ns_multigpu.core.dist.peer_memory import PeerBuffer
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.sort.peer_sort import SortBuffers, peer_merge_sort
 from ns_multigpu.plugin.launch.processes import RankProcesses
 
 MILLION = 2**20

@@ -28,18 +28,18 @@ from torch import Tensor
 
 import cuda_ext
 from benchmarks.lib.environment import describe
-from ns_multigpu.cells.crossing import CellsInViews
+from ns_multigpu.cells.boundary import CellsInViews
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.seen import tiles_seen
 from ns_multigpu.cells.sharing import CellPixels
-from ns_multigpu.core.crossing import BoundaryRows
-from ns_multigpu.core.pieces import routes_of
-from ns_multigpu.core.step_settings import with_halos
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.boundary_rows import BoundaryRows
+from ns_multigpu.core.exchange.exchanged_rows import touches
+from ns_multigpu.core.exchange.fragments import routes_of
+from ns_multigpu.core.step.step_settings import with_halos
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.travelling_rows import touches
 from ns_multigpu.core.types import TILE, Patch, Pixels, Points, Splats, View
-from ns_multigpu.core.world import World
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES

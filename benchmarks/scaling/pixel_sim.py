@@ -24,20 +24,20 @@ from rich.table import Table
 
 from benchmarks.lib.environment import describe
 from benchmarks.scenes.seen_city import points_seen, viewmat_of
-from cuda_ext.ops.culling import cull
-from ns_multigpu.cells.crossing import CellsInViews
-from ns_multigpu.cells.leveling import leveled, loads_of
+from cuda_ext.ops.project.culling import cull
+from ns_multigpu.cells.balancing import leveled, loads_of
+from ns_multigpu.cells.boundary import CellsInViews
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.sharing import CellPixels
-from ns_multigpu.core.crossing import BoundaryRows
-from ns_multigpu.core.pieces import routes_of
-from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.step_settings import with_halos
+from ns_multigpu.city.capture import CityCapture, Kind
+from ns_multigpu.city.city import City
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.boundary_rows import BoundaryRows
+from ns_multigpu.core.exchange.fragments import routes_of
+from ns_multigpu.core.step.step_settings import with_halos
 from ns_multigpu.core.types import Points, View
-from ns_multigpu.core.world import World
-from ns_multigpu.data.capture import CityCapture, Kind
-from ns_multigpu.data.city import City
 from ns_multigpu.planning.work import PIXEL_BYTES, Course, share
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 

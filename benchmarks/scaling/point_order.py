@@ -22,8 +22,8 @@ from torch import Tensor
 
 from benchmarks.lib.environment import describe
 from benchmarks.scenes.city_model import CityScene, make_model
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
-from ns_multigpu.core.world import World
 from ns_multigpu.planning.quantities import parse_count
 from ns_multigpu.primitives.morton import MORTON_BITS, Grid, census, dealt_codes
 

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lib.environment import describe
-from ns_multigpu.core.collectives import barrier
-from ns_multigpu.core.holding import Holding
-from ns_multigpu.core.placement import Sharded
-from ns_multigpu.core.world import World
+from ns_multigpu.core.assign.placement import Sharded
+from ns_multigpu.core.assign.shard_index import ShardIndex
+from ns_multigpu.core.dist.collectives import barrier
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.launch.processes import RankProcesses
 from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
 from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
@@ -63,7 +63,7 @@ def model(points: int, rank: int, device: torch.device) -> tuple[Any, dict[str, 
 def refine(kind: str, points: int, world: World, times: int) -> dict[str, list[tuple[float, int]]]:
     """Of each refinement, by whether it orders: milliseconds, and how often ranks meet."""
     params, optimizers = model(points, world.rank, world.device)
-    held: Any = {"holding": Holding(Sharded()), "world": world}
+    held: Any = {"holding": ShardIndex(Sharded()), "world": world}
     grows = kind == "grows"
     densifier: Any = (
         ShardedMcmc(cap_max=1 << 30, refine_start_iter=0, refine_every=EVERY, **held)

@@ -12,8 +12,8 @@ from benchmarks.scaling.city_runs import Course, Run, SingleRun
 from benchmarks.scaling.gsplat_city import GsplatRun
 from benchmarks.scaling.tile_run import Mode, TileRun
 from benchmarks.scenes.city_model import CityModel, CityScene, make_model
-from ns_multigpu.core.peer_memory import TransportChoice, choose_transport
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.peer_memory import TransportChoice, choose_transport
+from ns_multigpu.core.dist.world import World
 
 _TOLERANCES = {"gradients": 2e-3, "moved": 1e-2}
 """Relative, of what a first step makes of the model. Where a gradient is next to nothing, rounding decides which way

@@ -13,15 +13,15 @@ from torch import Tensor
 from benchmarks.lib.lockstep import Clock, over_ranks
 from benchmarks.scaling.city_runs import Course, Run
 from benchmarks.scenes.city_model import CityModel
-from cuda_ext.ops.row_exchange import RECORD_FLOATS
-from ns_multigpu.core.assignment import TileRanges
-from ns_multigpu.core.late_counts import LateCounts
-from ns_multigpu.core.step import Step
-from ns_multigpu.core.step_settings import with_halos
-from ns_multigpu.core.tile_lists import SortedLists
-from ns_multigpu.core.tile_work import TileWork
-from ns_multigpu.core.transports import Transport, make_transport
-from ns_multigpu.core.world import World
+from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS
+from ns_multigpu.core.assign.assignment import TileRanges
+from ns_multigpu.core.assign.tile_work import TileWork
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.transports import Transport, make_transport
+from ns_multigpu.core.step.delayed_readback import DelayedReadback
+from ns_multigpu.core.step.step import Step
+from ns_multigpu.core.step.step_settings import with_halos
+from ns_multigpu.core.step.tile_lists import SortedLists
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from strategies.tile import tile
@@ -67,7 +67,7 @@ class TileRun(Run):
         self._strategy = tile(world)
         assert isinstance(self._strategy.assignment, TileRanges)
         self._assignment = self._strategy.assignment
-        self._counts = LateCounts(self._assignment.learn)
+        self._counts = DelayedReadback(self._assignment.learn)
         self._parts = Parts(world.device)
         captures = world.device.type == "cuda" and mode.transport == "peer" and mode.lists == "gather"
         # The timer is the host's: events of the device would count, too.

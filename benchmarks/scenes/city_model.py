@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints, exchange_counts, exchange_rows
-from ns_multigpu.core.placement import even_bounds
+from ns_multigpu.city.cameras import AERIAL_FOV
+from ns_multigpu.city.capture import CityCapture
+from ns_multigpu.city.city import City
+from ns_multigpu.city.render import render_rgb, tone_map
+from ns_multigpu.city.shade import Scene, radiance
+from ns_multigpu.city.trace import Width, trace
+from ns_multigpu.core.assign.placement import even_bounds
+from ns_multigpu.core.dist.collectives import all_gather_ints, exchange_counts, exchange_rows
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
-from ns_multigpu.core.world import World
-from ns_multigpu.data.cameras import AERIAL_FOV
-from ns_multigpu.data.capture import CityCapture
-from ns_multigpu.data.city import City
-from ns_multigpu.data.render import render_rgb, tone_map
-from ns_multigpu.data.shade import Scene, radiance
-from ns_multigpu.data.trace import Width, trace
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from ns_multigpu.primitives.morton import dealt_codes
 from ns_multigpu.primitives.sharded_order import common_grid

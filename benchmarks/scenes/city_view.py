@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.scenes.city_model import CityScene, make_model
 from benchmarks.scenes.garden import Scene
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import flat
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.schema import ORDER
 
 CITIES = {

@@ -18,10 +18,10 @@ from rich.progress import track
 from scipy import sparse
 from torch import Tensor
 
-from cuda_ext.ops.culling import cull
+from cuda_ext.ops.project.culling import cull
+from ns_multigpu.city.capture import CityCapture, Kind
+from ns_multigpu.city.city import City
 from ns_multigpu.core.types import SSIM_HALO
-from ns_multigpu.data.capture import CityCapture, Kind
-from ns_multigpu.data.city import City
 from ns_multigpu.locality.groups import Groups, cull_groups
 
 WAYS = ("frustum", "near", "visible")

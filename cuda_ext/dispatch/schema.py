@@ -128,7 +128,7 @@ SCHEMAS: tuple[str, ...] = (
     "Tensor features, Tensor radii, Tensor[] row_gradients, Tensor(d!) grad2d, Tensor(e!) seen, Tensor(f!) radii_max, "
     "int degree, float eps2d, float near, float far, bool antialiased, bool absgrad, "
     "float opacity_weight, float scale_weight, Tensor(g!)? last=None, Tensor(h!)? table=None, "
-    "Tensor(i!)? steps=None, Tensor(j!)? witness=None, int[] witness_views=[], Tensor(k!)? boxes=None) -> ()",
+    "Tensor(i!)? steps=None, Tensor(j!)? witness=None, int[] finite_flag_views=[], Tensor(k!)? boxes=None) -> ()",
     "splat_boxes(Tensor means, Tensor log_scales, Tensor(a!) boxes) -> ()",
     "box_views(Tensor boxes, Tensor viewmats, Tensor Ks, int[] sizes, float eps2d, float near, float far, "
     "Tensor? table, bool compact) -> Tensor shows",
@@ -154,7 +154,7 @@ SCHEMAS: tuple[str, ...] = (
     "float[] boxes) -> Tensor reached",
     "clip_lists(Tensor tile_offsets, Tensor row_ids, Tensor depths, Tensor windows) -> "
     "(Tensor tile_offsets, Tensor row_ids)",
-    "reach_counts(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches) -> Tensor counts",
+    "footprint_counts(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches) -> Tensor counts",
     "pack(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
     "Tensor radii, Tensor place, Tensor destinations, int capacity, int first=0, int? end=None) -> ()",
     "unpack(Tensor records, Tensor counts, int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, "
@@ -165,7 +165,7 @@ SCHEMAS: tuple[str, ...] = (
     "take_lines(Tensor[] tables, Tensor at, Tensor(a!)[] into) -> ()",
     "keep_line(Tensor line, Tensor(a!) table, Tensor(b!) at) -> ()",
     "show_patches(Tensor images, Tensor chosen, int[] patches, Tensor(a!) pictures) -> ()",
-    "tell_lines(Tensor[] arrays, int[] taken, Tensor count, Tensor destinations, Tensor? gate=None, "
+    "put_rows(Tensor[] arrays, int[] taken, Tensor count, Tensor destinations, Tensor? gate=None, "
     "int gate_column=0, int offset=0) -> ()",
     # Segments of one buffer, by rank.
     "pack_wire(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
@@ -193,8 +193,8 @@ SCHEMAS: tuple[str, ...] = (
     "(Tensor keys, Tensor values, Tensor count)",
     "band_lists(int[] keys_at, int[] values_at, Tensor counts, int[] bands, Tensor where, int segment, "
     "int capacity) -> (Tensor tile_offsets, Tensor row_ids, Tensor count)",
-    "step_message(Tensor own_rows, Tensor segment_counts, Tensor segment_room, Tensor(a!) segment_most, Tensor met, "
-    "Tensor tile_offsets, int[] bands, int rank, int lines, int columns) -> Tensor message",
+    "step_message(Tensor own_rows, Tensor segment_counts, Tensor segment_capacity, Tensor(a!) segment_most, "
+    "Tensor met, Tensor tile_offsets, int[] bands, int rank, int lines, int columns) -> Tensor message",
     "step_gate(Tensor[] counts, Tensor limits, Tensor(a!) status, Tensor scalars, Tensor still, Tensor row_counts, "
     "Tensor? lazy_steps, int most_steps, Tensor? sent, Tensor? work, Tensor(b!)? totals) -> "
     "(Tensor gated_scalars, Tensor gated_counts)",

@@ -1,4 +1,4 @@
-"""`assign_patches` by scipy's linear sum assignment and a plain search. See `cuda_ext.ops.assign_patches`.
+"""`assign_patches` by scipy's linear sum assignment and a plain search. See `cuda_ext.ops.exchange.assign_patches`.
 
 Every swap is chosen among all pairs of patches: what the native operator looks for, without what it remembers.
 """
@@ -46,7 +46,7 @@ def assign_patches(
     counts: Tensor, totals: Tensor, sent: Tensor, start: Tensor | None, alpha: float, beta: float, gamma: float,
     delta: float, power: int, most_swaps: int, seconds: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `cuda_ext.ops.assign_patches.assign_patches`."""
+    """See `cuda_ext.ops.exchange.assign_patches.assign_patches`."""
     began, weights = time.monotonic(), (alpha, beta, gamma, delta)
     ranks = torch.tensor(least_transport(counts)) if start is None else start.clone()
     ranks = ranks.long()

@@ -1,4 +1,4 @@
-"""The reference of `splat_boxes` and `box_views`, and how a step widens boxes. Shapes: `cuda_ext.ops.boxes`.
+"""The reference of `splat_boxes` and `box_views`, and how a step widens boxes. Shapes: `cuda_ext.ops.project.boxes`.
 
 Which box may show is derived in cuda_ext/csrc/common/box.h.
 """
@@ -28,7 +28,7 @@ def groups_of(points: int) -> int:
 
 @torch.no_grad()
 def splat_boxes_composed(means: Tensor, log_scales: Tensor, boxes: Tensor) -> None:
-    """See `cuda_ext.ops.boxes.splat_boxes`."""
+    """See `cuda_ext.ops.project.boxes.splat_boxes`."""
     boxes.copy_(_boxes_of(means, log_scales))
 
 
@@ -66,7 +66,7 @@ def box_views_composed(
     boxes: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int], eps2d: float, near: float, far: float,
     table: Tensor | None, compact: bool,
 ) -> Tensor:  # fmt: skip
-    """See `cuda_ext.ops.boxes.box_views`."""
+    """See `cuda_ext.ops.project.boxes.box_views`."""
     views = len(viewmats)
     lower, upper = boxes[:, :3], boxes[:, 3:6]
     centre, half = 0.5 * lower + 0.5 * upper, 0.5 * upper - 0.5 * lower

@@ -1,4 +1,4 @@
-"""`cell_windows` and `cells_reached` in torch's operators. See `cuda_ext.ops.cells`."""
+"""`cell_windows` and `cells_reached` in torch's operators. See `cuda_ext.ops.exchange.cells`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -33,7 +33,7 @@ def cell_windows(
     viewmats: Tensor, Ks: Tensor, axes: Sequence[int], planes: Sequence[float], paths: Sequence[int],
     order: Sequence[int], upward: Sequence[int], drawn: Sequence[int], patches: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    """See `cuda_ext.ops.cells.cell_windows`."""
+    """See `cuda_ext.ops.exchange.cells.cell_windows`."""
     device, splits = viewmats.device, len(axes)
     cells = len(order) // len(viewmats)
     depth = len(paths) // cells
@@ -109,7 +109,7 @@ def cells_reached(
     view_ids: Tensor, means2d: Tensor, radii: Tensor, depths: Tensor, viewmats: Tensor, Ks: Tensor,
     boxes: Sequence[float],
 ) -> Tensor:  # fmt: skip
-    """See `cuda_ext.ops.cells.cells_reached`."""
+    """See `cuda_ext.ops.exchange.cells.cells_reached`."""
     rays, place = _rays(viewmats, Ks), view_ids.long().clamp(0, len(viewmats) - 1)
     # A box around the middles of the tiles that the row's box reaches: most rows reach one or two.
     first, last = (((means2d.double() + side * radii) / TILE).floor() * TILE + TILE / 2 for side in (-1, 1))

@@ -1,4 +1,4 @@
-"""The reference of `condition`. Shapes, units and sources: `cuda_ext.ops.conditioning`.
+"""The reference of `condition`. Shapes, units and sources: `cuda_ext.ops.project.conditioning`.
 
 Axes are in the order (t, x, y, z), in which a vector is a quaternion. Sums are written out: a product of small matrices
 may round one way for few rows and another for many.

@@ -1,4 +1,4 @@
-"""Putting off Adam's steps, in torch's operators, on any device: see `cuda_ext.ops.lazy_adam`.
+"""Putting off Adam's steps, in torch's operators, on any device: see `cuda_ext.ops.optim.lazy_adam`.
 
 The formulas, and why they are dense Adam's, are in cuda_ext/csrc/common/lazy_adam.h.
 """
@@ -65,7 +65,7 @@ def caught_up(
 def splat_flush_composed(
     params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], last: Tensor, table: Tensor, steps: Tensor
 ) -> None:
-    """See `cuda_ext.ops.lazy_adam.splat_flush`."""
+    """See `cuda_ext.ops.optim.lazy_adam.splat_flush`."""
     behind = (last < steps).nonzero().squeeze(-1)
     with as_floats(exp_avgs, exp_avg_sqs, lambda: flush_salts(table)) as (firsts, seconds):
         write_caught_up(params, firsts, seconds, behind, last, table)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def clip_lists(tile_offsets: Tensor, row_ids: Tensor, depths: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
-    """See `cuda_ext.ops.list_windows.clip_lists`."""
+    """See `cuda_ext.ops.raster.list_windows.clip_lists`."""
     tiles, room = len(windows), len(row_ids)
     if tiles == 0 or room == 0 or len(depths) == 0:
         return torch.zeros_like(tile_offsets), torch.full_like(row_ids, -1)

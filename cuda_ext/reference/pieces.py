@@ -1,4 +1,4 @@
-"""The operators of `cuda_ext.ops.pieces` in torch's own: a piece after the other."""
+"""The operators of `cuda_ext.ops.exchange.pieces` in torch's own: a piece after the other."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ NOWHERE = -(1 << 30)
 
 
 def gather_pieces(color: Tensor, alpha: Tensor, pieces: Sequence[int], out: Tensor) -> None:
-    """See `cuda_ext.ops.pieces.gather_pieces`."""
+    """See `cuda_ext.ops.exchange.pieces.gather_pieces`."""
     channels = color.shape[1]
     for corner, stride, width, height, first, _ in _rows(pieces, 6):
         there = out[first : first + width * height].view(height, width, channels + 1)
@@ -20,7 +20,7 @@ def gather_pieces(color: Tensor, alpha: Tensor, pieces: Sequence[int], out: Tens
 
 
 def scatter_pieces(gradients: Tensor, pieces: Sequence[int], v_color: Tensor, v_alpha: Tensor) -> None:
-    """See `cuda_ext.ops.pieces.scatter_pieces`."""
+    """See `cuda_ext.ops.exchange.pieces.scatter_pieces`."""
     channels = v_color.shape[1]
     for corner, stride, width, height, _, back in _rows(pieces, 6):
         if back < 0:
@@ -32,7 +32,8 @@ def scatter_pieces(gradients: Tensor, pieces: Sequence[int], v_color: Tensor, v_
 
 
 def composite_pieces(received: Tensor, layers: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """See `cuda_ext.ops.pieces.composite_pieces`; the third result is how much of each pixel arrives at its layer."""
+    """Composite as `cuda_ext.ops.exchange.pieces.composite_pieces`; third: the part of each pixel that reaches its
+    layer."""
     channels = received.shape[1] - 1
     before = received.new_empty(len(received))
     colors, through = _canvases(received, sizes, channels)
@@ -56,7 +57,7 @@ def composite_pieces_backward(
     received: Tensor, before: Tensor, v_out: Tensor, v_alpha: Tensor, layers: Sequence[int], sizes: Sequence[int],
     count: int,
 ) -> Tensor:  # fmt: skip
-    """See `cuda_ext.ops.pieces.composite_pieces_backward`."""
+    """See `cuda_ext.ops.exchange.pieces.composite_pieces_backward`."""
     channels = received.shape[1] - 1
     gradients = received.new_zeros(count, channels + 1)
     behind, rest = _canvases(received, sizes, channels)  # what later layers make of a pixel, and let through
@@ -86,7 +87,7 @@ def composite_pieces_backward(
 
 
 def live_boxes(before: Tensor, pieces: Sequence[int], slots: int, least: float) -> Tensor:
-    """See `cuda_ext.ops.pieces.live_boxes`."""
+    """See `cuda_ext.ops.exchange.pieces.live_boxes`."""
     boxes = torch.full((slots, 5), NOWHERE, dtype=torch.int64, device=before.device)
     boxes[:, 4] = 0
     for slot, first, x0, y0, width, height in _rows(pieces, 6):

@@ -1,5 +1,5 @@
 """The reference of `cull`, `project`, `project_axes` and `sh_colors`. Shapes, units and sources:
-`cuda_ext.ops.projection` and `cuda_ext.ops.conditioning`."""
+`cuda_ext.ops.project.projection` and `cuda_ext.ops.project.conditioning`."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""`route_lines`, `pack`, `unpack`, `collect` and `add_records` in torch's operators. See `cuda_ext.ops.row_exchange`.
+"""Reference in torch's operators of `cuda_ext.ops.exchange.row_exchange`.
 
 Addresses are those of memory of this process: where they lie on a GPU, only our kernels can follow them.
 """
@@ -18,7 +18,7 @@ def route_lines(
     view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Sequence[int], ranks: int, first: int,
     end: int, place: Tensor, counts: Tensor, reached: Tensor | None = None, cells: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """See `cuda_ext.ops.row_exchange.route_lines`."""
+    """See `cuda_ext.ops.exchange.row_exchange.route_lines`."""
     real = torch.arange(first, end, device=view_ids.device) < count
     view_ids, means2d, radii = view_ids[first:end], means2d[first:end], radii[first:end]
     alive = real & (radii > 0).all(-1)
@@ -42,7 +42,7 @@ def pack(
     view_ids: Tensor, means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor,
     radii: Tensor, place: Tensor, destinations: Tensor, capacity: int, first: int = 0, end: int | None = None,
 ) -> None:  # fmt: skip
-    """See `cuda_ext.ops.row_exchange.pack`."""
+    """See `cuda_ext.ops.exchange.row_exchange.pack`."""
     end = len(view_ids) if end is None else end
     slots = torch.arange(len(view_ids), dtype=torch.int32)
     floats = torch.cat([means2d, conics, opacities[:, None], features, depths[:, None]], dim=1)
@@ -57,7 +57,7 @@ def pack(
 
 @torch.no_grad()
 def unpack(records: Tensor, counts: Tensor, views: int) -> tuple[Tensor, ...]:
-    """See `cuda_ext.ops.row_exchange.unpack`."""
+    """See `cuda_ext.ops.exchange.row_exchange.unpack`."""
     ranks, capacity = records.shape[:2]
     lines = torch.arange(capacity, device=records.device)
     real = (lines < counts[:, None]).reshape(-1, 1)
@@ -73,7 +73,7 @@ def unpack(records: Tensor, counts: Tensor, views: int) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def collect(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
-    """See `cuda_ext.ops.row_exchange.collect`."""
+    """See `cuda_ext.ops.exchange.row_exchange.collect`."""
     records = torch.zeros((place.shape[1], RECORD_FLOATS))
     real = torch.arange(place.shape[1]) < count
     for lines, address in zip(place, sources.tolist(), strict=True):
@@ -85,7 +85,7 @@ def collect(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Ten
 
 @torch.no_grad()
 def add_records(records: Tensor, sinks: Tensor, owners: Tensor, slots: Tensor, system_scope: bool) -> None:
-    """See `cuda_ext.ops.row_exchange.add_records`."""
+    """See `cuda_ext.ops.exchange.row_exchange.add_records`."""
     named = (records != 0).any(-1)
     for owner, address in enumerate(sinks.tolist()):
         rows = (named & (owners == owner)).nonzero().squeeze(-1)

@@ -1,4 +1,4 @@
-"""`pack_wire`, `unpack_wire`, `pack_gradients` and `collect_wire` in torch's operators. See `cuda_ext.ops.row_wire`."""
+"""Reference in torch's operators of `cuda_ext.ops.exchange.row_wire`."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ def pack_wire(
     radii: Tensor, place: Tensor, wire: Tensor, starts: Sequence[int], capacities: Sequence[int], rank: int,
     half: bool, slots: bool, first: int, end: int,
 ) -> None:  # fmt: skip
-    """See `cuda_ext.ops.row_wire.pack_wire`."""
+    """See `cuda_ext.ops.exchange.row_wire.pack_wire`."""
     some = slice(first, end)
     geometry = [t[some] for t in (means2d, conics, opacities, features, depths)]
     rest = _radii_and_view(radii[some], view_ids[some])
@@ -49,7 +49,7 @@ def unpack_wire(
     wire: Tensor, starts: Sequence[int], capacities: Sequence[int], counts: Tensor, rank: int, half: bool,
     slots: bool, views: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """See `cuda_ext.ops.row_wire.unpack_wire`."""
+    """See `cuda_ext.ops.exchange.row_wire.unpack_wire`."""
     pieces: list[tuple[Tensor, ...]] = []
     for source, (start, capacity) in enumerate(zip(starts, capacities, strict=True)):
         short = half and source != rank
@@ -75,7 +75,7 @@ def keep_rows(
     radii: Tensor, place: Tensor, to_view_ids: Tensor, to_means2d: Tensor, to_conics: Tensor, to_opacities: Tensor,
     to_features: Tensor, to_depths: Tensor, to_radii: Tensor, to_slots: Tensor, start: int, capacity: int, slots: bool,
 ) -> None:  # fmt: skip
-    """See `cuda_ext.ops.row_wire.keep_rows`."""
+    """See `cuda_ext.ops.exchange.row_wire.keep_rows`."""
     chosen = ((place >= 0) & (place < capacity)).nonzero().squeeze(-1)
     lines = start + place[chosen].long()
     there = (to_view_ids, to_means2d, to_conics, to_opacities, to_features, to_depths, to_radii)
@@ -90,7 +90,7 @@ def pack_gradients(
     records: Tensor, counts: Tensor, wire: Tensor, starts: Sequence[int], capacities: Sequence[int], rank: int,
     half: bool, absgrad: bool,
 ) -> None:  # fmt: skip
-    """See `cuda_ext.ops.row_wire.pack_gradients`."""
+    """See `cuda_ext.ops.exchange.row_wire.pack_gradients`."""
     for source, lines in enumerate(records.split(list(capacities))):
         if source == rank or starts[source] < 0:
             continue
@@ -106,7 +106,7 @@ def collect_wire(
     place: Tensor, count: Tensor, wire: Tensor, starts: Sequence[int], capacities: Sequence[int], own: Tensor,
     rank: int, half: bool, absgrad: bool,
 ) -> Tensor:  # fmt: skip
-    """See `cuda_ext.ops.row_wire.collect_wire`."""
+    """See `cuda_ext.ops.exchange.row_wire.collect_wire`."""
     width = 11 if absgrad else 9
     sums = torch.zeros((place.shape[1], width), device=place.device)
     real = torch.arange(place.shape[1], device=place.device) < count

@@ -1,4 +1,4 @@
-"""The reference of `series`. Shapes: `cuda_ext.ops.series`."""
+"""The reference of `series`. Shapes: `cuda_ext.ops.project.series`."""
 
 from torch import Tensor
 

@@ -1,5 +1,3 @@
-# torch annotates only part of itself:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """The placement of `pixel`: a point lives with the cell that its mean lies in (Splaxel, section 4.2, appendix 8.1)."""
 
 import math
@@ -11,17 +9,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ns_multigpu.cells.leveling import leveled, loads_of
+from ns_multigpu.cells.balancing import leveled, loads_of
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.tree import CellTree
-from ns_multigpu.core.collectives import all_gather_rows, max_in_place, sum_in_place
-from ns_multigpu.core.composite import LocalCells
-from ns_multigpu.core.placement import NewPoints, Placement, Settled, Shares, even_bounds, shares_of
-from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.assign.placement import NewPoints, Placement, Settled, Shares, even_bounds, shares_of
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.assign.splitters import imbalance
+from ns_multigpu.core.dist.collectives import all_gather_rows, max_in_place, sum_in_place
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.composite import LocalCells
 from ns_multigpu.core.schema import POSITION
-from ns_multigpu.core.splitters import imbalance
 from ns_multigpu.core.types import Points, View
-from ns_multigpu.core.world import World
 
 LOOKED_EVERY = 100
 """Images after which the cells' boxes are measured again, where no refinement came between."""
@@ -169,7 +167,7 @@ class ByCells(Placement):
             known |= {"cells": everyone.cpu(), "counts": torch.tensor(counts)}
         return known
 
-    def learn_again(self, knowledge: Mapping[str, Tensor]) -> None:
+    def load_state(self, knowledge: Mapping[str, Tensor]) -> None:
         if "splits" not in knowledge:
             return
         known = {name: value.cpu() for name, value in knowledge.items()}

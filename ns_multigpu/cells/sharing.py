@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ns_multigpu.cells.hiding import Hiding, around
+from ns_multigpu.cells.occlusion import Occlusion, around
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.seen import camera_position, tiles_seen
-from ns_multigpu.core.assignment import Assignment, Learns
-from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.assign.assignment import Assignment, Feedback
+from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
 
 
@@ -37,14 +37,14 @@ class CellPixels(Assignment):
     """
 
     @property
-    def learns(self) -> Learns:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return Learns.LIVE if self._hides else Learns.NOTHING
+    def learns(self) -> Feedback:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Feedback.LIVE if self._hides else Feedback.NOTHING
 
     recurs = False  # a plan says what each view sees of each cell, and front to back
 
     def __init__(self, space: ByCells, *, hide: bool = False) -> None:
         self._space, self._hides = space, hide
-        self._hiding = Hiding()
+        self._hiding = Occlusion()
         self._seen = _Seen()
 
     def figures(self) -> dict[str, float]:
@@ -117,8 +117,8 @@ class CellPixels(Assignment):
     def knowledge(self) -> list[list[int]]:
         return self._hiding.knowledge()
 
-    def learn_again(self, knowledge: Sequence[Sequence[int]]) -> None:
-        self._hiding.learn_again(knowledge)
+    def load_state(self, knowledge: Sequence[Sequence[int]]) -> None:
+        self._hiding.load_state(knowledge)
 
 
 def _band(position: int, view: View, first: int, end: int) -> Patch:

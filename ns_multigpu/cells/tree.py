@@ -1,5 +1,3 @@
-# torch annotates only part of itself:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Space in convex cells: recursive splits of the largest extent, where the work on both sides is level.
 
 As Splaxel's partition (appendix 8.1), but by work rather than by points, and for any number of cells. The tree is kept:
@@ -15,8 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import max_in_place, sum_in_place
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import max_in_place, sum_in_place
+from ns_multigpu.core.dist.world import World
 
 _BINS = 4096
 """Of a histogram of work along an axis. It is taken twice, the second time of one bin of the first."""

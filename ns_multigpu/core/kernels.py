@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.lazy_adam import LazyAdam
+from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from ns_multigpu.core.row_wire import RowWire
 from ns_multigpu.core.types import Patch, View
 
@@ -94,8 +94,8 @@ class Drawn:
     rest: Any
 
 
-class ToldLines(NamedTuple):
-    """What a rank writes into the others' memory of its rows: see `cuda_ext.ops.told_lines`.
+class PutRows(NamedTuple):
+    """What a rank writes into the others' memory of its rows: see `cuda_ext.ops.exchange.put_rows`.
 
     Attributes:
         arrays: in the order of `ReplicaRows.everyone`, a line a row. taken: of each, the words of a line that matter.
@@ -133,10 +133,10 @@ class ReplicaRows(ABC):
             first_view: the position in the batch of the first view of the rows.
         """
 
-    def told(self, rows: Rows, records: Tensor, first_view: int) -> ToldLines:
+    def told(self, rows: Rows, records: Tensor, first_view: int) -> PutRows:
         """The same for ranks that reach each other's memory. What is told so need not be in `records` afterwards."""
         arrays = self.mine(rows, records, first_view)
-        return ToldLines(arrays, [array[:1].numel() for array in arrays])
+        return PutRows(arrays, [array[:1].numel() for array in arrays])
 
     @abstractmethod
     def rows(self, counts: Tensor) -> tuple[Rows, Tensor]:
@@ -262,14 +262,15 @@ class Kernels(ABC):
 
     @abstractmethod
     def update(
-        self, model: Model, cameras: Cameras, scalars: Tensor, rows: Rows, records: Tensor, witness: Tensor,
-        witness_views: range | None,
+        self, model: Model, cameras: Cameras, scalars: Tensor, rows: Rows, records: Tensor, finite_flag: Tensor,
+        finite_flag_views: range | None,
     ) -> None:  # fmt: skip
         """Brings the gradients of rows to the parameters, takes Adam's step there and adds to the statistics.
 
         Args:
-            scalars: [parameters, 8] Adam's, see `cuda_ext.ops.adam.AdamStep`.
-            witness: [1] written: a number that is finite where all gradients of the rows of `witness_views` (None: of
+            scalars: [parameters, 8] Adam's, see `cuda_ext.ops.optim.adam.AdamStep`.
+            finite_flag: [1] written: a number that is finite where all gradients of the rows of `finite_flag_views`
+            (None: of
                 all) are.
         """
 

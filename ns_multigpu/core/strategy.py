@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from ns_multigpu.core.assignment import Assignment
-from ns_multigpu.core.legs import GradientLeg, PixelLeg, RowLeg
-from ns_multigpu.core.placement import Placement
-from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.assign.assignment import Assignment
+from ns_multigpu.core.assign.placement import Placement
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.legs import GradientLeg, PixelLeg, RowLeg
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import Patch, Points, Rendering, View
-from ns_multigpu.core.world import World
 
 
 @final

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cuda_ext.ops.assign_patches import POWERS, assign_patches
+from cuda_ext.ops.exchange.assign_patches import POWERS, assign_patches
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cuda_ext.ops.culling import cull
+from cuda_ext.ops.project.culling import cull
 from ns_multigpu.locality.groups import Groups, cull_groups
 
 Ints = NDArray[np.int64]
@@ -98,7 +98,7 @@ def count_seen(
 
     Args:
         groups: of the points, with boxes that hold. means, scales, opacities, viewmats, Ks, sizes, rects: as
-            `cuda_ext.ops.culling.cull` has them.
+            `cuda_ext.ops.project.culling.cull` has them.
         exact: look at the points; else a group that may show counts whole, which needs the boxes alone.
         culling: eps2d, near, far of `cull`.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.curve import MOST_BITS, interleaved
+from ns_multigpu.core.assign.curve import MOST_BITS, interleaved
 
 SMALLEST, LARGEST = 1024, 4096
 """Points of a group, by the paper."""
@@ -183,7 +183,7 @@ def cull_groups(
 
     Args:
         groups: their boxes. viewmats: [V, 4, 4]. Ks: [V, 3, 3].
-        sizes, rects, eps2d, near, far: as `cuda_ext.ops.culling.cull` has them.
+        sizes, rects, eps2d, near, far: as `cuda_ext.ops.project.culling.cull` has them.
 
     Returns:
         view_ids and group_ids [M] int64, by view, then group.

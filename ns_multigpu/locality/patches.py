@@ -1,5 +1,3 @@
-# torch annotates only part of itself:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """The assignment of `locality`: each view of a batch is cut into patches, each goes where its points are (4.2.2)."""
 
 from collections import deque
@@ -13,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ns_multigpu.core.assignment import Assignment, Learns
-from ns_multigpu.core.collectives import all_gather_ints
-from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.travelling_rows import touches
+from ns_multigpu.core.assign.assignment import Assignment, Feedback
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.dist.collectives import all_gather_ints
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.exchanged_rows import touches
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, Splats, View
-from ns_multigpu.core.world import World
 from ns_multigpu.locality.assign import Assigner, Volume, in_runs
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.locality.rules import Access, Planner
@@ -98,7 +96,7 @@ class LocalPatches(Assignment):
         world: the ranks. options: see there. access: shared with the placement.
     """
 
-    learns = Learns.NEEDS
+    learns = Feedback.NEEDS
 
     def __init__(self, world: World, options: LocalityOptions, access: Access) -> None:
         self._world, self._options, self._access = world, options, access
@@ -107,7 +105,7 @@ class LocalPatches(Assignment):
         ahead = options.plans == "ahead" or (options.plans == "auto" and world.device.type == "cuda")
         self._planner = Planner(self._assigner) if ahead and world.size > 1 else None
         self._coming: deque[tuple[_Key, int]] = deque()  # foreseen batches, and their numbers
-        self._foreseen, self._agreed = 0, -1
+        self._prefetched, self._agreed = 0, -1
         self.tally = Tally()
 
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
@@ -115,26 +113,26 @@ class LocalPatches(Assignment):
 
     def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
         """The plan that was made ahead, if this batch was foreseen; the rule's where it is late."""
-        chosen = self._foreseen_plan(_key(views))
+        chosen = self._prefetched_plan(_key(views))
         if chosen is None:
             chosen = self._at_once(views, ranks)
         self._count(chosen, self._needed(views))
         return self._made(views, chosen, ranks)
 
     @property
-    def foresees(self) -> bool:
+    def prefetches(self) -> bool:
         return self._planner is not None
 
-    def foresee(self, batches: Sequence[Sequence[View]]) -> None:
+    def prefetch_plans(self, batches: Sequence[Sequence[View]]) -> None:
         if self._planner is None:
             return
         ready = all_gather_ints([self._planner.ready_through()], self._world)
         self._agreed = min(row[0] for row in ready)
         for views in batches:
             needed = self._needed(views)
-            self._planner.submit(self._foreseen, len(self._cut(views)) if needed is None else needed)
-            self._coming.append((_key(views), self._foreseen))
-            self._foreseen += 1
+            self._planner.submit(self._prefetched, len(self._cut(views)) if needed is None else needed)
+            self._coming.append((_key(views), self._prefetched))
+            self._prefetched += 1
 
     def figures(self) -> dict[str, float]:
         """Means over the steps since it was asked last: splats that go to another machine and to another rank, the
@@ -177,7 +175,7 @@ class LocalPatches(Assignment):
         return torch.cat([splats.hits.view_ids.new_zeros(0, dtype=torch.int64), *counts])
 
     def told(self, views: Sequence[View], plan: Plan, table: Sequence[Sequence[int]]) -> None:
-        """Learns what each rank has counted."""
+        """Store what each rank has counted."""
         needed = np.array(table, dtype=np.float64).reshape(self._world.size, -1).T
         drawers = {patch: rank for rank, patches in enumerate(plan.drawn) for patch in patches}
         self._count(np.array([drawers[patch] for patch in plan.patches()], dtype=np.int64), needed)
@@ -213,7 +211,7 @@ class LocalPatches(Assignment):
             drawn[rank].append(patch)
         return Plan.of(drawn)
 
-    def _foreseen_plan(self, key: _Key) -> Ints | None:
+    def _prefetched_plan(self, key: _Key) -> Ints | None:
         """What was planned ahead for a batch of these views; None if it was not foreseen."""
         while self._planner is not None and any(views == key for views, _ in self._coming):
             first, number = self._coming.popleft()

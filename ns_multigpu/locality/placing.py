@@ -1,5 +1,3 @@
-# torch annotates only part of itself:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """The placement of `locality`: points live where the views go that see them (section 4.2.1)."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints, all_gather_rows, broadcast_object
-from ns_multigpu.core.placement import NewPoints, Placement, Settled, Shares, shares_of
-from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.splitters import imbalance
+from ns_multigpu.core.assign.placement import NewPoints, Placement, Settled, Shares, shares_of
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.assign.splitters import imbalance
+from ns_multigpu.core.dist.collectives import all_gather_ints, all_gather_rows, broadcast_object
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
-from ns_multigpu.core.world import World
 from ns_multigpu.locality.graph import SeenGraph, count_seen
 from ns_multigpu.locality.groups import LEAST, Groups, cube_around, group_size, z_codes
 from ns_multigpu.locality.options import LocalityOptions
@@ -157,7 +155,7 @@ class ByViews(Placement):
             "needs": torch.from_numpy(needed),
         }  # fmt: skip
 
-    def learn_again(self, knowledge: Mapping[str, Tensor]) -> None:
+    def load_state(self, knowledge: Mapping[str, Tensor]) -> None:
         if "owners" not in knowledge:
             return
         known = {name: value.cpu() for name, value in knowledge.items()}
@@ -166,7 +164,7 @@ class ByViews(Placement):
             float(known["level"]), known["view_machines"].numpy(),
         )  # fmt: skip
         if known["needs"].shape[1:] == (self._access.patches, self._access.ranks):  # patches are an option
-            self._access.learn_again(known["needs_views"].numpy(), known["needs"].numpy())
+            self._access.load_state(known["needs_views"].numpy(), known["needs"].numpy())
 
     # ---- placing ----
 
@@ -189,7 +187,7 @@ class ByViews(Placement):
         assert made is not None
         self.homes, needs = made
         self._placings += 1
-        self._access.learn_again(*needs)
+        self._access.load_state(*needs)
 
     def _placed(self, sample: Tensor, points: int) -> tuple[Homes, tuple[NDArray[np.int64], NDArray[np.float32]]]:
         world, stride = self._world, max(1, round(points / len(sample)))

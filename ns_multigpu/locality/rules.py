@@ -68,7 +68,7 @@ class Access:
         none = np.zeros((0, self.patches, self.ranks), dtype=np.float32)
         return np.array(views, dtype=np.int64), np.stack([self._needed[view] for view in views]) if views else none
 
-    def learn_again(self, views: Ints, needed: NDArray[np.float32]) -> None:
+    def load_state(self, views: Ints, needed: NDArray[np.float32]) -> None:
         """Goes on with what `knowledge` returned."""
         self.forget()
         self.record(views.tolist(), needed.reshape(-1, self.ranks).astype(np.float64))

@@ -16,7 +16,7 @@ _KEPT = 0.1
 """The part of a GPU's memory that training images may take (`plugin.capture.device_images`)."""
 _MOST_INTERSECTIONS = 2**31 - 1
 MOST_RANKS, MOST_OWNERS = 32, 128
-"""To which a rank sends rows (`cuda_ext.ops.row_exchange`), and from which it draws some (`cuda_ext.ops.row_wire`)."""
+"""Most ranks that a rank sends rows to, and most owners of the rows that it draws (`cuda_ext.ops.exchange`)."""
 
 
 def plan(

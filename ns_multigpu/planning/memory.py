@@ -1,8 +1,8 @@
 """Memory of one GPU, by part: what a `Step`, the CUDA operators under it and densification allocate.
 
 Every figure is a count of bytes of buffers that exist in the code named beside it; on the four scenes that were
-measured the sum is within 2 % of the allocator's peak (benchmarks/results/train-step-h200.json; see
-tests/test_planning.py).
+measured the sum is within 2 % of the allocator's peak (benchmarks/results/data/kernels/train-step-h200.json; see
+tests/planning/test_planning.py).
 """
 
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ _INTERSECTION = 20
 # and its maps 36.
 _PIXEL = 95
 _PER_TILE = 40  # of 256 pixels: TileInfo, offsets, slots
-# What the placement of `locality` takes: the place of a point (`Holding`); while points are placed, of each of a sample
-# its position, in double precision too, its cells, its code and its rank in their order (`ByViews`), on one GPU.
-# `pixel` has places as well.
+# What the placement of `locality` takes: the place of a point (`ShardIndex`); while points are placed, of each of a
+# sample # its position, in double precision too, its cells, its code and its rank in their order (`ByViews`), on one
+# GPU. # `pixel` has places as well.
 _PLACE = 8
 _LAYER = 4 * (4 + 1 + 4)  # what arrives, what is let through before it, its gradients
 _SENT = 4 * (4 + 4 + 4)  # of a drawn pixel what leaves, what comes back, and its gradients in the patch

@@ -3,7 +3,7 @@
 A kernel's time is a sum of terms, each a count times a rate. The rates are non-negative least-squares fits of relative
 errors to the kernels and parts of steps timed on an H200: the garden of `rasterizer-h200.json` and
 `train-step-h200.json` (0.07 to 7.93 million Gaussians) and the city of `tile-h200-x4.json` (2 to 50 million a GPU,
-1080p to 8K). tests/test_planning_measured.py compares whole steps with the measured ones: all lie within 15 %.
+1080p to 8K). tests/planning/test_planning_measured.py compares whole steps with the measured ones: all lie within 15 %.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ GPUS = {"h200": Gpu("NVIDIA H200", 139 << 30, 1.0), "h100": Gpu("NVIDIA H100", 7
 """By the name that a user types. H100: `tile` on two of them, 2 and 8 million Gaussians
 (benchmarks/results/limited-links-h100.md)."""
 
-_RASTERIZER = "benchmarks/results/rasterizer-h200.json"
-_STEP = "benchmarks/results/train-step-h200.json"
-_TILE = "benchmarks/results/tile-h200-x4.json"
+_RASTERIZER = "benchmarks/results/data/kernels/rasterizer-h200.json"
+_STEP = "benchmarks/results/data/kernels/train-step-h200.json"
+_TILE = "benchmarks/results/data/scaling/tile-h200-x4.json"
 _LINKS = "benchmarks/results/links-h200.md"
 _LIMITED = "benchmarks/results/limited-links-h100.md"
 

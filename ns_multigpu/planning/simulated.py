@@ -1,8 +1,9 @@
 """What `locality` saves, and how level it is: figures of a simulation, for a plan to go by.
 
-All are of `benchmarks/results/locality-sim.md`, table "Traffic and balance" (tests/test_planning_machines.py compares
-them). There a procedural city of 1 M points, 4 GPUs a machine and 16 patches a view were simulated on a CPU, and
-compared with points at random whose images are drawn anywhere. Nothing of it was measured on GPUs or over a network.
+All are of `benchmarks/results/locality-sim.md`, table "Traffic and balance" (tests/planning/test_planning_machines.py
+compares them). There a procedural city of 1 M points, 4 GPUs a machine and 16 patches a view were simulated on a CPU,
+and compared with points at random whose images are drawn anywhere. Nothing of it was measured on GPUs or over a
+network.
 """
 
 from bisect import bisect_left

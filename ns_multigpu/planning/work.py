@@ -3,7 +3,7 @@
 How many points a view shows, and how many tiles a splat meets, depends on the scene. The defaults are those of the
 largest scene that was measured: the garden of Mip-NeRF 360 repeated on a grid (benchmarks/scenes/garden.py), 7.93 M
 points, of which 1.73 M are drawn; each meets 3.5 tiles of an image of 1920x1080, and 7.9 of one of 3840x2160 (`counts`
-in benchmarks/results/rasterizer-h200.json; gsplat, which bounds splats by squares, counts 5.8 and 14.7).
+in benchmarks/results/data/kernels/rasterizer-h200.json; gsplat, which bounds splats by squares, counts 5.8 and 14.7).
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from ns_multigpu.primitives.gaussians.schema import RECORD_FLOATS, ROW, SCHEMA
 STRATEGIES = ("single", "batch", "tile", "locality", "pixel")
 """The strategies that can be planned."""
 
-SCENE = "garden repeated on a grid, 7.93 M Gaussians (benchmarks/results/rasterizer-h200.json)"
+SCENE = "garden repeated on a grid, 7.93 M Gaussians (benchmarks/results/data/kernels/rasterizer-h200.json)"
 VISIBLE = 1_734_766 / 7_927_073
 _TILES_1080P, _TILES_4K = 6_103_052 / 1_734_766, 13_711_081 / 1_734_018
 _PIXELS_1080P, _PIXELS_4K = 1920 * 1080, 3840 * 2160
@@ -291,9 +291,9 @@ def _locality(course: Course) -> Share:
 
 
 RECORD_BYTES = 4 * RECORD_FLOATS
-"""A row, or its gradients, as `tile` exchanges them in peer memory (`cuda_ext.ops.row_exchange`)."""
+"""A row, or its gradients, as `tile` exchanges them in peer memory (`cuda_ext.ops.exchange.row_exchange`)."""
 WIRE_BYTES, GRADIENT_BYTES = 4 * 12, 4 * 11
-"""A row, and its gradients with absolute ones, as collectives carry them (`cuda_ext.ops.row_wire`)."""
+"""A row, and its gradients with absolute ones, as collectives carry them (`cuda_ext.ops.exchange.row_wire`)."""
 ROW_BYTES = 4 * (2 + ROW["radii"] + ROW["conics"]) + RECORD_BYTES
 """A row (its ids, radii and conic) and its gradients as `batch` gathers them by collectives."""
 TOLD_BYTES = ROW_BYTES - 4 * (RECORD_FLOATS - 12)

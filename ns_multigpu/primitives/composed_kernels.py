@@ -1,5 +1,3 @@
-# torch annotates only part of itself:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """A step's two ends for kinds of points that have no fused operators of their own: from parameters to rows, and from
 the gradients of rows to parameters that have taken Adam's step, put together from differentiable operators.
 
@@ -13,11 +11,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.adam import adam_step
-from cuda_ext.ops.lazy_adam import LazyAdam
+from cuda_ext.ops.optim.adam import adam_step
+from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from ns_multigpu.core.kernels import Cameras, Kernels, Model, ReplicaRows, Rows
 from ns_multigpu.core.schema import POSITION, flat
-from ns_multigpu.primitives.taking import spread
+from ns_multigpu.primitives.gather import spread
 
 
 class Lines(NamedTuple):
@@ -98,11 +96,11 @@ class ComposedKernels(Kernels):
 
     @torch.no_grad()
     def update(
-        self, model: Model, cameras: Cameras, scalars: Tensor, rows: Rows, records: Tensor, witness: Tensor,
-        witness_views: range | None,
+        self, model: Model, cameras: Cameras, scalars: Tensor, rows: Rows, records: Tensor, finite_flag: Tensor,
+        finite_flag_views: range | None,
     ) -> None:  # fmt: skip
         if len(model.params[0]) == 0:
-            witness.zero_()
+            finite_flag.zero_()
             return
         lines, real = Lines(rows.view_ids, rows.point_ids), _real(rows.point_ids, rows.count)
         if rows.count.numel() > 1:  # operators want padding at the end, not behind each segment
@@ -118,14 +116,14 @@ class ComposedKernels(Kernels):
         records = torch.where(drawn[:, None], records, 0.0)
         pairs = self.returned(made, records)
         finite = torch.stack([given.reshape(len(drawn), -1).isfinite().all(-1) for _, given in pairs]).all(0)
-        if witness_views is not None:
-            finite |= (lines.view_ids < witness_views.start) | (lines.view_ids >= witness_views.stop)
+        if finite_flag_views is not None:
+            finite |= (lines.view_ids < finite_flag_views.start) | (lines.view_ids >= finite_flag_views.stop)
         outputs, given = ([pair[i] for pair in pairs] for i in (0, 1))
         found = torch.autograd.grad(outputs, leaves, given, allow_unused=True, materialize_grads=True)
         gradients = [gradient.contiguous() for gradient in found]
         if model.statistics:
             self._count(model.statistics, made, records, cameras.sizes, lines, real)
-        witness.copy_(torch.where(finite.all(), 0.0, torch.nan).view(1))
+        finite_flag.copy_(torch.where(finite.all(), 0.0, torch.nan).view(1))
         adam_step(model.params, gradients, model.exp_avgs, model.exp_avg_sqs, scalars)
 
     def flush(self, model: Model) -> None:

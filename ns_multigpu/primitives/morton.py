@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.curve import interleaved
+from ns_multigpu.core.assign.curve import interleaved
 
 MORTON_BITS = 18
 """Bits an axis."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.ops.row_exchange import add_records
+from cuda_ext.ops.exchange.row_exchange import add_records
 from ns_multigpu.core.kernels import Arrived, Drawn, Lists, Rows, Sinks
 from ns_multigpu.core.types import TILE
 from ns_multigpu.primitives.composed_kernels import ComposedKernels, Lines

@@ -1,7 +1,5 @@
-# torch annotates only part of itself:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Rows that are wider than those of 3D Gaussians, and how they and their gradients travel: each in several parts, which
-are records of `cuda_ext.ops.row_exchange` or segments of `cuda_ext.ops.row_wire`.
+are records of `cuda_ext.ops.exchange.row_exchange` or segments of `cuda_ext.ops.exchange.row_wire`.
 
 A part carries ten numbers of a row, in the places of mean, conic, opacity, colour and depth, and nine gradients. Where
 these are too few, the last part's absolute ones take two more. Each part has the row's view and radii. Nothing is
@@ -15,8 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.row_exchange import RECORD_FLOATS, ArrivedRows, collect, pack, unpack
-from cuda_ext.ops.row_wire import collect_wire, gradient_words, pack_gradients, pack_wire, row_words, unpack_wire
+from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS, ArrivedRows, collect, pack, unpack
+from cuda_ext.ops.exchange.row_wire import (
+    collect_wire,
+    gradient_words,
+    pack_gradients,
+    pack_wire,
+    row_words,
+    unpack_wire,
+)
 from ns_multigpu.core.kernels import Arrived, Rows
 from ns_multigpu.core.row_wire import STAYS, RowWire, WireSegments
 
@@ -178,7 +183,7 @@ class RecordParts:
 
 @dataclass(frozen=True)
 class PartsWire(RowWire):
-    """See `cuda_ext.ops.row_wire`.
+    """See `cuda_ext.ops.exchange.row_wire`.
 
     Attributes:
         layout: of the rows. slots: see `Kernels.wire`.

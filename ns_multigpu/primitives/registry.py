@@ -20,9 +20,9 @@ from ns_multigpu.primitives.convexes.init import initial_convexes
 from ns_multigpu.primitives.convexes.schema import SCHEMA as CONVEXES
 from ns_multigpu.primitives.gaussians.functions import Gaussians, screen_radii
 from ns_multigpu.primitives.gaussians.init import initial_gaussians
-from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_HALVES, Halves
+from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_HALVES, SplitRule
 from ns_multigpu.primitives.gaussians.schema import SCHEMA as GAUSSIANS
-from ns_multigpu.primitives.moving.densifier import MovingHalves
+from ns_multigpu.primitives.moving.densifier import MovingSplitRule
 from ns_multigpu.primitives.moving.functions import MovingGaussians
 from ns_multigpu.primitives.moving.init import initial_moving
 from ns_multigpu.primitives.moving.schema import SCHEMA as MOVING
@@ -75,7 +75,7 @@ class Kind:
     initial: Callable[..., dict[str, Tensor]]
     screen_radii: Callable[[Splats], Tensor]
     lacks: Mapping[tuple[str, object], str] = field(default_factory=dict[tuple[str, object], str])
-    halves: Halves = GAUSSIAN_HALVES
+    halves: SplitRule = GAUSSIAN_HALVES
     timed: bool = False
 
 
@@ -119,7 +119,7 @@ KINDS: dict[str, Kind] = {
     "3dgs": Kind("3D Gaussians", GAUSSIANS, _gaussians, initial_gaussians, screen_radii),
     "2dgs": Kind("2D Gaussians", SURFELS, _surfels, _initial_surfels, surfel_radii, _WITHOUT),
     "4dgs": Kind(
-        "4D Gaussians", MOVING, _moving, initial_moving, screen_radii, _STILL_ONLY, halves=MovingHalves(), timed=True
+        "4D Gaussians", MOVING, _moving, initial_moving, screen_radii, _STILL_ONLY, halves=MovingSplitRule(), timed=True
     ),
     "convex": Kind(
         "3D convexes", CONVEXES, _convexes, initial_convexes, convex_radii, _WITHOUT_SCALES, halves=ConvexParts()

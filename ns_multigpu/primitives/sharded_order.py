@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import exchange_rows, gather_on_device, sum_ints_on_device
-from ns_multigpu.core.placement import NewPoints, Placement, Sharded
-from ns_multigpu.core.ranking import Ranking
-from ns_multigpu.core.splitters import imbalance
-from ns_multigpu.core.world import World
+from ns_multigpu.core.assign.global_order import GlobalOrder
+from ns_multigpu.core.assign.placement import NewPoints, Placement, Sharded
+from ns_multigpu.core.assign.splitters import imbalance
+from ns_multigpu.core.dist.collectives import exchange_rows, gather_on_device, sum_ints_on_device
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.primitives.morton import Grid, census, dealt_codes
 
 _BYTE = 256
@@ -194,7 +194,7 @@ def plan_move(
     by = keys
     if not placement.in_ranges:
         assert parents is not None
-        by = Ranking.of(keys, world, parents(), ascending=True).places
+        by = GlobalOrder.of(keys, world, parents(), ascending=True).places
     totals = [sum(column) for column in zip(*table, strict=True)]
     counts = tuple(sum(row[: world.size]) for row in table)
     moved = sum(counts) - sum(row[rank] for rank, row in enumerate(table))

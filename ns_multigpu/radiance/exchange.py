@@ -10,10 +10,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_into, sum_in_place
-from ns_multigpu.core.placement import even_bounds
-from ns_multigpu.core.transport import Collective, Parts, launched
-from ns_multigpu.core.world import World
+from ns_multigpu.core.assign.placement import even_bounds
+from ns_multigpu.core.dist.collectives import all_gather_into, sum_in_place
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.transport import Collective, Parts, launched
 from ns_multigpu.radiance.segments import Segments
 
 

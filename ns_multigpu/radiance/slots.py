@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_into
-from ns_multigpu.core.transport import Collective, Parts, launched
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import all_gather_into
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.transport import Collective, Parts, launched
 from ns_multigpu.radiance.exchange import cells_of
 from ns_multigpu.radiance.segments import passage
 

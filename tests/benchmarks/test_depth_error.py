@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 
 from benchmarks.captures.depth_error import errors_of
-from ns_multigpu.core.depth_loss import depth_loss, keypoints
+from ns_multigpu.core.step.depth_loss import depth_loss, keypoints
 from ns_multigpu.core.types import Patch, Pixels
-from tests.core.test_depth_loss import HEIGHT, SCALE, WIDTH, make_depth, make_view
+from tests.core.step.test_depth_loss import HEIGHT, SCALE, WIDTH, make_depth, make_view
 
 
 def test_errors_are_those_that_the_loss_is_the_mean_of() -> None:

@@ -10,7 +10,7 @@ from benchmarks.scenes.cloud import make_scene
 from benchmarks.scenes.garden import TINY, Scene
 from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS
 from ns_multigpu.primitives.registry import KINDS
-from tests.recorded import RecordedPool
+from tests.lib.recorded import RecordedPool
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,7 @@ from benchmarks.scaling.limited_links import arguments, jobs_of, table
 from benchmarks.scaling.links.limiting import library, limit, variables, why_none
 from benchmarks.scaling.links.training import Timed
 from benchmarks.scenes.city_model import CityScene
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.world import World
 
 pytestmark = pytest.mark.skipif(bool(why_none()), reason=why_none() or "there is a compiler")
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.captures import radiance
-from tests.plugin.rendering import write_capture
+from tests.lib.rendering import write_capture
 
 
 def options(**more: Any) -> argparse.Namespace:

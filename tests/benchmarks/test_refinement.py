@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.scaling.refinement import refine
-from ns_multigpu.core.world import World
-from tests.ranks import run_ranks
+from ns_multigpu.core.dist.world import World
+from tests.lib.ranks import run_ranks
 
 
 def meetings(world: World, kind: str) -> dict[str, list[int]]:

@@ -12,13 +12,13 @@ from nerfstudio.cameras.rays import RayBundle
 from torch import Tensor
 
 from benchmarks.baselines.separate_fields import BASELINES, BlockModelConfig, MegaModelConfig, blended_samples
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.radiance.partition import Partition
-from tests.plugin.radiance_scene import model, rays
-from tests.plugin.test_radiance_model import compare, step_of
-from tests.plugin.test_radiance_run import configured, everything, near, trained, write_capture
-from tests.ranks import run_ranks
+from tests.lib.radiance_scene import model, rays
+from tests.lib.ranks import run_ranks
+from tests.plugin.radiance.test_radiance_model import compare, step_of
+from tests.plugin.radiance.test_radiance_run import configured, everything, near, trained, write_capture
 
 
 def attend(made: Any, points: Tensor, cells: Partition) -> None:

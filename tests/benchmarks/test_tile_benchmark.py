@@ -12,8 +12,8 @@ from benchmarks.lib.rank_jobs import Job, JobFailed, run_jobs
 from benchmarks.scaling import largest, tile
 from benchmarks.scaling.tile_jobs import differences
 from benchmarks.scaling.tile_run import PARTS
-from ns_multigpu.core.collectives import barrier
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import barrier
+from ns_multigpu.core.dist.world import World
 
 TOY = ["--device", "cpu", "--points", "2000"]
 

@@ -6,9 +6,9 @@ import torch
 
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import LOOKED_EVERY, ByCells
-from ns_multigpu.core.placement import NewPoints
+from ns_multigpu.core.assign.placement import NewPoints
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import Points
-from ns_multigpu.core.world import World
 
 CELLS = 3
 ALONE = World.single()
@@ -27,13 +27,13 @@ def test_a_point_stays_in_its_cell_where_a_run_goes_on() -> None:
     of_points = space.local.of_points
     assert of_points is not None and torch.bincount(of_points.long()).tolist() == [100, 100, 100]
     drifted, again = means + torch.tensor([1.5, 0.0, 0.0]), ByCells(ALONE, PixelOptions(cells=CELLS))
-    again.learn_again(space.knowledge())
+    again.load_state(space.knowledge())
     again.moved(drifted)
     assert again.tree == space.tree and again.local.of_points is not None and space.tree is not None
     assert torch.equal(again.local.of_points, of_points), "not by where it has drifted to since"
     # With other ranks points are dealt anew, to the cells that there were.
     other = ByCells(ALONE, PixelOptions(cells=CELLS))
-    other.learn_again(space.knowledge())
+    other.load_state(space.knowledge())
     other.shares(len(drifted), lambda: drifted, 1)
     other.moved(drifted)
     assert other.tree == space.tree and other.local.of_points is not None

@@ -8,8 +8,8 @@ import torch
 
 from ns_multigpu.cells import tree as tree_module
 from ns_multigpu.cells.tree import CellTree
-from ns_multigpu.core.world import World
-from tests.ranks import run_ranks
+from ns_multigpu.core.dist.world import World
+from tests.lib.ranks import run_ranks
 
 ALONE = World.single()
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.adam import AdamStep, FusedAdam, fused_step
+from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, fused_step
 
 SHAPES = [(1,), (3,), (1001, 3), (257, 4), (5000,), (130, 15, 3), (4096,), (0, 3)]
 """Tails of every length; more and less than a block's stretch."""

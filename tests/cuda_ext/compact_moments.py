@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.lazy_adam import LazyAdam
+from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from cuda_ext.reference import lazy_adam as reference
 from tests.cuda_ext.fused_steps import Model
 from tests.cuda_ext.lazy_steps import step_scalars

@@ -4,7 +4,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cuda_ext.ops.convexes import ConvexPixels, ConvexProjection, convex_lists, project_convexes, rasterize_convexes
+from cuda_ext.ops.raster.convexes import (
+    ConvexPixels,
+    ConvexProjection,
+    convex_lists,
+    project_convexes,
+    rasterize_convexes,
+)
 
 WIDTH, HEIGHT = 41, 37
 

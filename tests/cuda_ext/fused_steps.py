@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.adam import adam_scalars
-from cuda_ext.ops.fused import RowGradients, SplatRows, splat_forward, splat_update
+from cuda_ext.ops.optim.adam import adam_scalars
+from cuda_ext.ops.optim.fused import RowGradients, SplatRows, splat_forward, splat_update
 from tests.cuda_ext.scenes import random_scene
 
 RATES = (1.6e-2, 1e-2, 5e-2, 5e-2, 2.5e-2, 1e-2)

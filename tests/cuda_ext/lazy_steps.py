@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.adam import adam_scalars
-from cuda_ext.ops.boxes import box_views, new_boxes, splat_boxes
-from cuda_ext.ops.fused import RowGradients, SplatRows
-from cuda_ext.ops.lazy_adam import LazyAdam, splat_flush
+from cuda_ext.ops.optim.adam import adam_scalars
+from cuda_ext.ops.optim.fused import RowGradients, SplatRows
+from cuda_ext.ops.optim.lazy_adam import LazyAdam, splat_flush
+from cuda_ext.ops.project.boxes import box_views, new_boxes, splat_boxes
 from tests.cuda_ext.fused_steps import Model, make_model
 
 RATES = (2e-3, 1e-3, 5e-3, 2e-2, 2.5e-3, 5e-4)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.culling import cull
+from cuda_ext.ops.project.culling import cull
 from cuda_ext.reference import projection as reference
 from cuda_ext.reference.projection import BOUND_MARGIN, outward, three_sigma
 from tests.cuda_ext.scenes import rotations

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cuda_ext.ops.surfels import SurfelPixels, SurfelProjection, box_lists, project_surfels, rasterize_surfels
+from cuda_ext.ops.raster.surfels import SurfelPixels, SurfelProjection, box_lists, project_surfels, rasterize_surfels
 
 WIDTH, HEIGHT = 41, 37
 

@@ -9,7 +9,7 @@ from scipy.optimize import linear_sum_assignment
 
 from benchmarks.baselines.placements import assigner, random_assignment
 from cuda_ext.dispatch.load import use_reference
-from cuda_ext.ops.assign_patches import assign_patches
+from cuda_ext.ops.exchange.assign_patches import assign_patches
 from cuda_ext.reference.assign_patches import least_transport, objective
 from ns_multigpu.locality.assign import BETWEEN, WITHIN, Assigner, Volume, Weights, by_room
 

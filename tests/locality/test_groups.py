@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cuda_ext.ops.culling import cull
+from cuda_ext.ops.project.culling import cull
 from ns_multigpu.locality.graph import count_seen
 from ns_multigpu.locality.groups import LEAST, Groups, cull_groups, group_size, z_order
 from tests.locality.towns import HEIGHT, WIDTH, cameras, town

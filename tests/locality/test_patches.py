@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import TILE, View
-from ns_multigpu.core.world import World
 from ns_multigpu.locality.assign import Assigner
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.locality.patches import LocalPatches, cuts, patches_of
@@ -137,14 +137,14 @@ def test_a_foreseen_plan_is_served_and_a_late_one_is_a_miss() -> None:
     slow = Slow(2, 1)
     object.__setattr__(slow, "gate", threading.Event())
     made._planner = Planner(slow)
-    made.foresee(batches[:1])
+    made.prefetch_plans(batches[:1])
     late = made.assign_alike(batches[0], 2)
     assert isinstance(late, Plan) and made.figures()["plan_misses"] == 1
     slow.gate.set()
-    made.foresee(batches[1:])
+    made.prefetch_plans(batches[1:])
     while made._planner.ready_through() < 1:
         pass
-    made.foresee([])  # all tell each other what is ready
+    made.prefetch_plans([])  # all tell each other what is ready
     assert made.assign_alike(batches[1], 2) == wanted[1] and made.figures()["plan_misses"] == 0
     # Nobody foresaw this one.
     assert made.assign_alike(batches[0], 2) == wanted[0] and made.figures()["plan_misses"] == 0
@@ -155,7 +155,7 @@ def test_a_plan_for_another_resolution_is_not_served() -> None:
     made, access = assignment(2, 2, plans="ahead")
     access.record(range(2), np.random.default_rng(3).integers(0, 99, (32, 2)).astype(np.float64))
     small, large = ([view_of(size, 0), view_of(size, 1)] for size in ((16, 16), (64, 64)))
-    made.foresee([small, large])
+    made.prefetch_plans([small, large])
     assert made.assign_alike(large, 2).patches() == made.assign(large, 2).patches()
 
 
@@ -175,10 +175,10 @@ def test_a_plan_that_another_rank_lacks_is_not_served(monkeypatch: pytest.Monkey
     batch = [view_of((64, 64), 0), view_of((64, 64), 1)]
     others = -1  # what the other rank is ready through
     monkeypatch.setattr("ns_multigpu.locality.patches.all_gather_ints", lambda mine, _: [mine, [others]])
-    made.foresee([batch])
+    made.prefetch_plans([batch])
     assert made._planner is not None
     while made._planner.ready_through() < 0:
         pass
-    made.foresee([])
+    made.prefetch_plans([])
     made.assign_alike(batch, 2)
     assert made.figures()["plan_misses"] == 1

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from ns_multigpu.core.collectives import all_gather_objects
-from ns_multigpu.core.placement import NewPoints
+from ns_multigpu.core.assign.placement import NewPoints
+from ns_multigpu.core.dist.collectives import all_gather_objects
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
-from ns_multigpu.core.world import World
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.locality.placing import ByViews
 from ns_multigpu.locality.rules import Access
-from tests.ranks import run_ranks
+from tests.lib.ranks import run_ranks
 from tests.strategies.test_law import on_machines
 
 POINTS, VIEWS = 4096, 12
@@ -123,7 +123,7 @@ def test_what_cannot_be_level_is_not_tried_again_and_again() -> None:
     homes = made.homes
     assert not settle(world, made, where).anew and made.homes is homes
     again, _ = placement(world, views(), group_size=1024)
-    again.learn_again(made.knowledge())
+    again.load_state(made.knowledge())
     assert not settle(world, again, where).anew, "nor after a resume"
 
 
@@ -132,13 +132,13 @@ def test_what_it_remembers_is_all_that_it_needs() -> None:
     made, access = placement(alone(4, 2), views())
     owners = owners_of(made, where, 4)
     other, also = placement(alone(4, 2), views())
-    other.learn_again(made.knowledge())
+    other.load_state(made.knowledge())
     assert torch.equal(settle(alone(4, 2), other, where).owners, owners) and other.kind == made.kind == "ByViews 2x2"
     for view in range(VIEWS):
         mine, its = access.of(view), also.of(view)
         assert mine is not None and its is not None and np.array_equal(mine, its)
     cut_otherwise, nothing = placement(alone(4, 2), views(), patches=2)
-    cut_otherwise.learn_again(made.knowledge())
+    cut_otherwise.load_state(made.knowledge())
     assert torch.equal(settle(alone(4, 2), cut_otherwise, where).owners, owners) and nothing.of(0) is None
 
 

@@ -160,7 +160,7 @@ def test_access_is_kept_for_a_checkpoint() -> None:
     access.record([4, 2], needs(2))
     assert access.of(3) is None
     again = Access(PATCHES, RANKS)
-    again.learn_again(*access.knowledge())
+    again.load_state(*access.knowledge())
     found = again.of(4)
     assert found is not None and np.array_equal(found, needs(2)[:PATCHES])
     found[:] = 0

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.holding import Holding
-from ns_multigpu.core.placement import Placement, Sharded
-from ns_multigpu.core.world import World
+from ns_multigpu.core.assign.placement import Placement, Sharded
+from ns_multigpu.core.assign.shard_index import ShardIndex
+from ns_multigpu.core.dist.world import World
 
 Model = tuple[torch.nn.ParameterDict, dict[str, torch.optim.Optimizer]]
 SHAPES = {"means": (3,), "scales": (3,), "quats": (4,), "opacities": (1,), "features_dc": (3,), "rest": (15, 3)}
@@ -30,14 +30,14 @@ def shard(values: dict[str, Tensor], bounds: Sequence[int], rank: int, places: T
     return params, {name: torch.optim.Adam([param], lr=0.01) for name, param in params.items()}
 
 
-def holding_of(placement: Placement | None, case: str, values: dict[str, Tensor], world: World) -> Holding:
+def holding_of(placement: Placement | None, case: str, values: dict[str, Tensor], world: World) -> ShardIndex:
     """What a rank holds at the start: as the placement has it, or ranges where the case says which."""
     if placement is None or case.startswith("a rank owns"):
-        return Holding(placement or Sharded())
+        return ShardIndex(placement or Sharded())
     shares = placement.shares(len(values["means"]), lambda: values["means"], world.size)
     places = shares[world.rank]
     assert isinstance(places, Tensor)
-    return Holding(placement, places)
+    return ShardIndex(placement, places)
 
 
 def take_step(model: Model, first: int, count: int, step: int, case: str, places: Tensor | None = None) -> None:

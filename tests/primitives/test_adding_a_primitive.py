@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from ns_multigpu.core.collectives import all_gather_rows, sum_all
-from ns_multigpu.core.loss import photometric_loss
+from ns_multigpu.core.dist.collectives import all_gather_rows, sum_all
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.schema import floats, names
+from ns_multigpu.core.step.loss import photometric_loss
 from ns_multigpu.core.types import Patch, Points, View
-from ns_multigpu.core.world import World
 from strategies import STRATEGIES
-from tests.plugin.course import follow, write_capture
-from tests.ranks import run_ranks
+from tests.lib.ranks import run_ranks
+from tests.lib.training_run import follow, write_capture
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import Outcome, check, stitch, take_step
 

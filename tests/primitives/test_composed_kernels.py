@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.adam import adam_scalars
-from cuda_ext.ops.lazy_adam import LazyAdam
-from ns_multigpu.core.step import Step
-from ns_multigpu.core.step_settings import StepSettings
-from ns_multigpu.core.transports import OwnRows
+from cuda_ext.ops.optim.adam import adam_scalars
+from cuda_ext.ops.optim.lazy_adam import LazyAdam
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.transports import OwnRows
+from ns_multigpu.core.step.step import Step
+from ns_multigpu.core.step.step_settings import StepSettings
 from ns_multigpu.core.types import Points
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.composed_kernels import ComposedKernels, _of_views
 from ns_multigpu.primitives.convexes.functions import Convexes
 from ns_multigpu.primitives.moving.functions import MovingGaussians
@@ -122,10 +122,10 @@ def test_what_is_not_finite_is_told(name: str) -> None:
     first = int((rows.radii > 0).all(-1).nonzero()[0])
     assert rows.view_ids[first] == 0
     for line, views, told in ((first, None, True), (first, range(1, 2), False), (399, None, False)):
-        records, witness = torch.zeros(400, kernels.record_floats), torch.ones(1)
+        records, finite_flag = torch.zeros(400, kernels.record_floats), torch.ones(1)
         records[line, 5] = torch.inf
-        kernels.update(model, cameras, step.scalars, rows, records, witness, views)
-        assert bool(witness.isfinite()) != told and (told or float(witness) == 0)
+        kernels.update(model, cameras, step.scalars, rows, records, finite_flag, views)
+        assert bool(finite_flag.isfinite()) != told and (told or float(finite_flag) == 0)
 
 
 @pytest.mark.parametrize("name", KINDS)

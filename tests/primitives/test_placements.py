@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.placement import AllHere, Placement, Replicated, Sharded
-from ns_multigpu.core.world import World
+from ns_multigpu.core.assign.placement import AllHere, Placement, Replicated, Sharded
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.primitives.gaussians.sharded_densifier import ShardedDensifier
 from ns_multigpu.primitives.gaussians.sharded_mcmc import ShardedMcmc
 from ns_multigpu.primitives.sharded_order import plan_move
-from tests.placements import TOYS, HalfSpaces, Wrong
-from tests.primitives import test_sharded_densifier, test_sharded_mcmc
+from tests.lib.placements import TOYS, HalfSpaces, Wrong
+from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.primitives.gaussians import test_sharded_densifier, test_sharded_mcmc
 from tests.primitives.shards import assert_same, by_place, holding_of
-from tests.ranks import run_ranks, skip_without_gpus
 
 KINDS: dict[str, ModuleType] = {"densifier": test_sharded_densifier, "mcmc": test_sharded_mcmc}
 CASES = {

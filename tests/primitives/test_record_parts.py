@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.row_exchange import add_records
+from cuda_ext.ops.exchange.row_exchange import add_records
 from ns_multigpu.primitives.convexes.rows import CONVEX_PARTS, ArrivedConvexes, ConvexGradients, ConvexRows
 from ns_multigpu.primitives.record_parts import PartsWire, RecordParts
 from ns_multigpu.primitives.surfels.rows import SURFEL_PARTS, SurfelGradients, SurfelRows

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints
-from ns_multigpu.core.placement import NewPoints, Settled
+from ns_multigpu.core.assign.placement import NewPoints, Settled
+from ns_multigpu.core.assign.splitters import find_splitters, imbalance
+from ns_multigpu.core.dist.collectives import all_gather_ints
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.random import keyed_generator
-from ns_multigpu.core.splitters import find_splitters, imbalance
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians import sharded_rows
-from ns_multigpu.primitives.gaussians.listing import Regrouping
+from ns_multigpu.primitives.gaussians.index_map import Regrouping
 from ns_multigpu.primitives.gaussians.sharded_rows import OptimizerStates, move_rows
 from ns_multigpu.primitives.sharded_order import Move, Reordering, Survey, common_grid, order_keys, plan_move
-from tests.placements import HalfSpaces
-from tests.ranks import run_ranks
+from tests.lib.placements import HalfSpaces
+from tests.lib.ranks import run_ranks
 
 LAST = (1 << 62) - 1
 CASES = ("random", "one has all", "some have none", "nothing", "one key", "few keys", "in order", "no work")

@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from cuda_ext import intersect
-from cuda_ext.ops.lazy_adam import LazyAdam
-from ns_multigpu.core import staying_rows
-from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.step import scalars_of_no_step
-from ns_multigpu.core.step_settings import StepSettings
+from cuda_ext.ops.optim.lazy_adam import LazyAdam
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange import replicated_rows
+from ns_multigpu.core.step.step import scalars_of_no_step
+from ns_multigpu.core.step.step_settings import StepSettings
 from ns_multigpu.core.types import TILE, Patch
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from ns_multigpu.primitives.gaussians.schema import ORDER
-from tests.primitives.courses import (
+from tests.lib.ranks import skip_without_gpus
+from tests.primitives.training_runs import (
     HEIGHT,
     LAMBDA,
     RATES,
@@ -33,7 +34,6 @@ from tests.primitives.courses import (
     taken,
     together,
 )
-from tests.ranks import skip_without_gpus
 from tests.strategies.scene import make_image, make_points
 
 ROOM, LARGE_ROOM = (1024, 1024, 4096), (8192, 8192, 65536)
@@ -184,7 +184,7 @@ def test_what_leaves_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         one.viewmats[:], one.Ks[:] = view.viewmat, view.K
         one.scalars.copy_(scalars_of_no_step(len(ORDER), here.device))
     left: list[list[torch.Tensor]] = []
-    monkeypatch.setattr(staying_rows, "all_gather_together", lambda everyone, mine, world: left.append(mine))
+    monkeypatch.setattr(replicated_rows, "all_gather_together", lambda everyone, mine, world: left.append(mine))
     alone.take(Plan.of([[Patch.whole(0, view)]]), [make_image(view)])
     next(sender.parts(Plan.of([[Patch.whole(0, view)], [Patch.whole(1, view)]]), [make_image(view)])).launch()
     ((message, view_ids, point_ids, radii, conics, records),) = left

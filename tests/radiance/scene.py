@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.radiance.contraction import Domain
 from ns_multigpu.radiance.exchange import all_segments, cells_of, sum_gradients
 from ns_multigpu.radiance.integrals import COLOUR, DEPTH, MOMENT, Distortion, Family, Samples, State

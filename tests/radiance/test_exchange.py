@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.radiance.exchange import all_segments, balance, bytes_a_ray, cells_of, sum_gradients
 from ns_multigpu.radiance.segments import clip
+from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.radiance.scene import FAMILY, Outcome, cut, rays, step
-from tests.ranks import run_ranks, skip_without_gpus
 
 
 @pytest.mark.parametrize(("cells", "ranks"), [(4, 2), (3, 3), (7, 3), (4, 4)])

@@ -8,7 +8,7 @@ import torch
 from nerfstudio.field_components.activations import trunc_exp
 from torch import Tensor
 
-from ns_multigpu.plugin.radiance.levels import Bins, Ends, by_weights, evenly, weights_of
+from ns_multigpu.plugin.radiance.field.levels import Bins, Ends, by_weights, evenly, weights_of
 from ns_multigpu.radiance import sums
 from ns_multigpu.radiance.integrals import (
     BACKGROUND,

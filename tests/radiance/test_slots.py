@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.radiance.contraction import Domain
 from ns_multigpu.radiance.segments import cell_of, clip
 from ns_multigpu.radiance.slots import all_slots, clip_to_slots, packed
+from tests.lib.ranks import run_ranks
 from tests.radiance.scene import FAMILY, cut, rays
-from tests.ranks import run_ranks
 
 BOX = Domain.box(torch.tensor([[-1.0, -1, -1], [1, 1, 1]]))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ns_multigpu.core.collectives import all_gather_objects
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import all_gather_objects
+from ns_multigpu.core.dist.world import World
 
 
 class SharedFile:

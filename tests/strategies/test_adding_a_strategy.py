@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
-from tests.plugin.course import follow, write_capture
-from tests.ranks import run_ranks
+from tests.lib.ranks import run_ranks
+from tests.lib.training_run import follow, write_capture
 from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, take_step
 from tests.strategies.test_law_steps import KERNELS, MODES, POINTS, PORTRAIT, check_outcomes, take_one
 

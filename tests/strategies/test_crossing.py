@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from ns_multigpu.cells.crossing import CellsInViews
+from ns_multigpu.cells.boundary import CellsInViews
 from ns_multigpu.cells.options import PixelOptions
-from ns_multigpu.core.crossing import BoundaryRows, Crossing
-from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.boundary_rows import BoundaryRows, Crossing
+from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.travelling_rows import ExchangedRows
 from ns_multigpu.core.types import TILE, Hits, Patch, Splats, View
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies.pixel import pixel
-from tests.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, take_step
 from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, ROOM, check_outcomes, take_one

@@ -6,11 +6,11 @@
 import pytest
 import torch
 
-from ns_multigpu.core.half_rows import HalfGradients, HalfRows
-from ns_multigpu.core.travelling_rows import ExchangedRows
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
+from ns_multigpu.core.exchange.fp16_rows import HalfGradients, HalfRows
 from strategies import STRATEGIES
-from tests.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.strategies.test_law import Outcome, stitch, take_step
 from tests.strategies.test_law_steps import KERNELS, LANDSCAPE, POINTS, step_of
 
@@ -56,7 +56,7 @@ def test_half_a_wire_is_nearly_a_whole_one_through_autograd(ranks: int) -> None:
 
 
 def test_numbers_of_any_size_keep_their_bits() -> None:
-    """As in `cuda_ext.ops.row_wire`: what is not rounded is the same to the bit, zero stays zero, NaN and inf stay."""
+    """As `cuda_ext.ops.exchange.row_wire`: what is not rounded is bit-identical; zero, NaN and infinity stay."""
     g = torch.Generator().manual_seed(1)
     rows = torch.randn(4000, 10, generator=g) * 10.0 ** torch.randint(-37, 37, (4000, 1), generator=g)
     needle = torch.tensor([[1.0, 0.99999994, 1.0], [1e4, 99.0, 1.0], [0.0, 0.0, 0.0]])

@@ -9,14 +9,14 @@ import torch
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.sharing import CellPixels
 from ns_multigpu.cells.tree import Split
-from ns_multigpu.core.composite import CompositePixels
-from ns_multigpu.core.step_settings import with_halos
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.composite import CompositePixels
+from ns_multigpu.core.step.step_settings import with_halos
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Points
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies.pixel import pixel
-from tests.ranks import run_ranks
+from tests.lib.ranks import run_ranks
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import Outcome, check, held_at, stitch, take_step
 from tests.strategies.test_law_steps import PORTRAIT, fill, made

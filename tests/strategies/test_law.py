@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ns_multigpu.core.collectives import all_gather_rows, sum_all
-from ns_multigpu.core.depth_loss import depth_loss
-from ns_multigpu.core.exposures import drift, exposed
-from ns_multigpu.core.loss import photometric_loss
+from ns_multigpu.core.dist.collectives import all_gather_rows, sum_all
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.primitive import Primitive
+from ns_multigpu.core.step.depth_loss import depth_loss
+from ns_multigpu.core.step.exposures import drift, exposed
+from ns_multigpu.core.step.loss import photometric_loss
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Points
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.convexes.functions import Convexes
 from ns_multigpu.primitives.convexes.functions import screen_radii as convex_radii
 from ns_multigpu.primitives.gaussians.densifier import densification_info
@@ -29,7 +29,7 @@ from ns_multigpu.primitives.surfels.functions import Surfels
 from ns_multigpu.primitives.surfels.functions import screen_radii as surfel_radii
 from ns_multigpu.primitives.surfels.losses import distortion_loss, normal_loss
 from strategies import STRATEGIES
-from tests.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_image, make_maps, make_moving_points, make_observations, make_points, make_views
 
 PRIMITIVES: dict[str, Callable[[], Primitive]] = {

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from ns_multigpu.cells.options import PixelOptions
-from ns_multigpu.core.forward import Forward
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
+from ns_multigpu.core.exchange.transports import RelayedRows, make_transport
+from ns_multigpu.core.step.forward import Forward
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.transports import RelayedRows, make_transport
-from ns_multigpu.core.travelling_rows import ExchangedRows
 from ns_multigpu.core.types import Points
-from ns_multigpu.core.world import World
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.primitives.convexes.functions import Convexes
 from strategies import STRATEGIES
 from strategies.locality import locality
 from strategies.pixel import pixel
-from tests.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import Outcome, check, held_at, on_machines, stitch, take_step
 from tests.strategies.test_law_steps import CUT, DEALT, POINTS, PORTRAIT, check_outcomes, take_one

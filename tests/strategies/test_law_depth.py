@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import Points
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.surfels.functions import Surfels
 from strategies import STRATEGIES
-from tests.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.strategies.test_law import DEPTH_WEIGHT, Outcome, check, points_of, take_step
 from tests.strategies.test_law_convexes import ALL as CONVEX
 from tests.strategies.test_law_convexes import convexes

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from ns_multigpu.core.exposures import StepExposures
-from ns_multigpu.core.step_settings import with_halos
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.step.exposures import StepExposures
+from ns_multigpu.core.step.step_settings import with_halos
 from ns_multigpu.core.types import Points
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.surfels.functions import Surfels
 from strategies import STRATEGIES
-from tests.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_image, make_maps, make_views
 from tests.strategies.test_law import LIKE_SINGLE, Outcome, check, on_machines, points_of, take_step
 from tests.strategies.test_law_convexes import ALL as CONVEX

@@ -14,26 +14,26 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_ext.ops.adam import adam_scalars
-from ns_multigpu.core.assignment import DealtViews
-from ns_multigpu.core.composable import why_no_step
-from ns_multigpu.core.exposures import StepExposures
-from ns_multigpu.core.legs import LocalRows, SummedGradients, WholePixels
+from cuda_ext.ops.optim.adam import adam_scalars
+from ns_multigpu.core.assign.assignment import DealtViews
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.legs import LocalRows, SummedGradients, WholePixels
+from ns_multigpu.core.exchange.transports import make_transport
 from ns_multigpu.core.observations import Observations
-from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.step import Step
-from ns_multigpu.core.step_settings import StepSettings, with_halos
+from ns_multigpu.core.step.composable import unsupported_reason
+from ns_multigpu.core.step.exposures import StepExposures
+from ns_multigpu.core.step.step import Step
+from ns_multigpu.core.step.step_settings import StepSettings, with_halos
+from ns_multigpu.core.step.tile_lists import SortedLists
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.tile_lists import SortedLists
-from ns_multigpu.core.transports import make_transport
 from ns_multigpu.core.types import Patch, Points, View
-from ns_multigpu.core.world import World
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
-from tests.ranks import run_ranks, skip_without_gpus
-from tests.recorded import RecordedPool
+from tests.lib.ranks import run_ranks, skip_without_gpus
+from tests.lib.recorded import RecordedPool
 from tests.strategies.scene import make_image, make_maps, make_observations, make_points, make_views
 from tests.strategies.test_law import (
     KNOW_MACHINES,
@@ -233,7 +233,7 @@ def check_outcomes(
 def test_a_step_equals_single(strategy: str, mode: str, ranks: int, primitive: str, size: tuple[int, int]) -> None:
     if strategy == "single" and ranks > 1:
         pytest.skip("`single` has one rank")
-    reason = why_no_step(STRATEGIES[strategy](World.single()), count_of(strategy))
+    reason = unsupported_reason(STRATEGIES[strategy](World.single()), count_of(strategy))
     if reason is not None:
         pytest.skip(f"{strategy}: {reason}")
     check_step(run_ranks(step_of, ranks, strategy, primitive, size, mode), strategy, primitive, size)
@@ -325,15 +325,17 @@ class OtherGradients(SummedGradients):
 def test_a_strategy_that_no_step_does_says_so_before_the_first() -> None:
     world = replace(World.single(), size=2)
     batch = STRATEGIES["batch"](world)
-    assert why_no_step(batch, 4) is None and why_no_step(replace(batch, assignment=RoundRobin()), 2) is None
+    assert (
+        unsupported_reason(batch, 4) is None and unsupported_reason(replace(batch, assignment=RoundRobin()), 2) is None
+    )
     for other, words in (
         (replace(batch, assignment=RoundRobin()), r"rank 0 would splat its points for the views \[0, 2\]"),
         (replace(batch, rows=OtherRows()), "rows like OtherRows"),
         (replace(batch, pixels=OtherPixels()), "pixels like OtherPixels"),
         (replace(batch, gradients=OtherGradients(world)), "gradients like OtherGradients"),
     ):
-        assert re.search(words, why_no_step(other, 4) or "")
-    assert "at least one" in (why_no_step(batch, 1) or ""), "the other rank has none"
+        assert re.search(words, unsupported_reason(other, 4) or "")
+    assert "at least one" in (unsupported_reason(batch, 1) or ""), "the other rank has none"
 
 
 def test_pieces_that_contradict_each_other_are_refused() -> None:

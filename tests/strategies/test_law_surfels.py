@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import Points
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.surfels.functions import Surfels
 from ns_multigpu.primitives.surfels.schema import CHANNELS
 from strategies import STRATEGIES
-from tests.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_points
 from tests.strategies.test_law import Outcome, check, stitch, take_step
 from tests.strategies.test_law_steps import POINTS, PORTRAIT, check_outcomes, count_of, take_one

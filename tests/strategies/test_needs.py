@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from ns_multigpu.core.collectives import all_gather_ints
-from ns_multigpu.core.step_settings import with_halos
-from ns_multigpu.core.travelling_rows import touches
+from ns_multigpu.core.dist.collectives import all_gather_ints
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.exchanged_rows import touches
+from ns_multigpu.core.step.step_settings import with_halos
 from ns_multigpu.core.types import Patch, View
-from ns_multigpu.core.world import World
 from strategies import STRATEGIES
-from tests.ranks import run_ranks
+from tests.lib.ranks import run_ranks
 from tests.strategies.scene import make_image, make_points, make_views
 from tests.strategies.test_law import PRIMITIVES, held_at, on_machines
 from tests.strategies.test_law_steps import POINTS, PORTRAIT, fill, made

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_ext import SplatRows, tell_lines
-from cuda_ext.ops.row_exchange import RECORD_FLOATS
-from ns_multigpu.core import staying_rows
-from ns_multigpu.core.kernels import ToldLines
-from ns_multigpu.core.staying_rows import PeerReplicas
-from ns_multigpu.core.world import World
+from cuda_ext import SplatRows, put_rows
+from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange import replicated_rows
+from ns_multigpu.core.exchange.replicated_rows import PeerReplicas
+from ns_multigpu.core.kernels import PutRows
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels, GaussianReplicaRows
 from strategies import STRATEGIES
-from tests.ranks import run_ranks
+from tests.lib.ranks import run_ranks
 from tests.strategies import test_law_steps
 from tests.strategies.shared_memory import SharedFile
 from tests.strategies.test_law_steps import (
@@ -39,7 +39,7 @@ def by_shared_memory(folder: Path, world: World, primitive: str, mode: str, *, s
     """A step of `batch` in which nothing but barriers goes through collectives."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staying_rows, "PeerBuffer", SharedFile)
+        patch.setattr(replicated_rows, "PeerBuffer", SharedFile)
         usual, made = test_law_steps.make_transport, list[Any]()
         patch.setattr(
             test_law_steps, "make_transport",
@@ -90,8 +90,8 @@ class Numbers:
     def __init__(self, ranks: int) -> None:
         self.everyone, self.step = [torch.zeros(4 * ranks)], 0.0
 
-    def told(self, *_: Any) -> ToldLines:
-        return ToldLines([torch.tensor([self.step])], [1])
+    def told(self, *_: Any) -> PutRows:
+        return PutRows([torch.tensor([self.step])], [1])
 
     def rows(self, counts: torch.Tensor) -> tuple[Any, torch.Tensor]:
         return SimpleNamespace(count=counts), self.everyone[0][::4]
@@ -101,7 +101,7 @@ def two_steps(folder: Path, world: World) -> list[list[float]]:
     """What each rank finds in two steps, where rank 1 is late to look."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staying_rows, "PeerBuffer", SharedFile)
+        patch.setattr(replicated_rows, "PeerBuffer", SharedFile)
         numbers = Numbers(world.size)
         asked: list[int] = []
         kernels: Any = SimpleNamespace(
@@ -136,7 +136,7 @@ def without_sizes(folder: Path, world: World) -> tuple[int, list[bool]]:
     """What is told of a row, and of which arrays there is anything, where nobody counts sizes."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staying_rows, "PeerBuffer", SharedFile)
+        patch.setattr(replicated_rows, "PeerBuffer", SharedFile)
         told = PeerReplicas(world, GaussianKernels(degree=0, sized=False), rows=8, capacity=8, words=1)
         ones = torch.ones(8, 3)
         ids, radii = torch.ones(8, dtype=torch.int32), torch.ones(8, 2, dtype=torch.int32)
@@ -163,7 +163,7 @@ def test_what_is_told_through_memory_is_what_collectives_tell() -> None:
     replicas = GaussianReplicaRows(room, torch.device("cpu"))
     told = replicas.told(rows, records, 3)
     places = torch.tensor([[one.data_ptr() for one in replicas.everyone]])
-    tell_lines(told.arrays, told.taken, rows.count, places, told.gate, told.gate_column, told.offset)
+    put_rows(told.arrays, told.taken, rows.count, places, told.gate, told.gate_column, told.offset)
     for there, mine in zip(replicas.everyone, replicas.mine(rows, records.clone(), 3), strict=True):
         wide = there.dim() == 2 and there.shape[1] == RECORD_FLOATS
         expected = mine[:lines, :12] if wide else mine[:lines]

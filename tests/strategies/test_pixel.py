@@ -9,22 +9,22 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from ns_multigpu.cells.crossing import CellsInViews
+from ns_multigpu.cells.boundary import CellsInViews
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.seen import camera_position
 from ns_multigpu.cells.sharing import CellPixels
 from ns_multigpu.cells.tree import CellTree, Split
-from ns_multigpu.core.composite import CompositePixels
-from ns_multigpu.core.crossing import BoundaryRows
-from ns_multigpu.core.legs import LocalRows
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.boundary_rows import BoundaryRows
+from ns_multigpu.core.exchange.composite import CompositePixels
+from ns_multigpu.core.exchange.legs import LocalRows
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Points
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
 from strategies.pixel import pixel
-from tests.ranks import run_ranks, skip_without_gpus
+from tests.lib.ranks import run_ranks, skip_without_gpus
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import PRIMITIVES, Outcome, check, one_step, stitch, take_step
 from tests.strategies.test_law_steps import CUT, KERNELS, MODES, PORTRAIT, check_outcomes, take_one

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from ns_multigpu.core import inside, travelling_rows
-from ns_multigpu.core.collectives import all_gather_objects
-from ns_multigpu.core.relayed_rows import RelayedRows, most_words
-from ns_multigpu.core.relays import Relays
-from ns_multigpu.core.step_settings import with_halos
-from ns_multigpu.core.travelling_rows import touches
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import all_gather_objects
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange import exchanged_rows, intra_node
+from ns_multigpu.core.exchange.exchanged_rows import touches
+from ns_multigpu.core.exchange.hierarchical_rows import RelayedRows, most_words
+from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.step.step_settings import with_halos
 from ns_multigpu.locality.options import LocalityOptions
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from strategies.locality import locality
-from tests.ranks import run_ranks
+from tests.lib.ranks import run_ranks
 from tests.strategies import test_law_steps
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.shared_memory import SharedFile
@@ -108,7 +108,7 @@ def by_shared_memory(folder: Path, machines: int, world: World, count: int) -> A
     """A step whose rows go through memory that ranks of a machine share; what it says of its bytes is right."""
     SharedFile.folder = folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inside, "PeerBuffer", SharedFile)
+        patch.setattr(intra_node, "PeerBuffer", SharedFile)
         usual = test_law_steps.make_transport
         patch.setattr(test_law_steps, "make_transport", lambda *all, **some: usual(*all, **{**some, "peer": True}))
         kind: Any = PRIMITIVES[KERNELS[0]]()
@@ -143,9 +143,9 @@ def test_relays_know_where_each_number_stands() -> None:
 
 def test_who_needs_a_row_goes_with_it_in_bits() -> None:
     flags = torch.rand(50, 11, generator=torch.Generator().manual_seed(1)) < 0.4
-    packed = travelling_rows._bits(flags)
+    packed = exchanged_rows._bits(flags)
     assert packed.shape == (50, 2) and packed.dtype == torch.uint8
-    assert torch.equal(torch.stack([travelling_rows._bit(packed, k) for k in range(11)], dim=1), flags)
+    assert torch.equal(torch.stack([exchanged_rows._bit(packed, k) for k in range(11)], dim=1), flags)
 
 
 def test_all_ranks_of_a_machine_know_where_things_are_in_each_others_memory() -> None:

@@ -7,13 +7,13 @@ import torch
 
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.cells.tree import Split
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Points
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies import STRATEGIES
 from strategies.pixel import pixel
-from tests.ranks import run_ranks
+from tests.lib.ranks import run_ranks
 from tests.strategies import test_law, test_law_steps
 from tests.strategies.scene import make_points
 from tests.strategies.test_law import PRIMITIVES, Outcome, check, stitch, take_step

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from ns_multigpu.core.assignment import TileRanges
-from ns_multigpu.core.collectives import all_gather_objects
-from ns_multigpu.core.placement import Sharded, even_bounds
-from ns_multigpu.core.travelling_rows import touches
+from ns_multigpu.core.assign.assignment import TileRanges
+from ns_multigpu.core.assign.placement import Sharded, even_bounds
+from ns_multigpu.core.dist.collectives import all_gather_objects
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.exchanged_rows import touches
 from ns_multigpu.core.types import Points
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from strategies.tile import tile
-from tests.ranks import run_ranks
+from tests.lib.ranks import run_ranks
 from tests.strategies.scene import make_points, make_views
 from tests.strategies.test_law import check, one_step, take_step
 

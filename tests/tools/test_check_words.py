@@ -82,7 +82,7 @@ def test_a_rule_that_does_not_exist_is_refused(check):
     ("subject", "words"),
     [
         ("exchange: pad messages to the plan's capacity", []),
-        ("core/step: embed the flag", []),
+        ("core/step/step: embed the flag", []),
         ("Lines of 120", ["form"]),
         ("docs: Wrap tables", ["form"]),
         ("docs: wrapped tables", ["form"]),

@@ -1,5 +1,3 @@
-# torch annotates only part of itself:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """A run of `ns-train` on a city that nobody renders: views of it, one random image for all of them, and a whole model.
 
 Gaussians are those of `scenes.city_model`, so that views show as many as they would late in training. What a step
@@ -21,8 +19,8 @@ from nerfstudio.data.scene_box import SceneBox
 from torch import Tensor
 
 from benchmarks.scenes.city_model import CityScene, make_model
-from ns_multigpu.core.world import World
-from ns_multigpu.data.capture import CityCapture, Kind
+from ns_multigpu.city.capture import CityCapture, Kind
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.model.options import SplatModelConfig
 from ns_multigpu.plugin.model.splat_model import SplatModel
 

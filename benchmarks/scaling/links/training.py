@@ -14,9 +14,9 @@ from benchmarks.scaling.links.bare_city import BareCityConfig, GrownModelConfig
 from benchmarks.scaling.links.limiting import is_limited, passed
 from benchmarks.scenes.city_model import CityScene
 from ns_multigpu import methods
-from ns_multigpu.core.collectives import barrier
-from ns_multigpu.core.world import World
-from ns_multigpu.data.capture import Kind
+from ns_multigpu.city.capture import Kind
+from ns_multigpu.core.dist.collectives import barrier
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks
 from ns_multigpu.plugin.train.trainer import DistributedTrainer
 

@@ -2,7 +2,7 @@
 //
 // A step of beta2 = 0.999 moves an average by at most about a thousandth of itself (unless gradients grow), and a
 // bfloat16's neighbours lie 1/256 to 1/128 apart: rounded to the nearest it would stay where it is for good. Rounded up
-// with the probability that makes the expected value the exact one (Gupta et al. 2015, "Deep Learning with Limited
+// with the probability that makes the expected value the exact one (Gupta et al. 2015, "Deep FeedbackLoop with Limited
 // Numerical Precision", section 3), it moves in one step out of several. All arithmetic stays in float32.
 //
 // The random numbers are a hash of what is rounded and of the step's own numbers: the same on whatever rank, in whatever

@@ -1,5 +1,5 @@
 // One 3D convex seen by one pinhole camera, with its gradient: Held et al. 2024, "3D Convex Splatting", sections 3.1 to
-// 3.3. See cuda_ext/ops/convexes.py.
+// 3.3. See cuda_ext/ops/raster/convexes.py.
 //
 // Corners are projected relative to the projected centre: there nothing cancels. Of each corner, the line of the hull's
 // edge that starts there is kept in its place, so that no loop has an index that depends on the hull.

@@ -1,5 +1,5 @@
 // One 2D Gaussian seen by one pinhole camera, with its gradient: Huang et al. 2024, "2D Gaussian Splatting", sections
-// 4.1 and 4.2, with the conventions of gsplat 1.4.0's rasterization_2dgs. See cuda_ext/ops/surfels.py.
+// 4.1 and 4.2, with the conventions of gsplat 1.4.0's rasterization_2dgs. See cuda_ext/ops/raster/surfels.py.
 //
 // H = [s_u a_u, s_v a_v, mean] in camera space, by rows hx, hy, hz, takes (u, v, 1) in the splat's plane to a place in
 // front of the camera; T = K H takes it to homogeneous pixels. Boxes are computed around the projected mean, from the

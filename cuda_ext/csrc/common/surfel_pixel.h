@@ -1,5 +1,5 @@
 // One surfel at one pixel, forward and backward, for the CPU and CUDA twins alike. The rule of compositing is in alpha.h
-// and compositing.h; what is summed, in cuda_ext/ops/surfels.py; what a kind of splat must have, in
+// and compositing.h; what is summed, in cuda_ext/ops/raster/surfels.py; what a kind of splat must have, in
 // cuda/raster/primitive_traits.h.
 #pragma once
 

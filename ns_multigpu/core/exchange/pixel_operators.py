@@ -1,5 +1,3 @@
-# torch annotates only part of itself:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Operators of the pixel legs in a step that reads nothing back."""
 
 from abc import ABC, abstractmethod
@@ -8,9 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.exchange.transport import Parts
 from ns_multigpu.core.kernels import Arrived, Drawn, Lists, Rows
-from ns_multigpu.core.plan import Plan
-from ns_multigpu.core.transport import Parts
 from ns_multigpu.core.types import Patch, View
 
 
@@ -55,7 +53,7 @@ class PixelOperators(ABC):
         """What this rank has drawn -> the patches that it owns."""
 
     def live(self) -> Tensor:
-        """What this rank tells of `Learns.LIVE`, once patches are settled."""
+        """What this rank tells of `Feedback.LIVE`, once patches are settled."""
         raise NotImplementedError("nothing is hidden where patches are whole")
 
     @abstractmethod

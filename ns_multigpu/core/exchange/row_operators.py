@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from cuda_ext.ops.row_exchange import route_lines
+from cuda_ext.ops.exchange.row_exchange import route_lines
+from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.kernels import Rows
-from ns_multigpu.core.plan import Plan
 from ns_multigpu.core.types import Patch, View
 
 

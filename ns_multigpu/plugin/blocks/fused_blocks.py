@@ -10,7 +10,7 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.utils.writer import EventName
 from torch import Tensor
 
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.blocks.fused_options import check_wishes, fuses
 from ns_multigpu.plugin.blocks.timing import Pace
 from ns_multigpu.plugin.blocks.training import BlockResult, Training
@@ -55,7 +55,7 @@ class FusedBlocks:
         made = cls(pipeline, optimizers, world, guards) if yes else None
         if made is not None:
             made.training.bring_images(first)
-        pipeline.rehearsed()
+        pipeline.warmed_up()
         return made
 
     def take(self, steps: range, *, metrics: bool, meanwhile: Callable[[], None] | None = None) -> Measured | None:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cuda_ext.dispatch.load import backend, kernels_serve
-from cuda_ext.ops.adam import FusedAdam, is_plain
-from ns_multigpu.core.composable import why_no_step
-from ns_multigpu.core.world import World
+from cuda_ext.ops.optim.adam import FusedAdam, is_plain
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.step.composable import unsupported_reason
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model import exposures, surfaces
 from ns_multigpu.primitives.registry import FIRST, titled
@@ -105,7 +105,7 @@ def obstacle(config: Any, pipeline: Any, optimizers: Any) -> str | None:
     kernels = model.primitive(depth=False).kernels()
     names = () if kernels is None else (*kernels.parameters, *exposures.groups(model))
     groups = [optimizers.optimizers.get(name) for name in names]
-    pieces = why_no_step(pipeline.strategy, pipeline.batch_size)
+    pieces = unsupported_reason(pipeline.strategy, pipeline.batch_size)
     tests: Sequence[tuple[bool, Callable[[], str]]] = (
         (pieces is not None, lambda: str(pieces)),
         (options.camera_optimizer.mode != "off", lambda: "camera poses are optimized"),

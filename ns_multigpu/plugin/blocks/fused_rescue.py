@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from cuda_ext.ops.adam import AdamStep
-from cuda_ext.ops.lazy_adam import splat_flush
-from ns_multigpu.core.relays import Relays
+from cuda_ext.ops.optim.adam import AdamStep
+from cuda_ext.ops.optim.lazy_adam import splat_flush
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.hierarchy import Relays
 from ns_multigpu.core.schema import flat
-from ns_multigpu.core.world import World
 from ns_multigpu.planning.memory import step_buffers
 from ns_multigpu.planning.work import Share
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
 from ns_multigpu.plugin.blocks.step_capacities import Capacities
 from ns_multigpu.plugin.faults import memory
-from ns_multigpu.plugin.faults.out_of_memory import Counts, GivenUp, NoRoom, forget_frames
+from ns_multigpu.plugin.faults.out_of_memory import CapacityExceeded, Counts, GivenUp, forget_frames
 from ns_multigpu.primitives.gaussians.schema import ORDER
 
 
@@ -48,7 +48,7 @@ def last_whole_step(training: Any, steps: range, optimizers: Any, world: World) 
     try:
         yield taken
     except Exception as error:
-        agreed = isinstance(error, NoRoom)
+        agreed = isinstance(error, CapacityExceeded)
         if not agreed and (world.group is not None or memory.where_memory_ran_out(error) is None):
             raise
         forget_frames(error)

@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 import torch
 
 from cuda_ext import add_clock
-from ns_multigpu.core.assignment import MOST_KEPT
-from ns_multigpu.core.transports import Collective, Parts
+from ns_multigpu.core.assign.assignment import MOST_KEPT
+from ns_multigpu.core.exchange.transports import Collective, Parts
 from ns_multigpu.plugin.blocks.timing import StepTimer
-from ns_multigpu.plugin.faults.memory import has_spare_room, hoards, make_room
+from ns_multigpu.plugin.faults.memory import grow_capacity, has_spare_capacity, hoards
 
 T = TypeVar("T")
 
@@ -52,9 +52,9 @@ class GraphPool:
         torch.cuda.empty_cache()
         return type(self)(self._device)
 
-    def has_spare_room(self) -> bool:
+    def has_spare_capacity(self) -> bool:
         """Whether the device has room for another step's graphs."""
-        return has_spare_room(self._device)
+        return has_spare_capacity(self._device)
 
     def hoards(self) -> bool:
         """Whether the device's memory is full of what nobody uses."""
@@ -62,7 +62,7 @@ class GraphPool:
 
     def prepare(self) -> None:
         """Called before the first graph of a step."""
-        make_room(self._device)
+        grow_capacity(self._device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
 
@@ -200,7 +200,7 @@ class StepGraphs:
         if key not in self._seen:
             self._seen.add(key)
             return self._as_it_comes(parts)
-        spare = key in self._captured or self._pool.has_spare_room()
+        spare = key in self._captured or self._pool.has_spare_capacity()
         if key not in self._captured and self._retired and (not spare or self._pool.hoards()):
             self._retired = []  # nor is there room for what they hold
             self._pool = self._pool.afresh()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.adam import AdamStep
+from cuda_ext.ops.optim.adam import AdamStep
 from ns_multigpu.core.schema import POSITION
 from ns_multigpu.primitives.gaussians.schema import ORDER
 
@@ -29,7 +29,7 @@ again. A step over room for so many takes some 10 us longer; to make it anew tak
 steps."""
 
 
-def room_for(count: int, cap: int | None = None) -> int:
+def capacity_for(count: int, cap: int | None = None) -> int:
     """How many points there is to be room for when there are `count`: a quarter more, and of a small model up to twice
     as many, in steps of 64; but no more than for the `cap` that they stop at, if there is one."""
     wanted = max(64, -(-(count + _spare(count)) // 64) * 64)
@@ -58,7 +58,7 @@ class PointStorage:
     def __init__(self, *, names: Sequence[str] = ORDER, cap: int | None = None) -> None:
         self._names, self._cap = tuple(names), cap
         self._most = MOST_SPARED if cap is None else WITH_CAP * MOST_SPARED
-        self._roomy = False  # what is held now has room to spare
+        self._has_capacity = False  # what is held now has room to spare
         self.params: dict[str, Tensor] = {}
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.statistics: dict[str, Tensor] = {}
@@ -72,12 +72,12 @@ class PointStorage:
         """Whether what is held may still serve once a refinement has replaced the tensors of a model of so many points
         (on the rank that has the most). If not, it is to be forgotten before: each tensor is to go when there is a new
         one in its place."""
-        return self._roomy and points <= self._most
+        return self._has_capacity and points <= self._most
 
-    def has_room(self, points: int) -> bool:
+    def has_capacity(self, points: int) -> bool:
         """Whether so many points (on the rank that has the most) would lie where points lie now."""
         most = max(2 * points, points + 2 * _spare(points))
-        return self._roomy and points <= self.rows <= max(most, room_for(points, self._cap))
+        return self._has_capacity and points <= self.rows <= max(most, capacity_for(points, self._cap))
 
     @torch.no_grad()
     def follows(
@@ -89,7 +89,7 @@ class PointStorage:
             params, adam, state, most: as of `hold`; `adam` is of before the refinement.
         """
         same = all(params[name] is adam.params[k] for k, name in enumerate(self._names))
-        if not (same and adam.is_current() and self.has_room(most)):
+        if not (same and adam.is_current() and self.has_capacity(most)):
             return False
         sums, count = _sums(state), len(params[POSITION])
         given = self._given(params, adam, sums) if sums.keys() == self.statistics.keys() else []
@@ -103,7 +103,7 @@ class PointStorage:
 
     def forget(self) -> None:
         """Holds nothing any longer: the model's tensors are to be the only ones."""
-        self._roomy = False
+        self._has_capacity = False
         self.params, self.moments, self.statistics = {}, {}, {}
 
     @torch.no_grad()
@@ -125,14 +125,14 @@ class PointStorage:
         most = count if most is None else most
         sums = _sums(state)
         if most > self._most:
-            self._roomy = False
+            self._has_capacity = False
             self.params = {name: params[name].detach() for name in names}
             self.moments = {name: (adam.exp_avgs[k], adam.exp_avg_sqs[k]) for k, name in enumerate(names)}
             self.statistics = sums
             return False
         same = self._fits(most, params, adam, sums)
         if not same:
-            self._make(room_for(most, self._cap), params, adam, sums)
+            self._make(capacity_for(most, self._cap), params, adam, sums)
         moved = [
             (there, x)
             for there, x in zip(self._all(), self._given(params, adam, sums), strict=True)
@@ -151,7 +151,7 @@ class PointStorage:
 
     def _fits(self, count: int, params: MutableMapping[str, Any], adam: AdamStep, sums: dict[str, Tensor]) -> bool:
         """Whether what is held has room for `count` points, not far too much, and is of their kind."""
-        if not self.has_room(count):
+        if not self.has_capacity(count):
             return False
         here = [(x.dtype, x.shape[1:]) for x in self._all()]
         return sums.keys() == self.statistics.keys() and here == [
@@ -164,16 +164,16 @@ class PointStorage:
         self.forget()
         count = len(params[POSITION])
         for place, name in enumerate(self._names):
-            self.params[name] = _with_room(params[name].detach(), rows)
+            self.params[name] = _with_capacity(params[name].detach(), rows)
             params[name].data = self.params[name][:count]
-            first = _with_room(adam.exp_avgs[place], rows)
+            first = _with_capacity(adam.exp_avgs[place], rows)
             adam.place_moments(place, first[:count], adam.exp_avg_sqs[place])
-            second = _with_room(adam.exp_avg_sqs[place], rows)
+            second = _with_capacity(adam.exp_avg_sqs[place], rows)
             adam.place_moments(place, first[:count], second[:count])
             self.moments[name] = (first, second)
-        self.statistics = {name: _with_room(x, rows) for name, x in sums.items()}
+        self.statistics = {name: _with_capacity(x, rows) for name, x in sums.items()}
         sums.update({name: there[:count] for name, there in self.statistics.items()})
-        self._roomy = True
+        self._has_capacity = True
 
     def _given(self, params: MutableMapping[str, Any], adam: AdamStep, sums: dict[str, Tensor]) -> list[Tensor]:
         """What `hold` is given, in the order of `_all`."""
@@ -191,7 +191,7 @@ def _sums(state: MutableMapping[str, Any]) -> dict[str, Tensor]:
     return {name: state[name] for name in ("grad2d", "count", "radii") if isinstance(state.get(name), Tensor)}
 
 
-def _with_room(x: Tensor, rows: int) -> Tensor:
+def _with_capacity(x: Tensor, rows: int) -> Tensor:
     """[rows, ...] with the values of `x` in front, and zeros."""
     made = x.new_zeros(rows, *x.shape[1:])
     made[: len(x)] = x

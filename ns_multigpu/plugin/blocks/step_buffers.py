@@ -7,17 +7,17 @@ import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
 
-from ns_multigpu.core.assignment import Learns
-from ns_multigpu.core.image_part import ImagePart
+from ns_multigpu.core.assign.assignment import Feedback
+from ns_multigpu.core.assign.image_part import ImagePart
+from ns_multigpu.core.dist.peer_memory import choose_transport
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.pair_capacities import Pairs, pairs_of
+from ns_multigpu.core.exchange.transports import Transport, make_transport, relays_serve
 from ns_multigpu.core.kernels import Kernels
-from ns_multigpu.core.pairs import Pairs, pairs_of
-from ns_multigpu.core.peer_memory import choose_transport
-from ns_multigpu.core.relays import Relays
-from ns_multigpu.core.step_settings import HALO, Status, StepSettings
-from ns_multigpu.core.tile_lists import GatheredLists, SortedLists, TileLists
-from ns_multigpu.core.transports import Transport, make_transport, relays_serve
+from ns_multigpu.core.step.step_settings import HALO, Status, StepSettings
+from ns_multigpu.core.step.tile_lists import GatheredLists, SortedLists, TileLists
 from ns_multigpu.core.types import Patch, View
-from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 
 
@@ -53,7 +53,7 @@ class StepBuffers:
         self._half = options.wire == "half"
         self.one_for_all = self._by_sort
         self.captures = world.device.type == "cuda" and not self._by_sort and self._strategy.assignment.recurs
-        if self._by_sort and self._strategy.assignment.learns is not Learns.WORK and self._strategy.rows.travels:
+        if self._by_sort and self._strategy.assignment.learns is not Feedback.WORK and self._strategy.rows.travels:
             raise InputError(
                 f"--pipeline.tile-lists sort: sorted lists want bands of rows of tiles, and {self._strategy.name} cuts "
                 "views into patches. Use --pipeline.tile-lists gather."

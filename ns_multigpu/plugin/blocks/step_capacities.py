@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ns_multigpu.core.pairs import Pairs, alike
-from ns_multigpu.core.step_settings import padded
+from ns_multigpu.core.exchange.pair_capacities import Pairs, alike
+from ns_multigpu.core.step.step_settings import padded
 
 Capacities: TypeAlias = tuple[int, Pairs, int]
 """Of rows, of the rows of each pair of ranks, and of intersections."""

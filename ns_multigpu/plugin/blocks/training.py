@@ -22,31 +22,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.adam import AdamStep
-from cuda_ext.ops.lazy_adam import LazyAdam, lazy_serves
-from ns_multigpu.core.assignment import Learns
+from cuda_ext.ops.optim.adam import AdamStep
+from cuda_ext.ops.optim.lazy_adam import LazyAdam, lazy_serves
+from ns_multigpu.core.assign.assignment import Feedback
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.pair_capacities import all_gather_counts, pairs_of
 from ns_multigpu.core.kernels import Kernels
-from ns_multigpu.core.late_counts import LateCounts
-from ns_multigpu.core.pairs import pairs_of, tell_pairs
-from ns_multigpu.core.patch_losses import share_of_mse
 from ns_multigpu.core.schema import names
-from ns_multigpu.core.step import Step
-from ns_multigpu.core.step_settings import Status, StepSettings, with_halos
+from ns_multigpu.core.step.delayed_readback import DelayedReadback
+from ns_multigpu.core.step.patch_losses import share_of_mse
+from ns_multigpu.core.step.step import Step
+from ns_multigpu.core.step.step_settings import Status, StepSettings, with_halos
 from ns_multigpu.core.types import View
-from ns_multigpu.core.world import World
 from ns_multigpu.planning.rates import LAZY_BELOW
-from ns_multigpu.plugin.blocks.feeding import Feed, Feeding
-from ns_multigpu.plugin.blocks.first_room import FirstRoom
 from ns_multigpu.plugin.blocks.fused_noise import StepNoise
 from ns_multigpu.plugin.blocks.fused_rescue import go_back, last_whole_step
 from ns_multigpu.plugin.blocks.graphs import GraphPool, StepGraphs
 from ns_multigpu.plugin.blocks.host_cameras import HostCameras
+from ns_multigpu.plugin.blocks.initial_capacity import InitialCapacity
+from ns_multigpu.plugin.blocks.input_queue import InputQueue
 from ns_multigpu.plugin.blocks.point_storage import PointStorage
-from ns_multigpu.plugin.blocks.refining import Refining
-from ns_multigpu.plugin.blocks.serving import Serving
+from ns_multigpu.plugin.blocks.refinement import Refining
 from ns_multigpu.plugin.blocks.signatures import Signatures
 from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
 from ns_multigpu.plugin.blocks.step_capacities import LEAST_INTERSECTIONS, LEAST_ROWS, StepCapacities
+from ns_multigpu.plugin.blocks.step_inputs import Feed, Feeding
 from ns_multigpu.plugin.faults.out_of_memory import Counts
 from ns_multigpu.plugin.model import exposures
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
@@ -85,7 +85,7 @@ class Training:
     def __init__(self, pipeline: Any, optimizers: Any, world: World, computed: Callable[[], None]) -> None:
         self._pipeline, self._optimizers, self._world = pipeline, optimizers, world
         self._model = pipeline.model
-        self._serving = Serving(pipeline, world, MOST_STEPS)
+        self._serving = InputQueue(pipeline, world, MOST_STEPS)
         self._camera, self._observed = HostCameras(pipeline.datamanager), pipeline.observed
         self._feeding = Feeding(pipeline, optimizers, world.rank, self._camera)
         self._signature = Signatures(pipeline)
@@ -109,11 +109,11 @@ class Training:
             len(pipeline.datamanager.train_share.shapes), one_for_all=self._buffers.one_for_all,
             least=(LEAST_ROWS, LEAST_INTERSECTIONS) if spares else (0, 0),
         )  # fmt: skip
-        self._first = FirstRoom(pipeline, world, self._buffers)
+        self._first = InitialCapacity(pipeline, world, self._buffers)
         self._block = range(0)  # the present one
         pool = GraphPool(world.device) if self._buffers.captures else None
         self._graphs = StepGraphs(pipeline.timer, computed, pool)
-        self._learnt = LateCounts(pipeline.strategy.assignment.learn)
+        self._learnt = DelayedReadback(pipeline.strategy.assignment.learn)
 
     @property
     def _travels(self) -> bool:
@@ -145,8 +145,8 @@ class Training:
         self._choose_lazy()
         strategy, images = self._pipeline.strategy, steps[0] * self._pipeline.batch_size
         strategy.observe(self._model.primitive(depth=False), self._model.points, images)
-        if strategy.assignment.foresees:
-            self._feeding.foresee(steps, MOST_STEPS, lambda step: self._signature(step)[1])
+        if strategy.assignment.prefetches:
+            self._feeding.prefetch_plans(steps, MOST_STEPS, lambda step: self._signature(step)[1])
         self.bring_images(steps[0])
         feeds: list[Feed] = []
         step: Step | None = None
@@ -256,7 +256,7 @@ class Training:
                 if self._observed is not None:
                     self._observed.fill(feed.indices)
             step.rgb = self._graphs.take(plan, lambda: self._serving.parts(self._buffers, step, feed), steps)
-            if self._pipeline.strategy.assignment.learns is not Learns.NOTHING:
+            if self._pipeline.strategy.assignment.learns is not Feedback.NOTHING:
                 self._learnt.send(feed.views, step.learnt)
         return steps
 
@@ -346,7 +346,7 @@ class Training:
             model.densifier.statistics(model.gauss_params, model.densifier_state)
         groups = [self._optimizers.optimizers[name] for name in self._names]
         self._adam = AdamStep([self._optimizers.optimizers[name] for name in self._stepped], with_grads=False)
-        if not self._points.has_room(model.most_points):
+        if not self._points.has_capacity(model.most_points):
             self._let_go()  # what is too small makes room for what is not
         stays = self._points.hold(model.gauss_params, self._adam, model.densifier_state, model.most_points)
         if stays and self._step is not None and self._key == key and not self._first.due(self._room.now):
@@ -375,7 +375,7 @@ class Training:
         """Update capacities from measured demand, which is all-gathered where rows are exchanged."""
         self._buffers.count_traffic(status)
         self._rows_drawn = status.rows
-        pairs = tell_pairs(status.segments, self._world) if self._travels else pairs_of(0, self._world.size)
+        pairs = all_gather_counts(status.segments, self._world) if self._travels else pairs_of(0, self._world.size)
         needed = (status.rows, pairs, status.intersections)
         self._room.learn(needed, status.full, status.done * self._pipeline.batch_size)
         if not status.full:  # a step made anew before it lacks room costs less than half a block that is taken again

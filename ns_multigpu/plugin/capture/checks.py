@@ -15,8 +15,8 @@ import torch
 from nerfstudio.cameras.cameras import CAMERA_MODEL_TO_TYPE, Cameras, CameraType
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import all_gather_objects, broadcast_object
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 
 RENDERED = (CameraType.PERSPECTIVE, CameraType.FISHEYE, CameraType.FISHEYE624)

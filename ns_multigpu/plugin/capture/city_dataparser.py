@@ -18,7 +18,7 @@ from nerfstudio.data.datasets.base_dataset import InputDataset
 from nerfstudio.data.scene_box import SceneBox
 
 if TYPE_CHECKING:
-    from ns_multigpu.data import CityCapture
+    from ns_multigpu.city import CityCapture
 
 CAPTURE, VIEWS, DEPTH = "city_capture", "city_views", "city_depth"
 """Keys of DataparserOutputs.metadata: the CityCapture, the numbers of its views [n] int64, whether depth is wanted."""
@@ -136,7 +136,7 @@ class CityDataParser(DataParser):
             ValueError: an option is out of range.
         """
         if self._capture is None:
-            from ns_multigpu.data import City, CityCapture  # only here: every command of nerfstudio's loads this file
+            from ns_multigpu.city import City, CityCapture  # only here: every command of nerfstudio's loads this file
 
             c = self.config
             self._capture = CityCapture(

@@ -12,9 +12,9 @@ from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.data.datamanagers.full_images_datamanager import FullImageDatamanager, FullImageDatamanagerConfig
 from nerfstudio.data.datasets.base_dataset import InputDataset
 
-from ns_multigpu.core.collectives import all_gather_ints
+from ns_multigpu.core.assign.view_sequence import ViewSequence
+from ns_multigpu.core.dist.collectives import all_gather_ints
 from ns_multigpu.core.random import keyed_generator, keyed_permutation
-from ns_multigpu.core.view_sequence import ViewSequence
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.image_files import Header
 from ns_multigpu.plugin.capture.image_reading import ImageReader

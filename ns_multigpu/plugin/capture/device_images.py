@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints
-from ns_multigpu.core.image_part import ImagePart
-from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.assign.image_part import ImagePart
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.dist.collectives import all_gather_ints
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
-from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager
 
 _SHARE = 0.1

@@ -8,8 +8,8 @@ from pathlib import Path
 from nerfstudio.data.datasets.base_dataset import InputDataset
 from PIL import Image
 
-from ns_multigpu.core.collectives import all_gather_objects
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import all_gather_objects
+from ns_multigpu.core.dist.world import World
 
 _CHANNELS = {"RGB": 3, "L": 3, "RGBA": 4}
 """Channels of the array that nerfstudio makes of an image, by PIL's mode."""

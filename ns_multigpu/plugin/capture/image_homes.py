@@ -4,8 +4,8 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
-from ns_multigpu.core.collectives import all_gather_ints
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import all_gather_ints
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.image_store import ImageShape, aligned
 
 

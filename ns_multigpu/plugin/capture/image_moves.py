@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ns_multigpu.core.image_part import Rectangle, area, is_empty
-from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.assign.image_part import Rectangle, area, is_empty
+from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.types import Patch, View
 from ns_multigpu.plugin.capture.image_store import ImageShape
 

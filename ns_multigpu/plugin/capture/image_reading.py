@@ -12,8 +12,8 @@ from nerfstudio.data.datamanagers.full_images_datamanager import (
 )
 from nerfstudio.data.datasets.base_dataset import InputDataset
 
-from ns_multigpu.core.collectives import all_gather_objects
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import all_gather_objects
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.image_store import ImageData
 

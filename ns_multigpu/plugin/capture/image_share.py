@@ -6,11 +6,11 @@ import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.progress import Progress
 
-from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
-from ns_multigpu.core.image_part import ImagePart, Rectangle, contains, is_empty
-from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.assign.image_part import ImagePart, Rectangle, contains, is_empty
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.dist.collectives import all_gather_ints, exchange_rows
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import Patch, View
-from ns_multigpu.core.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.image_homes import checked_homes
 from ns_multigpu.plugin.capture.image_moves import Move, moves_of

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.image_part import Rectangle
+from ns_multigpu.core.assign.image_part import Rectangle
 
 ImageData = dict[str, Tensor]
 """`image` [H, W, 3 or 4] and perhaps `mask` [H, W, 1] bool."""

@@ -11,7 +11,7 @@ from nerfstudio.data.dataparsers.base_dataparser import DataParserConfig
 from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParser, ColmapDataParserConfig
 from nerfstudio.data.dataparsers.nerfstudio_dataparser import Nerfstudio, NerfstudioDataParserConfig
 
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together, transforms_problems
 from ns_multigpu.plugin.capture.colmap import point_count
 from ns_multigpu.plugin.capture.first_look import colmap_problems

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from nerfstudio.data.datasets.base_dataset import InputDataset
 
-from ns_multigpu.core.collectives import broadcast_object
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import broadcast_object
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import (
     DIFFERENT,
     camera_problems,

@@ -21,8 +21,8 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ns_multigpu.core.collectives import broadcast_object
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import broadcast_object
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.colmap import look_at
 

@@ -21,10 +21,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from ns_multigpu.core.replicas import ReplicaDivergedError
-from ns_multigpu.core.world import DEFAULT_TIMEOUT, ProcessGroup, World
+from ns_multigpu.core.dist.replicas import ReplicaDivergedError
+from ns_multigpu.core.dist.world import DEFAULT_TIMEOUT, ProcessGroup, World
+from ns_multigpu.plugin.checkpoint.atomic_save import remove_old, save
 from ns_multigpu.plugin.checkpoint.training_copy import Content, training_copy
-from ns_multigpu.plugin.checkpoint.whole import remove_old, save
 from ns_multigpu.plugin.faults.out_of_memory import forget_frames
 from ns_multigpu.plugin.faults.signals import NonFiniteError
 

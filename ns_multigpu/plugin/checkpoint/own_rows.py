@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.placement import Placement, checked_shares, rows_of
+from ns_multigpu.core.assign.placement import Placement, checked_shares, rows_of
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import POSITION
-from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint.sharded_state import PLACES, POINTS, SavedPoints, counts_in
 from ns_multigpu.plugin.checkpoint.verify import SHARDS
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint import rows as blocks
 from ns_multigpu.plugin.checkpoint.held_rows import Rows
 from ns_multigpu.plugin.checkpoint.rows import RowsPlanner, read_rows

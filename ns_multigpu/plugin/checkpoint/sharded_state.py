@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_ints, all_gather_objects
-from ns_multigpu.core.holding import Holding
-from ns_multigpu.core.placement import Placement, rows_of
+from ns_multigpu.core.assign.placement import Placement, rows_of
+from ns_multigpu.core.assign.shard_index import ShardIndex
+from ns_multigpu.core.dist.collectives import all_gather_ints, all_gather_objects
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import POSITION
-from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint.held_rows import Rows
 from ns_multigpu.plugin.checkpoint.training_state import MERGED
 from ns_multigpu.plugin.checkpoint.verify import SHARDS, DamagedCheckpoint, cut_short, read_manifest, states_folder
@@ -43,7 +43,7 @@ PLACES = "placement/places"
 
 
 def split_state(
-    tensors: Mapping[str, Tensor], params: Mapping[str, Tensor], world: World, holding: Holding | None = None
+    tensors: Mapping[str, Tensor], params: Mapping[str, Tensor], world: World, holding: ShardIndex | None = None
 ) -> tuple[dict[str, Tensor | Rows], dict[str, Any]]:
     """What the ranks of a sharded model write, each its rows; every rank calls it. No rows leave their rank.
 
@@ -214,7 +214,7 @@ def learn_placement(placement: Placement, pipeline: Mapping[str, Any], models: P
         return
     tensors = SavedPoints.of(pipeline, models).tensors
     known = tensors.read([name for name in tensors.names if name.startswith(KNOWLEDGE)])
-    placement.learn_again({name[len(KNOWLEDGE) :]: value for name, value in known.items()})
+    placement.load_state({name[len(KNOWLEDGE) :]: value for name, value in known.items()})
 
 
 class OwnMoments(Mapping[str, Any]):

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_objects, max_int
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import all_gather_objects, max_int
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint.held_rows import Rows
 from ns_multigpu.plugin.checkpoint.to_host import to_host
 from ns_multigpu.plugin.faults.host_memory import available_memory

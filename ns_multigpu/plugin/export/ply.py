@@ -22,7 +22,7 @@ from nerfstudio.data.scene_box import OrientedBox
 from torch import Tensor
 
 from ns_multigpu.core.schema import HARMONICS, POSITION, Parameter, degree_of
-from ns_multigpu.plugin.checkpoint.kind import kind_in
+from ns_multigpu.plugin.checkpoint.objective_kind import kind_in
 from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, SavedPoints
 from ns_multigpu.plugin.checkpoint.verify import SHARDS, checkpoints_in, read_checkpoint_file, step_of
 from ns_multigpu.plugin.faults.errors import InputError

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.markup import escape
 
-from ns_multigpu.core.collectives import barrier
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import barrier
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults import memory
 from ns_multigpu.plugin.faults.numerics import NumericGuard
 from ns_multigpu.plugin.faults.signals import GO_ON, MANY, RENDER, STOP, WAIT, Interrupted, StopSignals, signal_name

@@ -85,7 +85,7 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + idle
 
 
-def make_room(device: torch.device) -> None:
+def grow_capacity(device: torch.device) -> None:
     """Gives the allocator's idle blocks back to a GPU that has less than that free. Called before a capture, which has
     memory of its own and cannot have them given back when it finds none."""
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -100,7 +100,7 @@ def hoards(device: torch.device) -> bool:
     return torch.cuda.memory_reserved(device) > 3 * torch.cuda.max_memory_allocated(device) + _MARGIN
 
 
-def has_spare_room(device: torch.device) -> bool:
+def has_spare_capacity(device: torch.device) -> bool:
     """Whether a GPU has as much free as the allocator holds idle, and a little more: room for a graph's own set of the
     buffers that a step has just used, beside the next step's."""
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

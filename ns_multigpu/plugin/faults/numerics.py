@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_objects, max_in_place, sum_in_place
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import all_gather_objects, max_in_place, sum_in_place
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.faults.signals import NonFiniteError
 
@@ -138,7 +138,7 @@ class NumericGuard:
         if not self.active:
             return True
         graded = {name: p.grad for name, p in params.items() if p.grad is not None and p.grad.numel()}
-        numbers = self._together(witnesses(list(graded.values())))
+        numbers = self._together(finite_flags(list(graded.values())))
         views = list(view_losses)
         losses = self._together([view_losses[view].detach() for view in views])
         self._noted.append(_Noted([step], [views], list(graded), torch.cat([losses, numbers])[None]))
@@ -188,7 +188,7 @@ class NumericGuard:
             return
         noted, self._noted, self.unsure = self._noted, [], False
         held = {name: p.detach() for name, p in params.items() if p.dim() and p.numel() and p.is_floating_point()}
-        numbers = self._together([*(one.numbers for one in noted), *witnesses(list(held.values()))])
+        numbers = self._together([*(one.numbers for one in noted), *finite_flags(list(held.values()))])
         # Where all is well this is 0, on all ranks, and all that is waited for; NaN and infinity make it NaN.
         sign = (0 * numbers).sum(dtype=torch.float32)
         sum_in_place(sign, self._world)
@@ -265,7 +265,7 @@ def _bad_rows(x: Tensor) -> int:
     return int((~x.isfinite()).reshape(len(x), -1).any(-1).sum())
 
 
-def witnesses(tensors: Sequence[Tensor]) -> list[Tensor]:
+def finite_flags(tensors: Sequence[Tensor]) -> list[Tensor]:
     """One number of each tensor (none of them empty), [], that is finite if and only if all of its elements are.
 
     On a GPU it is the largest magnitude, of all tensors in one pass. On a CPU, where torch adds tens of times faster

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ns_multigpu.core.collectives import all_gather_objects, max_int
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import all_gather_objects, max_int
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults import memory
 from ns_multigpu.plugin.faults.signals import RanOutOfMemory
 
@@ -149,16 +149,18 @@ def check_room(needed: float, what: str, world: World) -> None:
         needed: bytes. what: is to have them.
 
     Raises:
-        NoRoom: on every rank: one of them has not.
+        CapacityExceeded: on every rank: one of them has not.
     """
     free = memory.free_bytes(world.device)
     if free is None:
         return
     if max_int(int(needed > free), world):
-        raise NoRoom(f"{needed / 2**30:.1f} GiB are needed for {what}, {free / 2**30:.1f} are free", here=needed > free)
+        raise CapacityExceeded(
+            f"{needed / 2**30:.1f} GiB are needed for {what}, {free / 2**30:.1f} are free", here=needed > free
+        )
 
 
-class NoRoom(torch.cuda.OutOfMemoryError):
+class CapacityExceeded(torch.cuda.OutOfMemoryError):
     """There is no room for a step that has not begun: known on all ranks.
 
     Attributes:

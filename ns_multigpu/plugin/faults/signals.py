@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from ns_multigpu.core.collectives import max_int
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import max_int
+from ns_multigpu.core.dist.world import World
 
 STOPPING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 

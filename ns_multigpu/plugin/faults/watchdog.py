@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ns_multigpu.core.collectives import broadcast_object
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import broadcast_object
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.signals import StallError, end_process
 
 LONG_PHASES = frozenset({"start", "evaluation", "checkpoint"})

@@ -11,8 +11,8 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from ns_multigpu.core.collectives import all_gather_objects
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import all_gather_objects
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 
 Manifest = dict[str, str]

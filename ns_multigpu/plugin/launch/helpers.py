@@ -16,8 +16,8 @@ from typing import Any, Literal
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 
-from ns_multigpu.core.collectives import broadcast_object
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import broadcast_object
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.launch.processes import RankFailed, RankProcesses, environment, how_ended, preload
 

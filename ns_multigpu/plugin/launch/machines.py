@@ -13,8 +13,8 @@ import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 
-from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import all_gather_objects, broadcast_object
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.agreement import check_same_start
 from ns_multigpu.plugin.launch.process_world import set_world

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.world import World
 
 _GLOO = "pt_gloo_runloop"
 """What torch calls gloo's threads."""

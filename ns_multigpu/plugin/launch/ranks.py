@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ns_multigpu.core.machines import Layout, Place, layout_of
-from ns_multigpu.core.meeting import store_of_this_life
-from ns_multigpu.core.world import own_place
+from ns_multigpu.core.dist.machines import Layout, Place, layout_of
+from ns_multigpu.core.dist.rendezvous import store_of_this_life
+from ns_multigpu.core.dist.world import own_place
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.agreement import refuse_differences
 

@@ -43,7 +43,7 @@ def restarts() -> int:
 
 
 def recall(folder: Path, starts: Sequence[Start]) -> str | None:
-    """Learns from all ranks whether this job has lived before: each machine's agent counts the restarts that it made.
+    """Find out from all ranks whether this job has lived before: each machine's agent counts the restarts that it made.
 
     Args:
         folder: where run folders lie.

@@ -39,7 +39,7 @@ def scaling_rule(choice: ScalingChoice, images: int, views: int) -> ScalingRule:
 
 
 @dataclass(frozen=True)
-class RateCourse:
+class RateSchedule:
     """What learning rates are multiplied by, besides their own schedules, from a run's start to its end.
 
     Attributes:
@@ -92,7 +92,7 @@ class RateCourse:
         return min(step * self.batch / self.images, 1.0)
 
 
-def scale_optimizer(optimizer: torch.optim.Optimizer, course: RateCourse) -> None:
+def scale_optimizer(optimizer: torch.optim.Optimizer, course: RateSchedule) -> None:
     """Makes one step of an Adam on a batch's mean gradient go as far as `batch` steps. Changes it in place.
 
     Raises:
@@ -114,7 +114,7 @@ def scale_optimizer(optimizer: torch.optim.Optimizer, course: RateCourse) -> Non
         group["eps"] /= batch**0.5
 
 
-def scaled_scheduler(optimizer: torch.optim.Optimizer, scheduler: Any | None, course: RateCourse) -> Any | None:
+def scaled_scheduler(optimizer: torch.optim.Optimizer, scheduler: Any | None, course: RateSchedule) -> Any | None:
     """The scheduler of an optimizer that is scaled already, to be stepped once a batch: it follows the images seen.
 
     Args:
@@ -166,7 +166,7 @@ def next_rates(scheduler: Any) -> None:
 # Plain functions: LambdaLR would save any other callable's fields.
 
 
-def _followed(schedule: Callable[[int], float], course: RateCourse) -> Callable[[int], float]:
+def _followed(schedule: Callable[[int], float], course: RateSchedule) -> Callable[[int], float]:
     """A schedule over images, asked about steps."""
 
     def at(step: int) -> float:
@@ -175,7 +175,7 @@ def _followed(schedule: Callable[[int], float], course: RateCourse) -> Callable[
     return at
 
 
-def _stairs(milestones: Sequence[int], gamma: float, course: RateCourse) -> Callable[[int], float]:
+def _stairs(milestones: Sequence[int], gamma: float, course: RateSchedule) -> Callable[[int], float]:
     """A factor gamma more behind each of these steps."""
 
     def at(step: int) -> float:

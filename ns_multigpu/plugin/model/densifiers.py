@@ -3,9 +3,9 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ns_multigpu.core.assign.shard_index import ShardIndex
 from ns_multigpu.core.densifier import Densifier
-from ns_multigpu.core.holding import Holding
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
@@ -22,7 +22,7 @@ ANY_NUMBER = 1 << 40
 
 
 def make_densifier(
-    options: "SplatModelConfig", views: int, world: World, seed: int, *, holding: Holding | None = None
+    options: "SplatModelConfig", views: int, world: World, seed: int, *, holding: ShardIndex | None = None
 ) -> Densifier:
     """The densifier, which counts images seen and decides alike on every rank.
 

@@ -4,9 +4,9 @@ from typing import Any, Literal
 
 import torch
 
-from cuda_ext.ops.adam import AdamStep
-from ns_multigpu.core.exposures import StepExposures, identity_maps
+from cuda_ext.ops.optim.adam import AdamStep
 from ns_multigpu.core.schema import POSITION
+from ns_multigpu.core.step.exposures import StepExposures, identity_maps
 
 Choice = Literal["off", "affine", "auto"]
 

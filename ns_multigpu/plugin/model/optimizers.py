@@ -8,11 +8,11 @@ import torch
 from nerfstudio.engine.optimizers import Optimizers
 from torch.nn import Parameter
 
-from cuda_ext.ops.adam import FusedAdam, fused_step
-from cuda_ext.ops.compact_adam import CompactAdam
-from ns_multigpu.core.collectives import sum_in_place
-from ns_multigpu.core.world import World
-from ns_multigpu.plugin.model.batch_scaling import RateCourse, scale_optimizer, scaled_scheduler
+from cuda_ext.ops.optim.adam import FusedAdam, fused_step
+from cuda_ext.ops.optim.compact_adam import CompactAdam
+from ns_multigpu.core.dist.collectives import sum_in_place
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.model.batch_scaling import RateSchedule, scale_optimizer, scaled_scheduler
 
 
 class BatchOptimizers(Optimizers):
@@ -34,7 +34,7 @@ class BatchOptimizers(Optimizers):
         self,
         config: dict[str, Any],
         param_groups: dict[str, list[Parameter]],
-        course: RateCourse,
+        course: RateSchedule,
         *,
         fused: bool = False,
         compact: Sequence[str] = (),

@@ -4,10 +4,10 @@ import torch
 from nerfstudio.models.splatfacto import SplatfactoModel
 from torch import Tensor
 
-from ns_multigpu.core.holding import Holding
-from ns_multigpu.core.placement import Placement, checked_shares, rows_of
+from ns_multigpu.core.assign.placement import Placement, checked_shares, rows_of
+from ns_multigpu.core.assign.shard_index import ShardIndex
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import POSITION
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.morton import dealt_order
 
 
@@ -23,7 +23,7 @@ class ShardedPoints(SplatfactoModel):
         shard_world: the ranks.
     """
 
-    holding: Holding | None = None
+    holding: ShardIndex | None = None
     shard_counts: list[int] | None = None
     shard_world: World | None = None
 
@@ -59,7 +59,7 @@ class ShardedPoints(SplatfactoModel):
         if not placement.in_ranges:
             places = torch.arange(own.start, own.stop) if isinstance(own, range) else own
             places = places.to(means.device)
-        self.holding = Holding(placement)
+        self.holding = ShardIndex(placement)
         for name, value in list(self.gauss_params.items()):
             self.gauss_params[name] = torch.nn.Parameter(value.detach()[mine])
         self.holding.hold(places, self.gauss_params[POSITION], [len(share) for share in shares])
@@ -67,7 +67,7 @@ class ShardedPoints(SplatfactoModel):
         self.count_shards()
 
     def count_shards(self) -> None:
-        """Learns how many points each rank of a sharded model has now. Every rank calls it."""
+        """Update how many points each rank of a sharded model has now. Every rank calls it."""
         if self.holding is not None and self.shard_world is not None:
             self.shard_counts = list(self.holding.of_ranks(self.num_points, self.shard_world))
 

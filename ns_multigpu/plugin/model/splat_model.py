@@ -19,15 +19,15 @@ from pytorch_msssim import SSIM
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
+from ns_multigpu.core.assign.image_part import ImagePart
 from ns_multigpu.core.densifier import Densifier
-from ns_multigpu.core.exposures import drift, exposed
-from ns_multigpu.core.image_part import ImagePart
-from ns_multigpu.core.loss import photometric_loss
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.schema import POSITION, Parameter, names
+from ns_multigpu.core.step.exposures import drift, exposed
+from ns_multigpu.core.step.loss import photometric_loss
 from ns_multigpu.core.types import Patch, Pixels, Points, Rendering, View
-from ns_multigpu.core.world import World
 from ns_multigpu.plugin.launch.checks import check_first_points, check_random_points
 from ns_multigpu.plugin.model import exposures, surfaces
 from ns_multigpu.plugin.model.cameras import view_from_camera

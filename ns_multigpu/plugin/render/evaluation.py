@@ -10,8 +10,8 @@ from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.model_components.lib_bilagrid import color_correct
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_objects
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import all_gather_objects
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.render.service import RenderService
 
 

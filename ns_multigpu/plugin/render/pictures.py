@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from cuda_ext.dispatch.load import backend
-from ns_multigpu.core.collectives import all_gather_ints, exchange_rows
-from ns_multigpu.core.forward import Forward, NoRoom
-from ns_multigpu.core.plan import Plan
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.dist.collectives import all_gather_ints, exchange_rows
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import POSITION
+from ns_multigpu.core.step.forward import CapacityExceeded, Forward
 from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import Patch, Pixels, Points, View
-from ns_multigpu.core.world import World
 from ns_multigpu.locality.palette import rank_colors
 from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.render.service import RANK, Outputs, RenderRequest
@@ -75,7 +75,7 @@ class Pictures:
         """The picture on `roots`, as `SplatModel.get_outputs` returns it in eval mode; None elsewhere. All call it.
 
         Raises:
-            NoRoom: on all ranks, where even a small part of it does not fit.
+            CapacityExceeded: on all ranks, where even a small part of it does not fit.
         """
         model, world = self._model, self._world
         view, points = self._asked(request)
@@ -114,7 +114,7 @@ class Pictures:
                 (`Primitive.median`), and not the expected depth.
 
         Raises:
-            NoRoom: see `draw`.
+            CapacityExceeded: see `draw`.
         """
         view, points = self._asked(request)
         primitive = self._model.primitive(depth=True, counted=False)
@@ -149,7 +149,7 @@ class Pictures:
         while True:
             try:
                 drawn = self._forward.draw(kernels, points, view, passes)
-            except NoRoom:
+            except CapacityExceeded:
                 if passes >= MOST_PASSES:
                     raise
                 passes *= 2

@@ -18,12 +18,12 @@ from nerfstudio.cameras.cameras import Cameras
 from nerfstudio.cameras.rays import RayBundle
 from nerfstudio.data.scene_box import OrientedBox
 
-from ns_multigpu.core.collectives import broadcast_object
-from ns_multigpu.core.forward import NoRoom
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import broadcast_object
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.step.forward import CapacityExceeded
 from ns_multigpu.plugin.render.late_outputs import LateOutputs
-from ns_multigpu.plugin.render.lent_lock import LentLock, untraced
-from ns_multigpu.plugin.render.strides import Strides
+from ns_multigpu.plugin.render.step_lock import StepLock, untraced
+from ns_multigpu.plugin.render.viewer_throttle import ViewerThrottle
 
 T = TypeVar("T")
 Outputs = dict[str, Any]
@@ -109,9 +109,9 @@ class RenderService:
 
     def __init__(self, model: Any, pictures: Any, world: World) -> None:
         self.pictures, self._world = pictures, world
-        self.lock = LentLock()
+        self.lock = StepLock()
         self.rate: float | None = None
-        self.strides = Strides()
+        self.strides = ViewerThrottle()
         self._main = threading.get_ident()
         self._drawing: int | None = None  # the thread that draws an image now
         self._leads = self._always = self._failed = False
@@ -139,7 +139,7 @@ class RenderService:
             on `roots` what the model's `get_outputs` returns in eval mode; None elsewhere.
 
         Raises:
-            NoRoom: on all ranks, where even a small part of it does not fit their devices.
+            CapacityExceeded: on all ranks, where even a small part of it does not fit their devices.
         """
         return self._render(RenderRequest.of(camera, crop), roots)
 
@@ -164,7 +164,7 @@ class RenderService:
         for ever.
 
         Raises:
-            NoRoom: the image does not fit the ranks' devices.
+            CapacityExceeded: the image does not fit the ranks' devices.
             RuntimeError: an earlier image failed half way, and the ranks are not together any more.
             SystemExit: in a viewer's thread, that training has ended.
         """
@@ -204,7 +204,7 @@ class RenderService:
             return self._lead(request)
         if threading.get_ident() != self._main:
             answer = self.lock.ask(request)
-            if isinstance(answer, NoRoom):
+            if isinstance(answer, CapacityExceeded):
                 raise answer
             return answer
         raise RuntimeError("an output that takes all ranks was looked at when they did not help any more")
@@ -234,13 +234,13 @@ class RenderService:
 
     def help(self, request: RenderRequest) -> None:
         """Renders with the others what rank 0 has asked for."""
-        with contextlib.suppress(NoRoom):  # which all ranks have met; rank 0 tells
+        with contextlib.suppress(CapacityExceeded):  # which all ranks have met; rank 0 tells
             self._render(request, (0,))
 
-    def _answer(self, request: RenderRequest) -> "Outputs | NoRoom":
+    def _answer(self, request: RenderRequest) -> "Outputs | CapacityExceeded":
         try:
             return self._lead(request)
-        except NoRoom as error:  # for whoever asked; training goes on
+        except CapacityExceeded as error:  # for whoever asked; training goes on
             return error
 
     def _lead(self, request: RenderRequest) -> Outputs:
@@ -254,7 +254,7 @@ class RenderService:
             broadcast_object(request, 0, self._world)
             try:
                 outputs = self._render(request, (0,))
-            except NoRoom:
+            except CapacityExceeded:
                 self._failed = False
                 raise
             assert outputs is not None

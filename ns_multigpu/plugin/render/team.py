@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 
-from ns_multigpu.core.collectives import broadcast_object
-from ns_multigpu.core.world import gpu_places
+from ns_multigpu.core.dist.collectives import broadcast_object
+from ns_multigpu.core.dist.world import gpu_places
 from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, shapes_in
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in, read_checkpoint_file, step_of
 from ns_multigpu.plugin.faults.errors import InputError

@@ -5,7 +5,7 @@ from typing import Any
 
 from nerfstudio.utils.rich_utils import CONSOLE
 
-from ns_multigpu.core.collectives import broadcast_int
+from ns_multigpu.core.dist.collectives import broadcast_int
 from ns_multigpu.plugin.faults.signals import MANY
 
 

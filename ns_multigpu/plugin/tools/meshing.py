@@ -16,9 +16,9 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from rich.progress import track
 from torch import Tensor
 
-from ns_multigpu.core.collectives import exchange_rows
+from ns_multigpu.core.dist.collectives import exchange_rows
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
-from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.render.pictures import Pictures
 from ns_multigpu.plugin.render.service import RenderRequest

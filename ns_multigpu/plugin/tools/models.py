@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 
-from ns_multigpu.core.world import World, gpu_places
+from ns_multigpu.core.dist.world import World, gpu_places
 from ns_multigpu.plugin.capture.moved import DATA
 from ns_multigpu.plugin.checkpoint.verify import read_checkpoint_file
 from ns_multigpu.plugin.export.ply import run_checkpoint

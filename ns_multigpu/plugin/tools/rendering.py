@@ -23,8 +23,8 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from rich.progress import track
 from torch import Tensor
 
-from ns_multigpu.core.collectives import broadcast_object, max_int
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import broadcast_object, max_int
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.render.panorama import panorama
 from ns_multigpu.plugin.render.service import Outputs, RenderRequest

@@ -7,8 +7,8 @@ import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 
-from ns_multigpu.core.collectives import all_gather_ints
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import all_gather_ints
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.planning.memory import most_points
 from ns_multigpu.planning.outlook import SOME_SIZE, described, outlook
 from ns_multigpu.planning.quantities import gib

@@ -22,7 +22,7 @@ from nerfstudio.engine.trainer import TrainerConfig
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 
-from ns_multigpu.core.world import gpu_places
+from ns_multigpu.core.dist.world import gpu_places
 from ns_multigpu.plugin.capture.first_look import first_look
 from ns_multigpu.plugin.capture.reading import FAULTS
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in, step_of
@@ -45,7 +45,7 @@ from ns_multigpu.plugin.launch.run_folder import (
     restarts,
 )
 from ns_multigpu.plugin.launch.run_parts import run_parts
-from ns_multigpu.plugin.model.batch_scaling import RateCourse, ScalingChoice, scaling_rule
+from ns_multigpu.plugin.model.batch_scaling import RateSchedule, ScalingChoice, scaling_rule
 from ns_multigpu.plugin.model.surfaces import check_primitive
 from ns_multigpu.plugin.train.objective import Objective
 from ns_multigpu.plugin.train.recipe import Recipe, apply_recipe, told
@@ -393,11 +393,11 @@ class DistributedTrainerConfig(RunConfig):
     """Sets the options that decide how good the pictures get, all but those that you give: "splatfacto" as nerfstudio's
     splatfacto has them; "best" for the best held-out pictures that we know how to get (docs/recipes.md)."""
 
-    def rate_course(self, batch: int, views: int) -> RateCourse:
+    def rate_schedule(self, batch: int, views: int) -> RateSchedule:
         """What learning rates follow when each step sees `batch` images of a capture of so many training views."""
         images = max(self.steps_for(batch), 1) * batch
         rule = scaling_rule(self.batch_scaling, images, views)
-        return RateCourse(rule, batch, images, self.rates_at_end, self.rates_fall_from)
+        return RateSchedule(rule, batch, images, self.rates_at_end, self.rates_fall_from)
 
     def complete(self, ranks: int) -> None:
         """Set what `recipe` sets.

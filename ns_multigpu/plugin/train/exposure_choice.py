@@ -6,8 +6,8 @@ import torch
 from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
 
-from ns_multigpu.core.collectives import broadcast_object
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import broadcast_object
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.differing_exposures import Exposures, differ, measured
 from ns_multigpu.plugin.faults.errors import InputError

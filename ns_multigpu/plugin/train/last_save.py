@@ -12,7 +12,7 @@ from typing import Any
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 
-from ns_multigpu.core.collectives import broadcast_int, broadcast_object
+from ns_multigpu.core.dist.collectives import broadcast_int, broadcast_object
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in
 from ns_multigpu.plugin.faults.errors import SaveFailed
 from ns_multigpu.plugin.launch.commands import resume_command

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 from nerfstudio.engine.optimizers import Optimizers
 from torch import Tensor
 
-from ns_multigpu.core.replicas import broadcast_in_place
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.replicas import broadcast_in_place
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
+from ns_multigpu.plugin.checkpoint.atomic_save import Opened
 from ns_multigpu.plugin.checkpoint.training_copy import Content
-from ns_multigpu.plugin.checkpoint.whole import Opened
 from ns_multigpu.plugin.faults.guards import Guards
 
 Row = dict[str, Any]

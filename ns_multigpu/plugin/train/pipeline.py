@@ -13,18 +13,18 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from torch import Tensor
 
 from ns_multigpu.cells.options import PixelOptions
-from ns_multigpu.core.collectives import broadcast_object
-from ns_multigpu.core.like_views import alike, works
+from ns_multigpu.core.assign.balanced_views import alike, works
+from ns_multigpu.core.dist.collectives import broadcast_object
 from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.types import View
 from ns_multigpu.locality.options import LocalityOptions
-from ns_multigpu.plugin.blocks.rehearsal import rehearse
+from ns_multigpu.plugin.blocks.warmup import warm_up
 from ns_multigpu.plugin.capture.checks import DIFFERENT, different_points, raise_together
 from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
 from ns_multigpu.plugin.capture.device_observations import DeviceObservations
 from ns_multigpu.plugin.capture.image_homes import homes_of
 from ns_multigpu.plugin.capture.tracks import training_tracks
-from ns_multigpu.plugin.checkpoint.kind import check_kind, without_kind
+from ns_multigpu.plugin.checkpoint.objective_kind import check_kind, without_kind
 from ns_multigpu.plugin.checkpoint.own_rows import OwnRows, own_rows
 from ns_multigpu.plugin.checkpoint.sharded_state import POINTS, learn_placement, load_points, shapes_in
 from ns_multigpu.plugin.checkpoint.verify import SHARDS
@@ -179,7 +179,7 @@ class DistributedPipeline(RunPipeline):
         if self.trains:
             self._check_and_place()
         self.renders = RenderService(self.model, Pictures(self.model, self.strategy), self.world)
-        self.rehearsed: Callable[[], object] = lambda: None
+        self.warmed_up: Callable[[], object] = lambda: None
         # Of steps through autograd; images that evaluation and the viewer ask for are nobody's.
         self.world.traffic.measured = lambda: self.timer.within("compute", "exchange")
         seed = broadcast_object(torch.initial_seed(), 0, self.world)
@@ -246,7 +246,7 @@ class DistributedPipeline(RunPipeline):
     def prepare_training(self) -> None:
         """Reads this rank's images. Every rank calls it; `rehearsed` then waits for what goes on beside it."""
         run_parts().done("optimizers, viewer, checkpoint, logs")
-        self.rehearsed = rehearse(self.model, self.world)  # while images are decoded
+        self.warmed_up = warm_up(self.model, self.world)  # while images are decoded
         data, at_home = self.datamanager, self.strategy.placement.homes_of_views
         data.sequence.arrange = self.strategy.placement.arranged(self.batch_size) or self._arranged()
         if self.world.machines > 1 and len(at_home) == len(data.train_dataset):

@@ -14,7 +14,7 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from rich.progress import track
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_objects, broadcast_object
+from ns_multigpu.core.dist.collectives import all_gather_objects, broadcast_object
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.checkpoint.verify import read_checkpoint_file, step_of
 from ns_multigpu.plugin.faults.errors import show_uncaught

@@ -15,8 +15,8 @@ from nerfstudio.utils import writer
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 
-from ns_multigpu.core.collectives import all_gather_floats
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.collectives import all_gather_floats
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.blocks.timing import StepTimer
 from ns_multigpu.plugin.launch.run_parts import run_parts
 from ns_multigpu.plugin.train.late_images import write_images_late

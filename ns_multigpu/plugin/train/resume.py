@@ -9,11 +9,11 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 
 import ns_multigpu
-from ns_multigpu.core.world import World
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.checkpoint.atomic_save import open_checkpoint, remove_old, save, to_go_on_from
 from ns_multigpu.plugin.checkpoint.background import CheckpointWriter, Content
 from ns_multigpu.plugin.checkpoint.training_state import put_generators, take_generators
 from ns_multigpu.plugin.checkpoint.verify import step_of
-from ns_multigpu.plugin.checkpoint.whole import open_checkpoint, remove_old, save, to_go_on_from
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.agreement import options_of
 from ns_multigpu.plugin.launch.run_folder import restarts

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.schema import HARMONICS, degree_of
-from ns_multigpu.core.world import World
 from ns_multigpu.plugin.checkpoint import training_state as state
-from ns_multigpu.plugin.checkpoint.kind import check_kind, named
+from ns_multigpu.plugin.checkpoint.atomic_save import Opened, together
+from ns_multigpu.plugin.checkpoint.objective_kind import check_kind, named
 from ns_multigpu.plugin.checkpoint.sharded_state import (
     KNOWLEDGE,
     POINTS,
@@ -21,7 +22,6 @@ from ns_multigpu.plugin.checkpoint.sharded_state import (
     without_points,
 )
 from ns_multigpu.plugin.checkpoint.training_copy import Content
-from ns_multigpu.plugin.checkpoint.whole import Opened, together
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.plugin.train.objective import Resumed
@@ -118,7 +118,7 @@ class SplatState:
             return
         model.prepare_densifier(self._world, int(values["seed"]))
         if values["views"] == _views(pipeline.datamanager):
-            pipeline.strategy.assignment.learn_again(values.get("assignment", []))
+            pipeline.strategy.assignment.load_state(values.get("assignment", []))
         read = opened.tensors.read
         if values["densifier"]["kind"] == model.densifier.kind:
             model.densifier_state.update(values["densifier"]["values"])

@@ -10,15 +10,15 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from rich.text import Text
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_rows
+from ns_multigpu.core.dist.collectives import all_gather_rows
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.schema import POSITION, names
-from ns_multigpu.core.world import World
 from ns_multigpu.locality.picture import MOST_POINTS, Partition, draw
 from ns_multigpu.planning.memory import checkpoint_bytes
 from ns_multigpu.planning.work import Course
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
+from ns_multigpu.plugin.checkpoint.atomic_save import Opened
 from ns_multigpu.plugin.checkpoint.training_copy import Content
-from ns_multigpu.plugin.checkpoint.whole import Opened
 from ns_multigpu.plugin.faults.out_of_memory import Attempt
 from ns_multigpu.plugin.model.optimizers import BatchOptimizers
 from ns_multigpu.plugin.model.splat_model import SplatModel
@@ -46,7 +46,7 @@ class SplatObjective(Objective):
     def build_optimizers(self) -> BatchOptimizers:
         """See `Objective.build_optimizers`: scaled for the batch."""
         config, pipeline = self.config, self.pipeline
-        course = config.rate_course(pipeline.batch_size, len(pipeline.datamanager.train_dataset))
+        course = config.rate_schedule(pipeline.batch_size, len(pipeline.datamanager.train_dataset))
         if course.batch > 1:
             CONSOLE.print(course.described())
         compact = names(pipeline.model.schema) if pipeline.model.config.optimizer_state == "compact" else ()

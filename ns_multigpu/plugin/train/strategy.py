@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.exchanged_rows import ExchangedRows
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.travelling_rows import ExchangedRows
-from ns_multigpu.core.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from strategies import STRATEGIES
 

@@ -87,7 +87,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def say_goodbye(lines: Sequence[tuple[str, str]], commands: Sequence[tuple[str, str]]) -> None:
+def print_summary(lines: Sequence[tuple[str, str]], commands: Sequence[tuple[str, str]]) -> None:
     """What a run says at its end.
 
     Args:
@@ -128,7 +128,7 @@ def say_how_it_went(trainer: Any, folder: Path, held_out: Any) -> None:
     else:
         longer = ("--max-num-iterations", str(2 * steps))
     models = folder / trainer.config.relative_model_dir
-    say_goodbye(lines, commands_afterwards(str(trainer.config.method_name), folder, models, *longer))
+    print_summary(lines, commands_afterwards(str(trainer.config.method_name), folder, models, *longer))
 
 
 class PsnrWatch:

@@ -17,8 +17,8 @@ from nerfstudio.utils.rich_utils import CONSOLE
 from nerfstudio.utils.writer import EventName, TimeWriter
 from rich.text import Text
 
-from ns_multigpu.core.collectives import barrier
-from ns_multigpu.core.replicas import assert_identical
+from ns_multigpu.core.dist.collectives import barrier
+from ns_multigpu.core.dist.replicas import assert_identical
 from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks, Measured
 from ns_multigpu.plugin.blocks.fused_options import next_stop
 from ns_multigpu.plugin.checkpoint.verify import checkpoints_in

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cuda_ext.ops.convexes import CORNERS
-from ns_multigpu.primitives.gaussians.regroup import Halves
-from ns_multigpu.primitives.steady import logit, sigmoid
+from cuda_ext.ops.raster.convexes import CORNERS
+from ns_multigpu.primitives.deterministic import logit, sigmoid
+from ns_multigpu.primitives.gaussians.regroup import SplitRule
 
 SMALLER = 0.63
 """A child's corners, in units of its parent's (the published code's)."""
@@ -26,7 +26,7 @@ def arms(corners: Tensor) -> Tensor:
     return by_corner - ((a + b + c + d + e + f) * (1 / CORNERS))[:, None]
 
 
-class ConvexParts(Halves):
+class ConvexParts(SplitRule):
     """A split's six children: each has its parent's shape, smaller, and its centre at one of the parent's corners
     (Held et al. 2024, section 3.4). Nothing is cloned. A convex's size is the largest of its corners' standard
     deviations along the world's axes."""
@@ -37,24 +37,24 @@ class ConvexParts(Halves):
     shrunk: ClassVar[Collection[str]] = ()
 
     def sizes(self, params: Mapping[str, Tensor]) -> Tensor:
-        """See `Halves`."""
+        """See `SplitRule`."""
         a, b, c, d, e, f = arms(params["corners"].detach()).square().unbind(1)
         return ((a + b + c + d + e + f) * (1 / CORNERS)).amax(-1).sqrt()
 
     def child_sizes(self, sizes: Tensor) -> Tensor:
-        """See `Halves`."""
+        """See `SplitRule`."""
         return sizes * SMALLER
 
     def child_opacities(self, opacities: Tensor) -> Tensor:
-        """See `Halves`."""
+        """See `SplitRule`."""
         return opacities * FAINTER
 
     def offsets(self, params: Mapping[str, Tensor], drawn: Tensor) -> Tensor:
-        """See `Halves`: [6, C, 3]."""
+        """See `SplitRule`: [6, C, 3]."""
         return arms(params["corners"]).transpose(0, 1)
 
     def move(self, name: str, rows: Tensor, offsets: Tensor) -> None:
-        """See `Halves`."""
+        """See `SplitRule`."""
         super().move(name, rows, offsets)
         if name == "corners":
             rows *= SMALLER
@@ -64,5 +64,5 @@ class ConvexParts(Halves):
             rows.copy_(logit(sigmoid(rows) * FAINTER))
 
     def moved(self) -> Collection[str]:
-        """See `Halves`."""
+        """See `SplitRule`."""
         return ("means", "corners", "sigmas", "opacities")

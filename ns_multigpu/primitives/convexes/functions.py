@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.ops.convexes import CORNERS, ConvexProjection, convex_lists, project_convexes, rasterize_convexes
+from cuda_ext.ops.raster.convexes import CORNERS, ConvexProjection, convex_lists, project_convexes, rasterize_convexes
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.primitives.composed_kernels import refuse_options
@@ -27,7 +27,7 @@ class Convexes(Primitive):
 
     `Points.params`: `means` [N, 3], centres; `corners` [N, 18], x, y, z of six points, which count from their own mean,
     so that `means` are the points' mean whatever they are; `deltas` and `sigmas` [N, 1], natural logarithms of
-    smoothness and sharpness (see `cuda_ext.ops.convexes`); `opacities` [N, 1], logits; `features_dc` [N, 3] and
+    smoothness and sharpness (see `cuda_ext.ops.raster.convexes`); `opacities` [N, 1], logits; `features_dc` [N, 3] and
     `features_rest` [N, R, 3], spherical harmonics, or with `sh_degree` None `features_dc` alone: logits of the colour.
 
     Attributes:
@@ -129,7 +129,7 @@ class Convexes(Primitive):
     def project(
         self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int]
     ) -> ConvexProjection:
-        """What rows are on the screen; see `cuda_ext.ops.convexes.project_convexes`."""
+        """What rows are on the screen; see `cuda_ext.ops.raster.convexes.project_convexes`."""
         corners = points.params["corners"].view(-1, CORNERS, 3)
         return project_convexes(
             points.params["means"],

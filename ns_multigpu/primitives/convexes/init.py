@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.convexes import CORNERS
+from cuda_ext.ops.raster.convexes import CORNERS
 from ns_multigpu.primitives.gaussians.init import initial_gaussians
 
 SIZE = 1.2

@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cuda_ext.ops.convexes import LINES
+from cuda_ext.ops.raster.convexes import LINES
 from ns_multigpu.primitives.part_kernels import boundless
 from ns_multigpu.primitives.record_parts import RecordParts
 
 
 class ConvexRows(NamedTuple):
-    """See `Rows` and `cuda_ext.ops.convexes.ConvexProjection`; `features` [M, 3] are colours."""
+    """See `Rows` and `cuda_ext.ops.raster.convexes.ConvexProjection`; `features` [M, 3] are colours."""
 
     view_ids: Tensor
     point_ids: Tensor

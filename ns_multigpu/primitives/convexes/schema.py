@@ -1,6 +1,6 @@
 """What a 3D convex consists of."""
 
-from cuda_ext.ops.convexes import LINES
+from cuda_ext.ops.raster.convexes import LINES
 from ns_multigpu.core.schema import HARMONICS, Parameter
 
 SCHEMA = (

@@ -14,14 +14,14 @@ from gsplat.strategy import DefaultStrategy
 from gsplat.strategy.ops import reset_opa
 from torch import Tensor
 
-from ns_multigpu.core.collectives import max_in_place, sum_in_place
+from ns_multigpu.core.dist.collectives import max_in_place, sum_in_place
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.random import keyed_generator
 from ns_multigpu.core.types import Splats, View
-from ns_multigpu.core.world import World
 from ns_multigpu.primitives.gaussians.cap import allowed_growth
 from ns_multigpu.primitives.gaussians.functions import screen_radii
 from ns_multigpu.primitives.gaussians.gathering import Gathering
-from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_HALVES, Decided, Fates, Halves, grow_and_prune
+from ns_multigpu.primitives.gaussians.regroup import GAUSSIAN_HALVES, Decided, Fates, SplitRule, grow_and_prune
 
 
 def dues(period: int, first: int, count: int) -> range:
@@ -61,7 +61,7 @@ class ReplicatedDensifier(DefaultStrategy):
     order_every: int = 10
     cap: int | None = None
     held_back: Callable[[int], None] | None = None
-    halves: Halves = GAUSSIAN_HALVES
+    halves: SplitRule = GAUSSIAN_HALVES
     changes: dict[str, int] = field(default_factory=dict, init=False, compare=False)
     _ahead: tuple[int, Decided, Gathering | None] | None = field(default=None, init=False, compare=False, repr=False)
 

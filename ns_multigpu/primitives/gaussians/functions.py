@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.ops.projection import three_sigma_radii
+from cuda_ext.ops.project.projection import three_sigma_radii
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
+from ns_multigpu.primitives.deterministic import rotations
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
 from ns_multigpu.primitives.gaussians.schema import SCHEMA
 from ns_multigpu.primitives.shading import row_colors
-from ns_multigpu.primitives.steady import rotations
 
 REACH = (2 * math.log(255)) ** 0.5
 """Standard deviations at which exp(-d^2 / 2) is 1/255."""

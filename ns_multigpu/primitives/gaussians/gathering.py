@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from ns_multigpu.primitives.gaussians.listing import Listing, Regrouping
+from ns_multigpu.primitives.gaussians.index_map import Listing, Regrouping
 
 _TOGETHER = 1 << 20
 """Points of a model at most whose parameters and moments are gathered at once."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.boxes import new_boxes, splat_boxes
-from cuda_ext.ops.fused import SplatRows, splat_forward, splat_update
-from cuda_ext.ops.lazy_adam import LazyAdam, splat_flush
-from cuda_ext.ops.row_exchange import RECORD_FLOATS
-from ns_multigpu.core.kernels import Cameras, Model, ReplicaRows, ToldLines
+from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS
+from cuda_ext.ops.optim.fused import SplatRows, splat_forward, splat_update
+from cuda_ext.ops.optim.lazy_adam import LazyAdam, splat_flush
+from cuda_ext.ops.project.boxes import new_boxes, splat_boxes
+from ns_multigpu.core.kernels import Cameras, Model, PutRows, ReplicaRows
 from ns_multigpu.core.schema import flat
 from ns_multigpu.primitives.gaussians.row_kernels import GaussianRowKernels
 from ns_multigpu.primitives.gaussians.schema import ORDER
@@ -26,7 +26,7 @@ _CONICS = 3
 
 @dataclass(frozen=True)
 class GaussianKernels(GaussianRowKernels):
-    """See `Kernels`; rows and records as in `cuda_ext.ops.fused` and `cuda_ext.ops.row_exchange`.
+    """See `Kernels`; rows and records as in `cuda_ext.ops.optim.fused` and `cuda_ext.ops.exchange.row_exchange`.
 
     Attributes:
         degree: harmonics in use, 0 to 3.
@@ -82,8 +82,8 @@ class GaussianKernels(GaussianRowKernels):
         return GaussianReplicaRows(ranks * capacity, device)
 
     def update(
-        self, model: Model, cameras: Cameras, scalars: Tensor, rows: SplatRows, records: Tensor, witness: Tensor,
-        witness_views: range | None,
+        self, model: Model, cameras: Cameras, scalars: Tensor, rows: SplatRows, records: Tensor, finite_flag: Tensor,
+        finite_flag_views: range | None,
     ) -> None:  # fmt: skip
         statistics = model.statistics
         splat_update(
@@ -91,8 +91,8 @@ class GaussianKernels(GaussianRowKernels):
             sizes=cameras.sizes, rows=rows, gradients=records, degree=self.degree, eps2d=self.eps2d, near=self.near,
             far=self.far, antialiased=self.antialiased, absgrad=self.absgrad, grad2d=statistics.get("grad2d"),
             seen=statistics.get("count"), radii_max=statistics.get("radii"),
-            opacity_weight=self.opacity_weight, scale_weight=self.scale_weight, lazy=model.lazy, witness=witness,
-            witness_views=witness_views, boxes=model.boxes,
+            opacity_weight=self.opacity_weight, scale_weight=self.scale_weight, lazy=model.lazy,
+            finite_flag=finite_flag, finite_flag_views=finite_flag_views, boxes=model.boxes,
         )  # fmt: skip
 
     def flush(self, model: Model) -> None:
@@ -124,9 +124,9 @@ class GaussianReplicaRows(ReplicaRows):
         view_ids, *rest = self.told(rows, records, first_view).arrays
         return [view_ids + first_view, *rest]
 
-    def told(self, rows: SplatRows, records: Tensor, first_view: int) -> ToldLines:
+    def told(self, rows: SplatRows, records: Tensor, first_view: int) -> PutRows:
         arrays = [rows.view_ids, rows.point_ids, rows.radii, rows.conics, records]
-        return ToldLines(arrays, [1, 1, 2, 3, _MEANT], rows.features, _COLORS.start, first_view, (_CONICS,))
+        return PutRows(arrays, [1, 1, 2, 3, _MEANT], rows.features, _COLORS.start, first_view, (_CONICS,))
 
     def rows(self, counts: Tensor) -> tuple[SplatRows, Tensor]:
         view_ids, point_ids, radii, conics, records = self.everyone

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from ns_multigpu.core.collectives import sum_in_place
+from ns_multigpu.core.dist.collectives import sum_in_place
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.random import keyed_generator, seed_from
-from ns_multigpu.core.world import World
+from ns_multigpu.primitives.deterministic import sigmoid
 from ns_multigpu.primitives.gaussians.densifier import add_gradients, dues
 from ns_multigpu.primitives.gaussians.gathering import gather_points, moments_of, zeros_there
-from ns_multigpu.primitives.gaussians.listing import Listing
+from ns_multigpu.primitives.gaussians.index_map import Listing
 from ns_multigpu.primitives.morton import dealt_order
-from ns_multigpu.primitives.steady import sigmoid
 
 GROWTH = 1.05
 """Each refinement grows the model by a twentieth, up to the cap."""
@@ -169,7 +169,7 @@ class McmcDensifier:
         """See `Densifier`: relocation alone can be, where the device knows by itself how many are dead. Where more is
         to follow, that of the first image is done ahead all the same, and `refine_when_due` does the rest."""
         due, self._begun = self._dues(step, images), None
-        if not due or not self._foresees():
+        if not due or not self._prefetches():
             return False
         if self.replaces(params, step, images):
             steep = self._steepness(params, state)
@@ -182,7 +182,7 @@ class McmcDensifier:
                 sums.masked_fill_(taken, 0.0)
         return True
 
-    def _foresees(self) -> bool:
+    def _prefetches(self) -> bool:
         """Whether a relocation asks the device nothing."""
         return True
 

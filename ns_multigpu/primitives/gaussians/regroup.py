@@ -20,16 +20,16 @@ from gsplat.strategy import DefaultStrategy
 from torch import Tensor
 
 import cuda_ext
+from ns_multigpu.primitives.deterministic import logit, sigmoid
 from ns_multigpu.primitives.gaussians.gathering import Gathering, gather_points, zeros_there
-from ns_multigpu.primitives.gaussians.listing import Listing, Regrouping
+from ns_multigpu.primitives.gaussians.index_map import Listing, Regrouping
 from ns_multigpu.primitives.morton import dealt_order
-from ns_multigpu.primitives.steady import logit, sigmoid
 
 SHRINK = 1.6
 """A split's two children have their parent's scales divided by this (Kerbl et al. 2023, section 5.2)."""
 
 
-class Halves:
+class SplitRule:
     """What the halves of a split are: those of 3D Gaussians. Another kind of point may have more than two.
 
     Attributes:
@@ -77,7 +77,7 @@ class Halves:
         return ("means",)
 
 
-GAUSSIAN_HALVES = Halves()
+GAUSSIAN_HALVES = SplitRule()
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Decided:
     @staticmethod
     def of(
         rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int,
-        halves: Halves = GAUSSIAN_HALVES,
+        halves: SplitRule = GAUSSIAN_HALVES,
     ) -> "Decided":  # fmt: skip
         """See `decide`; does not wait for the device."""
         masks = _masks(rules, params, state, image, halves)
@@ -186,7 +186,7 @@ def grow_and_prune(
     cap: Callable[[Fates], Fates] | None = None,
     generator: torch.Generator | None = None,
     spent: Collection[str] = (),
-    halves: Halves = GAUSSIAN_HALVES,
+    halves: SplitRule = GAUSSIAN_HALVES,
     decided: Decided | None = None,
     ready: Gathering | None = None,
 ) -> tuple[int, int, int]:
@@ -244,7 +244,7 @@ def grow_and_prune(
 @torch.no_grad()
 def decide(
     rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int,
-    halves: Halves = GAUSSIAN_HALVES, read: Callable[[Tensor], list[int]] = Tensor.tolist,
+    halves: SplitRule = GAUSSIAN_HALVES, read: Callable[[Tensor], list[int]] = Tensor.tolist,
 ) -> Fates:  # fmt: skip
     """Decides what becomes of every point, each by itself. Waits for the device. See `grow_and_prune`.
 
@@ -257,7 +257,7 @@ def decide(
 
 @torch.no_grad()
 def _masks(
-    rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int, halves: Halves
+    rules: DefaultStrategy, params: Mapping[str, Tensor], state: Mapping[str, Any], image: int, halves: SplitRule
 ) -> Tensor:
     """What `Fates.masks` is."""
     largest = halves.sizes(params)
@@ -284,7 +284,7 @@ def _masks(
 
 @torch.no_grad()
 def regroup(
-    params: Mapping[str, Tensor], fates: Fates, drawn: Tensor | None, halves: Halves = GAUSSIAN_HALVES
+    params: Mapping[str, Tensor], fates: Fates, drawn: Tensor | None, halves: SplitRule = GAUSSIAN_HALVES
 ) -> Listing:
     """The new points: those kept, then copies, then first halves of splits, then second ones and so on, by parent.
 
@@ -307,7 +307,11 @@ def regroup(
 
 
 def edit_children(
-    rules: DefaultStrategy, name: str, rows: Tensor, regrouping: Regrouping | Listing, halves: Halves = GAUSSIAN_HALVES
+    rules: DefaultStrategy,
+    name: str,
+    rows: Tensor,
+    regrouping: Regrouping | Listing,
+    halves: SplitRule = GAUSSIAN_HALVES,
 ) -> None:
     """Makes children of a parameter's rows [T, ...] that are still their parents', in place."""
     faded = ("opacities",) if rules.revised_opacity else ()

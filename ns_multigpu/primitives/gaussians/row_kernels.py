@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.ops.fused import SplatRows
-from cuda_ext.ops.row_exchange import RECORD_FLOATS, ArrivedRows, collect, pack, unpack
+from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS, ArrivedRows, collect, pack, unpack
+from cuda_ext.ops.optim.fused import SplatRows
 from ns_multigpu.core.kernels import Drawn, Kernels, Lists, Sinks
 from ns_multigpu.core.types import TILE
 from ns_multigpu.primitives.gaussians.row_wire import GaussianRowWire
 
 
 class GaussianRowKernels(Kernels):
-    """See `Kernels`; rows and records as in `cuda_ext.ops.fused` and `cuda_ext.ops.row_exchange`.
+    """See `Kernels`; rows and records as in `cuda_ext.ops.optim.fused` and `cuda_ext.ops.exchange.row_exchange`.
 
     Attributes:
         absgrad: see `Gaussians`.

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cuda_ext.ops.fused import SplatRows
-from cuda_ext.ops.row_exchange import ArrivedRows
-from cuda_ext.ops.row_wire import (
+from cuda_ext.ops.exchange.row_exchange import ArrivedRows
+from cuda_ext.ops.exchange.row_wire import (
     collect_wire,
     gradient_words,
     keep_rows,
@@ -15,12 +14,13 @@ from cuda_ext.ops.row_wire import (
     row_words,
     unpack_wire,
 )
+from cuda_ext.ops.optim.fused import SplatRows
 from ns_multigpu.core.row_wire import RowWire, WireSegments
 
 
 @dataclass(frozen=True)
 class GaussianRowWire(RowWire):
-    """See `cuda_ext.ops.row_wire`.
+    """See `cuda_ext.ops.exchange.row_wire`.
 
     Attributes:
         half, slots: see `Kernels.wire`. absgrad: gradients have absolute ones.

@@ -20,4 +20,4 @@ ROW = {"means2d": 2, "conics": 3, "opacities": 1, "features": 3, "depths": 1, "r
 """Numbers of 4 bytes of a row, beside its ids: see `Gaussians.splat`."""
 RECORD_FLOATS = 16
 """Numbers of 4 bytes of a row, or of its gradients, as they travel: `ROW`, two ids and zeros. See
-`cuda_ext.ops.row_exchange`."""
+`cuda_ext.ops.exchange.row_exchange`."""

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import gather_on_device
-from ns_multigpu.core.holding import Holding
-from ns_multigpu.core.placement import Sharded
+from ns_multigpu.core.assign.placement import Sharded
+from ns_multigpu.core.assign.shard_index import ShardIndex
+from ns_multigpu.core.dist.collectives import gather_on_device
 from ns_multigpu.core.random import keyed_generator
-from ns_multigpu.primitives.gaussians.arranging import Arranging
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
 from ns_multigpu.primitives.gaussians.gathering import zeros_there
 from ns_multigpu.primitives.gaussians.regroup import Fates, decide, edit_children, regroup
+from ns_multigpu.primitives.gaussians.reshard import Arranging
 from ns_multigpu.primitives.sharded_order import Reordering
 
 
@@ -39,7 +39,7 @@ class ShardedDensifier(ReplicatedDensifier):
     """
 
     morton: bool = True
-    holding: Holding = field(default_factory=lambda: Holding(Sharded()))
+    holding: ShardIndex = field(default_factory=lambda: ShardIndex(Sharded()))
     threshold: float = 1.1
     seen_cost: int = 4
     reordering: Reordering | None = field(default=None, init=False)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from cuda_ext.reference.relocation import draws
-from ns_multigpu.core.collectives import exchange_rows, gather_on_device, sum_in_place
-from ns_multigpu.core.holding import Holding
-from ns_multigpu.core.placement import Sharded
+from ns_multigpu.core.assign.placement import Sharded
+from ns_multigpu.core.assign.shard_index import ShardIndex
+from ns_multigpu.core.dist.collectives import exchange_rows, gather_on_device, sum_in_place
 from ns_multigpu.core.random import keyed_generator, seed_from
-from ns_multigpu.primitives.gaussians.arranging import Arranging
+from ns_multigpu.primitives.deterministic import sigmoid
 from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier, all_moments, counted, grown, quanta
+from ns_multigpu.primitives.gaussians.reshard import Arranging
 from ns_multigpu.primitives.sharded_order import Reordering
-from ns_multigpu.primitives.steady import sigmoid
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ShardedMcmc(McmcDensifier):
     """
 
     morton: bool = True
-    holding: Holding = field(default_factory=lambda: Holding(Sharded()))
+    holding: ShardIndex = field(default_factory=lambda: ShardIndex(Sharded()))
     threshold: float = 1.1
     reordering: Reordering | None = field(default=None, init=False)
 
@@ -71,7 +71,7 @@ class ShardedMcmc(McmcDensifier):
     def _sum_over_ranks(self, sums: dict[str, Tensor]) -> None:
         """Nothing: a rank counts all that is drawn of its own Gaussians."""
 
-    def _foresees(self) -> bool:
+    def _prefetches(self) -> bool:
         return False  # how many rows travel is told between ranks
 
     def _relocate(

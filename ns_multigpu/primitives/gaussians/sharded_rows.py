@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.collectives import all_gather_objects, exchange_rows
-from ns_multigpu.core.world import World
-from ns_multigpu.primitives.gaussians.listing import Regrouping
-from ns_multigpu.primitives.gaussians.parting import Parting
+from ns_multigpu.core.dist.collectives import all_gather_objects, exchange_rows
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.primitives.gaussians.index_map import Regrouping
+from ns_multigpu.primitives.gaussians.split_remote import Parting
 from ns_multigpu.primitives.sharded_order import Move
 
 _WIDTH = 64

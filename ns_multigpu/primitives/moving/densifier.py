@@ -7,14 +7,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ns_multigpu.primitives.gaussians.regroup import SHRINK, Halves
+from ns_multigpu.primitives.gaussians.regroup import SHRINK, SplitRule
 from ns_multigpu.primitives.moving.turning import turn
 
 WHOLE = 0.0
 """The logarithm of the capture's length, 1."""
 
 
-class MovingHalves(Halves):
+class MovingSplitRule(SplitRule):
     """Halves are drawn from their parent's Gaussian over space and time, and are smaller along all four axes (Yang et
     al. 2024, section 3.3).
 
@@ -25,14 +25,14 @@ class MovingHalves(Halves):
     draws: ClassVar[int] = 4
 
     def offsets(self, params: Mapping[str, Tensor], drawn: Tensor) -> Tensor:
-        """See `Halves`: [2, C, 4], time last."""
+        """See `SplitRule`: [2, C, 4], time last."""
         lasting = params["durations"][:, :1] >= WHOLE
         drawn = torch.cat([drawn[..., :1].masked_fill(lasting, 0.0), drawn[..., 1:]], dim=-1)
         t, x, y, z = (turn(params) * drawn[..., None, :]).unbind(-1)
         return (t + x + y + z).roll(-1, dims=-1)
 
     def move(self, name: str, rows: Tensor, offsets: Tensor) -> None:
-        """See `Halves`."""
+        """See `SplitRule`."""
         super().move(name, rows, offsets)
         if name == "times":
             rows += offsets[:, 3:]
@@ -40,5 +40,5 @@ class MovingHalves(Halves):
             rows -= math.log(SHRINK) * (rows < WHOLE)
 
     def moved(self) -> Collection[str]:
-        """See `Halves`."""
+        """See `SplitRule`."""
         return ("means", "times", "durations")

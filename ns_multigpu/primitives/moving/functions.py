@@ -14,12 +14,12 @@ from cuda_ext.reference.projection import MIN_ALPHA
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.primitives.composed_kernels import refuse_options
+from ns_multigpu.primitives.gather import spread, take
 from ns_multigpu.primitives.gaussians.functions import REACH, Gaussians, sizes_of
 from ns_multigpu.primitives.moving.kernels import MovingKernels
 from ns_multigpu.primitives.moving.schema import COSINES, SCHEMA
 from ns_multigpu.primitives.moving.turning import turn
 from ns_multigpu.primitives.shading import camera_centers
-from ns_multigpu.primitives.taking import spread, take
 
 _AT_ONCE = 1 << 20
 """Points whose factors are computed at once."""

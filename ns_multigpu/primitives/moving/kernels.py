@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.fused import SplatRows
-from cuda_ext.ops.projection import three_sigma_radii
+from cuda_ext.ops.optim.fused import SplatRows
+from cuda_ext.ops.project.projection import three_sigma_radii
 from cuda_ext.reference.projection import MIN_ALPHA
 from ns_multigpu.core.kernels import Cameras
 from ns_multigpu.core.schema import names

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.ops.surfels import SurfelProjection, box_lists, project_surfels, rasterize_surfels
+from cuda_ext.ops.raster.surfels import SurfelProjection, box_lists, project_surfels, rasterize_surfels
 from cuda_ext.reference.surfels import surfel_radii
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.primitives.composed_kernels import refuse_options
+from ns_multigpu.primitives.deterministic import rotations
 from ns_multigpu.primitives.shading import row_colors
-from ns_multigpu.primitives.steady import rotations
 from ns_multigpu.primitives.surfels.kernels import SurfelKernels
 from ns_multigpu.primitives.surfels.schema import CHANNELS, SCHEMA
 
@@ -200,7 +200,7 @@ class Surfels(Primitive):
     def project(
         self, points: Points, view_ids: Tensor, point_ids: Tensor, viewmats: Tensor, Ks: Tensor, sizes: Sequence[int]
     ) -> SurfelProjection:
-        """What rows are on the screen; see `cuda_ext.ops.surfels.project_surfels`."""
+        """What rows are on the screen; see `cuda_ext.ops.raster.surfels.project_surfels`."""
         params = points.params
         return project_surfels(
             params["means"], params["quats"], self.activated(points, "scales"),

@@ -1,5 +1,3 @@
-# torch annotates only part of itself:
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """The operators of 2D Gaussians, as a step calls them, and the losses of what they show beside colours."""
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.surfels import GEOMETRY
+from cuda_ext.ops.raster.surfels import GEOMETRY
 from cuda_ext.reference.surfels import surfel_radii
 from ns_multigpu.core.kernels import Cameras, Drawn
 from ns_multigpu.core.schema import names

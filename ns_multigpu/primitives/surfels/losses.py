@@ -9,7 +9,7 @@ image's.
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.depth_loss import depth_loss
+from ns_multigpu.core.step.depth_loss import depth_loss
 from ns_multigpu.core.types import Pixels, View
 
 

@@ -9,7 +9,7 @@ from ns_multigpu.primitives.record_parts import RecordParts
 
 
 class SurfelRows(NamedTuple):
-    """See `Rows` and `cuda_ext.ops.surfels.SurfelProjection`; `features` [M, 3] are colours."""
+    """See `Rows` and `cuda_ext.ops.raster.surfels.SurfelProjection`; `features` [M, 3] are colours."""
 
     view_ids: Tensor
     point_ids: Tensor

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cuda_ext
-from ns_multigpu.core.loss import photometric_loss
+from ns_multigpu.core.step.loss import photometric_loss
 from ns_multigpu.core.types import Patch
 from ns_multigpu.primitives.gaussians.functions import Gaussians
 from tests.strategies.scene import make_image, make_points, make_views

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from cuda_ext import cell_windows, cells_reached, clip_lists, intersect_capacity, use_reference
-from ns_multigpu.cells.crossing import _boxes, _planes
+from ns_multigpu.cells.boundary import _boxes, _planes
 from ns_multigpu.cells.tree import CellTree
+from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
-from ns_multigpu.core.world import World
 from tests.cuda_ext.exchange.test_row_exchange import Rows, make_rows
 from tests.cuda_ext.graphs import captured
 from tests.cuda_ext.routing import route

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cuda_ext.ops.row_wire import (
+from cuda_ext.ops.exchange.row_wire import (
     STAYS,
     collect_wire,
     gradient_words,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext import ArrivedRows, collect, pack, unpack
-from ns_multigpu.core.travelling_rows import touches
+from ns_multigpu.core.exchange.exchanged_rows import touches
 from ns_multigpu.core.types import Hits, Patch, Splats, View
 from tests.cuda_ext.routing import route
 

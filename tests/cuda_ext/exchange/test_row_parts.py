@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.fused import SplatRows, splat_forward
-from cuda_ext.ops.lazy_adam import LazyAdam
-from cuda_ext.ops.row_exchange import pack, route_lines
+from cuda_ext.ops.exchange.row_exchange import pack, route_lines
+from cuda_ext.ops.optim.fused import SplatRows, splat_forward
+from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from tests.cuda_ext.exchange.test_row_exchange import OPS, Rows, addresses, bands, make_rows, numbers
 from tests.cuda_ext.fused_steps import make_model
 from tests.cuda_ext.lazy_steps import Course, fresh_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.row_exchange import ArrivedRows
-from cuda_ext.ops.row_wire import (
+from cuda_ext.ops.exchange.row_exchange import ArrivedRows
+from cuda_ext.ops.exchange.row_wire import (
     MOST_SEGMENTS,
     MOST_VIEWS,
     STAYS,

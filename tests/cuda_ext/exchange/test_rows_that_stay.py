@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cuda_ext.ops.row_wire import STAYS, keep_rows, pack_gradients, pack_wire, row_words, unpack_wire
+from cuda_ext.ops.exchange.row_wire import STAYS, keep_rows, pack_gradients, pack_wire, row_words, unpack_wire
 from tests.cuda_ext.exchange.test_row_exchange import OPS, bands, make_rows, numbers
 from tests.cuda_ext.exchange.test_row_wire import Sent, gradients, send, splats, uneven
 

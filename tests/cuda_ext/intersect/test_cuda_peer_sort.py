@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext import band_lists, merge_level, sort_pairs
-from cuda_ext.ops import peer_sort_composed as composed
+from cuda_ext.ops.sort import peer_sort_composed as composed
 from tests.cuda_ext.graphs import captured
 from tests.cuda_ext.intersect.test_peer_sort import check_merge, keys_of, random_pairs
 from tests.cuda_ext.peer_sorts import bands_of, expected_lists, received, share_out, view_sizes

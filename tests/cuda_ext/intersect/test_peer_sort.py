@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext import band_lists, intersect_keys, merge_level, publish_count, sort_pairs
-from cuda_ext.ops.peer_sort import LARGEST_KEY, OWNER_SHIFT
+from cuda_ext.ops.sort.peer_sort import LARGEST_KEY, OWNER_SHIFT
 from tests.cuda_ext.peer_sorts import (
     bands_of,
     expected_lists,

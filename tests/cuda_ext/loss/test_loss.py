@@ -9,7 +9,7 @@ from pytorch_msssim import SSIM
 from torch import Tensor
 
 from cuda_ext import l1_ssim, use_reference
-from cuda_ext.ops.loss import l1_ssim_torch
+from cuda_ext.ops.loss.loss import l1_ssim_torch
 
 pytestmark = pytest.mark.usefixtures("native")
 BACKENDS = pytest.mark.parametrize("backend", [nullcontext, use_reference], ids=["native", "reference"])

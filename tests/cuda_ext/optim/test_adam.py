@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_ext.ops.adam import AdamStep, FusedAdam, ScalarRing, adam_scalars, adam_step, fused_step
+from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, ScalarRing, adam_scalars, adam_step, fused_step
 from tests.cuda_ext.adams import SHAPES, assert_same, course, make_params
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from cuda_ext import compiler_problem
 from cuda_ext.build.native import required_compiler
-from cuda_ext.ops.adam import FusedAdam, adam_step, adam_step_torch, fused_step
-from cuda_ext.ops.compact_adam import CompactAdam
-from cuda_ext.ops.lazy_adam import splat_flush
+from cuda_ext.ops.optim.adam import FusedAdam, adam_step, adam_step_torch, fused_step
+from cuda_ext.ops.optim.compact_adam import CompactAdam
+from cuda_ext.ops.optim.lazy_adam import splat_flush
 from cuda_ext.reference.compact import as_floats, compacted, flush_salts, step_salts
 from tests.cuda_ext.compact_moments import BF16, a_block, compact, errors, spacing, still_gradients_scalars
 from tests.cuda_ext.fused_steps import make_gradients, make_model

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cuda_ext.ops.adam import AdamStep, FusedAdam, ScalarRing, adam_scalars, adam_step, fused_step
+from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, ScalarRing, adam_scalars, adam_step, fused_step
 from tests.cuda_ext.adams import assert_same, course
 
 pytestmark = pytest.mark.gpu

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.fused import PARAMETERS
-from cuda_ext.ops.lazy_adam import LazyAdam, splat_flush
+from cuda_ext.ops.optim.fused import PARAMETERS
+from cuda_ext.ops.optim.lazy_adam import LazyAdam, splat_flush
 from tests.cuda_ext.compact_moments import BF16, a_block, compact, errors, spacing, still_gradients_scalars
 from tests.cuda_ext.fused_steps import Model, as_records, make_gradients, make_model, to
 from tests.cuda_ext.lazy_steps import (

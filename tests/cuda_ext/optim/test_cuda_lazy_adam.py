@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from cuda_ext.ops.fused import SplatRows
-from cuda_ext.ops.lazy_adam import MOST_STEPS, LazyAdam
+from cuda_ext.ops.optim.fused import SplatRows
+from cuda_ext.ops.optim.lazy_adam import MOST_STEPS, LazyAdam
 from tests.cuda_ext.fused_steps import make_gradients, to
 from tests.cuda_ext.lazy_steps import (
     Course,

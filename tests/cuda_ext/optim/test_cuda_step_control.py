@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cuda_ext import RowGradients, step_message
-from cuda_ext.ops.fused import SplatRows
-from cuda_ext.ops.lazy_adam import LazyAdam
+from cuda_ext.ops.optim.fused import SplatRows
+from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from tests.cuda_ext.fused_steps import as_records, make_gradients, make_model, to
 from tests.cuda_ext.optim.test_step_control import CASES, REASONS, Gated, make_gated, make_told
 
@@ -104,12 +104,14 @@ def test_witness(degree: int, records: bool, lazy: bool) -> None:
     def told(at: int, part: int, value: float, seen: range | None = None, counted: SplatRows = rows) -> float:
         changed = RowGradients(*(t.clone() for t in gradients))
         changed[part].view(700, -1)[at, -1] = value
-        witness = torch.full((5,), 7.0, device="cuda")
+        finite_flag = torch.full((5,), 7.0, device="cuda")
         put_off = LazyAdam.make(200, "cuda") if lazy else None
         given = as_records(changed) if records else changed
-        model.to("cuda").update(counted, given, degree, witness=witness[3:4], witness_views=seen, lazy=put_off)
-        assert witness[[0, 1, 2, 4]].tolist() == [7.0] * 4
-        return float(witness[3])
+        model.to("cuda").update(
+            counted, given, degree, finite_flag=finite_flag[3:4], finite_flag_views=seen, lazy=put_off
+        )
+        assert finite_flag[[0, 1, 2, 4]].tolist() == [7.0] * 4
+        return float(finite_flag[3])
 
     for part in range(5):
         for value in (float("inf"), -float("inf"), float("nan")):

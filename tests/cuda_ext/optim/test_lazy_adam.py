@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.adam import adam_step_torch
-from cuda_ext.ops.lazy_adam import MOST_STEPS, LazyAdam, lazy_serves, splat_flush
+from cuda_ext.ops.optim.adam import adam_step_torch
+from cuda_ext.ops.optim.lazy_adam import MOST_STEPS, LazyAdam, lazy_serves, splat_flush
 from cuda_ext.reference import lazy_adam as reference
 from tests.cuda_ext.fused_steps import make_gradients, make_model
 from tests.cuda_ext.lazy_steps import CAPACITY, Course, differences, distances, fresh_model, step_scalars
@@ -64,7 +64,7 @@ def test_a_wrong_table_would_show(column: int, monkeypatch: pytest.MonkeyPatch) 
         extend(table, steps, scalars)
         table[: int(steps), :, column] *= 1.01
 
-    monkeypatch.setattr("cuda_ext.ops.fused_composed.extend", wrong)
+    monkeypatch.setattr("cuda_ext.ops.optim.fused_composed.extend", wrong)
     dense, lazy = (Course(fresh_model(400), lazy=lazy) for lazy in (False, True))
     for step in range(20):
         dense.step(step)

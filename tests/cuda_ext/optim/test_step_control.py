@@ -9,8 +9,8 @@ from torch import Tensor
 
 import cuda_ext
 from cuda_ext import LazyAdam, step_gate, step_message
-from cuda_ext.ops.lazy_adam import MOST_STEPS
-from cuda_ext.ops.step_control import HEAD
+from cuda_ext.ops.optim.lazy_adam import MOST_STEPS
+from cuda_ext.ops.optim.step_control import HEAD
 from tests.cuda_ext.fused_steps import as_records, make_gradients, make_model
 
 F64 = torch.float64
@@ -23,7 +23,7 @@ class Told:
 
     own_rows: Tensor
     segment_counts: Tensor
-    segment_room: Tensor
+    segment_capacity: Tensor
     segment_most: Tensor
     met: Tensor
     tile_offsets: Tensor
@@ -37,7 +37,7 @@ class Told:
         tensors = (
             self.own_rows,
             self.segment_counts,
-            self.segment_room,
+            self.segment_capacity,
             self.segment_most,
             self.met,
             self.tile_offsets,
@@ -72,7 +72,7 @@ def message_by_hand(told: Told) -> list[int]:
             first = tile + i * told.columns
             work[line + i] = sum(offsets[t + 1] - offsets[t] for t in range(first, first + told.columns))
     sent = sum(n for k, n in enumerate(to_ranks) if k != told.rank)
-    lacking = max(n - room for n, room in zip(to_ranks, told.segment_room.tolist(), strict=True))
+    lacking = max(n - room for n, room in zip(to_ranks, told.segment_capacity.tolist(), strict=True))
     return [int(told.own_rows), lacking, int(told.met), sent, *work]
 
 
@@ -88,17 +88,19 @@ def test_message(ranks: int, bands: int, seed: int) -> None:
     assert found.dtype == torch.int64 and found.tolist() == message_by_hand(told)
     before = zip(told.segment_counts.tolist(), told.segment_most.tolist(), strict=True)
     assert given[3].tolist() == [max(pair) for pair in before], "the most of each, kept"
-    for changed, kept in zip(given[:3], (told.own_rows, told.segment_counts, told.segment_room), strict=True):
+    for changed, kept in zip(given[:3], (told.own_rows, told.segment_counts, told.segment_capacity), strict=True):
         assert torch.equal(changed, kept)
 
 
 def test_one_segment_that_lacks_room_is_enough() -> None:
     """Whatever room there is in the others, and however small it is."""
-    told = replace(make_told(3, 0), segment_counts=torch.tensor([900, 3, 70]), segment_room=torch.tensor([1000, 2, 90]))
+    told = replace(
+        make_told(3, 0), segment_counts=torch.tensor([900, 3, 70]), segment_capacity=torch.tensor([1000, 2, 90])
+    )
     assert step_message(*told.on("cpu"))[1] == 1
-    told.segment_room[1] = 3
+    told.segment_capacity[1] = 3
     assert step_message(*told.on("cpu"))[1] == 0
-    told.segment_room[1] = 50
+    told.segment_capacity[1] = 50
     assert step_message(*told.on("cpu"))[1] == -20
 
 
@@ -210,12 +212,12 @@ def test_witness(records: bool) -> None:
     def told(at: int, part: int, value: float, views: range | None = None, count: Tensor | None = None) -> float:
         gradients = make_gradients(rows)
         gradients[part].view(200, -1)[at, -1] = value
-        witness = torch.full((1,), 7.0, dtype=F64)
+        finite_flag = torch.full((1,), 7.0, dtype=F64)
         given = as_records(gradients) if records else gradients
         counted = rows if count is None else rows._replace(count=count)
         one = model.to("cpu", F64)
-        one.update(counted, given, witness=witness, witness_views=views)
-        return float(witness)
+        one.update(counted, given, finite_flag=finite_flag, finite_flag_views=views)
+        return float(finite_flag)
 
     for part in range(parts):
         for value in (float("inf"), -float("inf"), float("nan")):
@@ -234,7 +236,8 @@ def test_wrong_arguments_are_named() -> None:
     lines, tiles = told.lines, len(told.tile_offsets) - 1
     for place, value, error, text in (
         (0, told.own_rows.int(), TypeError, "own_rows"), (1, told.segment_counts[:0], ValueError, "0 ranks"),
-        (2, told.segment_room[1:], ValueError, "segment_room"), (3, told.segment_most.int(), TypeError, "segment_most"),
+        (2, told.segment_capacity[1:], ValueError, "segment_capacity"),
+        (3, told.segment_most.int(), TypeError, "segment_most"),
         (4, told.met[0], ValueError, "met"), (5, told.tile_offsets.long(), TypeError, "tile_offsets"),
         (6, [1, 2], ValueError, "line, tile, count"), (6, [lines, 0, 1], ValueError, "leaves"),
         (6, [0, tiles, 1], ValueError, "leaves"), (6, [-1, 0, 1], ValueError, "leaves"), (7, 2, ValueError, "not of"),
@@ -261,7 +264,7 @@ def test_wrong_arguments_are_named() -> None:
     model = make_model(20)
     rows = model.forward(60)
     with pytest.raises(ValueError, match="witness"):
-        model.update(rows, make_gradients(rows), witness=torch.zeros(2, dtype=F64))
+        model.update(rows, make_gradients(rows), finite_flag=torch.zeros(2, dtype=F64))
 
 
 def test_opcheck() -> None:

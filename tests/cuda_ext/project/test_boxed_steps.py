@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.ops import fused_composed
-from cuda_ext.ops.boxes import new_boxes, splat_boxes
-from cuda_ext.ops.fused import splat_forward
-from cuda_ext.ops.lazy_adam import LazyAdam
+from cuda_ext.ops.optim import fused_composed
+from cuda_ext.ops.optim.fused import splat_forward
+from cuda_ext.ops.optim.lazy_adam import LazyAdam
+from cuda_ext.ops.project.boxes import new_boxes, splat_boxes
 from tests.cuda_ext.fused_steps import Model
 from tests.cuda_ext.lazy_steps import CAPACITY, Course, assert_same_bits, fresh_model, in_graphs
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.ops.boxes import box_views, new_boxes, splat_boxes
-from cuda_ext.ops.lazy_adam import LazyAdam
+from cuda_ext.ops.optim.lazy_adam import LazyAdam
+from cuda_ext.ops.project.boxes import box_views, new_boxes, splat_boxes
 from cuda_ext.reference.boxes import widen_boxes
 from tests.cuda_ext.rims import Cameras, box_of_each, keeps, keeps_moving, make_cameras, rim
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.fused import PARAMETERS, RowGradients, SplatRows, splat_update
+from cuda_ext.ops.optim.fused import PARAMETERS, RowGradients, SplatRows, splat_update
 from tests.cuda_ext.fused_steps import Model, as_records, make_gradients, make_model, to
 
 pytestmark = pytest.mark.gpu

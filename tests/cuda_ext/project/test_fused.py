@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.ops.fused import PARAMETERS, RowGradients, SplatRows, splat_update
+from cuda_ext.ops.optim.fused import PARAMETERS, RowGradients, SplatRows, splat_update
 from ns_multigpu.core.types import Hits, Points, Splats
 from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier, densification_info
 from ns_multigpu.primitives.gaussians.functions import Gaussians

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.adam import adam_scalars
-from cuda_ext.ops.lazy_adam import LazyAdam
+from cuda_ext.ops.optim.adam import adam_scalars
+from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from tests.cuda_ext.fused_steps import Model, make_gradients
 
 FOCAL, WIDTH, HEIGHT, DEPTH, SCALE = 100.0, 64, 48, 5.0, 0.2

@@ -7,7 +7,7 @@ import torch
 from scipy.spatial import ConvexHull
 
 import cuda_ext
-from cuda_ext.ops.convexes import CORNERS, convex_lists, rasterize_convexes
+from cuda_ext.ops.raster.convexes import CORNERS, convex_lists, rasterize_convexes
 from cuda_ext.reference.convexes import hull_lines
 from tests.cuda_ext.convex_scene import HEIGHT, WIDTH, Scene, draw, gradients, make_scene, project, whole
 

@@ -7,7 +7,7 @@ import torch
 
 from cuda_ext.dispatch import cuda as dispatch
 from tests.cuda_ext.convex_scene import HEIGHT, WIDTH, Scene, draw, gradients, make_scene, whole
-from tests.ranks import skip_without_gpus
+from tests.lib.ranks import skip_without_gpus
 
 pytestmark = pytest.mark.gpu
 

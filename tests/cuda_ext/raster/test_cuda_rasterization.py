@@ -16,7 +16,7 @@ import cuda_ext
 from cuda_ext.dispatch.gsplat_kernels import gsplat_kernels
 from cuda_ext.dispatch.load import native_serves
 from cuda_ext.gsplat import rasterization as gsplat
-from cuda_ext.ops.rasterization import raster_state_size
+from cuda_ext.ops.raster.rasterization import raster_state_size
 from tests.cuda_ext.splats import Splats, assert_close_but_few, assert_gradient_close, make_splats, pixel_ids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("native")]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext.ops.convexes import convex_lists
-from cuda_ext.ops.surfels import box_lists
+from cuda_ext.ops.raster.convexes import convex_lists
+from cuda_ext.ops.raster.surfels import box_lists
 from cuda_ext.reference import convexes, surfels
 from tests.cuda_ext import convex_scene, surfel_scene
 from tests.cuda_ext.emulated import PRIMITIVES, compiled, draw_primitives, project_primitives

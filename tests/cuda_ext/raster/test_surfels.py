@@ -7,7 +7,7 @@ import torch
 from gsplat.cuda._torch_impl_2dgs import _fully_fused_projection_2dgs
 
 import cuda_ext
-from cuda_ext.ops.surfels import box_lists, rasterize_surfels
+from cuda_ext.ops.raster.surfels import box_lists, rasterize_surfels
 from cuda_ext.reference.surfels import surfel_radii
 from tests.cuda_ext.surfel_scene import HEIGHT, WIDTH, Scene, draw, gradients, make_scene, project, whole
 

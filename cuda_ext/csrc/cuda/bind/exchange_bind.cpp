@@ -4,9 +4,9 @@
 #include "cuda/bind/call.h"
 #include "cuda/exchange/cells.h"
 #include "cuda/exchange/row_exchange.h"
-#include "cuda/exchange/row_reach.h"
+#include "cuda/exchange/row_footprint.h"
 #include "cuda/exchange/row_wire.h"
-#include "cuda/exchange/told_lines.h"
+#include "cuda/exchange/put_rows.h"
 
 #include <algorithm>
 #include <cstring>
@@ -25,7 +25,7 @@ void sort_by_view(std::vector<RankPatch>& patches) {
                    [](const RankPatch& a, const RankPatch& b) { return a.view < b.view; });
 }
 
-RankPatch* room_for(Call& call, const std::vector<RankPatch>& patches) {
+RankPatch* capacity_for(Call& call, const std::vector<RankPatch>& patches) {
   return static_cast<RankPatch*>(call.scratch_bytes(int64_t(patches.size() * sizeof(RankPatch))));
 }
 
@@ -76,7 +76,7 @@ void route_lines(Call& call) {
   int64_t* counts = call.in_place<int64_t>("counts", {ranks});
   int32_t* block_counts = call.scratch<int32_t>(int64_t{ranks} * route_blocks(int(end - first)));
   NSMG_CUDA_CHECK(route_launch(lines, patches.data(), cuda_count(int64_t(patches.size()), "patches"),
-                               room_for(call, patches), ranks, block_counts, place, counts, call.stream()));
+                               capacity_for(call, patches), ranks, block_counts, place, counts, call.stream()));
 }
 
 // Lines first to end of the rows' columns.
@@ -144,7 +144,7 @@ void add_records(Call& call) {
                                      call.ints("slots", {rows}), call.flag("system_scope"), call.stream()));
 }
 
-void reach_counts(Call& call) {
+void footprint_counts(Call& call) {
   const int rows = call.count("means2d", "rows");
   const RouteRows lines{call.ints("view_ids", {rows}), call.longs("count", {1}), call.floats("means2d", {rows, 2}),
                         call.ints("radii", {rows, 2}), rows, 0, rows};
@@ -158,7 +158,7 @@ void reach_counts(Call& call) {
   }
   sort_by_view(patches);
   const int count = cuda_count(int64_t(patches.size()), "patches");
-  NSMG_CUDA_CHECK(reach_launch(lines, patches.data(), count, room_for(call, patches), call.out<int64_t>({count}),
+  NSMG_CUDA_CHECK(reach_launch(lines, patches.data(), count, capacity_for(call, patches), call.out<int64_t>({count}),
                                call.stream()));
 }
 
@@ -270,12 +270,12 @@ void collect_wire(Call& call) {
 
 // ---- lines of several arrays ----
 
-void tell_lines(Call& call) {
+void put_rows(Call& call) {
   const std::vector<at::Tensor> arrays = call.tensors("arrays");
   const at::IntArrayRef taken = call.integers("taken");
   const int64_t gate_column = call.integer("gate_column"), offset = call.integer("offset");
   TORCH_CHECK_VALUE(!arrays.empty() && arrays.size() <= kMostTold && arrays.size() == taken.size(),
-                    "tell_lines takes 1 to ", kMostTold, " arrays and as many numbers, not ", arrays.size(), " and ",
+                    "put_rows takes 1 to ", kMostTold, " arrays and as many numbers, not ", arrays.size(), " and ",
                     taken.size(), ".");
   const int64_t lines = arrays[0].size(0);
   Told told{};
@@ -311,7 +311,7 @@ void tell_lines(Call& call) {
   const int64_t* count = call.longs("count", {1});
   const int64_t* destinations = call.longs("destinations", {-1, told.count});
   NSMG_CUDA_CHECK(
-      tell_lines_launch(told, count, destinations, call.count("destinations", "ranks"), call.stream()));
+      put_rows_launch(told, count, destinations, call.count("destinations", "ranks"), call.stream()));
 }
 
 // ---- cells ----
@@ -374,13 +374,13 @@ TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   m.impl("unpack", nsmg::bound<bind::unpack>());
   m.impl("collect", nsmg::bound<bind::collect>());
   m.impl("add_records", nsmg::bound<bind::add_records>());
-  m.impl("reach_counts", nsmg::bound<bind::reach_counts>());
+  m.impl("footprint_counts", nsmg::bound<bind::footprint_counts>());
   m.impl("pack_wire", nsmg::bound<bind::pack_wire>());
   m.impl("unpack_wire", nsmg::bound<bind::unpack_wire>());
   m.impl("keep_rows", nsmg::bound<bind::keep_rows>());
   m.impl("pack_gradients", nsmg::bound<bind::pack_gradients>());
   m.impl("collect_wire", nsmg::bound<bind::collect_wire>());
-  m.impl("tell_lines", nsmg::bound<bind::tell_lines>());
+  m.impl("put_rows", nsmg::bound<bind::put_rows>());
   m.impl("cell_windows", nsmg::bound<bind::cell_windows>());
   m.impl("cells_reached", nsmg::bound<bind::cells_reached>());
 }

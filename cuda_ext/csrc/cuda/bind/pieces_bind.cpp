@@ -9,7 +9,7 @@ namespace nsmg {
 namespace pieces_bind {
 
 template <typename Row>
-Row* room_for(Call& call, const std::vector<Row>& rows) {
+Row* capacity_for(Call& call, const std::vector<Row>& rows) {
   return static_cast<Row*>(call.scratch_bytes(int64_t(rows.size() * sizeof(Row))));
 }
 
@@ -46,7 +46,7 @@ void gather_pieces(Call& call) {
   float* out = call.in_place<float>("out", {-1, channels + 1});
   const Pieces pieces(call, 4);
   NSMG_CUDA_CHECK(gather_pieces_launch(color, alpha, channels, pieces.rows.data(), int(pieces.rows.size()),
-                                       pieces.most, room_for(call, pieces.rows), out, call.stream()));
+                                       pieces.most, capacity_for(call, pieces.rows), out, call.stream()));
 }
 
 void scatter_pieces(Call& call) {
@@ -56,7 +56,7 @@ void scatter_pieces(Call& call) {
   float* v_alpha = call.in_place<float>("v_alpha", {pixels});
   const Pieces pieces(call, 5);
   NSMG_CUDA_CHECK(scatter_pieces_launch(gradients, channels, pieces.rows.data(), int(pieces.rows.size()), pieces.most,
-                                        room_for(call, pieces.rows), v_color, v_alpha, call.stream()));
+                                        capacity_for(call, pieces.rows), v_color, v_alpha, call.stream()));
 }
 
 // Layers by patch, and room for them on the device.
@@ -89,7 +89,7 @@ struct Layers {
   }
 
   HostLayers host() const { return {rows.data(), patches.data(), int(rows.size()), int(patches.size()), most}; }
-  DeviceLayers device(Call& call) const { return {room_for(call, rows), room_for(call, patches)}; }
+  DeviceLayers device(Call& call) const { return {capacity_for(call, rows), capacity_for(call, patches)}; }
 };
 
 void composite_pieces(Call& call) {
@@ -119,7 +119,7 @@ void live_boxes(Call& call) {
       pieces_of<WatchedPiece>(call.integers("pieces"), 4, &most, [](const int64_t* n) -> WatchedPiece {
         return {int32_t(n[0]), int32_t(n[1]), int32_t(n[2]), int32_t(n[3]), int32_t(n[4]), int32_t(n[5])};
       });
-  NSMG_CUDA_CHECK(live_boxes_launch(before, pieces.data(), int(pieces.size()), most, room_for(call, pieces), slots,
+  NSMG_CUDA_CHECK(live_boxes_launch(before, pieces.data(), int(pieces.size()), most, capacity_for(call, pieces), slots,
                                     call.number("least"), call.out<int64_t>({slots, 5}), call.stream()));
 }
 

@@ -247,9 +247,9 @@ UpdateGradients update_gradients(Call& call, const UpdateRows& rows, bool absgra
 
 UpdateWitness update_witness(Call& call, int views) {
   if (!call.has("witness")) return {};
-  const at::IntArrayRef shown = call.integers("witness_views");
+  const at::IntArrayRef shown = call.integers("finite_flag_views");
   const bool all = shown.empty();
-  TORCH_CHECK_VALUE(all || shown.size() == 2, "witness_views must be the first view and the end, or empty.");
+  TORCH_CHECK_VALUE(all || shown.size() == 2, "finite_flag_views must be the first view and the end, or empty.");
   return {call.in_place<float>("witness", {1}), all ? 0 : cuda_count(shown[0], "views"),
           all ? views : cuda_count(shown[1], "views")};
 }

@@ -64,7 +64,7 @@ void step_message(Call& call) {
   const std::vector<MessageBand> bands = message_bands(call.integers("bands"), lines, columns, offsets - 1);
   const MessageCounts counts{call.longs("own_rows", {1}),
                              call.longs("segment_counts", {ranks}),
-                             call.longs("segment_room", {ranks}),
+                             call.longs("segment_capacity", {ranks}),
                              call.in_place<int64_t>("segment_most", {ranks}),
                              call.longs("met", {1}),
                              static_cast<int>(rank),

@@ -1,4 +1,4 @@
-// Rows and their gradients in columns of words, as collectives carry them; see cuda_ext/ops/row_wire.py for what the
+// Rows and their gradients in columns of words, as collectives carry them; see cuda_ext/ops/exchange/row_wire.py for what the
 // words are. Everything runs on the given stream, waits for nothing and takes its sizes from the arguments alone.
 #pragma once
 

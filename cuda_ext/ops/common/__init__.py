@@ -1,0 +1,1 @@
+"""Checks, clocks, tables and keys that other operators use."""

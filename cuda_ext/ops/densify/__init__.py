@@ -1,0 +1,1 @@
+"""Operators that move, copy and perturb points."""

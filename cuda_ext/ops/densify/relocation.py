@@ -1,0 +1,164 @@
+"""What refinements do to points, in a launch each where torch's operators are dozens.
+
+`draw_sources`, `share_out` and `copy_rows` move points from where nobody sees them onto others (Kheradmand et al. 2024,
+"3D Gaussian Splatting as Markov Chain Monte Carlo", section 3): who becomes a copy of whom, what a point must be to
+look the same with its copies, and the copies themselves. The device alone knows how many there are. So the host can
+order it before the device has come so far. `take_rows` and `turn` serve refinements that make new points.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.load import kernels_serve
+from cuda_ext.ops.common.checks import check_floats, check_tensors
+from cuda_ext.reference import quaternions
+from cuda_ext.reference import relocation as reference
+
+
+@torch.no_grad()
+def draw_sources(sums: Tensor, empty: Tensor, *, start: int, taken: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Draws for each empty place a point, with replacement, in proportion to weights in integers.
+
+    Draw k, of the k-th empty place, is the number of 63 bits that SplitMix64 makes of (start, k), modulo the weights'
+    sum (`cuda_ext.reference.relocation.draws`). It is exact: the same inputs draw the same on every device.
+
+    Args:
+        sums: [N] int64, running sums of the weights; the last is below 2^62. empty: [N] bool, places to fill; their
+            weights are to be 0. start: of the table of draws.
+        taken: [] bool on the device; nothing is drawn where it is False.
+
+    Returns:
+        [N] int32, the point drawn for each empty place; -1 for others, and for all where all weights are 0.
+        [N] int32, how often each point was drawn.
+
+    Raises:
+        TypeError, ValueError: types or shapes are wrong.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    count, device = len(sums), sums.device
+    check_tensors(torch.int64, device, sums=(sums, (-1,)))
+    check_tensors(torch.bool, device, empty=(empty, (count,)), **({} if taken is None else {"taken": (taken, ())}))
+    op: Any = torch.ops.ns_multigpu.draw_sources if kernels_serve(sums) else reference.draw_sources
+    return op(sums, empty, empty.cumsum(0), start, taken)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def share_out(
+    logits: Tensor, log_scales: Tensor, copies: Tensor, *, min_opacity: float, cleared: Sequence[Tensor] = ()
+) -> None:
+    """Makes each point that gets copies so faint and small that it and they look as it did alone (equation 9, see
+    `cuda_ext.reference.relocation.relocated`), in place.
+
+    Args:
+        logits: [N] of opacities, contiguous. log_scales: [N, axes], contiguous. copies: [N] int32, see `draw_sources`.
+        min_opacity: no opacity becomes less.
+        cleared: [N, ...] each, contiguous: rows of points that get copies become 0.
+
+    Raises:
+        TypeError, ValueError: types or shapes are wrong.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    count = len(logits)
+    check_floats(logits, logits=(logits, (count,)), log_scales=(log_scales, (count, -1)))
+    check_tensors(torch.int32, logits.device, copies=(copies, (count,)))
+    _check_rows(cleared, count)
+    op: Any = torch.ops.ns_multigpu.share_out if kernels_serve(logits) else reference.share_out
+    op(logits, log_scales, copies, reference.coefficients(logits.device), min_opacity, list(cleared))
+
+
+@torch.no_grad()
+def copy_rows(tensors: Sequence[Tensor], sources: Tensor) -> None:
+    """Row i of each tensor becomes row sources[i], in place, where that is not -1.
+
+    Args:
+        tensors: [N, ...] each, contiguous. sources: [N] int32. No row may be both copied and written.
+
+    Raises:
+        TypeError, ValueError: types or shapes are wrong.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    check_tensors(torch.int32, sources.device, sources=(sources, (-1,)))
+    _check_rows(tensors, len(sources))
+    op: Any = torch.ops.ns_multigpu.copy_rows if kernels_serve(sources) else reference.copy_rows
+    op(list(tensors), sources)
+
+
+@torch.no_grad()
+def take_rows(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
+    """Some rows of each tensor, in one launch: row i of each result is row index[i].
+
+    Args:
+        tensors: [N, ...] each. index: [M] int64 in [0, N); on CUDA nobody looks.
+
+    Returns:
+        [M, ...] each.
+
+    Raises:
+        TypeError, ValueError: types or shapes are wrong.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    check_tensors(torch.int64, index.device, index=(index, (-1,)))
+    op: Any = torch.ops.ns_multigpu.take_rows if kernels_serve(index) else reference.take_rows
+    return op([tensor.detach() for tensor in tensors], index)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def turn(quats: Tensor, vectors: Tensor) -> Tensor:
+    """Vectors by the rotations of quaternions, each for itself: what others are beside it does not matter.
+
+    Args:
+        quats: [M, 4] (w, x, y, z) of any length but zero. vectors: [B, M, 3].
+
+    Returns:
+        [B, M, 3].
+
+    Raises:
+        TypeError, ValueError: types or shapes are wrong.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    count = len(quats)
+    check_floats(quats, quats=(quats, (count, 4)), vectors=(vectors, (-1, count, 3)))
+    op: Any = torch.ops.ns_multigpu.turn if kernels_serve(quats) else quaternions.turn
+    return op(quats.detach(), vectors)  # type: ignore[no-any-return]
+
+
+def _check_rows(tensors: Sequence[Tensor], count: int) -> None:
+    for tensor in tensors:
+        if tensor.dim() == 0 or len(tensor) != count or not tensor.is_contiguous():
+            raise ValueError(f"tensors of rows must be contiguous and have {count} rows; one is {list(tensor.shape)}.")
+
+
+@fake("draw_sources")
+def _draw_fake(sums: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return sums.new_empty(len(sums), dtype=torch.int32), sums.new_empty(len(sums), dtype=torch.int32)
+
+
+@fake("share_out")
+def _share_fake(*_: Any) -> None:
+    return None
+
+
+@fake("copy_rows")
+def _copy_fake(*_: Any) -> None:
+    return None
+
+
+@fake("take_rows")
+def _take_fake(tensors: Sequence[Tensor], index: Tensor) -> list[Tensor]:
+    return [tensor.new_empty(len(index), *tensor.shape[1:]) for tensor in tensors]
+
+
+@fake("turn")
+def _turn_fake(_: Tensor, vectors: Tensor) -> Tensor:
+    return torch.empty_like(vectors)
+
+
+LIBRARY.impl("draw_sources", reference.draw_sources, "CPU")
+LIBRARY.impl("share_out", reference.share_out, "CPU")
+LIBRARY.impl("copy_rows", reference.copy_rows, "CPU")
+LIBRARY.impl("take_rows", reference.take_rows, "CPU")
+LIBRARY.impl("turn", quaternions.turn, "CPU")

@@ -1,0 +1,1 @@
+"""Operators that pack, send and receive rows and pixels."""

@@ -1,0 +1,321 @@
+"""Rows on their way between ranks: which go where, as records into each other's memory, rows again where they arrive,
+and the sums of their gradients where they came from.
+
+A record is 16 numbers of 4 bytes: means2d x, y; conic xx, xy, yy; opacity; red, green, blue; depth; and as int32, bit
+for bit, radii x, y; view id; slot (the row's line at its owner); and two zeros. Gradients come in the records of
+`rasterize_backward_into`, which have the same in their first nine places. A *segment* is room for `capacity` records
+from one rank.
+
+Addresses are numbers in a tensor: on CUDA of memory of any GPU that this one reaches
+(`ns_multigpu.core.dist.peer_memory`), on CPU of memory of this process. They are trusted: a wrong one is a wrong write.
+On CUDA nothing is read back, so that a CUDA graph can hold all of these; who orders writers and readers of a segment is
+the caller's business.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.load import kernels_serve
+from cuda_ext.ops.common.checks import check_floats, check_tensors
+from cuda_ext.reference import row_exchange as composed
+from cuda_ext.reference.row_exchange import RECORD_FLOATS
+
+MOST_RANKS = 32
+"""Ranks that rows can go to: a bit each in the kernels."""
+
+
+class ArrivedRows(NamedTuple):
+    """Rows from S sources, a segment of `capacity` lines after the other: M = S * capacity lines.
+
+    Attributes:
+        view_ids: [M] int32; of padding the last view.
+        means2d: [M, 2] pixels; zero, as all that follows, in padding.
+        conics: [M, 3] inverse covariance (xx, xy, yy) in 1/pixels^2.
+        opacities: [M].
+        features: [M, 3] RGB.
+        depths: [M] world units.
+        radii: [M, 2] int32 half extents in pixels; not positive where a row is not drawn: see `Projection`.
+        owners: [M] int32, the source that the line's segment belongs to, also of padding.
+        slots: [M] int32, the row's line at its owner; of padding 0.
+    """
+
+    view_ids: Tensor
+    means2d: Tensor
+    conics: Tensor
+    opacities: Tensor
+    features: Tensor
+    depths: Tensor
+    radii: Tensor
+    owners: Tensor
+    slots: Tensor
+
+
+@torch.no_grad()
+def route_lines(
+    view_ids: Tensor,
+    count: Tensor,
+    means2d: Tensor,
+    radii: Tensor,
+    patches: Sequence[int],
+    first: int,
+    end: int,
+    place: Tensor,
+    counts: Tensor,
+    reached: Tensor | None = None,
+    cells: Sequence[int] = (),
+) -> None:
+    """Which rows reach which rank's patches, and where each stands among those that go there.
+
+    A call looks at lines first to end alone, so that rows can be sent before all of them are projected. Parts are taken
+    in the order of the lines, from 0 to M.
+
+    A row reaches a patch of its view if the box of `radii` around its mean holds a pixel centre of it, which is the
+    rule of `intersect`. Rows keep their order, so that the result is the same on every run.
+
+    Args:
+        view_ids: [M] int32. Of it, as of `means2d` and `radii`, only lines first to end are looked at.
+        count: [1] int64; the lines from there on are padding and go nowhere. May exceed M.
+        means2d: [M, 2] pixels.
+        radii: [M, 2] int32 half extents in pixels; a row where they are not positive goes nowhere.
+        patches: 6 integers a patch (rank, view, x0, y0, x1, y1): the rectangles rendered, halo included, in any order.
+        first, end: 0 <= first <= end <= M.
+        place: [ranks, M] int32, 1 to `MOST_RANKS` ranks. Columns first to end are written: the number of rows before
+            this one that go to the rank, or -1 if this one does not.
+        counts: [ranks] int64. Where first is not 0, how many rows before it go to each rank; written with how many
+            before end do.
+        reached, cells: [cells, M] bool which rows are in each cell, and of each patch the cell whose rows go there;
+            None where all that reach a patch do.
+
+    Raises:
+        TypeError, ValueError: types, shapes, patches, lines or ranks are wrong.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    rows, ranks = means2d.shape[0], counts.shape[0]
+    _check_floats(means2d, means2d=(means2d, (-1, 2)))
+    integers = {"view_ids": (view_ids, (rows,)), "radii": (radii, (rows, 2)), "place": (place, (ranks, rows))}
+    check_tensors(torch.int32, means2d.device, **integers)
+    check_tensors(torch.int64, means2d.device, count=(count, (1,)), counts=(counts, (ranks,)))
+    _check_ranks(ranks)
+    check_lines(first, end, rows)
+    numbers = _checked_patches(patches, ranks)
+    if reached is not None:
+        check_tensors(torch.bool, means2d.device, reached=(reached, (-1, rows)))
+        if len(cells) != len(numbers) // 6 or not all(0 <= cell < len(reached) for cell in cells):
+            raise ValueError(f"cells must be one of 0 to {len(reached) - 1} for each of {len(numbers) // 6} patches.")
+    op: Any = torch.ops.ns_multigpu.route_lines if kernels_serve(means2d) else composed.route_lines
+    op(view_ids, count, means2d.detach(), radii, numbers, ranks, first, end, place, counts, reached, list(cells))
+
+
+@torch.no_grad()
+def pack(
+    view_ids: Tensor,
+    means2d: Tensor,
+    conics: Tensor,
+    opacities: Tensor,
+    features: Tensor,
+    depths: Tensor,
+    radii: Tensor,
+    place: Tensor,
+    destinations: Tensor,
+    capacity: int,
+    first: int = 0,
+    end: int | None = None,
+) -> None:
+    """Writes each row's record to line `place[r, row]` of the segment at `destinations[r]`, for each rank r.
+
+    Rows whose place is -1, or not below the capacity, are left out: the counts of `route_lines` tell that some were.
+    Nothing else in a segment is written. On CUDA in whole records of 64 bytes, those of a rank one after the other.
+
+    Args:
+        view_ids: [M] int32. means2d: [M, 2]. conics: [M, 3]. opacities: [M]. features: [M, 3]. depths: [M].
+        radii: [M, 2] int32. All as in `SplatRows`.
+        place: [ranks, M] int32, from `route_lines`; no two rows of a rank with one place.
+        destinations: [ranks] int64, addresses of segments of `capacity` records, multiples of 16.
+        capacity: records that a segment holds.
+        first, end: of the lines whose rows are written; all unless given. Only those of the arrays are looked at.
+
+    Raises:
+        TypeError, ValueError: types, shapes, lines or capacity are wrong.
+        RuntimeError: on CUDA without our kernels: nothing else writes to an address there.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    rows, ranks = means2d.shape[0], place.shape[0]
+    check_row_columns(view_ids, means2d, conics, opacities, features, depths, radii)
+    check_tensors(torch.int32, means2d.device, place=(place, (ranks, rows)))
+    check_tensors(torch.int64, means2d.device, destinations=(destinations, (ranks,)))
+    _check_ranks(ranks)
+    _check_capacity(capacity)
+    op: Any = torch.ops.ns_multigpu.pack if _kernels_serve_addresses(means2d) else composed.pack
+    floats = [t.detach() for t in (means2d, conics, opacities, features, depths)]
+    end = rows if end is None else end
+    check_lines(first, end, rows)
+    op(view_ids, *floats, radii, place, destinations, capacity, first, end)
+
+
+@torch.no_grad()
+def unpack(records: Tensor, counts: Tensor, views: int) -> ArrivedRows:
+    """The rows that arrived in the segments of all ranks, padded: what `intersect` and `rasterize` take.
+
+    Args:
+        records: [ranks, capacity, 16] float32, written by `pack`. What lies behind a segment's count is not looked at.
+        counts: [ranks] int64, how many came from each; more than the capacity counts as the capacity.
+        views: of the batch, at least 1.
+
+    Raises:
+        TypeError, ValueError: types, shapes or views are wrong.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    _check_floats(records, records=(records, (-1, -1, RECORD_FLOATS)))
+    ranks = records.shape[0]
+    _check_ranks(ranks)
+    check_tensors(torch.int64, records.device, counts=(counts, (ranks,)))
+    if views < 1:
+        raise ValueError(f"unpack needs at least one view, not {views}.")
+    op: Any = torch.ops.ns_multigpu.unpack if kernels_serve(records) else composed.unpack
+    return ArrivedRows(*op(records.detach(), counts, views))
+
+
+@torch.no_grad()
+def collect(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
+    """The sum of what the ranks have for each row: of lines `place[r, row]` of the segments at `sources[r]`.
+
+    Summed in the order of the ranks, so that the result is the same on every run. On CUDA this rank reads what lies on
+    the others.
+
+    Args:
+        place: [ranks, M] int32, from `route_lines`.
+        count: [1] int64; the lines from there on are padding.
+        sources: [ranks] int64, addresses of segments of `capacity` records [capacity, 16] float32, multiples of 16:
+            this rank's rows in rank r's accumulation buffer.
+        capacity: records that a segment holds; places from there on are left out, as `pack` did.
+
+    Returns:
+        records [M, 16] float32; zero for padding and for rows that went nowhere.
+
+    Raises:
+        TypeError, ValueError: types, shapes or capacity are wrong.
+        RuntimeError: on CUDA without our kernels: nothing else reads from an address there.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    check_tensors(torch.int32, place.device, place=(place, (-1, -1)))
+    ranks = place.shape[0]
+    _check_ranks(ranks)
+    check_tensors(torch.int64, place.device, count=(count, (1,)), sources=(sources, (ranks,)))
+    _check_capacity(capacity)
+    op: Any = torch.ops.ns_multigpu.collect if _kernels_serve_addresses(place) else composed.collect
+    return op(place, count, sources, capacity)
+
+
+@torch.no_grad()
+def add_records(records: Tensor, sinks: Tensor, owners: Tensor, slots: Tensor, system_scope: bool = False) -> None:
+    """Adds each row's record to the one at `sinks[owners[row]]`, line `slots[row]`, as `rasterize_backward_into`
+    does with what it finds.
+
+    Args:
+        records: [M, K] float32. Rows that are zero are not looked at any further, and may have no owner.
+        sinks: [S] int64, addresses of records of K float32. owners: [M] int32, below S. slots: [M] int32.
+        system_scope: whether other GPUs add to the same records.
+
+    Raises:
+        TypeError, ValueError: types or shapes are wrong.
+        RuntimeError: on CUDA without our kernels: nothing else writes to an address there.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    _check_floats(records, records=(records, (-1, -1)))
+    check_tensors(torch.int32, records.device, owners=(owners, (len(records),)), slots=(slots, (len(records),)))
+    check_tensors(torch.int64, records.device, sinks=(sinks, (-1,)))
+    op: Any = torch.ops.ns_multigpu.add_records if _kernels_serve_addresses(records) else composed.add_records
+    op(records.detach(), sinks, owners, slots, system_scope)
+
+
+def _checked_patches(patches: Sequence[int], ranks: int) -> list[int]:
+    numbers = [int(number) for number in patches]
+    if len(numbers) % 6:
+        raise ValueError(f"patches holds 6 integers a patch (rank, view, x0, y0, x1, y1); got {len(numbers)} in all.")
+    for k in range(0, len(numbers), 6):
+        rank, view, x0, y0, x1, y1 = numbers[k : k + 6]
+        if not 0 <= rank < ranks or min(view, x0, y0) < 0 or x1 < x0 or y1 < y0:
+            raise ValueError(
+                f"patch (rank, view, x0, y0, x1, y1) = {tuple(numbers[k : k + 6])}: need 0 <= rank < {ranks}, "
+                "view, x0, y0 >= 0, x1 >= x0 and y1 >= y0."
+            )
+    return numbers
+
+
+def _kernels_serve_addresses(tensor: Tensor) -> bool:
+    if kernels_serve(tensor):
+        return True
+    if tensor.device.type != "cpu":
+        raise RuntimeError(
+            f"Only our CUDA kernels follow addresses on {tensor.device}, and they are switched off: unset "
+            "NS_MULTIGPU_OPS=reference and NS_MULTIGPU_CUDA=gsplat, or use a strategy that needs no peer memory."
+        )
+    return False
+
+
+def check_row_columns(
+    view_ids: Tensor, means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor,
+    radii: Tensor,
+) -> None:  # fmt: skip
+    """Raise unless these are columns of rows in float32, one row for each of `means2d`."""
+    rows = means2d.shape[0]
+    _check_floats(
+        means2d, means2d=(means2d, (-1, 2)), conics=(conics, (rows, 3)), opacities=(opacities, (rows,)),
+        features=(features, (rows, 3)), depths=(depths, (rows,)),
+    )  # fmt: skip
+    check_tensors(torch.int32, means2d.device, view_ids=(view_ids, (rows,)), radii=(radii, (rows, 2)))
+
+
+def _check_floats(like: Tensor, **tensors: tuple[Tensor, Sequence[int]]) -> None:
+    if like.dtype != torch.float32:
+        raise TypeError(f"Records are float32, and the rows are {like.dtype}: convert with `.float()`.")
+    check_floats(like, **tensors)
+
+
+def _check_ranks(ranks: int) -> None:
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"rows go to 1 to {MOST_RANKS} ranks, not to {ranks}.")
+
+
+def _check_capacity(capacity: int) -> None:
+    if not 0 <= capacity < 2**31:
+        raise ValueError(f"capacity must lie in 0..2^31 - 1, got {capacity}.")
+
+
+def check_lines(first: int, end: int, rows: int) -> None:
+    """Raise ValueError unless lines `first` to `end` are among `rows`."""
+    if not 0 <= first <= end <= rows:
+        raise ValueError(f"lines {first} to {end}: need 0 <= first <= end <= {rows}, which is all of them.")
+
+
+@fake("route_lines")
+@fake("pack")
+@fake("add_records")
+def _in_place_fake(*_: Any) -> None:
+    return None
+
+
+@fake("unpack")
+def _unpack_fake(records: Tensor, counts: Tensor, views: int) -> tuple[Tensor, ...]:
+    rows = records.shape[0] * records.shape[1]
+    shapes = ((rows, 2), (rows, 3), (rows,), (rows, 3), (rows,))
+    view_ids, radii, owners, slots = (
+        records.new_empty(shape, dtype=torch.int32) for shape in ((rows,), (rows, 2), (rows,), (rows,))
+    )
+    return (view_ids, *(records.new_empty(shape) for shape in shapes), radii, owners, slots)
+
+
+@fake("collect")
+def _collect_fake(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
+    return place.new_empty((place.shape[1], RECORD_FLOATS), dtype=torch.float32)
+
+
+LIBRARY.impl("route_lines", composed.route_lines, "CPU")
+LIBRARY.impl("pack", composed.pack, "CPU")
+LIBRARY.impl("unpack", composed.unpack, "CPU")
+LIBRARY.impl("collect", composed.collect, "CPU")
+LIBRARY.impl("add_records", composed.add_records, "CPU")

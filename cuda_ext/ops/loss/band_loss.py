@@ -1,0 +1,193 @@
+"""The photometric loss of a rendered rectangle and its whole gradient by what was blended, in one operator.
+
+A pixel's gradient comes from SSIM windows up to five pixels away, whose own pixels reach five further: rendered with a
+halo of ten pixels wherever the view goes on, a band of a view has all of them, so that no gradient of a pixel has to be
+sent to the rank that owns it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_ext.dispatch.gsplat_kernels import in_gsplat_mode
+from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.load import kernels_serve, native_serves
+from cuda_ext.ops.common.checks import check_floats, check_tensors
+from cuda_ext.ops.loss.loss import SSIM_HALO, l1_ssim_backward_torch, l1_ssim_torch
+from cuda_ext.ops.raster import compositing
+
+__all__ = ["BandLoss", "band_loss", "band_loss_into"]
+
+
+class BandLoss(NamedTuple):
+    """What comes out of a rectangle.
+
+    Attributes:
+        rgb: [h,w,3] all of it over the background, clamped to [0, 1].
+        l1, ssim: [] sums over its own pixels, and over the windows centred there, as `cuda_ext.l1_ssim` has them.
+        v_out, v_alpha: [h w,3], [h w] the gradient of the view's loss by what was blended; zero beyond its own pixels.
+    """
+
+    rgb: Tensor
+    l1: Tensor
+    ssim: Tensor
+    v_out: Tensor
+    v_alpha: Tensor
+
+
+@torch.no_grad()
+def band_loss(
+    out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor
+) -> BandLoss:
+    """L1 and SSIM of a rectangle's own pixels, and the gradient of the whole view's loss by them.
+
+    The loss is a function of two sums over the view, those of `cuda_ext.l1_ssim`. Summed over rectangles whose own
+    pixels tile a view and whose halo reaches ten pixels beyond them, wherever the view goes on, the sums are the
+    view's; and each pixel's gradient is that of the view's loss, to which windows centred in the halo contribute.
+    A rectangle's edge that is its own is the view's border. Not differentiable: the gradients are results.
+
+    Args:
+        out: [h w,3] blended colours, row by row. alpha: [h w] how much of each pixel they cover.
+        background: [3].
+        target: [h,w,3] the image there, uint8, or of out's type and in [0, 1].
+        inner: (x0, y0, x1, y1) its own pixels, in pixels of the rectangle; may be empty.
+        v_l1, v_ssim: [] the loss's gradient by the view's two sums.
+
+    Raises:
+        TypeError, ValueError: a tensor of the wrong shape, dtype or device, or `inner` beyond the rectangle.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    _check(out, alpha, background, target, inner, v_l1, v_ssim)
+    operator = torch.ops.ns_multigpu.band_loss if kernels_serve(out) else _band_loss_composed
+    return BandLoss(*operator(out, alpha, background, target, inner, v_l1, v_ssim))
+
+
+@torch.no_grad()
+def band_loss_into(
+    out: Tensor,
+    alpha: Tensor,
+    background: Tensor,
+    target: Tensor,
+    inner: Sequence[int],
+    v_l1: Tensor,
+    v_ssim: Tensor,
+    *,
+    offset: float,
+    scale: float,
+    rgb: Tensor,
+    loss: Tensor,
+    v_out: Tensor,
+    v_alpha: Tensor,
+    last: Tensor | None = None,
+) -> None:
+    """`band_loss` that writes its results where they belong, such as one of several views.
+
+    Args:
+        out, alpha, background, target, inner, v_l1, v_ssim: as `band_loss`'s.
+        offset, scale: `offset + scale * (v_l1 * l1 + v_ssim * ssim)` is added to `loss`, which is [].
+        rgb, v_out, v_alpha: as `BandLoss`'s; written, all of them. They must be contiguous, as must `last`.
+        last: [h w] int32, `rasterize`'s: set to -1 beyond the own pixels, where the way back then looks at nothing.
+
+    Raises:
+        TypeError, ValueError, NativeBuildError: as `band_loss`.
+    """
+    _check(out, alpha, background, target, inner, v_l1, v_ssim)
+    pixels = alpha.shape[0]
+    check_floats(
+        out, rgb=(rgb, target.shape), loss=(loss, ()), v_out=(v_out, (pixels, 3)), v_alpha=(v_alpha, (pixels,))
+    )
+    if last is not None:
+        check_tensors(torch.int32, out.device, last=(last, (pixels,)))
+    written = {"rgb": rgb, "v_out": v_out, "v_alpha": v_alpha, "last": last}
+    for name, tensor in written.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"band_loss_into: {name} is written in place and must be contiguous.")
+    operator = torch.ops.ns_multigpu.band_loss_into if kernels_serve(out) else _band_loss_into_composed
+    operator(
+        out, alpha, background, target, inner, v_l1, v_ssim, offset, scale, rgb, loss, v_out, v_alpha, last
+    )  # fmt: skip
+
+
+def _check(
+    out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor
+) -> None:
+    if target.dim() != 3 or target.shape[2] != 3:
+        raise ValueError(f"band_loss: target must be [h,w,3], not {list(target.shape)}.")
+    height, width = target.shape[:2]
+    pixels = height * width
+    check_floats(
+        out,
+        out=(out, (pixels, 3)),
+        alpha=(alpha, (pixels,)),
+        background=(background, (3,)),
+        v_l1=(v_l1, ()),
+        v_ssim=(v_ssim, ()),
+    )
+    check_tensors(torch.uint8 if target.dtype == torch.uint8 else out.dtype, out.device, target=(target, (-1, -1, 3)))
+    if len(inner) != 4 or not (0 <= inner[0] <= inner[2] <= width and 0 <= inner[1] <= inner[3] <= height):
+        raise ValueError(
+            f"band_loss: inner (x0, y0, x1, y1) must lie in the {width}x{height} rectangle, got {tuple(inner)}."
+        )
+
+
+def _band_loss_composed(
+    out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`band_loss` out of the other operators."""
+    height, width = target.shape[:2]
+    x0, y0, x1, y1 = inner
+    rgb = compositing.composite(out, alpha, background).view(height, width, 3)
+    v_rgb = torch.zeros_like(rgb)
+    l1, ssim = rgb.new_zeros(()), rgb.new_zeros(())
+    if x0 < x1 and y0 < y1:
+        native = native_serves(rgb)
+        forward = torch.ops.ns_multigpu.l1_ssim if native else l1_ssim_torch
+        backward = torch.ops.ns_multigpu.l1_ssim_backward if native else l1_ssim_backward_torch
+        own = (slice(y0, y1), slice(x0, x1))
+        # The sums are of the own pixels, the gradient of all windows that reach them.
+        l1, ssim, _ = forward(rgb, target, inner)
+        halo = SSIM_HALO
+        wide = (max(x0 - halo, 0), max(y0 - halo, 0), min(x1 + halo, width), min(y1 + halo, height))
+        dssim = forward(rgb, target, wide)[2]
+        v_rgb[own] = backward(rgb, target, dssim, wide, v_l1, v_ssim)[own]
+    return rgb, l1, ssim, *compositing.composite_backward_torch(out, alpha, background, v_rgb.view(-1, 3))
+
+
+def _band_loss_into_composed(
+    out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, inner: Sequence[int], v_l1: Tensor, v_ssim: Tensor,
+    offset: float, scale: float, rgb: Tensor, loss: Tensor, v_out: Tensor, v_alpha: Tensor, last: Tensor | None = None,
+) -> None:  # fmt: skip
+    found = BandLoss(*_band_loss_composed(out, alpha, background, target, inner, v_l1, v_ssim))
+    rgb.copy_(found.rgb)
+    v_out.copy_(found.v_out)
+    v_alpha.copy_(found.v_alpha)
+    loss.add_(offset + scale * (v_l1 * found.l1 + v_ssim * found.ssim))
+    if last is not None:
+        x0, y0, x1, y1 = inner
+        beyond = torch.ones(target.shape[:2], dtype=torch.bool, device=last.device)
+        beyond[y0:y1, x0:x1] = False
+        last.masked_fill_(beyond.view(-1), -1)
+
+
+@in_gsplat_mode
+def _register_gsplat_mode(library: torch.library.Library) -> None:
+    """Registers the composed forms for CUDA, where gsplat's kernels serve instead of ours."""
+    library.impl("band_loss", _band_loss_composed, "CUDA")
+    library.impl("band_loss_into", _band_loss_into_composed, "CUDA")
+
+
+@fake("band_loss")
+def _band_loss_fake(out: Tensor, alpha: Tensor, background: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    rgb, v_out, v_alpha = out.new_empty(target.shape), out.new_empty(out.shape), alpha.new_empty(alpha.shape)
+    return rgb, out.new_empty(()), out.new_empty(()), v_out, v_alpha
+
+
+@fake("band_loss_into")
+def _band_loss_into_fake(*_: Any) -> None:
+    return None
+
+
+LIBRARY.impl("band_loss", _band_loss_composed, "CPU")
+LIBRARY.impl("band_loss_into", _band_loss_into_composed, "CPU")

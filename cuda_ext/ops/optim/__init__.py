@@ -1,0 +1,1 @@
+"""Operators that update points: Adam, deferred steps, the gate of a step."""

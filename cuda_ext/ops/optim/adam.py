@@ -1,0 +1,277 @@
+"""Adam over all parameters at once: one launch a step, learning rates and bias corrections read where they lie.
+
+`torch.optim.Adam` launches about a dozen kernels for each parameter group, and nerfstudio keeps an optimizer for each
+group. `FusedAdam` is that optimizer (same options, same state_dict) with its step done by `ns_multigpu::adam_step`;
+`fused_step` steps several of them with one launch. What changes every step, six numbers a parameter, is computed on the
+host in double precision and goes to the device through pinned memory without waiting for it.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.dispatch.load import kernels_serve
+from cuda_ext.ops.optim.ring import ScalarRing
+
+SCALARS = 8
+"""Numbers a parameter: see `adam_scalars`."""
+_RING_NAME = "Adam's scalars (see AdamStep.upload)"
+
+
+def adam_scalars(rate: float, betas: tuple[float, float], eps: float, step: float) -> tuple[float, ...]:
+    """The numbers that Adam's step number `step` (from 1) takes: a line of `adam_step`'s `scalars`.
+
+    Returns:
+        learning rate, beta1, beta2, eps, 1 / (1 - beta1^step), 1 / sqrt(1 - beta2^step), 1 - beta1, 1 - beta2. The last
+        two because float32 loses digits of them.
+    """
+    beta1, beta2 = betas
+    corrections = (1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step))
+    return (rate, beta1, beta2, eps, *corrections, 1 - beta1, 1 - beta2)
+
+
+@torch.no_grad()
+def adam_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    scalars: Tensor,
+    set_grads_to_zero: bool = False,
+) -> None:
+    """Takes one step of Adam (Kingma and Ba 2015; torch.optim.Adam without weight decay) on n tensors, in place.
+
+    On CUDA one launch for up to 64 tensors, which can be captured in a CUDA graph.
+
+    Args:
+        params, grads, exp_avgs, exp_avg_sqs: n contiguous tensors each, of equal shapes; float32, on CPU also float64.
+        scalars: [n, 8] of the same dtype on the same device, a line of `adam_scalars` for each.
+        set_grads_to_zero: clear the gradients on the way.
+
+    Raises:
+        TypeError: moments of another dtype than their parameters, such as compact ones (see `compact_adam`).
+        TypeError, ValueError: a tensor of the wrong shape, dtype or device (on CUDA).
+        NativeBuildError: the CUDA operators cannot be compiled.
+    """
+    if not params:
+        return
+    for p, m, v in zip(params, exp_avgs, exp_avg_sqs, strict=True):
+        if m.dtype != p.dtype or v.dtype != p.dtype:
+            raise TypeError(
+                f"adam_step: a parameter is {p.dtype}, its moments are {m.dtype} and {v.dtype}. Compact moments are "
+                "for splat_update and splat_flush, which round them as they must be: keep these as the parameter is."
+            )
+    lists = [[t.detach() for t in tensors] for tensors in (params, grads, exp_avgs, exp_avg_sqs)]
+    op: Any = torch.ops.ns_multigpu.adam_step if kernels_serve(params[0]) else adam_step_torch
+    op(*lists, scalars, set_grads_to_zero)
+
+
+@torch.no_grad()
+def adam_step_torch(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    scalars: Tensor,
+    set_grads_to_zero: bool,
+) -> None:
+    """`adam_step` in torch's operators, on any device; does not wait for the device."""
+    for line, p, g, m, v in zip(scalars, params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        rate, _, beta2, eps, correction1, correction2, rest1, rest2 = line.unbind()
+        m.lerp_(g, rest1)
+        v.mul_(beta2).add_(g * g * rest2)
+        p.sub_(rate * correction1 * (m / (v.sqrt() * correction2 + eps)))
+        if set_grads_to_zero:
+            g.zero_()
+
+
+class FusedAdam(torch.optim.Adam):
+    """`torch.optim.Adam` with the step in one launch: the same options, the same state_dict, and either loads the
+    other's. Groups with options that the kernel does not know (weight decay, amsgrad, maximize, capturable,
+    differentiable, torch's own fused) are stepped by torch's code.
+
+    Attributes:
+        moment_dtype: in which moments are kept; None for the parameters'. See `cuda_ext.ops.optim.compact_adam`.
+    """
+
+    moment_dtype: torch.dtype | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """See `torch.optim.Adam.step`."""
+        if not is_plain(self):
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        _step_together([self])
+        return loss
+
+
+def fused_step(optimizers: Sequence[torch.optim.Optimizer], set_grads_to_zero: bool = False) -> None:
+    """Steps all optimizers: those that are `FusedAdam` with one launch a device, others each by itself.
+
+    Parameters without a gradient, and empty ones, are left out, as torch does.
+
+    Args:
+        optimizers: any; one with step hooks is stepped by itself, so that its hooks run.
+        set_grads_to_zero: clear the gradients of what is stepped together on the way.
+    """
+    together: list[FusedAdam] = []
+    for optimizer in optimizers:
+        hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        if isinstance(optimizer, FusedAdam) and not hooked and is_plain(optimizer):
+            together.append(optimizer)
+        else:
+            optimizer.step()
+    _step_together(together, set_grads_to_zero)
+
+
+class AdamStep:
+    """The step of several optimizers in two halves, of which the second can be captured in a CUDA graph.
+
+    `upload()`, outside of the graph, counts the step and brings its numbers to `scalars`, whose address stays.
+    `launch()` steps from there. Made anew when densification has replaced parameters or moments, as the graph is.
+
+    Attributes:
+        params, exp_avgs, exp_avg_sqs: what is stepped, in the order of the optimizers, on one device.
+        scalars: [n, 8], a line each; `splat_update` takes them too.
+
+    Args:
+        optimizers: of `FusedAdam`s.
+        with_grads: whether gradients exist now (`launch` needs them); if not, every parameter takes part.
+
+    Raises:
+        ValueError: options that the kernel does not know, several devices, or nothing to step.
+    """
+
+    def __init__(self, optimizers: Sequence[FusedAdam], *, with_grads: bool = True) -> None:
+        if not all(is_plain(optimizer) for optimizer in optimizers):
+            raise ValueError("AdamStep knows no weight decay, amsgrad, maximize, capturable, differentiable or fused.")
+        entries = [entry for o in optimizers for entry in _entries(o, with_grads)]
+        self._optimizers = list(optimizers)
+        self._groups = [group for group, _, _ in entries]
+        self._states = [state for _, _, state in entries]
+        self.params = [param for _, param, _ in entries]
+        self.exp_avgs = [state["exp_avg"] for state in self._states]
+        self.exp_avg_sqs = [state["exp_avg_sq"] for state in self._states]
+        self.grads = [param.grad for param in self.params] if with_grads else None
+        if len({(p.device, p.dtype) for p in self.params}) != 1:
+            raise ValueError("AdamStep needs parameters, all on one device and of one dtype.")
+        first = self.params[0]
+        self._ring = ScalarRing(first.device, SCALARS, what=_RING_NAME)
+        self.scalars = torch.zeros(len(self.params), SCALARS, dtype=first.dtype, device=first.device)
+        # All counters in one tensor, of which each state has its own as a view: one addition, and one look.
+        self._counters = torch.tensor([float(state["step"]) for state in self._states])
+        self._counts = self._counters.numpy()  # the same memory: quicker to count in
+        for state, counter in zip(self._states, self._counters, strict=True):
+            state["step"] = counter
+
+    def count(self) -> list[tuple[float, ...]]:
+        """Counts a step and returns its lines of numbers; rates and betas are read from the optimizers now."""
+        for optimizer in self._optimizers:
+            optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue] - what schedulers look for
+        self._counts += 1
+        lines: list[tuple[float, ...]] = []
+        known: dict[Any, tuple[float, ...]] = {}  # lines that differ in their rates alone
+        for group, step in zip(self._groups, self._counts.tolist(), strict=True):
+            key = (group["betas"], group["eps"], step)
+            if key not in known:
+                known[key] = adam_scalars(0.0, *key)
+            lines.append((float(group["lr"]), *known[key][1:]))
+        return lines
+
+    def is_current(self) -> bool:
+        """Whether its optimizers still keep these moments, and nobody has put others in their place."""
+        kept = zip(self._states, self.exp_avgs, self.exp_avg_sqs, strict=True)
+        return all(state["exp_avg"] is m and state["exp_avg_sq"] is v for state, m, v in kept)
+
+    def place_moments(self, place: int, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        """Makes these the moments of parameter number `place`, in its optimizer too; they have the values already."""
+        self.exp_avgs[place] = self._states[place]["exp_avg"] = exp_avg
+        self.exp_avg_sqs[place] = self._states[place]["exp_avg_sq"] = exp_avg_sq
+
+    def upload(self) -> None:
+        """Counts a step and brings its numbers to the device."""
+        self._ring.upload(self.count(), self.scalars.dtype, into=self.scalars)
+
+    def launch(self, set_grads_to_zero: bool = False) -> None:
+        """Steps with the numbers that were uploaded last.
+
+        Raises:
+            ValueError: it was made without gradients.
+        """
+        if self.grads is None:
+            raise ValueError("This AdamStep was made without gradients.")
+        grads = [g for g in self.grads if g is not None]
+        adam_step(self.params, grads, self.exp_avgs, self.exp_avg_sqs, self.scalars, set_grads_to_zero)
+
+
+_rings: dict[tuple[torch.device, int], ScalarRing] = {}
+
+
+def _ring(device: torch.device) -> ScalarRing:
+    """The ring of a device's current stream."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _rings.setdefault((device, stream), ScalarRing(device, SCALARS, what=_RING_NAME))
+
+
+def is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the kernels know all options of an Adam: they know no weight decay, amsgrad or maximize."""
+    options = ("weight_decay", "amsgrad", "maximize", "capturable", "differentiable", "fused")
+    return not any(group.get(option) for group in optimizer.param_groups for option in options)
+
+
+def _entries(optimizer: FusedAdam, with_grads: bool) -> Iterator[tuple[dict[str, Any], Tensor, dict[str, Any]]]:
+    """Group, parameter and state of all that take part in a step; states are made where there are none."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if with_grads and (param.numel() == 0 or param.grad is None):
+                continue
+            state = optimizer.state[param]
+            if len(state) == 0:
+                state["step"] = torch.tensor(0.0)  # on the host: it is read there
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(
+                        param, dtype=optimizer.moment_dtype, memory_format=torch.contiguous_format
+                    )
+            yield group, param, state
+
+
+def _next_line(group: dict[str, Any], state: dict[str, Any]) -> tuple[float, ...]:
+    step = state["step"]
+    if step.device.type != "cpu":  # from a checkpoint of torch's fused Adam
+        step = state["step"] = step.cpu()
+    step += 1
+    return adam_scalars(float(group["lr"]), group["betas"], group["eps"], step.item())
+
+
+@torch.no_grad()
+def _step_together(optimizers: Sequence[FusedAdam], set_grads_to_zero: bool = False) -> None:
+    entries = [entry for optimizer in optimizers for entry in _entries(optimizer, with_grads=True)]
+    for device, dtype in dict.fromkeys((param.device, param.dtype) for _, param, _ in entries):
+        some = [entry for entry in entries if (entry[1].device, entry[1].dtype) == (device, dtype)]
+        for _, param, _ in some:
+            if not param.is_contiguous() or not param.grad.is_contiguous():  # pyright: ignore
+                raise ValueError("FusedAdam needs contiguous parameters and gradients; torch.optim.Adam takes others.")
+        scalars = _ring(device).upload([_next_line(group, state) for group, _, state in some], dtype)
+        params = [param for _, param, _ in some]
+        grads = [param.grad for param in params if param.grad is not None]
+        states = [state for _, _, state in some]
+        moments = ([s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states])
+        adam_step(params, grads, *moments, scalars, set_grads_to_zero)
+    for optimizer in optimizers:
+        optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue] - what schedulers look for
+
+
+@fake("adam_step")
+def _adam_step_fake(*_: Any) -> None:
+    return None
+
+
+LIBRARY.impl("adam_step", adam_step_torch, "CPU")

@@ -1,0 +1,297 @@
+"""The fused way of one owner: from raw parameters to splats (`splat_forward`), and from the gradients of splats to
+parameters that have taken a step of Adam (`splat_update`), with no gradient of a parameter in memory in between.
+
+Words and shapes as in `projection.py`, but for the parameters, which are what an optimizer sees: log-scales and
+logits of the opacities. Where our CUDA kernels do not serve (on CPU, with NS_MULTIGPU_CUDA=gsplat or the reference),
+the same is put together from the other operators.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_ext.dispatch.library import LIBRARY, fake
+from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows
+from cuda_ext.ops.optim.adam import SCALARS, kernels_serve
+from cuda_ext.ops.optim.fused_composed import (
+    splat_begin_composed,
+    splat_forward_composed,
+    splat_lines_composed,
+    splat_update_composed,
+)
+from cuda_ext.ops.optim.lazy_adam import LazyAdam, check_parameters
+from cuda_ext.ops.project.boxes import check_boxes
+from cuda_ext.reference.lazy_adam import PARAMETERS
+
+
+class SplatRows(NamedTuple):
+    """The rows of a batch of whole views, in (view, point) order, padded to M = capacity lines.
+
+    Attributes:
+        view_ids: [M] int32; of padding the last view.
+        point_ids: [M] int32; of padding -1.
+        count: [1] int64, the rows that there are. If it exceeds the capacity the rows beyond are missing, and the step
+            has to be done again with more.
+        means2d: [M, 2] pixels; zero, as all that follows, where a row is dead or padding.
+        conics: [M, 3] inverse covariance (xx, xy, yy) in 1/pixels^2.
+        opacities: [M], with the antialiasing compensation if asked for.
+        features: [M, 3] RGB, or [M, 4] RGB and depth.
+        depths: [M] world units.
+        radii: [M, 2] int32 half extents in pixels; not positive where a row is not drawn: see `Projection`.
+    """
+
+    view_ids: Tensor
+    point_ids: Tensor
+    count: Tensor
+    means2d: Tensor
+    conics: Tensor
+    opacities: Tensor
+    features: Tensor
+    depths: Tensor
+    radii: Tensor
+
+
+class RowGradients(NamedTuple):
+    """The gradients of rows, as `rasterize_backward` returns them; `absolute` [M, 2] may be empty [0, 2]."""
+
+    means2d: Tensor
+    conics: Tensor
+    opacities: Tensor
+    features: Tensor
+    absolute: Tensor
+
+
+@torch.no_grad()
+def splat_forward(
+    means: Tensor,
+    quats: Tensor,
+    log_scales: Tensor,
+    logits: Tensor,
+    sh_dc: Tensor,
+    sh_rest: Tensor,
+    viewmats: Tensor,
+    Ks: Tensor,
+    sizes: Sequence[int],
+    degree: int,
+    capacity: int,
+    eps2d: float = 0.3,
+    near: float = 0.01,
+    far: float = 1e10,
+    antialiased: bool = False,
+    depth: bool = False,
+    exp_avgs: Sequence[Tensor] = (),
+    exp_avg_sqs: Sequence[Tensor] = (),
+    lazy: LazyAdam | None = None,
+    stops: Sequence[int] = (),
+    reached: Callable[[SplatRows, int, int], None] | None = None,
+    boxes: Tensor | None = None,
+) -> SplatRows:
+    """Culls against whole views, projects and evaluates colours: `cull`, `project` and `sh_colors` at once.
+
+    On CUDA nothing is read back, so it can be captured in a CUDA graph. At most 128 views. Not differentiable: its way
+    back is `splat_update`.
+
+    Args:
+        means: [N, 3] world coordinates.
+        quats: [N, 4] (w, x, y, z) of any length but zero.
+        log_scales: [N, 3] natural logarithms.
+        logits: [N] of the opacities.
+        sh_dc: [N, 3]. sh_rest: [N, R, 3], (degree + 1)^2 - 1 <= R <= 15.
+        viewmats: [V, 4, 4]. Ks: [V, 3, 3]. sizes: (width, height) of each view, 2 V ints.
+        degree: 0 to 3, the harmonics in use.
+        capacity: lines of the result.
+        eps2d, near, far, antialiased: see `project`.
+        depth: add the depth to the features.
+        exp_avgs, exp_avg_sqs, lazy: the parameters' moments (see `splat_update`), and the steps that were put off. Rows
+            are then those of the points where these steps lead them; nothing is written. On CUDA more rows than
+            necessary may come out, dead ones, for where a point may have come to is known only within bounds; those
+            hold for moments that Adam made, with one pair of betas.
+        stops, reached: lines, ascending, at which to call `reached` with the rows, the stop before (or 0) and this one:
+            lines from the one to the other have what they are to have, `view_ids`, `point_ids` and `count` are whole,
+            and later lines hold nothing yet. So they can be put to use while others are projected.
+        boxes: of the points' groups, as `splat_boxes` made them and `splat_update` widened them since: points are
+            looked at only for views in which their group's box may show. Rows are the same, if with `lazy` moments are
+            such as Adam makes (see there).
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong dtype, device or shape, or out of range.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    points, views = means.shape[0], viewmats.shape[0]
+    check_floats(
+        means,
+        means=(means, (-1, 3)),
+        quats=(quats, (points, 4)),
+        log_scales=(log_scales, (points, 3)),
+        logits=(logits, (points,)),
+        sh_dc=(sh_dc, (points, 3)),
+        sh_rest=(sh_rest, (points, -1, 3)),
+        viewmats=(viewmats, (-1, 4, 4)),
+        Ks=(Ks, (views, 3, 3)),
+    )
+    check_depth_range(near, far)
+    sizes = check_ints("sizes", sizes, 2, views, "view")
+    if capacity < 0:
+        raise ValueError(f"capacity must not be negative, as {capacity} is.")
+    ops = torch.ops.ns_multigpu
+    parameters = [t.detach() for t in (means, quats, log_scales, logits, sh_dc, sh_rest)]
+    cameras = (viewmats.detach(), Ks, sizes)
+    missed: tuple[Any, ...] = ([], [], None, None, None)
+    if lazy is not None:
+        check_parameters(parameters, exp_avgs, exp_avg_sqs)
+        lazy.check(means)
+        moments = ([t.detach() for t in tensors] for tensors in (exp_avgs, exp_avg_sqs))
+        missed = (*moments, lazy.last, lazy.table, lazy.steps)
+    if boxes is not None:
+        check_boxes(means, boxes)
+    inputs = (*parameters, *cameras, degree, eps2d, near, far, antialiased, depth, capacity)
+    ours = kernels_serve(means)
+    if reached is None or not stops:
+        op: Any = ops.splat_forward if lazy is None else ops.splat_forward_lazy
+        if not ours:
+            op = splat_forward_composed
+        return SplatRows(*op(*inputs, *(missed if lazy is not None else ()), boxes=boxes))
+    if list(stops) != sorted(stops) or stops[0] < 0 or stops[-1] > capacity:
+        raise ValueError(f"stops must ascend from 0 to at most {capacity}, the capacity, not {list(stops)}.")
+    begin: Any = ops.splat_begin if ours else splat_begin_composed
+    lines: Any = ops.splat_lines if ours else splat_lines_composed
+    rows = SplatRows(*begin(*inputs, *missed, boxes=boxes))
+    first = 0
+    for stop in stops:
+        lines(*inputs, *missed, list(rows), first, stop)
+        reached(rows, first, stop)
+        first = stop
+    lines(*inputs, *missed, list(rows), first, capacity)
+    return rows
+
+
+@torch.no_grad()
+def splat_update(
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    scalars: Tensor,
+    viewmats: Tensor,
+    Ks: Tensor,
+    sizes: Sequence[int],
+    rows: SplatRows,
+    gradients: RowGradients | Tensor,
+    degree: int,
+    eps2d: float = 0.3,
+    near: float = 0.01,
+    far: float = 1e10,
+    antialiased: bool = False,
+    grad2d: Tensor | None = None,
+    seen: Tensor | None = None,
+    radii_max: Tensor | None = None,
+    absgrad: bool = False,
+    opacity_weight: float = 0.0,
+    scale_weight: float = 0.0,
+    lazy: LazyAdam | None = None,
+    finite_flag: Tensor | None = None,
+    finite_flag_views: range | None = None,
+    boxes: Tensor | None = None,
+) -> None:
+    """Brings the gradients of rows back to the parameters and takes Adam's step there, all in place.
+
+    Adam is dense: points without rows take the step of a gradient of zero, by which their moments decay and they move
+    on.
+
+    Moments may be compact, all of them as bfloat16: 944 bytes a point instead of 1416. The arithmetic is float32's, and
+    what is written is rounded up or down at random, so that its expected value is the exact one; a number that bfloat16
+    holds, such as any moment that a step leaves alone, stays what it is. The same model, gradients and scalars give the
+    same bits, whatever row, thread or rank a point is in (cuda_ext/csrc/common/compact.h says why, and how).
+
+    Densification's statistics are added to as `ReplicatedDensifier` does: for each row that is drawn, `grad2d` gets the
+    length of the gradient of means2d in units of half an image, times the number of views (the loss being their mean).
+    For each row that is drawn or has a negative radius, `seen` gets 1, and `radii_max` becomes the largest radius of
+    the 3-sigma circle, a fraction of the image's longer side.
+
+    No gradient for the cameras comes out: where poses are optimized, go through `project` and autograd.
+
+    Args:
+        params: the six parameters in the order of `PARAMETERS`, shapes as in `splat_forward`.
+        exp_avgs, exp_avg_sqs: their moments, of the parameters' dtype, or all of them bfloat16 where that is float32.
+        scalars: [6, 8] of Adam: `AdamStep.scalars`, or lines of `adam_scalars`.
+        viewmats, Ks, sizes, degree, eps2d, near, far, antialiased: those of `splat_forward`.
+        rows: what `splat_forward` returned; or what it returned to S callers, one after the other, each with as many of
+            the views and as many lines, and view ids that count all views. `count` then holds S numbers.
+        gradients: of the rows, in tensors, or in records [M, 16] as `rasterize_backward_into` sums them up: means2d x,
+            y, conics xx, xy, yy, opacity, features 0 to 3, absolute x, y, and 4 that are not looked at.
+        grad2d, seen, radii_max: [N] each, or None to leave out.
+        absgrad: `grad2d` counts the absolute gradients instead of those of means2d.
+        opacity_weight, scale_weight: the loss also holds this times the sum of all opacities, and of all scales (MCMC's
+            regularisation).
+        lazy: put off the steps of points that are not drawn (see `lazy_adam.py`, also for which options of Adam):
+            1416 bytes (944) of each such point are then neither read nor written. Those of points that are drawn are
+            taken.
+        finite_flag: [1], an output: 0 if the gradients of all rows that are drawn are finite, else NaN. Costs next to
+            nothing, since the gradients are read here anyhow; a separate check would read them all again.
+        finite_flag_views: the views whose rows `witness` covers, a range; all unless given.
+        boxes: of the points' groups, see `splat_boxes`: widened where points leave them.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong dtype, device or shape; `lazy` with weights.
+        NativeBuildError: the operators cannot be compiled.
+    """
+    means = params[0]
+    views, count = viewmats.shape[0], rows.point_ids.shape[0]
+    check_parameters(params, exp_avgs, exp_avg_sqs)
+    check_floats(
+        means,
+        scalars=(scalars, (len(PARAMETERS), SCALARS)),
+        viewmats=(viewmats, (-1, 4, 4)),
+        Ks=(Ks, (views, 3, 3)),
+        features=(rows.features, (count, -1)),
+    )
+    check_rows(means, rows.view_ids, rows.point_ids)
+    check_depth_range(near, far)
+    sizes = check_ints("sizes", sizes, 2, views, "view")
+    if absgrad and isinstance(gradients, RowGradients) and gradients.absolute.shape != (count, 2):
+        raise ValueError("absgrad needs the absolute gradients [M, 2]: call rasterize_backward with absgrad.")
+    missed: tuple[Tensor | None, ...] = (None, None, None)
+    if lazy is not None:
+        if opacity_weight or scale_weight:
+            raise ValueError("lazy puts off steps without a gradient: leave opacity_weight and scale_weight out.")
+        lazy.check(means)
+        missed = (lazy.last, lazy.table, lazy.steps)
+    if finite_flag is not None:
+        check_floats(means, finite_flag=(finite_flag, (1,)))
+    if boxes is not None:
+        check_boxes(means, boxes)
+    shown = [] if finite_flag_views is None else [finite_flag_views.start, finite_flag_views.stop]
+    given = [gradients] if isinstance(gradients, Tensor) else list(gradients)
+    statistics = [means.new_empty(0) if t is None else t for t in (grad2d, seen, radii_max)]
+    op: Any = torch.ops.ns_multigpu.splat_update if kernels_serve(means) else splat_update_composed
+    op(
+        *([t.detach() for t in tensors] for tensors in (params, exp_avgs, exp_avg_sqs)), scalars, viewmats.detach(), Ks,
+        sizes, rows.view_ids, rows.point_ids, rows.count, rows.conics, rows.features, rows.radii, given, *statistics,
+        degree, eps2d, near, far, antialiased, absgrad, opacity_weight, scale_weight, *missed,
+        finite_flag, shown, boxes,
+    )  # fmt: skip
+
+
+@fake("splat_forward")
+@fake("splat_forward_lazy")
+@fake("splat_begin")
+def _splat_forward_fake(means: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, ...]:
+    depth, capacity = rest[13:15]
+    floats = [means.new_empty(s) for s in ((capacity, 2), (capacity, 3), (capacity,), (capacity, 3 + depth))]
+    ids = [means.new_empty(capacity, dtype=torch.int32) for _ in range(2)]
+    count, radii = means.new_empty(1, dtype=torch.int64), means.new_empty((capacity, 2), dtype=torch.int32)
+    return (*ids, count, *floats, means.new_empty(capacity), radii)
+
+
+@fake("splat_lines")
+@fake("splat_update")
+def _in_place_fake(*_: Any) -> None:
+    return None
+
+
+LIBRARY.impl("splat_forward", splat_forward_composed, "CPU")
+LIBRARY.impl("splat_forward_lazy", splat_forward_composed, "CPU")
+LIBRARY.impl("splat_begin", splat_begin_composed, "CPU")
+LIBRARY.impl("splat_lines", splat_lines_composed, "CPU")
+LIBRARY.impl("splat_update", splat_update_composed, "CPU")

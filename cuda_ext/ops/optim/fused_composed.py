@@ -1,0 +1,237 @@
+"""Compose `splat_forward` and `splat_update` of the other operators and autograd. See `cuda_ext.ops.optim.fused`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.optim.adam import adam_step_torch
+from cuda_ext.ops.project.boxes import box_views
+from cuda_ext.ops.project.culling import cull
+from cuda_ext.ops.project.projection import project, sh_colors, three_sigma_radii
+from cuda_ext.reference.boxes import POINTS, widen_boxes
+from cuda_ext.reference.compact import as_floats, is_compact, step_salts
+from cuda_ext.reference.lazy_adam import MOST_STEPS, caught_up, extend, stands_still, write_caught_up
+
+
+def camera_centers(viewmats: Tensor) -> Tensor:
+    """Where cameras [V, 4, 4] are, [V, 3] in world coordinates."""
+    return -(viewmats[:, :3, :3].mT @ viewmats[:, :3, 3:]).squeeze(-1)
+
+
+class _Sigmoid(torch.autograd.Function):
+    """1 / (1 + exp(-x)), as the kernels compute it. torch's own, on a CPU, rounds the last few numbers of a tensor
+    differently from the others: a point's opacity would depend on its place in the tensor and on the tensor's size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = 1.0 / (1.0 + torch.exp(-x))
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (y,) = ctx.saved_tensors
+        return grads[0] * (1.0 - y) * y
+
+
+def _opacities(logits: Tensor) -> Tensor:
+    return _Sigmoid.apply(logits)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def splat_forward_composed(
+    means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, sh_dc: Tensor, sh_rest: Tensor, viewmats: Tensor,
+    Ks: Tensor, sizes: list[int], degree: int, eps2d: float, near: float, far: float, antialiased: bool, depth: bool,
+    capacity: int, exp_avgs: Sequence[Tensor] = (), exp_avg_sqs: Sequence[Tensor] = (), last: Tensor | None = None,
+    table: Tensor | None = None, steps: Tensor | None = None, *, boxes: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """See `cuda_ext.ops.optim.fused.splat_forward`."""
+    inputs = (
+        means, quats, log_scales, logits, sh_dc, sh_rest, viewmats, Ks, sizes, degree, eps2d, near, far, antialiased,
+        depth, capacity, exp_avgs, exp_avg_sqs, last, table, steps,
+    )  # fmt: skip
+    rows = splat_begin_composed(*inputs, boxes=boxes)
+    splat_lines_composed(*inputs, rows, 0, capacity)
+    return rows
+
+
+@torch.no_grad()
+def splat_begin_composed(
+    means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, sh_dc: Tensor, sh_rest: Tensor, viewmats: Tensor,
+    Ks: Tensor, sizes: list[int], degree: int, eps2d: float, near: float, far: float, antialiased: bool, depth: bool,
+    capacity: int, exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], last: Tensor | None,
+    table: Tensor | None, steps: Tensor | None, *, boxes: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The rows of `splat_forward`: which there are, and room for what `splat_lines` finds out about them."""
+    cameras = (viewmats, Ks, sizes)
+    raw: Sequence[Tensor] = (means, quats, log_scales, logits, sh_dc, sh_rest)
+    shows = some = None
+    if boxes is not None:
+        shows = box_views(boxes, *cameras, eps2d, near, far, table, is_compact(exp_avgs))
+        # Of the points whose group shows in any view alone.
+        some = shows.any(0).repeat_interleave(POINTS)[: len(means)].nonzero().squeeze(-1)
+        raw, exp_avgs, exp_avg_sqs = ([t[some] for t in tensors] for tensors in (raw, exp_avgs, exp_avg_sqs))
+        last = last if last is None else last[some]
+    means, _, log_scales, logits, _, _ = _present(raw, exp_avgs, exp_avg_sqs, last, table)
+    rects = [n for w, h in zip(sizes[::2], sizes[1::2], strict=True) for n in (0, 0, w, h)]
+    scales, opacities = log_scales.exp(), _opacities(logits)
+    hits = cull(means, scales, opacities, *cameras, rects, eps2d, near, far)
+    if shows is not None and some is not None:
+        view_ids, point_ids = hits[0], some[hits[1].long()]
+        kept = shows[view_ids.long(), point_ids // POINTS]
+        hits = view_ids[kept], point_ids[kept].to(torch.int32)
+    count = torch.tensor([len(hits[0])], dtype=torch.int64, device=means.device)
+    padding = (max(len(viewmats) - 1, 0), -1)
+    ids = [torch.full((capacity,), value, dtype=torch.int32, device=means.device) for value in padding]
+    for column, found in zip(ids, hits, strict=True):
+        column[: len(found)] = found[:capacity]
+    shapes = ((capacity, 2), (capacity, 3), (capacity,), (capacity, 3 + depth), (capacity,))
+    floats = [means.new_zeros(shape) for shape in shapes]
+    return (*ids, count, *floats, torch.zeros((capacity, 2), dtype=torch.int32, device=means.device))
+
+
+@torch.no_grad()
+def splat_lines_composed(
+    means: Tensor, quats: Tensor, log_scales: Tensor, logits: Tensor, sh_dc: Tensor, sh_rest: Tensor, viewmats: Tensor,
+    Ks: Tensor, sizes: list[int], degree: int, eps2d: float, near: float, far: float, antialiased: bool, depth: bool,
+    capacity: int, exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], last: Tensor | None,
+    table: Tensor | None, steps: Tensor | None, rows: Sequence[Tensor], first: int, end: int,
+) -> None:  # fmt: skip
+    """What lines first to end of `rows`, which `splat_begin` made, hold."""
+    raw = (means, quats, log_scales, logits, sh_dc, sh_rest)
+    means, quats, log_scales, logits, sh_dc, sh_rest = _present(raw, exp_avgs, exp_avg_sqs, last, table)
+    lines = slice(first, max(first, min(end, int(rows[2]))))
+    ids = (rows[0][lines], rows[1][lines])
+    shapes = (log_scales.exp(), _opacities(logits))
+    means2d, conics, depths, opacities, radii = project(
+        means, quats, *shapes, viewmats, Ks, sizes, *ids, eps2d, near, far, antialiased
+    )
+    colors = sh_colors(degree, means, camera_centers(viewmats), sh_dc, sh_rest, *ids)
+    features = torch.where((radii > 0).all(-1, keepdim=True), colors, 0.0)
+    if depth:
+        features = torch.cat([features, depths[:, None]], dim=-1)
+    for column, found in zip(rows[3:], (means2d, conics, opacities, features, depths, radii), strict=True):
+        column[lines] = found
+
+
+def _present(
+    raw: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor], last: Tensor | None,
+    table: Tensor | None,
+) -> Sequence[Tensor]:  # fmt: skip
+    """The parameters where the steps that were put off, if any, lead them."""
+    if last is None or table is None:
+        return raw
+    return caught_up(list(raw), list(exp_avgs), list(exp_avg_sqs), last, table)[0]
+
+
+def splat_update_composed(
+    params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], scalars: Tensor, viewmats: Tensor,
+    Ks: Tensor, sizes: list[int], view_ids: Tensor, point_ids: Tensor, count: Tensor, conics: Tensor,
+    features: Tensor, radii: Tensor, row_gradients: list[Tensor], grad2d: Tensor, seen: Tensor, radii_max: Tensor,
+    degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool,
+    opacity_weight: float, scale_weight: float, last: Tensor | None = None, table: Tensor | None = None,
+    steps: Tensor | None = None, finite_flag: Tensor | None = None, finite_flag_views: Sequence[int] = (),
+    boxes: Tensor | None = None,
+) -> None:  # fmt: skip
+    """See `cuda_ext.ops.optim.fused.splat_update`."""
+    if finite_flag is not None:
+        real = _real(point_ids, count)
+        first, end = finite_flag_views or (0, len(viewmats))
+        real = real[(view_ids[real] >= first) & (view_ids[real] < end) & (radii[real] > 0).all(-1)]
+        given = _given(row_gradients, real, features.shape[1])
+        finite = torch.stack([gradient.isfinite().all() for gradient in given]).all()
+        finite_flag.fill_(float("nan")).masked_fill_(finite, 0.0)
+    with as_floats(exp_avgs, exp_avg_sqs, lambda: step_salts(scalars, viewmats)) as (firsts, seconds):
+        _update(
+            params, firsts, seconds, scalars, viewmats, Ks, sizes, view_ids, point_ids, count, conics, features, radii,
+            row_gradients, grad2d, seen, radii_max, degree, eps2d, near, far, antialiased, absgrad,
+            opacity_weight, scale_weight, last, table, steps,
+        )  # fmt: skip
+    if boxes is not None:
+        widen_boxes(params[0], params[2], boxes)
+
+
+def _update(
+    params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], scalars: Tensor, viewmats: Tensor,
+    Ks: Tensor, sizes: list[int], view_ids: Tensor, point_ids: Tensor, count: Tensor, conics: Tensor,
+    features: Tensor, radii: Tensor, row_gradients: list[Tensor], grad2d: Tensor, seen: Tensor, radii_max: Tensor,
+    degree: int, eps2d: float, near: float, far: float, antialiased: bool, absgrad: bool,
+    opacity_weight: float, scale_weight: float, last: Tensor | None, table: Tensor | None, steps: Tensor | None,
+) -> None:  # fmt: skip
+    """The same with moments of the parameters' type."""
+    real = _real(point_ids, count)
+    view_ids, point_ids, radii, conics, features = (t[real] for t in (view_ids, point_ids, radii, conics, features))
+    alive = (radii > 0).all(-1)
+    drawn = torch.unique(point_ids[alive].long())
+    if last is not None and table is not None and steps is not None:
+        if int(steps) >= MOST_STEPS and not stands_still(scalars):
+            raise ValueError(f"{MOST_STEPS} steps have been put off: call splat_flush before the next.")
+        write_caught_up(params, exp_avgs, exp_avg_sqs, drawn, last, table)
+    v_means2d, v_conics, v_opacities, v_features, v_absolute = _given(row_gradients, real, features.shape[1])
+    v_depths = v_features[:, 3] if features.shape[1] == 4 else torch.zeros_like(v_opacities)
+    v_colors = torch.where(alive[:, None] & (features[:, :3] > 0), v_features[:, :3], 0.0)
+
+    with torch.enable_grad():
+        leaves = [p.detach().requires_grad_() for p in params]
+        means, quats, log_scales, logits, sh_dc, sh_rest = leaves
+        scales, opacities = log_scales.exp(), _opacities(logits)
+        cameras = (viewmats, Ks, sizes, view_ids, point_ids)
+        out = project(means, quats, scales, opacities, *cameras, eps2d, near, far, antialiased)
+        colors = sh_colors(degree, means, camera_centers(viewmats), sh_dc, sh_rest, view_ids, point_ids)
+        outputs = [out.means2d, out.conics, out.depths, out.row_opacities, colors]
+        incoming = [v_means2d, v_conics, v_depths, v_opacities, v_colors]
+        outputs += [opacities.sum(), scales.sum()]
+        incoming += [means.new_tensor(opacity_weight), means.new_tensor(scale_weight)]
+        gradients = torch.autograd.grad(outputs, leaves, incoming, allow_unused=True, materialize_grads=True)
+
+    with torch.no_grad():
+        if last is not None:
+            for i, gradient in enumerate(gradients):
+                p, m, v = params[i][drawn], exp_avgs[i][drawn], exp_avg_sqs[i][drawn]
+                adam_step_torch([p], [gradient[drawn]], [m], [v], scalars[i : i + 1], False)
+                params[i][drawn], exp_avgs[i][drawn], exp_avg_sqs[i][drawn] = p, m, v
+        else:
+            adam_step_torch(params, gradients, exp_avgs, exp_avg_sqs, scalars, False)
+        if last is not None and table is not None and steps is not None:
+            if not stands_still(scalars):
+                extend(table, steps, scalars)
+            last[drawn] = steps.to(last.dtype)
+        gradients = v_absolute if absgrad else v_means2d
+        _count(gradients, view_ids, point_ids, radii[:, 0], conics, sizes, grad2d, seen, radii_max)
+
+
+def _real(point_ids: Tensor, count: Tensor) -> Tensor:
+    """The lines [M'] that are rows, not padding: of each segment, the first as many as `count` says."""
+    real = point_ids >= 0
+    if count.numel() > 0:
+        places = torch.arange(len(point_ids) // count.numel(), device=point_ids.device)
+        real = real & (places < count[:, None]).reshape(-1)
+    return real.nonzero().squeeze(-1)
+
+
+def _given(row_gradients: list[Tensor], real: Tensor, width: int) -> list[Tensor]:
+    """The gradients of means2d, conics, opacities and features, and the absolute ones, of the `real` lines."""
+    if len(row_gradients) == 1:
+        record = row_gradients[0][real]
+        return [record[:, 0:2], record[:, 2:5], record[:, 5], record[:, 6 : 6 + width], record[:, 10:12]]
+    return [gradient[real] if len(gradient) else gradient for gradient in row_gradients]
+
+
+def _count(
+    gradients: Tensor, view_ids: Tensor, point_ids: Tensor, radii: Tensor, conics: Tensor, sizes: list[int],
+    grad2d: Tensor, seen: Tensor, radii_max: Tensor,
+) -> None:  # fmt: skip
+    """Adds the rows to the densification's statistics, of which those that are empty are not wanted."""
+    size = gradients.new_tensor(sizes).view(-1, 2)
+    view, point = view_ids.long(), point_ids.long()
+    drawn, counts = radii > 0, radii != 0
+    if grad2d.numel() > 0:
+        scaled = gradients[drawn] * (size[view[drawn]] / 2) * len(size)
+        grad2d.index_add_(0, point[drawn], scaled.norm(dim=-1))
+    if seen.numel() > 0:
+        seen.index_add_(0, point[counts], torch.ones_like(point[counts], dtype=seen.dtype))
+    if radii_max.numel() > 0:
+        radius = torch.where(drawn, three_sigma_radii(conics), -radii) / size.amax(-1)[view]
+        radii_max.scatter_reduce_(0, point[counts], radius[counts], "amax")

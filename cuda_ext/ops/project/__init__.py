@@ -1,0 +1,1 @@
+"""Operators on points of a view: culling, projection, colours."""

@@ -1,0 +1,1 @@
+"""Operators on tiles: lists of splats, pixels, their gradients."""

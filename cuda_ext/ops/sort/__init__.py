@@ -1,0 +1,1 @@
+"""Operators of the merge-path sort over all GPUs."""

@@ -1,0 +1,98 @@
+"""Which depths of a tile are a cell's, and which splats reach it.
+
+A splat counts as flat: it lies where its mean does along the view's axis, as blending by depth has it. Planes cut the
+ray through a tile's middle into the cells' stretches, and all of the tile goes by these. So a splat at a plane is in
+one cell in one tile and in the other in the next, and within a tile all are in order of depth.
+
+Where a cell does not draw a tile, because nothing of it is in sight there, its stretch goes half to the cell before it
+and half to that behind it, of those that draw the tile.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.exchange.cells import cell_windows, cells_reached
+from ns_multigpu.cells.placing import ByCells
+from ns_multigpu.cells.tree import CellTree
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.exchange.boundary_rows import Crossing
+from ns_multigpu.core.types import TILE, View, stack_intrinsics, stack_viewmats
+
+
+class CellsInViews(Crossing):
+    """The cells of a placement. See `Crossing`."""
+
+    def __init__(self, space: ByCells) -> None:
+        self._space = space
+
+    def windows(self, plan: Plan, views: Sequence[View], rank: int) -> Tensor:
+        tree, own = self._space.tree, plan.drawn[rank]
+        seen = [patch.rendered(views[patch.view]) for patch in own]
+        for patch, (x0, y0, _, _) in zip(own, seen, strict=True):
+            if x0 % TILE or y0 % TILE:
+                raise ValueError(f"{patch}: where splats are in several cells patches begin with whole tiles.")
+        if tree is None or tree.cells == 1:
+            tiles = sum(-(-(x1 - x0) // TILE) * -(-(y1 - y0) // TILE) for x0, y0, x1, y1 in seen)
+            ends = [views[0].viewmat.new_full((tiles, 1), end, dtype=torch.float64) for end in (-torch.inf, torch.inf)]
+            return torch.cat(ends, 1)
+        known = _planes(tree)
+        places = [{cell: k for k, cell in enumerate(order)} for order in plan.order]
+        drawn = [
+            n
+            for patch in [p for patches in plan.drawn for p in patches] + list(plan.hidden)
+            for n in (patch.view, places[patch.view][patch.cell], *patch.rendered(views[patch.view]))
+        ]
+        patches = [
+            n
+            for patch, rectangle in zip(own, seen, strict=True)
+            for n in (patch.view, places[patch.view][patch.cell], *rectangle)
+        ]
+        upward = [int(place[below] < place[above]) for place in places for below, above in known.first_cells]
+        order = [cell for of_view in plan.order for cell in of_view]
+        cameras = stack_viewmats(views), stack_intrinsics(views)
+        return cell_windows(*cameras, known.axes, known.at, known.paths, order, upward, drawn, patches)
+
+    def reach(self, view_ids: Tensor, means2d: Tensor, radii: Tensor, depths: Tensor, views: Sequence[View]) -> Tensor:
+        tree = self._space.tree
+        if tree is None or tree.cells == 1:
+            return torch.ones(self._space.cells, len(depths), dtype=torch.bool, device=depths.device)
+        viewmats, Ks = (of.to(means2d) for of in (stack_viewmats(views), stack_intrinsics(views)))  # may be the host's
+        return cells_reached(view_ids, means2d, radii, depths, viewmats, Ks, _boxes(tree))
+
+
+class _Planes(NamedTuple):
+    """A tree's planes as `cell_windows` takes them; and of each a cell below it, and one above it."""
+
+    axes: list[int]
+    at: list[float]
+    paths: list[int]
+    first_cells: list[tuple[int, int]]
+
+
+@lru_cache(maxsize=4)
+def _boxes(tree: CellTree) -> list[float]:
+    return tree.boxes().view(-1).tolist()
+
+
+@lru_cache(maxsize=4)
+def _planes(tree: CellTree) -> _Planes:
+    paths: dict[int, list[int]] = {}
+
+    def walk(node: int, path: list[int]) -> int:
+        """Notes the paths of a part's cells; returns one of them."""
+        if node < 0:
+            paths[-1 - node] = path
+            return -1 - node
+        below = walk(tree.splits[node].below, [*path, 2 * node])
+        first_cells[node] = below, walk(tree.splits[node].above, [*path, 2 * node + 1])
+        return below
+
+    first_cells = [(0, 0)] * len(tree.splits)
+    walk(0, [])
+    depth = max(len(path) for path in paths.values())
+    flat = [n for cell in range(tree.cells) for n in (paths[cell] + [-1] * depth)[:depth]]
+    return _Planes([s.axis for s in tree.splits], [s.plane for s in tree.splits], flat, first_cells)

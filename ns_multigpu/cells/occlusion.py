@@ -1,0 +1,145 @@
+"""Which part of a view hides a cell behind others (Splaxel's saturation redundancy, section 4.3).
+
+Who composites a view knows what arrives at each cell's layer: the product of what the layers before let through. Where
+that was less than 1/1000 when the view was drawn last, nothing that the cell draws can be seen. What is kept of a view
+and a cell is the rectangle of tiles around all pixels where more arrived, so that what is drawn stays a rectangle.
+
+What arrives is looked at each time, also where nobody draws (the paper looks again by budgets, appendix 8.2). A part
+that is not hidden any more is drawn when the view comes next.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ns_multigpu.cells.seen import Rectangle
+from ns_multigpu.cells.tree import CellTree
+from ns_multigpu.core.types import TILE, View
+
+_GROWN = 2 * TILE
+"""Pixels by which a cell's rectangle may have grown on each side since it was looked at."""
+NOTHING: Rectangle = (0, 0, 0, 0)
+
+
+@dataclass
+class _Looked:
+    """When a view was drawn last: of each cell the rectangle in sight, and that within which enough arrived."""
+
+    sight: list[Rectangle]
+    live: list[Rectangle] | None = None
+
+
+class Occlusion:
+    """What is known of each training view. All ranks are told the same."""
+
+    def __init__(self) -> None:
+        self._looked: dict[tuple[int, int, int], _Looked] = {}  # by the view's index and size
+        self._cells = 0  # of which tree
+        self._flips = self._dark = 0
+
+    def keep(self, tree: CellTree | None) -> None:
+        """Forgets everything if it was of other cells than these."""
+        cells = 0 if tree is None else crc32(tree.tensor().numpy().tobytes())
+        if cells != self._cells:
+            self._looked, self._cells = {}, cells
+
+    def drawn(self, view: View, sight: Sequence[Rectangle | None]) -> list[Rectangle | None]:
+        """What is to be drawn of each cell of a view, of the rectangles in which it is in sight."""
+        if view.index < 0:
+            return list(sight)
+        key = view.index, view.width, view.height
+        known = self._looked.get(key)
+        found: list[Rectangle | None] = []
+        for cell, wide in enumerate(sight):
+            seen = wide
+            if wide is not None and known is not None and known.live is not None and _within(wide, known.sight[cell]):
+                seen = _both(wide, _tiles(known.live[cell], view))
+            found.append(seen)
+        live = None if known is None else known.live
+        self._looked[key] = _Looked([NOTHING if wide is None else wide for wide in sight], live)
+        self._dark += sum(_area(wide) - _area(seen) for wide, seen in zip(sight, found, strict=True))
+        return found
+
+    def learn(self, views: Sequence[View], numbers: NDArray[np.int64]) -> None:
+        """Told where enough arrived.
+
+        Args:
+            views: of a batch. numbers: [ranks, views, cells, 5], see `Feedback.LIVE`.
+        """
+        boxes = numbers[..., :4].max(axis=0)
+        self._flips += int(numbers[..., 4].sum())
+        for view, of_view in zip(views, boxes.tolist(), strict=True):
+            looked = self._looked.get((view.index, view.width, view.height))
+            if looked is None or len(looked.sight) != len(of_view):  # cells were cut anew meanwhile
+                continue
+            looked.live = [(-a, -b, c, d) if a > -(1 << 30) else NOTHING for a, b, c, d in of_view]
+
+    def flips(self) -> tuple[int, int]:
+        """Pixels that were hidden and are not any more, and all that were hidden, since it was asked last."""
+        told = self._flips, self._dark
+        self._flips = self._dark = 0
+        return told
+
+    def knowledge(self) -> list[list[int]]:
+        """A row for the cells, then a row a view and cell."""
+        rows = [[-1, self._cells]]
+        for key, looked in sorted(self._looked.items()):
+            live = looked.live
+            for cell, sight in enumerate(looked.sight):
+                rows.append([*key, cell, *sight, *(() if live is None else live[cell])])
+        return rows
+
+    def load_state(self, knowledge: Sequence[Sequence[int]]) -> None:
+        """Goes on with what `knowledge` returned."""
+        self._looked, self._cells = {}, 0
+        for row in knowledge:
+            if row[0] < -1:  # of `--pipeline.exchange`, which earlier versions had
+                continue
+            if row[0] < 0:
+                self._cells = row[1]
+                continue
+            index, width, height, _, *numbers = row
+            looked = self._looked.setdefault((index, width, height), _Looked([], [] if len(numbers) > 4 else None))
+            looked.sight.append(_rectangle(numbers[:4]))
+            if looked.live is not None:
+                looked.live.append(_rectangle(numbers[4:]))
+
+
+def around(wide: Rectangle | None, inner: Rectangle | None) -> list[Rectangle]:
+    """What of a rectangle is not in another that lies within it, in up to four."""
+    if wide is None or wide == inner:
+        return []
+    if inner is None:
+        return [wide]
+    (x0, y0, x1, y1), (left, top, right, bottom) = wide, inner
+    parts = [(x0, y0, x1, top), (x0, bottom, x1, y1), (x0, top, left, bottom), (right, top, x1, bottom)]
+    return [(a, b, c, d) for a, b, c, d in parts if a < c and b < d]
+
+
+def _within(wide: Rectangle, known: Rectangle) -> bool:
+    a, b, c, d = known
+    return wide[0] >= a - _GROWN and wide[1] >= b - _GROWN and wide[2] <= c + _GROWN and wide[3] <= d + _GROWN
+
+
+def _tiles(live: Rectangle, view: View) -> Rectangle:
+    """The tiles that a rectangle of pixels reaches."""
+    x0, y0, x1, y1 = live
+    return (x0 // TILE * TILE, y0 // TILE * TILE, min(-(-x1 // TILE) * TILE, view.width),
+            min(-(-y1 // TILE) * TILE, view.height))  # fmt: skip
+
+
+def _both(a: Rectangle, b: Rectangle) -> Rectangle | None:
+    x0, y0, x1, y1 = max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])
+    return (x0, y0, x1, y1) if x0 < x1 and y0 < y1 else None
+
+
+def _area(rectangle: Rectangle | None) -> int:
+    return 0 if rectangle is None else (rectangle[2] - rectangle[0]) * (rectangle[3] - rectangle[1])
+
+
+def _rectangle(numbers: Sequence[int]) -> Rectangle:
+    x0, y0, x1, y1 = numbers
+    return x0, y0, x1, y1

@@ -1,0 +1,1 @@
+"""Who owns a point and who draws a patch: placement, assignment, plan, views."""

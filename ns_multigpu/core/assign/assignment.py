@@ -1,0 +1,264 @@
+"""Which rank renders which patch of the step's batch."""
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from enum import Enum
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.assign.tile_work import TileWork
+from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
+
+
+class Feedback(Enum):
+    """What an assignment is told of each batch, some steps after it was drawn, on all ranks at the same step.
+
+    NOTHING: nothing.
+    WORK: the intersections of splats and tiles, over all ranks, of each row of tiles of each view: one view after the
+        other. Patches must then be bands: as wide as their view, of whole rows of tiles.
+    NEEDS: how many splats each patch needs from each rank: rank after rank, of each its patches as `Plan.patches` has
+        them.
+    LIVE: where views are drawn cell by cell, at which pixels of a cell's layer enough arrives to be seen: rank after
+        rank, of each view and cell -x0, -y0, x1, y1 of the box around those that the rank owns, and how many of them
+        nobody drew (`Plan.hidden`). See `cuda_ext.live_boxes`.
+    """
+
+    NOTHING = "nothing"
+    WORK = "work"
+    NEEDS = "needs"
+    LIVE = "live"
+
+
+class Assignment(ABC):
+    """Cuts a batch of views into patches and gives each to a rank. Every rank computes the same plan."""
+
+    learns: ClassVar[Feedback] = Feedback.NOTHING
+    """What `learn` is to be called with."""
+    recurs: ClassVar[bool] = True
+    """Whether plans are few, so that what is prepared for one, such as a CUDA graph, serves again."""
+    by_size: ClassVar[bool] = False
+    """Whether a plan follows from the sizes of its views alone, where no holders are preferred."""
+
+    @abstractmethod
+    def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
+        """The plan for `views`.
+
+        Args:
+            views: the step's batch, the same list on every rank.
+            ranks: the world's size.
+            holders: the rank that holds each view's image, where there is one to prefer.
+        """
+
+    def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
+        """As `assign`, but like an earlier plan where that is nearly as good: what was prepared for one, such as a CUDA
+        graph, then serves again. The same as `assign` unless an assignment makes plans of many kinds."""
+        return self.assign(views, ranks)
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether `foresee` is to be called."""
+        return False
+
+    def prefetch_plans(self, batches: Sequence[Sequence[View]]) -> None:
+        """Told of coming batches, in their order, each once: plans can be made ahead. Every rank calls it with the
+        same, and `assign_alike` is then asked for them in that order."""
+        return
+
+    def figures(self) -> dict[str, float]:
+        """What plans came to since it was asked last, by name, for the log; the same on every rank."""
+        return {}
+
+    def most_views(self, batch: int, ranks: int) -> int:
+        """Of how many of `batch` views a rank may have patches at most."""
+        return batch
+
+    def most_pixels(self, batch: int, width: int, height: int, ranks: int, halo: int) -> int:
+        """Pixels of all patches that a rank may have of `batch` views of one size, with halos around them, at most."""
+        return self.most_views(batch, ranks) * width * height
+
+    def counts(self, batch: int, width: int, height: int) -> int:
+        """How many numbers each rank tells of a batch of views of one size: see `Feedback`."""
+        return batch * -(-height // TILE) if self.learns is Feedback.WORK else 0
+
+    def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
+        """Store what `learns` names of `views`."""
+        return
+
+    def knowledge(self) -> list[list[int]]:
+        """What plans depend on besides the batch, for a checkpoint: rows of integers. Nothing, unless it learns."""
+        return []
+
+    def load_state(self, knowledge: Sequence[Sequence[int]]) -> None:
+        """Goes on with what `knowledge` returned."""
+        return
+
+
+class AllViewsHere(Assignment):
+    """Every view, whole, on rank 0 (of a world of one)."""
+
+    by_size = True
+
+    def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
+        if ranks != 1:
+            raise ValueError(f"the strategy `single` runs on one rank, not {ranks}: choose another strategy")
+        return Plan.of([[Patch.whole(position, view) for position, view in enumerate(views)]])
+
+
+class DealtViews(Assignment):
+    """Whole views, dealt out evenly, each to the rank that holds its image where that keeps the deal even.
+
+    With B views and R ranks, each rank gets B // R or one more; with fewer views than ranks some get none.
+    """
+
+    by_size = True
+
+    def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
+        room = [len(views) // ranks + (1 if rank < len(views) % ranks else 0) for rank in range(ranks)]
+        owner: list[int] = [-1] * len(views)
+        if holders is not None:
+            for position, holder in enumerate(holders):
+                if room[holder] > 0:
+                    owner[position] = holder
+                    room[holder] -= 1
+        spare = (rank for rank in range(ranks) for _ in range(room[rank]))
+        plan: list[list[Patch]] = [[] for _ in range(ranks)]
+        for position, view in enumerate(views):
+            rank = owner[position] if owner[position] >= 0 else next(spare)
+            plan[rank].append(Patch.whole(position, view))
+        return Plan.of(plan)
+
+    def most_views(self, batch: int, ranks: int) -> int:
+        return -(-batch // ranks)
+
+
+class TileRanges(Assignment):
+    """Every view of the batch is cut into bands of whole rows of tiles, so that all ranks have equal work.
+
+    The views' rows of tiles, one view after the other, are one line that is cut into as many stretches as there are
+    ranks: a rank gets a band of a large view, or several small views, or the end of one and the beginning of the next.
+    Where images are held does not count: a band of an image is little beside the splats that it needs.
+
+    Args:
+        work: the work of each row, as far as it is known; the same on every rank.
+    """
+
+    learns = Feedback.WORK
+
+    def __init__(self, work: TileWork) -> None:
+        self.work = work
+        self._kept: list[tuple[int, ...]] = []  # cuts, those used last at the end
+        self._plans: dict[tuple[object, ...], Plan] = {}  # made lately: it is quicker to find one than to make it
+
+    def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
+        work = self.work.estimate(views)
+        return self._plan(views, work, ideal_cuts(work, ranks))
+
+    def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
+        """As `assign`, but cut where an earlier batch was cut if that is nearly as even."""
+        work = self.work.estimate(views)
+        before = list(accumulate((amount for rows in work for amount in rows), initial=0))
+
+        def most(cuts: Sequence[int]) -> int:
+            return max(before[b] - before[a] for a, b in pairwise(cuts))
+
+        best = ideal_cuts(work, ranks)
+        fitting = [cuts for cuts in self._kept if len(cuts) == ranks + 1 and cuts[-1] == len(before) - 1]
+        chosen = min(reversed(fitting), key=most, default=best)
+        if most(chosen) * _SLACK > most(best) * (_SLACK + 1):
+            chosen = best
+        self._kept = [*(cuts for cuts in self._kept if cuts != chosen), chosen][-MOST_KEPT:]
+        return self._plan(views, work, chosen)
+
+    def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
+        self.work.learn(views, counts)
+
+    def knowledge(self) -> list[list[int]]:
+        """A row a view: its number, then the work of each of its rows of tiles. Then a row for cuts that are kept, -1
+        and the cuts."""
+        known = [[index, *counts] for index, counts in sorted(self.work.counts.items())]
+        return known + [[-1, *cuts] for cuts in self._kept]
+
+    def load_state(self, knowledge: Sequence[Sequence[int]]) -> None:
+        self.work.counts = {row[0]: list(row[1:]) for row in knowledge if row[0] >= 0}
+        self._kept = [tuple(row[1:]) for row in knowledge if row[0] < 0]
+
+    def _plan(self, views: Sequence[View], work: Sequence[Sequence[int]], cuts: Sequence[int]) -> Plan:
+        key = (tuple(cuts), tuple((view.width, view.height) for view in views))
+        if key not in self._plans:
+            ranges = stretches(cuts, [len(rows) for rows in work])
+            plan = Plan.of([self._band(view, views[view], first, last) for view, first, last in one] for one in ranges)
+            self._plans = {**dict(list(self._plans.items())[1 - 4 * MOST_KEPT :]), key: plan}
+        return self._plans[key]
+
+    def _band(self, position: int, view: View, first: int, last: int) -> Patch:
+        if first == 0 and last == self.work.rows(view):
+            return Patch.whole(position, view)
+        tile = self.work.tile
+        return Patch(position, 0, first * tile, view.width, min(last * tile, view.height), SSIM_HALO)
+
+
+_SNAP = 32
+"""A cut that is off by less than this fraction of a rank's share goes between two views, where it costs no halo."""
+_SLACK = 16
+"""Cuts are made again where the most work of a rank is not more than this fraction above the least possible."""
+MOST_KEPT = 16
+"""Cuts that are kept to be made again."""
+
+
+def ideal_cuts(work: Sequence[Sequence[int]], ranks: int) -> tuple[int, ...]:
+    """Cuts the rows of several views, one view after the other, into stretches of equal work.
+
+    A rank's work differs from the mean by no more than the largest row's, or a sixteenth of the mean where that is
+    more: each cut is made at the end of a row that is nearest to its ideal place. With more ranks than rows, or much of
+    the work in one row, some ranks get none. Integers alone: the same cuts everywhere.
+
+    Args:
+        work: by view, by row, not negative; where all is 0 all rows count alike.
+        ranks: how many stretches.
+
+    Returns:
+        [ranks + 1] ascending, the rows before each cut; the first is 0, the last the number of rows.
+
+    Raises:
+        ValueError: `ranks` is not positive, or some work is negative.
+    """
+    if ranks < 1:
+        raise ValueError(f"ideal_cuts: {ranks} ranks; at least one is needed")
+    line = [amount for rows in work for amount in rows]
+    if any(amount < 0 for amount in line):
+        raise ValueError(f"ideal_cuts: negative work, {min(line)}")
+    before = list(accumulate(line if any(line) else [1] * len(line), initial=0))
+    starts = list(accumulate((len(rows) for rows in work), initial=0))
+    total = before[-1]
+
+    def off(place: int, rank: int) -> int:
+        """How far a cut at `place` is from where it should be, in units of 1/ranks."""
+        return abs(before[place] * ranks - rank * total)
+
+    cuts = [0]
+    for rank in range(1, ranks):
+        below = bisect_right(before, rank * total // ranks) - 1
+        nearest = min((place for place in (below, below + 1) if place <= len(line)), key=lambda p: off(p, rank))
+        between = min(starts, key=lambda p: off(p, rank))
+        cuts.append(between if _SNAP * off(between, rank) <= total else nearest)
+    return (*cuts, len(line))
+
+
+def stretches(cuts: Sequence[int], rows: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """What lies between the cuts: by rank, ascending, (view, first row, end row), never empty. Every row is in one.
+
+    Args:
+        cuts: `ideal_cuts`'.
+        rows: of each view.
+    """
+    starts = list(accumulate(rows, initial=0))
+    return [
+        [
+            (view, max(first, start) - start, min(last, end) - start)
+            for view, (start, end) in enumerate(pairwise(starts))
+            if max(first, start) < min(last, end)
+        ]
+        for first, last in pairwise(cuts)
+    ]

@@ -1,0 +1,102 @@
+"""The order of rows that lie on any rank: where each stands among all ranks' rows, and what stands before it.
+
+Keys travel to ranks that hold equal ranges of them, are sorted there, and what is found goes back to where they came
+from. What a rank asks of others is a few numbers for each of its own rows: nobody sees all of them.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.dist.collectives import all_gather_ints, all_gather_ints_on_device, exchange_rows
+from ns_multigpu.core.dist.world import World
+
+_SAMPLES = 64
+"""Keys of each rank that the ranges are cut by."""
+
+
+@dataclass(frozen=True)
+class GlobalOrder:
+    """All ranks' rows in one order, this rank's among them.
+
+    Attributes:
+        places: [N] int64, how many of all ranks' rows stand before each of this rank's.
+    """
+
+    places: Tensor
+    _world: World
+    _leave: Tensor | None
+    _send: list[int]
+    _receive: list[int]
+    _order: Tensor
+
+    @staticmethod
+    def of(keys: Tensor, world: World, ties: Tensor | None = None, *, ascending: bool = False) -> "GlobalOrder":
+        """The order by key, then by tie, then by rank and row. Every rank calls it.
+
+        Args:
+            keys: [N] int64 in [0, 2^62), in any order.
+            ties: [N] int64; None where keys are never equal, or by rank and row if they are.
+            ascending: whether the keys of each rank are ascending.
+        """
+        leave = None
+        if not ascending:
+            keys, leave = torch.sort(keys, stable=True)
+        cuts: list[int] = torch.searchsorted(keys, _splitters(keys, world)).tolist()
+        send = [b - a for a, b in pairwise([0, *cuts, len(keys)])]
+        table = all_gather_ints_on_device(send, world)
+        receive = [row[world.rank] for row in table]
+        keys, order = torch.sort(exchange_rows(keys, send, receive, world), stable=True)
+        if ties is not None:
+            ties = exchange_rows(ties if leave is None else ties[leave], send, receive, world)
+            order = _by_ties(keys, order, ties)
+        before = sum(sum(row[: world.rank]) for row in table)
+        places = torch.arange(before, before + len(order), device=keys.device)
+        return GlobalOrder(_back(places, order, leave, send, receive, world), world, leave, send, receive, order)
+
+    def before(self, values: Tensor) -> Tensor:
+        """The sum of `values` [N] int64 over all ranks' rows that stand before each of this rank's, [N] int64. Every
+        rank calls it."""
+        leaving = values if self._leave is None else values[self._leave]
+        there = exchange_rows(leaving, self._send, self._receive, self._world)[self._order]
+        sums = there.cumsum(0)
+        totals = all_gather_ints([int(sums[-1]) if len(sums) else 0], self._world)
+        sums += sum(row[0] for row in totals[: self._world.rank]) - there
+        return _back(sums, self._order, self._leave, self._send, self._receive, self._world)
+
+
+def _splitters(keys: Tensor, world: World) -> Tensor:
+    """[ranks - 1] int64 ascending, the same on every rank: keys that part all ranks' ones [N], ascending on each, into
+    about equal numbers. What is found does not depend on them: equal keys have one rank, wherever that is."""
+    if len(keys) and world.size > 1:
+        sample = keys[(torch.arange(_SAMPLES, device=keys.device) * 2 + 1) * len(keys) // (2 * _SAMPLES)].tolist()
+    else:
+        sample = [0] * _SAMPLES
+    everyone = all_gather_ints_on_device([len(keys), *sample], world)
+    # Each key of a rank's sample stands for equally many of its own.
+    pool = sorted((key, row[0]) for row in everyone for key in row[1:] if row[0])
+    upto, total = list(accumulate(count for _, count in pool)), sum(count for _, count in pool)
+    at = [bisect_left(upto, total * rank / world.size) for rank in range(1, world.size)]
+    return torch.tensor([pool[k][0] if pool else 0 for k in at], dtype=torch.int64, device=keys.device)
+
+
+def _by_ties(keys: Tensor, order: Tensor, ties: Tensor) -> Tensor:
+    """The same order [N] of sorted keys [N], but rows with equal keys in that of their ties [N]: few as a rule."""
+    equal = keys[1:] == keys[:-1]
+    among = torch.nn.functional.pad(equal, (1, 0)) | torch.nn.functional.pad(equal, (0, 1))
+    places = among.nonzero().flatten()
+    rows = order[places]
+    by_tie = torch.sort(ties[rows], stable=True).indices
+    return order.index_copy(0, places, rows[by_tie[torch.sort(keys[places][by_tie], stable=True).indices]])
+
+
+def _back(
+    found: Tensor, order: Tensor, leave: Tensor | None, send: list[int], receive: list[int], world: World
+) -> Tensor:
+    """What was found of each row, in order, on the rank and in the row that it came from."""
+    arrived = torch.empty_like(found).scatter_(0, order, found)
+    returned = exchange_rows(arrived, receive, send, world)
+    return returned if leave is None else torch.empty_like(returned).scatter_(0, leave, returned)

@@ -1,0 +1,1 @@
+"""Process groups: world, rendezvous, collectives, peer memory, replicas."""

@@ -1,0 +1,353 @@
+"""Differentiable collectives. Each carries its mirror: what moves one way forwards moves the other way backwards.
+
+The convention of all of them: the loss of the job is the *sum* of the ranks' losses, and a rank's gradient is that of
+the sum. In a world of one each is the identity. All take empty tensors, and rows whose number differs by rank.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions  # pyright: ignore[reportPrivateImportUsage]
+
+from ns_multigpu.core.dist.world import World
+
+
+def sum_all(x: Tensor, world: World) -> Tensor:
+    """The sum of every rank's `x` (one shape everywhere), on every rank. Backward: the sum of the gradients."""
+    return x if world.group is None else _SumAll.apply(x, world)  # type: ignore[no-any-return]
+
+
+def broadcast(x: Tensor, source: int, world: World) -> Tensor:
+    """`x` of rank `source` (one shape everywhere), on every rank. Backward: the gradients' sum, at the source."""
+    return x if world.group is None else _Broadcast.apply(x, source, world)  # type: ignore[no-any-return]
+
+
+def exchange_counts(counts: Sequence[int], world: World) -> list[int]:
+    """Tells each rank how many rows it will be sent: `counts[r]` go to rank r; returns how many come from each.
+
+    Host integers over the control group: it waits for the other ranks, not for the device.
+
+    Raises:
+        ValueError: `counts` is not one number a rank.
+    """
+    if len(counts) != world.size:
+        raise ValueError(f"exchange_counts: {len(counts)} counts for {world.size} ranks")
+    if world.group is None:
+        return list(counts)
+    table = all_gather_ints(counts, world)
+    return [row[world.rank] for row in table]
+
+
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> Tensor:
+    """All-to-all of rows.
+
+    Args:
+        x: [sum(send), ...] rows, those for rank 0 first.
+        send: rows for each rank.
+        receive: rows from each rank (`exchange_counts` tells).
+
+    Returns:
+        [sum(receive), ...] rows, those from rank 0 first. Backward: each row's gradient returns to where it came from.
+
+    Raises:
+        ValueError: the counts do not fit `x` or the world.
+    """
+    _check_rows("exchange_rows", x, send, receive, world)
+    if world.group is None:
+        return x
+    return _ExchangeRows.apply(x, list(send), list(receive), world)  # type: ignore[no-any-return]
+
+
+def all_gather_rows(x: Tensor, world: World) -> tuple[Tensor, list[int]]:
+    """Every rank's rows, rank 0's first, and how many came from each. Backward: summed at each row's own rank."""
+    if world.group is None:
+        return x, [x.shape[0]]
+    counts = [row[0] for row in all_gather_ints([x.shape[0]], world)]
+    return _AllGatherRows.apply(x, counts, world), counts
+
+
+def all_gather_ints(values: Sequence[int], world: World) -> list[list[int]]:
+    """Every rank's integers (equally many on each), over the control group; row r is rank r's."""
+    mine = torch.tensor(list(values), dtype=torch.int64)
+    if world.control is None:
+        return [list(values)]
+    table = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(table, mine, group=world.control)
+    return [[int(v) for v in row.tolist()] for row in table]
+
+
+def all_gather_ints_on_device(values: Sequence[int], world: World) -> list[list[int]]:
+    """As `all_gather_ints`, through the group that carries tensors: by NCCL on GPUs, which is quicker. It waits for the
+    device, and is for where all ranks go on together anyway."""
+    if world.group is None:
+        return [list(values)]
+    return gather_on_device(on_device(values, world), world)
+
+
+def gather_on_device(x: Tensor, world: World) -> list[list[int]]:
+    """Every rank's `x`, [K] int64 on its device: row r is rank r's. The host waits once, when all of it is there."""
+    if world.group is None:
+        return [x.tolist()]
+    table = x.new_empty(world.size * len(x))
+    if len(x):
+        dist.all_gather_into_tensor(table, x.contiguous(), group=world.group)
+    return cast(list[list[int]], table.view(world.size, len(x)).tolist())
+
+
+def on_device(values: Sequence[int], world: World) -> Tensor:
+    """[K] int64, the host's integers on the rank's device. Nobody waits."""
+    mine = torch.tensor(list(values), dtype=torch.int64)
+    return mine if world.device.type == "cpu" else mine.pin_memory().to(world.device, non_blocking=True)
+
+
+def sum_ints_on_device(x: Tensor, world: World) -> list[int]:
+    """The sums over all ranks of `x`, [K] int64 on the rank's device, which is overwritten. See
+    `all_gather_ints_on_device`."""
+    return cast(list[int], add_up(x, world).tolist())
+
+
+def add_up(x: Tensor, world: World) -> Tensor:
+    """`x`, a few numbers that the host sends about points rather than points, summed over all ranks into itself."""
+    if world.group is not None and x.numel():
+        dist.all_reduce(x, group=world.group)
+    return x
+
+
+def all_gather_floats(values: Sequence[float], world: World) -> list[list[float]]:
+    """As `all_gather_ints`, for float64."""
+    mine = torch.tensor(list(values), dtype=torch.float64)
+    if world.control is None:
+        return [list(values)]
+    table = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(table, mine, group=world.control)
+    return [[float(v) for v in row.tolist()] for row in table]
+
+
+def broadcast_object(value: Any, source: int, world: World) -> Any:
+    """Any picklable `value` of rank `source`, on every rank, over the control group."""
+    if world.control is None:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=source, group=world.control)
+    return box[0]
+
+
+def broadcast_int(value: int, source: int, world: World) -> int:
+    """An integer of rank `source`, on every rank, over the control group: cheap enough for every step."""
+    if world.control is None:
+        return value
+    box = torch.tensor([value], dtype=torch.int64)
+    dist.broadcast(box, source, group=world.control)
+    return int(box.item())
+
+
+def max_int(value: int, world: World) -> int:
+    """The largest of the ranks' integers, on every rank, over the control group: cheap enough for every step."""
+    if world.control is None:
+        return value
+    box = torch.tensor([value], dtype=torch.int64)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=world.control)
+    return int(box.item())
+
+
+def all_gather_objects(value: Any, world: World) -> list[Any]:
+    """Every rank's picklable `value`, over the control group."""
+    if world.control is None:
+        return [value]
+    boxes: list[Any] = [None] * world.size
+    dist.all_gather_object(boxes, value, group=world.control)
+    return boxes
+
+
+def barrier(world: World) -> None:
+    """Waits until every rank is here."""
+    if world.control is not None:
+        dist.barrier(group=world.control)
+
+
+def sum_in_place(x: Tensor, world: World, *, async_op: bool = False) -> Any:
+    """Sums `x` over all ranks into itself, without autograd; with `async_op` returns the work to wait for, or None."""
+    if world.group is None or x.numel() == 0:
+        return None
+    _count_ring(2 * (world.size - 1) * x.nbytes // world.size, world)
+    return cast(Any, dist.all_reduce(x, group=world.group, async_op=async_op))
+
+
+def max_in_place(x: Tensor, world: World) -> None:
+    """The elementwise maximum of `x` over all ranks, into itself, without autograd."""
+    if world.group is not None and x.numel():
+        _count_ring(2 * (world.size - 1) * x.nbytes // world.size, world)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=world.group)
+
+
+def all_gather_into(out: Tensor, x: Tensor, world: World) -> None:
+    """Every rank's `x` (one shape everywhere) into `out` [ranks, *x.shape], without autograd or waiting."""
+    if world.group is None:
+        out[0] = x
+    if world.group is None or x.numel() == 0:
+        return
+    _count_ring((world.size - 1) * x.nbytes, world)
+    dist.all_gather_into_tensor(out.view(-1, *x.shape[1:]), x, group=world.group)
+
+
+def all_gather_together(outs: Sequence[Tensor], xs: Sequence[Tensor], world: World) -> None:
+    """As `all_gather_into`, of several tensors at once, which so need not be packed into one: with NCCL one launch.
+
+    Args:
+        outs: written, each of any shape with as many numbers as its x has on all ranks, rank 0's first.
+        xs: as many, of any types; each of one shape on all ranks.
+
+    Raises:
+        ValueError: an output does not fit its x in type, device or size, or either is not contiguous.
+    """
+    if len(outs) != len(xs):
+        raise ValueError(f"all_gather_together: {len(outs)} outputs for {len(xs)} tensors")
+    for i, (out, x) in enumerate(zip(outs, xs, strict=True)):
+        # NCCL's way checks none of this: it would write past the end.
+        fits = out.numel() == world.size * x.numel() and out.dtype == x.dtype and out.device == x.device
+        if not fits or not (out.is_contiguous() and x.is_contiguous()):
+            raise ValueError(
+                f"all_gather_together: output {i} is {out.dtype} {list(out.shape)} on {out.device}, for {world.size} "
+                f"of {x.dtype} {list(x.shape)} on {x.device}; both must be contiguous"
+            )
+    if world.group is None:
+        for out, x in zip(outs, xs, strict=True):
+            out.view(x.shape).copy_(x)
+        return
+    filled = [(out.view(-1), x.view(-1)) for out, x in zip(outs, xs, strict=True) if x.numel()]
+    _count_ring((world.size - 1) * sum(x.nbytes for _, x in filled), world)
+    if filled and dist.get_backend(world.group) == "nccl":
+        # What torch's own `_coalescing_manager` calls, but that one is private, and forgets the options (torch 2.11),
+        # without which NCCL runs on a stream of its own, with two events to wait for.
+        options = AllgatherOptions()
+        options.asyncOp = False
+        written, sent = [out for out, _ in filled], [x for _, x in filled]
+        work: Any = world.group.allgather_into_tensor_coalesced(written, sent, options)
+        if work is not None:  # older torch: the current stream has to be told to wait
+            work.wait()
+        return
+    for out, x in filled:
+        dist.all_gather_into_tensor(out, x, group=world.group)
+
+
+def all_to_all_into(out: Tensor, x: Tensor, world: World) -> None:
+    """Line r of `x` [ranks, ...] to rank r, whose lines arrive in `out`, without autograd or waiting."""
+    if world.group is None:
+        out.copy_(x)
+        return
+    _count_parts([1] * world.size, x.nbytes // world.size, world)
+    dist.all_to_all_single(out, x, group=world.group)
+
+
+def all_to_all_parts(out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], world: World) -> None:
+    """All-to-all of parts that have a size of their own for each pair, without autograd or waiting.
+
+    Args:
+        out: [sum(receive)] written; contiguous, what came from rank 0 first. x: [sum(send)], that for rank 0 first.
+        receive, send: numbers from, and for, each rank; what rank a sends to b is what b receives from a. A rank keeps
+            what is its own: both are 0 for itself.
+
+    Raises:
+        ValueError: the sizes do not fit the tensors or the world, or a rank would send to itself.
+    """
+    own = len(send) == len(receive) == world.size and send[world.rank] == receive[world.rank] == 0
+    if not own or x.shape != (sum(send),) or out.shape != (sum(receive),):
+        raise ValueError(
+            f"all_to_all_parts: {list(x.shape)} in parts {list(send)}, {list(out.shape)} in parts {list(receive)}, on "
+            f"rank {world.rank} of {world.size}, which keeps its own."
+        )
+    if world.group is None:
+        return
+    _count_parts(send, x.element_size(), world)
+    dist.all_to_all_single(out, x, list(receive), list(send), group=world.group)
+
+
+def _count_ring(count: int, world: World) -> None:
+    """Counts what this rank sends to its neighbour on a ring of all ranks."""
+    elsewhere = world.machine_of((world.rank + 1) % world.size) != world.machine
+    world.traffic.add(count, count if elsewhere else 0)
+
+
+def _count_parts(send: Sequence[int], size: int, world: World) -> None:
+    """Counts parts of so many bytes each that this rank sends to the ranks; not what it keeps."""
+    here = world.ranks_of(world.machine)
+    inside = sum(send[here.start : here.stop])
+    world.traffic.add(size * (sum(send) - send[world.rank]), size * (sum(send) - inside))
+
+
+def _check_rows(name: str, x: Tensor, send: Sequence[int], receive: Sequence[int], world: World) -> None:
+    if len(send) != world.size or len(receive) != world.size or sum(send) != x.shape[0]:
+        raise ValueError(
+            f"{name}: {x.shape[0]} rows, counts {list(send)} out and {list(receive)} in, {world.size} ranks"
+        )
+
+
+def _all_to_all(x: Tensor, send: list[int], receive: list[int], world: World) -> Tensor:
+    """Rows [sum(send), ...] -> [sum(receive), ...]; trailing sizes of zero are fine."""
+    out = x.new_empty((sum(receive), *x.shape[1:]))
+    row_bytes = x.nbytes // x.shape[0] if x.shape[0] else 0
+    _count_parts(send, row_bytes, world)
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=world.group)
+    return out
+
+
+class _SumAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        sum_in_place(out, world)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        out = grads[0].clone(memory_format=torch.contiguous_format)
+        sum_in_place(out, ctx.world)
+        return out, None
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: int, world: World) -> Tensor:
+        ctx.source, ctx.world = source, world
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        if out.numel():
+            if world.rank == source:
+                _count_parts([1] * world.size, out.nbytes, world)
+            dist.broadcast(out, source, group=world.group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        out = grads[0].clone(memory_format=torch.contiguous_format)
+        sum_in_place(out, ctx.world)
+        return out if ctx.world.rank == ctx.source else torch.zeros_like(out), None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], world: World) -> Tensor:
+        ctx.send, ctx.receive, ctx.world = send, receive, world
+        return _all_to_all(x.detach(), send, receive, world)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _all_to_all(grads[0], ctx.receive, ctx.send, ctx.world), None, None, None
+
+
+class _AllGatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], world: World) -> Tensor:
+        ctx.counts, ctx.world = counts, world
+        send = [x.shape[0]] * world.size
+        return _all_to_all(x.detach().repeat(world.size, *([1] * (x.dim() - 1))), send, counts, world)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        own = ctx.counts[ctx.world.rank]
+        back = _all_to_all(grads[0], ctx.counts, [own] * ctx.world.size, ctx.world)
+        # Summed in the order of the ranks: the same bits on every run.
+        return back.reshape(ctx.world.size, own, *back.shape[1:]).sum(0), None, None

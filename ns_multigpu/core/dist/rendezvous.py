@@ -1,0 +1,69 @@
+# pyright: reportPrivateImportUsage=false
+"""How ranks find each other on a store that may hold what earlier lives of their job have left in it.
+
+A launcher that starts a job's processes again may keep its store, the addresses of dead processes included. No number
+that it hands out tells one life from another on all machines: torchrun's count of restarts is each agent's own, and an
+agent that came later began at 0 (pytorch/pytorch#135712). So the ranks agree on a name for their life, and use what
+lies under it alone.
+"""
+
+import json
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_PAUSE = 0.02
+"""Seconds between two looks."""
+
+
+def store_of_this_life(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """The part of `store` that only the processes of this life of the job use. Every rank calls it, equally often.
+
+    Each leaves a mark that nobody has used before. Rank 0 reads all marks, and answers with them and a name; who finds
+    its own mark in the answer confirms it. Marks of the dead stay unconfirmed, until the living have replaced them.
+
+    Args:
+        store: one that all ranks reach. rank, size: this process's place.
+        timeout: how long to wait for the others.
+
+    Raises:
+        torch.distributed.DistStoreError: they have not all come by then; rank 0's names those that have not.
+    """
+    meeting, mine = dist.PrefixStore("ns_multigpu/meeting", store), uuid.uuid4().hex
+    meeting.set(f"mark/{rank}", mine)
+    end = time.monotonic() + timeout.total_seconds()
+    life = _invite(meeting, size, end) if rank == 0 else _follow(meeting, rank, mine, end)
+    return dist.PrefixStore(f"ns_multigpu/life/{life}", store)
+
+
+def _invite(meeting: dist.Store, size: int, end: float) -> str:
+    marks, life = [""] * size, ""
+    while True:
+        present = [meeting.get(f"mark/{r}").decode() if meeting.check([f"mark/{r}"]) else "" for r in range(size)]
+        if all(present) and present != marks:
+            marks, life = present, uuid.uuid4().hex
+            meeting.set("answer", json.dumps([life, marks]))
+        here = [bool(life) and meeting.check([f"confirmed/{life}/{rank}"]) for rank in range(1, size)]
+        if life and all(here):
+            meeting.set(f"begun/{life}", "")
+            return life
+        if time.monotonic() > end:
+            unmarked = [rank for rank in range(1, size) if not present[rank]]
+            lacking = unmarked or [rank for rank in range(1, size) if not here[rank - 1]]
+            raise dist.DistStoreError(f"rank{'s' if len(lacking) > 1 else ''} {str(lacking)[1:-1]} did not come.")
+        time.sleep(_PAUSE)
+
+
+def _follow(meeting: dist.Store, rank: int, mine: str, end: float) -> str:
+    while True:
+        if meeting.check(["answer"]):
+            life, marks = json.loads(meeting.get("answer"))
+            if rank < len(marks) and marks[rank] == mine:
+                meeting.set(f"confirmed/{life}/{rank}", "")
+                if meeting.check([f"begun/{life}"]):
+                    return str(life)
+        if time.monotonic() > end:
+            raise dist.DistStoreError("rank 0, or another, did not come.")
+        time.sleep(_PAUSE)

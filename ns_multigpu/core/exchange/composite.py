@@ -1,0 +1,349 @@
+"""The pixel leg of views that are drawn cell by cell (Splaxel, section 4.2): what travels are pixels.
+
+Each rank draws its cells of a view, one by one: a colour, an alpha and perhaps a depth a pixel. Pieces of these go
+straight to the rank that owns their pixels. It composites them in the view's one order of cells, takes the loss, and
+sends back the gradients by colour and alpha. (The paper gathers all pixels on all ranks, which then need not send
+gradients. Direct send is fewer bytes from three ranks on, and composites each pixel once.)
+
+A cell's drawing stops before the splat that would bring its own transmittance to 1/10000, as a whole view's does. Then
+nothing behind is seen either: the pixel's alpha travels with a minus sign, which costs no byte (`composite_pieces`).
+What is defined so does not depend on who draws which cell: N ranks equal one rank with the same cells.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.exchange.pieces import (
+    composite_pieces,
+    composite_pieces_backward,
+    gather_pieces,
+    live_boxes,
+    scatter_pieces,
+)
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.dist.collectives import all_gather_ints, all_to_all_parts, exchange_rows
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.boundary_rows import Crossing, clipped
+from ns_multigpu.core.exchange.fragments import Routes, routes_of
+from ns_multigpu.core.exchange.legs import PixelLeg
+from ns_multigpu.core.exchange.pixel_operators import PixelOperators, Settled
+from ns_multigpu.core.exchange.transport import Collective, Parts
+from ns_multigpu.core.kernels import Arrived, Drawn, Lists, Rows
+from ns_multigpu.core.primitive import Primitive
+from ns_multigpu.core.types import Patch, Pixels, Rendering, Splats, View
+
+
+class LocalCells:
+    """Which cell each of this rank's points is in.
+
+    Attributes:
+        first: this rank's first cell. count: how many it has; they follow one another.
+        of_points: [N] int32, of each point its cell counted from `first`; None where there is one cell at most.
+    """
+
+    def __init__(self, first: int, count: int) -> None:
+        self.first, self.count = first, count
+        self.of_points: Tensor | None = None
+
+    def put(self, cells: Tensor) -> None:
+        """Sets `of_points`. As many as before go where those were: what was captured finds them."""
+        old = self.of_points
+        if old is not None and old.shape == cells.shape and old.device == cells.device:
+            old.copy_(cells)
+        else:
+            self.of_points = cells.to(torch.int32)
+
+    def layer(self, patch: Patch) -> int:
+        """The number of a patch's view and cell together."""
+        return patch.view * self.count + patch.cell - self.first if self.count > 1 else patch.view
+
+    def layers(self, view_ids: Tensor, point_ids: Tensor) -> Tensor:
+        """The same of rows [M] int32 of this rank's points. Rows of no point have some number."""
+        if self.count <= 1:
+            return view_ids
+        cells = self.of_points
+        if cells is None or len(cells) == 0:
+            return view_ids * self.count
+        return view_ids * self.count + cells[point_ids.clamp(0, len(cells) - 1).long()]
+
+    def layered(self, arrived: Any, point_ids: Tensor) -> Any:
+        """Replace the views of a fused step's local rows by their layers; `point_ids` [M] are the rows' points."""
+        return arrived._replace(view_ids=self.layers(arrived.view_ids, point_ids)) if self.count > 1 else arrived
+
+
+@dataclass(frozen=True)
+class PixelWire:
+    """What pixels are on the wire.
+
+    Attributes:
+        half: float16; else what they are.
+        scale: gradients are multiplied by it where they are float16, a power of two: those of a mean over all numbers
+            of a batch would be too small for it, and lose digits. What is too large then is cut off.
+    """
+
+    half: bool
+    scale: float
+
+    @staticmethod
+    def of(views: Sequence[View], *, half: bool) -> "PixelWire":
+        """The wire of a batch."""
+        numbers = 3 * sum(view.width * view.height for view in views)
+        return PixelWire(half, float(2 ** (max(numbers, 1).bit_length() - 1)))
+
+    def pack(self, pixels: Tensor) -> Tensor:
+        """Pixels [N, C] as they travel."""
+        return (pixels.half() if self.half else pixels).contiguous()
+
+    def unpack(self, arrived: Tensor, like: Tensor) -> Tensor:
+        """What `pack` made, as they were."""
+        return arrived.to(like.dtype)
+
+    def pack_gradients(self, gradients: Tensor) -> Tensor:
+        """Gradients [N, C] as they travel."""
+        if not self.half:
+            return gradients.contiguous()
+        return (gradients * self.scale).clamp(-_MOST_HALF, _MOST_HALF).half()
+
+    def unpack_gradients(self, arrived: Tensor, like: Tensor) -> Tensor:
+        """What `pack_gradients` made, as they were."""
+        return arrived.to(like.dtype) / self.scale if self.half else arrived
+
+
+_MOST_HALF = 65504.0
+
+
+class CompositePixels(PixelLeg):
+    """See the module.
+
+    Args:
+        cells: of this rank's points; whoever places them keeps it.
+        half: pixels, and their gradients, are float16 on the wire.
+
+    Attributes:
+        crossing: where splats that reach into other cells are drawn; None for with their own cell alone.
+        told: called with a batch's views and what `Feedback.LIVE` is of them, on all ranks alike; None to tell nobody.
+    """
+
+    survives_giving_up = False
+
+    def __init__(self, cells: LocalCells, *, half: bool = False, crossing: Crossing | None = None) -> None:
+        self.cells, self.half, self.crossing = cells, half, crossing
+        self.told: Callable[[Sequence[View], Sequence[int]], None] | None = None
+        self._deep = False  # whether what is drawn has depth: of a rank that draws nothing, too
+
+    @property
+    def whole(self) -> bool:
+        return False
+
+    def operators(self, world: World) -> "CompositeOperators":
+        return CompositeOperators(self, world)
+
+    def draw(
+        self, primitive: Primitive, splats: Splats, views: Sequence[View], plan: Plan, world: World
+    ) -> list[Pixels]:
+        cells, drawn = self.cells, plan.drawn[world.rank]
+        self._deep = primitive.depth
+        if channels := getattr(primitive, "channels", ()):
+            raise ValueError(
+                f"pixels that are composited of cells' layers have colour, alpha and depth; {', '.join(channels)} "
+                "cannot be put together so. Use another strategy than pixel for them."
+            )
+        if self.crossing is not None:
+            windows = self.crossing.windows(plan, views, world.rank)
+            return primitive.render(splats, drawn, views, stops=True, windows=windows)
+        hits = splats.hits
+        layered = replace(splats, hits=replace(hits, view_ids=cells.layers(hits.view_ids, hits.point_ids)))
+        patches = [replace(patch, view=cells.layer(patch)) for patch in drawn]
+        seen = [view for view in views for _ in range(max(cells.count, 1))]
+        rendered = primitive.render(layered, patches, seen, stops=True)
+        return [replace(pixels, patch=patch) for pixels, patch in zip(rendered, drawn, strict=True)]
+
+    def settle(
+        self, rendering: Rendering, splats: Splats, views: Sequence[View], plan: Plan, world: World
+    ) -> Rendering:
+        own, routes = rendering.splats, routes_of(plan, views, world.rank)
+        named = [name for name, row in own.rows.items() if row.is_floating_point()]
+        anchor = own.rows[named[0]]
+        deep = self._deep
+        flat = [_flat(pixels) for pixels in rendering.pixels]
+        empty = anchor.new_empty(0, 4 + deep)
+        if splats is not own:  # who draws nothing takes part in their way back, too
+            empty = splats.rows[named[0]][:0].reshape(0, 4 + deep)
+        drawn = torch.cat([empty, *flat])
+        wire = PixelWire.of(views, half=self.half)
+        tied: Any = _Travelling.apply(routes, wire, world, drawn, *(own.rows[name] for name in named))
+        received = torch.cat([tied[0], anchor.new_zeros(routes.dark, 4 + deep)])
+        out, alpha, before = composite_pieces(received, routes.layers, routes.sizes)
+        if self.told is not None and torch.is_grad_enabled():
+            mine = live_numbers(before.detach(), routes, plan).tolist()
+            self.told(views, [n for row in all_gather_ints(mine, world) for n in row])
+        settled: list[Pixels] = []
+        start = 0
+        for patch in plan.owned[world.rank]:
+            x0, y0, x1, y1 = patch.rendered(views[patch.view])
+            piece = slice(start, start + (y1 - y0) * (x1 - x0))
+            start = piece.stop
+            image, opacity = out[piece].view(y1 - y0, x1 - x0, -1), alpha[piece].view(y1 - y0, x1 - x0, 1)
+            depth = image[..., 3:] / opacity.clamp(min=_LEAST) if deep else None
+            settled.append(Pixels(patch, image[..., :3], opacity, depth))
+        return Rendering(settled, replace(own, rows={**own.rows, **dict(zip(named, tied[1:], strict=True))}))
+
+
+LIVE = 1e-3
+"""What must arrive at a pixel of a layer for the layer to be drawn there. Behind a cell that stopped nothing
+arrives."""
+
+
+def live_numbers(before: Tensor, routes: Routes, plan: Plan) -> Tensor:
+    """What this rank tells of `Feedback.LIVE`: [views * cells * 5] int64.
+
+    Args:
+        before: [N] what arrives at each layer's pixel (see `composite_pieces`), those that nobody draws last.
+    """
+    slots = len(plan.order) * len(plan.order[0])
+    boxes = live_boxes(before, routes.watched, slots, LIVE)
+    dark = [n for k in range(0, len(routes.watched), 6) for n in routes.watched[k : k + 6]
+            if routes.watched[k + 1] >= routes.arrived]  # fmt: skip
+    if dark:
+        boxes[:, 4] = live_boxes(before, dark, slots, LIVE)[:, 4]
+    else:
+        boxes[:, 4] = 0
+    return boxes.view(-1)
+
+
+_LEAST = 1e-10
+"""Alpha below which a pixel has no depth."""
+
+
+def _flat(pixels: Pixels) -> Tensor:
+    """[h w, 4 or 5] colour, depth times alpha if there is one, alpha: below 0 where drawing stopped."""
+    alpha = pixels.alpha if pixels.stops is None else torch.where(pixels.stops, -pixels.alpha, pixels.alpha)
+    parts = [pixels.color, alpha]
+    if pixels.depth is not None:
+        parts.insert(1, pixels.depth * pixels.alpha.clamp(min=_LEAST))
+    return torch.cat(parts, -1).flatten(0, 1)
+
+
+class _Travelling(torch.autograd.Function):
+    """Pixels that this rank drew -> those that it composites. Backward: their gradients, added up where pixels went to
+    two patches. It stands once in the graph of each rank's loss, which hangs on the splats' rows where the rank owns no
+    pixels: so all ranks meet in its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, routes: Routes, wire: "PixelWire", world: World, drawn: Tensor, *rows: Tensor
+    ) -> tuple[Tensor, ...]:
+        index = _rows_of(routes, drawn.device)
+        ctx.routes, ctx.wire, ctx.world = routes, wire, world
+        ctx.save_for_backward(index, drawn.new_empty(0))
+        ctx.shape = drawn.shape
+        ctx.set_materialize_grads(False)
+        sent = drawn.detach()[index]
+        here = sum(routes.send)
+        with world.traffic.measured():
+            received = exchange_rows(wire.pack(sent[:here]), routes.send, routes.receive, world)
+        return torch.cat([wire.unpack(received, drawn), sent[here:]]), *(row.view_as(row) for row in rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        index, like = ctx.saved_tensors
+        routes, wire, world = ctx.routes, ctx.wire, ctx.world
+        got = grads[0]
+        if got is None:
+            got = like.new_zeros(routes.arrived, ctx.shape[1])
+        there = sum(routes.receive)
+        with world.traffic.measured():
+            returned = exchange_rows(wire.pack_gradients(got[:there]), routes.receive, routes.send, world)
+            returned = wire.unpack_gradients(returned, like)
+        back = like.new_zeros(ctx.shape)
+        # A pixel between two patches is in two pieces; of two the sum does not depend on which comes first.
+        back.index_add_(0, index, torch.cat([returned, got[there:]]))
+        return None, None, None, back, *grads[1:]
+
+
+def _rows_of(routes: Routes, device: torch.device) -> Tensor:
+    """The drawn pixels in the order in which they leave, and then those that stay, [N] int64."""
+    numbers = (*routes.leaving, *routes.staying)
+    found = [torch.empty(0, dtype=torch.int64, device=device)]
+    for k in range(0, len(numbers), 6):
+        corner, stride, width, height = numbers[k : k + 4]
+        lines = torch.arange(height, device=device)[:, None] * stride
+        found.append((corner + lines + torch.arange(width, device=device)).flatten())
+    return torch.cat(found)
+
+
+class CompositeOperators(PixelOperators):
+    """Layers go to the owners of their pixels, and gradients of what these own come back. The plan says how many."""
+
+    exchanged = True
+    marks_stops = True
+
+    def __init__(self, leg: "CompositePixels", world: World) -> None:
+        self._cells, self._half, self._crossing, self._world = leg.cells, leg.half, leg.crossing, world
+        self._now: tuple[Routes, PixelWire, Tensor, Tensor, Tensor] | None = None
+        self._live = torch.zeros(0)
+        self._watches = leg.told is not None
+
+    def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
+        return arrived if self._crossing is not None else self._cells.layered(arrived, rows.point_ids)
+
+    def layer(self, patch: Patch, first_view: int) -> int:
+        assert first_view == 0, "all of the batch's views are splatted"
+        return patch.view if self._crossing is not None else self._cells.layer(patch)
+
+    def clipped(self, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View]) -> Lists:
+        if self._crossing is None:
+            return lists
+        return clipped(self._crossing, lists, arrived, plan, views, self._world.rank)
+
+    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
+        routes, color = routes_of(plan, views, self._world.rank), drawn.color
+        wire = PixelWire.of(views, half=self._half)
+        width = color.shape[1] + 1
+        out = color.new_empty(sum(routes.send), width)
+        received = color.new_empty(routes.arrived + routes.dark, width)
+        received[routes.arrived :].zero_()
+        others = sum(routes.receive)
+        gather_pieces(color, drawn.alpha, routes.leaving, out)
+        gather_pieces(color, drawn.alpha, routes.staying, received[others : routes.arrived])
+        arrived = yield from self._exchange(wire.pack(out), routes.receive, routes.send)
+        received[:others].copy_(arrived)
+        settled, alpha, before = composite_pieces(received, routes.layers, routes.sizes)
+        self._now = routes, wire, received, before, drawn.alpha
+        if self._watches:
+            self._live = live_numbers(before, routes, plan)
+        return Settled(settled, alpha, None)
+
+    def live(self) -> Tensor:
+        return self._live
+
+    def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
+        assert self._now is not None
+        routes, wire, received, before, alpha = self._now
+        self._now = None
+        gradients = composite_pieces_backward(
+            received, before, v_color, v_alpha, routes.layers, routes.sizes, routes.returned
+        )
+        del received, before
+        others = sum(routes.send_back)
+        leaving = wire.pack_gradients(gradients[:others])
+        back = yield from self._exchange(leaving, routes.receive_back, routes.send_back)
+        back = wire.unpack_gradients(back, gradients)
+        v_drawn = v_color.new_zeros(routes.drawn, v_color.shape[1]), v_alpha.new_zeros(routes.drawn)
+        scatter_pieces(back, routes.leaving, *v_drawn)
+        scatter_pieces(gradients[others:], routes.staying, *v_drawn)
+        # Of what stopped the sign was a mark: drawing takes the gradient by what is covered.
+        return v_drawn[0], torch.where(alpha < 0, -v_drawn[1], v_drawn[1])
+
+    def _exchange(self, out: Tensor, receive: Sequence[int], send: Sequence[int]) -> Parts[Tensor]:
+        """Pixels for each other rank -> those of each, one rank's behind the other's."""
+        width = out.shape[1]
+        into = out.new_empty(sum(receive), width)
+        if self._world.size > 1:
+            sizes = [width * pixels for pixels in receive], [width * pixels for pixels in send]
+            yield Collective(lambda: all_to_all_parts(into.view(-1), out.view(-1), *sizes, self._world))
+        return into

@@ -1,0 +1,66 @@
+"""How many rows each pair of ranks has room for, and what a step sends of them.
+
+What goes from one rank to another has a size of its own for each pair. The host knows these sizes before the step, so
+that nothing has to be read back; the device knows how many of the rows there are.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from ns_multigpu.core.dist.collectives import all_gather_ints_on_device
+from ns_multigpu.core.dist.world import World
+
+Pairs: TypeAlias = tuple[tuple[int, ...], ...]
+"""Numbers of rows [source][destination]. Those of the diagonal stay on their rank."""
+
+
+def pairs_of(capacity: int | Pairs, ranks: int, numbers: int = 0) -> Pairs:
+    """The capacity of each pair.
+
+    Args:
+        capacity: one for all pairs, or [source][destination].
+        numbers: of each source, where it has not one for each rank (`Relays.numbers`).
+
+    Raises:
+        ValueError: it is not of so many ranks, or a number is negative.
+    """
+    numbers = numbers or ranks
+    table = ((capacity,) * numbers,) * ranks if isinstance(capacity, int) else capacity
+    if len(table) != ranks or any(len(row) != numbers for row in table):
+        raise ValueError(
+            f"capacities of pairs: {[len(row) for row in table]} numbers by source, for {ranks} ranks; give "
+            f"{ranks} x {numbers}, or one number for all."
+        )
+    if any(number < 0 for row in table for number in row):
+        raise ValueError(f"capacities of pairs must not be negative; got {[list(row) for row in table]}.")
+    return table
+
+
+def most_of(pairs: Pairs) -> int:
+    """The largest number; 0 if there is none."""
+    return max((number for row in pairs for number in row), default=0)
+
+
+def alike(pairs: Pairs) -> Pairs:
+    """The same shape, with the largest number everywhere."""
+    return pairs_of(most_of(pairs), len(pairs), len(pairs[0]))
+
+
+def all_gather_counts(counts: Sequence[int], world: World) -> Pairs:
+    """What every rank sent: row r is rank r's `counts`. All ranks call it together, and wait for the device."""
+    return tuple(tuple(row) for row in all_gather_ints_on_device(counts, world))
+
+
+def step_bytes(pairs: Pairs, rank: int, row_bytes: int, gradient_bytes: int, words: int) -> int:
+    """Bytes that a rank sends to others in a step whose rows travel by collectives (`CollectiveRows`).
+
+    Args:
+        pairs: rows that go on the wire: capacities, as the step has them; `padded` counts predict those.
+        rank: whose.
+        row_bytes, gradient_bytes: of a row, and of its gradients (`RowWire`).
+        words: int64 numbers of a rank's message.
+    """
+    others = [r for r in range(len(pairs)) if r != rank]
+    there = sum(pairs[rank][r] for r in others)
+    back = sum(pairs[r][rank] for r in others)
+    return row_bytes * there + gradient_bytes * back + 8 * (1 + words) * len(others)

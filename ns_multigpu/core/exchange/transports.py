@@ -1,0 +1,222 @@
+"""How rows of splats get from the ranks that own their points to those that draw them, and their gradients back.
+
+Rows travel in segments, one for each pair of ranks, whose capacities are known beforehand, so that nobody has to tell
+anybody how many there are before they leave; the counts travel beside them and stay on the device.
+
+A transport carries the legs of a step that reads nothing back (see `legs` for the legs' other face). Which one serves
+follows from a strategy's legs and from what the machine has: `make_transport`.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.dist.collectives import all_gather_into, all_to_all_into, all_to_all_parts
+from ns_multigpu.core.dist.peer_memory import PeerBuffer
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.hierarchical_rows import RelayedRows
+from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.legs import GradientLeg, RowLeg
+from ns_multigpu.core.exchange.pair_capacities import Pairs, pairs_of, step_bytes
+from ns_multigpu.core.exchange.replicated_rows import OwnRows
+from ns_multigpu.core.exchange.transport import Collective, Parts, Returned, Transport
+from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
+from ns_multigpu.core.row_wire import STAYS, RowWire, WireSegments
+
+_ALIGN = 256
+
+
+class CollectiveRows(Transport):
+    """All-to-all, with sizes of its own for each pair of ranks: between machines, and on CPU. What a rank owns and
+    draws does not pass through the buffer.
+
+    Args:
+        half: what can be travels in float16 (`RowWire`).
+        slots: rows bring their line at their owner, for `SortedLists`. All pairs then have the room of the largest:
+            lists that are sorted over all ranks count lines so.
+    """
+
+    def __init__(
+        self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int, *, half: bool = False,
+        slots: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(world, kernels, rows, capacity, words)
+        if slots:
+            self.pairs = pairs_of(self.capacity, world.size)
+        self.half, self.slots = half, slots
+        device, here, ranks = world.device, world.rank, range(world.size)
+        leaving = [self.pairs[here][rank] for rank in ranks]
+        coming = [self.pairs[rank][here] for rank in ranks]
+        self.lines = max(coming)
+        # What leaves, what comes. Gradients come where rows left from, and leave from where they came.
+        wire = kernels.wire(half=half, slots=slots)
+        self._leaving, self._coming = _but(leaving, here), _but(coming, here)
+        self._out = wire.row_words * sum(self._leaving)
+        self._end = self._out + wire.row_words * sum(self._coming)
+        self._wire = torch.zeros(self._end, dtype=torch.int32, device=device)
+        self._stay = torch.empty(0)  # [rows] where own rows stay, as `leave` was told
+        self._leave_at = self._segments(self._leaving, 0, wire.row_words)
+        self._come_at = self._segments(self._coming, self._out, wire.row_words)
+        lines = sum(coming) if words else 0  # with no message there is no way back
+        self._sums = torch.zeros(lines, kernels.record_floats, device=device)
+        own = sum(coming[:here])
+        self._own = self._sums[own : own + coming[here]]
+        self._arrived = torch.zeros(world.size, dtype=torch.int64, device=device)
+        self._everyone = torch.zeros(world.size, words, dtype=torch.int64, device=device)
+        self._lines = torch.arange(sum(coming), dtype=torch.int32, device=device)
+        self._here = torch.zeros(sum(coming), dtype=torch.int32, device=device)
+        self._at = torch.tensor([self._sums.data_ptr()], dtype=torch.int64, device=device)
+
+    @property
+    def step_bytes(self) -> int:
+        """What this rank sends to others in a step."""
+        wire = self._format
+        return step_bytes(self.pairs, self.world.rank, 4 * wire.row_words, 4 * wire.gradient_words, self.words)
+
+    @property
+    def _format(self) -> RowWire:
+        return self.kernels.wire(half=self.half, slots=self.slots)
+
+    def leave(self, rows: Rows, place: Tensor) -> None:
+        self._stay = place[self.world.rank]
+        self._format.pack(rows, place, self._wire, self._leave_at, 0, self.rows)
+
+    def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+        wire = self._format
+        out, into = self._wire[: self._out], self._wire[self._out : self._end]
+
+        def send() -> None:
+            self._exchange(into, self._coming, out, self._leaving, wire.row_words)
+            all_to_all_into(self._arrived, counts, self.world)
+
+        yield Collective(send)
+        arrived = wire.unpack(self._wire, self._come_at, self._arrived, views)
+        wire.keep(rows, self._stay, arrived, self._come_at, self.world.rank)
+        return arrived
+
+    def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
+        self._sums.zero_()
+        return Sinks(self._at, self._here, self._lines, system_scope=False)
+
+    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+        wire = self._format
+        words = wire.gradient_words
+        back = self._segments(self._coming, self._out, words)
+        wire.pack_gradients(self._sums, self._arrived, self._wire, back)
+
+        def send() -> None:
+            out, end = words * sum(self._leaving), self._out + words * sum(self._coming)
+            home, there = self._wire[:out], self._wire[self._out : end]
+            self._exchange(home, self._leaving, there, self._coming, words)
+            all_gather_into(self._everyone, message, self.world)
+
+        yield Collective(send)
+        records = wire.collect(place, rows.count, self._wire, self._segments(self._leaving, 0, words), self._own)
+        return Returned(rows, records, self._everyone)
+
+    def _exchange(self, into: Tensor, coming: list[int], out: Tensor, leaving: list[int], words: int) -> None:
+        parts = ([words * rows for rows in coming], [words * rows for rows in leaving])
+        all_to_all_parts(into, out, *parts, self.world)
+
+    def _segments(self, rows: list[int], first: int, words: int) -> WireSegments:
+        """Segments of others one behind the other, from word `first` on."""
+        starts = list(accumulate((words * n for n in rows), initial=first))[:-1]
+        rank = self.world.rank
+        starts[rank] = STAYS
+        return WireSegments(tuple(starts), (*rows[:rank], self.pairs[rank][rank], *rows[rank + 1 :]), rank)
+
+
+class PeerRows(Transport):
+    """Rows are written into the other GPUs' memory. Drawing adds each gradient to the owner's record over the link.
+
+    All segments have the room of the largest pair: what is not written does not travel either.
+
+    A step has two barriers, which the devices pass without their hosts: one after the rows, one after the gradients. A
+    rank writes rows only after the second barrier of the step before, when nobody reads the last ones any more, and
+    zeroes the records that gradients are added to only before the first, when nobody adds to them.
+    """
+
+    def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
+        super().__init__(world, kernels, rows, capacity, words)
+        floats, capacity = kernels.record_floats, self.capacity
+        segment = capacity * 4 * floats
+        parts = (world.size * segment, rows * 4 * floats, 8 * world.size, 8 * world.size * words)
+        starts = [0]
+        for size in parts:
+            starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)
+        self._buffer = PeerBuffer(starts[-1], world)
+        self._inbox_at, self._table_at, self._counts_at, self._messages_at, _ = starts
+        rank, view = world.rank, self._buffer.view
+        self._in = view(rank, self._inbox_at, (world.size, capacity, floats), torch.float32)
+        self._table = view(rank, self._table_at, (rows, floats), torch.float32)
+        self._arrived = view(rank, self._counts_at, (world.size,), torch.int64)
+        self._everyone = view(rank, self._messages_at, (world.size, words), torch.int64)
+        at = self._buffer.addresses
+        self._segments = self._numbers([address + self._inbox_at + rank * segment for address in at])
+        self._sums = self._numbers([address + self._table_at for address in at])
+        everyone = range(world.size)
+        self._their_counts = [view(r, self._counts_at + 8 * rank, (1,), torch.int64) for r in everyone]
+        self._their_messages = [view(r, self._messages_at + 8 * rank * words, (words,), torch.int64) for r in everyone]
+
+    def leave(self, rows: Rows, place: Tensor) -> None:
+        self.kernels.pack(rows, place, self._segments, self.capacity, 0, self.rows)
+        self._table.zero_()
+
+    def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
+        yield from ()
+        torch._foreach_copy_(self._their_counts, list(counts.split(1)))  # pyright: ignore  # one launch for all ranks
+        self._buffer.barrier()
+        return self.kernels.unpack(self._in, self._arrived, views)
+
+    def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
+        return Sinks(self._sums, owners, slots, system_scope=True)
+
+    def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
+        yield from ()
+        torch._foreach_copy_(self._their_messages, [message] * self.world.size)  # pyright: ignore
+        self._buffer.barrier()
+        return Returned(rows, self._table, self._everyone)
+
+    def written_bytes(self, steps: int, rows: int, sent: int) -> int:
+        return 2 * 4 * self.kernels.record_floats * sent  # records there, and their gradients back
+
+    def _numbers(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.world.device)
+
+
+def make_transport(
+    rows_leg: RowLeg, gradient_leg: GradientLeg, world: World, kernels: Kernels, rows: int, capacity: int | Pairs,
+    words: int, *, peer: bool, half: bool = False, slots: bool = False,
+) -> Transport:  # fmt: skip
+    """The transport that carries these legs.
+
+    Args:
+        rows, capacity, words: see `Transport`.
+        peer: whether the ranks of a machine reach each other's memory; of replicas, whether all ranks do.
+        half, slots: see `CollectiveRows`.
+    """
+    shape = (world, kernels, rows, capacity, words)
+    if world.size == 1:
+        return OwnRows(*shape)
+    if rows_leg.travels and relays_serve(rows_leg, world, peer=peer) and not slots:
+        return RelayedRows(*shape, half=half, peer=peer)
+    if rows_leg.travels:
+        return PeerRows(*shape) if peer else CollectiveRows(*shape, half=half, slots=slots)
+    return gradient_leg.operators(*shape, peer=peer)
+
+
+def relays_serve(rows_leg: RowLeg, world: World, *, peer: bool) -> bool:
+    """Whether rows of fused steps are handed on over several machines, where lists are not sorted over all ranks.
+
+    Args:
+        peer: whether the ranks of a machine reach each other's memory.
+    """
+    wanted = peer if rows_leg.relays is None else rows_leg.relays
+    return wanted and Relays.of(world) is not None
+
+
+def _but(numbers: list[int], rank: int) -> list[int]:
+    """The numbers with zero for this rank."""
+    return [*numbers[:rank], 0, *numbers[rank + 1 :]]

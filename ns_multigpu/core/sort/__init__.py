@@ -1,0 +1,1 @@
+"""Merge-path sort over all ranks."""

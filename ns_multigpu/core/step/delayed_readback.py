@@ -1,0 +1,57 @@
+"""Counts of work that reach the host some steps after the device has made them, so that no step waits for them."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.types import View
+
+LAG = 4
+"""Steps whose counts stay on their way: long enough that the device is done with the one before them."""
+
+
+@dataclass(frozen=True)
+class _Counts:
+    views: Sequence[View]
+    counts: Tensor
+    arrived: Any
+
+
+class DelayedReadback:
+    """What `Step.learnt` says of each step, learnt a fixed number of steps later: on all ranks the same then.
+
+    Args:
+        learn: what learns, given views and counts: `Assignment.learn`.
+    """
+
+    def __init__(self, learn: Callable[[Sequence[View], Sequence[int]], None]) -> None:
+        self._learn = learn
+        self._waiting: deque[_Counts] = deque()
+
+    def send(self, views: Sequence[View], counts: Tensor) -> None:
+        """Sends a step's counts off, on the current stream.
+
+        Args:
+            views: of the step.
+            counts: int64 of any shape, which may be overwritten afterwards.
+        """
+        if not counts.is_cuda:
+            self._waiting.append(_Counts(views, counts.clone(), None))
+            return
+        there = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        there.copy_(counts, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._waiting.append(_Counts(views, there, arrived))
+
+    def learn(self, leave: int = LAG) -> None:
+        """Read the oldest counts until no more than `leave` are on their way; waits for those that it learns."""
+        while len(self._waiting) > leave:
+            one = self._waiting.popleft()
+            if one.arrived is not None:
+                one.arrived.synchronize()
+            self._learn(one.views, one.counts.reshape(-1).tolist())

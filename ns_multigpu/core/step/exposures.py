@@ -1,0 +1,130 @@
+"""Exposure: an affine map of colours for each training view, learnt beside the points: a matrix and an offset for
+each image, as Kerbl et al. 2024 have them (A Hierarchical 3D Gaussian Representation for Real-Time Rendering).
+
+A camera that chooses its exposure and white balance anew for each photograph shows one surface in many colours. Points
+have one colour for all views. So a view's map M = (A | b) [3, 4] is applied to its pixels before they are compared with
+the photograph:
+
+    rgb = A (color + (1 - alpha) background) + b
+
+The same is color' + (1 - alpha) background' with color' = A color + alpha b and background' = A background + b. So what
+computes the loss of pixels over a background needs to know nothing of maps.
+
+Held-out views, and what is shown, have no map: they have the exposure that maps are the identity for. As all maps could
+drift together, the loss holds their mean there (`drift`).
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.optim.adam import adam_step
+
+DRIFT_WEIGHT = 1.0
+"""Of the squared distance of the mean map from the identity. Photographs do not pull at the mean, but for what the
+model has not learnt yet: so any weight will do that is not much below their own."""
+
+
+def identity_maps(views: int) -> Tensor:
+    """[views, 3, 4] maps that leave colours as they are."""
+    return torch.eye(3, 4).expand(views, 3, 4).contiguous()
+
+
+def exposed(rgb: Tensor, exposure: Tensor) -> Tensor:
+    """Colours [..., 3] by a view's map [3, 4]. Differentiable."""
+    return rgb @ exposure[:, :3].T + exposure[:, 3]
+
+
+def drift(maps: Tensor) -> Tensor:
+    """[] the loss that holds the mean of the maps [N, 3, 4] at the identity. Differentiable."""
+    return DRIFT_WEIGHT * _off(maps).square().sum()
+
+
+def _off(maps: Tensor) -> Tensor:
+    """[3, 4] how far the mean map is from the identity."""
+    return maps.mean(0) - torch.eye(3, 4, dtype=maps.dtype, device=maps.device)
+
+
+@dataclass
+class StepExposures:
+    """The maps in a step that reads nothing back. Every rank has all maps, and takes the same steps of them.
+
+    Args:
+        maps: [N, 3, 4] of all training views, contiguous; changed by steps.
+        exp_avg, exp_avg_sq: [N, 3, 4] Adam's moments.
+        views: of a batch.
+
+    Attributes:
+        indices: [B] which of the N each view of the batch is: float, as it comes with all else that a step is fed.
+    """
+
+    maps: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    views: int
+    indices: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        # What a graph reads and another writes stays where it is.
+        self.indices = self.maps.new_zeros(self.views)
+        self._now = identity_maps(self.views).to(self.maps)
+        self._sums = self.maps.new_zeros(self.views, 3, 4)
+
+    def begin(self) -> None:
+        """A step begins: its views are known."""
+        torch.index_select(self.maps, 0, self.indices.long(), out=self._now)
+        self._sums.zero_()
+
+    def applied(self, view: int, color: Tensor, alpha: Tensor, background: Tensor) -> tuple[Tensor, Tensor]:
+        """color' [P, 3] and background' [3] of pixels of the batch's view at this position.
+
+        Args:
+            color: [P, 3] blended. alpha: [P] how much of each pixel that covers. background: [3].
+        """
+        A, b = self._now[view, :, :3], self._now[view, :, 3]
+        return torch.addmm(alpha[:, None] * b, color, A.T), torch.addmv(b, A, background)
+
+    def brought_back(
+        self, view: int, color: Tensor, alpha: Tensor, background: Tensor, v_color: Tensor, v_alpha: Tensor
+    ) -> None:
+        """Turns gradients by color' and alpha, in place, into those by color and alpha; adds up those by the map.
+
+        Args:
+            view, color, alpha, background: as `applied` had them.
+            v_color: [P, 3] the loss's gradient by color'. v_alpha: [P] by alpha, where color' stays as it is.
+        """
+        A, b = self._now[view, :, :3], self._now[view, :, 3]
+        over = torch.addcmul(color, 1 - alpha[:, None], background)
+        self._sums[view, :, :3].addmm_(v_color.T, over)
+        self._sums[view, :, 3].add_(v_color.sum(0))
+        v_alpha.addmv_(v_color, b)
+        v_color.copy_(v_color @ A)
+
+    @property
+    def words(self) -> int:
+        """Numbers of what a rank tells of them: see `told`."""
+        return words_of(self.views)
+
+    def told(self) -> Tensor:
+        """[words] int64, the bits of what this rank's pixels add to the gradients by the batch's maps."""
+        return self._sums.view(-1).view(torch.int64)
+
+    def step(self, told: Tensor, scalars: Tensor) -> None:
+        """Takes Adam's step.
+
+        Args:
+            told: [ranks, words] int64, what each rank told.
+            scalars: [1, 8], see `cuda_ext.ops.optim.adam.adam_scalars`; of no step where the step is not to count.
+        """
+        sums = told.contiguous().view(torch.float32).sum(0).view(self.views, 12)
+        # A view may be in a batch twice, and sums are to have the same bits each time: no scattered additions.
+        which = torch.arange(len(self.maps), device=self.maps.device)[:, None] == self.indices.long()
+        gradient = (which.to(sums.dtype) @ sums).view_as(self.maps)
+        gradient += (2 * DRIFT_WEIGHT / len(self.maps)) * _off(self.maps)
+        adam_step([self.maps], [gradient], [self.exp_avg], [self.exp_avg_sq], scalars)
+
+
+def words_of(views: int) -> int:
+    """Numbers, int64, of the gradients by the maps of so many views."""
+    return 6 * views

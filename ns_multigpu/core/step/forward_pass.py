@@ -1,0 +1,148 @@
+"""First half of a step: project -> route -> exchange rows -> tile lists -> draw -> exchange pixels.
+
+`Step` adds the loss, the way back and the update; `Forward` draws pictures with it. Nothing is read back to the host.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from ns_multigpu.core.assign.plan import Plan, rectangles
+from ns_multigpu.core.exchange.pixel_operators import Settled
+from ns_multigpu.core.exchange.transport import Parts, Transport
+from ns_multigpu.core.kernels import Arrived, Cameras, Drawn, Kernels, Lists, Model, Rows
+from ns_multigpu.core.step.tile_lists import TileLists
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.types import View
+
+MOST_GROUPS = 32
+"""Destinations that rows are routed to at once, at most."""
+
+
+class Drawing(NamedTuple):
+    """Patches that a rank has drawn, and what their gradients need.
+
+    Attributes:
+        arrived: rows that the rank draws. lists: of its patches' tiles. drawn: the patches.
+    """
+
+    arrived: Arrived
+    lists: Lists
+    drawn: Drawn
+
+
+class ForwardPass:
+    """Forward pass of one rank for batches of views.
+
+    Args:
+        strategy: its legs bring their operators.
+        kernels: the primitive's.
+        transport: of rows. lists: finds each tile's rows.
+        capacity: rows of this rank's own points.
+        measure: called with a part's name (project, send, sort, raster, pixels), gives a context to run it in.
+
+    Attributes:
+        pixels: operators of the pixel leg.
+        place: [ways, capacity] int32, the line that each row has in the segment of each way; -1 for none.
+        counts: [numbers] int64, rows that went each way, then what the transport counts besides.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        kernels: Kernels,
+        transport: Transport,
+        lists: TileLists,
+        capacity: int,
+        measure: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
+    ) -> None:
+        self._kernels, self._transport, self._lists = kernels, transport, lists
+        self._world, self._capacity, self._measure = strategy.world, capacity, measure
+        self._rows, self.pixels = strategy.rows.operators(), strategy.pixels.operators(strategy.world)
+        device, shape = strategy.world.device, (transport.directions, capacity if transport.travels else 0)
+        self.place = torch.empty(shape, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(len(transport.room), dtype=torch.int64, device=device)
+
+    def project(self, model: Model, cameras: Cameras, views: Sequence[View]) -> Rows:
+        """Return the rows of this rank's points.
+
+        Args:
+            model: of the points. cameras: of the views that they are projected into. views: the batch.
+        """
+        with self._measure("project"):
+            rows = self._kernels.project(model, cameras, self._capacity, (), None)
+        with self._measure("sort"):
+            self._lists.begin(rows, views)
+        return rows
+
+    def draw(self, rows: Rows, views: Sequence[View], plan: Plan, projected: range) -> Parts[Drawing]:
+        """Exchange rows and draw this rank's patches.
+
+        Args:
+            rows: of `project`. views: the batch. plan: the same on all ranks.
+            projected: positions in the batch of the views that the rows are of.
+        """
+        transport, rank = self._transport, self._world.rank
+        layers = [(self.pixels.layer(patch, projected.start), patch) for patch in plan.drawn[rank]]
+        patches = [n for layer, patch in layers for n in (layer, *patch.rendered(views[patch.view]))]
+        with self._measure("send"):
+            if transport.travels:
+                ways = self.counts[: transport.directions]
+                self._rows.route(rows, views, plan, transport.ways, self.place, ways)
+                transport.leave(rows, self.place)
+            everyones = rectangles(plan, views, range(self._world.size))
+            arrived = yield from transport.arrive(rows, self.counts, len(projected), everyones)
+            arrived = self.pixels.layered(arrived, rows)
+        with self._measure("sort"):
+            lists = self._lists.finish(arrived, patches, plan, views)
+            lists = self.pixels.clipped(lists, arrived, plan, views)
+        with self._measure("raster"):
+            drawn = self._kernels.draw(arrived, lists, patches, self.pixels.marks_stops)
+        return Drawing(arrived, lists, drawn)
+
+    def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
+        """Exchange pixels: from the patches that this rank has drawn to those that it owns."""
+        with self._measure("pixels"):
+            return (yield from self.pixels.settle(drawn, plan, views))
+
+
+def rows_by_group(
+    strategy: Strategy, kernels: Kernels, model: Model, views: Sequence[View], plan: Plan, capacity: int,
+    groups: Sequence[Sequence[int]],
+) -> tuple[int, list[int]]:  # fmt: skip
+    """Return how many rows this rank's points have, and how many of them each group of ranks needs.
+
+    Waits for the device. Rows beyond `capacity` are not looked at.
+
+    Args:
+        plan: of the views, with halos. groups: ranks that are counted together.
+    """
+    device = strategy.world.device
+    viewmats, Ks = (torch.stack(of).to(device) for of in zip(*((v.viewmat, v.K) for v in views), strict=True))
+    sizes = [side for view in views for side in (view.width, view.height)]
+    times = viewmats.new_tensor([view.time for view in views], dtype=torch.float32)
+    rows = kernels.project(model, Cameras(viewmats.float(), Ks.float(), sizes, times), capacity, (), None)
+    found: list[int] = []
+    for some in _disjoint(groups):
+        place = torch.empty(len(some), capacity, dtype=torch.int32, device=device)
+        counts = torch.zeros(len(some), dtype=torch.int64, device=device)
+        number = {rank: k for k, ranks in enumerate(some) for rank in ranks}
+        ways = [number.get(rank) for rank in range(len(plan.drawn))]
+        strategy.rows.operators().route(rows, views, plan, ways, place, counts)
+        found += counts.tolist()
+    return int(rows.count), found
+
+
+def _disjoint(groups: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Split groups, in order, into runs of at most `MOST_GROUPS` in which no rank is twice."""
+    some, seen = list[Sequence[int]](), set[int]()
+    for ranks in groups:
+        if len(some) == MOST_GROUPS or not seen.isdisjoint(ranks):
+            yield some
+            some, seen = [], set()
+        some.append(ranks)
+        seen.update(ranks)
+    if some:
+        yield some

@@ -1,0 +1,93 @@
+"""The loss of a rank's patches in a step that reads nothing back, and its gradient by their pixels."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.loss.band_loss import band_loss_into
+from ns_multigpu.core.exchange.pixel_operators import Settled
+from ns_multigpu.core.step.exposures import StepExposures
+from ns_multigpu.core.step.step_settings import StepSettings
+from ns_multigpu.core.types import Patch, View
+
+
+class PatchLosses:
+    """The losses of one rank's steps.
+
+    Args:
+        settings: the step's.
+        backgrounds: [B, 3], by view. report: [B + 1], to whose first B numbers, by view, losses are added.
+        exposures: of the views, if their colours are mapped before they are compared.
+    """
+
+    def __init__(
+        self, settings: StepSettings, backgrounds: Tensor, report: Tensor, exposures: StepExposures | None = None
+    ) -> None:
+        self._settings, self._backgrounds, self._report = settings, backgrounds, report
+        self._exposures = exposures
+        size = settings.width, settings.height, settings.views
+        self._v_l1, self._v_ssim = loss_weights(*size, settings.ssim_lambda, report.device)
+
+    def add(
+        self, drawn: Settled, own: Sequence[Patch], views: Sequence[View], targets: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Adds the losses of patches; returns their renderings, one a patch, without halo [h, w, 3], and the gradients
+        by colour [P, 3] and alpha [P], which are zero in halos.
+
+        Args:
+            drawn: the patches. own: which they are. views: the batch.
+            targets: of each patch the image under its rendered rectangle [h, w, 3], uint8 or float.
+        """
+        s = self._settings
+        rgbs: list[Tensor] = []
+        v_color, v_alpha = torch.empty_like(drawn.color), torch.empty_like(drawn.alpha)
+        start = 0
+        for patch, target in zip(own, targets, strict=True):
+            left, top, right, bottom = patch.rendered(views[patch.view])
+            inner = patch.inner(views[patch.view])
+            piece = slice(start, start + (bottom - top) * (right - left))
+            start = piece.stop
+            rgb = drawn.color.new_empty(target.shape)
+            offset = s.ssim_lambda if (patch.x0, patch.y0) == (0, 0) else 0.0
+            # Nothing comes from the halo's pixels: the way back need not look at them, says `last`.
+            color, alpha, background = drawn.color[piece], drawn.alpha[piece], self._backgrounds[patch.view]
+            blended = color, alpha, background
+            if self._exposures is not None:
+                color, background = self._exposures.applied(patch.view, *blended)
+            band_loss_into(
+                color, alpha, background, target, inner,
+                self._v_l1, self._v_ssim, offset=offset, scale=s.views, rgb=rgb, loss=self._report[patch.view],
+                v_out=v_color[piece], v_alpha=v_alpha[piece], last=None if drawn.last is None else drawn.last[piece],
+            )  # fmt: skip
+            if self._exposures is not None:
+                self._exposures.brought_back(patch.view, *blended, v_color[piece], v_alpha[piece])
+            x0, y0, x1, y1 = inner
+            rgbs.append(rgb[y0:y1, x0:x1])
+        return rgbs, v_color, v_alpha
+
+
+def loss_weights(
+    width: int, height: int, batch: int, ssim_lambda: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The gradients [] of a batch's mean loss by the sums of a view's absolute differences and of its SSIM."""
+    windows = (width - 10) * (height - 10)
+    by_l1 = (1 - ssim_lambda) / (3 * batch * width * height)
+    return torch.tensor(by_l1, device=device), torch.tensor(-ssim_lambda / (3 * batch * windows), device=device)
+
+
+def share_of_mse(
+    images: Sequence[Tensor], targets: Sequence[Tensor], patches: Sequence[Patch], view: View, views: int
+) -> Tensor:
+    """What patches contribute [] to a batch's mean squared error.
+
+    Args:
+        images: renderings [h, w, 3], without halo. targets: see `PatchLosses.add`. patches: which they are.
+        view: one of the size that all `views` have.
+    """
+    squared = torch.zeros((), device=view.K.device)
+    for patch, image, target in zip(patches, images, targets, strict=True):
+        x0, y0, x1, y1 = patch.inner(view)
+        own = target[y0:y1, x0:x1]
+        squared = squared + (image - (own.float() / 255 if own.dtype == torch.uint8 else own)).square().sum()
+    return squared / (3 * view.width * view.height * views)

@@ -1,0 +1,257 @@
+"""The one step of training: from points to pixels to loss, and back to points that have taken Adam's step.
+
+    points -> project -> rows -> [rows travel] -> lists -> draw -> [pixels travel] -> loss on the pixels owned here
+    and back: loss -> [pixels' gradients travel] -> draw back -> [gradients travel to the points] -> gate -> update
+
+A strategy says who draws what and what travels; a primitive's kernels say what a row is. Nothing is read back to the
+host. So the numbers of rows and of intersections are known on the device alone, and both have a capacity. Where one is
+exceeded on any rank the step, and all that follow it, leave parameters, moments and statistics as they are on all ranks
+(`Status.done` stops counting); the host finds out when it looks, makes room, and takes them again.
+
+What a rank draws it draws with a halo of one tile, so that the gradient of its own pixels is whole
+(`cuda_ext.band_loss`); what arrives is ordered by owner and row, so that splats of equal depth blend as in `single`.
+
+A lazy step leaves the points that no rank drew for later (`cuda_ext.LazyAdam`): parameters and moments are what they
+ought to be only after `flush`, for which there has to be one every 64 steps at least.
+
+In a large model whole groups of points are culled by a box (`cuda_ext.ops.project.boxes`). Steps keep the boxes right.
+Who changes points by other means calls `refresh` before the next step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.optim.adam import SCALARS
+from cuda_ext.ops.optim.lazy_adam import LazyAdam
+from cuda_ext.ops.optim.step_control import HEAD, step_gate
+from ns_multigpu.core.assign.assignment import Feedback
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.exchange.transport import Parts, Transport, launched
+from ns_multigpu.core.kernels import Cameras, Kernels
+from ns_multigpu.core.observations import Observations
+from ns_multigpu.core.step.composable import follow_each_other, unsupported_reason
+from ns_multigpu.core.step.exposures import StepExposures
+from ns_multigpu.core.step.forward_pass import ForwardPass
+from ns_multigpu.core.step.patch_losses import PatchLosses
+from ns_multigpu.core.step.step_settings import GROUPS_FROM, Status, StepSettings
+from ns_multigpu.core.step.step_statistics import StepMessage
+from ns_multigpu.core.step.tile_lists import GatheredLists, TileLists
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.types import View
+
+
+class Step:
+    """The step of one rank.
+
+    `parts` are a step; `take` takes one as it is. Before it the caller fills the inputs in place.
+
+    Args:
+        kernels: the primitive's.
+        params: the parameters by name, those of this rank's points, each contiguous.
+        moments: by name, Adam's exp_avg and exp_avg_sq: float32, or all of them bfloat16 (see `splat_update`).
+        statistics: see `Model`.
+        settings: see there.
+        strategy: how the step is spread. Views that it splats points for follow each other in the batch.
+        transport: for `settings.rows`, `settings.segment` and `settings.words`; of `make_transport`.
+        lazy: put off the steps of points that are not drawn, and keep them there (see `cuda_ext.LazyAdam`, also for
+            which options of Adam). A step made anew before a flush goes on from that of the one before.
+        lists: how each tile's splats are found; `GatheredLists` unless given.
+        measure: called with the name of each part (project, send, sort, raster, pixels, loss, backward, return,
+            update), gives a context to do it in.
+        observed: what the batch's views observe [B, K], where kernels have a loss of depth; filled as inputs are.
+        exposures: what the views' colours are mapped by, and learns of it; its Adam has the last line of `scalars`.
+
+    Raises:
+        ValueError: no step is composed of the strategy's pieces, or steps are to be put off where they cannot.
+
+    Attributes:
+        inputs: one vector that holds the next five, in this order.
+        viewmats: [B, 4, 4] the batch's world-to-camera matrices. Ks: [B, 3, 3] its intrinsics.
+        backgrounds: [B, 3]. scalars: [parameters (+ 1 of exposures), 8] Adam's, see `cuda_ext.ops.optim.adam.AdamStep`.
+        times: [B] the views', see `View.time`. With exposures their indices follow, [B].
+        report: [B + 1] this rank's shares of the views' losses (summed over ranks they are the views', not divided by
+            B), and a number that is finite where all gradients of the rows drawn here, or that arrived here, are. It is
+            finite, too, where the step is not taken.
+        rgb: this rank's renderings of the last step, one a patch, without halo [h, w, 3].
+        learnt: int64, what the strategy's assignment learns of the step, `Assignment.counts` numbers a rank or, where
+            they are added up over ranks, in all.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        params: Mapping[str, Tensor],
+        moments: Mapping[str, tuple[Tensor, Tensor]],
+        statistics: Mapping[str, Tensor],
+        settings: StepSettings,
+        strategy: Strategy,
+        transport: Transport,
+        lazy: LazyAdam | None = None,
+        lists: TileLists | None = None,
+        measure: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
+        group_culling: bool | None = None,
+        observed: Observations | None = None,
+        exposures: StepExposures | None = None,
+    ) -> None:
+        reason = unsupported_reason(strategy, settings.views)
+        if reason is not None:
+            raise ValueError(f"strategy {strategy.name}: {reason}.")
+        self.settings, self._strategy, self._world = settings, strategy, strategy.world
+        self._kernels, self._transport, self._measure, self._observed = kernels, transport, measure, observed
+        model = kernels.model(params, moments, statistics, lazy)
+        tests = len(model.params[0]) * strategy.assignment.most_views(settings.views, strategy.world.size)
+        grouped = tests >= GROUPS_FROM if group_culling is None else group_culling
+        self._model = replace(model, boxes=kernels.boxes(model)) if grouped else model
+        self.refresh()
+        self._learns = strategy.assignment.learns
+        device, batch, count = self._model.params[0].device, settings.views, len(kernels.parameters)
+        self._device = device
+        assert (exposures is not None) == settings.exposures, "a message has room for them"
+        self._exposures, lines = exposures, count + settings.exposures
+        parts = (16 * batch, 9 * batch, 3 * batch, lines * SCALARS, batch, batch * settings.exposures)
+        self.inputs = torch.zeros(sum(parts), device=device)
+        viewmats, Ks, backgrounds, scalars, self.times, indices = self.inputs.split(parts)
+        if exposures is not None:
+            exposures.indices = indices
+        self.viewmats, self.Ks = viewmats.view(batch, 4, 4), Ks.view(batch, 3, 3)
+        self.backgrounds, self.scalars = backgrounds.view(-1, 3), scalars.view(-1, SCALARS)
+        self.report = torch.zeros(batch + 1, device=device)
+        self.rgb: list[Tensor] = []
+        ranks, travels = self._world.size, transport.travels
+        self._ends = transport.words - settings.tail  # where a message goes on with what is told of exposures
+        shape = (batch, settings.tile_rows) if self._learns is Feedback.WORK else (ranks, self._ends - HEAD)
+        self.learnt = torch.zeros(shape, dtype=torch.int64, device=device)
+        lists = lists or GatheredLists(kernels, settings.intersections)
+        self._capturable = lists.capturable
+        self._forward = ForwardPass(strategy, kernels, transport, lists, settings.rows, measure)
+        numbers = len(transport.room)
+        # A step that must not count takes Adam's with these: moments keep, and nothing moves.
+        self._still = scalars_of_no_step(lines, device)
+        # How far the steps have got, and the most of each number of rows: one vector, for one look.
+        self._told = torch.zeros(6 + numbers, dtype=torch.int64, device=device)
+        self._status, self._most = self._told[:6], self._told[6:]
+        room = transport.room if travels else [0] * numbers
+        self._room = torch.tensor(room, dtype=torch.int64, device=device)
+        # Of segments the message tells what is lacking: each pair has a capacity of its own.
+        limits = [settings.rows, 0, settings.intersections]
+        self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
+        self._losses = PatchLosses(settings, self.backgrounds, self.report, exposures)
+        self._message = StepMessage(settings, self._forward.pixels, transport.stays, transport.words, self._learns)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether CUDA graphs can hold what lies between the collectives of `parts`."""
+        return self._capturable
+
+    def take(self, plan: Plan, targets: Sequence[Tensor]) -> None:
+        """Takes a step as it is. Arguments as `parts`'."""
+        self.rgb = launched(self.parts(plan, targets))
+
+    @torch.no_grad()
+    def parts(self, plan: Plan, targets: Sequence[Tensor]) -> Parts[list[Tensor]]:
+        """A step: splats this rank's points, exchanges rows, draws this rank's patches, their loss and its gradient by
+        the rows, brings gradients back, and takes Adam's step and adds to the statistics, unless a capacity was or is
+        exceeded on any rank.
+
+        Args:
+            plan: `with_halos` of a plan that is the same on all ranks.
+            targets: of each of the patches that this rank owns the image under its rendered rectangle [h, w, 3], uint8
+                or float.
+
+        Returns:
+            what `rgb` is to be.
+        """
+        self.rgb = []  # the memory of the last step's renderings is this one's
+        if self._exposures is not None:
+            self._exposures.begin()
+        s, world, kernels, transport, measure = (
+            self.settings, self._world, self._kernels, self._transport, self._measure
+        )  # fmt: skip
+        views = [self._view(position) for position in range(s.views)]
+        splatted = self._splatted(plan)
+        rows = self._forward.project(self._model, self._cameras(splatted), views)
+        self.report.zero_()
+        arrived, lists, drawn = yield from self._forward.draw(rows, views, plan, splatted)
+        settled = yield from self._forward.settle(drawn, plan, views)
+        with measure("loss"):
+            owned = plan.owned[world.rank]
+            rgb, v_color, v_alpha = self._losses.add(settled, owned, views, targets)
+            drawn = kernels.more_losses(drawn, owned, views, self.report)
+            del settled
+        with measure("pixels"):
+            v_color, v_alpha = yield from self._forward.pixels.bring_back(v_color, v_alpha)
+        with measure("backward"):
+            kernels.draw_back(drawn, v_color, v_alpha, transport.sinks(arrived.owners, arrived.slots))
+        with measure("message"):
+            numbers, own = (self._forward.counts, self._room, self._most), plan.drawn[world.rank]
+            message = self._message.of(rows, numbers, plan, lists, views, own, splatted.start, self._exposures)
+        del arrived, lists, drawn, v_color, v_alpha  # their memory is the update's
+        with measure("return"):
+            back = yield from transport.bring_back(rows, self._forward.place, message, splatted)
+        with measure("update"):
+            heads, work = back.messages[:, :HEAD], back.messages[:, HEAD : self._ends]
+            *counts, sent = heads.unbind(1)
+            summed = self._learns is Feedback.WORK
+            if self._learns in (Feedback.NEEDS, Feedback.LIVE):
+                self.learnt.copy_(work)
+            scalars, real = step_gate(
+                counts, self._limits, self._status, self.scalars, self._still, row_counts=back.rows.count,
+                lazy=self._model.lazy, sent=sent[world.rank : world.rank + 1], work=work if summed else None,
+                totals=self.learnt if summed else None,
+            )  # fmt: skip
+            rows = back.rows._replace(count=real)
+            whole = splatted if back.finite_flag_views is None else range(s.views)
+            cameras = self._cameras(whole)
+            if self._exposures is not None:
+                self._exposures.step(back.messages[:, self._ends :], scalars[-1:])
+            of_points = scalars[: len(kernels.parameters)]
+            kernels.update(
+                self._model, cameras, of_points, rows, back.records, self.report[-1:], back.finite_flag_views
+            )
+        return rgb
+
+    def _splatted(self, plan: Plan) -> range:
+        """Positions in the batch of the views that this rank splats its points for."""
+        positions = self._strategy.placement.views_to_splat(plan, self._world)
+        assert follow_each_other(positions), "as `unsupported_reason` found of any batch of so many views"
+        return range(positions[0], positions[-1] + 1)
+
+    def _view(self, position: int) -> View:
+        observed, size = self._observed and self._observed.of(position), (self.settings.width, self.settings.height)
+        return View(self.viewmats[position], self.Ks[position], *size, position, observations=observed)
+
+    def _cameras(self, positions: range) -> Cameras:
+        some = slice(positions.start, positions.stop)
+        sizes = (self.settings.width, self.settings.height) * len(positions)
+        return Cameras(self.viewmats[some], self.Ks[some], sizes, self.times[some])
+
+    def flush(self) -> None:
+        """Takes the steps that were put off; until the next step everything is as it ought to be. All ranks do it."""
+        self._kernels.flush(self._model)
+        if self._model.lazy is not None:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Points were changed by others than this step. Nothing is read back."""
+        self._kernels.refresh(self._model)
+
+    @property
+    def taken(self) -> Tensor:
+        """[] bool on the device: whether the last step was taken."""
+        return self._status[4] == 0
+
+    def status(self) -> Status:
+        """Waits for the device, says how far the steps have got, and starts counting anew."""
+        done, rows, _, intersections, full, sent, *segments = self._told.tolist()
+        self._told.zero_()
+        return Status(done, rows, tuple(segments), intersections, full > 0, sent)
+
+
+def scalars_of_no_step(parameters: int, device: torch.device) -> Tensor:
+    """[parameters, 8] scalars of a step of Adam that changes nothing."""
+    return torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).repeat(parameters, 1)

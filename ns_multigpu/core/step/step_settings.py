@@ -1,0 +1,116 @@
+"""What a step depends on, what it reports, and how much room it begins with."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from cuda_ext.ops.optim.step_control import HEAD
+from ns_multigpu.core.assign.assignment import Assignment
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.exchange.pair_capacities import Pairs
+from ns_multigpu.core.step.exposures import words_of
+from ns_multigpu.core.types import SSIM_HALO, TILE, Patch
+
+HALO = TILE
+"""What a patch is drawn with beyond its own pixels: enough for the loss, and the tiles stay those of the image."""
+assert HALO >= 2 * SSIM_HALO
+GROUPS_FROM = 24 << 20
+"""Points of a rank times the views that it splats them for, from which on groups are culled by their boxes. On an H200
+that saves 3 to 7 % of projecting one view, and 7 to 31 % of projecting 16 or 64; keeping boxes right takes 0.02 ms of
+the update of 8 million points (benchmarks/results/group-culling.md). With less to test it gains nothing."""
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step depends on besides parameters, cameras, plan and kernels; a change of any makes a new `Step`.
+
+    Attributes:
+        width, height: of every view, pixels.
+        views: of the batch.
+        ssim_lambda: see `photometric_loss`.
+        rows: capacity of a rank's own rows.
+        segment: capacity of the rows that one rank sends to one other, where rows travel: of each pair, or one for all.
+        intersections: capacity of what a rank draws.
+        exposures: whether each view has a map of its colours, which is learnt (see `StepExposures`).
+    """
+
+    width: int
+    height: int
+    views: int
+    ssim_lambda: float
+    rows: int
+    segment: int | Pairs
+    intersections: int
+    exposures: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Tiles of a row of tiles."""
+        return -(-self.width // TILE)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of tiles of a view."""
+        return -(-self.height // TILE)
+
+    def words(self, assignment: Assignment | None = None) -> int:
+        """Length of a rank's message: with what the assignment learns, if there is one that does, and `tail`."""
+        learns = assignment.counts(self.views, self.width, self.height) if assignment is not None else 0
+        return HEAD + learns + self.tail
+
+    @property
+    def tail(self) -> int:
+        """Words at the end of a message: of exposures."""
+        return words_of(self.views) if self.exposures else 0
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far the steps have got since the last look.
+
+    Attributes:
+        done: steps that were taken.
+        rows, intersections: the most that any rank had in any of them, taken or not.
+        segments: by rank, the most rows that this one had for each (also itself) in any of them. `all_gather_counts`
+        tells all
+            ranks of all pairs.
+        full: whether a capacity was exceeded, or a lazy step waits for a flush; later steps have waited.
+        sent: rows that this rank sent to other ranks.
+    """
+
+    done: int
+    rows: int
+    segments: tuple[int, ...]
+    intersections: int
+    full: bool
+    sent: int
+
+
+@lru_cache(maxsize=64)
+def with_halos(plan: Plan, width: int, height: int) -> Plan:
+    """The plan of a batch of views of one size with the halos that a `Step` wants: none around a whole view."""
+
+    def with_halo(patch: Patch) -> Patch:
+        whole = (patch.x0, patch.y0, patch.x1, patch.y1) == (0, 0, width, height)
+        return Patch(patch.view, patch.x0, patch.y0, patch.x1, patch.y1, 0 if whole else HALO)
+
+    if plan.order:  # a halo of pixels that travel: no tile is drawn for it alone
+        owned = [[replace(with_halo(p), halo=min(with_halo(p).halo, 2 * SSIM_HALO)) for p in of] for of in plan.owned]
+        return replace(plan, owned=tuple(map(tuple, owned)))
+    return Plan.of(*([map(with_halo, patches) for patches in of_ranks] for of_ranks in (plan.drawn, plan.owned)))
+
+
+def padded(count: int) -> int:
+    """A capacity for `count` rows or intersections, with room to grow."""
+    return max(1024, -(-int(count * 1.25) // 1024) * 1024)
+
+
+def first_capacities(points: int, pixels: int, views: int, *, travels: bool) -> tuple[int, int, int]:
+    """Capacities of rows, a segment and intersections to begin with, when nothing is known but the sizes.
+
+    Args:
+        points: of this rank. pixels: of a view. views: that this rank splats its points for.
+        travels: whether rows travel.
+    """
+    rows = padded(points * views)
+    tiles = -(-pixels // (TILE * TILE))
+    return rows, rows if travels else padded(0), padded(4 * points * views + 16 * tiles * views)

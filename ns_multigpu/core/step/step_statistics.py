@@ -1,0 +1,70 @@
+"""What a rank tells all others at the end of a step that reads nothing back."""
+
+from collections.abc import Sequence
+
+import torch
+from cuda_ext.ops.exchange.row_footprint import footprint_counts
+from torch import Tensor
+
+from cuda_ext.ops.optim.step_control import HEAD, step_message
+from ns_multigpu.core.assign.assignment import Feedback
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.exchange.pixel_operators import PixelOperators
+from ns_multigpu.core.kernels import Lists, Rows
+from ns_multigpu.core.step.exposures import StepExposures
+from ns_multigpu.core.step.step_settings import StepSettings
+from ns_multigpu.core.types import TILE, Patch, View
+
+
+class StepMessage:
+    """Makes a rank's message: how much room was needed, and what the assignment learns of the step.
+
+    Args:
+        settings: the step's. pixels: its operators.
+        stays: which number of rows is of those that stay. words: of a message. learns: see `Feedback`.
+    """
+
+    def __init__(
+        self, settings: StepSettings, pixels: PixelOperators, stays: int, words: int, learns: Feedback
+    ) -> None:
+        self._settings, self._pixels = settings, pixels
+        self._stays, self._words, self._learns = stays, words - settings.tail, learns
+
+    def of(
+        self, rows: Rows, numbers: tuple[Tensor, Tensor, Tensor], plan: Plan, lists: Lists,
+        views: Sequence[View], own: Sequence[Patch], first_view: int,
+        exposures: StepExposures | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The message [words] int64.
+
+        Args:
+            rows: of this rank's points.
+            numbers: of rows that go each way: how many, the room for them, and the most so far.
+            lists: of the tiles that were drawn.
+            own: what this rank draws. first_view: the position in the batch of the first view of the rows.
+            exposures: what is told of them at the end, if there are any.
+        """
+        counts, room, most_rows = numbers
+        offsets, _, met = lists
+        message = step_message(
+            rows.count, counts, room, most_rows, met, offsets, self._bands(own, views), self._stays,
+            self._words - HEAD, self._settings.columns,
+        )  # fmt: skip
+        if self._learns is Feedback.NEEDS:
+            everyones = [n for p in plan.patches() for n in (p.view - first_view, *p.rendered(views[p.view]))]
+            message[HEAD:] = footprint_counts(rows.view_ids, rows.count, rows.means2d, rows.radii, everyones)
+        elif self._learns is Feedback.LIVE:
+            message[HEAD:] = self._pixels.live()
+        return message if exposures is None else torch.cat([message, exposures.told()])
+
+    def _bands(self, own: Sequence[Patch], views: Sequence[View]) -> list[int]:
+        """Where the rows of tiles of this rank's bands stand, without halos, if they count: see `step_message`."""
+        bands: list[int] = []
+        start = 0
+        for patch in own if self._learns is Feedback.WORK else ():
+            _, top, _, bottom = patch.rendered(views[patch.view])
+            line = patch.view * self._settings.tile_rows + patch.y0 // TILE
+            tile = start + (patch.y0 - top) // TILE * self._settings.columns
+            bands += [line, tile, -(-(patch.y1 - patch.y0) // TILE)]
+            start += -(-(bottom - top) // TILE) * self._settings.columns
+        return bands

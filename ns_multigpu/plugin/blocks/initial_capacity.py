@@ -1,0 +1,115 @@
+"""How much room a run's first steps have, and those after points were placed anew.
+
+What goes by collectives travels whole, with the room that there is for more. So the rows that each rank will send are
+counted before the first step: points are projected for the batches of the block that begins, and nothing is drawn.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.pair_capacities import Pairs, all_gather_counts
+from ns_multigpu.core.kernels import Kernels, Model
+from ns_multigpu.core.step.forward_pass import rows_by_group
+from ns_multigpu.core.step.step_settings import first_capacities, padded, with_halos
+from ns_multigpu.core.strategy import Strategy
+from ns_multigpu.core.types import View
+from ns_multigpu.plugin.blocks.fused_rescue import bytes_of_step
+from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
+from ns_multigpu.plugin.blocks.step_capacities import Capacities
+from ns_multigpu.plugin.faults.out_of_memory import check_room
+
+_MOST_AT_FIRST = 1 << 22
+"""Points of which the first step of a run may draw all; one that needs more room is taken again with more."""
+_MOST_TO_SEND = 1 << 20
+"""Rows of a rank that the first step of a run has room for where rows travel, which takes room twice."""
+
+
+class InitialCapacity:
+    """The room of steps whose needs nobody has seen yet.
+
+    Args:
+        pipeline: a `DistributedPipeline`, ready to train. buffers: of its steps.
+    """
+
+    def __init__(self, pipeline: Any, world: World, buffers: StepBuffers) -> None:
+        self._pipeline, self._world, self._buffers = pipeline, world, buffers
+        self._placings = -1
+
+    def due(self, now: Capacities | None) -> bool:
+        """Whether there is to be another room than the present one: there is none, or points were placed anew."""
+        counts = self._travels and not self._buffers.one_for_all
+        return now is None or (counts and self._pipeline.strategy.placement.placings != self._placings)
+
+    def capacities(
+        self, now: Capacities | None, view: View, batches: Sequence[Sequence[View]], model: Callable[[], Model],
+        kernels: Kernels,
+    ) -> Capacities:  # fmt: skip
+        """What to begin with. Every rank calls it at the same point.
+
+        Args:
+            now: the capacities so far. view: one of the size that all have.
+            batches: the views of the coming steps; may be empty where nobody knows them.
+            model: makes what `kernels` work with.
+        """
+        strategy, first = self._pipeline.strategy, self._guess(view.width * view.height)
+        self._placings = strategy.placement.placings
+        rows, segment, intersections = now or (first[0], self._buffers.pairs(first[1]), first[2])
+        pairs = self._buffers.pairs(segment)
+        if self._travels and not self._buffers.one_for_all and batches:
+            counted = rows_needed(kernels, model(), strategy, batches, rows, self._buffers.relays)
+            pairs = tuple(tuple(map(padded, of_rank)) for of_rank in counted)
+        return rows, pairs, intersections
+
+    def check(self, now: Capacities | None, view: View) -> None:
+        """Whether there is memory on all ranks for the buffers of a step, before any rank begins it.
+
+        Raises:
+            CapacityExceeded: on every rank, if there is not.
+        """
+        assert now is not None
+        ranks = self._world.size
+        pixels = view.width * view.height * self._pipeline.batch_size // ranks
+        needed = bytes_of_step(now, pixels, ranks, travels=self._travels, relays=self._buffers.relays)
+        check_room(needed, "a step's buffers", self._world)
+
+    @property
+    def _travels(self) -> bool:
+        return self._pipeline.strategy.rows.travels and self._world.size > 1
+
+    def _guess(self, pixels: int) -> tuple[int, int, int]:
+        model, batch = self._pipeline.model, self._pipeline.batch_size
+        if not self._travels:
+            views = self._pipeline.strategy.assignment.most_views(batch, self._world.size)
+            points = max(model.shard_counts) if model.sharded else model.num_points  # the same on every rank
+            return first_capacities(min(points, _MOST_AT_FIRST), pixels, views, travels=False)
+        rows = min(max(model.shard_counts) * batch, _MOST_TO_SEND)
+        return first_capacities(-(-rows // batch), pixels, batch, travels=True)
+
+
+@torch.no_grad()
+def rows_needed(
+    kernels: Kernels, model: Model, strategy: Strategy, batches: Sequence[Sequence[View]], capacity: int,
+    relays: Relays | None,
+) -> Pairs:  # fmt: skip
+    """The most rows that ranks send each other in any of these batches; with relays, the most of all that they count.
+
+    Every rank calls it with the same batches. It waits for the device.
+
+    Args:
+        capacity: rows that are projected at most; where there are more, the others are taken to go where these go.
+        relays: that hand rows on, if any do.
+    """
+    world = strategy.world
+    machines = range(world.machines) if relays is not None else range(0)
+    ranks, whole = [[rank] for rank in range(world.size)], [list(world.ranks_of(k)) for k in machines]
+    most = [0] * (world.size + len(machines))
+    for views in batches:
+        plan = with_halos(strategy.plan(views), views[0].width, views[0].height)
+        made, found = rows_by_group(strategy, kernels, model, views, plan, capacity, [*ranks, *whole])
+        most = [max(a, -(-b * max(made, capacity) // capacity)) for a, b in zip(most, found, strict=True)]
+    table = all_gather_counts(most, world)
+    return table if relays is None else relays.numbers_of(table)

@@ -1,0 +1,123 @@
+"""What a step is fed: views, cameras, backgrounds and Adam's numbers, drawn on the host while the device is busy.
+
+Small models are as fast as the host is. So all numbers of a step are put into one array as they are, one copy carries
+them to the device, and nothing is made anew that the steps before had as well.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cuda_ext.ops.optim.adam import AdamStep
+from ns_multigpu.core.assign.assignment import Feedback
+from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.random import seed_from
+from ns_multigpu.core.types import View
+from ns_multigpu.plugin.blocks.host_cameras import HostCameras
+from ns_multigpu.plugin.model.batch_scaling import next_rates
+
+TOGETHER = 8
+"""Steps at most that are drawn at once. So many are taken at once where one graph may hold them."""
+
+
+@dataclass
+class Feed:
+    """Of one step; kept until its block is over, for a step may have to be taken again.
+
+    Attributes:
+        step: its number. indices: of its views, in the capture. views: these, on the host.
+        inputs: what `Step.inputs` is to be, float32 on the host. Of B views: 16 B numbers of world-to-camera matrices,
+            9 B of intrinsics, 3 B of backgrounds, Adam's 8 for each parameter, B times, and with exposures B indices.
+        plan: who draws what. rate: see `StepNoise.rate`.
+    """
+
+    step: int
+    indices: list[int]
+    views: list[View]
+    inputs: Tensor
+    plan: Plan
+    rate: float
+
+
+class Feeding:
+    """Draws one step after another, of one rank.
+
+    Args:
+        pipeline: a `DistributedPipeline`, ready to train. optimizers: a `BatchOptimizers`.
+        rank: this one's. cameras: of the training views.
+    """
+
+    def __init__(self, pipeline: Any, optimizers: Any, rank: int, cameras: HostCameras) -> None:
+        self._pipeline, self._optimizers, self._rank, self._cameras = pipeline, optimizers, rank, cameras
+        self._draws = torch.Generator()
+        self._prefetched = 0  # steps of which the assignment has been told
+        self._seed, self._random = pipeline.model.seed, pipeline.model.config.background_color == "random"
+
+    def prefetch_plans(self, steps: range, more: int, factor: Callable[[int], int]) -> None:
+        """Tells the assignment of a block's batches and of `more`, which are likely the next block's.
+
+        Args:
+            factor: of a step, see `draw`.
+        """
+        data, batch = self._pipeline.datamanager, self._pipeline.batch_size
+        first = max(self._prefetched, steps[0])
+        coming = data.coming(range(first, steps[-1] + 1 + more), batch)
+        self._prefetched = first + len(coming)
+        batches = zip(range(first, self._prefetched), coming, strict=True)
+        self._pipeline.strategy.assignment.prefetch_plans(
+            [[self._cameras(index, factor(step))[0] for index in indices] for step, indices in batches]
+        )
+
+    def together(self, place: int) -> int:
+        """How many steps to draw at once, from a block's step number `place` on.
+
+        A host that has launched a step has little of what draws one left in its caches. Eight steps that are drawn one
+        after the other take it as long as two. As many at most as the block has had before, for the device waits
+        if it has none left; and one alone where plans follow from steps of late, or images have to be decoded in time.
+        """
+        pipeline = self._pipeline
+        if pipeline.strategy.assignment.learns is not Feedback.NOTHING or pipeline.datamanager.train_share.lookahead:
+            return 1
+        return min(TOGETHER, max(place, 1))
+
+    def alike(self, feeds: Sequence[Feed]) -> bool:
+        """Whether these are as many steps as are drawn at once, and one plan serves all."""
+        return len(feeds) == TOGETHER and all(feed.plan == feeds[0].plan for feed in feeds)
+
+    def draw(self, step: int, factor: int, adam: AdamStep, rate: Callable[[], float]) -> Feed:
+        """Draws a step's views and backgrounds, and counts it in optimizers and schedules.
+
+        Args:
+            factor: images are at 1 / `factor` of their size. adam: of all parameters.
+            rate: asked for the feed's behind the schedules' step.
+        """
+        pipeline, batch = self._pipeline, self._pipeline.batch_size
+        indices = pipeline.datamanager.train_batch(step, batch)
+        cameras = [self._cameras(index, factor) for index in indices]
+        views = [view for view, _ in cameras]
+        plan = pipeline.strategy.plan_alike(views)
+        lines = adam.count()
+        for scheduler in self._optimizers.schedulers.values():
+            next_rates(scheduler)
+        told = [view.time for view in views] + ([] if pipeline.model.exposures is None else indices)
+        inputs = np.zeros(28 * batch + sum(map(len, lines)) + len(told), dtype=np.float32)
+        matrices, Ks = inputs[: 16 * batch].reshape(batch, 16), inputs[16 * batch : 25 * batch].reshape(batch, 9)
+        for place, (_, numbers) in enumerate(cameras):
+            matrices[place], Ks[place] = numbers[:16], numbers[16:]
+        backgrounds = inputs[25 * batch : 28 * batch].reshape(batch, 3)
+        for view in {patch.view for patch in plan.owned[self._rank]}:  # nobody looks at the others
+            backgrounds[view] = self._background(step * batch + view)
+        inputs[28 * batch :] = [number for line in lines for number in line] + told
+        return Feed(step, indices, views, torch.from_numpy(inputs), plan, rate())
+
+    def _background(self, image: int) -> np.ndarray[Any, Any]:
+        """[3] the background of an image, by its number in the whole course."""
+        if not self._random:
+            return self._pipeline.model.background_color.float().cpu().numpy()  # type: ignore[no-any-return]
+        # As a generator of the key's own would draw: making one takes longer than to seed it.
+        self._draws.manual_seed(seed_from(self._seed, "background", image))
+        return torch.rand(3, generator=self._draws).numpy()  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""Rays and photographs that train a radiance field."""

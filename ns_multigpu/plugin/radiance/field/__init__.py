@@ -1,0 +1,1 @@
+"""The radiance field: cells' fields, samplers, backgrounds."""

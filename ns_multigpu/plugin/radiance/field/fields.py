@@ -1,0 +1,228 @@
+"""The fields of a cell, made of nerfstudio's; and what all cells share (NeRF-XL, appendix A.1)."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from nerfstudio.cameras.rays import Frustums, RaySamples
+from nerfstudio.field_components.encodings import HashEncoding
+from nerfstudio.field_components.field_heads import FieldHeadNames
+from nerfstudio.field_components.spatial_distortions import SpatialDistortion
+from nerfstudio.fields.base_field import Field, get_normalized_directions
+from nerfstudio.fields.density_fields import HashMLPDensityField
+from nerfstudio.fields.nerfacto_field import NerfactoField
+from nerfstudio.models.nerfacto import NerfactoModelConfig
+from torch import Tensor, nn
+
+import cuda_ext
+from ns_multigpu.plugin.radiance.field.draws import drawn
+from ns_multigpu.radiance.contraction import Domain
+
+_SHARED, _CELL = 1, 2
+"""First numbers of the seeds of what is shared, and of cells."""
+_INSIDE = 1e-6
+"""A sample keeps this part of its cell's extent away from the faces: rounding shall not put it outside."""
+
+
+class CellCoordinates(SpatialDistortion):
+    """Positions in a cell as nerfacto's fields take contracted ones: within [-2, 2], of which the cell is all.
+
+    Args:
+        extent: [2, 3] the cell's corners, as of `Partition.extents`.
+        domain: what cells are cut from.
+    """
+
+    low: Tensor
+    size: Tensor
+
+    def __init__(self, extent: Tensor, domain: Domain) -> None:
+        super().__init__()
+        self.domain = domain
+        self.register_buffer("low", extent[0].float(), persistent=False)
+        self.register_buffer("size", (extent[1] - extent[0]).float(), persistent=False)
+
+    def forward(self, positions: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Of positions in the world, [..., 3]."""
+        inside = (self.domain.inward(positions) - self.low) / self.size
+        return inside.clamp(_INSIDE, 1 - _INSIDE) * 4 - 2
+
+    def outward(self, inside: Tensor) -> Tensor:
+        """Positions in the world, of what `forward` gives; finite."""
+        part = ((inside + 2) / 4).clamp(_INSIDE, 1 - _INSIDE)
+        return self.domain.outward(part * self.size + self.low)
+
+
+class Head(nn.Module):
+    """The colour head and the appearance embedding, which all cells share.
+
+    Args:
+        config: the model's. images: how many are trained on. seed, number: what parameters are drawn from.
+    """
+
+    def __init__(self, config: NerfactoModelConfig, images: int, seed: int, *number: int) -> None:
+        super().__init__()
+        with drawn("cpu", seed, _SHARED, *number):
+            # The smallest field that has them: they do not depend on its grid.
+            field = NerfactoField(
+                torch.zeros(2, 3), **{**field_options(config, images), "num_levels": 1, "log2_hashmap_size": 1}
+            )
+        self.mlp_head, self.embedding_appearance = field.mlp_head, field.embedding_appearance
+
+
+class CellField(NerfactoField):
+    """nerfacto's field in one cell, with a hash grid and a density network of its own.
+
+    Args:
+        coordinates: of the cell. shared: what it shares. options: see `field_options`.
+    """
+
+    def __init__(self, coordinates: SpatialDistortion, shared: Head, options: dict[str, Any]) -> None:
+        super().__init__(torch.zeros(2, 3), spatial_distortion=coordinates, **options)
+        for name in ("mlp_head", "embedding_appearance"):
+            if getattr(self, name) is not None:
+                delattr(self, name)
+                # Not as a part of its own, which would be saved with each cell.
+                self.__dict__[name] = getattr(shared, name)
+
+    def get_outputs(
+        self, ray_samples: RaySamples, density_embedding: Tensor | None = None
+    ) -> dict[FieldHeadNames, Tensor]:
+        """Colours as nerfacto's field has them. What the samples [n, S] of a ray share is computed once: nerfstudio's
+        field encodes the direction, and looks up the appearance, of each sample.
+
+        Args:
+            density_embedding: [n, S, features] of the samples.
+        """
+        assert density_embedding is not None
+        of_rays = self._of_rays([ray_samples])
+        encoded, *appearance = [x[:, None].expand(-1, density_embedding.shape[1], -1) for x in of_rays]
+        features = torch.cat([encoded, density_embedding.to(encoded), *appearance], -1)
+        rgb = self.mlp_head(features.flatten(0, 1)).view(*features.shape[:2], -1)
+        return {FieldHeadNames.RGB: rgb.to(ray_samples.frustums.directions)}
+
+    def together(self, several: Sequence[RaySamples]) -> list[dict[FieldHeadNames, Tensor]]:
+        """What `forward` gives of each of several, [n, S] each with an n and S of its own: with one launch of each
+        network for all of them."""
+        if len(several) == 1:
+            return [self(several[0])]
+        shapes = [one.frustums.starts.shape[:2] for one in several]
+        density, embedding = self.get_density(_flat(several))
+        encoded, *appearance = [
+            torch.cat([x[:, None].expand(-1, s, -1).flatten(0, 1) for x, (_, s) in zip(parts, shapes, strict=True)])
+            for parts in (x.split([n for n, _ in shapes]) for x in self._of_rays(several))
+        ]
+        rgb = self.mlp_head(torch.cat([encoded, embedding.to(encoded), *appearance], -1)).to(density)
+        sizes = [n * s for n, s in shapes]
+        return [
+            {FieldHeadNames.RGB: colour.view(*shape, -1), FieldHeadNames.DENSITY: dense.view(*shape, 1)}
+            for colour, dense, shape in zip(rgb.split(sizes), density.split(sizes), shapes, strict=True)
+        ]
+
+    def _of_rays(self, several: Sequence[RaySamples]) -> list[Tensor]:
+        """What the samples of a ray share, [n, features] each, of all rays: directions, and the appearance if any."""
+        directions = get_normalized_directions(torch.cat([one.frustums.directions[:, 0] for one in several]))
+        encoded = self.direction_encoding(directions)
+        return [encoded] if self.embedding_appearance is None else [encoded, self._appearance(several, directions)]
+
+    def _appearance(self, several: Sequence[RaySamples], directions: Tensor) -> Tensor:
+        """[n, features] of rays [n]: their images' own in training, or else the mean, or zeros."""
+        assert self.embedding_appearance is not None
+        if self.training:
+            cameras = [one.camera_indices for one in several]
+            return self.embedding_appearance(torch.cat([one[:, 0, 0] for one in cameras if one is not None]))
+        if self.use_average_appearance_embedding:
+            return self.embedding_appearance.mean(dim=0).expand(len(directions), -1)
+        return directions.new_zeros(len(directions), self.appearance_embedding_dim)
+
+
+class Cell(nn.Module):
+    """All that one cell owns.
+
+    Args:
+        number: the cell's. coordinates: what its fields take positions in. config: the model's.
+        shared: the colour head, which all cells share.
+        images: how many are trained on. seed: that parameters are drawn from, together with the number.
+        resolution: of an occupancy grid, voxels along each axis; 0 for proposal networks instead.
+    """
+
+    def __init__(
+        self, number: int, coordinates: CellCoordinates, config: NerfactoModelConfig,
+        shared: Head, images: int, seed: int, resolution: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.coordinates = coordinates
+        # A parameter, so that it is kept and moved as those are; it has no gradient.
+        self.occupancy = nn.Parameter(torch.ones(resolution**3), requires_grad=False) if resolution else None
+        with drawn("cpu", seed, _CELL, number):
+            self.field = CellField(coordinates, shared, field_options(config, images))
+            count = 1 if config.use_same_proposal_network else config.num_proposal_iterations
+            count = 0 if resolution else count
+            listed = config.proposal_net_args_list
+            self.proposal_networks = nn.ModuleList(
+                HashMLPDensityField(
+                    torch.zeros(2, 3),
+                    spatial_distortion=coordinates,
+                    **listed[min(i, len(listed) - 1)],
+                    average_init_density=config.average_init_density,
+                    implementation=config.implementation,
+                )
+                for i in range(count)
+            )
+
+        for module in self.modules():
+            if isinstance(module, HashEncoding) and module.tcnn_encoding is None:
+                # nerfstudio's is a plain tensor, which stays on the host.
+                scalings = vars(module).pop("scalings").float()
+                module.register_buffer("scalings", scalings, persistent=False)
+                module.pytorch_fwd = functools.partial(_encoded, module)  # type: ignore[method-assign]
+
+    def forget(self) -> None:
+        """Lets go of what nerfstudio's fields keep of their last samples: all of a step's graph hangs on it."""
+        for one in (self.field, *self.proposal_networks):
+            assert isinstance(one, Field)
+            vars(one)["_sample_locations"] = vars(one)["_density_before_activation"] = None
+
+    def density_fns(self, levels: int) -> list[Any]:
+        """What nerfstudio's sampler asks for densities, of each level of proposals."""
+        networks = list(self.proposal_networks)
+        return [networks[min(level, len(networks) - 1)].density_fn for level in range(levels)]
+
+
+def _flat(several: Sequence[RaySamples]) -> RaySamples:
+    """The samples of all of them, one behind the other, each with what density networks read."""
+
+    def joined(of: str, width: int) -> Tensor:
+        parts = [getattr(one.frustums, of) for one in several]
+        shapes = [one.frustums.starts.shape[:2] for one in several]
+        return torch.cat([x.expand(*shape, width).reshape(-1, width) for x, shape in zip(parts, shapes, strict=True)])
+
+    ends = joined("starts", 1), joined("ends", 1)
+    return RaySamples(Frustums(joined("origins", 3), joined("directions", 3), *ends, joined("pixel_area", 1)))
+
+
+def _encoded(grid: HashEncoding, positions: Tensor) -> Tensor:
+    """What nerfstudio's `HashEncoding.pytorch_fwd` computes, [..., L F]: in one operator of ours."""
+    flat = positions.reshape(-1, 3).float()
+    # The size is a power of two.
+    found = cuda_ext.encode_grid(flat, grid.hash_table, grid.scalings, grid.hash_table_size.bit_length() - 1)
+    return found.view(*positions.shape[:-1], found.shape[1])
+
+
+def field_options(config: NerfactoModelConfig, images: int) -> dict[str, Any]:
+    """nerfacto's options, as its field takes them."""
+    return {
+        "num_images": images,
+        "hidden_dim": config.hidden_dim,
+        "num_levels": config.num_levels,
+        "max_res": config.max_res,
+        "base_res": config.base_res,
+        "features_per_level": config.features_per_level,
+        "log2_hashmap_size": config.log2_hashmap_size,
+        "hidden_dim_color": config.hidden_dim_color,
+        "hidden_dim_transient": config.hidden_dim_transient,
+        "use_average_appearance_embedding": config.use_average_appearance_embedding,
+        "appearance_embedding_dim": config.appearance_embed_dim if config.use_appearance_embedding else 0,
+        "average_init_density": config.average_init_density,
+        "implementation": config.implementation,
+    }

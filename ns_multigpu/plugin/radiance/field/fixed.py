@@ -1,0 +1,184 @@
+"""A training step in shapes that hardly depend on its rays: what a CUDA graph can hold.
+
+Each cell has a slot for each ray, met or not (`radiance.slots`). What is read back is how many of a rank's slots are
+met, and only where there are several cells: the step then has lines for somewhat more. Random numbers, and all else
+that a step takes from the host, are written into tensors that stay where they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from nerfstudio.cameras.rays import RayBundle
+from torch import Tensor
+
+from ns_multigpu.core.exchange.transport import Parts, launched
+from ns_multigpu.plugin.radiance.field.draws import background, jitter
+from ns_multigpu.plugin.radiance.field.figures import Figures
+from ns_multigpu.plugin.radiance.field.sampling import Asked, Group, Lines, ProposalSampling
+from ns_multigpu.plugin.radiance.field.shape_buckets import ShapeBuckets
+from ns_multigpu.radiance.integrals import Breakable
+from ns_multigpu.radiance.slots import Slots, all_slots_in_parts, packed
+
+if TYPE_CHECKING:
+    from ns_multigpu.plugin.radiance.field.model import NerfactoXLModel, NerfactoXLModelConfig
+
+
+def why_not(config: "NerfactoXLModelConfig", integrals: Sequence[Breakable]) -> str:
+    """The option that steps of a model have no fixed shapes for; "" where they have."""
+    if config.spread != "xl":
+        return f"--pipeline.model.spread {config.spread}"
+    if config.sampling != "proposals":
+        return f"--pipeline.model.sampling {config.sampling}"
+    if config.implementation != "torch":
+        return f"--pipeline.model.implementation {config.implementation}"
+    return "integrals of the model's own" if integrals else ""
+
+
+class StepNumbers:
+    """What a step takes from the host, in tensors that stay where they are.
+
+    Args:
+        seed: the run's. cells: this rank's. device: of rays.
+        widths: by how many segments share a ray's samples, random numbers of a ray in a cell, by level.
+        coloured: whether the background is random.
+
+    Attributes:
+        moved: of each cell and number of segments that share, of each level [R, its width] random numbers.
+        anneal: [] how sharp proposals are. background: [R, 3] random colours; None where it is not random.
+    """
+
+    def __init__(
+        self, seed: int, cells: range, widths: Mapping[int, Sequence[int]], device: torch.device, coloured: bool
+    ) -> None:
+        self._seed, self._widths = seed, widths
+        self._room = {(cell, parts): torch.empty(0, device=device) for cell in cells for parts in widths}
+        self._of: tuple[int, int] | None = None
+        self._coloured = coloured
+        self.moved: dict[tuple[int, int], list[Tensor]] = {}
+        self.anneal = torch.ones((), device=device)
+        self.background: Tensor | None = None
+
+    def fill(self, step: int, rays: int, anneal: float) -> None:
+        """Writes the numbers of a step with so many rays, unless they are there."""
+        if self._of == (step, rays):
+            return
+        if self._of is None or self._of[1] != rays:
+            device = self.anneal.device
+            self._room = {
+                (cell, parts): torch.empty(rays * sum(self._widths[parts]), device=device) for cell, parts in self._room
+            }
+            self.background = torch.empty(rays, 3, device=device) if self._coloured else None
+        self._of = (step, rays)
+        self.moved = {
+            (cell, parts): jitter(room, self._widths[parts], rays, self._seed, step, cell, parts)
+            for (cell, parts), room in self._room.items()
+        }
+        self.anneal.fill_(anneal)
+        if self.background is not None:
+            background(self.background, self._seed, step)
+
+
+class FixedShapes:
+    """Renders the rays of a training step of a model with all ranks together. See `NerfactoXLModel.get_outputs`.
+
+    Segments are packed into lines (`radiance.slots.packed`) by cell and by class: all of them together, or, where a
+    ray's segments share its samples (`samples_per`), those of rays with as many segments.
+
+    Args:
+        model: its cells placed, and with options that `why_not` has nothing against.
+    """
+
+    def __init__(self, model: "NerfactoXLModel") -> None:
+        assert isinstance(model.sampling, ProposalSampling) and model.partition is not None
+        self._model, self._sampling = model, model.sampling
+        self._numbers: StepNumbers | None = None
+        shared = model.config.samples_per == "ray"
+        self._classes = range(1, model.partition.cells + 1) if shared else range(1, 2)
+
+    @property
+    def counts(self) -> bool:
+        """Whether how many lines a step has follows from its rays: not where there is one cell."""
+        assert self._model.partition is not None
+        return self._model.partition.cells > 1
+
+    def numbers(self, rays: int) -> StepNumbers:
+        """Those of the model's step, for so many rays."""
+        model, sampling = self._model, self._sampling
+        device = model.device
+        if self._numbers is None or self._numbers.anneal.device != device:
+            coloured = model.background == "random"
+            widths = {parts: sampling.widths(parts) for parts in self._classes}
+            self._numbers = StepNumbers(model.seed, model.numbers, widths, device, coloured)
+        self._numbers.fill(sampling.step, rays, sampling.anneal)
+        return self._numbers
+
+    @torch.no_grad()
+    def clipped(self, rays: RayBundle) -> tuple[Slots, Tensor]:
+        """Rays [R] with `nears` and `fars` clipped at cells, and how many segments this rank has, [its cells, classes]
+        int64. Nothing is read back."""
+        slots, cells = self._model.spread.slots(rays), self._model.numbers
+        live = slots.live[cells.start : cells.stop]
+        if len(self._classes) == 1:
+            return slots, live.sum(1, keepdim=True)
+        return slots, torch.stack([(live & (slots.counts == parts)).sum(1) for parts in self._classes], 1)
+
+    def outputs(self, rays: RayBundle) -> dict[str, Any]:
+        """Of rays [R] with `nears` and `fars`. Waits for the device where there are several cells."""
+        slots, counts = self.clipped(rays)
+        rooms = tuple(map(tuple, counts.tolist())) if self.counts else self.all_rooms(len(rays))
+        return launched(self.parts(rays, slots, rooms))
+
+    def all_rooms(self, rays: int) -> ShapeBuckets:
+        """For all segments that there can be of one cell."""
+        return ((rays,) * len(self._classes),)
+
+    def parts(self, rays: RayBundle, slots: Slots, rooms: ShapeBuckets) -> Parts[dict[str, Any]]:
+        """`outputs`, in parts. Nothing is read back, and no shape depends on values.
+
+        Args:
+            rays: [R] with `nears` and `fars`. slots: theirs. rooms: lines that their segments fit into.
+        """
+        model, sampling = self._model, self._sampling
+        numbers, cells = self.numbers(len(rays)), model.numbers
+        assert rays.nears is not None
+        groups, own = list[Group](), list[Tensor]()
+        taken = torch.zeros((), dtype=torch.int64, device=rays.nears.device)
+        for place, cell in enumerate(cells):
+            states = model.family.empty(len(rays) + 1, rays.nears)  # the last one takes those of lines left over
+            given = zip(self._classes, rooms[place], strict=True)
+            lines = {parts: self._lines(cell, parts, room, slots) for parts, room in given if room}
+            asked = [self._asked(cell, place, parts, at, rays, slots, numbers) for parts, at in lines.items()]
+            found = sampling.taken(model.cell(cell), asked, numbers.anneal) if asked else []
+            for one, at, group in zip(asked, lines.values(), found, strict=True):
+                states = states.index_copy(0, at, model.family.within(group.taken).to(states))
+                assert one.lines.live is not None
+                taken += one.lines.live.sum() * sampling.counts(one.parts)[-1]
+            groups += found
+            own.append(states[:-1])
+        rows = yield from all_slots_in_parts(torch.stack(own), len(slots.live), model.world)
+        whole, before = model.family.fold(rows.flatten(0, 1), slots.order)
+        outputs = {**model.pixels(whole, rays), "distortion": whole["distortion"]}
+        own_slots = slice(cells.start * len(rays), cells.stop * len(rays))
+        outputs |= sampling.losses(groups, torch.cat([before[own_slots], before.new_zeros(1, 1)]), len(rays))
+        model.figures = Figures(slots, taken, len(rays), 1 - (slots.counts > 0).float().mean())
+        return outputs
+
+    def _lines(self, cell: int, parts: int, room: int, slots: Slots) -> Tensor:
+        """[room] int64 the rays of a class of a cell's segments; as many as there are rays in lines left over."""
+        live = slots.live[cell]
+        return packed(live if len(self._classes) == 1 else live & (slots.counts == parts), room)
+
+    def _asked(
+        self, cell: int, place: int, parts: int, at: Tensor, rays: RayBundle, slots: Slots, numbers: StepNumbers
+    ) -> Asked:
+        """What to sample of some lines."""
+        ray = at.clamp_max(len(rays) - 1)
+        bundle = rays[ray]
+        nears, fars = bundle.nears, bundle.fars
+        assert nears is not None and fars is not None
+        bundle.nears, bundle.fars = slots.near[cell][ray, None], slots.far[cell][ray, None]
+        there = at < len(rays)
+        rows = torch.where(there, place * len(rays) + at, len(self._model.numbers) * len(rays))
+        lines = Lines(rows, ray, len(rays), bundle, (nears, fars), there)
+        return Asked(parts, lines, [level[ray] for level in numbers.moved[cell, parts]])

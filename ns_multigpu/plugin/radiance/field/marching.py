@@ -1,0 +1,135 @@
+"""Samples of segments by steps through what is not empty: the variant with occupancy grids."""
+
+import torch
+from nerfstudio.cameras.rays import Frustums, RayBundle, RaySamples
+from nerfstudio.field_components.field_heads import FieldHeadNames
+from nerfstudio.model_components.losses import scale_gradients_by_distance_squared
+from torch import Tensor
+
+from ns_multigpu.plugin.radiance.field.draws import drawn
+from ns_multigpu.plugin.radiance.field.fields import Cell
+from ns_multigpu.plugin.radiance.field.sampling import Group, Lines
+from ns_multigpu.radiance.integrals import Samples
+from ns_multigpu.radiance.occupancy import Grid, between_gaps, kept_first, steps_along, with_gaps
+from ns_multigpu.radiance.partition import spacing
+
+_STEPS, _VOXELS = 9, 10
+"""First numbers of the seeds of what is drawn."""
+_EVERY, _ALL_UNTIL, _CHUNK = 16, 256, 1 << 20
+"""Steps between updates of grids; until when all voxels are looked at, and a quarter of them later; points at once."""
+
+
+class OccupancySampling:
+    """Even steps along rays, without those that a cell's occupancy grid has as empty.
+
+    Args:
+        seed: that random numbers are drawn from.
+        steps: of a whole ray. threshold: how opaque a voxel is to be to be occupied.
+        scaled: whether gradients grow with the distance from the camera, as `use_gradient_scaling` has it.
+    """
+
+    def __init__(self, seed: int, steps: int, threshold: float, scaled: bool) -> None:
+        self.seed, self.steps, self.threshold, self.scaled, self.step = seed, steps, threshold, scaled, 0
+        self.since_update = 0
+        """Of proposals, which there are none of."""
+
+    def begin_step(self, step: int) -> None:
+        """Of what is drawn at random."""
+        self.step = step
+
+    @torch.no_grad()
+    def end_step(self, cells: dict[int, Cell]) -> None:
+        """Every few steps, looks at voxels of grids: at all of them at first, later at some and at occupied ones."""
+        if self.step % _EVERY:
+            return
+        for number, cell in cells.items():
+            grid = self._grid(cell)
+            device, count = grid.values.device, len(grid.values)
+            with drawn(device, self.seed, _VOXELS, self.step, number):
+                voxels = torch.arange(count, device=device)
+                if self.step >= _ALL_UNTIL:
+                    some = torch.randint(count, (count // 4,), device=device)
+                    voxels = torch.cat([some, (grid.values >= grid.bar).nonzero()[:, 0]]).unique()
+                places = torch.rand(len(voxels), 3, device=device)
+            found = [
+                self._opacity(cell, grid, voxels[i : i + _CHUNK], places[i : i + _CHUNK])
+                for i in range(0, len(voxels), _CHUNK)
+            ]
+            grid.update(voxels, torch.cat(found))
+
+    def sample(self, cell: Cell, number: int, parts: int, lines: Lines, training: bool) -> Group | None:
+        """The samples of some segments of a cell, of those only that have any. See `ProposalSampling.sample`."""
+        rows, bundle, ends = lines.rows, lines.bundle, lines.ends
+        assert isinstance(rows, Tensor) and bundle.nears is not None and bundle.fars is not None
+        shift = torch.zeros_like(bundle.nears)
+        if training:
+            with drawn(shift.device, self.seed, _STEPS, self.step, number, parts):
+                shift = torch.rand_like(shift)
+        with torch.no_grad():
+            edges = steps_along((bundle.nears, bundle.fars), ends, self.steps, shift)
+            middles = (edges[:, 1:] + edges[:, :-1]) / 2
+            positions = bundle.origins[:, None] + bundle.directions[:, None] * middles[:, :, None]
+            inside = (cell.coordinates(positions) + 2) / 4
+            kept = self._grid(cell).occupied(inside) & (edges.diff(dim=1) > 0)
+            (some,) = kept.any(1).nonzero(as_tuple=True)
+        if not len(some):
+            return None
+        rows, bundle, edges, kept, ends = (
+            rows[some],
+            bundle[some],
+            edges[some],
+            kept[some],
+            (ends[0][some], ends[1][some]),
+        )
+        places, there = kept_first(kept)
+        starts, stops = edges[:, :-1].gather(1, places), edges[:, 1:].gather(1, places)
+        # Behind a segment's last sample are some of no length, with its colour: the last sample may be the background.
+        last = there.sum(1, keepdim=True) - 1
+        final = stops.gather(1, last.clamp_min(0))
+        starts, stops = torch.where(there, starts, final), torch.where(there, stops, final)
+        density, colour, count = self._looked(cell, bundle, starts, stops, there)
+        colour = torch.where(there[..., None], colour, colour.gather(1, last[..., None].expand(-1, -1, 3)))
+        spaced = with_gaps(starts, stops)
+        taken = Samples(
+            spaced, between_gaps(density), self.coordinates(spaced, *ends), {"colour": between_gaps(colour)}
+        )
+        return Group(rows, taken, count)
+
+    def coordinates(self, t: Tensor, near: Tensor, far: Tensor) -> Tensor:
+        """Distances along whole rays, from 0 to 1: distortion is of these."""
+        t, near, far = spacing(t), spacing(near), spacing(far)
+        return (t - near) / (far - near)
+
+    def losses(self, groups: list[Group], before: Tensor, rays: int) -> dict[str, Tensor]:
+        """None: grids do not learn by gradients."""
+        del groups, before, rays
+        return {}
+
+    def _looked(
+        self, cell: Cell, bundle: RayBundle, starts: Tensor, stops: Tensor, there: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """Density [n, K] and colour [n, K, 3] of samples; how many are there, which alone the field is asked for."""
+        line, place = there.nonzero(as_tuple=True)
+        rays, begin, end = bundle[line], starts[line, place, None], stops[line, place, None]
+        frustums = Frustums(
+            rays.origins[:, None], rays.directions[:, None], begin[:, None], end[:, None], rays.pixel_area[:, None]
+        )
+        cameras = None if rays.camera_indices is None else rays.camera_indices[:, None]
+        samples = RaySamples(frustums=frustums, camera_indices=cameras)
+        found = cell.field(samples)
+        if self.scaled:
+            found = scale_gradients_by_distance_squared(found, samples)
+        density = starts.new_zeros(starts.shape).index_put((line, place), found[FieldHeadNames.DENSITY][:, 0, 0])
+        colour = starts.new_zeros(*starts.shape, 3).index_put((line, place), found[FieldHeadNames.RGB][:, 0])
+        return density, colour, len(line)
+
+    def _grid(self, cell: Cell) -> Grid:
+        assert cell.occupancy is not None
+        return Grid(cell.occupancy.data, self.threshold)
+
+    def _opacity(self, cell: Cell, grid: Grid, voxels: Tensor, places: Tensor) -> Tensor:
+        """[n] how opaque voxels are, by the density at one place in each."""
+        low, high = (cell.coordinates.outward(corner * 4 - 2) for corner in grid.diagonals(voxels))
+        where = cell.coordinates.outward(grid.points(voxels, places) * 4 - 2)
+        density = cell.field.density_fn(where[:, None])[:, 0, 0]
+        return -torch.expm1(-density * (high - low).norm(dim=1).clamp_max(1e3))

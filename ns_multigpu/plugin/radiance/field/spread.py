@@ -1,0 +1,77 @@
+"""Ways to spread a radiance field over cells: jointly, as NeRF-XL has it, or as one field in data parallel.
+
+Both have the same fields, samples, losses and optimizers. What differs is what a cell's field sees and what rays it
+gets. Every rank knows all rays, so that pixels and losses follow from the cells and not from the ranks.
+"""
+
+from typing import Literal
+
+import torch
+from nerfstudio.cameras.rays import RayBundle
+from torch import Tensor
+
+from ns_multigpu.plugin.radiance.field.fields import CellCoordinates
+from ns_multigpu.radiance.partition import Partition
+from ns_multigpu.radiance.segments import Segments, clip, dealt
+from ns_multigpu.radiance.slots import Slots, clip_to_slots
+
+Spread = Literal["xl", "ddp"]
+
+
+class Joint:
+    """NeRF-XL: a field a cell, each ray clipped at cells.
+
+    Args:
+        cells: of space. device: of rays.
+    """
+
+    replicated = False
+    """Whether all ranks have the one field, and rays are dealt out."""
+
+    def __init__(self, cells: Partition, device: torch.device) -> None:
+        self.cells = cells
+        self._extents = cells.extents()
+        self._worlds = cells.boxes().to(device)
+
+    def coordinates(self, number: int) -> CellCoordinates:
+        """Of positions in the world, for the field of a cell."""
+        return CellCoordinates(self._extents[number], self.cells.domain)
+
+    def take(self, rays: RayBundle) -> Segments:
+        """Return what is rendered of rays [R] with `nears` and `fars`."""
+        return self._clipped(rays, self._worlds)
+
+    def slots(self, rays: RayBundle) -> Slots:
+        """Rays [R] with `nears` and `fars`, clipped at cells in shapes that do not depend on them."""
+        assert rays.nears is not None and rays.fars is not None
+        if self._worlds.device != rays.origins.device:
+            self._worlds = self._worlds.to(rays.origins.device)  # once: a CUDA graph must not wait for the host
+        return clip_to_slots(rays.origins, rays.directions, rays.nears[:, 0], rays.fars[:, 0], self._worlds)
+
+    @staticmethod
+    def _clipped(rays: RayBundle, boxes: Tensor) -> Segments:
+        assert rays.nears is not None and rays.fars is not None
+        return clip(rays.origins, rays.directions, rays.nears[:, 0], rays.fars[:, 0], boxes)
+
+    def _domain(self) -> Tensor:
+        """[1, 2, 3] all of space, in the coordinates that cells are cut in."""
+        return torch.tensor([[self.cells.domain.lower, self.cells.domain.upper]], dtype=torch.float64)
+
+
+class Replicated(Joint):
+    """Data parallel: one field for all of space, on every rank; the rays are dealt out to as many shares as cells."""
+
+    replicated = True
+
+    def __init__(self, cells: Partition, device: torch.device) -> None:
+        super().__init__(cells, device)
+        self._all = cells.domain.outward(self._domain()).to(device)
+
+    def coordinates(self, number: int) -> CellCoordinates:
+        return CellCoordinates(self._domain()[0], self.cells.domain)
+
+    def take(self, rays: RayBundle) -> Segments:
+        return dealt(self._clipped(rays, self._all), self.cells.cells)
+
+
+WAYS: dict[str, type[Joint]] = {"xl": Joint, "ddp": Replicated}

@@ -1,0 +1,1 @@
+"""The run of a radiance field: its objective, steps and checkpoints."""

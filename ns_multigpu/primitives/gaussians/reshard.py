@@ -1,0 +1,134 @@
+"""Where a refinement's new points go, of a model that is spread over the ranks: each rank makes new ones of its own.
+
+Most refinements leave the order as it is: a new point stands where the one stood that it comes from. Where owners hold
+ranges of the order of about equal work, nothing then travels, and ranks need not meet. From time to time all are put in
+order by where they lie now, and dealt out (`sharded_order`).
+"""
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.assign.shard_index import ShardIndex
+from ns_multigpu.core.assign.splitters import imbalance
+from ns_multigpu.core.dist.collectives import all_gather_ints_on_device
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.primitives.gaussians.gathering import gather_points
+from ns_multigpu.primitives.gaussians.index_map import Listing
+from ns_multigpu.primitives.gaussians.sharded_rows import Edit, OptimizerStates, move_rows
+from ns_multigpu.primitives.sharded_order import Reordering, Survey, clock, order_keys, plan_move
+
+
+@dataclass(frozen=True)
+class Arranging:
+    """Puts new points in the place of old ones. Every rank calls its methods together, about the points that it has.
+
+    Arguments of all of them:
+        params: by name, with a line for each old point; replaced by new `Parameter`s.
+        optimizers: by parameter; may lack some, the same on every rank. They go on with the new parameters.
+        listing: of the new points.
+        work: gives how much work each new point is, [T] int64 as listed; only if it is asked for.
+        edit: see `Edit`; None to change nothing.
+
+    Attributes:
+        holding: what this rank holds, and who says which rank owns what. It is told of what is there in the end.
+        threshold: points are dealt out anew where a rank's work is more than this times the mean.
+        world: the ranks.
+    """
+
+    holding: ShardIndex
+    threshold: float
+    world: World
+
+    @torch.no_grad()
+    def in_order(
+        self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], listing: Listing,
+        categories: Tensor, work: Callable[[], Tensor], edit: Edit | None = None,
+    ) -> Reordering:  # fmt: skip
+        """Brings all into the order of `order_keys`, and to their owners.
+
+        Args:
+            categories: [T] int64 in [0, 4), as listed.
+        """
+        started = clock(params["means"].device)
+        positions, kept = listing.positions(params["means"]), OptimizerStates.here(params, optimizers)
+        weights = work()
+        survey = Survey.of(positions, weights.sum(), kept.tag, self.world)
+        keys, order = torch.sort(order_keys(positions, categories, survey.grid), stable=True)
+        del positions
+        kept = kept.agree(survey.tags, self.world)
+        return self._move(params, optimizers, listing, keys, order, weights, survey.works, kept, started, edit)
+
+    @torch.no_grad()
+    def beside(
+        self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], listing: Listing,
+        counts: Sequence[int] | None, works: Sequence[int] | None, work: Callable[[], Tensor], edit: Edit | None = None,
+    ) -> Reordering | None:  # fmt: skip
+        """Has each stand where the one stood that it comes from (`Listing.beside`), and brings it to its owner.
+
+        Args:
+            counts: new points by rank; None to ask. works: about how much work they are, by rank; None for equal work.
+
+        Returns:
+            what that did; None where owners hold ranges of the order and none has too much, so that all stay.
+        """
+        count, order = len(params["means"]), listing.beside()
+        if counts is None:
+            counts = [row[0] for row in all_gather_ints_on_device([len(order)], self.world)]
+        if self.holding.placement.in_ranges and imbalance(works or counts) <= self.threshold:
+            regrouping = listing.ordered(order)
+            gather_points(params, optimizers, regrouping, edit and (lambda name, rows: edit(name, rows, regrouping)))
+            self.holding.hold(None, params["means"], counts)
+            return None
+        started, source = clock(order.device), listing.source[order]
+        each = torch.zeros(count, dtype=torch.int64, device=order.device).index_add_(0, source, torch.ones_like(source))
+        starts = self.holding.before(each, counts, self.world) - (each.cumsum(0) - each)
+        keys = starts[source] + torch.arange(len(order), device=order.device)
+        return self._by_places(params, optimizers, listing, keys, order, work(), started, edit)
+
+    @torch.no_grad()
+    def settle(
+        self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], listing: Listing
+    ) -> Reordering:
+        """Brings points that have only changed their positions to their owners: of a placement that is not in ranges.
+
+        Args:
+            listing: the points as they are.
+        """
+        places = self.holding.places
+        assert places is not None, "of owners that hold no ranges"
+        order = torch.arange(len(places), device=places.device)
+        started = clock(places.device)
+        return self._by_places(params, optimizers, listing, places, order, torch.ones_like(places), started, None)
+
+    def _by_places(
+        self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], listing: Listing,
+        places: Tensor, order: Tensor, weights: Tensor, started: float, edit: Edit | None,
+    ) -> Reordering:  # fmt: skip
+        """Brings the listed points, which in this order have these places in the whole model, to their owners."""
+        kept = OptimizerStates.here(params, optimizers)
+        told = all_gather_ints_on_device([int(weights.sum()), kept.tag], self.world)
+        works, tags = ([row[k] for row in told] for k in (0, 1))
+        kept = kept.agree(tags, self.world)
+        return self._move(params, optimizers, listing, places, order, weights, works, kept, started, edit)
+
+    def _move(
+        self, params: MutableMapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer], listing: Listing,
+        keys: Tensor, order: Tensor, weights: Tensor, works: Sequence[int], kept: OptimizerStates, started: float,
+        edit: Edit | None,
+    ) -> Reordering:  # fmt: skip
+        """Brings the listed points, which in this order have these keys, to their owners."""
+        means, world = params["means"], self.world
+        parents = partial(self.holding.places_of, listing.source[order], len(means), world)
+        move = plan_move(
+            keys, weights[order], works, world, self.threshold, self.holding.placement,
+            partial(listing.positions, means, order), parents,
+        )  # fmt: skip
+        del parents
+        row_bytes = move_rows(params, optimizers, listing.ordered(move.leaving(order)), move, kept, world, edit)
+        self.holding.hold(move.places, params["means"], move.counts_after)
+        return move.record(started, row_bytes)

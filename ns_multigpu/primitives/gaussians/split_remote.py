@@ -1,0 +1,60 @@
+"""Which of the points that this rank makes stay, and which leave: where each comes from and where it ends.
+
+Between two refinements hardly a point changes its owner. Those that stay are gathered once, straight into the rows that
+they have in the end; only the others are packed, and travel.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ns_multigpu.primitives.gaussians.index_map import Regrouping
+from ns_multigpu.primitives.sharded_order import Move
+
+
+@dataclass(frozen=True)
+class Parting:
+    """A regrouping in two, by who will own its points.
+
+    Attributes:
+        stay: of all T rows that this rank will have, in the order in which it will have them. Those that others send
+            are copies of the first old point, for now.
+        leave: of the rows that go to other ranks, in the order in which they leave.
+        landing: [K] int64, the rows of `stay` that others send, in the order in which they arrive.
+        send, receive: how many rows go to, and come from, each rank; none of them this one's own.
+    """
+
+    stay: Regrouping
+    leave: Regrouping
+    landing: Tensor
+    send: list[int]
+    receive: list[int]
+
+    @staticmethod
+    def of(regrouping: Regrouping, move: Move, rank: int) -> "Parting":
+        """Parts the points of a rank.
+
+        Args:
+            regrouping: of them, in the order in which they leave (`Move.leaving`).
+            move: see there.
+        """
+        place = torch.empty_like(move.order)
+        place.scatter_(0, move.order, torch.arange(len(place), device=place.device))
+        first, count, before = sum(move.send[:rank]), move.send[rank], sum(move.receive[:rank])
+        own, others = place[before : before + count], torch.cat([place[:before], place[before + count :]])
+        source = torch.zeros_like(place).scatter_(0, own, regrouping.source[first : first + count])
+        none = regrouping.source[:0]
+        leave = Regrouping(none, none, none, regrouping.offsets[:0])
+        if move.moved == 0:
+            stay = Regrouping(source, own[regrouping.fresh], own[regrouping.children], regrouping.offsets)
+        else:
+            fresh, children = regrouping.fresh - first, regrouping.children - first
+            stays, born_here = ((rows >= 0) & (rows < count) for rows in (fresh, children))
+            stay = Regrouping(source, own[fresh[stays]], own[children[born_here]], regrouping.offsets[born_here])
+            leaving = torch.cat([regrouping.source[:first], regrouping.source[first + count :]])
+            fresh, children = regrouping.fresh[~stays], regrouping.children[~born_here]
+            fresh, children = (rows - count * (rows >= first) for rows in (fresh, children))
+            leave = Regrouping(leaving, fresh, children, regrouping.offsets[~born_here])
+        send, receive = ([0 if other == rank else n for other, n in enumerate(of)] for of in (move.send, move.receive))
+        return Parting(stay, leave, others, send, receive)

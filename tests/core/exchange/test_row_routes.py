@@ -1,0 +1,26 @@
+"""Rows packed for their way, and taken apart where they arrive."""
+
+import pytest
+import torch
+
+from ns_multigpu.core.exchange.row_routes import packed, unpacked
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 5])
+@pytest.mark.parametrize("shapes", [[()], [(4,)], [(2,), (3,), (), (4,)], [(), (2,)], [(3, 2), ()]])
+def test_what_was_packed_is_taken_apart(rows: int, shapes: list[tuple[int, ...]]) -> None:
+    g = torch.Generator().manual_seed(rows)
+    columns = [torch.randn(rows, *shape, generator=g) for shape in shapes]
+    found = unpacked(packed(columns), shapes)
+    for before, after in zip(columns, found, strict=True):
+        assert torch.equal(after, before) and after.is_contiguous()
+
+
+def test_parts_of_a_single_row_begin_where_kernels_can_read_them() -> None:
+    """They read radii two at once, and there are views of which one splat reaches a rank."""
+    ids, radii = unpacked(
+        packed([torch.tensor([7], dtype=torch.int32), torch.tensor([[3, 4]], dtype=torch.int32)]), [(), (2,)]
+    )
+    assert radii.storage_offset() == 0 and ids.storage_offset() == 0
+    assert radii.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr()
+    assert radii.tolist() == [[3, 4]] and ids.tolist() == [7]

@@ -1,0 +1,121 @@
+"""Lines that are told to other ranks: what is written where, what is not, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cuda_ext import put_rows
+
+LINES, ROOM = 37, 41  # lines there are, and lines there is room for
+WIDTHS = (1, 2, 3, 4, 16)
+TAKEN = (1, 2, 3, 4, 12)
+RANKS = 3
+UNTOUCHED = -7
+
+
+def arrays_of(device: str = "cpu") -> list[Tensor]:
+    """Integers, and floats in the last one."""
+    g = torch.Generator().manual_seed(0)
+    made = [torch.randint(0, 99, (ROOM, width), generator=g, dtype=torch.int32) for width in WIDTHS[:-1]]
+    return [array.to(device) for array in [made[0].flatten(), *made[1:], torch.randn(ROOM, WIDTHS[-1], generator=g)]]
+
+
+def gate_of(device: str = "cpu") -> Tensor:
+    gate = torch.randn(ROOM, 3, generator=torch.Generator().manual_seed(1))
+    gate[5, 1], gate[6] = 0.0, torch.nan
+    return gate.to(device)
+
+
+def memory_of(device: str = "cpu") -> tuple[list[list[Tensor]], Tensor]:
+    """Where each rank keeps each array, and the addresses."""
+    there = [
+        [torch.full((ROOM, width), UNTOUCHED, dtype=torch.int32, device=device) for width in WIDTHS]
+        for _ in range(RANKS)
+    ]
+    return there, torch.tensor([[one.data_ptr() for one in rank] for rank in there], device=device)
+
+
+def check(there: list[list[Tensor]], lines: int, *, gated: bool) -> None:
+    arrays, gate = arrays_of(), gate_of()
+    last = arrays[-1].clone()
+    if gated:
+        last[:, 6:9][gate <= 0] = 0.0
+    arrays[-1] = last
+    for rank in there:
+        for found, array, taken in zip(rank, arrays, TAKEN, strict=True):
+            expected = array.reshape(ROOM, -1).view(torch.int32)
+            assert torch.equal(found.cpu()[:lines, :taken], expected[:lines, :taken])
+            assert bool((found.cpu()[lines:] == UNTOUCHED).all())
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("count", "lines"), [(LINES, LINES), (ROOM + 5, ROOM), (0, 0)])
+def test_every_rank_gets_the_lines_that_there_are(count: int, lines: int, gated: bool) -> None:
+    there, places = memory_of()
+    put_rows(arrays_of(), TAKEN, torch.tensor([count]), places, gate_of() if gated else None, 6)
+    check(there, lines, gated=gated)
+    assert bool((there[0][-1][:, 12:] == UNTOUCHED).all()), "what is not taken"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_first_array_is_told_with_an_offset_and_some_are_not_told(device: str) -> None:
+    there, places = memory_of(device)
+    taken = [*TAKEN[:2], 0, 0, TAKEN[4]]
+    put_rows(arrays_of(device), taken, torch.tensor([LINES], device=device), places, offset=5)
+    first, second = arrays_of()[:2]
+    for rank in there:
+        assert torch.equal(rank[0].cpu()[:LINES, 0], first[:LINES] + 5)
+        assert torch.equal(rank[1].cpu()[:LINES], second[:LINES])
+        assert all(bool((one == UNTOUCHED).all()) for one in rank[2:4]) and bool((rank[4] != UNTOUCHED).any())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("count", "lines"), [(LINES, LINES), (ROOM + 5, ROOM), (0, 0)])
+def test_on_a_gpu_too(count: int, lines: int, gated: bool) -> None:
+    there, places = memory_of("cuda")
+    gate = gate_of("cuda") if gated else None
+    put_rows(arrays_of("cuda"), TAKEN, torch.tensor([count], device="cuda"), places, gate, 6)
+    check(there, lines, gated=gated)
+
+
+@pytest.mark.gpu
+def test_many_lines_on_a_gpu() -> None:
+    """More than all blocks take in one turn."""
+    lines = 3_000_001
+    array, there = torch.rand(lines, 16, device="cuda"), torch.zeros(lines, 16, device="cuda")
+    ids = torch.arange(lines, dtype=torch.int32, device="cuda")
+    kept = torch.zeros_like(ids)
+    places = torch.tensor([[kept.data_ptr(), there.data_ptr()]], device="cuda")
+    put_rows([ids, array], [1, 12], torch.tensor([lines], device="cuda"), places)
+    assert torch.equal(kept, ids) and torch.equal(there[:, :12], array[:, :12])
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"arrays": [], "taken": []}, ValueError, "1 to 8 arrays"),
+    ({"arrays": [torch.zeros(4, 2)] * 9, "taken": [2] * 9}, ValueError, "1 to 8 arrays"),
+    ({"arrays": [torch.zeros(4, 2, dtype=torch.float64)]}, TypeError, "array 0 is torch.float64"),
+    ({"arrays": [torch.zeros(2, 4).T]}, ValueError, "array 0 must be contiguous"),
+    ({"arrays": [torch.zeros(9, 1)[1:]], "taken": [1]}, ValueError, "multiple of 16 bytes"),
+    ({"arrays": [torch.zeros(4, 2), torch.zeros(3, 2)], "taken": [2, 2]}, ValueError, "array 1 .* hold 4 lines"),
+    ({"taken": [1]}, ValueError, "with 2 words a line, 1 are to be taken"),
+    ({"taken": [3]}, ValueError, "with 2 words a line, 3 are to be taken"),
+    ({"count": torch.tensor(3)}, ValueError, r"count must be \[1\] int64"),
+    ({"destinations": torch.zeros(2, 2, dtype=torch.int64)}, ValueError, r"destinations must be \[ranks, 1\] int64"),
+    ({"offset": 1}, ValueError, r"an offset is for lines of int32, .* not \[4, 2\]"),
+    ({"arrays": [torch.zeros(4, 4, dtype=torch.int32)], "taken": [4], "offset": 1}, ValueError, r"not \[4, 4\]"),
+    ({"gate": torch.zeros(4, 3)}, ValueError, "does not fit lines of 2 words"),
+    ({"arrays": [torch.zeros(4, 8)], "taken": [8], "gate": torch.zeros(4, 3), "gate_column": 6}, ValueError, "not fit"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD)
+def test_what_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {
+        "arrays": [torch.zeros(4, 2)], "taken": [2], "count": torch.tensor([3]),
+        "destinations": torch.zeros(2, 1, dtype=torch.int64),
+    }  # fmt: skip
+    with pytest.raises(error, match=message):
+        put_rows(**{**given, **changes})

@@ -1,0 +1,66 @@
+"""A pipeline over a small capture whose points are spread over ranks as a test wants, and cameras to look at it."""
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.configs.method_configs import all_methods
+
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.train.pipeline import DistributedPipeline
+from tests.lib import training_run
+from tests.strategies.scene import make_points
+
+POINTS = 90
+
+
+def write_capture(folder: Path, held_out: int = 5, **kind: bool) -> Path:
+    """A capture of nine views, some of them held out; see `training_run.write_capture`."""
+    training_run.write_capture(folder, **kind)
+    file = folder / "transforms.json"
+    meta = json.loads(file.read_text())
+    names = [frame["file_path"] for frame in meta["frames"]]
+    meta |= {"train_filenames": names[held_out:], "val_filenames": names[:held_out], "test_filenames": names[:held_out]}
+    file.write_text(json.dumps(meta))
+    return folder
+
+
+def make_pipeline(
+    world: World, capture: Path, strategy: str = "tile", bounds: Sequence[int] | None = None, **model: Any
+) -> DistributedPipeline:
+    """A pipeline of one rank of `world`; if points are spread, they are by `bounds` [ranks + 1]."""
+    config: Any = copy.deepcopy(all_methods["splatfacto-batch"].pipeline)
+    config.strategy = strategy
+    config.datamanager.dataparser = training_run.TinyDataParserConfig(data=capture)
+    for name, value in model.items():
+        assert hasattr(config.model, name)
+        setattr(config.model, name, value)
+    torch.manual_seed(3)
+    set_world(world)
+    try:
+        pipeline: DistributedPipeline = config.setup(device=str(world.device), test_mode="val")
+    finally:
+        set_world(None)
+    spread = pipeline.strategy.placement.replicated is False
+    rows = slice(bounds[world.rank], bounds[world.rank + 1]) if bounds is not None and spread else slice(None)
+    for name, value in make_points(POINTS, torch.float32).params.items():
+        pipeline.model.gauss_params[name] = torch.nn.Parameter(value.detach()[rows].clone().to(world.device))
+    if pipeline.model.holding is not None:
+        pipeline.model.holding.hold(None, pipeline.model.gauss_params["means"])
+        pipeline.model.count_shards()
+    pipeline.model.step = 30000
+    return pipeline
+
+
+def camera(width: int, height: int) -> Cameras:
+    """One that looks at the scene from (2, 0, 0.5)."""
+    pose = torch.tensor([[0.0, -0.24254, 0.97014, 2.0], [1.0, 0, 0, 0.1], [0, 0.97014, 0.24254, 0.5]])
+    focal = torch.tensor([[0.5 * width]])
+    return Cameras(
+        pose[None], focal, focal, torch.tensor([[width / 2]]), torch.tensor([[height / 2]]), width=width, height=height
+    )

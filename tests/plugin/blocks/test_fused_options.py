@@ -1,0 +1,390 @@
+"""Every obstacle to fused steps is named; a block ends where something is to be done."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from nerfstudio.utils.misc import step_check
+
+import cuda_ext
+from cuda_ext.ops.optim.adam import FusedAdam
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.schema import names
+from ns_multigpu.plugin.blocks.fused_noise import StepNoise
+from ns_multigpu.plugin.blocks.fused_options import check_wishes, fuses, next_stop, obstacle
+from ns_multigpu.plugin.blocks.training import Training
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.primitives.convexes.functions import Convexes
+from ns_multigpu.primitives.gaussians.densifier import ReplicatedDensifier
+from ns_multigpu.primitives.gaussians.functions import Gaussians
+from ns_multigpu.primitives.gaussians.mcmc import McmcDensifier
+from ns_multigpu.primitives.gaussians.schema import ORDER
+from ns_multigpu.primitives.registry import KINDS
+from ns_multigpu.primitives.surfels.functions import Surfels
+from strategies import STRATEGIES
+
+
+def make_run(fused_steps: str = "always") -> SimpleNamespace:
+    """A run without any obstacle, as far as `obstacle` looks at it."""
+    options = SimpleNamespace(
+        num_downscales=1,
+        primitive="3dgs",
+        optimizer_state="full",
+        camera_optimizer=SimpleNamespace(mode="off"),
+        use_bilateral_grid=False,
+        sh_degree=3,
+        use_scale_regularization=False,
+        output_depth_during_training=False,
+        depth_loss=0.0,
+    )
+    densifier = object.__new__(ReplicatedDensifier)
+    model = SimpleNamespace(
+        config=options, densifier=densifier, means=torch.zeros(4, 3), primitive=Gaussians, exposures=None
+    )
+    cameras = SimpleNamespace(width=torch.full((3, 1), 30), height=torch.full((3, 1), 22))
+    data = SimpleNamespace(
+        train_dataset=SimpleNamespace(cameras=cameras),
+        train_shapes=[SimpleNamespace(masked=False, channels=3) for _ in range(3)],
+    )
+    strategy = STRATEGIES["batch"](World.single())
+    params = {name: torch.nn.Parameter(torch.zeros(2)) for name in ORDER}
+    optimizers = SimpleNamespace(
+        optimizers={name: FusedAdam([param]) for name, param in params.items()},
+        config={name: {"optimizer": SimpleNamespace(max_norm=None)} for name in ORDER},
+    )
+    return SimpleNamespace(
+        config=SimpleNamespace(fused_steps=fused_steps, on_nonfinite="stop"),
+        pipeline=SimpleNamespace(model=model, datamanager=data, strategy=strategy, batch_size=4),
+        optimizers=optimizers,
+    )
+
+
+def asked(run: SimpleNamespace, world: World | None = None) -> tuple[bool, str]:
+    return fuses(run.config, run.pipeline, run.optimizers, world or World.single())
+
+
+def _set(path: str, value: Any) -> Callable[[SimpleNamespace], None]:
+    def change(run: SimpleNamespace) -> None:
+        *parents, last = path.split(".")
+        place: Any = run
+        for parent in parents:
+            place = getattr(place, parent)
+        setattr(place, last, value)
+
+    return change
+
+
+def _other_optimizer(run: SimpleNamespace) -> None:
+    run.optimizers.optimizers["quats"] = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+
+
+def _no_optimizer(run: SimpleNamespace) -> None:
+    del run.optimizers.optimizers["features_rest"]
+
+
+def _one_decays(run: SimpleNamespace) -> None:
+    run.optimizers.optimizers["quats"].param_groups[0]["weight_decay"] = 0.1
+
+
+def _one_clipped(run: SimpleNamespace) -> None:
+    run.optimizers.config["scales"]["optimizer"].max_norm = 1.0
+
+
+def _one_wider(run: SimpleNamespace) -> None:
+    run.pipeline.datamanager.train_dataset.cameras.width[1] = 31
+
+
+def _small(run: SimpleNamespace) -> None:
+    run.pipeline.datamanager.train_dataset.cameras.height[:] = 21
+
+
+def _one_masked(run: SimpleNamespace) -> None:
+    run.pipeline.datamanager.train_shapes[2].masked = True
+
+
+def _one_transparent(run: SimpleNamespace) -> None:
+    run.pipeline.datamanager.train_shapes[1].channels = 4
+
+
+def _exposures_decay(run: SimpleNamespace) -> None:
+    run.pipeline.model.exposures = torch.nn.Parameter(torch.zeros(2))
+    run.optimizers.optimizers["exposures"] = FusedAdam([run.pipeline.model.exposures], weight_decay=0.1)
+    run.optimizers.config["exposures"] = {"optimizer": SimpleNamespace(max_norm=None)}
+
+
+OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
+    (_set("pipeline.model.config.camera_optimizer.mode", "SO3xR3"), "camera poses are optimized"),
+    (_set("pipeline.model.config.use_bilateral_grid", True), "there is a bilateral grid"),
+    (_set("pipeline.model.config.sh_degree", 0), "there are no spherical harmonics"),
+    (_set("pipeline.model.config.use_scale_regularization", True), "scales are regularised"),
+    (_set("pipeline.model.config.output_depth_during_training", True), "depth is asked for in training"),
+    (_set("pipeline.model.config.depth_loss", 0.01), "3D Gaussians .3dgs. have no operators for a loss of depth"),
+    (_set("config.on_nonfinite", "skip"), "steps with NaN are to be skipped"),
+    (_set("pipeline.batch_size", 129), "there are more than 128 views a step"),
+    (_one_wider, "views differ in size"),
+    (_small, "views have sides of less than 22 px"),
+    (_one_masked, "there are masks"),
+    (_one_transparent, "images have an alpha channel"),
+    (_other_optimizer, "an optimizer is not Adam"),
+    (_no_optimizer, "an optimizer is not Adam"),
+    (_one_decays, "an optimizer has weight decay"),
+    (_exposures_decay, "an optimizer has weight decay"),
+    (_one_clipped, "gradients are clipped"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), OBSTACLES, ids=[reason for _, reason in OBSTACLES])
+def test_every_obstacle_names_itself(change: Callable[[SimpleNamespace], None], reason: str) -> None:
+    run = make_run()
+    assert obstacle(run.config, run.pipeline, run.optimizers) is None
+    change(run)
+    assert re.fullmatch(reason, str(obstacle(run.config, run.pipeline, run.optimizers)))
+    remedy = "Change that, or use --fused-steps auto"
+    with pytest.raises(InputError, match=f"^--fused-steps always: .*for {reason}. {remedy}.$"):
+        asked(run)
+    run.config.fused_steps = "never"
+    assert asked(run)[0] is False
+
+
+def test_a_loss_of_depth_is_fused_where_operators_have_it_and_draw_whole_pixels() -> None:
+    run = make_run()
+    run.pipeline.model.config.depth_loss = 0.01
+    run.pipeline.model.primitive = lambda depth: Gaussians(depth=True)  # once the loss counts
+    reason = "3D Gaussians (3dgs) have no operators for a loss of depth"
+    assert obstacle(run.config, run.pipeline, run.optimizers) == reason
+    run.pipeline.config = SimpleNamespace(wire="full")
+    run.pipeline.model.primitive = Surfels
+    assert obstacle(run.config, run.pipeline, run.optimizers) is None
+    run.pipeline.strategy = STRATEGIES["pixel"](World.single())
+    reason = "pixels are put together of cells' layers, and there is a loss of depth"
+    assert obstacle(run.config, run.pipeline, run.optimizers) == reason
+    run.pipeline.model.config.depth_loss = 0.0
+    assert obstacle(run.config, run.pipeline, run.optimizers) is None
+
+
+def test_mcmc_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: True)
+    gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
+    for wish in ("always", "auto"):
+        run = make_run(wish)
+        run.pipeline.model.densifier = McmcDensifier()
+        assert asked(run, gpu) == (True, "Steps are fused.")
+
+
+# Options for fused steps only, and what is said where steps are not.
+FUSED_ONLY: list[tuple[str, Any, str]] = [
+    ("optimizer_state", "compact", "optimizer-state compact"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "flag"), FUSED_ONLY)
+@pytest.mark.parametrize(("change", "reason"), OBSTACLES, ids=[reason for _, reason in OBSTACLES])
+def test_an_option_of_fused_steps_is_refused_without_them(
+    change: Callable[[SimpleNamespace], None], reason: str, name: str, value: Any, flag: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: True)
+    gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
+    run = make_run("auto")
+    setattr(run.pipeline.model.config, name, value)
+    assert asked(run, gpu) == (True, "Steps are fused.")
+    change(run)
+    for world in (gpu, World.single()):
+        said = f"^--pipeline.model.{flag}: .* not fused: {reason}. Change that, or leave"
+        with pytest.raises(InputError, match=said):
+            asked(run, world)
+
+
+@pytest.mark.parametrize(("name", "value", "flag"), FUSED_ONLY)
+def test_an_option_of_fused_steps_is_refused_wherever_they_are_not(
+    name: str, value: Any, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = World(0, 1, 0, 1, torch.device("cuda", 0))
+    monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: False)
+    cases = [
+        ("never", World.single(), "--fused-steps never"),
+        ("never", gpu, "--fused-steps never"),
+        ("auto", World.single(), "on a CPU they are only with --fused-steps always"),
+        ("auto", gpu, "gsplat's kernels serve instead of ours"),
+    ]
+    for fused_steps, world, reason in cases:
+        run = make_run(fused_steps)
+        setattr(run.pipeline.model.config, name, value)
+        with pytest.raises(InputError, match=f"{flag}: .*steps are not fused: {reason}"):
+            asked(run, world)
+    run = make_run("always")
+    setattr(run.pipeline.model.config, name, value)
+    assert asked(run) == (True, "Steps are fused.")
+
+
+def test_what_is_asked_for() -> None:
+    assert asked(make_run("always")) == (True, "Steps are fused.")
+    assert asked(make_run("never")) == (False, "Steps are not fused: --fused-steps never.")
+    assert asked(make_run("auto")) == (False, ""), "on a CPU nobody gains by it"
+
+
+def test_without_compiled_operators_they_are_not() -> None:
+    with cuda_ext.use_reference():
+        with pytest.raises(InputError, match=r"always: steps cannot be fused, for this CPU has no compiled operators"):
+            asked(make_run("always"))
+        assert asked(make_run("auto")) == (False, "")
+
+
+def test_rows_that_cross_the_wire_whole() -> None:
+    """Of convexes: what is asked for is named, and without it steps are fused."""
+    run = make_run()
+    run.pipeline.model.primitive, run.pipeline.model.config.primitive = Convexes, "convex"
+    run.optimizers.optimizers = {
+        name: FusedAdam([torch.nn.Parameter(torch.zeros(2))]) for name in names(KINDS["convex"].schema)
+    }
+    run.optimizers.config = {name: {"optimizer": SimpleNamespace(max_norm=None)} for name in run.optimizers.optimizers}
+    run.pipeline.config = SimpleNamespace(wire="half")
+    reason = "rows of 3D convexes (convex) cross the wire whole, and --pipeline.wire half is asked for"
+    assert obstacle(run.config, run.pipeline, run.optimizers) == reason
+    run.pipeline.config.wire = "full"
+    assert asked(run) == (True, "Steps are fused.")
+
+
+def test_on_a_gpu_they_are_fused_where_nothing_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(0, 1, 0, 1, torch.device("cuda", 0))
+    serves = True
+    monkeypatch.setattr("ns_multigpu.plugin.blocks.fused_options.kernels_serve", lambda _: serves)
+    run = make_run("auto")
+    assert asked(run, world) == (True, "Steps are fused.")
+    serves = False
+    assert asked(run, world) == (False, "Steps are not fused: gsplat's kernels serve instead of ours.")
+    serves = True
+    _one_masked(run)
+    assert asked(run, world) == (False, "Steps are not fused: there are masks.")
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_steps_of_mcmc_are_never_put_off(noise: bool) -> None:
+    """Where others begin to be, once steps on a GPU draw little of the model."""
+    run = make_run()
+    run.pipeline.model.total_points = 1000
+    training = object.__new__(Training)
+    training._world, training._model = World(0, 1, 0, 1, torch.device("cuda", 0)), run.pipeline.model
+    run.pipeline.model.densifier = McmcDensifier() if noise else run.pipeline.model.densifier
+    training._noise = StepNoise(run.pipeline, run.optimizers)
+    training._rows_drawn, training._wants_lazy, training._key = 10, False, "made"
+    training._choose_lazy()
+    assert (training._wants_lazy, training._key) == ((False, "made") if noise else (True, None))
+
+
+def _acts(config: Any, step: int, evaluates: bool) -> bool:
+    """Whether the trainer has anything to do after a step: what it asks, in its words and nerfstudio's."""
+    periods = [config.steps_per_save, config.steps_per_checksum]
+    if evaluates:
+        periods += [config.steps_per_eval_batch, config.steps_per_eval_image, config.steps_per_eval_all_images]
+    looks = config.steps_per_numeric_check > 0 and step % config.steps_per_numeric_check == 0
+    logs = step_check(step, config.logging.steps_per_log, run_at_zero=True)
+    return looks or logs or any(step_check(step, period) for period in periods)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize(
+    ("log", "save", "checksum", "batch", "image", "all_images", "numeric"),
+    [
+        (10, 2000, 500, 500, 100, 1000, 50),
+        (7, 11, 13, 5, 17, 3, 4),
+        (1, 10, 10, 10, 10, 10, 10),
+        (100, 90, 0, 0, 0, 0, 0),
+        (100, 95, 0, 0, 0, 35, 0),
+        (1000, 1000, 1000, 1000, 1000, 1000, 33),
+        (1000, 1000, 1000, 1000, 1000, 1000, 1),
+    ],
+)
+def test_blocks_end_where_the_trainer_acts(
+    log: int, save: int, checksum: int, batch: int, image: int, all_images: int, numeric: int, evaluates: bool
+) -> None:
+    config = SimpleNamespace(
+        logging=SimpleNamespace(steps_per_log=log),
+        steps_per_save=save,
+        steps_per_checksum=checksum,
+        steps_per_eval_batch=batch,
+        steps_per_eval_image=image,
+        steps_per_eval_all_images=all_images,
+        steps_per_numeric_check=numeric,
+    )
+    steps = 230
+    for first in range(steps):
+        last = next(step for step in range(first, steps) if step == steps - 1 or _acts(config, step, evaluates))
+        assert next_stop(config, first, steps, evaluates=evaluates) == last + 1, first
+
+
+def test_a_run_that_logs_nothing_has_blocks_to_its_end() -> None:
+    config = SimpleNamespace(
+        logging=SimpleNamespace(steps_per_log=0), steps_per_save=0, steps_per_checksum=0, steps_per_numeric_check=0
+    )
+    assert next_stop(config, 0, 77, evaluates=False) == next_stop(config, 40, 77, evaluates=False) == 77
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("transport", "peer"), ("tile_lists", "sort")],
+)
+def test_what_is_for_fused_steps_of_shards_is_refused_elsewhere(name: str, value: object) -> None:
+    run = make_run()
+    usual = {"tile_lists": "gather", "transport": "collective", "wire": "full"}
+    run.pipeline.config = SimpleNamespace(**usual)
+    flag = f"--pipeline.{name.replace('_', '-')} {value}"
+    for fused, sharded, why in ((True, False, "the strategy is batch"), (False, True, "these are not fused")):
+        run.pipeline.model.sharded = sharded
+        setattr(run.pipeline.config, name, usual[name])
+        check_wishes(run.pipeline, fused=fused)
+        setattr(run.pipeline.config, name, value)
+        with pytest.raises(InputError, match=f"^{flag}: .* and {why}"):
+            check_wishes(run.pipeline, fused=fused)
+    run.pipeline.model.sharded = True
+    check_wishes(run.pipeline, fused=True)
+
+
+def test_half_a_wire_is_for_shards_fused_or_not() -> None:
+    run = make_run()
+    run.pipeline.config = SimpleNamespace(tile_lists="gather", transport="collective", wire="half")
+    for fused in (True, False):
+        run.pipeline.model.sharded = True
+        check_wishes(run.pipeline, fused=fused)
+        run.pipeline.model.sharded = False
+        with pytest.raises(InputError, match=r"^--pipeline\.wire half: .* the strategy is batch"):
+            check_wishes(run.pipeline, fused=fused)
+    run.pipeline.model.sharded, run.pipeline.strategy = True, STRATEGIES["pixel"](World.single())
+    for fused in (True, False):  # it has --pipeline.pixel.wire
+        with pytest.raises(InputError, match=r"^--pipeline\.wire half: .* the strategy is pixel"):
+            check_wishes(run.pipeline, fused=fused)
+
+
+def test_half_a_wire_is_refused_where_nothing_goes_through_one() -> None:
+    run = make_run()
+    run.pipeline.model.sharded = True
+    run.pipeline.config = SimpleNamespace(transport="auto", tile_lists="gather", wire="half")
+    check_wishes(run.pipeline, fused=True)
+    run.pipeline.config.transport = "peer"
+    with pytest.raises(InputError, match=r"^--pipeline\.wire half: .*--pipeline\.transport peer .* Leave out one"):
+        check_wishes(run.pipeline, fused=True)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_each_strategy_of_ours_has_a_fused_step(name: str) -> None:
+    run = make_run()
+    run.pipeline.strategy = STRATEGIES[name](World.single())
+    assert asked(run) == (True, "Steps are fused.")
+
+
+@pytest.mark.parametrize("leg", ["rows", "pixels", "gradients"])
+def test_a_strategy_of_other_legs_takes_ordinary_steps(leg: str) -> None:
+    """It would silently train as one that it only resembles."""
+    run = make_run()
+    of_tile = STRATEGIES["tile"](World.single())
+    derived = type("Other", (type(getattr(of_tile, leg)),), {})
+    other = object.__new__(derived)
+    run.pipeline.strategy = replace(of_tile, name="other", **{leg: other})
+    reason = f"the step's operators know no way for {leg} like Other"
+    with pytest.raises(InputError, match=f"^--fused-steps always: .*for {reason}. Change that"):
+        asked(run)
+    assert obstacle(run.config, run.pipeline, run.optimizers) == reason

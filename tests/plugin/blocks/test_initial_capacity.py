@@ -1,0 +1,118 @@
+"""The room that a run's first steps have, beside what such a step then needs."""
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.pair_capacities import all_gather_counts, pairs_of
+from ns_multigpu.core.step.step_settings import padded, with_halos
+from ns_multigpu.locality.options import LocalityOptions
+from ns_multigpu.plugin.blocks.initial_capacity import InitialCapacity, rows_needed
+from ns_multigpu.plugin.blocks.step_capacities import StepCapacities
+from strategies.locality import locality
+from tests.lib.ranks import run_ranks
+from tests.strategies.scene import make_points, make_views
+from tests.strategies.test_law import PRIMITIVES, held_at, on_machines
+from tests.strategies.test_law_steps import LANDSCAPE, POINTS, ROOM, fill, made
+from tests.strategies.test_needs import target_of
+
+VIEWS = 3
+KIND = "gaussians, antialiased, absgrad"
+
+
+def counted(machines: int, world: World, relays: bool) -> dict[str, Any]:
+    """What two steps needed; what was counted before them, with room for all rows and for half as many."""
+    world = on_machines(world, machines)
+    spread = locality(world, LocalityOptions(relays=relays))
+    kind: Any = PRIMITIVES[KIND]()
+    views = make_views(2 * VIEWS, torch.float32, world.device, LANDSCAPE)
+    batches = [views[:VIEWS], views[VIEWS:]]
+    spread.placement.look(lambda: views)
+    held, _ = held_at(spread, make_points(POINTS, torch.float32, world.device))
+    params = {name: value.detach() for name, value in held.params.items()}
+    moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in params.items()}
+    kernels: Any = replace(kind, depth=False).kernels()
+    model = kernels.model(params, moments, {}, None)
+    handing = Relays.of(world) if relays else None
+    one, all_rows, few = (
+        rows_needed(kernels, model, spread, some, rows, handing)
+        for some, rows in ((batches[:1], 2048), (batches, 2048), (batches, 64))
+    )
+    guess = InitialCapacity(_run(spread, len(held)), world, _buffers(world, handing))
+    assert guess.due(None)
+    room = guess.capacities(None, views[0], batches, lambda: model, kernels)
+    assert not guess.due(room), "once is enough"
+    spread.placement._placings += 1  # type: ignore[attr-defined]
+    assert guess.due(room), "points are elsewhere"
+    anew = guess.capacities((7, room[1], 9), views[0], batches[:1], lambda: model, kernels)
+    blind = guess.capacities(None, views[0], [], lambda: model, kernels)
+    step = made(spread, kind, batches[0], params, moments, {}, False)
+    needed = []
+    for some in batches:
+        fill(step, some)
+        plan = with_halos(spread.plan(some), *LANDSCAPE)
+        step.take(plan, [target_of(patch, some) for patch in plan.owned[world.rank]])
+        status = step.status()
+        assert status.done == 1
+        needed.append(all_gather_counts(status.segments, world))
+    rooms = {"room": room, "anew": anew, "blind": blind}
+    return {"needed": needed, "counted": (one, all_rows, few), "rows": status.rows, **rooms}
+
+
+def _run(spread: Any, points: int) -> Any:
+    model = SimpleNamespace(shard_counts=[points], num_points=points, sharded=True)
+    return SimpleNamespace(strategy=spread, batch_size=VIEWS, model=model)
+
+
+def _buffers(world: World, relays: Relays | None, one_for_all: bool = False) -> Any:
+    numbers = relays.numbers if relays else 0
+    return SimpleNamespace(
+        relays=relays, one_for_all=one_for_all, pairs=lambda segment: pairs_of(segment, world.size, numbers)
+    )
+
+
+@pytest.mark.parametrize(("ranks", "machines", "relays"), [(4, 2, True), (4, 2, False)])
+def test_rows_are_counted_before_the_first_step(ranks: int, machines: int, relays: bool) -> None:
+    found = run_ranks(partial(counted, machines), ranks, relays)
+    first, second = found[0]["needed"]
+    both = tuple(tuple(map(max, *of_rank)) for of_rank in zip(first, second, strict=True))
+    one, all_rows, few = found[0]["counted"]
+    assert one == first != second and all_rows == both, "the most of any batch, and of each kind of rows"
+    assert sum(map(sum, both)) > 200 and found[0]["rows"] > 64
+    # Where there are more rows than room to count them, what was seen stands for the others.
+    assert 0.9 * sum(map(sum, both)) < sum(map(sum, few)) < 1.1 * sum(map(sum, both))
+    for outcome in found:
+        assert outcome["counted"] == found[0]["counted"], "all ranks know the same"
+        rows, pairs, intersections = outcome["room"]
+        assert pairs == tuple(tuple(map(padded, of_rank)) for of_rank in both)
+        assert outcome["anew"] == (7, tuple(tuple(map(padded, of_rank)) for of_rank in first), 9)
+        blind, numbers = outcome["blind"], len(both[0])
+        assert blind == (rows, pairs_of(rows, ranks, numbers), intersections), "nobody knows what comes: all of them"
+    assert ROOM["segment"] >= max(map(max, both))
+
+
+def test_nothing_is_counted_where_only_what_is_written_travels() -> None:
+    """Through peer memory, or where rows stay."""
+    world = replace(World.single(), size=2, local_size=2)
+    for spread, one_for_all in ((locality(world), True), (locality(World.single()), False)):
+        guess = InitialCapacity(_run(spread, 100), spread.world, _buffers(spread.world, None, one_for_all))
+        assert guess.due(None) and not guess.due((1, ((1,),), 1))
+        views: Any = make_views(VIEWS, torch.float32)
+        nobody: Any = None
+        rows, pairs, _ = guess.capacities(None, views[0], [views], nobody, nobody)
+        assert pairs == pairs_of(rows if one_for_all else padded(0), spread.world.size)
+
+
+def test_what_was_needed_before_a_placement_says_nothing_of_later_steps() -> None:
+    room = StepCapacities(10)
+    room.begin((1024, pairs_of(90_000, 2), 1024))
+    room.learn((10, pairs_of(80_000, 2), 10), False, 300)
+    room.begin((1024, pairs_of(90_000, 2), 1024))
+    room.learn((10, pairs_of(10, 2), 10), False, 300)
+    assert room.now is not None and room.now[1] == pairs_of(padded(10) + padded(10) // 8, 2)

@@ -1,0 +1,55 @@
+"""Steps that are put off, with Adam's eps as it is trained with: the course of steps that are all taken at once.
+
+With an eps of 1e-15 Adam makes a full step of a gradient that is rounding and nothing else. So both courses here sum in
+the same order, and differ by nothing but when the steps of points that no view shows are taken.
+"""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.blocks import training
+from ns_multigpu.primitives.gaussians.schema import ORDER
+from tests.lib.ranks import run_ranks
+from tests.lib.tile_training_run import MODEL, course, furthest
+from tests.lib.training_run import write_capture
+
+pytestmark = pytest.mark.slow
+
+STEPS, EPS, AWAY = 24, 1e-15, 5e-5
+OPTIONS: dict[str, Any] = {
+    "fused_steps": "always", "steps_per_checksum": 0, MODEL + "num_downscales": 0, MODEL + "warmup_length": 4,
+    MODEL + "background_color": "black", MODEL + "refine_every": 8, MODEL + "reset_alpha_every": 100,
+    **{f"optimizers.{name}.optimizer.eps": EPS for name in ORDER},
+}  # fmt: skip
+
+
+def both(world: World, capture: Path, runs: Path, tile: bool) -> tuple[Any, Any, list[int]]:
+    """The courses with steps put off and without, and how many points were behind at the ends of blocks."""
+    views = 2 if tile else 2 // world.size
+    behind: list[int] = []
+    flush = training.Step.flush
+
+    def watched(step: Any) -> None:
+        lazy = step._model.lazy
+        behind.append(0 if lazy is None else int((lazy.last < lazy.steps).sum()))
+        flush(step)
+
+    with patch.object(training.Step, "flush", watched):
+        found = [course(world, tile, capture, runs / "lazy", OPTIONS, STEPS, views, double=False)]
+        with patch.object(training, "lazy_serves", lambda *_: False):
+            found.append(course(world, tile, capture, runs / "dense", OPTIONS, STEPS, views, double=False))
+    return found[0], found[1], behind
+
+
+@pytest.mark.parametrize("tile", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_put_off_are_those_taken_at_once(ranks: int, tile: bool, tmp_path: Path) -> None:
+    write_capture(tmp_path / "capture", wide=False)
+    for lazy, dense, behind in run_ranks(both, ranks, tmp_path / "capture", tmp_path / "runs", tile):
+        assert max(behind) > 0 and len(behind) < STEPS, "nothing was put off, or blocks had one step each"
+        away = furthest(lazy, dense)
+        assert max(away.values()) < AWAY, away

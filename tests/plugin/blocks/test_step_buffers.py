@@ -1,0 +1,291 @@
+"""What outlives a step made anew: what rows travel through, and the room for images that graphs read."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ns_multigpu.core.assign.image_part import ImagePart
+from ns_multigpu.core.dist.peer_memory import TransportChoice
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.exchange import replicated_rows
+from ns_multigpu.core.exchange.hierarchical_rows import RelayedRows
+from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.pair_capacities import pairs_of
+from ns_multigpu.core.exchange.replicated_rows import PeerReplicas, ReplicatedRows
+from ns_multigpu.core.exchange.transports import CollectiveRows, PeerRows
+from ns_multigpu.core.step.step_settings import Status, StepSettings, with_halos
+from ns_multigpu.core.types import Patch, View
+from ns_multigpu.plugin.blocks import step_buffers
+from ns_multigpu.plugin.blocks.fused_rescue import bytes_of_step
+from ns_multigpu.plugin.blocks.step_buffers import StepBuffers
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
+from strategies import STRATEGIES
+
+SETTINGS = StepSettings(32, 48, views=4, ssim_lambda=0.2, rows=64, segment=32, intersections=256)
+
+
+def make_buffers(strategy: str, **options: Any) -> StepBuffers:
+    """Of the first of two ranks, which never meets the other."""
+    world = replace(World.single(), size=2)
+    config = SimpleNamespace(transport="collective", tile_lists="gather", wire="full")
+    vars(config).update(options)
+    return StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
+
+
+@pytest.mark.parametrize(("strategy", "kind"), [("tile", CollectiveRows), ("batch", ReplicatedRows)])
+def test_a_transport_serves_as_long_as_its_sizes_do(strategy: str, kind: type) -> None:
+    """Ranks have to meet for another, so it is not made anew for harmonics, or what MCMC weighs its terms with."""
+    buffers = make_buffers(strategy)
+    first = buffers.transport(SETTINGS, GaussianKernels(degree=0))
+    assert type(first) is kind
+    other = GaussianKernels(degree=1, opacity_weight=0.1, absgrad=True)
+    before = first.step_bytes if isinstance(first, CollectiveRows) else 0
+    assert buffers.transport(replace(SETTINGS, intersections=512), other) is first and first.kernels == other
+    if isinstance(first, CollectiveRows):  # two ranks, 32 rows; with two absolute gradients each from now on
+        assert first.step_bytes - before == 32 * 2 * 4
+    for change in ({"rows": 128}, {"segment": 64}, {"segment": ((64, 16), (8, 64))}):
+        second = buffers.transport(replace(SETTINGS, **change), other)
+        assert second is not first
+        pairs = pairs_of(change.get("segment", 32), 2)
+        assert (second.rows, second.pairs) == (change.get("rows", 64), pairs) and second.capacity == pairs[0][0]
+        first = second
+
+
+class OwnMemory:
+    """In the place of `PeerBuffer`, of a rank that never meets another: all buffers are one."""
+
+    made = 0
+
+    def __init__(self, size: int, world: World) -> None:
+        self._bytes = torch.zeros(size, dtype=torch.uint8)
+        OwnMemory.made += 1
+
+    def view(self, rank: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._bytes[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+
+
+def test_what_replicas_reach_serves_steps_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it has room, and not far too much. Models grow, and all ranks have to meet for another."""
+    monkeypatch.setattr(replicated_rows, "PeerBuffer", OwnMemory)
+    monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: TransportChoice("peer", "said so"))
+    OwnMemory.made = 0
+    buffers = make_buffers("batch", transport="auto")
+
+    def at(rows: int, **settings: Any) -> PeerReplicas:
+        found = buffers.transport(replace(SETTINGS, rows=rows, **settings), GaussianKernels(degree=0))
+        assert isinstance(found, PeerReplicas)
+        assert (found.rows, found.lines, len(found._table), len(found._slots)) == (rows,) * 4
+        assert found._at.tolist() == [found._table.data_ptr()]
+        return found
+
+    first = at(64)
+    assert at(128) is first and at(32) is first and OwnMemory.made == 1
+    second = at(132)
+    assert second is not first and at(9) is second and OwnMemory.made == 2, "so few are not too many"
+    assert at(9, exposures=True) is not second, "a message of another length"
+    large = at(1 << 22)
+    assert at((1 << 20) + 1) is not large, "of which three quarters would lie idle"
+
+
+def test_what_travels_with_its_room_has_none_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_buffers("batch").spared() == {"rows": False, "pairs": False}
+    assert make_buffers("tile").spared() == {"rows": True, "pairs": False}
+    monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: TransportChoice("peer", "said so"))
+    assert make_buffers("batch", transport="auto").spared() == {"rows": True, "pairs": False}
+    assert make_buffers("tile", transport="auto").spared() == {"rows": True, "pairs": True}
+    config = SimpleNamespace(transport="auto", tile_lists="gather", wire="full")
+    alone = SimpleNamespace(config=config, strategy=STRATEGIES["batch"](World.single()))
+    assert StepBuffers(alone, World.single()).spared()["rows"]
+
+
+def test_where_rows_stay_their_buffers_go_with_the_step() -> None:
+    """Before a refinement, and before room is asked for the next step's, of which they are a part."""
+    for strategy, stays in (("tile", True), ("batch", False)):
+        buffers = make_buffers(strategy)
+        first = buffers.transport(SETTINGS, GaussianKernels(degree=0))
+        buffers.forget()
+        assert (buffers.transport(SETTINGS, GaussianKernels(degree=0)) is first) == stays
+
+
+@pytest.mark.parametrize("peer", [False, True])
+def test_what_peers_write_to_each_other_is_counted(peer: bool) -> None:
+    """Rows there, and their gradients back, 64 bytes each. Collectives count for themselves."""
+    buffers = make_buffers("tile")
+    if peer:
+        rows: Any = PeerRows.__new__(PeerRows)
+        rows.kernels, buffers._transport = GaussianKernels(degree=0), rows
+    else:
+        buffers.transport(SETTINGS, GaussianKernels(degree=0))
+    before = buffers._world.traffic.sent
+    buffers.count_traffic(Status(done=2, rows=9, segments=(2, 5), intersections=30, full=False, sent=7))
+    assert buffers._world.traffic.sent - before == (7 * 2 * 64 if peer else 0)
+
+
+@pytest.mark.parametrize("name", ["peer", "collective"])
+def test_replicas_write_to_each_other_where_gpus_can(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_buffers, "choose_transport", lambda world, wanted, relayed: TransportChoice(name, wanted))
+    monkeypatch.setattr(step_buffers, "make_transport", lambda *_, peer, **__: peer)
+    buffers = make_buffers("batch", transport="auto")
+    assert buffers.tells is buffers.transport(SETTINGS, GaussianKernels(degree=0)) is (name == "peer")
+    assert not buffers.peer, "no rows travel"
+
+
+def test_what_replicas_write_to_each_other_is_counted() -> None:
+    """The rows that there are, in each step, and a message. Ranks meet in its `return`, where there is no collective to
+    be measured."""
+    buffers = make_buffers("batch")
+    buffers._transport = told = PeerReplicas.__new__(PeerReplicas)
+    told.world, told._line_bytes = World(0, 3, 0, 3, torch.device("cpu")), 76
+    told._messages = torch.zeros(3, 125, dtype=torch.int64)
+    before = buffers._world.traffic.sent
+    buffers.count_traffic(Status(done=3, rows=9, segments=(2, 5), intersections=30, full=False, sent=0))
+    assert buffers._world.traffic.sent - before == 3 * 2 * (1000 + 9 * 76)
+    buffers.tells = True
+    assert [part for part in ("project", "send", "return") if buffers.exchanges_in(part)] == ["return"]
+    buffers.forget()
+    assert buffers._transport is told, "ranks have to meet for another"
+
+
+def test_room_is_asked_for_rows_that_arrive() -> None:
+    """A segment from each rank, of 60 bytes a row at least; where rows stay there is nothing to arrive."""
+    small, large = (bytes_of_step((1024, pairs_of(size, 4), 4096), 3072, 4, travels=True) for size in (512, 1024))
+    assert large - small >= 4 * 512 * 60
+    alone = bytes_of_step((1024, pairs_of(512, 1), 4096), 3072, 1, travels=False)
+    assert alone == bytes_of_step((1024, pairs_of(9999, 1), 4096), 3072, 1, travels=False)
+
+
+def test_room_is_asked_for_the_rank_that_most_rows_arrive_at() -> None:
+    uneven = ((1000, 10, 10), (2000, 0, 30), (3000, 40, 0))
+    crowded = tuple((2000, 0, 0) for _ in range(3))  # as many in all, at rank 0
+    asked = [bytes_of_step((1024, pairs, 4096), 3072, 3, travels=True) for pairs in (uneven, crowded)]
+    assert asked[0] == asked[1] > bytes_of_step((1024, pairs_of(1999, 3), 4096), 3072, 3, travels=True)
+
+
+def test_images_lie_where_graphs_read_them() -> None:
+    view = View(torch.eye(4), torch.eye(3), SETTINGS.width, SETTINGS.height)
+    image = torch.randint(0, 256, (SETTINGS.height, SETTINGS.width, 3), dtype=torch.uint8)
+    patches = [Patch(0, 0, 0, 32, 16, 16), Patch(1, 0, 16, 32, 48, 16), Patch.whole(2, view)]
+    views = [view] * 3
+    buffers = make_buffers("tile")
+    for captures in (False, True):
+        buffers.captures = captures
+        buffers.make_pictures(SETTINGS, torch.uint8)
+        found = buffers.targets([ImagePart.whole({"image": image})] * 3, patches, views)
+        parts = [ImagePart.whole({"image": image + 1}).under(patch.rendered(view)) for patch in patches]
+        again = buffers.targets(parts, patches, views)
+        for patch, old, new in zip(patches, found, again, strict=True):
+            x0, y0, x1, y1 = patch.rendered(view)
+            assert new.is_contiguous() and torch.equal(new, image[y0:y1, x0:x1] + 1)
+            assert (old.data_ptr() == new.data_ptr()) == captures
+    buffers.make_pictures(SETTINGS, torch.uint8)
+    assert buffers.targets(parts, patches, views)[2].data_ptr() == again[2].data_ptr(), "a step made anew finds them"
+
+
+def test_there_is_room_for_the_patches_of_locality() -> None:
+    """Several patches of a view on one rank, with halos all around."""
+    buffers = make_buffers("locality")
+    buffers.captures, buffers._world = True, replace(World.single(), size=2)
+    buffers._strategy = STRATEGIES["locality"](buffers._world)
+    views = [View(torch.eye(4), torch.eye(3), SETTINGS.width, SETTINGS.height, k) for k in range(SETTINGS.views)]
+    plan = with_halos(buffers._strategy.plan(views), SETTINGS.width, SETTINGS.height)
+    buffers.make_pictures(SETTINGS, torch.uint8)
+    image = torch.randint(0, 256, (SETTINGS.height, SETTINGS.width, 3), dtype=torch.uint8)
+    for mine in plan.owned:
+        found = buffers.targets([ImagePart.whole({"image": image})] * len(mine), mine, views)
+        for patch, target in zip(mine, found, strict=True):
+            x0, y0, x1, y1 = patch.rendered(views[patch.view])
+            assert torch.equal(target, image[y0:y1, x0:x1])
+
+
+def test_lists_by_a_sort_want_bands() -> None:
+    with pytest.raises(InputError, match="locality cuts views into patches"):
+        make_buffers("locality", tile_lists="sort")
+
+
+def test_what_graphs_cannot_hold_is_launched() -> None:
+    assert not make_buffers("tile").captures, "on a CPU"
+    gpu = replace(World.single(), device=torch.device("cuda", 0))
+    config = SimpleNamespace(transport="collective", tile_lists="gather", wire="full")
+    for name in STRATEGIES:
+        for lists in ("gather",) if name in ("locality", "pixel") else ("gather", "sort"):
+            config.tile_lists = lists
+            pipeline = SimpleNamespace(config=config, strategy=STRATEGIES[name](gpu))
+            # No graph is worth it whose plan does not come again.
+            assert StepBuffers(pipeline, gpu).captures == (lists == "gather" and name != "pixel")
+
+
+@pytest.mark.parametrize(("peer", "ranks"), [(True, 2), (False, 2), (True, 1)])
+def test_half_a_wire_is_for_collectives(peer: bool, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one rank nothing goes on a wire, and nobody has to mind."""
+    choice = TransportChoice("peer" if peer else "collective", "said so")
+    monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, **__: choice)
+    world = replace(World.single(), size=ranks)
+    config = SimpleNamespace(transport="auto", tile_lists="gather", wire="half")
+    pipeline = SimpleNamespace(config=config, strategy=STRATEGIES["tile"](world))
+    if peer and ranks > 1:
+        with pytest.raises(InputError, match=r"^--pipeline\.wire half: .*or add --pipeline\.transport collective"):
+            StepBuffers(pipeline, world)
+        return
+    made = StepBuffers(pipeline, world).transport(SETTINGS, GaussianKernels(degree=0))
+    assert (made.half if isinstance(made, CollectiveRows) else None) == (True if ranks > 1 else None)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reach", "options", "handed"),
+    [
+        ("tile", True, {}, True), ("tile", False, {}, False), ("locality", False, {}, True),
+        ("tile", True, {"tile_lists": "sort"}, False), ("batch", True, {}, False),
+    ],
+)  # fmt: skip
+def test_which_rows_are_handed_on(
+    strategy: str, reach: bool, options: dict[str, str], handed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of `locality`; and others where there is peer memory to do it with: it changes the order of sums."""
+    names = {True: "mixed", False: "collective"}
+    monkeypatch.setattr(
+        step_buffers, "choose_transport", lambda *_, relayed: TransportChoice(names[reach and relayed], "said so")
+    )
+    world = replace(World.single(), size=4, local_size=2)
+    config = SimpleNamespace(transport="auto", tile_lists="gather", wire="full")
+    vars(config).update(options)
+    buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES[strategy](world)), world)
+    assert buffers.relays == (Relays(2, 2) if handed else None)
+    if handed or strategy == "tile":
+        numbers = 8 if handed else 4
+        made = buffers.transport(replace(SETTINGS, segment=16), GaussianKernels(degree=0)) if not reach else None
+        assert made is None or ((type(made) is RelayedRows) == handed and len(made.room) == numbers)
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_between_machines_a_wire_may_be_half_beside_peer_memory(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are handed on, and all that ranks count has room; what peers pass each other is counted as it leaves."""
+    wanted: list[bool] = []
+
+    def choose(*_: Any, relayed: bool) -> TransportChoice:
+        wanted.append(relayed)
+        return TransportChoice("mixed", "said so")
+
+    monkeypatch.setattr(step_buffers, "choose_transport", choose)
+    monkeypatch.setattr(step_buffers, "make_transport", lambda *_, **options: SimpleNamespace(**options, travels=True))
+    world = replace(World.single(), size=4, local_size=2, rank=1, local_rank=1)
+    wire = "half" if half else "full"
+    config = SimpleNamespace(transport="auto", tile_lists="gather", wire=wire)
+    buffers = StepBuffers(SimpleNamespace(config=config, strategy=STRATEGIES["locality"](world)), world)
+    relays = Relays(2, 2)
+    assert wanted == [True] and buffers.relays == relays
+    assert not buffers.peer and not buffers.one_for_all, "each pair has its own room"
+    assert buffers.pairs(7) == pairs_of(7, 4, 8)
+    # On rank 2: 2 of its own, and from rank 3; 70 from machine 0, of which its counterpart there is rank 0.
+    arrive = {2: {relays.inside(0): 2, relays.handed(0, 0): 70}, 3: {relays.inside(0): 5, relays.handed(0, 0): 9}}
+    table = tuple(tuple(arrive.get(rank, {}).get(k, 0) for k in range(8)) for rank in range(4))
+    with_relays = bytes_of_step((1024, table, 4096), 3072, 4, travels=True, relays=relays)
+    direct = tuple(tuple((2, 5, 70, 9)[rank] if to == 2 else 0 for to in range(4)) for rank in range(4))
+    assert with_relays == bytes_of_step((1024, direct, 4096), 3072, 4, travels=True)
+    made: Any = buffers.transport(SETTINGS, GaussianKernels(degree=0))
+    assert made.peer and made.half == half
+    assert RelayedRows.written_bytes(object.__new__(RelayedRows), 1, 9, 7) == 0

@@ -1,0 +1,254 @@
+"""Each kind of bad capture is refused before an image is decoded, with all that is wrong named."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from nerfstudio.cameras.cameras import Cameras, CameraType
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+from PIL import Image
+
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.capture.checks import camera_problems, different_captures, list_problems, transforms_problems
+from ns_multigpu.plugin.capture.image_files import read_header
+from ns_multigpu.plugin.capture.parsing import unreadable
+from ns_multigpu.plugin.faults.errors import InputError
+from tests.lib.captures import edit, manager, write_capture
+from tests.lib.ranks import run_ranks
+
+
+def _cameras(views: int = 4, **changes: object) -> Cameras:
+    poses = torch.eye(4)[:3].repeat(views, 1, 1)
+    poses[:, 0, 3] = torch.arange(views)
+    values = {"fx": torch.full((views, 1), 20.0), "fy": torch.full((views, 1), 20.0), "cx": 12.0, "cy": 8.0}
+    values |= {"width": 24, "height": 16, "camera_type": CameraType.PERSPECTIVE, **changes}
+    return Cameras(camera_to_worlds=poses, **values)  # type: ignore[arg-type]
+
+
+NAMES = [f"photo_{i}" for i in range(4)]
+
+
+def test_good_cameras_pass() -> None:
+    assert camera_problems(_cameras(), NAMES) == []
+    turned = _cameras()
+    turned.camera_to_worlds[:, :, :3] = torch.linalg.qr(torch.rand(4, 3, 3))[0]
+    turned.camera_to_worlds[:, :, :3] *= torch.linalg.det(turned.camera_to_worlds[:, :, :3])[:, None, None]
+    turned.camera_to_worlds = (turned.camera_to_worlds * 1000).round() / 1000
+    assert camera_problems(turned, NAMES) == [], "a pose written with three digits is rigid enough"
+
+
+def _pose(row: int, column: int, value: float) -> Callable[[Cameras], None]:
+    def change(cameras: Cameras) -> None:
+        cameras.camera_to_worlds[1, row, column] = cameras.camera_to_worlds[3, row, column] = value
+
+    return change
+
+
+def _field(name: str, value: float) -> Callable[[Cameras], None]:
+    def change(cameras: Cameras) -> None:
+        column = getattr(cameras, name).clone()
+        column[1] = column[3] = value
+        setattr(cameras, name, column)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_pose(0, 3, math.nan), "its pose is NaN or infinite"),
+        (_pose(2, 2, math.inf), "its pose is NaN or infinite"),
+        (_pose(0, 0, 2.0), "its pose is not rigid"),
+        (_pose(0, 1, 0.1), "its pose is not rigid"),
+        (_pose(1, 1, -1.0), "its pose is mirrored"),
+        (_field("fx", 0.0), "its focal length is zero, negative"),
+        (_field("fy", -20.0), "its focal length is zero, negative"),
+        (_field("fx", math.nan), "its focal length is zero, negative, NaN"),
+        (_field("cy", math.inf), "its principal point is NaN or infinite"),
+        (_field("width", 0), "its width or height is below 1"),
+    ],
+)
+def test_every_bad_camera_is_named_once(change: Callable[[Cameras], None], said: str) -> None:
+    cameras = _cameras()
+    change(cameras)
+    lines = camera_problems(cameras, NAMES)
+    assert [line.split(":")[0] for line in lines] == ["photo_1", "photo_3"] and all(said in line for line in lines)
+
+
+@pytest.mark.parametrize("kind", [k for k in CameraType if k.name not in ("PERSPECTIVE", "FISHEYE", "FISHEYE624")])
+def test_camera_models_that_cannot_be_splatted_are_named(kind: CameraType) -> None:
+    [first, *_] = camera_problems(_cameras(camera_type=kind), NAMES)
+    assert first == f"photo_0: camera model {kind.name} cannot be splatted; PERSPECTIVE, FISHEYE, FISHEYE624 can"
+
+
+def test_distortions_that_nerfstudio_cannot_take_out() -> None:
+    lines = camera_problems(_cameras(distortion_params=torch.tensor([0, 0, 0, 0.1, 0, 0]).repeat(4, 1)), NAMES)
+    assert len(lines) == 4 and "k4 of a perspective camera" in lines[0]
+    lines = camera_problems(_cameras(distortion_params=torch.full((4, 6), math.nan)), NAMES)
+    assert any("a distortion parameter is NaN" in line for line in lines)
+    lines = camera_problems(_cameras(camera_type=CameraType.FISHEYE624), NAMES)
+    assert "needs a fisheye_crop_radius" in lines[0]
+
+
+def test_lists_of_files() -> None:
+    names = [Path(name) for name in ("a", "b", "a", "c")]
+    assert list_problems(names, _cameras(), None) == ["a: listed 2 times, with different poses"]
+    twice = _cameras()
+    twice.camera_to_worlds[2] = twice.camera_to_worlds[0]
+    assert list_problems(names, twice, None) == []
+    assert list_problems(names[:2], _cameras(2), [Path("m")]) == [
+        "1 masks for 2 images: every image needs one, or none has one"
+    ]
+    assert "3 images for 4 cameras" in camera_problems(_cameras(), NAMES[:3])[0]
+
+
+def _differ(world: World) -> list[list[str]]:
+    moved = _cameras()
+    moved.camera_to_worlds[0, 0, 3] += world.rank
+    return [
+        different_captures(_cameras(), NAMES, world),
+        different_captures(_cameras(), NAMES[world.rank :], world),
+        different_captures(_cameras(), [f"{name}{world.rank}" for name in NAMES], world),
+        different_captures(moved, NAMES, world),
+    ]
+
+
+def test_ranks_that_read_different_captures_are_named() -> None:
+    for same, fewer, renamed, moved in run_ranks(_differ, 2):
+        assert same == []
+        assert fewer == ["rank 1 has 3 views and rank 0 has 4"]
+        said = "rank 1 has image files of other names than rank 0, 4 of them: view 0 is photo_01, and photo_00 there"
+        assert renamed == [said]
+        assert moved == ["rank 1 has other poses than rank 0: of 1 view, photo_0 first"]
+
+
+# ---- files ----
+
+
+@pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp", ".bmp"])
+def test_headers_of_whole_and_of_truncated_files(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"photo{suffix}"
+    Image.effect_noise((24, 16), 50).convert("RGB").save(path)
+    assert read_header(path, None, (24, 16)).channels == 3
+    assert read_header(path, None, (12, 8), scale=0.5).problems == ()
+    [line] = read_header(path, None, (24, 17)).problems
+    assert line == f"{path}: it has 24x16 pixels and its camera 24x17; " + line.split("; ", 1)[1]
+    whole = path.read_bytes()
+    for part in (len(whole) - 40, len(whole) // 2, 5, 0):
+        path.write_bytes(whole[:part])
+        [line] = read_header(path, None, (24, 16)).problems
+        assert line.startswith(f"{path}: it is truncated or unreadable")
+    if suffix in (".png", ".jpg"):
+        path.write_bytes(whole + b"what a camera writes behind the picture")
+        assert read_header(path, None, (24, 16)).problems == ()
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("L", 3), ("RGBA", 4), ("P", 0), ("LA", 0), ("1", 0), ("I;16", 0)])
+def test_kinds_of_pixels(tmp_path: Path, mode: str, channels: int) -> None:
+    path = tmp_path / "photo.png"
+    Image.new(mode, (24, 16)).save(path)
+    header = read_header(path, None, (24, 16))
+    assert header.channels == channels
+    assert bool(header.problems) == (channels == 0) and all(f"of kind {mode}" in line for line in header.problems)
+
+
+def test_masks(tmp_path: Path) -> None:
+    photo, mask = tmp_path / "photo.png", tmp_path / "mask.png"
+    Image.new("RGB", (24, 16)).save(photo)
+    assert read_header(photo, mask, (24, 16)).problems == (f"{mask}: there is no such file",)
+    for mode in ("L", "1", "P"):
+        Image.new(mode, (24, 16)).save(mask)
+        assert read_header(photo, mask, (24, 16)).problems == ()
+    Image.new("L", (12, 16)).save(mask)
+    assert read_header(photo, mask, (24, 16)).problems == (f"{mask}: the mask has 12x16 pixels and the camera 24x16",)
+    Image.new("RGB", (24, 16)).save(mask)
+    assert "a mask must have one channel and this is RGB" in read_header(photo, mask, (24, 16)).problems[0]
+
+
+# ---- whole captures ----
+
+
+def _refused(folder: Path, world: World) -> str:
+    try:
+        manager(folder, world).check_capture()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def _every_fault_at_once(world: World, folder: Path) -> str:
+    return _refused(folder, world)
+
+
+def test_all_bad_files_of_both_splits_are_listed_on_every_rank(tmp_path: Path) -> None:
+    folder = write_capture(tmp_path / "capture", masks=True)
+    (folder / "images/photo_04.png").unlink()  # of the held-out ones
+    (folder / "images/photo_05.png").unlink()
+    (folder / "images/photo_07.png").write_bytes((folder / "images/photo_07.png").read_bytes()[:200])
+    Image.new("RGB", (20, 16)).save(folder / "images/photo_08.png")
+    Image.new("L", (20, 16)).save(folder / "images/mask_10.png")
+    (folder / "images/photo_11.png").write_text("not a picture")
+    messages = run_ranks(_every_fault_at_once, 2, folder)
+    assert messages[0] == messages[1]
+    for said in (
+        "6 fault(s)", "photo_04.png: there is no such file", "photo_05.png: there is no such file",
+        "photo_07.png: it is truncated", "photo_08.png: it has 20x16 pixels and its camera 24x16",
+        "mask_10.png: the mask has 20x16 pixels", "photo_11.png: it is truncated or unreadable",
+    ):  # fmt: skip
+        assert said in messages[0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_pose_that_is_no_number_does_not_blame_the_others(tmp_path: Path, value: float) -> None:
+    folder = write_capture(tmp_path / "capture")
+    for frame in (3, 7):
+        matrix = json.loads((folder / "transforms.json").read_text())["frames"][frame]["transform_matrix"]
+        matrix[0][3] = value
+        edit(folder, frame, transform_matrix=matrix)
+    message = _refused(folder, World.single())
+    assert "2 fault(s)" in message and "photo_03.png: its pose is NaN" in message and "photo_07" in message
+
+
+def test_poses_and_intrinsics_of_a_whole_capture(tmp_path: Path) -> None:
+    folder = write_capture(tmp_path / "capture")
+    assert _refused(folder, World.single()) == ""
+    meta = json.loads((folder / "transforms.json").read_text())
+    for frame in (2, 4):
+        matrix = meta["frames"][frame]["transform_matrix"]
+        edit(folder, frame, transform_matrix=[[2 * v for v in row[:3]] + row[3:] for row in matrix])
+    message = _refused(folder, World.single())
+    assert "2 fault(s)" in message and "photo_02.png: its pose is not rigid" in message and "photo_04" in message
+    folder = write_capture(tmp_path / "focal", fl_x=0.0)
+    assert _refused(folder, World.single()).count("its focal length is zero") == 12
+    folder = write_capture(tmp_path / "model", camera_model="EQUIRECTANGULAR")
+    assert "photo_00.png: camera model EQUIRECTANGULAR cannot be splatted" in _refused(folder, World.single())
+    edit(folder, None, camera_model="FOV")
+    assert "camera model FOV is unknown; SIMPLE_PINHOLE, PINHOLE" in _refused(folder, World.single())
+
+
+def test_transforms_files(tmp_path: Path) -> None:
+    assert transforms_problems(tmp_path) == []
+    path = tmp_path / "transforms.json"
+    for text, said in (("{", "not valid JSON"), ('{"frames": []}', "no list of frames"), ("[]", "no list of frames")):
+        path.write_text(text)
+        assert said in transforms_problems(tmp_path)[0] and said in transforms_problems(path)[0]
+    path.write_text('{"frames": [{"transform_matrix": [[1, 2], [3]]}]}')
+    assert [line.split(": ")[1] for line in transforms_problems(path)] == [
+        "it has no file_path", "its transform_matrix is not a table of 4 x 4 numbers"
+    ]  # fmt: skip
+
+
+def test_a_dataparser_that_stops_at_the_first_file_is_made_to_name_all(tmp_path: Path) -> None:
+    folder = write_capture(tmp_path / "capture")
+    for index in (0, 6):
+        (folder / f"images/photo_{index:02d}.png").unlink()
+    config = NerfstudioDataParserConfig(data=folder, load_3D_points=False)
+    with pytest.raises(FileNotFoundError) as caught:
+        config.setup().get_dataparser_outputs("train")
+    (folder / "images/photo_07.png").write_text("not a picture")
+    lines = sorted(unreadable(config, caught.value))
+    assert [Path(line.split(":")[0]).name for line in lines] == ["photo_00.png", "photo_06.png", "photo_07.png"]
+    assert unreadable(config, NotImplementedError("FOV"))[0].endswith("NotImplementedError: FOV")

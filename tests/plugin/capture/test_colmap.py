@@ -1,0 +1,93 @@
+"""COLMAP's files: what is read of them is what nerfstudio reads, and none that was cut short passes for whole."""
+
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+from nerfstudio.data.utils import colmap_parsing_utils as nerfstudio
+
+from ns_multigpu.plugin.capture.colmap import ColmapView, look_at, point_count
+from tests.lib.colmap_files import SIZE, Shot, shots, write_binary, write_text
+
+FOX = Path(__file__).parents[4] / "shared" / "data" / "fox" / "sparse" / "0"
+
+
+@pytest.mark.parametrize("write", [write_binary, write_text])
+def test_what_is_whole_has_no_problem(tmp_path: Path, write: object) -> None:
+    images = [Shot(7, 1, "b.jpg"), Shot(3, 1, "a.jpg"), Shot(9, 1, "c.jpg")]
+    write(tmp_path, images)  # type: ignore[operator]
+    found = look_at(tmp_path)
+    assert found.problems == []
+    assert found.views == [ColmapView(name, *SIZE) for name in ("a.jpg", "b.jpg", "c.jpg")], "by image id"
+    assert found.points == 20 == point_count(tmp_path)
+    tracks = nerfstudio.read_points3D_binary if write is write_binary else nerfstudio.read_points3D_text
+    file = next(tmp_path.glob("points3D.*"))
+    assert found.observations == sum(len(point.image_ids) for point in tracks(file).values())
+
+
+@pytest.mark.skipif(not FOX.is_dir(), reason=f"the fox capture is not at {FOX}")
+def test_a_real_reconstruction() -> None:
+    found = look_at(FOX)
+    images = nerfstudio.read_images_binary(FOX / "images.bin")
+    points = nerfstudio.read_points3D_binary(FOX / "points3D.bin")
+    assert found.problems == [] and found.points == len(points)
+    assert found.observations == sum(len(point.image_ids) for point in points.values())
+    assert [view.name for view in found.views] == [images[number].name for number in sorted(images)]
+
+
+@pytest.mark.parametrize("file", ["cameras.bin", "images.bin", "points3D.bin"])
+def test_a_binary_file_cut_anywhere_is_named(tmp_path: Path, file: str) -> None:
+    write_binary(tmp_path, shots(4), points=5)
+    whole = (tmp_path / file).read_bytes()
+    for length in range(len(whole)):
+        (tmp_path / file).write_bytes(whole[:length])
+        (problem,) = look_at(tmp_path).problems
+        assert file in problem and ("truncated" in problem or "empty" in problem), f"{length} bytes: {problem}"
+    (tmp_path / file).write_bytes(whole)
+    assert look_at(tmp_path).problems == []
+
+
+@pytest.mark.parametrize(("file", "keep"), [("cameras.txt", 4), ("images.txt", 7), ("points3D.txt", 5)])
+def test_a_text_file_whose_last_line_is_cut_is_named(tmp_path: Path, file: str, keep: int) -> None:
+    write_text(tmp_path, shots(4))
+    lines = [line for line in (tmp_path / file).read_text().splitlines() if line.split() and line[0] != "#"]
+    last = " ".join(lines[-1].split()[:keep])
+    (tmp_path / file).write_text("\n".join([*lines[:-1], last]))
+    assert any(file in problem for problem in look_at(tmp_path).problems)
+
+
+@pytest.mark.parametrize("kind", ["bin", "txt"])
+@pytest.mark.parametrize("file", ["cameras", "images"])
+def test_a_file_that_is_missing_or_lists_nothing(tmp_path: Path, file: str, kind: str) -> None:
+    (write_binary if kind == "bin" else write_text)(tmp_path, shots(4))
+    path = tmp_path / f"{file}.{kind}"
+    path.write_bytes(struct.pack("<Q", 0) if kind == "bin" else b"# nothing\n")
+    assert any(f"lists no {file}" in problem for problem in look_at(tmp_path).problems)
+    path.unlink()
+    (problem,) = look_at(tmp_path).problems
+    assert "no such file" in problem or "no cameras.bin and no cameras.txt" in problem
+
+
+def test_a_model_without_points(tmp_path: Path) -> None:
+    write_binary(tmp_path, shots(4), points=0)
+    assert look_at(tmp_path).points == 0 == point_count(tmp_path)
+    (tmp_path / "points3D.bin").unlink()
+    assert look_at(tmp_path).points is None and point_count(tmp_path) is None
+    shutil.copy(write_text(tmp_path / "text", shots(4)) / "points3D.txt", tmp_path)
+    assert look_at(tmp_path).points == 20 == point_count(tmp_path), "as nerfstudio does, where there is no .bin"
+
+
+def test_what_cannot_be_is_named(tmp_path: Path) -> None:
+    write_binary(tmp_path, [*shots(3), Shot(9, 77, "lost.jpg")], model=6)
+    problems = look_at(tmp_path).problems
+    assert any("FULL_OPENCV" in line and "SIMPLE_RADIAL" in line for line in problems)
+    assert any("lost.jpg: its camera 77 is not in cameras.bin" in line for line in problems)
+    data = bytearray((tmp_path / "images.bin").read_bytes())
+    data[12:20] = struct.pack("<d", float("inf"))
+    (tmp_path / "images.bin").write_bytes(data)
+    assert any("shot 00.jpg: its pose is NaN or infinite" in line for line in look_at(tmp_path).problems)
+    data = bytearray((tmp_path / "cameras.bin").read_bytes())
+    data[12:16] = struct.pack("<i", 99)
+    (tmp_path / "cameras.bin").write_bytes(data)
+    assert any("number 99" in line for line in look_at(tmp_path).problems)

@@ -1,0 +1,194 @@
+"""Every rank sees the same views; images wait on disk, or in memory, and are the same in both cases."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.data.datamanagers.full_images_datamanager import FullImageDatamanager, FullImageDatamanagerConfig
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+
+from ns_multigpu.core.assign.assignment import DealtViews
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.types import View
+from ns_multigpu.plugin.capture.city_dataparser import CityDataParserConfig
+from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.capture.image_store import ImageData
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.faults.host_memory import available_memory, own_memory
+from tests.lib.captures import HEIGHT, WIDTH, manager, write_capture
+from tests.lib.ranks import run_ranks
+
+
+def _images(data: DistributedDataManager, steps: int, size: int) -> list[tuple[int, ImageData]]:
+    """What arrives here, over some steps of training."""
+    world = data.world
+    seen = []
+    for step in range(steps):
+        batch = data.train_batch(step, size)
+        shapes = [data.train_shapes[index] for index in batch]
+        views = [View(torch.eye(4), torch.eye(3), shape.width, shape.height) for shape in shapes]
+        plan = DealtViews().assign(views, world.size, [data.train_share.holder(i) for i in batch])
+        arrived = data.train_share.deliver(batch, plan, world.device, views)
+        seen += [(batch[patch.view], dict(arrived[patch].data)) for patch in plan.owned[world.rank]]
+    return seen
+
+
+def _course(world: World, folder: Path, gigabytes: float | None) -> list[tuple[int, ImageData]]:
+    data = manager(folder, world, image_memory_gb=gigabytes)
+    data.check_capture()
+    assert data.train_share.store.complete == (gigabytes is None) and data.eval_share.own
+    if gigabytes is not None:
+        assert data.train_share.store.decoded == 0, "nothing is decoded before it is needed"
+        assert data.train_share.store.nbytes + data.eval_share.store.nbytes <= gigabytes * 1e9
+    seen = _images(data, steps=16, size=2)
+    for place, (camera, batch) in enumerate(data.fixed_indices_eval_dataloader):
+        assert int(camera.height.item()) == batch["image"].shape[0]
+        seen.append((100 + data.eval_share.own[place], batch))
+    seen += [(200, data.next_eval_image(3)[1]), (300, data.next_train(5)[1])]
+    return [(index, {name: part.clone() for name, part in image.items()}) for index, image in seen]
+
+
+def _both_courses(world: World, folder: Path, gigabytes: float) -> list[list[tuple[int, ImageData]]]:
+    return [_course(world, folder, None), _course(world, folder, gigabytes)]
+
+
+@pytest.mark.parametrize(("size", "distorted"), [(1, False), (1, True), (2, True)])
+def test_images_decoded_on_demand_are_those_of_memory(tmp_path: Path, size: int, distorted: bool) -> None:
+    lens: dict[str, Any] = {"k1": 0.05, "p1": 0.01} if distorted else {}
+    folder = write_capture(tmp_path / "capture", masks=True, **lens)
+    little = 5 * (WIDTH * HEIGHT * 4 + 128) / 1e9  # of 9 training and 3 held-out images, two of each
+    for one, other in run_ranks(_both_courses, size, folder, little):
+        assert [index for index, _ in one] == [index for index, _ in other]
+        for (_, a), (_, b) in zip(one, other, strict=True):
+            assert torch.equal(a["image"], b["image"]) and torch.equal(a["mask"], b["mask"])
+
+
+@pytest.mark.parametrize(
+    "lens",
+    [{}, {"k1": 0.05, "k2": -0.01, "p1": 0.01}, {"camera_model": "OPENCV_FISHEYE", "k1": 0.05, "k2": 0.01}],
+    ids=["pinhole", "opencv", "fisheye"],
+)
+def test_cameras_and_images_are_nerfstudios(tmp_path: Path, lens: dict[str, Any]) -> None:
+    """What is known before an image is read equals what nerfstudio learns by reading all of them."""
+    folder = write_capture(tmp_path / "capture", masks=True, **lens)
+    data = manager(folder, World.single())
+    data.check_capture()
+    share = data.train_share
+    parser = NerfstudioDataParserConfig(
+        data=folder,
+        load_3D_points=False,
+        eval_mode="interval",
+        eval_interval=4,
+        downscale_factor=1,  # type: ignore
+    )
+    plain = FullImageDatamanagerConfig(dataparser=parser, cache_images="gpu", cache_images_type="uint8")
+    theirs = FullImageDatamanager(plain, device="cpu")
+    images = theirs.cached_train
+    ours: Cameras = data.train_dataset.cameras
+    for name in ("fx", "fy", "cx", "cy", "width", "height"):
+        assert torch.equal(getattr(ours, name).float(), getattr(theirs.train_dataset.cameras, name).float()), name
+    assert bool((ours.distortion_params == 0).all())
+    for index in range(len(images)):
+        mine = share.image(index, torch.device("cpu"))
+        assert torch.equal(mine["image"], images[index]["image"]) and torch.equal(mine["mask"], images[index]["mask"])
+
+
+def test_a_render_on_demand_capture_is_never_rendered_as_a_whole() -> None:
+    parser = CityDataParserConfig(blocks=1, views=4000, width=16, height=8, samples=1, points=50, cache_mb=0)
+    config = DistributedDataManagerConfig(dataparser=parser, image_memory_gb=2e-5)  # type: ignore[arg-type]
+    data = DistributedDataManager(config, device="cpu")
+    data.check_capture()
+    seen = _images(data, steps=20, size=4)
+    assert len(seen) == 80 and all(image["image"].shape == (8, 16, 3) for _, image in seen)
+    assert data.train_share.store.decoded <= 80 + data.train_share.lookahead
+    index, image = seen[-1]
+    direct = torch.from_numpy(data.train_dataset.get_numpy_image(index))  # type: ignore[attr-defined]
+    assert torch.equal(image["image"], direct)
+
+
+def test_the_views_after_an_epoch_drawn_by_distance_can_be_seen_ahead(tmp_path: Path) -> None:
+    folder = write_capture(tmp_path / "capture", views=16)
+    options: dict[str, Any] = {"train_cameras_sampling_strategy": "fps", "fps_reset_every": 6}
+    little = 8 * (WIDTH * HEIGHT * 3 + 128) / 1e9
+    kept, streamed = (manager(folder, World.single(), image_memory_gb=gb, **options) for gb in (None, little))
+    assert streamed.train_share.lookahead and not kept.train_share.lookahead
+    orders = [[index for index, _ in _images(data, steps=12, size=2)] for data in (kept, streamed)]
+    assert orders[0] == orders[1]
+
+
+def test_the_memory_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_capture(tmp_path / "capture")
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(InputError, match=r"--pipeline.datamanager.image-memory-gb"):
+            manager(folder, World.single(), image_memory_gb=wrong)
+    with pytest.raises(InputError, match=r"training images do not fit. Raise .*image-memory-gb.\n.*no room for two"):
+        _ = manager(folder, World.single(), image_memory_gb=3e-6).train_share
+    # Two held-out images take all of it and more: none is left for the others, not less than none.
+    with pytest.raises(InputError, match=r"their share of the memory, 0 GB, has no room for two images of \d"):
+        _ = manager(folder, World.single(), image_memory_gb=1e-6).train_share
+    monkeypatch.setattr("ns_multigpu.plugin.capture.datamanager.available_memory", lambda: 20_000)
+    data = manager(folder, World.single())
+    assert data.image_memory == 10_000 and not data.train_share.store.complete
+    beside_another = manager(folder, replace(World.single(), local_size=2))
+    assert beside_another.image_memory == 5_000, "workers of one machine share its memory"
+    monkeypatch.setattr("ns_multigpu.plugin.capture.datamanager.available_memory", lambda: None)
+    assert manager(folder, World.single()).image_memory is None
+
+
+A_BLOCK_MORE = """
+from ns_multigpu.plugin.faults.host_memory import own_memory
+before = own_memory()
+block = b"1" * (64 << 20)
+print(*(now - then for now, then in zip(own_memory(), before)))
+"""
+
+
+def test_own_memory() -> None:
+    """In a process where nobody else takes memory or gives it back."""
+    grown = subprocess.run([sys.executable, "-c", A_BLOCK_MORE], capture_output=True, text=True, check=True).stdout
+    found = [int(word) for word in grown.split()]
+    assert len(found) == 2 and all(60 << 20 < more < 80 << 20 for more in found), found
+
+
+def test_available_memory(tmp_path: Path) -> None:
+    assert (available_memory() or 0) > 1 << 20
+    proc, group = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "1").mkdir(parents=True)
+    (proc / "1" / "statm").write_text("900 500 100 1 0 300 0\n")
+    assert own_memory(1, proc) == (400 * os.sysconf("SC_PAGE_SIZE"),) * 2
+    group.mkdir()
+    assert available_memory(proc, group) is None
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    assert available_memory(proc, group) == 4000 << 10
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("1000000\n")
+    assert available_memory(proc, group) == 4000 << 10
+    (group / "memory.max").write_text("1500000\n")
+    (group / "memory.stat").write_text("anon 5\ninactive_file 200000\n")
+    assert available_memory(proc, group) == 700_000
+
+
+def _held(world: World, folder: Path) -> None:
+    data = manager(folder, world)
+    data.hold_by([2, 1, 0, 0, 0, 0, 0, 0, 1])
+    own = [[2, 3, 4, 5, 6, 7], [1, 8], [0]][world.rank]
+    assert data.train_share.own == own and data.train_share.store.decoded == len(own)
+    assert data.train_share.holder(0) == 2
+    assert data.eval_share.own == [world.rank], "held-out views are dealt out as ever"
+    with pytest.raises(RuntimeError, match="hold_by: the training images are held already"):
+        data.hold_by([0] * 9)
+    assert manager(folder, world).train_share.own == [world.rank, world.rank + 3, world.rank + 6]
+    data = manager(folder, world)
+    data.hold_by([0] * 8)
+    with pytest.raises(ValueError, match="one rank for each of 9 views, not 8"):
+        _ = data.train_share
+
+
+def test_images_are_held_where_it_is_said(tmp_path: Path) -> None:
+    run_ranks(_held, 3, write_capture(tmp_path / "capture"))

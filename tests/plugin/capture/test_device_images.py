@@ -1,0 +1,206 @@
+"""The images of a fused step's views: kept on every GPU, or brought from the ranks that hold them."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ns_multigpu.core.assign.assignment import DealtViews
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.core.types import View
+from ns_multigpu.plugin.capture import device_images, image_share
+from ns_multigpu.plugin.capture.device_images import DeviceImages
+from ns_multigpu.plugin.capture.image_share import ImageShare
+from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape
+from tests.lib.ranks import run_ranks
+
+COUNT = 9
+SHAPE = ImageShape(4, 5, 3, torch.uint8, False)
+BATCHES = ([0, 1, 2, 3], [5, 5, 0, 5], [8, 7], [2, 4, 6, 8, 0, 2])
+
+
+def _image(index: int) -> Tensor:
+    return torch.randint(0, 256, (4, 5, 3), generator=torch.Generator().manual_seed(index), dtype=torch.uint8)
+
+
+def _decode(index: int) -> ImageData:
+    return {"image": _image(index)}
+
+
+def _views(count: int) -> list[View]:
+    return [View(torch.eye(4), torch.eye(3), 5, 4) for _ in range(count)]
+
+
+def _images(world: World, budget: int | None = None) -> DeviceImages:
+    share = ImageShare([SHAPE] * COUNT, _decode, world, label="test", budget=budget)
+    return DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
+
+
+def _brought(world: World, budget: int | None) -> int:
+    images = _images(world, budget)
+    before = world.traffic.sent
+    for batch in BATCHES:
+        views = _views(len(batch))
+        each = len(batch) // world.size
+        mine = batch[world.rank * each : (world.rank + 1) * each]
+        found = images.get(batch, DealtViews().assign(views, world.size), views)
+        assert len(found) == each
+        assert all(torch.equal(part.data["image"], _image(index)) for part, index in zip(found, mine, strict=True))
+    return world.traffic.sent - before
+
+
+@pytest.mark.parametrize(("size", "budget"), [(1, None), (2, None), (2, 128)])
+def test_images_come_from_the_ranks_that_hold_them(size: int, budget: int | None) -> None:
+    sent = run_ranks(_brought, size, budget)
+    # Rank 0 holds the even views. Of the batches' second halves it is 2; 0; none; 8, 0, 2 that rank 1 gets from it.
+    assert sum(sent) == 0 if size == 1 else sent[0] >= 5 * SHAPE.nbytes
+
+
+def _at_home(world: World) -> int:
+    """Every rank owns patches of what it holds: nothing may be exchanged, nor copied."""
+    share = ImageShare([SHAPE] * COUNT, _decode, world, label="test", homes=[0, 0, 0, 1, 1, 1, 0, 0, 1])
+    images = DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
+
+    def nothing_moves(*_: object) -> Tensor:
+        raise AssertionError("ranks meet though no image moves")
+
+    image_share.exchange_rows = nothing_moves  # type: ignore[assignment]
+    block = share.store._block.untyped_storage().data_ptr()
+    for batch in ([0, 3], [1, 4, 2, 5], [8, 6]):
+        views = _views(len(batch))
+        plan = DealtViews().assign(views, world.size, [share.holder(index) for index in batch])
+        for patch, part in zip(plan.owned[world.rank], images.get(batch, plan, views), strict=True):
+            assert torch.equal(part.data["image"], _image(batch[patch.view]))
+            assert part.data["image"].untyped_storage().data_ptr() == block
+    return world.traffic.sent
+
+
+def test_nobody_waits_where_every_image_is_where_it_is_needed() -> None:
+    assert run_ranks(_at_home, 2) == [0, 0]
+
+
+def _all_here(world: World) -> int:
+    """How often ranks meet until each has all images."""
+    images, met = _images(world), list[int]()
+    images._fits = True
+    device_images._AT_ONCE = 4 * SHAPE.nbytes
+    exchange = image_share.exchange_rows
+
+    def counted(*given: Any) -> Tensor:
+        met.append(1)
+        return exchange(*given)
+
+    image_share.exchange_rows = counted
+    images.bring(1, lambda image: image)
+    assert images.kept is not None and len(images.kept) == COUNT
+    assert all(torch.equal(image, _image(index)) for index, image in enumerate(images.kept))
+    return len(met)
+
+
+def test_many_images_travel_in_one_message() -> None:
+    assert run_ranks(_all_here, 2) == [3, 3], "four, four and one"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.1, 0.0], ids=["kept", "brought"])
+def test_on_a_gpu_they_stay_where_they_fit(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_images, "_SHARE", share)
+    world = World.single("cuda:0")
+    images = _images(world)
+    for batch in BATCHES:
+        views = _views(len(batch))
+        found = [part.data["image"] for part in images.get(batch, DealtViews().assign(views, 1), views)]
+        assert all(image.is_cuda and torch.equal(image.cpu(), _image(i)) for image, i in zip(found, batch, strict=True))
+    assert (images.kept is not None) == (share > 0)
+
+
+def _made_smaller(world: World, fits: bool, budget: int | None = None, *, whole: bool = False) -> dict[str, int]:
+    """How often images were made smaller, decoded, and what is kept at two resolutions and at the full one. `whole`:
+    there is room for whole ones beside them."""
+    device_images._SHARE = 0.1 if fits else -1.0
+    if not whole:
+        device_images._WHOLE = 0.0
+    if fits:  # a CPU counts as having no memory for them
+        gather = device_images.all_gather_ints
+        device_images.all_gather_ints = lambda values, world: gather([1 << 30, *values[1:]], world)
+    shrunk, decoded = list[int](), list[int]()
+
+    def decode(index: int) -> ImageData:
+        decoded.append(index)
+        return _decode(index)
+
+    share = ImageShare([SHAPE] * COUNT, decode, world, label="test", budget=budget)
+    images = DeviceImages(SimpleNamespace(train_share=share), world)  # type: ignore[arg-type]
+    decoded.clear()
+
+    def shrink(image: Tensor) -> Tensor:
+        shrunk.append(1)
+        return image.float()[::2, ::2].clone()
+
+    images.bring(4, shrink)
+    if fits:
+        assert len(shrunk) == COUNT, "before the first step"
+    for factor in (4, 4, 2, 2):
+        for batch in BATCHES:
+            views = _views(len(batch))
+            plan = DealtViews().assign(views, world.size)
+            found = images.get_smaller(batch, plan, views, factor, shrink)
+            mine = [batch[patch.view] for patch in plan.owned[world.rank]]
+            expected = [_image(index).float()[::2, ::2] for index in mine]
+            assert all(torch.equal(a.data["image"], b) for a, b in zip(found, expected, strict=True))
+        if fits:  # whole ones beside them would double what images take
+            assert images.kept is not None and images.kept.shape == (COUNT, 2, 3, 3)
+    plan = DealtViews().assign(_views(4), world.size)
+    for part, patch in zip(images.get(BATCHES[0], plan, _views(4)), plan.owned[world.rank], strict=True):
+        assert torch.equal(part.data["image"], _image(BATCHES[0][patch.view]))
+    if fits:
+        assert images.kept is not None and images.kept.shape == (COUNT, 4, 5, 3)
+    whole = images._originals
+    return {"shrunk": len(shrunk), "decoded": len(decoded), "originals": 0 if whole is None else len(whole)}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_images_that_are_on_the_gpu_are_made_smaller_once_and_whole_ones_make_room(size: int) -> None:
+    for found in run_ranks(_made_smaller, size, True):
+        assert found == {"shrunk": 2 * COUNT, "decoded": 0, "originals": 0}
+
+
+def test_whole_images_stay_beside_smaller_ones_where_there_is_room() -> None:
+    """Then a change of resolution takes no other rank, and no host."""
+    for found in run_ranks(partial(_made_smaller, whole=True), 2, True):
+        assert found == {"shrunk": 2 * COUNT, "decoded": 0, "originals": COUNT}
+
+
+def test_images_that_do_not_fit_are_made_smaller_in_each_step() -> None:
+    [found] = run_ranks(_made_smaller, 1, False)
+    assert found["shrunk"] == 4 * sum(map(len, BATCHES))
+
+
+def test_images_that_would_have_to_be_decoded_again_stay() -> None:
+    """A host with no room for its share decodes an image whenever it is asked for one: that is done once."""
+    found = run_ranks(_made_smaller, 2, True, 128)
+    assert [one["shrunk"] for one in found] == [2 * COUNT] * 2
+    assert [one["originals"] for one in found] == [COUNT] * 2
+    assert sum(one["decoded"] for one in found) == COUNT
+
+
+@pytest.mark.parametrize(
+    ("memory", "complete", "kept", "again"),
+    [
+        ([1 << 30, 1 << 30], [1, 1], True, True),
+        ([1 << 30, 1000], [1, 1], False, True),  # one GPU has too little memory: images travel to both
+        ([1 << 30, 1 << 30], [0, 1], True, False),  # one rank would have to decode its images again
+    ],
+)
+def test_the_weakest_rank_decides(
+    memory: list[int], complete: list[int], kept: bool, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fetching takes all ranks, so they decide alike."""
+    rows = [list(row) for row in zip(memory, complete, strict=True)]
+    monkeypatch.setattr(device_images, "all_gather_ints", lambda own, world: rows)
+    monkeypatch.setattr(device_images, "_SHARE", 0.1)
+    images = _images(World.single())
+    assert (images._fits, images._again) == (kept, again)

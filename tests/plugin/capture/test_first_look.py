@@ -1,0 +1,229 @@
+"""What is said of a capture before any worker starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
+from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+from PIL import Image
+
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.capture.datamanager import DistributedDataManager, DistributedDataManagerConfig
+from ns_multigpu.plugin.capture.first_look import Findings, first_look
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.process_world import set_world
+from tests.lib import captures
+from tests.lib.colmap_files import SIZE, Shot, shots, write_binary, write_capture, write_images
+
+
+def look(data: Path, **options: Any) -> Findings:
+    parser = ColmapDataParserConfig(colmap_path=Path("sparse/0"), **options)
+    return first_look(DistributedDataManagerConfig(data=data, dataparser=parser))
+
+
+def manager(data: Path, **options: Any) -> DistributedDataManager:
+    set_world(World.single())
+    try:
+        parser = ColmapDataParserConfig(colmap_path=Path("sparse/0"), data=data, **options)
+        return DistributedDataManager(DistributedDataManagerConfig(dataparser=parser), device="cpu", test_mode="val")
+    finally:
+        set_world(None)
+
+
+def test_a_good_capture(tmp_path: Path) -> None:
+    write_capture(tmp_path)
+    found = look(tmp_path)
+    assert found.problems == found.notes == []
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_folders_of_smaller_images(tmp_path: Path, auto: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_capture(tmp_path)
+    if auto:
+        monkeypatch.setattr("ns_multigpu.plugin.capture.first_look.MAX_AUTO_RESOLUTION", 25)
+    (tmp_path / "images_4").mkdir()
+    (problem,) = look(tmp_path, downscale_factor=None if auto else 2).problems
+    assert f"{tmp_path}/images_2: there is no such folder" in problem
+    assert "images (--downscale-factor 1), images_4 (--downscale-factor 4)" in problem
+    assert ("more than 25 pixels" in problem) == auto
+    write_images(tmp_path / "images_2", shots(), (SIZE[0] // 2, SIZE[1] // 2))
+    assert look(tmp_path, downscale_factor=None if auto else 2).problems == []
+
+
+def test_only_smaller_images_there(tmp_path: Path) -> None:
+    write_capture(tmp_path)
+    (tmp_path / "images").rename(tmp_path / "images_4")
+    for factor in (None, 2):
+        (problem,) = look(tmp_path, downscale_factor=factor).problems
+        assert "There is images_4 (--downscale-factor 4)" in problem
+
+
+@pytest.mark.parametrize(("mode", "size"), [("floor", (13, 10)), ("round", (13, 10)), ("ceil", (14, 10))])
+def test_sizes_are_rounded_as_nerfstudio_rounds_them(tmp_path: Path, mode: str, size: tuple[int, int]) -> None:
+    write_capture(tmp_path)
+    write_images(tmp_path / "images_3", shots(), size)
+    assert look(tmp_path, downscale_factor=3, downscale_rounding_mode=mode).problems == []
+    data = manager(tmp_path, downscale_factor=3, downscale_rounding_mode=mode)
+    data.check_capture()
+    assert (int(data.train_dataset.cameras.width[0]), int(data.train_dataset.cameras.height[0])) == size
+
+
+def test_where_the_reconstruction_is(tmp_path: Path) -> None:
+    write_capture(tmp_path)
+    parser = ColmapDataParserConfig(data=tmp_path)
+    (problem,) = first_look(DistributedDataManagerConfig(dataparser=parser)).problems
+    assert "--colmap-path colmap/sparse/0" in problem and "add --colmap-path sparse/0" in problem
+    (problem,) = first_look(DistributedDataManagerConfig(data=tmp_path)).problems  # nerfstudio's format is the default
+    assert "transforms.json: there is no such file" in problem and "colmap --colmap-path sparse/0" in problem
+    (problem,) = look(tmp_path / "nowhere").problems
+    assert f"--data {tmp_path}/nowhere" in problem
+
+
+def test_points_are_missed_only_where_they_are_asked_for(tmp_path: Path) -> None:
+    write_capture(tmp_path)
+    (tmp_path / "sparse/0/points3D.bin").unlink()
+    (problem,) = look(tmp_path).problems
+    assert "points3D.bin (or .txt) is missing" in problem and "--load-3D-points False" in problem
+    assert look(tmp_path, load_3D_points=False).problems == []
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_damage_is_found_by_workers_too(tmp_path: Path, count: int) -> None:
+    """Where nobody has looked before them: a program of one's own that makes a datamanager."""
+    write_capture(tmp_path)
+    path = tmp_path / "sparse/0/images.bin"
+    path.write_bytes(path.read_bytes()[: -count or None][: None if count else 0])
+    with pytest.raises(InputError, match=r"images.bin: it is (empty|truncated)"):
+        manager(tmp_path, downscale_factor=1)
+
+
+def test_a_dataparser_that_fails_is_told_in_its_own_words(tmp_path: Path) -> None:
+    write_capture(tmp_path)
+    (tmp_path / "test_list.txt").write_text("none.jpg\n")
+    with pytest.raises(InputError, match="train is missing"):
+        manager(tmp_path, downscale_factor=1)
+
+
+def test_no_points_are_no_obstacle(tmp_path: Path) -> None:
+    data = manager(write_capture(tmp_path, points=0), downscale_factor=1)
+    assert "points3D_xyz" not in data.train_dataparser_outputs.metadata
+    data = manager(write_capture(tmp_path / "some", points=3), downscale_factor=1)
+    assert len(data.train_dataparser_outputs.metadata["points3D_xyz"]) == 3
+
+
+@pytest.mark.parametrize(("views", "left"), [(1, 0), (2, 1), (9, 7)])
+def test_views_that_are_left_to_train_with(tmp_path: Path, views: int, left: int) -> None:
+    write_capture(tmp_path, shots(views))
+    found = look(tmp_path)
+    assert len(found.problems) == (left == 0)
+    if left == 0:
+        assert "1 view(s), and all are held out" in found.problems[0] and "--eval-mode all" in found.problems[0]
+        assert look(tmp_path, eval_mode="all").problems == []
+    else:
+        assert len(manager(tmp_path, downscale_factor=1).train_dataset) == left
+
+
+@pytest.mark.parametrize("twin", [0, 1])
+def test_a_frame_that_is_listed_twice(tmp_path: Path, twin: int) -> None:
+    images = shots(12)
+    write_capture(tmp_path, images)
+    write_binary(tmp_path / "sparse/0", [*images, Shot(50, 1, images[twin].name)])
+    found = look(tmp_path)
+    assert found.problems == []
+    assert found.notes[0].startswith(f"Listed more than once: {images[twin].name}")
+    assert ("too good" in found.notes[0]) == (twin == 0), "the first view is held out, its twin is trained with"
+
+
+def test_alpha_in_some_images_only(tmp_path: Path) -> None:
+    write_capture(tmp_path)
+    for number in (2, 5):
+        path = tmp_path / "images" / shots()[number].name
+        Image.open(path).convert("RGBA").save(path, format="PNG")
+    (note,) = look(tmp_path).notes
+    assert note == "2 of 10 images have an alpha channel, unlike the others: shot 02.jpg, shot 05.jpg"
+    for shot in shots()[:-1]:
+        path = tmp_path / "images" / shot.name
+        Image.open(path).convert("RGBA").save(path, format="PNG")
+    (note,) = look(tmp_path).notes
+    assert note == "1 of 10 images have not an alpha channel, unlike the others: shot 09.jpg"
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_that_turns_an_image(tmp_path: Path, orientation: int) -> None:
+    write_capture(tmp_path)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    lying = orientation >= 5
+    path = tmp_path / "images" / shots()[3].name
+    image = Image.open(path)
+    (image.rotate(90, expand=True) if lying else image).save(path, exif=exif)
+    found = look(tmp_path)
+    assert len(found.problems) == lying and len(found.notes) == (1 < orientation < 5)
+    if lying:
+        assert "30x40 pixels and its camera 40x30" in found.problems[0] and "-auto-orient" in found.problems[0]
+    for note in found.notes:
+        assert "1 image(s) are to be turned" in note and shots()[3].name in note
+
+
+def test_a_wrong_size_is_not_blamed_on_exif(tmp_path: Path) -> None:
+    write_capture(tmp_path)
+    path = tmp_path / "images" / shots()[3].name
+    Image.open(path).resize((33, 44)).save(path)
+    (problem,) = look(tmp_path).problems
+    assert "33x44" in problem and "EXIF" not in problem
+
+
+def test_masks_are_looked_at(tmp_path: Path) -> None:
+    write_capture(tmp_path)
+    assert len(look(tmp_path, masks_path=Path("masks")).problems) == 10
+    for shot in shots():
+        (tmp_path / "masks").mkdir(exist_ok=True)
+        Image.new("L", SIZE).save((tmp_path / "masks" / shot.name).with_suffix(".png"))
+    assert look(tmp_path, masks_path=Path("masks")).problems == []
+
+
+def test_a_slow_disk_is_left_to_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_capture(tmp_path)
+    (tmp_path / "images" / shots()[3].name).write_bytes(b"")
+    assert look(tmp_path).problems != []
+    monkeypatch.setattr("ns_multigpu.plugin.capture.first_look._PATIENCE", -1.0)
+    assert look(tmp_path).problems == []
+
+
+# ---- nerfstudio's format ----
+
+
+def look_at_transforms(folder: Path, **options: Any) -> Findings:
+    return first_look(DistributedDataManagerConfig(data=folder, dataparser=NerfstudioDataParserConfig(**options)))
+
+
+def test_nerfstudios_format(tmp_path: Path) -> None:
+    captures.write_capture(tmp_path)
+    assert look_at_transforms(tmp_path).problems == look_at_transforms(tmp_path).notes == []
+    captures.edit(tmp_path, 3, file_path="images/none.png")
+    (problem,) = look_at_transforms(tmp_path).problems
+    assert "images/none.png: there is no such file" in problem
+    captures.edit(tmp_path, 3, file_path="images/photo_04.png")
+    assert "Listed more than once" in look_at_transforms(tmp_path).notes[0]
+
+
+def test_nerfstudios_format_with_another_factor(tmp_path: Path) -> None:
+    captures.write_capture(tmp_path)
+    (tmp_path / "images_4").mkdir()
+    (problem,) = look_at_transforms(tmp_path, downscale_factor=2).problems
+    assert "images_2: there is no such folder" in problem and "images_4 (--downscale-factor 4)" in problem
+
+
+def test_what_the_parser_says_is_told(tmp_path: Path) -> None:
+    captures.write_capture(tmp_path)
+    captures.edit(tmp_path, None, train_filenames=["images/photo_00.png"], val_filenames=["images/other.png"])
+    (problem,) = look_at_transforms(tmp_path).problems
+    assert "other.png" in problem
+
+
+def test_other_formats_are_the_workers_affair(tmp_path: Path) -> None:
+    from nerfstudio.data.dataparsers.blender_dataparser import BlenderDataParserConfig
+
+    found = first_look(DistributedDataManagerConfig(data=tmp_path / "none", dataparser=BlenderDataParserConfig()))
+    assert found.problems == found.notes == []

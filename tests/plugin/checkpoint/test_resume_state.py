@@ -1,0 +1,82 @@
+"""What a run goes on with besides its model: random generators, and what `tile` knows of each view's work."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from nerfstudio.cameras.camera_optimizers import CameraOptimizerConfig
+
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.train import resume
+from tests.lib.ranks import run_ranks
+from tests.lib.resuming import differing, everything, start
+from tests.lib.training_run import write_capture
+
+ALONE = World.single()
+
+
+def _draws() -> list[float]:
+    """The next numbers of all generators."""
+    return [*torch.rand(2).tolist(), random.random(), float(np.random.rand())]  # noqa: NPY002 - nerfstudio draws so
+
+
+def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    write_capture(tmp_path / "capture")
+    before = start(ALONE, tmp_path / "capture", tmp_path / "before", 10)
+    _draws()
+    assert before.checkpoints.save(4)
+    expected = _draws()
+    _draws()
+    start(ALONE, tmp_path / "capture", tmp_path / "after", 10, load_dir=before.checkpoint_dir)
+    assert _draws() == expected
+
+
+LEARNT = [[0, 700, 30], [3, 40, 500], [-1, 0, 1, 2]]
+"""The work of the rows of tiles of two views, and cuts that were made."""
+OTHERS = "Its training views, or the way they are drawn, were others"
+
+
+@pytest.mark.parametrize(
+    ("train", "options", "same"),
+    [(8, {}, True), (7, {}, False), (8, {"train_cameras_sampling_seed": 5}, False)],
+    ids=["the same", "another capture", "another seed"],
+)
+def test_what_is_known_of_views_is_learnt_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: int, options: dict[str, Any], same: bool
+) -> None:
+    """Of other views, or in another order, nothing is known; and the user is told."""
+    for name, count in (("one", 8), ("other", train)):
+        write_capture(tmp_path / name, train=count)
+    tile: dict[str, Any] = {"method": "splatfacto-tile", "camera_optimizer": CameraOptimizerConfig(mode="off")}
+    before = start(ALONE, tmp_path / "one", tmp_path / "before", 10, **tile)
+    before.pipeline.strategy.assignment.load_state(LEARNT)
+    assert before.checkpoints.save(4)
+    said: list[str] = []
+    monkeypatch.setattr(resume, "_tell", lambda line, _="": said.append(line))
+    after = start(ALONE, tmp_path / "other", tmp_path / "after", 10, **tile, load_dir=before.checkpoint_dir, **options)
+    assert after.pipeline.strategy.assignment.knowledge() == (LEARNT if same else [])
+    assert any(OTHERS in line for line in said) != same
+
+
+def _tile(world: World, capture: Path, out: Path) -> dict[str, Any]:
+    """Two workers that cut views into bands: stopped after five steps of a view, and not stopped."""
+    common: dict[str, Any] = {"method": "splatfacto-tile", "keep_checkpoints": 0}
+    whole = start(world, capture, out / "whole", 14, steps_per_save=4, **common)
+    whole.train()
+    load = whole.checkpoint_dir / "step-000000004.ckpt"
+    resumed = start(world, capture, out / "resumed", 14, load_checkpoint=load, **common)
+    known = len(resumed.pipeline.strategy.assignment.knowledge())
+    resumed.train()
+    return {"differing": differing(everything(whole), everything(resumed)), "start": resumed._start_step,
+            "known": known}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_tile_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Views are of six rows of tiles, the lower ones empty: who renders which follows from what was learnt of them."""
+    write_capture(tmp_path / "capture", wide=False, taller=72)
+    for report in run_ranks(_tile, 2, tmp_path / "capture", tmp_path):
+        assert report == {"differing": [], "start": 5, "known": 5}

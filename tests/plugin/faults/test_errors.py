@@ -1,0 +1,107 @@
+"""What is shown of an error that nobody caught, and of a run that is stopped before it trains."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+COMMAND = "ns-train splatfacto-batch --load-config '/my runs/config.yml' --load-dir '/my runs/nerfstudio_models'"
+
+
+def run(program: str, **variables: str) -> tuple[int, str]:
+    """The exit status of a Python program, and what it wrote to stderr, on a narrow terminal."""
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    env |= {"PYTHONPATH": str(ROOT), "COLUMNS": "60", **variables}
+    words = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=240, check=False)
+    return done.returncode, done.stderr
+
+
+def uncaught(what: str, before: str = "", **variables: str) -> tuple[int, str]:
+    """What becomes of an error, raised as Python code says."""
+    program = f"from ns_multigpu.plugin.faults import errors\n{before}\nerrors.show_uncaught()\n{what}"
+    return run(program, **variables)
+
+
+@pytest.mark.parametrize(
+    ("kind", "title"), [("InputError", "This cannot be started"), ("SaveFailed", "The model is not saved")]
+)
+def test_a_plain_error_is_its_message(kind: str, title: str) -> None:
+    sentence = "There is no room for what this run has learned, " + "and so it goes " * 6
+    status, said = uncaught(f"raise errors.{kind}({sentence!r} + '\\n\\n  ' + {COMMAND!r})")
+    lines = said.splitlines()
+    assert status == 1 and "Traceback" not in said
+    assert title in lines[0]
+    assert f"  {COMMAND}" in lines, "a command is one line, to be copied"
+    assert max(len(line) for line in lines if COMMAND not in line) <= 60, "sentences are broken at the terminal's width"
+    assert " ".join(" ".join(lines[1:-1]).split()).startswith(sentence.strip())
+
+
+def test_a_workers_error_is_its_own_traceback_and_not_ours() -> None:
+    status, said = uncaught("raise errors.WorkerFailed('Worker 1 failed', 'Traceback of worker 1')")
+    assert status == 1 and "Traceback of worker 1" in said and "Traceback (most" not in said
+    assert said.index("Traceback of worker 1") < said.index("Worker 1 failed")
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    status, said = uncaught("raise KeyError('a mistake of ours')")
+    assert status == 1 and "Traceback (most recent call last)" in said and "KeyError: 'a mistake of ours'" in said
+
+
+def test_ctrl_c_is_a_line() -> None:
+    status, said = uncaught("raise KeyboardInterrupt")
+    assert status in (1, 130, -signal.SIGINT) and said == "Stopped by Ctrl-C.\n"
+
+
+def test_a_hook_of_somebody_elses_stays() -> None:
+    theirs = "import sys; sys.excepthook = lambda kind, error, trace: print('theirs', file=sys.stderr)"
+    _, said = uncaught("raise errors.InputError('ours')", theirs)
+    assert said == "theirs\n"
+
+
+def test_a_worker_of_torchruns_leaves_its_traceback_behind(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    place = {"RANK": "5", "LOCAL_RANK": "1", "TORCHELASTIC_ERROR_FILE": str(file)}
+    status, said = uncaught("raise errors.InputError('Give a number.\\nOr two.')", **place)
+    assert (status, said) == (1, "rank 5: Give a number.\n")
+    left = json.loads(file.read_text())["message"]
+    assert left["message"].startswith("InputError: Give a number.")
+    assert "Traceback (most recent call last)" in left["extraInfo"]["py_callstack"]
+
+
+STOPPED = """
+import os, signal, sys
+from ns_multigpu.plugin.faults.signals import stop_before_training
+{before}
+stop_before_training()
+os.kill(os.getpid(), signal.{how})
+print("went on", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_before_training_a_signal_is_a_line(how: str) -> None:
+    begin = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+    status, said = run(STOPPED.format(before=begin, how=how))
+    assert status == 128 + getattr(signal, how)
+    assert said == f"Stopped by {how} before training began: nothing was saved.\n"
+
+
+def test_before_training_one_rank_speaks() -> None:
+    assert run(STOPPED.format(before="", how="SIGTERM"), RANK="1") == (128 + signal.SIGTERM, "")
+
+
+def test_what_was_to_be_ignored_still_is() -> None:
+    """As nohup asks for."""
+    before = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    assert run(STOPPED.format(before=before, how="SIGHUP")) == (0, "went on\n")
+
+
+def test_a_handler_of_somebody_elses_stays() -> None:
+    before = "signal.signal(signal.SIGTERM, lambda *_: sys.stderr.write('theirs, '))"
+    assert run(STOPPED.format(before=before, how="SIGTERM")) == (0, "theirs, went on\n")

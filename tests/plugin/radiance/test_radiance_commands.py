@@ -1,0 +1,112 @@
+"""`nerfacto-xl` through nerfstudio's commands: ns-train on two workers, ns-eval in one process."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ns_multigpu import cli
+from tests.lib.training_run import write_capture
+
+ROOT = Path(__file__).parents[3]
+
+pytestmark = pytest.mark.slow
+
+
+def _environment() -> dict[str, str]:
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK", "WORLD", "LOCAL_"))}
+    # Also where the package was installed before it had the method.
+    more = {"NERFSTUDIO_METHOD_CONFIGS": "nerfacto-xl=ns_multigpu.methods:nerfacto_xl", "COLUMNS": "120"}
+    return {**keep, "PYTHONPATH": str(ROOT), **more}
+
+
+def _run(*command: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", *command], env=_environment(), capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    return result.stdout + result.stderr
+
+
+def test_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_capture(tmp_path / "capture", wide=False)
+    small = "--pipeline.model.{}"
+    options = {
+        "log2-hashmap-size": 12, "num-levels": 4, "max-res": 64, "num-nerf-samples-per-ray": 12,
+        "eval-num-rays-per-chunk": 512, "cells": 3,
+    }  # fmt: skip
+    train = (
+        *("nerfstudio.scripts.train", "nerfacto-xl", "--machine.num-devices", "2", "--machine.device-type", "cpu"),
+        *("--data", str(tmp_path / "capture"), "--output-dir", str(tmp_path), "--timestamp", "now"),
+        *("--max-num-iterations", "60", "--logging.steps-per-log", "5", "--steps-per-eval-image", "20"),
+        *("--pipeline.datamanager.train-num-rays-per-batch", "256"),
+        *(word for name, value in options.items() for word in (small.format(name), str(value))),
+        *(small.format("num-proposal-samples-per-ray"), "24", "16"),
+    )
+    parser = ("nerfstudio-data", "--downscale-factor", "1", "--eval-mode", "filename", "--load-3D-points", "False")
+    said = _run(*train, *parser)
+    assert "nerfacto-xl on 2 CPU workers" in said and "60 steps of 256 rays" in said
+    assert "Training finished" in said and f"Rays        {60 * 256:,}" in said and "Cells       3" in said
+    assert "dB (SSIM" in said and "--max-num-iterations 120" in said
+    summary = json.loads((tmp_path / "capture/nerfacto-xl/now/training_summary.json").read_text())
+    assert summary["cells"] == 3 and summary["steps"] == 60 and summary["psnr"] > 5
+    run = tmp_path / "capture/nerfacto-xl/now"
+    assert [path.name for path in (run / "nerfstudio_models").iterdir()] == ["step-000000059.ckpt"]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["psnr"] > rows[0]["psnr"] + 1 and len(rows[0]["samples_by_rank"]) == 2
+    output = tmp_path / "eval.json"
+    _run("nerfstudio.scripts.eval", "--load-config", str(run / "config.yml"), "--output-path", str(output))
+    results = json.loads(output.read_text())["results"]
+    # The capture has one view for evaluation, and one has no deviation.
+    means = [value for name, value in results.items() if not name.endswith("_std")]
+    assert results["psnr"] > 8 and all(map(math.isfinite, means)), "a metric that is missing is left out"
+    ours = tmp_path / "ours.json"
+    common = ("--load-config", str(run / "config.yml"), "--device-type", "cpu")
+    _run("ns_multigpu.cli", "eval", *common, "--output-path", str(ours))
+    assert json.loads(ours.read_text())["results"]["psnr"] == pytest.approx(results["psnr"], abs=1e-3)
+    for words, error in (
+        (("eval", "--num-devices", "4"), "has 3 cells, and each device wants one at least. Use 3 devices or fewer"),
+        (("export-mesh",), "Use ns-export tsdf"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main([words[0], *common, *words[1:]])
+        assert error in capsys.readouterr().err
+
+
+def test_torchrun_restarts_after_a_killed_worker_and_goes_on_from_there(tmp_path: Path) -> None:
+    """Every rank is a program of its own, and reads its options itself. A worker is killed once there is a checkpoint:
+    all of them start anew, and go on from there."""
+    write_capture(tmp_path / "capture", wide=False)
+    torchrun = "torch.distributed.run --nproc-per-node 2 --max-restarts 1 --standalone -m nerfstudio.scripts.train"
+    small = "--pipeline.model.log2-hashmap-size 10 --pipeline.model.num-levels 2 --pipeline.model.max-res 32"
+    options = (
+        f"nerfacto-xl --machine.device-type cpu --steps-per-eval-image 0 {small} "
+        f"--pipeline.datamanager.train-num-rays-per-batch 64 --steps-per-save 20 --output-dir {tmp_path} "
+        f"--timestamp now --data {tmp_path / 'capture'}"
+    )
+    parser = "nerfstudio-data --downscale-factor 1 --eval-mode filename --load-3D-points False"
+    whole = f"--max-num-iterations 150 {parser}"
+    log, models = tmp_path / "log.txt", tmp_path / "capture/nerfacto-xl/now/nerfstudio_models"
+    with log.open("w") as out:
+        command = [sys.executable, "-W", "ignore", "-m", *f"{torchrun} {options} {whole}".split()]
+        run = subprocess.Popen(command, env=_environment(), stdout=out, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + 120
+        while not list(models.glob("*.ckpt")):
+            assert run.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.1)
+        workers = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        assert len(workers) >= 2
+        os.kill(int(workers[-1]), signal.SIGKILL)
+        assert run.wait(timeout=180) == 0, log.read_text()[-3000:]
+    finally:
+        run.kill()
+    said = log.read_text()
+    assert "Resumed from" in said and "Cells       2" in said

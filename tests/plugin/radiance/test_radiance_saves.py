@@ -1,0 +1,102 @@
+"""Runs of `nerfacto-xl` save, end and go on as those of splats do: it is one run shell."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.checkpoint import background
+from ns_multigpu.plugin.checkpoint.training_state import put_generators
+from ns_multigpu.plugin.faults.errors import InputError, SaveFailed
+from ns_multigpu.plugin.train.config import read_config
+from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from tests.lib.saving import disk, steps_in
+from tests.lib.training_run import write_capture
+from tests.plugin.checkpoint.test_last_save import full
+from tests.plugin.radiance.test_radiance_run import RAYS, configured, trained
+
+RUN = Path("run", "nerfacto-xl", "now")
+
+
+@pytest.fixture(scope="module")
+def capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("capture") / "capture"
+    write_capture(folder, wide=False)
+    return folder
+
+
+def test_a_run_is_as_long_as_its_images_have_pixels(capture: Path, tmp_path: Path, capsys: Any) -> None:
+    config = configured(capture, tmp_path, steps=100)
+    config.max_num_images = 1
+    trainer = trained(World.single(), config)
+    steps = math.ceil(28 * 24 / RAYS)
+    assert trainer.step + 1 == steps and steps_in(trainer.checkpoint_dir) == [steps - 1]
+    said = capsys.readouterr().out
+    assert "dB (SSIM" in said and f"--max-num-images {math.ceil(2 * steps * RAYS / (28 * 24))}" in said
+    assert "ns-viewer --load-config" in said
+
+
+def test_checkpoints_are_written_while_training_goes_on(
+    capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[bool] = []
+    usual = background.training_copy
+
+    def copied(*given: Any) -> Any:
+        found = usual(*given)
+        copies.append(found is not None)
+        return found
+
+    monkeypatch.setattr(background, "training_copy", copied)
+    config = configured(capture, tmp_path, steps=8)
+    config.steps_per_save = 4
+    trainer = trained(World.single(), config)
+    assert copies == [True] and steps_in(trainer.checkpoint_dir) == [4, 7]
+
+
+def test_the_last_checkpoint_lies_where_there_is_room(capture: Path, tmp_path: Path, capsys: Any) -> None:
+    config, other = configured(capture, tmp_path / "runs"), tmp_path / "other"
+    config.save_fallback_dir, config.save_retry_seconds = other, 0.0
+    with disk(full(tmp_path / "runs")):
+        trained(World.single(), config)
+    models = other / RUN / "nerfstudio_models"
+    assert steps_in(models) == [2] and f"--load-dir {models}" in capsys.readouterr().out
+    config = configured(capture, tmp_path / "next", steps=5)
+    config.load_dir = models
+    assert trained(World.single(), config)._start_step == 3
+
+
+def test_what_is_lost_is_said(capture: Path, tmp_path: Path) -> None:
+    config = configured(capture, tmp_path)
+    config.save_retry_seconds = 0.0
+    with disk(full(tmp_path)), pytest.raises(SaveFailed, match=r"Lost: the field after 3 steps \(3 cells, \d+ MB\)"):
+        trained(World.single(), config)
+
+
+def test_losses_are_not_scaled(capture: Path, tmp_path: Path) -> None:
+    config = configured(capture, tmp_path)
+    config.use_grad_scaler = True
+    with pytest.raises(InputError, match="--use-grad-scaler True: networks run in bfloat16"):
+        trained(World.single(), config)
+
+
+def test_a_config_of_an_older_run_is_read(capture: Path, tmp_path: Path) -> None:
+    """It names a trainer of its own, and options of splats as they were hidden then."""
+    text = yaml.dump(configured(capture, tmp_path))
+    now = f"!!python/name:{DistributedTrainer.__module__}.DistributedTrainer"
+    assert now in text
+    text = text.replace(now, "!!python/name:ns_multigpu.plugin.radiance.trainer.RadianceTrainer")
+    text += "batch_scaling: auto\nrates_at_end: 1.0\nrecipe: splatfacto\n"
+    (tmp_path / "config.yml").write_text(text)
+    config = read_config(tmp_path / "config.yml")
+    assert config._target is DistributedTrainer and type(config) is type(configured(capture, tmp_path))
+
+
+def test_older_checkpoints_without_generators_leave_them_as_they_are() -> None:
+    before = torch.get_rng_state()
+    put_generators(["model/cells.0.x"], lambda names: pytest.fail(f"reads {names}"), World.single())
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,127 @@
+"""`ns-multigpu eval` and `render` of a radiance field: several workers, each with its cells, write what one writes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.faults.errors import InputError
+from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.tools import rendering
+from ns_multigpu.plugin.tools.frames import Look
+from ns_multigpu.plugin.tools.meshing import Meshing
+from ns_multigpu.plugin.tools.models import Evaluation, load_model, run_tool
+from ns_multigpu.plugin.tools.rendering import Rendering
+from ns_multigpu.plugin.tools.shots import CameraPath, Dataset, Spiral
+from ns_multigpu.plugin.train.config import read_config
+from tests.lib.ranks import run_ranks
+from tests.lib.rendering import write_capture
+from tests.lib.trained_run import write_path
+from tests.plugin.radiance.test_radiance_run import CELLS, configured, trained
+
+
+def write_run(folder: Path, **options: Any) -> Path:
+    """Trains a field for two steps, with options of its model; returns the run's config.yml."""
+    config = configured(write_capture(folder / "capture", held_out=2), folder / "runs", steps=2, **options)
+    trained(World.single(), config)
+    config.save_config()
+    return config.get_base_dir() / "config.yml"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("field"))
+
+
+def works(run: Path, folder: Path) -> list[Any]:
+    """What is done with it."""
+    path = write_path(run.parent / "path.json")
+    around = write_path(run.parent / "around.json", 1, camera_type="equirectangular", crop=None)
+    outputs = Look(("rgb", "depth", "expected_depth"))
+    return [
+        Evaluation(folder / "results.json", folder / "images"),
+        Rendering(CameraPath(path), folder / "path", outputs, 2.0, "png"),
+        Rendering(CameraPath(around), folder / "around", Look(("rgba",)), 1.0, "png"),
+        Rendering(Spiral(0.2, 10), folder / "spiral", Look(("rgb",)), 1.0, "png"),
+        Rendering(Dataset("test"), folder / "views", Look(()), 1.0, "png"),
+    ]
+
+
+def use(world: World, run: Path, folder: Path) -> tuple[list[int], int]:
+    """Does all of it; the cells that this rank had, and how many frames it had to write."""
+    set_world(world)
+    usual, written = rendering._Artist.draw, list[str]()
+
+    def draw(self: Any, shot: Any, *how: Any) -> Any:
+        outputs = usual(self, shot, *how)
+        written.extend([] if outputs is None else [shot.name])
+        return outputs
+
+    rendering._Artist.draw = draw  # type: ignore[method-assign]
+    (checkpoint,) = (run.parent / "nerfstudio_models").glob("*.ckpt")
+    cells: list[int] = []
+    for work in works(run, folder):
+        config = read_config(run)
+        pipeline: Any = load_model(config, checkpoint, world, work.test_mode)
+        cells = list(pipeline.model.numbers)
+        work.run(config, checkpoint, pipeline)
+    rendering._Artist.draw = usual  # type: ignore[method-assign]
+    set_world(None)
+    return cells, len(written)
+
+
+def test_several_write_what_one_writes(run: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert use(World.single(), run, one) == (list(range(CELLS)), 8)
+    cells, written = zip(*run_ranks(use, 2, run, two), strict=True)
+    assert written == (5, 3), "they take turns: 3, 1, 2 and 2 frames"
+    assert [number for some in cells for number in some] == list(range(CELLS)) and all(cells)
+    told, expected = (json.loads((folder / "results.json").read_text())["results"] for folder in (two, one))
+    assert told.keys() == expected.keys()
+    assert told["psnr"] == pytest.approx(expected["psnr"], rel=1e-5)
+    names = sorted(str(file.relative_to(one)) for file in one.rglob("*.png"))
+    counts = {name: len([n for n in names if n.startswith(name)]) for name in ("images", "path", "around", "spiral")}
+    assert counts == {"images": 6, "path": 3, "around": 1, "spiral": 2}
+    views = {name.split("/")[2] for name in names if name.startswith("views")}
+    assert views == {"gt-rgb", "rgb", "depth", "accumulation", "expected_depth"}
+    for name in names:
+        with Image.open(one / name) as ours, Image.open(two / name) as theirs:
+            difference = np.abs(np.asarray(ours, dtype=np.int32) - np.asarray(theirs, dtype=np.int32))
+            assert difference.max() <= 1, name
+    with Image.open(one / "path" / "00000.png") as image:
+        pixels = np.asarray(image)
+        assert pixels.shape == (17, 75, 3)
+        assert (pixels[0, 0] == (10, 20, 30)).all(), "outside of the crop its background is seen"
+        assert pixels[:, :25].std() > 5
+
+
+def test_what_cannot_be_done_is_said(run: Path, tmp_path: Path) -> None:
+    def refused(work: Any, devices: int = 1) -> str:
+        with pytest.raises(InputError) as caught:
+            run_tool(run, None, work, devices, "cpu")
+        return str(caught.value)
+
+    try:
+        evaluation = Evaluation(tmp_path / "a.json")
+        assert f"--num-devices 4: {run.parent}" in (said := refused(evaluation, 4)) and "Use 3 devices or fewer" in said
+        assert "nerfacto-xl, which has no Gaussians to make a mesh of" in refused(Meshing(tmp_path / "a.ply"))
+        for name in ("rank", "background", "normals"):
+            work = Rendering(Spiral(0.2, 10), tmp_path / "a", Look((name,)))
+            assert f"--rendered-output-names {name}: there is no such output" in refused(work)
+    finally:
+        set_world(None)
+
+
+def test_more_ranks_than_cells_are_refused_by_the_pipeline(run: Path) -> None:
+    """As under torchrun, where nobody has counted before."""
+    (checkpoint,) = (run.parent / "nerfstudio_models").glob("*.ckpt")
+    config = read_config(run)
+    pipeline: Any = load_model(config, checkpoint, World.single(), "inference")
+    pipeline.world = type("", (), {"size": CELLS + 1})()
+    with pytest.raises(InputError, match=rf"has {CELLS} cells, and each of the {CELLS + 1} workers"):
+        pipeline.load_pipeline(torch.load(checkpoint, weights_only=False)["pipeline"], 1)

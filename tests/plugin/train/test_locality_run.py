@@ -1,0 +1,132 @@
+"""Runs of `splatfacto-locality`: the model of `tile`, on with as many ranks bit for bit, and with others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ns_multigpu.core.dist.collectives import all_gather_objects
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
+from ns_multigpu.plugin.train.trainer import DistributedTrainer
+from tests.lib.ranks import run_ranks
+from tests.lib.resuming import DENSIFIERS, Model, differing, everything, in_double, part_of, whole
+from tests.lib.tile_training_run import MODEL
+from tests.lib.training_run import follow, write_capture
+from tests.strategies.test_law import on_machines
+
+pytestmark = pytest.mark.slow
+
+STEPS, SAVED, VIEWS = 24, 12, 2
+OTHERS = {"three machines": (3, 3, "locality"), "ranges": (2, 1, "tile"), "replicas": (1, 1, "batch")}
+
+
+def courses(world: World, capture: Path, out: Path, densifier: str, fused: str) -> dict[str, Any]:
+    """What differs between courses; on the first rank. `points` are those of each rank in the end."""
+    checkpoint_rows.BLOCK = 7
+    report: dict[str, Any] = {}
+    models: dict[str, Model] = {}
+    own: dict[str, Model] = {}
+
+    def run(name: str, size: int, machines: int, strategy: str, **more: Any) -> None:
+        part = part_of(world, size) if size > 1 else (World.single() if world.is_main else None)
+        if part is not None:
+            options = {"views_per_step": VIEWS, "morton_order": True, "fused_steps": fused, "keep_checkpoints": 0}
+            options |= {**DENSIFIERS[densifier], **more}
+            trainer = in_double(
+                on_machines(part, machines), capture, out / name, STEPS, method=f"splatfacto-{strategy}", **options
+            )
+            models[name], own[name] = whole(trainer, part), everything(trainer)
+            report[f"points {name}"] = all_gather_objects(trainer.pipeline.model.num_points, part)
+            means = trainer.pipeline.model.means.detach()
+            report[f"held {name}"] = {tuple(round(x, 3) for x in point) for point in means.tolist()}
+            homes = getattr(trainer.pipeline.strategy.placement, "homes", None)
+            report[f"homes {name}"] = None if homes is None else (homes.points, homes.owners.tolist())
+        dist.barrier(group=world.control)
+
+    run("ranges from the start", 2, 1, "tile")
+    run("machines", 2, 2, "locality", steps_per_save=SAVED)
+    saved = out / "machines" / "run" / "splatfacto-locality" / "now" / "nerfstudio_models"
+    load: dict[str, Any] = {"load_dir": saved, "load_step": SAVED}
+    run("again", 2, 2, "locality", **load)
+    for name, (size, machines, strategy) in OTHERS.items():
+        run(name, size, machines, strategy, **load)
+    if "machines" in models:
+        report["again"] = differing(own["again"], own["machines"])
+    if world.is_main:
+        for name in ("ranges from the start", *OTHERS):
+            kept = {k: v for k, v in models[name].items() if "rate" not in k}
+            wanted = {k: v for k, v in models["machines"].items() if "rate" not in k}
+            report[name] = differing(kept, wanted, 1e-7)
+    return report
+
+
+@pytest.mark.parametrize("densifier", ["splits", "mcmc by gradients"])
+def test_locality_trains_the_model_of_ranges(tmp_path: Path, densifier: str) -> None:
+    write_capture(tmp_path / "capture", wide=False)
+    reports = run_ranks(courses, 3, tmp_path / "capture", tmp_path, densifier, "never")
+    assert [report["again"] for report in reports[:2]] == [[], []], "as many ranks go on bit for bit"
+    for name in ("ranges from the start", *OTHERS):
+        assert reports[0][name] == [], name
+    points = {name: reports[0][f"points {name}"] for name in ("ranges from the start", "machines", *OTHERS)}
+    assert len({sum(counts) for counts in points.values()}) == 1 and sum(points["machines"]) != 60
+    elsewhere = reports[0]["held machines"] ^ reports[0]["held ranges from the start"]
+    assert len(elsewhere) > 8, "who owns what is not said by ranges"
+    assert reports[0]["homes again"] == reports[0]["homes machines"], "groups' owners were saved, and read"
+    assert set(reports[0]["homes three machines"][1]) == {0, 1, 2}
+
+
+def fused(world: World, capture: Path, out: Path) -> dict[str, Any]:
+    """Fused steps of each strategy; of `locality` on machines of one rank, with plans made ahead."""
+    report: dict[str, Any] = {}
+    for strategy in ("tile", "locality"):
+        options: dict[str, Any] = {"fused_steps": "always", "pipeline.views_per_step": VIEWS}
+        options |= {"logging.steps_per_log": 6, MODEL + "morton_order": True, MODEL + "num_downscales": 1}
+        options |= {MODEL + "resolution_schedule": 20, MODEL + "warmup_length": 2, MODEL + "refine_every": 6}
+        options |= {
+            MODEL + "camera_optimizer.mode": "off",
+            MODEL + "densify_grad_thresh": 1e-4,
+            MODEL + "max_gaussians": 400,
+        }
+        if strategy == "locality":
+            options["pipeline.locality.plans"] = "ahead"
+        part = on_machines(world, world.size if strategy == "locality" else 1)
+        at_home: list[int] = []  # at the start: images stay where their views were at home then
+
+        def ready(trainer: DistributedTrainer, at_home: list[int] = at_home) -> None:
+            at_home += trainer.pipeline.strategy.placement.homes_of_views
+
+        trainer = follow(
+            part, capture, out / strategy, options, 3 * STEPS, VIEWS, method=f"splatfacto-{strategy}", double=False,
+            ready=ready,
+        )  # fmt: skip
+        written = trainer.config.get_base_dir() / "metrics.jsonl"
+        data = trainer.pipeline.datamanager
+        report[strategy] = {
+            "rows": [json.loads(line) for line in written.read_text().splitlines()] if world.is_main else [],
+            "points": trainer.pipeline.model.total_points,
+            "held": list(data.train_share.own),
+            "at home": at_home,
+        }
+    return report
+
+
+def test_fused_steps_with_plans_made_ahead(tmp_path: Path) -> None:
+    write_capture(tmp_path / "capture", wide=False)
+    reports = run_ranks(fused, 2, tmp_path / "capture", tmp_path)
+    tile, locality = (reports[0][strategy]["rows"] for strategy in ("tile", "locality"))
+    for one, other in zip(tile, locality, strict=True):
+        assert one["main_loss"] == pytest.approx(other["main_loss"], rel=0.02), one["step"]
+    assert reports[0]["tile"]["points"] == pytest.approx(reports[0]["locality"]["points"], rel=0.05)
+    last = locality[-1]
+    assert all(0 <= row["plan_misses"] <= 1 for row in locality) and last["plan_misses"] < 1, "some were in time"
+    assert 0 < last["splats_between_machines"] == last["splats_sent"], "each rank is a machine"
+    assert last["bytes_between_machines"] > 2 * 4 * 10 * last["splats_between_machines"], "there, and gradients back"
+    assert 1.5 < last["bytes_between_machines"] / last["bytes_per_step"] < 3, "of both ranks"
+    assert all(row[f"busiest_{who}"] >= 1 for row in locality for who in ("sender", "receiver", "drawer"))
+    assert "plan_misses" not in tile[-1]
+    for rank, report in enumerate(reports):
+        homes = report["locality"]["at home"]
+        assert report["locality"]["held"] == [view for view, home in enumerate(homes) if home == rank]

@@ -1,0 +1,108 @@
+"""Runs of `splatfacto-pixel`: the model of one rank with the same cells, on with as many ranks bit for bit, and with
+others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ns_multigpu.cells.options import PixelOptions
+from ns_multigpu.core.dist.collectives import all_gather_objects
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
+from tests.lib.ranks import run_ranks
+from tests.lib.resuming import DENSIFIERS, Model, differing, everything, in_double, part_of, whole
+from tests.lib.tile_training_run import MODEL
+from tests.lib.training_run import follow, write_capture
+
+pytestmark = pytest.mark.slow
+
+STEPS, SAVED, VIEWS, CELLS = 24, 12, 2, 3
+OTHERS = {"two ranks": (2, "pixel"), "one rank": (1, "pixel"), "ranges": (2, "tile")}
+
+
+def courses(world: World, capture: Path, out: Path, densifier: str, crossing: Any) -> dict[str, Any]:
+    """What differs between courses; on the first rank. `points` are those of each rank in the end."""
+    checkpoint_rows.BLOCK = 7
+    report: dict[str, Any] = {}
+    models: dict[str, Model] = {}
+    own: dict[str, Model] = {}
+
+    def run(name: str, size: int, strategy: str, **more: Any) -> None:
+        part = part_of(world, size) if size > 1 else (World.single() if world.is_main else None)
+        if part is not None:
+            options = {"views_per_step": VIEWS, "morton_order": True, "fused_steps": "never", "keep_checkpoints": 0}
+            options |= {**DENSIFIERS[densifier], **more}
+            if strategy == "pixel":
+                options["pixel"] = PixelOptions(cells=CELLS, imbalance=1.05, hide=True, crossing=crossing)
+            trainer = in_double(part, capture, out / name, STEPS, method=f"splatfacto-{strategy}", **options)
+            models[name], own[name] = whole(trainer, part), everything(trainer)
+            report[f"points {name}"] = all_gather_objects(trainer.pipeline.model.num_points, part)
+            report[f"placings {name}"] = trainer.pipeline.strategy.placement.placings
+        dist.barrier(group=world.control)
+
+    run("three", 3, "pixel", steps_per_save=SAVED)
+    run("alone", 1, "pixel", steps_per_save=SAVED)
+    run("pair", 2, "pixel", steps_per_save=SAVED)
+    for name, size in (("three", 3), ("alone", 1), ("pair", 2)):
+        saved = out / name / "run" / "splatfacto-pixel" / "now" / "nerfstudio_models"
+        load: dict[str, Any] = {"load_dir": saved, "load_step": SAVED}
+        run(f"{name} again", size, "pixel", **load)
+        if f"{name} again" in own:
+            report[f"{name} again"] = differing(own[f"{name} again"], own[name])
+    for name, (size, strategy) in OTHERS.items():
+        run(name, size, strategy, load_dir=out / "three/run/splatfacto-pixel/now/nerfstudio_models", load_step=SAVED)
+    if world.is_main:
+        for name, like in (("alone", "three"), ("pair", "three"), ("one rank", "two ranks")):
+            a, b = ({k: v for k, v in models[n].items() if "rate" not in k} for n in (name, like))
+            report[name] = differing(a, b, 1e-7)
+    return report
+
+
+@pytest.mark.parametrize(("densifier", "crossing"), [("splits", "none"), ("mcmc", "ghosts")])
+def test_any_number_of_ranks_trains_the_model_of_one(tmp_path: Path, densifier: str, crossing: str) -> None:
+    write_capture(tmp_path / "capture", wide=False)
+    reports = run_ranks(courses, 3, tmp_path / "capture", tmp_path, densifier, crossing)
+    for name, size in (("three", 3), ("alone", 1), ("pair", 2)):
+        assert [report[f"{name} again"] for report in reports[:size]] == [[]] * size, "as many ranks go on bit for bit"
+    for name in ("alone", "pair", "one rank"):
+        assert reports[0][name] == [], name
+    points = {name: reports[0][f"points {name}"] for name in ("three", "alone", "pair", *OTHERS)}
+    assert len({sum(points[name]) for name in ("three", "alone", "pair")}) == 1 and sum(points["three"]) != 60
+    assert min(points["three"]) > 0, "every cell has points"
+    placings = {reports[0][f"placings {name}"] for name in ("three", "alone", "pair")}
+    assert len(placings) == 1 and placings.pop() > 1, "cells were cut anew, after the same refinements"
+
+
+def fused(world: World, capture: Path, out: Path, crossing: str) -> dict[str, Any]:
+    """Fused steps on these ranks, and what is logged of them."""
+    options: dict[str, Any] = {"fused_steps": "always", "pipeline.views_per_step": VIEWS}
+    options |= {"pipeline.pixel.cells": CELLS, "pipeline.pixel.crossing": crossing}
+    options |= {"logging.steps_per_log": 6, MODEL + "morton_order": True, MODEL + "num_downscales": 1}
+    options |= {MODEL + "resolution_schedule": 20, MODEL + "warmup_length": 2, MODEL + "refine_every": 6}
+    options |= {
+        MODEL + "camera_optimizer.mode": "off",
+        MODEL + "densify_grad_thresh": 1e-4,
+        MODEL + "max_gaussians": 400,
+    }
+    trainer = follow(world, capture, out, options, 2 * STEPS, VIEWS, method="splatfacto-pixel", double=False)
+    written = trainer.config.get_base_dir() / "metrics.jsonl"
+    return {
+        "rows": [json.loads(line) for line in written.read_text().splitlines()] if world.is_main else [],
+        "points": trainer.pipeline.model.total_points,
+    }
+
+
+@pytest.mark.parametrize("crossing", ["none", "ghosts"])
+def test_fused_steps(tmp_path: Path, crossing: str) -> None:
+    write_capture(tmp_path / "capture", wide=False)
+    alone, several = (run_ranks(fused, n, tmp_path / "capture", tmp_path / str(n), crossing)[0] for n in (1, 2))
+    assert len(alone["rows"]) == len(several["rows"]) > 4
+    for one, other in zip(several["rows"], alone["rows"], strict=True):
+        assert one["main_loss"] == pytest.approx(other["main_loss"], rel=0.02), one["step"]
+    for row in several["rows"]:
+        assert 0.5 < row["gpus_at_work"] <= 1 and 0.5 < row["drawing_level"] <= 1 and 0 < row["pixels_in_sight"] <= 1
+        assert row["pixels_in_sight"] == pytest.approx(alone["rows"][several["rows"].index(row)]["pixels_in_sight"])
+    assert several["points"] == pytest.approx(alone["points"], rel=0.05)

@@ -1,0 +1,115 @@
+"""A course of training with `tile`, on any number of ranks, is one rank's with `batch` and points in Morton order.
+
+Ordinary steps are compared in double precision, to rounding; fused ones, whose records are in single precision, to
+ordinary ones with room for it. With three ranks one has no pixels where a step has one view, which is two rows of tiles
+high.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ns_multigpu.core.dist.world import World
+from ns_multigpu.primitives.gaussians.schema import ORDER
+from tests.lib.ranks import run_ranks
+from tests.lib.tile_training_run import MODEL, Outcome, course, furthest
+from tests.lib.training_run import write_capture
+
+pytestmark = pytest.mark.slow
+
+RANKS, IMAGES = (1, 2, 3), 50
+
+# Refinements at images 16, 24 and 48, an opacity reset at 32, another resolution from 20, harmonics every 12.
+COMMON = {
+    MODEL + "warmup_length": 4, MODEL + "refine_every": 8, MODEL + "reset_alpha_every": 4,
+    MODEL + "sh_degree_interval": 12, MODEL + "densify_grad_thresh": 0.001, MODEL + "cull_alpha_thresh": 0.06,
+    MODEL + "stop_screen_size_at": 0, MODEL + "num_downscales": 1, MODEL + "resolution_schedule": 20,
+}  # fmt: skip
+# In single precision Adam's eps has to be further from the rounding of gradients.
+FUSED = {"fused_steps": "always", **{f"optimizers.{name}.optimizer.eps": 1e-4 for name in ORDER}}
+MCMC = {
+    MODEL + "densifier": "mcmc", MODEL + "max_gaussians": 80, MODEL + "mcmc_min_opacity": 0.095,
+    MODEL + "noise_lr": 5e3,
+}  # fmt: skip
+TWO_POINTS = {MODEL + "random_init": True, MODEL + "num_random": 2, MODEL + "random_scale": 0.5}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Views of a step, options beyond the common ones, and how near the models have to be."""
+
+    views: int
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    away: float = 1e-8
+
+    @property
+    def fused(self) -> bool:
+        return "fused_steps" in self.options
+
+
+GATHERED, SORTED = "fused, two views", "fused, two views, sorted lists"
+CASES = {
+    "one view": Case(1),
+    "two views": Case(2),
+    "mcmc": Case(1, MCMC),
+    "a rank without points": Case(2, TWO_POINTS),
+    "fused, one view": Case(1, FUSED, 3e-4),
+    GATHERED: Case(2, FUSED, 3e-4),
+    SORTED: Case(2, {**FUSED, "pipeline.tile_lists": "sort"}, 3e-4),
+    "fused, a rank without points": Case(1, {**FUSED, **TWO_POINTS}, 3e-4),
+}
+
+
+def train(world: World, folder: Path, name: str, *, tile: bool) -> Outcome:
+    case = CASES[name]
+    options = {**COMMON, **case.options}
+    if not tile:
+        options["fused_steps"] = "never"
+    runs = folder / f"{'tile' if tile else 'batch'}-{world.size}" / name.replace(" ", "-")
+    capture = folder / ("one-size" if case.fused else "mixed")
+    return course(world, tile, capture, runs, options, IMAGES // case.views, case.views, double=not case.fused)
+
+
+def train_all(world: World, folder: Path) -> dict[str, Outcome]:
+    """Every case with `tile`, one after the other: starting workers costs more than training."""
+    return {name: train(world, folder, name, tile=True) for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def courses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list[dict[str, Outcome]]]]:
+    """World size -> what each rank had in the end, by case; 0 -> `batch`'s."""
+    folder = tmp_path_factory.mktemp("tile")
+    write_capture(folder / "mixed")
+    write_capture(folder / "one-size", wide=False)
+    batch = {name: train(World.single(), folder, name, tile=False) for name in CASES if name != SORTED}
+    batch[SORTED] = batch[GATHERED]
+    yield {0: [batch], **{size: run_ranks(train_all, size, folder) for size in RANKS}}
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("name", CASES)
+def test_same_course(courses: dict[int, list[dict[str, Outcome]]], name: str, size: int) -> None:
+    case, expected = CASES[name], courses[0][0][name]
+    counts = [count for _, count in expected["points"]]
+    assert len(set(counts)) >= 3, "the number of points must have changed, and again"
+    for found in (ranks[name] for ranks in courses[size]):
+        assert found["points"] == expected["points"]
+        away = furthest(found, expected)
+        assert max(away.values()) < case.away, away
+        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-5)
+        assert len(found["shards"]) == size and sum(found["shards"]) == counts[-1]
+
+
+def test_shards_are_of_nearly_equal_work(courses: dict[int, list[dict[str, Outcome]]]) -> None:
+    for size in RANKS[1:]:
+        shards = courses[size][0]["one view"]["shards"]
+        assert max(shards) < 1.5 * sum(shards) / size, shards
+
+
+def test_lists_of_tiles_change_nothing(courses: dict[int, list[dict[str, Outcome]]]) -> None:
+    for size in RANKS:
+        outcomes = courses[size][0]
+        assert max(furthest(outcomes[SORTED], outcomes[GATHERED]).values()) == 0

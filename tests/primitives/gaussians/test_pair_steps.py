@@ -1,0 +1,75 @@
+"""Steps of ranks that have room of its own for each pair of them: what is too little costs a step, and what stays costs
+no byte."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ns_multigpu.core.exchange.hierarchy import Relays
+from ns_multigpu.core.exchange.pair_capacities import Pairs
+from tests.primitives.training_runs import RATES, Course, Outcome, assert_same_course, ordinary, take
+
+ROOM = (1024, 1024, 4096)
+
+
+def pairs_needed(outcome: Outcome) -> list[list[int]]:
+    return [list(map(int, row)) for row in outcome["most"].tolist()]
+
+
+def as_pairs(table: list[list[int]]) -> Pairs:
+    return tuple(tuple(row) for row in table)
+
+
+@pytest.mark.parametrize(("ranks", "bounds"), [(2, None), (3, (0, 20, 290, 300)), (3, (0, 0, 100, 300))])
+def test_each_pair_of_ranks_has_room_of_its_own(ranks: int, bounds: tuple[int, ...] | None) -> None:
+    """Just what it needs is enough, one row less for one pair costs a step, and the result is the same to the bit."""
+    course = Course("tile", 2, 3, bounds=bounds, room=ROOM, lazy=True)
+    plenty = take(course, ranks)
+    needed = pairs_needed(plenty[0])
+    off = [(a, b) for a in range(ranks) for b in range(ranks) if needed[a][b] > 0 and a != b]
+    assert len({n for row in needed for n in row}) > 2, "pairs differ"
+    least, most = (choose(off, key=lambda pair: needed[pair[0]][pair[1]]) for choose in (min, max))
+    own = max(range(ranks), key=lambda rank: needed[rank][rank])
+    for lacking in (None, least, most, (own, own)):
+        table = [[*row] for row in needed]
+        if lacking is not None:
+            table[lacking[0]][lacking[1]] -= 1
+        tight = take(replace(course, room=(ROOM[0], as_pairs(table), ROOM[2])), ranks)
+        for one, other in zip(tight, plenty, strict=True):
+            assert int(one["redone"]) == (lacking is not None), "on every rank"
+            for name in (*RATES, "losses", "count", "grad2d"):
+                assert torch.equal(one[name], other[name]), (lacking, name)
+            assert lacking is not None or int(one["bytes"]) < int(other["bytes"]) // 5, "and little travels"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_rank_draws_of_its_own_does_not_travel(ranks: int) -> None:
+    """Room for it costs no byte. (That all bytes are those foretold is asserted of every course.)"""
+    course = Course("tile", 2, 2, room=ROOM)
+    roomy = tuple(tuple(9000 if a == b else 1024 for b in range(ranks)) for a in range(ranks))
+    for usual, other in zip(
+        take(course, ranks), take(replace(course, room=(ROOM[0], roomy, ROOM[2])), ranks), strict=True
+    ):
+        assert int(usual["bytes"]) == int(other["bytes"]) and (int(usual["bytes"]) > 0) == (ranks > 1)
+
+
+def test_each_number_of_rows_on_their_way_over_machines_has_room_of_its_own() -> None:
+    """Four ranks on two machines: own rows inside, rows across, and rows that are handed on. The bytes of every step
+    are those foretold, which `taken` asserts."""
+    course = Course("tile", 2, 3, room=ROOM, lazy=True, machines=2, captured=True)
+    plenty, relays = take(course, 4), Relays(2, 2)
+    assert_same_course(course, plenty, ordinary(course))
+    needed = pairs_needed(plenty[0])
+    assert all(int(one["replayed"]) > 0 for one in plenty)
+    inside, across, handed = (0, relays.inside(1)), (3, relays.across(0)), (1, relays.handed(1, 0))
+    assert all(needed[rank][number] > 0 for rank, number in (inside, across, handed))
+    for lacking in (None, across, handed):
+        table = [[*row] for row in needed]
+        if lacking is not None:
+            table[lacking[0]][lacking[1]] -= 1
+        tight = take(replace(course, room=(ROOM[0], as_pairs(table), ROOM[2]), captured=False), 4)
+        for one, other in zip(tight, plenty, strict=True):
+            assert int(one["redone"]) == (lacking is not None), "on every rank"
+            for name in (*RATES, "losses", "count", "grad2d"):
+                assert torch.equal(one[name], other[name]), (lacking, name)
