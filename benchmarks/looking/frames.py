@@ -205,7 +205,9 @@ def _measured(folder: Path, config: Path, path: Path, way: str, gpus: int, optio
     told.unlink(missing_ok=True)
     (checkpoint,) = (config.parent / "nerfstudio_models").glob("*.ckpt")
     work: Any = Timed(Rendering(CameraPath(path), output, Look()), way, told)
-    tool = ToolConfig(config, checkpoint, work, ToolMachine(options.device, gpus), not options.spread)
+    tool = ToolConfig(
+        config, checkpoint, work, ToolMachine(options.device, gpus), {"strategy": "tile" if options.spread else "batch"}
+    )
     if gpus > 1:
         run_workers(tool, gpus)
     else:

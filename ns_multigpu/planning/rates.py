@@ -31,7 +31,7 @@ GPUS = {"h200": Gpu("NVIDIA H200", 139 << 30, 1.0), "h100": Gpu("NVIDIA H100", 7
 _RASTERIZER = "benchmarks/results/data/kernels/rasterizer-h200.json"
 _STEP = "benchmarks/results/data/kernels/train-step-h200.json"
 _TILE = "benchmarks/results/data/scaling/tile-h200-x4.json"
-_LINKS = "benchmarks/results/links-h200.md"
+_LINKS = "benchmarks/results/tile-h200.md"
 _LIMITED = "benchmarks/results/limited-links-h100.md"
 
 

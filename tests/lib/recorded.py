@@ -21,17 +21,10 @@ _READ_BACK = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", 
 _WRAPPERS = [
     f"cuda_ext.ops.{name}"
     for name in (
-        "lazy_adam",
-        "row_exchange",
-        "row_footprint",
-        "row_wire",
-        "adam",
-        "band_loss",
-        "peer_sort",
-        "fused",
-        "step_control",
+        "optim.lazy_adam", "exchange.row_exchange", "exchange.row_footprint", "exchange.row_wire", "optim.adam",
+        "loss.band_loss", "sort.peer_sort", "optim.fused", "optim.step_control",
     )
-]
+]  # fmt: skip
 
 
 class _Notes(TorchDispatchMode):

@@ -17,10 +17,10 @@ from tests.lib.training_run import TinyDataParserConfig
 
 DENSIFIERS: dict[str, dict[str, Any]] = {
     "splits": {},
-    "mcmc": {"densifier": "mcmc", "max_gs_num": 80, "mcmc_min_opacity": 0.095, "noise_lr": 5e3},
+    "mcmc": {"densifier": "mcmc", "max_gaussians": 80, "mcmc_min_opacity": 0.095, "noise_lr": 5e3},
     "mcmc by gradients": {
         "densifier": "mcmc",
-        "max_gs_num": 80,
+        "max_gaussians": 80,
         "mcmc_min_opacity": 0.095,
         "noise_lr": 5e3,
         "mcmc_picks": "both",

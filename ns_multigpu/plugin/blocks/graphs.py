@@ -25,7 +25,7 @@ from cuda_ext import add_clock
 from ns_multigpu.core.assign.assignment import MOST_KEPT
 from ns_multigpu.core.exchange.transports import Collective, Parts
 from ns_multigpu.plugin.blocks.timing import StepTimer
-from ns_multigpu.plugin.faults.memory import grow_capacity, has_spare_capacity, hoards
+from ns_multigpu.plugin.faults.memory import has_spare_capacity, hoards, release_idle_blocks
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class GraphPool:
 
     def prepare(self) -> None:
         """Called before the first graph of a step."""
-        grow_capacity(self._device)
+        release_idle_blocks(self._device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
 

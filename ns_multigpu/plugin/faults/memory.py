@@ -85,7 +85,7 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + idle
 
 
-def grow_capacity(device: torch.device) -> None:
+def release_idle_blocks(device: torch.device) -> None:
     """Gives the allocator's idle blocks back to a GPU that has less than that free. Called before a capture, which has
     memory of its own and cannot have them given back when it finds none."""
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -244,7 +244,7 @@ class DistributedPipeline(RunPipeline):
         return [f"{self.model.num_points:,} Gaussians", f"{views}, images of up to {size} pixels"]
 
     def prepare_training(self) -> None:
-        """Reads this rank's images. Every rank calls it; `rehearsed` then waits for what goes on beside it."""
+        """Reads this rank's images. Every rank calls it; `warmed_up` then waits for what goes on beside it."""
         run_parts().done("optimizers, viewer, checkpoint, logs")
         self.warmed_up = warm_up(self.model, self.world)  # while images are decoded
         data, at_home = self.datamanager, self.strategy.placement.homes_of_views

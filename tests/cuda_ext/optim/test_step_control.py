@@ -263,7 +263,7 @@ def test_wrong_arguments_are_named() -> None:
         step_gate(counts, *start, gated.still.double(), gated.row_counts, sent=counts[0][:1])
     model = make_model(20)
     rows = model.forward(60)
-    with pytest.raises(ValueError, match="witness"):
+    with pytest.raises(ValueError, match="finite_flag"):
         model.update(rows, make_gradients(rows), finite_flag=torch.zeros(2, dtype=F64))
 
 

@@ -227,7 +227,7 @@ def test_what_is_rehearsed_is_waited_for_before_the_first_step(
         happened.append("steps")
         return usual(self, *args, **more)
 
-    monkeypatch.setattr(pipeline, "rehearse", warmed_up)
+    monkeypatch.setattr(pipeline, "warm_up", warmed_up)
     monkeypatch.setattr(Training, "run", steps)
     run({}, lambda trainer: setattr(trainer, "_may_go_on", lambda step: step == 0))
     assert happened == [(True, 1), "done", "steps"]

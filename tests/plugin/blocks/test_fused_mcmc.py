@@ -23,12 +23,12 @@ pytestmark = pytest.mark.slow
 IMAGES, VIEWS, AWAY = 48, 2, 2e-3
 # Picks are made by sums of opacities in units of 2^-24, so that rounding draws others: at first nobody is picked.
 STILL = {
-    MODEL + "densifier": "mcmc", MODEL + "max_gs_num": POINTS, MODEL + "mcmc_min_opacity": 1e-5,
+    MODEL + "densifier": "mcmc", MODEL + "max_gaussians": POINTS, MODEL + "mcmc_min_opacity": 1e-5,
     MODEL + "noise_lr": 1e5, MODEL + "warmup_length": 4, MODEL + "refine_every": 8, MODEL + "sh_degree_interval": 12,
     MODEL + "num_downscales": 1, MODEL + "resolution_schedule": 20, MODEL + "mcmc_opacity_reg": 0.05,
     MODEL + "mcmc_scale_reg": 0.05, **{f"optimizers.{name}.optimizer.eps": 1e-4 for name in ORDER},
 }  # fmt: skip
-GROWING = {MODEL + "max_gs_num": 70, MODEL + "mcmc_min_opacity": 0.095}
+GROWING = {MODEL + "max_gaussians": 70, MODEL + "mcmc_min_opacity": 0.095}
 
 
 def train(world: World, folder: Path, name: str, *, tile: bool = False, fused: str = "always", **more: Any) -> Outcome:

@@ -56,9 +56,9 @@ def course(
         done.append(f"T{feeds[0].step}" + (f"-{feeds[0].step + count - 1}" if count > 1 else ""))
         return count
 
-    def learnt(self: Training, status: Status, again: list[Any]) -> None:
-        done.extend([f"F{again[0].step}"] if status.full else [])
-        learn(self, status, again)
+    def learnt(self: Training, status: Status) -> None:
+        done.extend(["F"] if status.full else [])
+        learn(self, status)
 
     def fitted(self: StepCapacities, needed: Any, full: bool, images: int) -> None:
         if full and self._now is not None:
@@ -125,7 +125,7 @@ def test_steps_of_a_graph_that_lack_room_are_taken_again(tmp_path: Path, monkeyp
     alone, _ = course(tmp_path, 1, monkeypatch, steps=17)
     at_once, done = course(tmp_path, 3, monkeypatch, steps=17, captured=True, tight=True)
     taken = done.index("T13-15")
-    assert done[taken:] == ["T13-15", "D16", "T16", "F14", "T14", "T15", "T16"], "13 has been taken, the others not"
+    assert done[taken:] == ["T13-15", "D16", "T16", "F", "T14", "T15", "T16"], "13 has been taken, the others not"
     assert alone.keys() == at_once.keys() and all(torch.equal(alone[name], at_once[name]) for name in alone)
 
 

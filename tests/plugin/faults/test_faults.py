@@ -129,7 +129,7 @@ def test_restarts_from_the_last_checkpoint_and_ends_the_same(tmp_path: Path) -> 
     [
         ("SIGKILL", 1, 2, "was killed by SIGKILL"),
         ("raise", 2, 2, "the toy is broken"),  # the same exception again: a third time would end no better
-        ("out of memory", 1, 1, "--downscale-factor"),
+        ("out of memory", 1, 1, "--machine.num-devices"),
         ("nan", 1, 1, "NaN or infinity in training"),
     ],
 )
