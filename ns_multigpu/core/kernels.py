@@ -212,8 +212,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
-        """Write the records of lines first to end to the lines `place` [ranks, M] of the segments at these addresses.
-        """
+        """Write the records of lines first to end to lines `place` [ranks, M] of the segments."""
 
     @abstractmethod
     def unpack(self, records: Tensor, counts: Tensor, views: int) -> Arrived:
@@ -221,8 +220,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def collect(self, place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
-        """Return the sums of gradient records [M, record_floats] at these addresses, over the ranks that drew the rows.
-        """
+        """Return the sums of gradient records [M, record_floats] at `sources`, over the ranks that drew the rows."""
 
     @abstractmethod
     def wire(self, *, half: bool, slots: bool) -> RowWire:

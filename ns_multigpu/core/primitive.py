@@ -45,8 +45,7 @@ class Primitive(ABC):
         return self
 
     def extents(self, points: Points) -> Tensor | None:
-        """Return the half-widths of each point's visible box along the world's axes, [N, 3]; None if no bound is known.
-        """
+        """Return the half-widths of each point's visible box along the world's axes, [N, 3]; None if unknown."""
         return None
 
     @abstractmethod

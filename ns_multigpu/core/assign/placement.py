@@ -87,8 +87,7 @@ class Placement(ABC):
         return []
 
     def moved(self, positions: Tensor) -> None:
-        """Receive the positions [N, 3] of this rank's points at the time of placement. Does not wait for other ranks.
-        """
+        """Receive the positions [N, 3] of this rank's points at the time of placement. Does not wait."""
         return
 
     def observe(self, points: Points, extents: Callable[[], Tensor | None], images: int | None, world: World) -> None:
