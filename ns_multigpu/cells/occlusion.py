@@ -1,4 +1,4 @@
-"""Which part of a view hides a cell behind others (Splaxel's saturation redundancy, section 4.3).
+"""Occlusion of cells by others in a view (Splaxel's saturation redundancy, section 4.3).
 
 Who composites a view knows what arrives at each cell's layer: the product of what the layers before let through. Where
 that was less than 1/1000 when the view was drawn last, nothing that the cell draws can be seen. What is kept of a view
@@ -33,7 +33,7 @@ class _Looked:
 
 
 class Occlusion:
-    """What is known of each training view. All ranks are told the same."""
+    """Occlusion state of each training view, the same on all ranks."""
 
     def __init__(self) -> None:
         self._looked: dict[tuple[int, int, int], _Looked] = {}  # by the view's index and size
@@ -47,7 +47,7 @@ class Occlusion:
             self._looked, self._cells = {}, cells
 
     def drawn(self, view: View, sight: Sequence[Rectangle | None]) -> list[Rectangle | None]:
-        """What is to be drawn of each cell of a view, of the rectangles in which it is in sight."""
+        """Return the rectangles of each cell to draw in a view, from those in which it is in sight."""
         if view.index < 0:
             return list(sight)
         key = view.index, view.width, view.height
@@ -109,7 +109,7 @@ class Occlusion:
 
 
 def around(wide: Rectangle | None, inner: Rectangle | None) -> list[Rectangle]:
-    """What of a rectangle is not in another that lies within it, in up to four."""
+    """Return the part of a rectangle outside of another one within it, as up to four rectangles."""
     if wide is None or wide == inner:
         return []
     if inner is None:

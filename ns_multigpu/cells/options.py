@@ -1,4 +1,4 @@
-"""What a user may choose about `pixel`."""
+"""User options of `pixel`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,8 +15,8 @@ class PixelOptions:
     """Cells are cut anew when the work of one is more than this times the mean; above 1."""
 
     wire: Literal["full", "half"] = "full"
-    """What pixels and their gradients are on the wire: "full" is float32, and changes nothing; "half" is float16, and
-    rounds what other GPUs drew."""
+    """Type of pixels and their gradients on the wire: "full" is float32 and changes nothing; "half" is float16 and
+    rounds pixels of other GPUs."""
 
     level_steps: bool = True
     """Views that show different cells come into one step, so that GPUs have level work; False leaves the order of views
@@ -32,7 +32,7 @@ class PixelOptions:
     last. What arrives is looked at each time. It sends less, and may cost quality."""
 
     def problem(self) -> str | None:
-        """What is wrong with the values, and the remedy; None if nothing is."""
+        """Return the error in the values with its remedy; None if there is none."""
         if self.cells < 0:
             return f"cells {self.cells}: give at least one for each GPU, or 0 for just one each"
         if not self.imbalance > 1:

@@ -1,4 +1,4 @@
-"""Who draws which cell of which view, and who owns which pixels."""
+"""Assignment of each view's cells to drawing ranks, and of pixels to owners."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
 
 @dataclass
 class _Seen:
-    """What steps came to."""
+    """Totals over steps for the log."""
 
     steps: int = 0
     at_work: float = 0.0

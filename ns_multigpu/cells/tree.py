@@ -47,7 +47,7 @@ class CellTree:
 
     @property
     def cells(self) -> int:
-        """How many there are."""
+        """Number of cells."""
         return len(self.splits) + 1
 
     @cached_property
@@ -268,7 +268,7 @@ def _planes(
 
 
 class _Goal:
-    """How much work is to lie below the planes of parts that are to be so many cells, `counts` [P]."""
+    """Target work below the planes of parts that are to have `counts` [P] cells."""
 
     def __init__(self, counts: Tensor) -> None:
         self._counts = counts

@@ -1,4 +1,4 @@
-"""What a trainer asks of whatever adds and removes points."""
+"""Interface between a trainer and the code that adds and removes points."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
@@ -22,7 +22,7 @@ class Densifier(Protocol):
     noisy: ClassVar[bool]
 
     def initialize_state(self) -> dict[str, Any]:
-        """What must be kept between steps."""
+        """Return the state to keep between steps."""
         ...
 
     def counts(self, images: int) -> bool:
@@ -77,7 +77,7 @@ class Densifier(Protocol):
         ...
 
     def move(self, params: Any, step: int, images: int, rate: float, taken: Tensor | None = None) -> None:
-        """What moves all points after a step, if it is `noisy`; `taken` [] is 0 or False for nothing after all."""
+        """Move all points after a step, if it is `noisy`; `taken` [] is 0 or False to move none."""
         ...
 
     def limit(self, cap: int | None, held_back: Callable[[int], None]) -> int | None:

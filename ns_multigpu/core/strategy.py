@@ -16,7 +16,7 @@ from ns_multigpu.core.types import Patch, Points, Rendering, View
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """How the work of a step is spread over the ranks of one world.
+    """Distribution of a step's work over the ranks of one world.
 
     Attributes:
         name: what the user types.

@@ -100,7 +100,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Hits:
-    """Which points may show in which views: one row a (view, point), views ascending, then points ascending.
+    """Points that may be visible in views: one row per (view, point), views ascending, then points ascending.
 
     The order of the rows breaks ties in depth, so it must not depend on who computed them.
 
@@ -119,7 +119,7 @@ class Hits:
 
 @dataclass(frozen=True)
 class Splats:
-    """What points became for views: one row a hit, in the hits' order.
+    """Points as seen by views: one row per hit, in the hits' order.
 
     Attributes:
         hits: where each row comes from.
@@ -162,7 +162,7 @@ class Pixels:
 
 @dataclass(frozen=True)
 class Rendering:
-    """What one rank gets out of rendering a batch.
+    """Result of rendering a batch on one rank.
 
     Attributes:
         pixels: this rank's patches.
@@ -208,7 +208,7 @@ class Traffic:
 
     @contextmanager
     def apart(self, mark: str) -> Generator[None]:
-        """What is sent in the enclosed code does not count for `mark`."""
+        """Exclude traffic of the enclosed code from `mark`."""
         sent, between = self.sent, self.between
         yield
         for name, extra in ((mark, self.sent - sent), (f"between {mark}", self.between - between)):

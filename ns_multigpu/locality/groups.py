@@ -17,7 +17,7 @@ from ns_multigpu.core.assign.curve import MOST_BITS, interleaved
 SMALLEST, LARGEST = 1024, 4096
 """Points of a group, by the paper."""
 LEAST, MOST = 32, 16384
-"""What else may be asked for: in small models and trials, fewer."""
+"""Smaller sizes that are allowed, for small models and trials."""
 REACH = math.sqrt(2 * math.log(255))
 """Standard deviations at which an opaque splat falls to alpha 1/255: a little more than its square of 3."""
 BLOCK = 64
@@ -175,7 +175,8 @@ def cull_groups(
     near: float = 0.01,
     far: float = 1e10,
 ) -> tuple[Tensor, Tensor]:
-    """Which groups may show in which views' rectangles: all those of which `cull` would keep a point, and some more.
+    """Return the groups that may be visible in each view's rectangles: all those of which `cull` would keep a point,
+    and some more.
 
     A splat's half extent, times its depth, is at most focal length * reach * |(u, v, 1)| + depth * pixels, where (u, v)
     is clamped to the image and 15 % more a side, and pixels are what eps2d and rounding add. So each side of the

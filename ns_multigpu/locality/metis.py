@@ -21,7 +21,7 @@ _OPTIONS = 40
 _CUTS = 4
 """Partitions made, of which the best is kept: up to a tenth less is cut than by one, in two to three times the time."""
 _WHOLE = 1 << 30
-"""What the weights of all vertices add up to, by pymetis's single weight."""
+"""Sum of all vertices' weights, for pymetis's single weight."""
 
 
 class MetisError(RuntimeError):
@@ -30,7 +30,7 @@ class MetisError(RuntimeError):
 
 @dataclass(frozen=True)
 class Parts:
-    """What came of it.
+    """Result of partitioning.
 
     Attributes:
         of: [n] int64, the part of each vertex.

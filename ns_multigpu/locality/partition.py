@@ -1,4 +1,4 @@
-"""Which rank owns which group of points: over machines first, then over each machine's GPUs (section 4.2.1).
+"""Ownership of groups of points: over machines first, then over each machine's GPUs (section 4.2.1).
 
 Over machines groups go where the views go that see them: METIS cuts the graph of groups and views, with points level
 for memory and points seen level for work. What a view shows then lies on few machines, as it should, and on the GPUs of
@@ -31,7 +31,7 @@ notes."""
 
 @dataclass(frozen=True)
 class Partition:
-    """Where groups and views are at home. Ranks of a machine follow one another.
+    """Owners of groups and views. Ranks of a machine are consecutive.
 
     Attributes:
         ranks: [C] int64, the rank that owns each group.

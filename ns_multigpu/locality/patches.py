@@ -26,7 +26,8 @@ Floats = NDArray[np.float64]
 
 
 def cuts(pixels: int, parts: int) -> list[int]:
-    """Where a side of so many pixels is cut: [parts + 1] ascending, at whole tiles; fewer parts than tiles allow."""
+    """Return the cuts of a side of `pixels` pixels: [parts + 1] ascending, at whole tiles; fewer parts than tiles
+    allow."""
     tiles = -(-pixels // TILE)
     parts = min(parts, tiles)
     return [min(pixels, tiles * k // parts * TILE) for k in range(parts + 1)]
@@ -51,7 +52,7 @@ def _patches(width: int, height: int, position: int, factor: int) -> tuple[tuple
 
 @dataclass
 class Tally:
-    """What plans came to, since it was taken last.
+    """Statistics of plans since the last report.
 
     Attributes:
         steps: batches planned. misses: of these, those whose plan was late. between, total: points that went to another
@@ -82,7 +83,7 @@ _Key = tuple[tuple[int, int, int], ...]
 
 
 def _key(views: Sequence[View]) -> _Key:
-    """What a plan is for. The same views at another resolution are cut into other patches."""
+    """Return the key of a plan. The same views at another resolution have other patches."""
     return tuple((view.index, view.width, view.height) for view in views)
 
 
@@ -212,7 +213,7 @@ class LocalPatches(Assignment):
         return Plan.of(drawn)
 
     def _prefetched_plan(self, key: _Key) -> Ints | None:
-        """What was planned ahead for a batch of these views; None if it was not foreseen."""
+        """Return the prefetched plan of a batch of these views; None if there is none."""
         while self._planner is not None and any(views == key for views, _ in self._coming):
             first, number = self._coming.popleft()
             if first == key:

@@ -35,7 +35,7 @@ _GROUPS_PER_RANK = 32
 
 @dataclass(frozen=True)
 class Homes:
-    """Where space is at home: groups are ranges of the Z-order.
+    """Owners of regions of space: groups are ranges of the Z-order.
 
     Attributes:
         low: [3] float64, side: the cube of the curve, world units.

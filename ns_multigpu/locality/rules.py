@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 
 class Access:
-    """What each view's patches needed from each rank when they were drawn last.
+    """Rows that each view's patches needed from each rank when last drawn.
 
     Args:
         patches: of a view. ranks: in all.
@@ -76,7 +76,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Served:
-    """What a step is given.
+    """Assignment of a step.
 
     Attributes:
         ranks: [P] int64, the rank that draws each patch, view after view.

@@ -234,7 +234,7 @@ def ideal_cuts(work: Sequence[Sequence[int]], ranks: int) -> tuple[int, ...]:
     total = before[-1]
 
     def off(place: int, rank: int) -> int:
-        """How far a cut at `place` is from where it should be, in units of 1/ranks."""
+        """Return the distance of a cut at `place` from its ideal place, in units of 1/ranks."""
         return abs(before[place] * ranks - rank * total)
 
     cuts = [0]
@@ -247,7 +247,8 @@ def ideal_cuts(work: Sequence[Sequence[int]], ranks: int) -> tuple[int, ...]:
 
 
 def stretches(cuts: Sequence[int], rows: Sequence[int]) -> list[list[tuple[int, int, int]]]:
-    """What lies between the cuts: by rank, ascending, (view, first row, end row), never empty. Every row is in one.
+    """Return the rows between the cuts: by rank, ascending, (view, first row, end row), never empty. Every row is in
+    one.
 
     Args:
         cuts: `ideal_cuts`'.

@@ -96,7 +96,7 @@ def _by_ties(keys: Tensor, order: Tensor, ties: Tensor) -> Tensor:
 def _back(
     found: Tensor, order: Tensor, leave: Tensor | None, send: list[int], receive: list[int], world: World
 ) -> Tensor:
-    """What was found of each row, in order, on the rank and in the row that it came from."""
+    """Return the values of ordered rows to their source ranks and rows."""
     arrived = torch.empty_like(found).scatter_(0, order, found)
     returned = exchange_rows(arrived, receive, send, world)
     return returned if leave is None else torch.empty_like(returned).scatter_(0, leave, returned)

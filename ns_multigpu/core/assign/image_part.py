@@ -1,4 +1,4 @@
-"""What a rank has of a view's image: a rectangle of it, and which."""
+"""Rectangle of a view's image that a rank holds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

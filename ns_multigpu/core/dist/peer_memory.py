@@ -17,7 +17,7 @@ from ns_multigpu.core.dist.collectives import all_gather_objects, barrier
 from ns_multigpu.core.dist.world import World, gpus_are_shared
 
 TRIAL_TIMEOUT_MS = 30_000
-"""How long the trial's barrier may wait for another GPU, in milliseconds."""
+"""Timeout of the trial's barrier, in milliseconds."""
 
 _T = TypeVar("_T")
 
@@ -104,7 +104,7 @@ class PeerBuffer:
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """How rows travel between ranks.
+    """Chosen transport of rows between ranks.
 
     Attributes:
         name: `peer`: into each other's memory; `mixed`: inside each machine so, between machines by all-to-all;
@@ -159,7 +159,8 @@ def choose_transport(world: World, wanted: str = "auto", *, relayed: bool = Fals
 
 
 def _access_problem(world: World, *, machine: bool) -> str | None:
-    """What keeps this rank's GPU from the others' memory, as a sentence; None if nothing is known. Collective.
+    """Return the reason why this rank's GPU cannot access the others' memory, as a sentence; None if none is known.
+    Collective.
 
     Args:
         machine: the others are those of its machine.
@@ -187,7 +188,7 @@ def _access_problem(world: World, *, machine: bool) -> str | None:
 
 
 def _trial_problem(world: World, *, machine: bool) -> str | None:
-    """What goes wrong with a small buffer, as a sentence; None if nothing does. Collective.
+    """Return the failure of a trial with a small buffer, as a sentence; None if it succeeds. Collective.
 
     Args:
         machine: it is shared by the ranks of a machine.
@@ -238,7 +239,7 @@ def _first_problem(problem: str | None, world: World) -> str | None:
 
 
 def _all_or_none(what: str, make: Callable[[], _T], world: World) -> _T:
-    """What `make` returns, if it succeeds on all ranks; an error on every rank that names the first failure, if not."""
+    """Return the result of `make` if it succeeds on all ranks; otherwise raise the first failure on every rank."""
     result: list[_T] = []
     problem: str | None = None
     try:

@@ -1,5 +1,5 @@
 # pyright: reportPrivateImportUsage=false
-"""How ranks find each other on a store that may hold what earlier lives of their job have left in it.
+"""Rendezvous of ranks on a store that may hold data of earlier attempts of their job.
 
 A launcher that starts a job's processes again may keep its store, the addresses of dead processes included. No number
 that it hands out tells one life from another on all machines: torchrun's count of restarts is each agent's own, and an

@@ -22,7 +22,7 @@ _MOST_SCALE = 126
 
 
 class Code(ABC):
-    """How float columns of rows [M, columns] are written as bytes [M, bytes]."""
+    """Encoding of float columns of rows [M, columns] as bytes [M, bytes]."""
 
     @abstractmethod
     def write(self, rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows over several machines: inside a machine through its own memory, and to each other machine once.
+"""Exchange of rows over several machines: within a machine through its own memory, and once to each other machine.
 
     there: own rows -> relays on other machines (collective) -> all that draws them on this machine (`Inside`)
     back:  who drew them -> their owner, or the relay that gave them (`Inside`), which sums -> owners (collective)
@@ -115,7 +115,7 @@ class RelayedRows(Transport):
 
     @property
     def step_bytes(self) -> tuple[int, int]:
-        """What this rank sends in a step to ranks of its machine, and to other machines."""
+        """Bytes that this rank sends in a step to ranks of its machine, and to other machines."""
         inside, between = self._within, self._between
         rows, gradients = (inside.row_words, between.row_words), (inside.gradient_words, between.gradient_words)
         return self.relays.step_bytes(
@@ -220,7 +220,7 @@ class RelayedRows(Transport):
 
     @property
     def _own_out(self) -> WireSegments:
-        """Where own rows are put for the ranks of this machine."""
+        """Segments of own rows for the ranks of this machine."""
         own = self.world.machine
         starts, sizes = zip(*((starts[own], rows[own]) for starts, rows in self._to), strict=True)
         return WireSegments(starts, sizes, self.world.local_rank)
@@ -261,7 +261,7 @@ class RelayedRows(Transport):
     def _passing(
         self, rows: list[int], first: int, other: int, words: int, head: int | None = None
     ) -> tuple[list[int], list[int]]:
-        """Where the rows that are passed to or from one rank of this machine stand, by machine: first words, and sizes.
+        """Return the segments of rows sent to or from one rank of this machine, by machine: first words, and sizes.
 
         Args:
             rows: by machine. first: word of the part. other: that rank; what a rank passes itself stays.

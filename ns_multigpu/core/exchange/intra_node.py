@@ -1,4 +1,4 @@
-"""What ranks of one machine pass each other in a step that reads nothing back: through peer memory, or by collectives.
+"""Exchange within one machine in a fused step, which reads nothing back: through peer memory, or by collectives.
 
 Each rank has one memory of words of 4 bytes. An exchange moves parts of it into the memories of the machine's other
 ranks: of each rank the parts for the others follow one another, and so do those that come to it.

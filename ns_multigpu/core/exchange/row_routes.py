@@ -18,7 +18,7 @@ Split = Sequence[Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Route(ABC):
-    """Which rows go where.
+    """Routes of rows to other ranks.
 
     Attributes:
         arriving: [owner][view] how many rows come from each, of each view.

@@ -69,7 +69,7 @@ class Merge:
 
     @property
     def result(self) -> Run:
-        """What they become."""
+        """Result of the merge."""
         length, ranks = self.left.length + self.right.length, self.right.end - self.left.first
         bounds = [rank * length // ranks for rank in range(ranks + 1)]
         return Run(self.left.first, tuple(b - a for a, b in pairwise(bounds)))
@@ -181,7 +181,7 @@ def _merge(
             ]
 
     def pieces(source: int, reader: int) -> list[tuple[int, int]]:
-        """What `source` sends to `reader`, left run first; it holds a piece of only one of the two."""
+        """Return the parts that `source` sends to `reader`, left run first; it holds a part of only one of the two."""
         if reader not in parts:
             return [(0, len(keys))] if source == reader == world.rank else []
         return [run.piece(source, first, end) for run, first, end in parts[reader]]

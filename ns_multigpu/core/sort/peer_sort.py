@@ -22,7 +22,7 @@ _ALIGNMENT = 256
 
 
 class SharedMemory(Protocol):
-    """What is used of `core.peer_memory.PeerBuffer`."""
+    """Required subset of `core.peer_memory.PeerBuffer`."""
 
     local: Tensor
     addresses: list[int]
@@ -58,7 +58,7 @@ class SortBuffers:
         self._keys = [sum(starts[:1]), sum(starts[:2])]
         self._values = [sum(starts[:3]), sum(starts[:4])]
         self.counts = memory.local[: 8 * ranks].view(torch.int64)
-        """How many pairs each rank has, [ranks]: every rank writes its own on all."""
+        """Number of pairs of each rank, [ranks]: every rank writes its own on all."""
 
     @staticmethod
     def size(capacity: int, ranks: int) -> int:
@@ -75,12 +75,12 @@ class SortBuffers:
         )
 
     def addresses(self, halves: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Where each rank's keys and values lie, in the half that is given for it."""
+        """Return the addresses of each rank's keys and values, in the half that is given for it."""
         places = list(zip(self.memory.addresses, halves, strict=True))
         return [at + self._keys[half] for at, half in places], [at + self._values[half] for at, half in places]
 
     def count_addresses(self, rank: int) -> list[int]:
-        """Where on each rank the count of `rank` is kept."""
+        """Return the address on each rank of the count of `rank`."""
         return [at + 8 * rank for at in self.memory.addresses]
 
 

@@ -1,4 +1,4 @@
-"""Which strategies a step that reads nothing back can be composed for."""
+"""Check of a strategy's support for fused steps, which read nothing back."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -22,7 +22,7 @@ class _Counts:
 
 
 class DelayedReadback:
-    """What `Step.learnt` says of each step, learnt a fixed number of steps later: on all ranks the same then.
+    """Delayed readback of each step's counts, a fixed number of steps later: on all ranks at the same step.
 
     Args:
         learn: what learns, given views and counts: `Assignment.learn`.

@@ -17,7 +17,7 @@ from ns_multigpu.core.types import Pixels, View
 
 
 class Keypoints(NamedTuple):
-    """Where a view observes points.
+    """Positions in a view of observed points.
 
     Attributes:
         places: [K, 2] x and y in pixels of the view; 0 of what is not `inside`.
@@ -49,7 +49,7 @@ def keypoints(view: View) -> Keypoints:
 
 
 def disparities_at(pixels: Pixels, view: View, places: Tensor) -> Tensor:
-    """What a patch shows at places of its view, between pixels' middles bilinearly.
+    """Return a patch's disparities at positions in its view, bilinear between pixel centres.
 
     Args:
         pixels: with depth; where it is 0, as where nothing is drawn, the disparity is 0.

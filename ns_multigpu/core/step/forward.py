@@ -48,7 +48,7 @@ class _Room:
     intersections: int
 
     def after(self, told: Sequence[Sequence[int]]) -> "_Room":
-        """What the next picture has room for, when this one needed that much."""
+        """Return the capacities of the next picture, after one with these needs."""
         ranks = len(told)
         pairs = tuple(tuple(padded(count) for count in row[_HEAD : _HEAD + ranks]) for row in told)
         return _Room(padded(max(row[1] for row in told)), pairs, padded(max(row[2] for row in told)))
@@ -111,7 +111,7 @@ class Forward:
         return Plan.of(owned), pixels
 
     def _plans(self, view: View, passes: int) -> list[Plan]:
-        """Who draws what in each pass."""
+        """Return the plan of each pass."""
         ranks = self._world.size
         if self._strategy.pixels.whole:
             bands = cut(view, ranks * passes, self._work)
@@ -146,7 +146,8 @@ class _Try:
         self._short = False  # whether this rank's memory did not suffice
 
     def run(self, room: _Room) -> tuple[list[Pixels], list[list[int]]]:
-        """What was drawn here, and what every rank tells: `_HEAD` numbers, rows for each rank, work by row of tiles."""
+        """Return this rank's pixels, and every rank's counts: `_HEAD` numbers, rows for each rank, work by row of
+        tiles."""
         device, ranks = self._world.device, self._world.size
         words = _HEAD + ranks + _tile_rows(self._view)
         message = torch.zeros(words, dtype=torch.int64, device=device)
@@ -230,7 +231,7 @@ class _Try:
 
 
 def _rows_of(plan: Plan, band: Patch) -> Plan:
-    """What of a plan lies in a band of whole rows of tiles."""
+    """Return the part of a plan in a band of whole rows of tiles."""
 
     def within(patches: Sequence[Patch]) -> tuple[Patch, ...]:
         cut_ = (replace(p, y0=max(p.y0, band.y0), y1=min(p.y1, band.y1)) for p in patches)

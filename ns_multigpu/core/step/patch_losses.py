@@ -79,7 +79,7 @@ def loss_weights(
 def share_of_mse(
     images: Sequence[Tensor], targets: Sequence[Tensor], patches: Sequence[Patch], view: View, views: int
 ) -> Tensor:
-    """What patches contribute [] to a batch's mean squared error.
+    """Return the patches' contribution [] to a batch's mean squared error.
 
     Args:
         images: renderings [h, w, 3], without halo. targets: see `PatchLosses.add`. patches: which they are.

@@ -1,4 +1,4 @@
-"""What a step depends on, what it reports, and how much room it begins with."""
+"""Settings of a step, its status, and its initial capacities."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -11,7 +11,7 @@ from ns_multigpu.core.step.exposures import words_of
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch
 
 HALO = TILE
-"""What a patch is drawn with beyond its own pixels: enough for the loss, and the tiles stay those of the image."""
+"""Halo of a drawn patch in pixels: enough for the loss, and tiles stay those of the image."""
 assert HALO >= 2 * SSIM_HALO
 GROUPS_FROM = 24 << 20
 """Points of a rank times the views that it splats them for, from which on groups are culled by their boxes. On an H200
@@ -21,7 +21,7 @@ the update of 8 million points (benchmarks/results/group-culling.md). With less 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step depends on besides parameters, cameras, plan and kernels; a change of any makes a new `Step`.
+    """Settings of a step besides parameters, cameras, plan and kernels; a change of any requires a new `Step`.
 
     Attributes:
         width, height: of every view, pixels.
@@ -65,7 +65,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class Status:
-    """How far the steps have got since the last look.
+    """Progress of the steps since the last readback.
 
     Attributes:
         done: steps that were taken.

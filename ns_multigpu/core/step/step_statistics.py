@@ -1,4 +1,4 @@
-"""What a rank tells all others at the end of a step that reads nothing back."""
+"""Step statistics that ranks gather at the end of a fused step, which reads nothing back."""
 
 from collections.abc import Sequence
 
@@ -58,7 +58,8 @@ class StepMessage:
         return message if exposures is None else torch.cat([message, exposures.told()])
 
     def _bands(self, own: Sequence[Patch], views: Sequence[View]) -> list[int]:
-        """Where the rows of tiles of this rank's bands stand, without halos, if they count: see `step_message`."""
+        """Return the positions of this rank's bands in rows of tiles, without halos, if they count: see
+        `step_message`."""
         bands: list[int] = []
         start = 0
         for patch in own if self._learns is Feedback.WORK else ():
