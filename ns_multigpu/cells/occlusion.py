@@ -64,7 +64,7 @@ class Occlusion:
         return found
 
     def learn(self, views: Sequence[View], numbers: NDArray[np.int64]) -> None:
-        """Told where enough arrived.
+        """Record the visible rectangles.
 
         Args:
             views: of a batch. numbers: [ranks, views, cells, 5], see `Feedback.LIVE`.
@@ -73,7 +73,7 @@ class Occlusion:
         self._flips += int(numbers[..., 4].sum())
         for view, of_view in zip(views, boxes.tolist(), strict=True):
             looked = self._looked.get((view.index, view.width, view.height))
-            if looked is None or len(looked.sight) != len(of_view):  # cells were cut anew meanwhile
+            if looked is None or len(looked.sight) != len(of_view):  # the cells were rebuilt since
                 continue
             looked.live = [(-a, -b, c, d) if a > -(1 << 30) else NOTHING for a, b, c, d in of_view]
 
@@ -125,7 +125,7 @@ def _within(wide: Rectangle, known: Rectangle) -> bool:
 
 
 def _tiles(live: Rectangle, view: View) -> Rectangle:
-    """The tiles that a rectangle of pixels reaches."""
+    """Return the tiles that a rectangle of pixels touches."""
     x0, y0, x1, y1 = live
     return (x0 // TILE * TILE, y0 // TILE * TILE, min(-(-x1 // TILE) * TILE, view.width),
             min(-(-y1 // TILE) * TILE, view.height))  # fmt: skip

@@ -9,10 +9,10 @@ class PixelOptions:
     """Options of the strategy `pixel`."""
 
     cells: int = 0
-    """Cells that space is cut into, dealt out to GPUs in runs; 0 for one a GPU. What is trained depends on it, and on
+    """Cells that space is cut into, distributed to GPUs in runs; 0 for one a GPU. What is trained depends on it, and on
     the number of GPUs only through it."""
     imbalance: float = 1.2
-    """Cells are cut anew when the work of one is more than this times the mean; above 1."""
+    """Cells are rebuilt when the work of one is more than this times the mean; above 1."""
 
     wire: Literal["full", "half"] = "full"
     """Type of pixels and their gradients on the wire: "full" is float32 and changes nothing; "half" is float16 and
@@ -23,8 +23,8 @@ class PixelOptions:
     that other strategies have. It makes no difference with one view a step."""
 
     crossing: Literal["none", "ghosts"] = "ghosts"
-    """Splats that reach into another cell: "none" draws them with their own cell, so that the image depends on the
-    cells; "ghosts" sends them to the GPUs of the cells that they reach, and all is blended by depth as one GPU does
+    """Splats that overlap another cell: "none" draws them with their own cell, so that the image depends on the
+    cells; "ghosts" sends them to the GPUs of the cells that they overlap, and all is blended by depth as one GPU does
     it."""
 
     hide: bool = False

@@ -20,7 +20,7 @@ _EDGES = [(a, a | 1 << k) for a in range(8) for k in range(3) if not a & 1 << k]
 
 
 def tiles_seen(boxes: Floats, view: View) -> list[Rectangle | None]:
-    """The rectangle (x0, y0, x1, y1) in pixels, of whole tiles, that each box reaches; None where it is not seen.
+    """The rectangle (x0, y0, x1, y1) in pixels, of whole tiles, that each box touches; None where it is not seen.
 
     Tiles at the right and lower border end with the image.
 

@@ -128,7 +128,7 @@ class CellTree:
     @staticmethod
     @torch.no_grad()
     def of_work(positions: Tensor, work: Tensor, cells: int, world: World) -> "CellTree":
-        """Cells of equal work. Every rank calls it, and gets the same tree, whoever has which points.
+        """Cells of equal work. Every rank calls it, and gets the same tree for any placement.
 
         A part that is to be k cells is cut along its largest extent (of its points; the first axis of equal ones) where
         floor(k / 2) of k parts of its work lie below. Positions never leave their rank: what is added up over ranks are

@@ -159,7 +159,7 @@ def in_runs(patches: int, ranks: int) -> Ints:
 
 
 def by_room(needed: Floats) -> Ints:
-    """The rule that needs no search: patch after patch to the rank that has most of its points and still has room.
+    """The rule that needs no search: patch after patch to the rank that has most of its points and still has capacity.
 
     Those that have most to lose come first. Ranks differ by one patch at most. [P] int64 for [P, R].
     """

@@ -17,7 +17,7 @@ from ns_multigpu.core.assign.curve import MOST_BITS, interleaved
 SMALLEST, LARGEST = 1024, 4096
 """Points of a group, by the paper."""
 LEAST, MOST = 32, 16384
-"""Smaller sizes that are allowed, for small models and trials."""
+"""Allowed range of group sizes, for small models and trials."""
 REACH = math.sqrt(2 * math.log(255))
 """Standard deviations at which an opaque splat falls to alpha 1/255: a little more than its square of 3."""
 BLOCK = 64
@@ -28,7 +28,7 @@ _PAIRS = 1 << 22
 
 
 def group_size(points: int) -> int:
-    """Points of a group, unless told: about 65,536 groups, of 1024 to 4096 points."""
+    """Default points of a group: about 65,536 groups, of 1024 to 4096 points."""
     wanted = max(1, points // _GROUPS)
     return min(LARGEST, max(SMALLEST, 1 << (wanted - 1).bit_length()))
 
@@ -45,7 +45,7 @@ def z_codes(means: Tensor, low: Tensor, side: float) -> Tensor:
 
 
 def z_order(means: Tensor) -> Tensor:
-    """The permutation [N] int64 that brings positions [N, 3] into the Z-order over the cube around them; ties stay."""
+    """Return the permutation [N] int64 that sorts positions [N, 3] into the Z-order of their bounding cube; stable."""
     if len(means) == 0:
         return torch.zeros(0, dtype=torch.int64, device=means.device)
     places = _finite(means)
@@ -79,7 +79,7 @@ class Groups:
         size: points of a group; the last may have fewer.
         order: [N] int64, the points, group after group.
         lower, upper: [C, 3] corners of the boxes around the means, with the margin; world units.
-        reach: [C] how far a point's splat reaches around its mean at most, `REACH` of its largest standard deviations,
+        reach: [C] maximum extent of a point's splat around its mean, `REACH` of its largest standard deviations,
             with the margin; world units.
     """
 

@@ -22,7 +22,7 @@ class LocalityOptions:
     plans: Literal["auto", "ahead", "at-once"] = "auto"
     """Plan coming steps on the CPU while GPUs work, or each step when it comes; "auto" plans ahead on GPUs."""
     place_again_at: float = 1.5
-    """Place points anew when the model has grown by this factor; above 1."""
+    """Redistribute points when the model has grown by this factor; above 1."""
 
     def problem(self) -> str | None:
         """Return the error in the values with its remedy; None if there is none."""

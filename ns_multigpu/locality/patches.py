@@ -91,7 +91,7 @@ class LocalPatches(Assignment):
     """Patches to ranks, by what each needs from each rank.
 
     What a view's patches need is what they needed when they were drawn last (`Access`); before that, what the placement
-    has counted. Patches of views that nobody knows go out in runs.
+    has counted. Patches of unknown views are distributed in runs.
 
     Args:
         world: the ranks. options: see there. access: shared with the placement.
@@ -105,7 +105,7 @@ class LocalPatches(Assignment):
         self._assigner = Assigner(world.machines, world.size // world.machines)
         ahead = options.plans == "ahead" or (options.plans == "auto" and world.device.type == "cuda")
         self._planner = Planner(self._assigner) if ahead and world.size > 1 else None
-        self._coming: deque[tuple[_Key, int]] = deque()  # foreseen batches, and their numbers
+        self._coming: deque[tuple[_Key, int]] = deque()  # prefetched batches, and their numbers
         self._prefetched, self._agreed = 0, -1
         self.tally = Tally()
 
@@ -113,7 +113,7 @@ class LocalPatches(Assignment):
         return self._made(views, self._at_once(views, ranks), ranks)
 
     def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
-        """The plan that was made ahead, if this batch was foreseen; the rule's where it is late."""
+        """Return the prefetched plan of this batch, or the rule's if that is late."""
         chosen = self._prefetched_plan(_key(views))
         if chosen is None:
             chosen = self._at_once(views, ranks)
@@ -171,7 +171,7 @@ class LocalPatches(Assignment):
     # ---- of rows on their way through autograd: `RowCounts` ----
 
     def count(self, splats: Splats, views: Sequence[View], plan: Plan) -> Tensor:
-        """[patches] int64, this rank's splats that reach each patch of the plan."""
+        """[patches] int64, number of this rank's splats that touch each patch of the plan."""
         counts = [touches(splats, views, [patch]).sum(0, keepdim=True) for patch in plan.patches()]
         return torch.cat([splats.hits.view_ids.new_zeros(0, dtype=torch.int64), *counts])
 

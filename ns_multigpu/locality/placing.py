@@ -28,7 +28,7 @@ MOST_SAMPLED = 4_000_000
 MOST_VIEWS = 2000
 """Views that METIS is given: of more, so many drawn at random."""
 _WORSE = 1.1
-"""Points are placed anew when they have become so much less level than they were when they were placed."""
+"""Points are redistributed when they have become so much less level than they were when they were placed."""
 _GROUPS_PER_RANK = 32
 """Groups that each rank has at least, where points suffice: else they could not be level."""
 
@@ -68,7 +68,7 @@ class ByViews(Placement):
     start, when the model has grown by a factor, when work is no longer level, and where a run goes on with other ranks.
 
     Args:
-        world: the ranks. options: see there. access: told what the patches of each view need from each rank.
+        world: the ranks. options: see there. access: records what the patches of each view need from each rank.
 
     Attributes:
         homes: as points were placed last; None before.
@@ -105,7 +105,7 @@ class ByViews(Placement):
         return () if self.homes is None else self.homes.view_machines.tolist()
 
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
-        """All of the batch's views: which patches a point reaches only its splat tells."""
+        """Return all of the batch's views: the patches that a point touches are known only after splatting."""
         return plan.views()
 
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:

@@ -8,7 +8,7 @@ All ranks must serve the same plan without waiting for each other. Each makes al
   rank; what is recorded later does not come in. A search ends by itself or after a number of swaps, never by a clock,
   and what differs by rounding alone counts as equal, for machines may have different processors.
 - Whether a plan is served is agreed on. A rank says through which step its plans are ready (`ready_through`), the least
-  of these travels with the one message that ranks exchange in a step anyway, and `serve` takes a plan only as far as
+  of these is sent with the step statistics of each step, and `serve` takes a plan only as far as
   that: a plan that one rank lacks is a miss on all. A miss is served by the rule of `by_room`, from the same copy.
 """
 
@@ -59,7 +59,7 @@ class Access:
         return None if known is None else known.astype(np.float64)
 
     def forget(self) -> None:
-        """Forgets all: points were placed anew."""
+        """Clear all records after points were redistributed."""
         self._needed = {}
 
     def knowledge(self) -> tuple[Ints, NDArray[np.float32]]:
@@ -149,7 +149,7 @@ class Planner:
 
         Args:
             step: one that was submitted; earlier ones are dropped.
-            agreed: the least of all ranks' `ready_through`, as they told each other in a step before.
+            agreed: the least of all ranks' `ready_through`, gathered in an earlier step.
 
         Raises:
             KeyError: the step was not submitted, or was already served.

@@ -138,7 +138,7 @@ class TileRanges(Assignment):
 
     The views' rows of tiles, one view after the other, are one line that is cut into as many stretches as there are
     ranks: a rank gets a band of a large view, or several small views, or the end of one and the beginning of the next.
-    Where images are held does not count: a band of an image is little beside the splats that it needs.
+    Where images are held does not count: a band of an image is small compared with the splats that it needs.
 
     Args:
         work: the work of each row, as far as it is known; the same on every rank.

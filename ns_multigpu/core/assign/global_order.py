@@ -1,7 +1,7 @@
 """The order of rows that lie on any rank: where each stands among all ranks' rows, and what stands before it.
 
-Keys travel to ranks that hold equal ranges of them, are sorted there, and what is found goes back to where they came
-from. What a rank asks of others is a few numbers for each of its own rows: nobody sees all of them.
+Keys are sent to ranks that hold equal ranges of them and sorted there; results return to where the keys came
+from. What a rank asks of others is a few numbers for each of its own rows: no rank holds all of them.
 """
 
 from bisect import bisect_left

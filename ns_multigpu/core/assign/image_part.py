@@ -31,7 +31,7 @@ class ImagePart:
         """The part of this one under a smaller rectangle; its tensors are views, nothing is copied.
 
         Raises:
-            ValueError: the rectangle is not empty, and reaches beyond this one.
+            ValueError: the rectangle is not empty, and extends beyond this one.
         """
         if rectangle == self.rectangle:
             return self

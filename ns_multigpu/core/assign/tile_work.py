@@ -23,7 +23,7 @@ class TileWork:
 
     Attributes:
         tile: side of a tile in pixels.
-        empty: what a tile's pixels cost beside its splats, in intersections.
+        empty: cost of a tile's pixels in addition to its splats, in intersections.
         counts: by the views' `index`, one number a row of tiles.
     """
 

@@ -1,7 +1,7 @@
 """The sum of replicated parameters' gradients, in a few large all-reduces that start while backward still runs.
 
 DistributedDataParallel does this for a module whose parameters never change. Densification replaces ours, so the
-buckets are laid out anew whenever the parameters are other tensors than before.
+buckets are rebuilt whenever the parameters are other tensors than before.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ BUCKET_BYTES = 32 << 20
 
 @dataclass
 class _Bucket:
-    """Gradients that travel together: a lone large one in place, small ones in one flat buffer."""
+    """Gradients that are sent together: a lone large one in place, small ones in one flat buffer."""
 
     params: list[Tensor]
     missing: int = 0

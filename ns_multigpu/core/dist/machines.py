@@ -11,7 +11,7 @@ class Place:
     """Machine of a rank, from its launcher and environment.
 
     Attributes:
-        group: what tells its machine from others: GROUP_RANK, which torchrun sets.
+        group: identifies its machine: GROUP_RANK, which torchrun sets.
         host: the machine's name.
         pretended: how many machines this one is to pass for; 1 for itself alone.
     """

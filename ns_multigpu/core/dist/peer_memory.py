@@ -31,7 +31,7 @@ class PeerBuffer:
     Args:
         size: bytes of a rank's buffer, at least 1, the same on every rank.
         world: the ranks, all of which make theirs together.
-        machine: only the ranks of this rank's machine reach its buffer, and are meant by their numbers there.
+        machine: only the ranks of this rank's machine access its buffer, and are meant by their numbers there.
 
     Raises:
         ValueError: `size` is below 1, or not the same on all ranks.
@@ -79,7 +79,7 @@ class PeerBuffer:
             shape, dtype: of the tensor.
 
         Raises:
-            ValueError: it reaches beyond the buffer, or the offset does not fit the dtype.
+            ValueError: it extends beyond the buffer, or the offset does not fit the dtype.
         """
         count = prod(shape) * dtype.itemsize
         if offset < 0 or offset + count > self.size or offset % dtype.itemsize:
@@ -117,7 +117,7 @@ class TransportChoice:
 
     @property
     def peer(self) -> bool:
-        """Whether the ranks of a machine reach each other's memory."""
+        """True if the ranks of a machine share peer memory."""
         return self.name != "collective"
 
 

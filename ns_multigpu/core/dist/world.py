@@ -44,7 +44,7 @@ class World:
         local_group: the ranks of this machine, same backend; `group` if there is one machine; None in a world of one.
         control: all ranks, gloo on host memory, for decisions that must not touch the device; None in a world of one.
         traffic: bytes this rank has sent.
-        hosts: the machines' names, by number; empty if nobody has told.
+        hosts: the machines' names, by number; empty if unknown.
         pretended: how many of the machines are one machine in truth (see PRETEND_MACHINES).
 
     The ranks of a machine follow one another, and every machine has equally many.
@@ -161,7 +161,7 @@ class World:
     ) -> "World":
         """The world of an initialised default process group. Every rank of it must call this.
 
-        Machines are told apart by GROUP_RANK, which torchrun sets; without it all ranks count as one machine's.
+        Machines are identified by GROUP_RANK, which torchrun sets; without it all ranks count as one machine's.
 
         Raises:
             ValueError: on every rank; see `layout_of`.

@@ -3,8 +3,8 @@
     there: own rows -> relays on other machines (collective) -> all that draws them on this machine (`Inside`)
     back:  who drew them -> their owner, or the relay that gave them (`Inside`), which sums -> owners (collective)
 
-A row that ranks of another machine need leaves for one of them, its relay (`Relays`). That one has the row's place and
-size, and so finds out by itself, with the operator that the owner uses, which ranks of its machine the row reaches.
+A row needed on another machine is sent to one of its ranks, the relay (`Relays`). That one has the row's place and
+size, and so finds out by itself, with the operator that the owner uses, which ranks of its machine the row touches.
 What a rank draws still comes in segments by owner, in the order of the owners' lines: drawing is as with one machine.
 
 Gradients are added up in an order of their own, the same in each run: an owner adds what the ranks of its machine
@@ -35,8 +35,8 @@ class RelayedRows(Transport):
     Capacities are [ranks][`Relays.numbers`]: they are of own rows for each way, and of rows that are handed on.
 
     Args:
-        half: between machines what can be travels in float16 (`RowWire`).
-        peer: the ranks of a machine reach each other's memory.
+        half: between machines send as float16 where possible (`RowWire`).
+        peer: the ranks of a machine share peer memory.
 
     Raises:
         ValueError: there are more ranks than the kernels know.
@@ -84,7 +84,7 @@ class RelayedRows(Transport):
             self._inside = ByPeerMemory(world, most_words(relays, self.pairs, full))
         else:
             self._inside = ByCollectives(world, size)
-        self._stay = torch.empty(0)  # [rows] where own rows stay, as `leave` was told
+        self._stay = torch.empty(0)  # [rows] lines of local rows, set by `leave`
         come = list(accumulate((row[own] for row in self._parts), initial=0))
         leave = list(accumulate(self._parts[own], initial=self._out_at[own]))
         self._from = [self._passing(row[own], come[a], a, full) for a, row in enumerate(self._passed)]

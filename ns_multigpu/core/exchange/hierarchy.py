@@ -85,7 +85,7 @@ class Relays:
         return 0 if rank // self.per_machine == machine else pairs[rank][self.across(machine)]
 
     def arriving(self, pairs: Pairs, rank: int) -> list[int]:
-        """By owner, rows that arrive at a rank to be drawn there, its own among them."""
+        """Return by owner the rows that a rank receives to draw, its own included."""
         first = rank // self.per_machine * self.per_machine
         givers = [self.passed(pairs, first + local, rank) for local in range(self.per_machine)]
         return [givers[local][machine] for machine in range(self.machines) for local in range(self.per_machine)]

@@ -65,7 +65,7 @@ class ByCollectives(Inside):
 class ByPeerMemory(Inside):
     """Each rank copies its parts into the others' memories, and all wait, on their devices, until all have.
 
-    An exchange may overwrite what the one before last has brought: nobody is still reading that, for all have come to
+    An exchange may overwrite data of the one before last: no rank still reads it, because all have passed
     the barrier of the last one since.
 
     Args:

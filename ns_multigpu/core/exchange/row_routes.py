@@ -29,7 +29,7 @@ class Route(ABC):
     first_id: int
 
     def there(self, rows: Tensor, world: World, code: Code | None = None) -> Tensor:
-        """[M, columns] -> [K, columns] what arrives of them, in the order of (view, owner, row there).
+        """Exchange rows [M, columns] -> received rows [K, columns] in the order of (view, owner, row there).
 
         Args:
             code: how they are written where they leave this rank, or its machine; None for as they are.

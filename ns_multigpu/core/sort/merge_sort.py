@@ -168,7 +168,7 @@ def _search(keys: Tensor, merges: Sequence[Merge], world: World) -> list[list[in
 def _merge(
     keys: Tensor, values: Tensor, merges: Sequence[Merge], starts: Sequence[Sequence[int]], world: World
 ) -> tuple[Tensor, Tensor]:
-    """Brings each rank the ranges of the two runs that its piece of the merged is made of, and merges them."""
+    """Send each rank the ranges of the two runs that make its part of the result, and merge them."""
     # By rank: of which runs it gets which ranges. A rank whose run waits for a partner keeps what it has.
     parts: dict[int, list[tuple[Run, int, int]]] = {}
     for merge, lefts in zip(merges, starts, strict=True):

@@ -33,7 +33,7 @@ class SharedMemory(Protocol):
 
 
 class SortBuffers:
-    """Room for `capacity` pairs a rank, twice: what the levels of a sort are merged between.
+    """Double buffer of `capacity` pairs per rank, between which the levels of a sort merge.
 
     Args:
         memory: this rank's and the others' buffers, at least `SortBuffers.size(capacity, ranks)` bytes.
@@ -149,7 +149,7 @@ def peer_merge_sort(
     if keys.shape != (buffers.capacity,):
         raise ValueError(f"peer_merge_sort: keys {list(keys.shape)} in buffers of [{buffers.capacity}].")
     memory = buffers.memory
-    memory.barrier()  # nobody still reads what an earlier sort has left
+    memory.barrier()  # no rank still reads an earlier sort's data
     ops.sort_pairs(keys, values, count, begin_bit, end_bit, buffers.pairs(0))
     ops.publish_count(count, buffers.count_addresses(world.rank), buffers.capacity)
     memory.barrier()

@@ -5,7 +5,7 @@ difference of disparities, times the scene's size. A keypoint is where the point
 where the image's feature was found: so it follows the view's resolution, its undistorted camera and its pose.
 
 There, depths are interpolated between pixels' middles, and the disparity is that of the result. Here, disparities are
-interpolated: over a plane that is exact, and beside a hole it stays bounded.
+interpolated: over a plane that is exact, and next to a hole it stays bounded.
 """
 
 from typing import NamedTuple
@@ -54,8 +54,8 @@ def disparities_at(pixels: Pixels, view: View, places: Tensor) -> Tensor:
     Args:
         pixels: with depth; where it is 0, as where nothing is drawn, the disparity is 0.
         view: the patch's.
-        places: [K, 2] x and y in pixels of the view. The patch's rendered rectangle must reach the next pixel on each
-            side, unless the image ends there; elsewhere what is returned means nothing.
+        places: [K, 2] x and y in pixels of the view. The patch's rendered rectangle must include the next pixel on each
+            side, unless the image ends there; otherwise the result is undefined.
 
     Returns:
         [K] 1 / depth, differentiable by the depth.

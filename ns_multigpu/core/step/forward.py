@@ -1,7 +1,7 @@
 """Pictures of one view, drawn by all ranks with the first half of a step (`forward_pass`): no loss and no way back.
 
 Nothing is read back before the picture is made. Then all ranks look once: whether every capacity sufficed, and how much
-work each row of tiles was. If one did not, all make room and draw again.
+work each row of tiles was. If one did not, all grow their buffers and draw again.
 
 Where pixels are whole a view is cut into bands of rows of tiles, one a rank, of equal work in the view before. Where
 every rank has all points that costs nothing but the cut: no loss is computed, so that nobody needs a halo, and no
@@ -30,7 +30,7 @@ from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import TILE, Patch, Pixels, Points, View
 
 _ROWS_AT_FIRST = 1 << 16
-"""Rows of a rank that the first picture has room for: one that needs more is drawn again."""
+"""Row capacity per rank of the first picture; one that needs more is drawn again."""
 _HEAD = 3
 """Numbers of a rank's message before those by rank and by row of tiles: failed, rows, intersections."""
 
@@ -95,7 +95,7 @@ class Forward:
         Raises:
             CapacityExceeded: on all ranks; more passes may help.
         """
-        # Nobody reads the moments: no step is put off.
+        # The moments are not read: no step is deferred.
         params = points.params
         model = kernels.model(params, {name: (params[name], params[name]) for name in kernels.parameters}, {}, None)
         work = [0] * _tile_rows(view)
@@ -137,7 +137,7 @@ class Forward:
 
 
 class _Try:
-    """One pass over a view, with whatever room there is."""
+    """Run one pass over a view with the given capacities."""
 
     def __init__(self, strategy: Strategy, kernels: Kernels, model: Model, view: View, plan: Plan) -> None:
         self._strategy, self._kernels, self._model, self._view, self._plan = strategy, kernels, model, view, plan
@@ -201,7 +201,7 @@ class _Try:
         return ForwardPass(self._strategy, self._kernels, transport, lists, room.rows)
 
     def _tell(self, rows: Rows, counts: torch.Tensor, drawing: Drawing, message: torch.Tensor) -> None:
-        """Sets what this rank tells of its rows and lists."""
+        """Set the counts of rows and lists that this rank publishes."""
         ranks, (offsets, _, met) = self._world.size, drawing.lists
         message[1:2] = rows.count
         message[_HEAD : _HEAD + ranks] = counts

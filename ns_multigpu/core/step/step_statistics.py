@@ -17,7 +17,7 @@ from ns_multigpu.core.types import TILE, Patch, View
 
 
 class StepMessage:
-    """Makes a rank's message: how much room was needed, and what the assignment learns of the step.
+    """Write a rank's step statistics: needed capacities, and the assignment's counts of the step.
 
     Args:
         settings: the step's. pixels: its operators.
@@ -39,7 +39,7 @@ class StepMessage:
 
         Args:
             rows: of this rank's points.
-            numbers: of rows that go each way: how many, the room for them, and the most so far.
+            numbers: of rows that go each way: how many, their capacity, and the most so far.
             lists: of the tiles that were drawn.
             own: what this rank draws. first_view: the position in the batch of the first view of the rows.
             exposures: what is told of them at the end, if there are any.
