@@ -41,7 +41,7 @@ class Occlusion:
         self._flips = self._dark = 0
 
     def keep(self, tree: CellTree | None) -> None:
-        """Forgets everything if it was of other cells than these."""
+        """Forget everything if it was of other cells than these."""
         cells = 0 if tree is None else crc32(tree.tensor().numpy().tobytes())
         if cells != self._cells:
             self._looked, self._cells = {}, cells
@@ -93,7 +93,7 @@ class Occlusion:
         return rows
 
     def load_state(self, knowledge: Sequence[Sequence[int]]) -> None:
-        """Goes on with what `knowledge` returned."""
+        """Go on with what `knowledge` returned."""
         self._looked, self._cells = {}, 0
         for row in knowledge:
             if row[0] < -1:  # of `--pipeline.exchange`, which earlier versions had

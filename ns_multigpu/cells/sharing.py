@@ -137,7 +137,7 @@ _LIKE = 4
 def share_rows(
     rows: Sequence[int], seen_by: Sequence[Mapping[int, int]], ranks: int
 ) -> list[list[tuple[int, int] | None]]:
-    """Deals the rows of views to ranks that draw them, such that ranks have as many as others as far as that goes.
+    """Distribute the rows of views to ranks that draw them, such that ranks have as many as others as far as that goes.
 
     A rank takes as much of a view as fits its capacity: each border between two costs a halo. Who draws most of a view
     comes first, for what it owns it need not send. Views that few ranks draw come before others.

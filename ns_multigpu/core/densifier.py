@@ -26,7 +26,7 @@ class Densifier(Protocol):
         ...
 
     def counts(self, images: int) -> bool:
-        """Whether statistics are gathered in a step that begins after so many images."""
+        """Return True if statistics are gathered in a step that begins after so many images."""
         ...
 
     def statistics(self, params: Any, state: dict[str, Any]) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ class Densifier(Protocol):
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int,
         taken: Tensor,
     ) -> bool:  # fmt: skip
-        """Orders what `refine_when_due` would do after a step of which the device alone knows whether it was taken.
+        """Order what `refine_when_due` would do after a step of which the device alone knows whether it was taken.
 
         Args:
             taken: [] bool on the device; nothing happens there where it is False.
@@ -81,7 +81,7 @@ class Densifier(Protocol):
         ...
 
     def limit(self, cap: int | None, held_back: Callable[[int], None]) -> int | None:
-        """Keeps the whole model within a number of points, unless the densifier has a limit of its own.
+        """Keep the whole model within a number of points, unless the densifier has a limit of its own.
 
         Args:
             cap: that number, None for any.

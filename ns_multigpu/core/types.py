@@ -189,7 +189,7 @@ class Traffic:
     measured: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def add(self, count: int, between: int = 0) -> None:
-        """Counts `count` bytes as sent, `between` of them to other machines."""
+        """Count `count` bytes as sent, `between` of them to other machines."""
         self.sent += count
         self.between += between
 

@@ -34,7 +34,7 @@ def group_size(points: int) -> int:
 
 
 def z_codes(means: Tensor, low: Tensor, side: float) -> Tensor:
-    """Places [N] int64 along the Z-order of positions [N, 3]: 20 bits an axis over a cube, x lowest.
+    """Return places [N] int64 along the Z-order of positions [N, 3]: 20 bits an axis over a cube, x lowest.
 
     Args:
         means: the positions; what is not finite counts as the origin, what lies outside as on the cube's border.

@@ -55,7 +55,7 @@ def missing() -> str | None:
 def part_graph(
     starts: Ints, neighbours: Ints, vertex_weights: Ints, edge_weights: Ints, parts: int, imbalance: float, seed: int
 ) -> Parts:
-    """Cuts a graph into parts of equal weight such that the edges between them weigh little.
+    """Cut a graph into parts of equal weight such that the edges between them weigh little.
 
     Args:
         starts: [n + 1], where each vertex's neighbours start. neighbours: [m], each edge in both directions.

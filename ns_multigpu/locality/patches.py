@@ -69,7 +69,7 @@ class Tally:
     draw: float = 0.0
 
     def add(self, volume: Volume) -> None:
-        """Counts one batch."""
+        """Count one batch."""
         self.between += volume.between
         self.total += volume.total
         loads = (volume.sent, volume.received, volume.drawn)
@@ -228,7 +228,7 @@ class LocalPatches(Assignment):
             self.tally.add(Volume.of(needed, chosen, self._assigner.per_machine))
 
     def _record(self, views: Sequence[View], needed: Floats) -> None:
-        """Remembers what was needed: [patches, ranks] of a batch's patches in the plan's order, which is that of
+        """Remember what was needed: [patches, ranks] of a batch's patches in the plan's order, which is that of
         `_cut`."""
         rows = np.zeros((len(views), self._options.patches**2, self._world.size))
         for row, (number, patch) in enumerate(self._cut(views)):

@@ -174,7 +174,7 @@ class ByViews(Placement):
         return [sum(column) for column in zip(*all_gather_ints(mine, self._world), strict=True)]
 
     def _place(self, sample: Tensor, points: int) -> None:
-        """Places a model of so many points, of which every rank has the same sample [S, 3]."""
+        """Place a model of so many points, of which every rank has the same sample [S, 3]."""
         made: tuple[Homes, tuple[NDArray[np.int64], NDArray[np.float32]]] | Exception | None = None
         if self._world.is_main:
             try:

@@ -40,7 +40,7 @@ class Access:
         self._needed: dict[int, NDArray[np.float32]] = {}
 
     def record(self, views: Sequence[int], needed: Floats) -> None:
-        """Remembers what views needed: [len(views) * patches, ranks], view after view. The same on every rank.
+        """Remember what views needed: [len(views) * patches, ranks], view after view. The same on every rank.
 
         Raises:
             ValueError: the shape is another.
@@ -69,7 +69,7 @@ class Access:
         return np.array(views, dtype=np.int64), np.stack([self._needed[view] for view in views]) if views else none
 
     def load_state(self, views: Ints, needed: NDArray[np.float32]) -> None:
-        """Goes on with what `knowledge` returned."""
+        """Go on with what `knowledge` returned."""
         self.forget()
         self.record(views.tolist(), needed.reshape(-1, self.ranks).astype(np.float64))
 
@@ -183,7 +183,7 @@ class Planner:
         self._thread.join()
 
     def _settle(self) -> None:
-        """Moves `ready_through` on; with the lock held."""
+        """Move `ready_through` on; with the lock held."""
         missing = [step for step, data in self._data.items() if not isinstance(data, int) and step not in self._plans]
         through = min(missing) - 1 if missing else self._last
         self._through = max(self._through, through)

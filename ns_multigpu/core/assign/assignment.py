@@ -208,7 +208,7 @@ MOST_KEPT = 16
 
 
 def ideal_cuts(work: Sequence[Sequence[int]], ranks: int) -> tuple[int, ...]:
-    """Cuts the rows of several views, one view after the other, into stretches of equal work.
+    """Cut the rows of several views, one view after the other, into stretches of equal work.
 
     A rank's work differs from the mean by no more than the largest row's, or a sixteenth of the mean where that is
     more: each cut is made at the end of a row that is nearest to its ideal place. With more ranks than rows, or much of

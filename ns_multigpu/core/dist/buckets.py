@@ -46,7 +46,7 @@ class GradientBuckets:
         self._armed = False
 
     def watch(self, params: list[Tensor]) -> None:
-        """Makes ready for one backward over `params`: leaves that require a gradient; the same list on every rank."""
+        """Make ready for one backward over `params`: leaves that require a gradient; the same list on every rank."""
         if self._world.group is None:
             return
         wanted = [p for p in params if p.requires_grad]
@@ -58,7 +58,7 @@ class GradientBuckets:
         self._armed = True
 
     def finish(self) -> None:
-        """Sends what has not left yet and waits: afterwards every watched parameter's `.grad` is the sum of all ranks'.
+        """Send the remaining buckets and wait: afterwards every watched parameter's `.grad` is the sum of all ranks'.
 
         A parameter that got no gradient here counts as zero.
         """

@@ -163,13 +163,13 @@ def all_gather_objects(value: Any, world: World) -> list[Any]:
 
 
 def barrier(world: World) -> None:
-    """Waits until every rank is here."""
+    """Wait until every rank is here."""
     if world.control is not None:
         dist.barrier(group=world.control)
 
 
 def sum_in_place(x: Tensor, world: World, *, async_op: bool = False) -> Any:
-    """Sums `x` over all ranks into itself, without autograd; with `async_op` returns the work to wait for, or None."""
+    """Sum `x` over all ranks into itself, without autograd; with `async_op` return the work to wait for, or None."""
     if world.group is None or x.numel() == 0:
         return None
     _count_ring(2 * (world.size - 1) * x.nbytes // world.size, world)
@@ -266,13 +266,13 @@ def all_to_all_parts(out: Tensor, x: Tensor, receive: Sequence[int], send: Seque
 
 
 def _count_ring(count: int, world: World) -> None:
-    """Counts what this rank sends to its neighbour on a ring of all ranks."""
+    """Count what this rank sends to its neighbour on a ring of all ranks."""
     elsewhere = world.machine_of((world.rank + 1) % world.size) != world.machine
     world.traffic.add(count, count if elsewhere else 0)
 
 
 def _count_parts(send: Sequence[int], size: int, world: World) -> None:
-    """Counts parts of so many bytes each that this rank sends to the ranks; not what it keeps."""
+    """Count parts of so many bytes each that this rank sends to the ranks; not what it keeps."""
     here = world.ranks_of(world.machine)
     inside = sum(send[here.start : here.stop])
     world.traffic.add(size * (sum(send) - send[world.rank]), size * (sum(send) - inside))

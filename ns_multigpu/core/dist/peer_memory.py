@@ -90,7 +90,7 @@ class PeerBuffer:
         return self._buffers[rank][offset : offset + count].view(dtype).view(*shape)
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Makes the current stream wait until every rank's has come here; the host goes on. A CUDA graph can hold it.
+        """Make the current stream wait until every rank's has come here; the host goes on. A CUDA graph can hold it.
 
         What a rank wrote to any buffer before is there for all who come after. Every rank must call it equally often.
 
@@ -122,7 +122,7 @@ class TransportChoice:
 
 
 def choose_transport(world: World, wanted: str = "auto", *, relayed: bool = False) -> TransportChoice:
-    """Whether the ranks can use each other's memory. Collective; the answer is the same on every rank.
+    """Return True if the ranks can use each other's memory. Collective; the answer is the same on every rank.
 
     Peer memory takes GPUs of one machine, each with access to all others. A small buffer is tried out: written to and
     read from by all, with barriers between.

@@ -96,7 +96,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one rank of the job that writes files and speaks to the user."""
+        """True if this is the one rank of the job that writes files and speaks to the user."""
         return self.rank == 0
 
     @staticmethod
@@ -199,7 +199,7 @@ class World:
 
 
 def gpus_are_shared() -> bool:
-    """Whether `SHARE_GPUS` is set.
+    """Return True if `SHARE_GPUS` is set.
 
     Raises:
         ValueError: it is neither 0 nor 1.

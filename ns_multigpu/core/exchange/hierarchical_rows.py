@@ -228,7 +228,7 @@ class RelayedRows(Transport):
     def _collected(
         self, machine: int, place: Tensor, count: Tensor, gave: Sequence[tuple[list[int], list[int]]]
     ) -> Tensor:
-        """Sums of gradients of the rows of a machine that this rank has passed on, over those that drew them."""
+        """Return gradient sums of a machine's rows that this rank has forwarded, over the ranks that drew them."""
         own, rank = self.world.local_rank, machine * self.world.local_size + self.world.local_rank
         starts, sizes = zip(*((starts[machine], rows[machine]) for starts, rows in gave), strict=True)
         mine = self._sums[self._ends[rank] : self._ends[rank + 1]]

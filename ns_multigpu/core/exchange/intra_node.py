@@ -35,7 +35,7 @@ class Inside(ABC):
 
     @abstractmethod
     def exchange(self, sizes: Sequence[Sequence[int]], out_at: Sequence[int], in_at: Sequence[int]) -> Parts[None]:
-        """Moves parts to where they belong. Every rank of the machine calls it with the same.
+        """Move parts to where they belong. Every rank of the machine calls it with the same.
 
         Args:
             sizes: [from][to] words, by the machine's own numbers of its ranks; none from a rank to itself.

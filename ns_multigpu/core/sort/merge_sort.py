@@ -87,7 +87,7 @@ def merge_levels(counts: Sequence[int]) -> list[list[Merge]]:
 
 
 def merge_sort(keys: Tensor, values: Tensor, world: World) -> tuple[Tensor, Tensor]:
-    """Sorts all ranks' pairs by key. Stable: equal keys stay in the order of their ranks, then of their rows.
+    """Sort all ranks' pairs by key. Stable: equal keys stay in the order of their ranks, then of their rows.
 
     Every rank calls it. It reads keys back to the host, two at each step of a search.
 
@@ -127,7 +127,7 @@ class _Diagonal:
 
     @property
     def open(self) -> bool:
-        """Whether it is still searched."""
+        """True if it is still searched."""
         return self.lo < self.hi
 
     def reads(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -198,7 +198,7 @@ def _merge(
 
 
 def merge_runs(keys: Tensor, values: Tensor, left: int) -> tuple[Tensor, Tensor]:
-    """Merges the sorted first `left` pairs with the sorted rest, stably; every element finds its place by itself."""
+    """Merge the sorted first `left` pairs with the sorted rest, stably; every element finds its place by itself."""
     a, b = keys[:left].contiguous(), keys[left:].contiguous()
     place = torch.cat(
         [

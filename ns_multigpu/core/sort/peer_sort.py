@@ -28,7 +28,7 @@ class SharedMemory(Protocol):
     addresses: list[int]
 
     def barrier(self) -> None:
-        """Makes the current stream wait until every rank's has come here."""
+        """Make the current stream wait until every rank's has come here."""
         ...
 
 
@@ -121,7 +121,7 @@ def peer_merge_sort(
     begin_bit: int = 0,
     end_bit: int = 64,
 ) -> SortedPairs:
-    """Sorts all ranks' pairs by key. Stable: equal keys stay in the order of their ranks, then of their lines.
+    """Sort all ranks' pairs by key. Stable: equal keys stay in the order of their ranks, then of their lines.
 
     Every rank calls it, with buffers on all or on none. With buffers it waits for no device; all that uses them belongs
     on one stream. Without, it reads counts and keys back to the host, many times.

@@ -26,5 +26,5 @@ def unsupported_reason(strategy: Strategy, batch: int) -> str | None:
 
 
 def follow_each_other(positions: Sequence[int]) -> bool:
-    """Whether these are one stretch of positions."""
+    """Return True if these are one stretch of positions."""
     return len(positions) > 0 and list(positions) == list(range(positions[0], positions[-1] + 1))

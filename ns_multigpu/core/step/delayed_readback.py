@@ -33,7 +33,7 @@ class DelayedReadback:
         self._waiting: deque[_Counts] = deque()
 
     def send(self, views: Sequence[View], counts: Tensor) -> None:
-        """Sends a step's counts off, on the current stream.
+        """Send a step's counts off, on the current stream.
 
         Args:
             views: of the step.

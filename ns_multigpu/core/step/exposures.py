@@ -111,7 +111,7 @@ class StepExposures:
         return self._sums.view(-1).view(torch.int64)
 
     def step(self, told: Tensor, scalars: Tensor) -> None:
-        """Takes Adam's step.
+        """Take Adam's step.
 
         Args:
             told: [ranks, words] int64, published by each rank.

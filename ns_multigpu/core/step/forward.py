@@ -54,7 +54,7 @@ class _Room:
         return _Room(padded(max(row[1] for row in told)), pairs, padded(max(row[2] for row in told)))
 
     def holds(self, told: Sequence[Sequence[int]]) -> bool:
-        """Whether it was enough on all ranks."""
+        """Return True if it was enough on all ranks."""
         return all(
             row[1] <= self.rows
             and row[2] <= self.intersections
@@ -77,12 +77,12 @@ class Forward:
 
     @staticmethod
     def serves(strategy: Strategy) -> bool:
-        """Whether the strategy's rows and pixels have operators."""
+        """Return True if the strategy's rows and pixels have operators."""
         return strategy.rows.unsupported_reason is None and strategy.pixels.unsupported_reason is None
 
     @torch.no_grad()
     def draw(self, kernels: Kernels, points: Points, view: View, passes: int = 1) -> tuple[Plan, list[Pixels]]:
-        """Draws a view.
+        """Draw a view.
 
         Args:
             kernels: the primitive's, with depth.
@@ -186,7 +186,7 @@ class _Try:
             return None
 
     def _fails(self, exchanged: bool) -> bool:
-        """Whether memory did not suffice on this rank, or before an exchange on any."""
+        """Return True if memory did not suffice on this rank, or before an exchange on any."""
         return max_int(int(self._short), self._world) > 0 if exchanged and self._world.size > 1 else self._short
 
     def _cameras(self) -> Cameras:

@@ -145,11 +145,11 @@ class Step:
 
     @property
     def capturable(self) -> bool:
-        """Whether CUDA graphs can hold what lies between the collectives of `parts`."""
+        """True if CUDA graphs can hold what lies between the collectives of `parts`."""
         return self._capturable
 
     def take(self, plan: Plan, targets: Sequence[Tensor]) -> None:
-        """Takes a step as it is. Arguments as `parts`'."""
+        """Take a step as it is. Arguments as `parts`'."""
         self.rgb = launched(self.parts(plan, targets))
 
     @torch.no_grad()
