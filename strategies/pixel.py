@@ -1,4 +1,4 @@
-"""`pixel`: space is cut into convex cells, each rank draws its own, and pixels travel instead of splats.
+"""`pixel`: space is cut into convex cells, each rank draws its own, and pixels are exchanged instead of splats.
 
 The scheme of Splaxel (Jia et al., section 4.2): what crosses the wire does not depend on the number of points.
 """

@@ -1,4 +1,4 @@
-"""`tile`: each rank owns a range of the points and renders a band of the images; splats travel between them.
+"""`tile`: each rank owns a range of the points and renders a band of the images; splats are exchanged between them.
 
 The scheme of torch-dgx (section 4): per-point work where the points are, per-pixel work where the pixels are.
 """

@@ -1,4 +1,4 @@
-"""Which views go into one step: such that GPUs that one does not see draw another.
+"""Batching of views that show different cells, so that GPUs have balanced work.
 
 Splaxel (section 4.4) puts views into buckets whose GPUs do not conflict, and takes a bucket at once. A step here has as
 many views as the user asked for, for learning rates depend on it. So views that conflict least come together: where

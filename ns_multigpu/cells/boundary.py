@@ -1,4 +1,4 @@
-"""Which depths of a tile are a cell's, and which splats reach it.
+"""Depth windows of cells in tiles, and the splats that touch them.
 
 A splat counts as flat: it lies where its mean does along the view's axis, as blending by depth has it. Planes cut the
 ray through a tile's middle into the cells' stretches, and all of the tile goes by these. So a splat at a plane is in

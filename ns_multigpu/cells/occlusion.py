@@ -1,4 +1,4 @@
-"""Which part of a view hides a cell behind others (Splaxel's saturation redundancy, section 4.3).
+"""Occlusion of cells by others in a view (Splaxel's saturation redundancy, section 4.3).
 
 Who composites a view knows what arrives at each cell's layer: the product of what the layers before let through. Where
 that was less than 1/1000 when the view was drawn last, nothing that the cell draws can be seen. What is kept of a view
@@ -33,7 +33,7 @@ class _Looked:
 
 
 class Occlusion:
-    """What is known of each training view. All ranks are told the same."""
+    """Occlusion state of each training view, the same on all ranks."""
 
     def __init__(self) -> None:
         self._looked: dict[tuple[int, int, int], _Looked] = {}  # by the view's index and size
@@ -41,13 +41,13 @@ class Occlusion:
         self._flips = self._dark = 0
 
     def keep(self, tree: CellTree | None) -> None:
-        """Forgets everything if it was of other cells than these."""
+        """Forget everything if it was of other cells than these."""
         cells = 0 if tree is None else crc32(tree.tensor().numpy().tobytes())
         if cells != self._cells:
             self._looked, self._cells = {}, cells
 
     def drawn(self, view: View, sight: Sequence[Rectangle | None]) -> list[Rectangle | None]:
-        """What is to be drawn of each cell of a view, of the rectangles in which it is in sight."""
+        """Return the rectangles of each cell to draw in a view, from those in which it is in sight."""
         if view.index < 0:
             return list(sight)
         key = view.index, view.width, view.height
@@ -64,7 +64,7 @@ class Occlusion:
         return found
 
     def learn(self, views: Sequence[View], numbers: NDArray[np.int64]) -> None:
-        """Told where enough arrived.
+        """Record the visible rectangles.
 
         Args:
             views: of a batch. numbers: [ranks, views, cells, 5], see `Feedback.LIVE`.
@@ -73,7 +73,7 @@ class Occlusion:
         self._flips += int(numbers[..., 4].sum())
         for view, of_view in zip(views, boxes.tolist(), strict=True):
             looked = self._looked.get((view.index, view.width, view.height))
-            if looked is None or len(looked.sight) != len(of_view):  # cells were cut anew meanwhile
+            if looked is None or len(looked.sight) != len(of_view):  # the cells were rebuilt since
                 continue
             looked.live = [(-a, -b, c, d) if a > -(1 << 30) else NOTHING for a, b, c, d in of_view]
 
@@ -93,7 +93,7 @@ class Occlusion:
         return rows
 
     def load_state(self, knowledge: Sequence[Sequence[int]]) -> None:
-        """Goes on with what `knowledge` returned."""
+        """Go on with what `knowledge` returned."""
         self._looked, self._cells = {}, 0
         for row in knowledge:
             if row[0] < -1:  # of `--pipeline.exchange`, which earlier versions had
@@ -109,7 +109,7 @@ class Occlusion:
 
 
 def around(wide: Rectangle | None, inner: Rectangle | None) -> list[Rectangle]:
-    """What of a rectangle is not in another that lies within it, in up to four."""
+    """Return the part of a rectangle outside of another one within it, as up to four rectangles."""
     if wide is None or wide == inner:
         return []
     if inner is None:
@@ -125,7 +125,7 @@ def _within(wide: Rectangle, known: Rectangle) -> bool:
 
 
 def _tiles(live: Rectangle, view: View) -> Rectangle:
-    """The tiles that a rectangle of pixels reaches."""
+    """Return the tiles that a rectangle of pixels touches."""
     x0, y0, x1, y1 = live
     return (x0 // TILE * TILE, y0 // TILE * TILE, min(-(-x1 // TILE) * TILE, view.width),
             min(-(-y1 // TILE) * TILE, view.height))  # fmt: skip

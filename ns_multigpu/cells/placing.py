@@ -26,7 +26,7 @@ LOOKED_EVERY = 100
 _FLAT = 2.0
 """Of what a splat reaches, that a cell is away which it is looked for in."""
 _WORSE = 1.1
-"""Cells are cut anew when they have become so much less level than they were when they were cut."""
+"""Cells are rebuilt when they have become so much less level than they were when they were cut."""
 
 
 class ByCells(Placement):
@@ -123,7 +123,7 @@ class ByCells(Placement):
         return shares_of(self._owners(cells), ranks)
 
     def settle(self, new: NewPoints, world: World) -> Settled:
-        """By the cell that each point lies in; cells are cut anew where the work of one is too much."""
+        """By the cell that each point lies in; cells are rebuilt if the work of one is too much."""
         where = new.positions().detach()
         cells, anew = self._cells_of(where), False
         if cells is None or self._unlevel(cells, new.work, world) > max(self._imbalance, _WORSE * self._level):
@@ -192,7 +192,7 @@ class ByCells(Placement):
         return imbalance(sums.tolist())
 
     def _cut(self, where: Tensor, work: Tensor, world: World) -> Tensor:
-        """Cuts cells anew. Returns those of the points.
+        """Rebuild cells. Return those of the points.
 
         Args:
             world: the ranks that have these points, or no group where each has all.
@@ -218,7 +218,7 @@ def _boxes_around(
 ) -> NDArray[np.float64]:  # fmt: skip
     """[cells, 2, 3] the boxes of points [N, 3] of these cells [N], counted from `first` on, or all of that one; with
     what they reach around them [N, 3]; of all ranks of `world` together. With a tree, boxes are also around points of
-    other cells that reach into the cell. A cell without points has one whose lower corner is above its upper."""
+    other cells that overlap the cell. A cell without points has one whose lower corner is above its upper."""
     bounds = torch.full((cells, 6), -math.inf, dtype=means.dtype, device=means.device)
     low, high = (means, means) if extents is None else (means - extents, means + extents)
     reached = torch.cat([-low, high], 1)

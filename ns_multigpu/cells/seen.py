@@ -1,4 +1,4 @@
-"""What a view sees of boxes: the rectangle of tiles that each reaches. Every rank finds the same without a message.
+"""Visible rectangle of tiles of boxes in a view. Every rank computes the same without communication.
 
 Splaxel's removal of spatial redundancy (section 4.3): a box cut off by the near plane is convex, and so is its image,
 whose corners are images of the corners of what was left. The image's bounding rectangle is what a view sees of it.
@@ -20,7 +20,7 @@ _EDGES = [(a, a | 1 << k) for a in range(8) for k in range(3) if not a & 1 << k]
 
 
 def tiles_seen(boxes: Floats, view: View) -> list[Rectangle | None]:
-    """The rectangle (x0, y0, x1, y1) in pixels, of whole tiles, that each box reaches; None where it is not seen.
+    """The rectangle (x0, y0, x1, y1) in pixels, of whole tiles, that each box touches; None where it is not seen.
 
     Tiles at the right and lower border end with the image.
 
@@ -35,7 +35,7 @@ def tiles_seen(boxes: Floats, view: View) -> list[Rectangle | None]:
 
 
 def camera_position(view: View) -> tuple[float, float, float]:
-    """Where the view's camera stands, world units."""
+    """Return the position of the view's camera, world units."""
     matrix = np.asarray(view.viewmat.detach().cpu().double().numpy())
     x, y, z = (-matrix[:3, :3].T @ matrix[:3, 3]).tolist()
     return x, y, z

@@ -1,4 +1,4 @@
-"""Who draws which cell of which view, and who owns which pixels."""
+"""Assignment of each view's cells to drawing ranks, and of pixels to owners."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
 
 @dataclass
 class _Seen:
-    """What steps came to."""
+    """Totals over steps for the log."""
 
     steps: int = 0
     at_work: float = 0.0
@@ -97,7 +97,7 @@ class CellPixels(Assignment):
             for of_rank in spans
         ]
         plan = replace(Plan.of(drawn, owned), order=tuple(order), hidden=tuple(hidden))
-        if any(view.index >= 0 for view in views):  # not what somebody looks at
+        if any(view.index >= 0 for view in views):  # training views only
             self._seen.steps += 1
             self._seen.at_work += sum(1 for patches in drawn if patches) / ranks
             pixels = [sum((p.x1 - p.x0) * (p.y1 - p.y0) for p in patches) for patches in drawn]
@@ -137,9 +137,9 @@ _LIKE = 4
 def share_rows(
     rows: Sequence[int], seen_by: Sequence[Mapping[int, int]], ranks: int
 ) -> list[list[tuple[int, int] | None]]:
-    """Deals the rows of views to ranks that draw them, such that ranks have as many as others as far as that goes.
+    """Distribute the rows of views to ranks that draw them, such that ranks have as many as others as far as that goes.
 
-    A rank takes as much of a view as it has room for: each border between two costs a halo. Who draws most of a view
+    A rank takes as much of a view as fits its capacity: each border between two costs a halo. Who draws most of a view
     comes first, for what it owns it need not send. Views that few ranks draw come before others.
 
     Args:
@@ -147,7 +147,7 @@ def share_rows(
         ranks: how many.
 
     Returns:
-        [rank][view] first and end row; None where a rank owns none of it. Every row is somebody's.
+        [rank][view] first and end row; None where a rank owns none of it. Every row has an owner.
     """
     room = [-(-sum(rows) // ranks)] * ranks
     spans: list[list[tuple[int, int] | None]] = [[None] * len(rows) for _ in range(ranks)]
@@ -158,7 +158,7 @@ def share_rows(
         for rank in sorted(given, key=lambda r: (-(_LIKE * candidates[view][r] // max(most, 1)), -room[r], r)):
             given[rank] = min(left, max(room[rank], 0))
             left -= given[rank]
-        # Nobody has room for what is left: evenly to all, then.
+        # No rank has capacity for the rest: distribute it evenly.
         for k, rank in enumerate(given):
             given[rank] += (k + 1) * left // len(given) - k * left // len(given)
         start = 0

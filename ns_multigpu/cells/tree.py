@@ -47,7 +47,7 @@ class CellTree:
 
     @property
     def cells(self) -> int:
-        """How many there are."""
+        """Number of cells."""
         return len(self.splits) + 1
 
     @cached_property
@@ -128,7 +128,7 @@ class CellTree:
     @staticmethod
     @torch.no_grad()
     def of_work(positions: Tensor, work: Tensor, cells: int, world: World) -> "CellTree":
-        """Cells of equal work. Every rank calls it, and gets the same tree, whoever has which points.
+        """Cells of equal work. Every rank calls it, and gets the same tree for any placement.
 
         A part that is to be k cells is cut along its largest extent (of its points; the first axis of equal ones) where
         floor(k / 2) of k parts of its work lie below. Positions never leave their rank: what is added up over ranks are
@@ -268,7 +268,7 @@ def _planes(
 
 
 class _Goal:
-    """How much work is to lie below the planes of parts that are to be so many cells, `counts` [P]."""
+    """Target work below the planes of parts that are to have `counts` [P] cells."""
 
     def __init__(self, counts: Tensor) -> None:
         self._counts = counts

@@ -1,4 +1,4 @@
-"""What a trainer asks of whatever adds and removes points."""
+"""Interface between a trainer and the code that adds and removes points."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
@@ -22,11 +22,11 @@ class Densifier(Protocol):
     noisy: ClassVar[bool]
 
     def initialize_state(self) -> dict[str, Any]:
-        """What must be kept between steps."""
+        """Return the state to keep between steps."""
         ...
 
     def counts(self, images: int) -> bool:
-        """Whether statistics are gathered in a step that begins after so many images."""
+        """Return True if statistics are gathered in a step that begins after so many images."""
         ...
 
     def statistics(self, params: Any, state: dict[str, Any]) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ class Densifier(Protocol):
         self, params: Any, optimizers: dict[str, torch.optim.Optimizer], state: dict[str, Any], step: int, images: int,
         taken: Tensor,
     ) -> bool:  # fmt: skip
-        """Orders what `refine_when_due` would do after a step of which the device alone knows whether it was taken.
+        """Order what `refine_when_due` would do after a step of which the device alone knows whether it was taken.
 
         Args:
             taken: [] bool on the device; nothing happens there where it is False.
@@ -77,11 +77,11 @@ class Densifier(Protocol):
         ...
 
     def move(self, params: Any, step: int, images: int, rate: float, taken: Tensor | None = None) -> None:
-        """What moves all points after a step, if it is `noisy`; `taken` [] is 0 or False for nothing after all."""
+        """Move all points after a step, if it is `noisy`; `taken` [] is 0 or False to move none."""
         ...
 
     def limit(self, cap: int | None, held_back: Callable[[int], None]) -> int | None:
-        """Keeps the whole model within a number of points, unless the densifier has a limit of its own.
+        """Keep the whole model within a number of points, unless the densifier has a limit of its own.
 
         Args:
             cap: that number, None for any.

@@ -1,4 +1,4 @@
-"""The second face of a primitive: its operators, as a step calls them that reads nothing back."""
+"""Operators of a primitive for fused steps, which read nothing back to the host."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,14 +13,14 @@ from ns_multigpu.core.row_wire import RowWire
 from ns_multigpu.core.types import Patch, View
 
 Rows = Any
-"""The rows of a rank's own points, in lines of a fixed number, padding included: what `Kernels.project` returns. A
-NamedTuple with at least `view_ids` [M] int32, `point_ids` [M] int32, `count` (int64, of each segment of lines),
-`means2d` [M, 2] and `radii` [M, 2] int32, by which rows are routed."""
+"""Rows of a rank's own points in a buffer of fixed length, padding included; returned by `Kernels.project`. A
+NamedTuple with at least `view_ids` [M] int32, `point_ids` [M] int32, `count` (int64, per segment), `means2d` [M, 2]
+and `radii` [M, 2] int32. Rows are routed by the last two."""
 Arrived = Any
-"""Rows of a rank's patches, wherever they came from. At least `means2d`, `radii`, `view_ids` as above, and `owners` and
-`slots` [M] int32: which rank owns the row, and its line there."""
+"""Rows of a rank's patches, local or received. At least `means2d`, `radii` and `view_ids` as above, and `owners` and
+`slots` [M] int32: the owning rank of each row, and its line there."""
 Lists = tuple[Tensor, Tensor, Tensor]
-"""Which rows each tile has, nearest first: tile_offsets, row_ids, and how many intersections need room."""
+"""Rows of each tile, nearest first: tile_offsets, row_ids, and the capacity that the intersections need."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,21 @@ class Cameras:
     times: Tensor
 
     def of(self, view: int) -> "Cameras":
-        """One of the views."""
+        """Return one of the views."""
         one = slice(view, view + 1)
         return Cameras(self.viewmats[one], self.Ks[one], self.sizes[2 * view : 2 * view + 2], self.times[one])
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a step changes: parameters and moments in the kernels' order, and what is put off.
+    """Parameters, Adam moments and deferred steps that a training step updates, in the kernels' order.
 
     Attributes:
         params: as operators take them. exp_avgs, exp_avg_sqs: their moments.
         statistics: densification's `grad2d`, `count`, `radii`, [N] each, added to; empty to count nothing.
-        lazy: put off the steps of points that are not drawn, and keep them there; None not to.
-        boxes: of groups of points, by which whole groups are culled; None to look at each point. See `Kernels.boxes`.
+        lazy: deferred steps of points that are not drawn; None to defer none.
+        boxes: bounding boxes of groups of points, for culling whole groups; None to test each point. See
+            `Kernels.boxes`.
     """
 
     params: Sequence[Tensor]
@@ -65,11 +66,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Sinks:
-    """Where gradients are added up: records at the addresses of several owners.
+    """Destinations of gradients: records at the addresses of several owners.
 
     Attributes:
-        addresses: [S] int64. owners, slots: [rows] int32, which of them, and the record there.
-        system_scope: whether other GPUs add to the same records.
+        addresses: [S] int64. owners, slots: [rows] int32, the owner of each row, and the record there.
+        system_scope: True if other GPUs add to the same records.
     """
 
     addresses: Tensor
@@ -80,11 +81,11 @@ class Sinks:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Blended patches, a pixel after the other, and what the way back needs.
+    """Blended patches as a flat list of pixels, and the state that backward needs.
 
     Attributes:
         color: [P, 3] without background. alpha: [P].
-        last: [P] int32, the last row of each pixel's list that counts; where -1 the way back looks at nothing.
+        last: [P] int32, the last row of each pixel's list that counts; backward skips pixels with -1.
         rest: the kernels' own.
     """
 
@@ -95,13 +96,13 @@ class Drawn:
 
 
 class PutRows(NamedTuple):
-    """What a rank writes into the others' memory of its rows: see `cuda_ext.ops.exchange.put_rows`.
+    """Row data that a rank writes into the other ranks' memory: see `cuda_ext.ops.exchange.put_rows`.
 
     Attributes:
-        arrays: in the order of `ReplicaRows.everyone`, a line a row. taken: of each, the words of a line that matter.
-        gate, gate_column: of which of the last array's columns nothing is told where the gate is not above zero.
-        offset: what is added to the first array's numbers.
-        for_sizes: which arrays nobody needs where no sizes are counted.
+        arrays: in the order of `ReplicaRows.everyone`, one line per row. taken: words of a line to write, per array.
+        gate, gate_column: from this column on, the last array is written only where the gate is positive.
+        offset: added to the first array's numbers.
+        for_sizes: arrays that are needed only if sizes are counted.
     """
 
     arrays: Sequence[Tensor]
@@ -112,35 +113,36 @@ class PutRows(NamedTuple):
     for_sizes: Collection[int] = ()
 
     def words(self, sized: bool) -> list[int]:
-        """How many words of each array's lines are told, where sizes are counted or not."""
+        """Return the number of words to write of each array's lines, with or without sizes."""
         return [words if sized or k not in self.for_sizes else 0 for k, words in enumerate(self.taken)]
 
 
 class ReplicaRows(ABC):
-    """What ranks that hold the same points tell each other of the rows that they drew.
+    """Buffers in which ranks with the same points gather each other's rows.
 
     Attributes:
-        everyone: tensors that are to be filled with all ranks' `mine`, rank 0's first.
+        everyone: tensors to fill with all ranks' `mine`, rank 0's first.
     """
 
     everyone: Sequence[Tensor]
 
     @abstractmethod
     def mine(self, rows: Rows, records: Tensor, first_view: int) -> list[Tensor]:
-        """What the others need of this rank's rows and their gradients. View ids are of the batch from here on.
+        """Return the data of this rank's rows and gradients that the other ranks need. Its view ids count in the batch.
 
         Args:
             first_view: the position in the batch of the first view of the rows.
         """
 
     def told(self, rows: Rows, records: Tensor, first_view: int) -> PutRows:
-        """The same for ranks that reach each other's memory. What is told so need not be in `records` afterwards."""
+        """Return the same for ranks with access to each other's memory. Data written so need not be in `records`
+        afterwards."""
         arrays = self.mine(rows, records, first_view)
         return PutRows(arrays, [array[:1].numel() for array in arrays])
 
     @abstractmethod
     def rows(self, counts: Tensor) -> tuple[Rows, Tensor]:
-        """All ranks' rows, a segment each, and their gradient records, once `everyone` is filled.
+        """Return all ranks' rows, one segment per rank, and their gradient records, once `everyone` is filled.
 
         Args:
             counts: [ranks] int64, the rows of each.
@@ -148,16 +150,16 @@ class ReplicaRows(ABC):
 
 
 class Kernels(ABC):
-    """A primitive's operators: from parameters to rows to pixels, and back to parameters that have taken a step.
+    """Operators of a primitive: parameters to rows, rows to pixels, and gradients to an Adam step.
 
-    None of them reads anything back to the host, so that CUDA graphs can hold them.
+    No operator reads anything back to the host, so that CUDA graphs can capture them.
 
     Attributes:
         parameters: the names of the parameters in the order that operators take them.
-        record_floats: numbers of a row's record: as it travels, and of its gradients.
-        sized: whether `update` counts on any rank how large points are on the screen.
-        puts_off: whether `model` takes `lazy`. halves: whether `wire` takes `half`.
-        terms: the losses that `more_losses` can take, by what they are of.
+        record_floats: numbers of a row's record on the wire, and of its gradients.
+        sized: True if `update` counts the points' sizes on the screen on any rank.
+        puts_off: True if `model` takes `lazy`. halves: True if `wire` takes `half`.
+        terms: names of the losses that `more_losses` can take.
     """
 
     parameters: tuple[str, ...]
@@ -175,21 +177,21 @@ class Kernels(ABC):
         statistics: Mapping[str, Tensor],
         lazy: LazyAdam | None,
     ) -> Model:
-        """What the operators take, of what an optimizer sees.
+        """Return the operators' inputs from an optimizer's parameters, moments and statistics.
 
         Raises:
-            ValueError: `lazy` cannot be had with these kernels' options.
+            ValueError: these kernels' options do not allow `lazy`.
         """
 
     def boxes(self, model: Model) -> Tensor | None:
-        """Room for boxes around groups of the model's points, not yet filled; None of kernels that know no groups.
+        """Return an unfilled buffer for bounding boxes of groups of points; None if the kernels have no groups.
 
-        `refresh` fills them; `update` keeps them such that they hold what it writes.
+        `refresh` fills the boxes; `update` extends them to contain what it writes.
         """
         return None
 
     def refresh(self, model: Model) -> None:
-        """Makes the model's boxes, if it has any, those of the points as they are."""
+        """Compute the model's boxes, if it has any, from the current points."""
         assert model.boxes is None, "kernels that make boxes know how to fill them"
 
     @abstractmethod
@@ -197,7 +199,7 @@ class Kernels(ABC):
         self, model: Model, cameras: Cameras, capacity: int, stops: Sequence[int],
         reached: Callable[[Rows, int, int], None] | None,
     ) -> Rows:  # fmt: skip
-        """Rows of the points for whole views, in (view, point) order.
+        """Return the rows of the points for whole views, in (view, point) order.
 
         Args:
             capacity: lines of the result.
@@ -206,74 +208,73 @@ class Kernels(ABC):
 
     @abstractmethod
     def stay(self, rows: Rows, owners: Tensor, slots: Tensor) -> Arrived:
-        """Rows that are drawn where they are."""
+        """Return the input of drawing for local rows."""
 
     @abstractmethod
     def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int, first: int, end: int) -> None:
-        """Writes records of lines first to end to where `place` [ranks, M] says in the segments at these addresses."""
+        """Write the records of lines first to end to lines `place` [ranks, M] of the segments."""
 
     @abstractmethod
     def unpack(self, records: Tensor, counts: Tensor, views: int) -> Arrived:
-        """The rows of records [ranks, capacity, record_floats], of which `counts` [ranks] are there."""
+        """Return the rows of records [ranks, capacity, record_floats], of which `counts` [ranks] are valid."""
 
     @abstractmethod
     def collect(self, place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
-        """Sums of gradient records [M, record_floats] over the ranks that drew the rows, at these addresses."""
+        """Return the sums of gradient records [M, record_floats] at `sources`, over the ranks that drew the rows."""
 
     @abstractmethod
     def wire(self, *, half: bool, slots: bool) -> RowWire:
-        """How rows and gradients cross the wire by collectives.
+        """Return the format of rows and gradients in collectives.
 
         Args:
-            half: what can be is float16. slots: rows bring their line at their owner.
+            half: send as float16 where possible. slots: rows carry their line at their owner.
         """
 
     @abstractmethod
     def replicas(self, ranks: int, capacity: int, device: torch.device) -> "ReplicaRows":
-        """Room for what ranks that hold the same points tell each other, each of so many lines."""
+        """Return buffers for the rows of ranks with the same points, each of `capacity` lines."""
 
     @abstractmethod
     def intersect(self, arrived: Arrived, patches: Sequence[int], capacity: int) -> Lists:
-        """The lists of the patches' tiles: 5 ints a patch (view, x0, y0, x1, y1)."""
+        """Return the lists of the patches' tiles: 5 ints per patch (view, x0, y0, x1, y1)."""
 
     @abstractmethod
     def draw(self, arrived: Arrived, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
-        """The patches. With `mark_stops` alpha is negative where drawing stopped before a row."""
+        """Draw the patches. With `mark_stops`, alpha is negative where drawing stopped before a row."""
 
     def shown(self, drawn: Drawn, view: View) -> Mapping[str, Tensor]:
-        """What pictures show of patches of a view, by the names of `Primitive.shown`: [P, numbers] each."""
+        """Return the extra images of patches of a view, by the names of `Primitive.shown`: [P, numbers] each."""
         return {}
 
     def more_losses(self, drawn: Drawn, patches: Sequence[Patch], views: Sequence[View], report: Tensor) -> Drawn:
-        """Takes the losses of what patches show beside their image, where the kernels were made with any.
+        """Compute the losses on images other than the colour, if the kernels have any.
 
         Args:
-            drawn: the patches, as they were drawn by whom they belong to.
-            report: the views' losses are added to it, by view; they are a batch's divided by its views.
+            drawn: the patches, as their owners drew them.
+            report: [views] losses are added to it; they are divided by the batch's number of views.
 
         Returns:
-            what `draw_back` is to be given.
+            the input of `draw_back`.
         """
         return drawn
 
     @abstractmethod
     def draw_back(self, drawn: Drawn, v_color: Tensor, v_alpha: Tensor, sinks: Sinks) -> None:
-        """Adds the gradients of rows, as records, to the sinks; v_alpha is by the absolute value of alpha."""
+        """Add the gradients of rows, as records, to the sinks; v_alpha is by the absolute value of alpha."""
 
     @abstractmethod
     def update(
         self, model: Model, cameras: Cameras, scalars: Tensor, rows: Rows, records: Tensor, finite_flag: Tensor,
         finite_flag_views: range | None,
     ) -> None:  # fmt: skip
-        """Brings the gradients of rows to the parameters, takes Adam's step there and adds to the statistics.
+        """Propagate the rows' gradients to the parameters, take Adam's step and update the statistics.
 
         Args:
             scalars: [parameters, 8] Adam's, see `cuda_ext.ops.optim.adam.AdamStep`.
-            finite_flag: [1] written: a number that is finite where all gradients of the rows of `finite_flag_views`
-            (None: of
-                all) are.
+            finite_flag: [1] written: finite if all gradients of the rows of `finite_flag_views` are (None: of all
+                rows).
         """
 
     @abstractmethod
     def flush(self, model: Model) -> None:
-        """Takes the steps that were put off. Boxes are to be made anew then."""
+        """Apply the deferred steps. Boxes must be refreshed afterwards."""

@@ -1,4 +1,4 @@
-"""What views observe of a reconstruction by structure from motion: points whose depth is known there."""
+"""Points of a structure-from-motion reconstruction that views observe with known depth."""
 
 from dataclasses import dataclass, replace
 
@@ -20,5 +20,5 @@ class Observations:
     scale: float
 
     def of(self, view: int) -> "Observations":
-        """What one of several views observes."""
+        """Return the observations of one of several views."""
         return replace(self, ids=self.ids[view])

@@ -1,4 +1,4 @@
-"""What of a row, and of its gradients, goes on the wire between ranks that do not reach each other's memory."""
+"""Wire format of rows and their gradients, for collectives between ranks without peer memory."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -8,17 +8,17 @@ from typing import Any
 from torch import Tensor
 
 STAYS = -1
-"""The start of a segment that is not in the buffer."""
+"""Start of a segment that is not in the buffer."""
 
 
 @dataclass(frozen=True)
 class WireSegments:
-    """Where the rows of each pair with this rank lie in a buffer of words of 4 bytes: columns of `capacity` words.
+    """Segments of a buffer of 4-byte words, one per pair with this rank: columns of `capacity` words.
 
     Attributes:
-        starts: [ranks] the first word of each; `STAYS` where rows do not leave this rank.
-        capacities: [ranks] rows that each has room for.
-        rank: this one. Its own segment never leaves.
+        starts: [ranks] the first word of each; `STAYS` for local rows.
+        capacities: [ranks] capacity of each in rows.
+        rank: this one. Its own segment is never sent.
     """
 
     starts: Sequence[int]
@@ -26,18 +26,18 @@ class WireSegments:
     rank: int
 
     def line(self, source: int) -> int:
-        """The first line of a segment among the rows of all."""
+        """Return the first line of a segment among the rows of all."""
         return sum(self.capacities[:source])
 
 
 class RowWire(ABC):
-    """A primitive's rows and gradients as they cross the wire; each is `words` columns of a segment.
+    """Wire format of a primitive's rows and gradients; each is `words` columns of a segment.
 
-    The rows and gradients of a rank's own segment lose nothing, whatever the others do.
+    Rows and gradients of a rank's own segment are never rounded.
 
     Attributes:
-        row_words: of a row. gradient_words: of its gradients; at most as many, because they return through the same
-            memory.
+        row_words: words of a row.
+        gradient_words: words of its gradients; at most as many, because they return through the same memory.
     """
 
     row_words: int
@@ -45,7 +45,7 @@ class RowWire(ABC):
 
     @abstractmethod
     def pack(self, rows: Any, place: Tensor, wire: Tensor, to: WireSegments, first: int, end: int) -> None:
-        """Writes lines first to end of the rows to where `place` [ranks, M] says; see `Kernels.pack`.
+        """Write lines first to end of the rows to the lines `place` [ranks, M]; see `Kernels.pack`.
 
         Args:
             wire: [words] int32.
@@ -53,28 +53,29 @@ class RowWire(ABC):
 
     @abstractmethod
     def unpack(self, wire: Tensor, come: WireSegments, counts: Tensor, views: int) -> Any:
-        """The rows that arrived, source by source, of which `counts` [ranks] are there: `Arrived`. Where a segment
-        stays, `keep` puts them.
+        """Return the received rows (`Arrived`), source by source, of which `counts` [ranks] are valid. Local segments
+        are filled by `keep`.
 
         Raises:
-            ValueError: there are more views than a row can tell apart.
+            ValueError: a row cannot distinguish so many views.
         """
 
     @abstractmethod
     def keep(self, rows: Any, place: Tensor, arrived: Any, come: WireSegments, source: int) -> None:
-        """Puts this rank's rows where `place` [M] says among those of a source that arrived."""
+        """Copy this rank's rows to the lines `place` [M] of a source's segment of the received rows."""
 
     @abstractmethod
     def pack_gradients(self, records: Tensor, counts: Tensor, wire: Tensor, to: WireSegments) -> None:
-        """Writes the gradient records [lines, record_floats] of what arrived to the segments of those they came from.
+        """Write the gradient records [lines, record_floats] of received rows to the segments of their sources.
 
         Lines are those of `unpack`, of which `counts` [ranks] are rows. The rank's own are left out.
         """
 
     @abstractmethod
     def collect(self, place: Tensor, count: Tensor, wire: Tensor, come: WireSegments, own: Tensor) -> Tensor:
-        """Sums of gradients as records [M, record_floats] over the ranks that drew the rows, in the ranks' order.
+        """Return the sums of gradients as records [M, record_floats] over the ranks that drew the rows, in the ranks'
+        order.
 
         Args:
-            place: [ranks, M]. count: [1] int64, lines that are rows. own: the records that were made on this rank.
+            place: [ranks, M]. count: [1] int64, number of valid lines. own: the records computed on this rank.
         """

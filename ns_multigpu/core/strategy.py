@@ -16,7 +16,7 @@ from ns_multigpu.core.types import Patch, Points, Rendering, View
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """How the work of a step is spread over the ranks of one world.
+    """Distribution of a step's work over the ranks of one world.
 
     Attributes:
         name: what the user types.
@@ -56,11 +56,11 @@ class Strategy:
 
     @property
     def survives_giving_up(self) -> bool:
-        """Whether a rank that could not go on in a step can let the others go on: see `GradientLeg.give_up`."""
+        """True if a rank that could not go on in a step can let the others go on: see `GradientLeg.give_up`."""
         return all(leg.survives_giving_up for leg in (self.rows, self.pixels, self.gradients))
 
     def observe(self, primitive: Primitive, points: Points, images: int | None = None) -> None:
-        """Shows the placement this rank's points before views of them are planned. Every rank calls it.
+        """Pass this rank's points to the placement before views of them are planned. Every rank calls it.
 
         Args:
             images: that training has seen; None for a view that is not trained on.

@@ -1,4 +1,4 @@
-"""The records that travel through a step: points, views, patches, splats and pixels.
+"""Records of a step: points, views, patches, splats and pixels.
 
 All are frozen: a stage returns a new record instead of changing the one it was given.
 """
@@ -16,7 +16,7 @@ from ns_multigpu.core.observations import Observations
 TILE = 16
 """Side of a rasterizer's tile in pixels."""
 SSIM_HALO = 5
-"""Pixels that an 11 x 11 SSIM window reaches beyond its centre: what a patch must carry to have an exact loss."""
+"""Pixels that an 11 x 11 SSIM window extends beyond its centre: the halo that a patch needs to have an exact loss."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class View:
         width, height: the image's size in pixels.
         index: the view's number in its capture; keys everything random that belongs to the view.
         time: the moment of a time-varying capture, in [0, 1].
-        observations: what it observes of a reconstruction, for a loss of depth; None where nobody asks.
+        observations: what it observes of a reconstruction, for a loss of depth; None if unused.
     """
 
     viewmat: Tensor
@@ -100,7 +100,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Hits:
-    """Which points may show in which views: one row a (view, point), views ascending, then points ascending.
+    """Points that may be visible in views: one row per (view, point), views ascending, then points ascending.
 
     The order of the rows breaks ties in depth, so it must not depend on who computed them.
 
@@ -119,13 +119,13 @@ class Hits:
 
 @dataclass(frozen=True)
 class Splats:
-    """What points became for views: one row a hit, in the hits' order.
+    """Points as seen by views: one row per hit, in the hits' order.
 
     Attributes:
         hits: where each row comes from.
         rows: named tensors, each [M, ...]; what crosses the wire when splats are exchanged.
         probe: [M, 2], zero; its gradient is the densifier's statistic of the row (see the primitive).
-        probe_rendered: whether `Primitive.render` gives the probe its gradient, so that it must travel with the rows;
+        probe_rendered: True if `Primitive.render` gives the probe its gradient, and it must be exchanged with the rows;
             else it has one through the rows that it was added to.
     """
 
@@ -147,7 +147,7 @@ class Pixels:
         color: [h, w, 3] colour, premultiplied by alpha.
         alpha: [h, w, 1] opacity.
         depth: [h, w, 1] expected depth, or None if it was not asked for.
-        stops: [h, w, 1] bool, where drawing stopped before a splat, so that nobody looked at what is behind; None if it
+        stops: [h, w, 1] bool, where drawing stopped before a splat, so that splats behind were skipped; None if it
             was not asked for.
         extra: [h, w, C] each, what else the primitive was asked to render, by its names.
     """
@@ -162,7 +162,7 @@ class Pixels:
 
 @dataclass(frozen=True)
 class Rendering:
-    """What one rank gets out of rendering a batch.
+    """Result of rendering a batch on one rank.
 
     Attributes:
         pixels: this rank's patches.
@@ -180,7 +180,7 @@ class Traffic:
 
     Attributes:
         sent: in all. between: of these, to ranks of other machines.
-        measured: encloses each exchange of splats, or of their gradients, for whoever wants to know how long it takes.
+        measured: encloses each exchange of splats, or of their gradients, to time it.
     """
 
     sent: int = 0
@@ -189,7 +189,7 @@ class Traffic:
     measured: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def add(self, count: int, between: int = 0) -> None:
-        """Counts `count` bytes as sent, `between` of them to other machines."""
+        """Count `count` bytes as sent, `between` of them to other machines."""
         self.sent += count
         self.between += between
 
@@ -208,7 +208,7 @@ class Traffic:
 
     @contextmanager
     def apart(self, mark: str) -> Generator[None]:
-        """What is sent in the enclosed code does not count for `mark`."""
+        """Exclude traffic of the enclosed code from `mark`."""
         sent, between = self.sent, self.between
         yield
         for name, extra in ((mark, self.sent - sent), (f"between {mark}", self.between - between)):

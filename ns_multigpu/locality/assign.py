@@ -1,4 +1,4 @@
-"""Which rank draws which patch of a batch (section 4.2.2): machines first, then the GPUs of each."""
+"""Assignment of a batch's patches to ranks (section 4.2.2): machines first, then the GPUs of each."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Weights:
-    """What counts how much at one level: see `assign_patches`.
+    """Weights of the objective's terms at one level: see `assign_patches`.
 
     Attributes:
         alpha: of points that are drawn where they are. beta, gamma, delta: of the norms of what ranks send, receive and
@@ -124,7 +124,7 @@ class Assigner:
 
 @dataclass(frozen=True)
 class Volume:
-    """What an assignment costs, in points.
+    """Cost of an assignment, in points.
 
     Attributes:
         sent, received, drawn: [ranks] float64.
@@ -159,7 +159,7 @@ def in_runs(patches: int, ranks: int) -> Ints:
 
 
 def by_room(needed: Floats) -> Ints:
-    """The rule that needs no search: patch after patch to the rank that has most of its points and still has room.
+    """The rule that needs no search: patch after patch to the rank that has most of its points and still has capacity.
 
     Those that have most to lose come first. Ranks differ by one patch at most. [P] int64 for [P, R].
     """

@@ -17,7 +17,7 @@ from ns_multigpu.core.assign.curve import MOST_BITS, interleaved
 SMALLEST, LARGEST = 1024, 4096
 """Points of a group, by the paper."""
 LEAST, MOST = 32, 16384
-"""What else may be asked for: in small models and trials, fewer."""
+"""Allowed range of group sizes, for small models and trials."""
 REACH = math.sqrt(2 * math.log(255))
 """Standard deviations at which an opaque splat falls to alpha 1/255: a little more than its square of 3."""
 BLOCK = 64
@@ -28,13 +28,13 @@ _PAIRS = 1 << 22
 
 
 def group_size(points: int) -> int:
-    """Points of a group, unless told: about 65,536 groups, of 1024 to 4096 points."""
+    """Default points of a group: about 65,536 groups, of 1024 to 4096 points."""
     wanted = max(1, points // _GROUPS)
     return min(LARGEST, max(SMALLEST, 1 << (wanted - 1).bit_length()))
 
 
 def z_codes(means: Tensor, low: Tensor, side: float) -> Tensor:
-    """Places [N] int64 along the Z-order of positions [N, 3]: 20 bits an axis over a cube, x lowest.
+    """Return places [N] int64 along the Z-order of positions [N, 3]: 20 bits an axis over a cube, x lowest.
 
     Args:
         means: the positions; what is not finite counts as the origin, what lies outside as on the cube's border.
@@ -45,7 +45,7 @@ def z_codes(means: Tensor, low: Tensor, side: float) -> Tensor:
 
 
 def z_order(means: Tensor) -> Tensor:
-    """The permutation [N] int64 that brings positions [N, 3] into the Z-order over the cube around them; ties stay."""
+    """Return the permutation [N] int64 that sorts positions [N, 3] into the Z-order of their bounding cube; stable."""
     if len(means) == 0:
         return torch.zeros(0, dtype=torch.int64, device=means.device)
     places = _finite(means)
@@ -79,7 +79,7 @@ class Groups:
         size: points of a group; the last may have fewer.
         order: [N] int64, the points, group after group.
         lower, upper: [C, 3] corners of the boxes around the means, with the margin; world units.
-        reach: [C] how far a point's splat reaches around its mean at most, `REACH` of its largest standard deviations,
+        reach: [C] maximum extent of a point's splat around its mean, `REACH` of its largest standard deviations,
             with the margin; world units.
     """
 
@@ -175,7 +175,8 @@ def cull_groups(
     near: float = 0.01,
     far: float = 1e10,
 ) -> tuple[Tensor, Tensor]:
-    """Which groups may show in which views' rectangles: all those of which `cull` would keep a point, and some more.
+    """Return the groups that may be visible in each view's rectangles: all those of which `cull` would keep a point,
+    and some more.
 
     A splat's half extent, times its depth, is at most focal length * reach * |(u, v, 1)| + depth * pixels, where (u, v)
     is clamped to the image and 15 % more a side, and pixels are what eps2d and rounding add. So each side of the

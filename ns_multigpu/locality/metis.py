@@ -21,7 +21,7 @@ _OPTIONS = 40
 _CUTS = 4
 """Partitions made, of which the best is kept: up to a tenth less is cut than by one, in two to three times the time."""
 _WHOLE = 1 << 30
-"""What the weights of all vertices add up to, by pymetis's single weight."""
+"""Sum of all vertices' weights, for pymetis's single weight."""
 
 
 class MetisError(RuntimeError):
@@ -30,7 +30,7 @@ class MetisError(RuntimeError):
 
 @dataclass(frozen=True)
 class Parts:
-    """What came of it.
+    """Result of partitioning.
 
     Attributes:
         of: [n] int64, the part of each vertex.
@@ -55,7 +55,7 @@ def missing() -> str | None:
 def part_graph(
     starts: Ints, neighbours: Ints, vertex_weights: Ints, edge_weights: Ints, parts: int, imbalance: float, seed: int
 ) -> Parts:
-    """Cuts a graph into parts of equal weight such that the edges between them weigh little.
+    """Cut a graph into parts of equal weight such that the edges between them weigh little.
 
     Args:
         starts: [n + 1], where each vertex's neighbours start. neighbours: [m], each edge in both directions.

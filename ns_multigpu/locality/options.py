@@ -1,4 +1,4 @@
-"""What a user may choose about `locality`."""
+"""User options of `locality`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -22,10 +22,10 @@ class LocalityOptions:
     plans: Literal["auto", "ahead", "at-once"] = "auto"
     """Plan coming steps on the CPU while GPUs work, or each step when it comes; "auto" plans ahead on GPUs."""
     place_again_at: float = 1.5
-    """Place points anew when the model has grown by this factor; above 1."""
+    """Redistribute points when the model has grown by this factor; above 1."""
 
     def problem(self) -> str | None:
-        """What is wrong with the values, and the remedy; None if nothing is."""
+        """Return the error in the values with its remedy; None if there is none."""
         if not 1 <= self.patches <= _MOST_PATCHES:
             return f"patches {self.patches}: give 1 to {_MOST_PATCHES} along each side of a view"
         if self.group_size != 0 and not LEAST <= self.group_size <= MOST:

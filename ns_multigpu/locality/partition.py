@@ -1,4 +1,4 @@
-"""Which rank owns which group of points: over machines first, then over each machine's GPUs (section 4.2.1).
+"""Ownership of groups of points: over machines first, then over each machine's GPUs (section 4.2.1).
 
 Over machines groups go where the views go that see them: METIS cuts the graph of groups and views, with points level
 for memory and points seen level for work. What a view shows then lies on few machines, as it should, and on the GPUs of
@@ -31,7 +31,7 @@ notes."""
 
 @dataclass(frozen=True)
 class Partition:
-    """Where groups and views are at home. Ranks of a machine follow one another.
+    """Owners of groups and views. Ranks of a machine are consecutive.
 
     Attributes:
         ranks: [C] int64, the rank that owns each group.
@@ -53,7 +53,7 @@ class Partition:
 
 
 def _nobody_without(of: Ints, ranks: int) -> None:
-    """Gives a rank without groups one of the rank that has most: with few groups a rank, levelling leaves some out."""
+    """Give a rank without groups one of the rank that has most: with few groups a rank, levelling leaves some out."""
     held = np.bincount(of, minlength=ranks)
     for rank in np.flatnonzero(held == 0):
         most = int(held.argmax())
@@ -84,7 +84,7 @@ def by_metis(graph: SeenGraph, parts: int, notes: list[str], imbalance: float = 
 
 
 def _level(graph: SeenGraph, of: Ints, views: Ints, parts: int, imbalance: float) -> None:
-    """Moves groups, those that lose least, until no part has more points than it may: METIS only tries."""
+    """Move groups, those that lose least, until no part has more points than it may: METIS only tries."""
     held = np.bincount(of, weights=graph.points, minlength=parts)
     most = max(imbalance * held.sum() / parts, held.sum() / parts + graph.points.max())
     if held.max() <= most and held.min() > 0:

@@ -26,7 +26,8 @@ Floats = NDArray[np.float64]
 
 
 def cuts(pixels: int, parts: int) -> list[int]:
-    """Where a side of so many pixels is cut: [parts + 1] ascending, at whole tiles; fewer parts than tiles allow."""
+    """Return the cuts of a side of `pixels` pixels: [parts + 1] ascending, at whole tiles; fewer parts than tiles
+    allow."""
     tiles = -(-pixels // TILE)
     parts = min(parts, tiles)
     return [min(pixels, tiles * k // parts * TILE) for k in range(parts + 1)]
@@ -51,7 +52,7 @@ def _patches(width: int, height: int, position: int, factor: int) -> tuple[tuple
 
 @dataclass
 class Tally:
-    """What plans came to, since it was taken last.
+    """Statistics of plans since the last report.
 
     Attributes:
         steps: batches planned. misses: of these, those whose plan was late. between, total: points that went to another
@@ -68,7 +69,7 @@ class Tally:
     draw: float = 0.0
 
     def add(self, volume: Volume) -> None:
-        """Counts one batch."""
+        """Count one batch."""
         self.between += volume.between
         self.total += volume.total
         loads = (volume.sent, volume.received, volume.drawn)
@@ -82,7 +83,7 @@ _Key = tuple[tuple[int, int, int], ...]
 
 
 def _key(views: Sequence[View]) -> _Key:
-    """What a plan is for. The same views at another resolution are cut into other patches."""
+    """Return the key of a plan. The same views at another resolution have other patches."""
     return tuple((view.index, view.width, view.height) for view in views)
 
 
@@ -90,7 +91,7 @@ class LocalPatches(Assignment):
     """Patches to ranks, by what each needs from each rank.
 
     What a view's patches need is what they needed when they were drawn last (`Access`); before that, what the placement
-    has counted. Patches of views that nobody knows go out in runs.
+    has counted. Patches of unknown views are distributed in runs.
 
     Args:
         world: the ranks. options: see there. access: shared with the placement.
@@ -104,7 +105,7 @@ class LocalPatches(Assignment):
         self._assigner = Assigner(world.machines, world.size // world.machines)
         ahead = options.plans == "ahead" or (options.plans == "auto" and world.device.type == "cuda")
         self._planner = Planner(self._assigner) if ahead and world.size > 1 else None
-        self._coming: deque[tuple[_Key, int]] = deque()  # foreseen batches, and their numbers
+        self._coming: deque[tuple[_Key, int]] = deque()  # prefetched batches, and their numbers
         self._prefetched, self._agreed = 0, -1
         self.tally = Tally()
 
@@ -112,7 +113,7 @@ class LocalPatches(Assignment):
         return self._made(views, self._at_once(views, ranks), ranks)
 
     def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
-        """The plan that was made ahead, if this batch was foreseen; the rule's where it is late."""
+        """Return the prefetched plan of this batch, or the rule's if that is late."""
         chosen = self._prefetched_plan(_key(views))
         if chosen is None:
             chosen = self._at_once(views, ranks)
@@ -170,7 +171,7 @@ class LocalPatches(Assignment):
     # ---- of rows on their way through autograd: `RowCounts` ----
 
     def count(self, splats: Splats, views: Sequence[View], plan: Plan) -> Tensor:
-        """[patches] int64, this rank's splats that reach each patch of the plan."""
+        """[patches] int64, number of this rank's splats that touch each patch of the plan."""
         counts = [touches(splats, views, [patch]).sum(0, keepdim=True) for patch in plan.patches()]
         return torch.cat([splats.hits.view_ids.new_zeros(0, dtype=torch.int64), *counts])
 
@@ -212,7 +213,7 @@ class LocalPatches(Assignment):
         return Plan.of(drawn)
 
     def _prefetched_plan(self, key: _Key) -> Ints | None:
-        """What was planned ahead for a batch of these views; None if it was not foreseen."""
+        """Return the prefetched plan of a batch of these views; None if there is none."""
         while self._planner is not None and any(views == key for views, _ in self._coming):
             first, number = self._coming.popleft()
             if first == key:
@@ -227,7 +228,7 @@ class LocalPatches(Assignment):
             self.tally.add(Volume.of(needed, chosen, self._assigner.per_machine))
 
     def _record(self, views: Sequence[View], needed: Floats) -> None:
-        """Remembers what was needed: [patches, ranks] of a batch's patches in the plan's order, which is that of
+        """Remember what was needed: [patches, ranks] of a batch's patches in the plan's order, which is that of
         `_cut`."""
         rows = np.zeros((len(views), self._options.patches**2, self._world.size))
         for row, (number, patch) in enumerate(self._cut(views)):

@@ -21,14 +21,14 @@ _LEGEND, _EDGE, _HEAD = 236, 26, 46
 _LEFT_OUT = 0.005
 """The part of the points, and of the cameras, that may lie outside on either side of an axis."""
 _REACH = 0.5
-"""How far the picture goes beyond the points for cameras' sake, on either side, in extents of the points."""
+"""Maximum margin of the picture around the points to include cameras, on either side, in extents of the points."""
 _INK, _PALE, _NOWHERE = (28, 32, 38), (120, 126, 134), (250, 250, 250)
 _AXES = "xyz"
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What is to be seen.
+    """Contents of a picture.
 
     Attributes:
         positions: [S, 3] of some of the points, world units. What is not finite is left out.
@@ -69,7 +69,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Window:
-    """Where the world lies in a picture.
+    """Position of the world in a picture.
 
     Attributes:
         low: [2] the lower corner of what is shown, world units. scale: pixels a unit.

@@ -28,14 +28,14 @@ MOST_SAMPLED = 4_000_000
 MOST_VIEWS = 2000
 """Views that METIS is given: of more, so many drawn at random."""
 _WORSE = 1.1
-"""Points are placed anew when they have become so much less level than they were when they were placed."""
+"""Points are redistributed when they have become so much less level than they were when they were placed."""
 _GROUPS_PER_RANK = 32
 """Groups that each rank has at least, where points suffice: else they could not be level."""
 
 
 @dataclass(frozen=True)
 class Homes:
-    """Where space is at home: groups are ranges of the Z-order.
+    """Owners of regions of space: groups are ranges of the Z-order.
 
     Attributes:
         low: [3] float64, side: the cube of the curve, world units.
@@ -68,7 +68,7 @@ class ByViews(Placement):
     start, when the model has grown by a factor, when work is no longer level, and where a run goes on with other ranks.
 
     Args:
-        world: the ranks. options: see there. access: told what the patches of each view need from each rank.
+        world: the ranks. options: see there. access: records what the patches of each view need from each rank.
 
     Attributes:
         homes: as points were placed last; None before.
@@ -105,7 +105,7 @@ class ByViews(Placement):
         return () if self.homes is None else self.homes.view_machines.tolist()
 
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
-        """All of the batch's views: which patches a point reaches only its splat tells."""
+        """Return all of the batch's views: the patches that a point touches are known only after splatting."""
         return plan.views()
 
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
@@ -174,7 +174,7 @@ class ByViews(Placement):
         return [sum(column) for column in zip(*all_gather_ints(mine, self._world), strict=True)]
 
     def _place(self, sample: Tensor, points: int) -> None:
-        """Places a model of so many points, of which every rank has the same sample [S, 3]."""
+        """Place a model of so many points, of which every rank has the same sample [S, 3]."""
         made: tuple[Homes, tuple[NDArray[np.int64], NDArray[np.float32]]] | Exception | None = None
         if self._world.is_main:
             try:

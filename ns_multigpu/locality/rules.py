@@ -8,7 +8,7 @@ All ranks must serve the same plan without waiting for each other. Each makes al
   rank; what is recorded later does not come in. A search ends by itself or after a number of swaps, never by a clock,
   and what differs by rounding alone counts as equal, for machines may have different processors.
 - Whether a plan is served is agreed on. A rank says through which step its plans are ready (`ready_through`), the least
-  of these travels with the one message that ranks exchange in a step anyway, and `serve` takes a plan only as far as
+  of these is sent with the step statistics of each step, and `serve` takes a plan only as far as
   that: a plan that one rank lacks is a miss on all. A miss is served by the rule of `by_room`, from the same copy.
 """
 
@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 
 class Access:
-    """What each view's patches needed from each rank when they were drawn last.
+    """Rows that each view's patches needed from each rank when last drawn.
 
     Args:
         patches: of a view. ranks: in all.
@@ -40,7 +40,7 @@ class Access:
         self._needed: dict[int, NDArray[np.float32]] = {}
 
     def record(self, views: Sequence[int], needed: Floats) -> None:
-        """Remembers what views needed: [len(views) * patches, ranks], view after view. The same on every rank.
+        """Remember what views needed: [len(views) * patches, ranks], view after view. The same on every rank.
 
         Raises:
             ValueError: the shape is another.
@@ -59,7 +59,7 @@ class Access:
         return None if known is None else known.astype(np.float64)
 
     def forget(self) -> None:
-        """Forgets all: points were placed anew."""
+        """Clear all records after points were redistributed."""
         self._needed = {}
 
     def knowledge(self) -> tuple[Ints, NDArray[np.float32]]:
@@ -69,14 +69,14 @@ class Access:
         return np.array(views, dtype=np.int64), np.stack([self._needed[view] for view in views]) if views else none
 
     def load_state(self, views: Ints, needed: NDArray[np.float32]) -> None:
-        """Goes on with what `knowledge` returned."""
+        """Go on with what `knowledge` returned."""
         self.forget()
         self.record(views.tolist(), needed.reshape(-1, self.ranks).astype(np.float64))
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a step is given.
+    """Assignment of a step.
 
     Attributes:
         ranks: [P] int64, the rank that draws each patch, view after view.
@@ -149,7 +149,7 @@ class Planner:
 
         Args:
             step: one that was submitted; earlier ones are dropped.
-            agreed: the least of all ranks' `ready_through`, as they told each other in a step before.
+            agreed: the least of all ranks' `ready_through`, gathered in an earlier step.
 
         Raises:
             KeyError: the step was not submitted, or was already served.
@@ -183,7 +183,7 @@ class Planner:
         self._thread.join()
 
     def _settle(self) -> None:
-        """Moves `ready_through` on; with the lock held."""
+        """Move `ready_through` on; with the lock held."""
         missing = [step for step, data in self._data.items() if not isinstance(data, int) and step not in self._plans]
         through = min(missing) - 1 if missing else self._last
         self._through = max(self._through, through)

@@ -1,1 +1,1 @@
-"""Who owns a point and who draws a patch: placement, assignment, plan, views."""
+"""Ownership of points and drawing of patches: placement, assignment, plan, views."""

@@ -1,4 +1,4 @@
-"""Which rank renders which patch of the step's batch."""
+"""Assignment of patches to ranks, for the views of a step's batch."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -13,16 +13,16 @@ from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View
 
 
 class Feedback(Enum):
-    """What an assignment is told of each batch, some steps after it was drawn, on all ranks at the same step.
+    """Measurements that an assignment receives of each batch, some steps later, on all ranks at the same step.
 
     NOTHING: nothing.
-    WORK: the intersections of splats and tiles, over all ranks, of each row of tiles of each view: one view after the
-        other. Patches must then be bands: as wide as their view, of whole rows of tiles.
-    NEEDS: how many splats each patch needs from each rank: rank after rank, of each its patches as `Plan.patches` has
-        them.
-    LIVE: where views are drawn cell by cell, at which pixels of a cell's layer enough arrives to be seen: rank after
-        rank, of each view and cell -x0, -y0, x1, y1 of the box around those that the rank owns, and how many of them
-        nobody drew (`Plan.hidden`). See `cuda_ext.live_boxes`.
+    WORK: the intersections of splats and tiles, summed over ranks, of each row of tiles of each view: one view after
+    the other. Patches must then be bands: as wide as their view, of whole rows of tiles.
+    NEEDS: the number of splats each patch needs from each rank: rank after rank, of each its patches in the order of
+    `Plan.patches`.
+    LIVE: for views drawn cell by cell, the visible pixels of each cell image: rank after rank, of each view and cell
+    -x0, -y0, x1, y1 of the box around those that the rank owns, and how many of them no rank drew (`Plan.hidden`). See
+    `cuda_ext.live_boxes`.
     """
 
     NOTHING = "nothing"
@@ -35,51 +35,51 @@ class Assignment(ABC):
     """Cuts a batch of views into patches and gives each to a rank. Every rank computes the same plan."""
 
     learns: ClassVar[Feedback] = Feedback.NOTHING
-    """What `learn` is to be called with."""
+    """Input of `learn`."""
     recurs: ClassVar[bool] = True
-    """Whether plans are few, so that what is prepared for one, such as a CUDA graph, serves again."""
+    """True if plans are few, so that what is prepared for one, such as a CUDA graph, is reused."""
     by_size: ClassVar[bool] = False
-    """Whether a plan follows from the sizes of its views alone, where no holders are preferred."""
+    """True if a plan follows from the sizes of its views alone, without preferred holders."""
 
     @abstractmethod
     def assign(self, views: Sequence[View], ranks: int, holders: Sequence[int] | None = None) -> Plan:
-        """The plan for `views`.
+        """Return the plan for `views`.
 
         Args:
             views: the step's batch, the same list on every rank.
             ranks: the world's size.
-            holders: the rank that holds each view's image, where there is one to prefer.
+            holders: the rank that holds each view's image, to be preferred; None for no preference.
         """
 
     def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
-        """As `assign`, but like an earlier plan where that is nearly as good: what was prepared for one, such as a CUDA
-        graph, then serves again. The same as `assign` unless an assignment makes plans of many kinds."""
+        """Return a plan as `assign` does, but reuse an earlier one if it is nearly as good. Prepared state, such as a
+        CUDA graph, is then reused. Equal to `assign` unless an assignment makes many different plans."""
         return self.assign(views, ranks)
 
     @property
     def prefetches(self) -> bool:
-        """Whether `foresee` is to be called."""
+        """True if `prefetch_plans` is to be called."""
         return False
 
     def prefetch_plans(self, batches: Sequence[Sequence[View]]) -> None:
-        """Told of coming batches, in their order, each once: plans can be made ahead. Every rank calls it with the
-        same, and `assign_alike` is then asked for them in that order."""
+        """Prepare plans for coming batches, each given once, in their order. Every rank calls it with the same batches,
+        and then `assign_alike` in that order."""
         return
 
     def figures(self) -> dict[str, float]:
-        """What plans came to since it was asked last, by name, for the log; the same on every rank."""
+        """Return the plans' figures since the last call, by name, for the log; the same on every rank."""
         return {}
 
     def most_views(self, batch: int, ranks: int) -> int:
-        """Of how many of `batch` views a rank may have patches at most."""
+        """Return the maximum number of the `batch` views of which a rank may have patches."""
         return batch
 
     def most_pixels(self, batch: int, width: int, height: int, ranks: int, halo: int) -> int:
-        """Pixels of all patches that a rank may have of `batch` views of one size, with halos around them, at most."""
+        """Return the maximum pixels of a rank's patches of `batch` views of one size, halos included."""
         return self.most_views(batch, ranks) * width * height
 
     def counts(self, batch: int, width: int, height: int) -> int:
-        """How many numbers each rank tells of a batch of views of one size: see `Feedback`."""
+        """Return the number of counts per rank of a batch of views of one size: see `Feedback`."""
         return batch * -(-height // TILE) if self.learns is Feedback.WORK else 0
 
     def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
@@ -87,16 +87,16 @@ class Assignment(ABC):
         return
 
     def knowledge(self) -> list[list[int]]:
-        """What plans depend on besides the batch, for a checkpoint: rows of integers. Nothing, unless it learns."""
+        """Return the state that plans depend on besides the batch, for a checkpoint: rows of integers."""
         return []
 
     def load_state(self, knowledge: Sequence[Sequence[int]]) -> None:
-        """Goes on with what `knowledge` returned."""
+        """Restore the state that `knowledge` returned."""
         return
 
 
 class AllViewsHere(Assignment):
-    """Every view, whole, on rank 0 (of a world of one)."""
+    """Assignment of every whole view to rank 0 (of a world of one)."""
 
     by_size = True
 
@@ -107,7 +107,7 @@ class AllViewsHere(Assignment):
 
 
 class DealtViews(Assignment):
-    """Whole views, dealt out evenly, each to the rank that holds its image where that keeps the deal even.
+    """Round-robin distribution of whole views, each to the rank that holds its image where the numbers stay even.
 
     With B views and R ranks, each rank gets B // R or one more; with fewer views than ranks some get none.
     """
@@ -138,7 +138,7 @@ class TileRanges(Assignment):
 
     The views' rows of tiles, one view after the other, are one line that is cut into as many stretches as there are
     ranks: a rank gets a band of a large view, or several small views, or the end of one and the beginning of the next.
-    Where images are held does not count: a band of an image is little beside the splats that it needs.
+    Where images are held does not count: a band of an image is small compared with the splats that it needs.
 
     Args:
         work: the work of each row, as far as it is known; the same on every rank.
@@ -208,7 +208,7 @@ MOST_KEPT = 16
 
 
 def ideal_cuts(work: Sequence[Sequence[int]], ranks: int) -> tuple[int, ...]:
-    """Cuts the rows of several views, one view after the other, into stretches of equal work.
+    """Cut the rows of several views, one view after the other, into stretches of equal work.
 
     A rank's work differs from the mean by no more than the largest row's, or a sixteenth of the mean where that is
     more: each cut is made at the end of a row that is nearest to its ideal place. With more ranks than rows, or much of
@@ -234,7 +234,7 @@ def ideal_cuts(work: Sequence[Sequence[int]], ranks: int) -> tuple[int, ...]:
     total = before[-1]
 
     def off(place: int, rank: int) -> int:
-        """How far a cut at `place` is from where it should be, in units of 1/ranks."""
+        """Return the distance of a cut at `place` from its ideal place, in units of 1/ranks."""
         return abs(before[place] * ranks - rank * total)
 
     cuts = [0]
@@ -247,7 +247,8 @@ def ideal_cuts(work: Sequence[Sequence[int]], ranks: int) -> tuple[int, ...]:
 
 
 def stretches(cuts: Sequence[int], rows: Sequence[int]) -> list[list[tuple[int, int, int]]]:
-    """What lies between the cuts: by rank, ascending, (view, first row, end row), never empty. Every row is in one.
+    """Return the rows between the cuts: by rank, ascending, (view, first row, end row), never empty. Every row is in
+    one.
 
     Args:
         cuts: `ideal_cuts`'.

@@ -21,7 +21,7 @@ LEAST_POINTS = 1_000
 
 
 def works(points: Tensor, views: Sequence[View]) -> list[float]:
-    """How much work each view is, 2 in the mean: half of it by the points that it sees, half by its pixels.
+    """Return the work of each view, 2 in the mean: half by the points that it sees, half by its pixels.
 
     Args:
         points, views: see `points_seen`.
@@ -32,7 +32,7 @@ def works(points: Tensor, views: Sequence[View]) -> list[float]:
 
 
 def points_seen(points: Tensor, views: Sequence[View]) -> list[int]:
-    """How many of the points each view has within its image.
+    """Return the number of points within each view's image.
 
     Args:
         points: [N, 3], world units. views: pinhole cameras. All on the host.

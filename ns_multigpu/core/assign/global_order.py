@@ -1,7 +1,7 @@
 """The order of rows that lie on any rank: where each stands among all ranks' rows, and what stands before it.
 
-Keys travel to ranks that hold equal ranges of them, are sorted there, and what is found goes back to where they came
-from. What a rank asks of others is a few numbers for each of its own rows: nobody sees all of them.
+Keys are sent to ranks that hold equal ranges of them and sorted there; results return to where the keys came
+from. What a rank asks of others is a few numbers for each of its own rows: no rank holds all of them.
 """
 
 from bisect import bisect_left
@@ -96,7 +96,7 @@ def _by_ties(keys: Tensor, order: Tensor, ties: Tensor) -> Tensor:
 def _back(
     found: Tensor, order: Tensor, leave: Tensor | None, send: list[int], receive: list[int], world: World
 ) -> Tensor:
-    """What was found of each row, in order, on the rank and in the row that it came from."""
+    """Return the values of ordered rows to their source ranks and rows."""
     arrived = torch.empty_like(found).scatter_(0, order, found)
     returned = exchange_rows(arrived, receive, send, world)
     return returned if leave is None else torch.empty_like(returned).scatter_(0, leave, returned)

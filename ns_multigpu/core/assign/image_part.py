@@ -1,4 +1,4 @@
-"""What a rank has of a view's image: a rectangle of it, and which."""
+"""Rectangle of a view's image that a rank holds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class ImagePart:
         """The part of this one under a smaller rectangle; its tensors are views, nothing is copied.
 
         Raises:
-            ValueError: the rectangle is not empty, and reaches beyond this one.
+            ValueError: the rectangle is not empty, and extends beyond this one.
         """
         if rectangle == self.rectangle:
             return self
@@ -46,13 +46,13 @@ class ImagePart:
 
 
 def is_empty(rectangle: Rectangle) -> bool:
-    """Whether it has no pixel."""
+    """Return True if it has no pixel."""
     x0, y0, x1, y1 = rectangle
     return x0 >= x1 or y0 >= y1
 
 
 def contains(outer: Rectangle, inner: Rectangle) -> bool:
-    """Whether `inner` lies in `outer`."""
+    """Return True if `inner` lies in `outer`."""
     return outer[0] <= inner[0] and outer[1] <= inner[1] and inner[2] <= outer[2] and inner[3] <= outer[3]
 
 

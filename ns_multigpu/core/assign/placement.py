@@ -1,9 +1,9 @@
-"""Which rank owns which point: at the start, at a refinement and on resume.
+"""Ownership of points: at the start, at a refinement and on resume.
 
-Ownership is one thing, the order of the points another. The order of a whole model follows from where its points lie
-(`primitives.morton`), or lay when it was put in order last, whatever rank has them. A point's *place* is its number in
-that order, and all that is drawn at random for a point goes by its place: so the ranks together train the same model,
-whoever owns what. Each owner keeps its points in ascending places.
+Ownership is independent of the points' order. The order of a whole model follows from the points' positions
+(`primitives.morton`) when it was last sorted, on any ranks. A point's *place* is its number in that order. Random
+numbers of a point are keyed by its place, so that any placement trains the same model. Each owner keeps its points in
+ascending places.
 """
 
 from abc import ABC, abstractmethod
@@ -22,18 +22,18 @@ from ns_multigpu.core.schema import POSITION
 from ns_multigpu.core.types import Points, View
 
 Shares = Sequence[range] | Sequence[Tensor]
-"""For each rank the places of its points, ascending: ranges, or [N] int64."""
+"""Places of each rank's points, ascending: ranges, or [N] int64."""
 
 
 @dataclass(frozen=True)
 class NewPoints:
-    """What a rank knows of the points that a refinement has left it with or made of its own, in ascending keys.
+    """Points of a rank after a refinement, kept or new, in ascending keys.
 
     Attributes:
-        keys: [N] int64 in [0, 2^62), by which all ranks' points are put in order.
-        positions: gives [N, 3], for whoever wants them.
-        work: [N] int64, at least 0: how much work each is. works: of all points of each rank, together.
-        threshold: a rank may have so many times the mean work before points are to be dealt out anew; at least 1.
+        keys: [N] int64 in [0, 2^62), which order all ranks' points.
+        positions: returns [N, 3] on demand.
+        work: [N] int64, at least 0: work of each point. works: of all points of each rank, together.
+        threshold: allowed ratio of a rank's work to the mean before points are redistributed; at least 1.
     """
 
     keys: Tensor
@@ -45,11 +45,11 @@ class NewPoints:
 
 @dataclass(frozen=True)
 class Settled:
-    """Which rank is to own each of a rank's new points.
+    """Owner of each of a rank's new points.
 
     Attributes:
         owners: [N] int64.
-        anew: whether points were dealt out anew, for equal work; the same on every rank.
+        anew: True if points were redistributed for equal work; the same on every rank.
     """
 
     owners: Tensor
@@ -57,12 +57,12 @@ class Settled:
 
 
 class Placement(ABC):
-    """Where points live. Its answers follow from its arguments, not from who asks, and so does what it remembers.
+    """Assignment of points to ranks. Results and state depend on the arguments, not on the calling rank.
 
     Attributes:
-        replicated: whether every rank holds every point (and densification must come out the same on each).
-        in_ranges: whether the points of each rank stand, in the order of the whole model, behind those of the ranks
-            before it. Nobody then has to keep places: they follow from how many points each rank has.
+        replicated: True if every rank holds every point (densification must be the same on each).
+        in_ranges: True if each rank holds a contiguous range of the whole model's order, in the ranks' order. Places
+            then follow from the ranks' numbers of points and are not stored.
     """
 
     replicated: ClassVar[bool]
@@ -70,89 +70,89 @@ class Placement(ABC):
 
     @property
     def kind(self) -> str | None:
-        """What a checkpoint calls it, whose rows lie rank by rank; None where that is the order of the whole model.
-        As many ranks as wrote one, with a placement of the same kind, go on with the points that each had."""
+        """Return the placement's name in a checkpoint with rows rank by rank; None if rows are in the whole model's
+        order. A run with as many ranks and the same kind resumes with each rank's points."""
         return None if self.in_ranges else type(self).__name__
 
     def look(self, views: Callable[[], Sequence[View]]) -> None:
-        """Told before anything is asked.
+        """Receive the training views, before any other call.
 
         Args:
-            views: gives all training views, the same on every rank, for whoever wants them.
+            views: returns all training views on demand, the same on every rank.
         """
         return
 
     def remarks(self) -> list[str]:
-        """What was not done as asked since it was asked last, in words for the user; on rank 0."""
+        """Return warnings for the user since the last call about requests that were not met; on rank 0."""
         return []
 
     def moved(self, positions: Tensor) -> None:
-        """This rank's points are where it said, as they were when it did: at [N, 3]. Nobody waits for other ranks."""
+        """Receive the positions [N, 3] of this rank's points at the time of placement. Does not wait."""
         return
 
     def observe(self, points: Points, extents: Callable[[], Tensor | None], images: int | None, world: World) -> None:
-        """Shown this rank's points, as they are, before views of them are planned. Every rank calls it together.
+        """Receive this rank's current points, before views of them are planned. Every rank calls it together.
 
         Args:
-            points: after the last refinement the same rows, in the same order, until the next.
+            points: the same rows, in the same order, from one refinement to the next.
             extents: see `Primitive.extents`.
-            images: that training has seen; None for a view that is not trained on, of which nothing must follow for
-                those that are.
+            images: number of images trained on so far; None for an evaluation view, which must not affect training.
         """
         return
 
     def knowledge(self) -> dict[str, Tensor]:
-        """What answers depend on besides their arguments, for a checkpoint. Nothing, unless it remembers.
+        """Return the state for a checkpoint; empty if there is none.
 
-        Every rank calls it together."""
+        Every rank calls it together.
+        """
         return {}
 
     def load_state(self, knowledge: Mapping[str, Tensor]) -> None:
-        """Goes on with what `knowledge` returned, of a placement of the same kind. Where there were as many ranks, each
-        goes on with the points that it had; otherwise `shares` is asked next."""
+        """Restore the state from `knowledge` of a placement of the same kind. With as many ranks, each keeps its
+        points; otherwise `shares` is called next."""
         return
 
     def arranged(self, size: int) -> Callable[[list[int], int], list[int]] | None:
-        """What puts the views of an epoch into the order in which steps of `size` views take them (see
-        `ViewSequence.arrange`); None for the order in which they were drawn. It must not depend on how many ranks there
-        are, nor on what was trained: a run that goes on has the same."""
+        """Return the function that orders an epoch's views for steps of `size` views (see `ViewSequence.arrange`); None
+        to keep the drawn order. It must not depend on the number of ranks or on training, so that a resumed run has
+        the same."""
         return None
 
     @property
     def placings(self) -> int:
-        """How often it has looked at the model to place its points; the same on every rank. 0 where it never does."""
+        """Number of placements computed from the model so far; the same on every rank. 0 if it never does."""
         return 0
 
     @property
     def homes_of_views(self) -> Sequence[int]:
-        """The machine that each training view is at home on, and its image held on; empty where views have none."""
+        """Owner machine of each training view, which holds its image; empty if views have none."""
         return ()
 
     @abstractmethod
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
-        """Positions of the views for which this rank splats the points that it holds, ascending."""
+        """Return the positions of the views for which this rank splats its points, ascending."""
 
     @abstractmethod
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
-        """Who owns what of a whole model, at the start and where a run goes on with another number of ranks.
+        """Return each rank's places of a whole model, at the start or on resume with another number of ranks.
 
-        Every rank asks, together with the others, about the same model. `shares_of` makes an answer of owners.
+        Every rank calls it together with the same model. `shares_of` converts owners to a result.
 
         Args:
             count: points of the whole model.
-            positions: gives [count, 3], by place.
+            positions: returns [count, 3], by place.
         """
 
     @abstractmethod
     def settle(self, new: NewPoints, world: World) -> Settled:
-        """Who is to own what after a refinement. Every rank asks together, each about its own points."""
+        """Return the owners of points after a refinement. Every rank calls it together, each with its own points."""
 
     @final
     def hold(self, points: Points, world: World) -> Points:
-        """This rank's part of a whole model that is in its order, copied if it is not all: the rest can be let go.
+        """Return this rank's part of an ordered whole model, copied if it is not all, so that the rest can be freed.
 
         Raises:
-            ValueError: the placement's answer does not deal these points out to these ranks.
+            ValueError: the placement does not assign each of these points to one of these ranks.
         """
         if self.replicated:
             return points
@@ -164,7 +164,7 @@ class Placement(ABC):
 
 
 class AllHere(Placement):
-    """Every point is on the only rank there is."""
+    """Placement of every point on the only rank."""
 
     replicated = True
     in_ranges = True
@@ -180,7 +180,7 @@ class AllHere(Placement):
 
 
 class Replicated(Placement):
-    """Every rank holds every point, and all copies stay identical."""
+    """Placement of every point on every rank; all copies are identical."""
 
     replicated = True
     in_ranges = True
@@ -192,23 +192,23 @@ class Replicated(Placement):
         return [range(count)] * ranks
 
     def settle(self, new: NewPoints, world: World) -> Settled:
-        """Each rank's copy stays its own."""
+        """Keep each rank's copy."""
         return Settled(torch.full_like(new.keys, world.rank))
 
 
 @final
 @dataclass(frozen=True)
 class Sharded(Placement):
-    """Every point is on one rank: each owns a contiguous range of the whole model's order, in the order of the ranks.
+    """Contiguous ranges of the whole model's order, one per rank, in the order of the ranks.
 
     A point's place is the number of points of the ranks before its owner, plus its row there. So rows ordered by (view,
-    owner, row there) are ordered by (view, place), and splats of equal depth are blended in the order in which `single`
-    blends them. With a placement whose owners do not hold ranges, rows of one owner still stand in ascending places,
-    but splats of equal depth of two owners are blended in the order of the owners.
+    owner, row there) are ordered by (view, place). Splats of equal depth are then blended in the order of `single`.
+    With a placement without ranges, one owner's rows are still in ascending places, but equal depths of two owners are
+    blended in the owners' order.
 
     Attributes:
-        bounds: [ranks + 1] in the beginning rank r owns the places [bounds[r], bounds[r + 1]), perhaps none; None for
-            equal numbers.
+        bounds: [ranks + 1] rank r initially owns the places [bounds[r], bounds[r + 1]), perhaps none; None for equal
+            numbers.
     """
 
     bounds: tuple[int, ...] | None = None
@@ -216,11 +216,11 @@ class Sharded(Placement):
     in_ranges: ClassVar[bool] = True
 
     def views_to_splat(self, plan: Plan, world: World) -> list[int]:
-        """All of the batch's views that anybody renders: which ranks' patches a point reaches only its splat tells."""
+        """Return all of the batch's views: the patches that a point overlaps are known only after splatting."""
         return plan.views()
 
     def shares(self, count: int, positions: Callable[[], Tensor], ranks: int) -> Shares:
-        """Ranges of equal numbers, or those of `bounds`.
+        """Return ranges of equal size, or those of `bounds`.
 
         Raises:
             ValueError: the bounds do not fit the points or the ranks.
@@ -234,11 +234,11 @@ class Sharded(Placement):
         return [range(bounds[rank], bounds[rank + 1]) for rank in range(ranks)]
 
     def settle(self, new: NewPoints, world: World) -> Settled:
-        """Ranges of keys. Equal keys stay on one rank.
+        """Assign ranges of keys. Equal keys have one owner.
 
-        Where a rank has more than `threshold` times the mean work, ranges are cut anew into equal work. Otherwise each
-        keeps as much work as it has: the splitters are the keys where the work before them is that of the ranks before.
-        Points were in order at the last refinement and have moved little since, so that most stay where they are.
+        If a rank has more than `threshold` times the mean work, the ranges are cut again into equal work. Otherwise
+        each rank keeps its amount of work: the splitters are the keys where the work before them equals that of the
+        ranks before. Points have moved little since the last refinement, so that most keep their owner.
         """
         works = new.works
         anew = imbalance(works) > new.threshold
@@ -252,12 +252,12 @@ class Sharded(Placement):
 
 
 def even_bounds(count: int, ranks: int) -> tuple[int, ...]:
-    """[ranks + 1] ascending numbers from 0 to `count` whose differences differ by one at most."""
+    """Return [ranks + 1] ascending numbers from 0 to `count` whose differences differ by one at most."""
     return tuple(rank * count // ranks for rank in range(ranks + 1))
 
 
 def shares_of(owners: Tensor, ranks: int) -> list[Tensor]:
-    """The shares of ranks, where the point at place k is to be on rank `owners[k]`, [N] int64.
+    """Return the ranks' shares, where the owner of the point at place k is `owners[k]`, [N] int64.
 
     Raises:
         ValueError: an owner is no rank.
@@ -269,7 +269,7 @@ def shares_of(owners: Tensor, ranks: int) -> list[Tensor]:
 
 
 def checked_shares(placement: Placement, shares: Shares, count: int, ranks: int) -> Shares:
-    """The same shares.
+    """Return the shares unchanged, once checked.
 
     Raises:
         ValueError: there is not one for each rank, or they are not of `count` points together.
@@ -284,5 +284,5 @@ def checked_shares(placement: Placement, shares: Shares, count: int, ranks: int)
 
 
 def rows_of(value: Tensor, rows: range | Tensor) -> Tensor:
-    """Rows of a tensor: of a range a view."""
+    """Return rows of a tensor; a range gives a view."""
     return value[rows.start : rows.stop] if isinstance(rows, range) else value[rows.to(value.device)]

@@ -8,16 +8,15 @@ from ns_multigpu.core.types import Patch, View
 
 @dataclass(frozen=True)
 class Plan:
-    """What an assignment makes of a batch. Frozen and hashable: what was prepared for a plan is found again by it.
+    """Drawn and owned patches of a batch. Frozen and hashable: prepared state is looked up by plan.
 
     Attributes:
         drawn: [rank] the patches that each rank draws.
-        owned: [rank] the patches whose pixels, and so whose loss, each rank has in the end. The patches of a view cover
-            it, and no pixel twice. The same as `drawn`, unless the strategy's pixels travel.
-        order: [view] its cells, front to back, where views are drawn cell by cell: what is `drawn` may then overlap,
-            and need not cover a view. Empty otherwise.
-        hidden: then rectangles of cells that are in sight and not drawn, for enough is before them: what arrives there
-            is looked at all the same.
+        owned: [rank] the patches whose pixels and loss each rank has in the end. The patches of a view cover it without
+            overlap. The same as `drawn`, unless the strategy exchanges pixels.
+        order: [view] its cells, front to back, if views are drawn cell by cell: `drawn` patches may then overlap, and
+            need not cover a view. Empty otherwise.
+        hidden: occluded rectangles of cells that are in sight and not drawn; their transmittance is still measured.
     """
 
     drawn: tuple[tuple[Patch, ...], ...]

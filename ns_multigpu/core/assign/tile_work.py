@@ -1,4 +1,4 @@
-"""How much work each row of tiles of a view is: what tile ranges of equal work are cut by."""
+"""Estimated work of each row of tiles of a view, by which tile ranges are balanced."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class TileWork:
 
     Attributes:
         tile: side of a tile in pixels.
-        empty: what a tile's pixels cost beside its splats, in intersections.
+        empty: cost of a tile's pixels in addition to its splats, in intersections.
         counts: by the views' `index`, one number a row of tiles.
     """
 
@@ -32,11 +32,11 @@ class TileWork:
     counts: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     def rows(self, view: View) -> int:
-        """How many rows of tiles a view has; the last may be cut off by the image's border."""
+        """Return the number of tile rows of a view; the last may be cut off by the image's border."""
         return -(-view.height // self.tile)
 
     def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
-        """Remembers the counts of `views`: their rows' numbers, one view after the other.
+        """Store the counts of `views`: their rows' numbers, one view after the other.
 
         Raises:
             ValueError: there are more or fewer numbers than rows.
@@ -49,11 +49,10 @@ class TileWork:
             start += self.rows(view)
 
     def estimate(self, views: Sequence[View]) -> list[list[int]]:
-        """The work to expect of each row of tiles of each view of a batch, never 0.
+        """Return the expected work of each row of tiles of each view of a batch, never 0.
 
         A view that was never seen, or had another height, counts by its area, at the rate of the batch's views that
-        were seen. A tile without splats still has pixels, which are blended, compared and sent back: it counts as much
-        as `empty` intersections.
+        were seen. A tile without splats still has pixels to process: it counts as `empty` intersections.
         """
         known = [self.counts.get(view.index, []) for view in views]
         seen = [len(counts) == self.rows(view) for counts, view in zip(known, views, strict=True)]
@@ -75,10 +74,11 @@ class TileWork:
         self.learn(views, [sum(column) for column in zip(*table, strict=True)])
 
     def count(self, splats: Splats, views: Sequence[View], plan: Plan | None = None) -> Tensor:
-        """The intersections of this rank's splats, one number a row of tiles, one view after the other: [sum] int64.
+        """Return the intersections of this rank's splats, one number per row of tiles, one view after the other: [sum]
+        int64.
 
-        By the splats' boxes, whose corners their ellipses do not reach: a bound, and all that is known of them before
-        they have travelled. Nothing is read back.
+        Counts the splats' boxes, which contain their ellipses: an upper bound that is known before rows are exchanged.
+        Nothing is read back.
         """
         device = splats.hits.view_ids.device
         with torch.no_grad():

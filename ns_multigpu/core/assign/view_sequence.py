@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 _KEPT = 4
-"""Epochs that are kept: steps are looked at ahead, and may be taken again."""
+"""Epochs that are kept: steps are prefetched, and may be retried."""
 
 
 class ViewSequence:
@@ -13,7 +13,7 @@ class ViewSequence:
     Position p of the sequence is the p-th image seen by the job as a whole. What stands there depends on the seed and
     the number of views alone, so that a run on any number of ranks sees the same images in the same order: the order
     in which nerfstudio's full-image datamanager draws them for the same seed (one generator of Python's `random`, which
-    shuffles all views anew for every epoch), so that runs of ours and of `splatfacto` can be compared image by image.
+    reshuffles all views for every epoch), so that runs of ours and of `splatfacto` can be compared image by image.
     Where steps have several views, an epoch may be arranged by what these are (see `arrange`).
 
     Args:
@@ -57,7 +57,7 @@ class ViewSequence:
         return self._epochs[epoch][position - (self._ends[epoch - 1] if epoch else 0)]
 
     def _shuffle_to(self, epoch: int) -> None:
-        """Draws all epochs up to this one, of which the last few are kept; anew from the first to go back."""
+        """Draw all epochs up to this one and keep the last few; restart from the first to go back."""
         if epoch < self._shuffled:
             self._random, self._shuffled = random.Random(self._seed), 0
             self._epochs = {}

@@ -1,7 +1,7 @@
 """The sum of replicated parameters' gradients, in a few large all-reduces that start while backward still runs.
 
 DistributedDataParallel does this for a module whose parameters never change. Densification replaces ours, so the
-buckets are laid out anew whenever the parameters are other tensors than before.
+buckets are rebuilt whenever the parameters are other tensors than before.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ BUCKET_BYTES = 32 << 20
 
 @dataclass
 class _Bucket:
-    """Gradients that travel together: a lone large one in place, small ones in one flat buffer."""
+    """Gradients that are sent together: a lone large one in place, small ones in one flat buffer."""
 
     params: list[Tensor]
     missing: int = 0
@@ -46,7 +46,7 @@ class GradientBuckets:
         self._armed = False
 
     def watch(self, params: list[Tensor]) -> None:
-        """Makes ready for one backward over `params`: leaves that require a gradient; the same list on every rank."""
+        """Make ready for one backward over `params`: leaves that require a gradient; the same list on every rank."""
         if self._world.group is None:
             return
         wanted = [p for p in params if p.requires_grad]
@@ -58,7 +58,7 @@ class GradientBuckets:
         self._armed = True
 
     def finish(self) -> None:
-        """Sends what has not left yet and waits: afterwards every watched parameter's `.grad` is the sum of all ranks'.
+        """Send the remaining buckets and wait: afterwards every watched parameter's `.grad` is the sum of all ranks'.
 
         A parameter that got no gradient here counts as zero.
         """

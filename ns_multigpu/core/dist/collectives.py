@@ -26,7 +26,7 @@ def broadcast(x: Tensor, source: int, world: World) -> Tensor:
 
 
 def exchange_counts(counts: Sequence[int], world: World) -> list[int]:
-    """Tells each rank how many rows it will be sent: `counts[r]` go to rank r; returns how many come from each.
+    """Exchange the numbers of rows: `counts[r]` go to rank r; returns how many come from each.
 
     Host integers over the control group: it waits for the other ranks, not for the device.
 
@@ -47,7 +47,7 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], world:
     Args:
         x: [sum(send), ...] rows, those for rank 0 first.
         send: rows for each rank.
-        receive: rows from each rank (`exchange_counts` tells).
+        receive: rows from each rank (see `exchange_counts`).
 
     Returns:
         [sum(receive), ...] rows, those from rank 0 first. Backward: each row's gradient returns to where it came from.
@@ -98,7 +98,7 @@ def gather_on_device(x: Tensor, world: World) -> list[list[int]]:
 
 
 def on_device(values: Sequence[int], world: World) -> Tensor:
-    """[K] int64, the host's integers on the rank's device. Nobody waits."""
+    """Copy the host's integers to the rank's device, [K] int64, without waiting."""
     mine = torch.tensor(list(values), dtype=torch.int64)
     return mine if world.device.type == "cpu" else mine.pin_memory().to(world.device, non_blocking=True)
 
@@ -163,13 +163,13 @@ def all_gather_objects(value: Any, world: World) -> list[Any]:
 
 
 def barrier(world: World) -> None:
-    """Waits until every rank is here."""
+    """Wait until every rank is here."""
     if world.control is not None:
         dist.barrier(group=world.control)
 
 
 def sum_in_place(x: Tensor, world: World, *, async_op: bool = False) -> Any:
-    """Sums `x` over all ranks into itself, without autograd; with `async_op` returns the work to wait for, or None."""
+    """Sum `x` over all ranks into itself, without autograd; with `async_op` return the work to wait for, or None."""
     if world.group is None or x.numel() == 0:
         return None
     _count_ring(2 * (world.size - 1) * x.nbytes // world.size, world)
@@ -226,7 +226,7 @@ def all_gather_together(outs: Sequence[Tensor], xs: Sequence[Tensor], world: Wor
         options.asyncOp = False
         written, sent = [out for out, _ in filled], [x for _, x in filled]
         work: Any = world.group.allgather_into_tensor_coalesced(written, sent, options)
-        if work is not None:  # older torch: the current stream has to be told to wait
+        if work is not None:  # older torch: the current stream must wait explicitly
             work.wait()
         return
     for out, x in filled:
@@ -234,7 +234,7 @@ def all_gather_together(outs: Sequence[Tensor], xs: Sequence[Tensor], world: Wor
 
 
 def all_to_all_into(out: Tensor, x: Tensor, world: World) -> None:
-    """Line r of `x` [ranks, ...] to rank r, whose lines arrive in `out`, without autograd or waiting."""
+    """Send line r of `x` [ranks, ...] to rank r and receive into `out`, without autograd or waiting."""
     if world.group is None:
         out.copy_(x)
         return
@@ -266,13 +266,13 @@ def all_to_all_parts(out: Tensor, x: Tensor, receive: Sequence[int], send: Seque
 
 
 def _count_ring(count: int, world: World) -> None:
-    """Counts what this rank sends to its neighbour on a ring of all ranks."""
+    """Count what this rank sends to its neighbour on a ring of all ranks."""
     elsewhere = world.machine_of((world.rank + 1) % world.size) != world.machine
     world.traffic.add(count, count if elsewhere else 0)
 
 
 def _count_parts(send: Sequence[int], size: int, world: World) -> None:
-    """Counts parts of so many bytes each that this rank sends to the ranks; not what it keeps."""
+    """Count parts of so many bytes each that this rank sends to the ranks; not what it keeps."""
     here = world.ranks_of(world.machine)
     inside = sum(send[here.start : here.stop])
     world.traffic.add(size * (sum(send) - send[world.rank]), size * (sum(send) - inside))

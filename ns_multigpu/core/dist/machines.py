@@ -1,4 +1,4 @@
-"""Which machine each rank runs on: machines are numbered, have equally many ranks, and these follow one another."""
+"""Machine of each rank: machines are numbered, have equally many ranks, and these are consecutive."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ PRETEND_MACHINES = "NS_MULTIGPU_MACHINES"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs, as its launcher and its environment say.
+    """Machine of a rank, from its launcher and environment.
 
     Attributes:
-        group: what tells its machine from others: GROUP_RANK, which torchrun sets.
+        group: identifies its machine: GROUP_RANK, which torchrun sets.
         host: the machine's name.
         pretended: how many machines this one is to pass for; 1 for itself alone.
     """
@@ -23,7 +23,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks lie on machines: rank r is on machine `r // per_machine`.
+    """Mapping of ranks to machines: rank r is on machine `r // per_machine`.
 
     Attributes:
         per_machine: ranks of each.
@@ -37,7 +37,7 @@ class Layout:
 
 
 def layout_of(places: Sequence[Place]) -> Layout:
-    """How the ranks lie on machines, which are numbered in the order of their ranks.
+    """Return the mapping of ranks to machines, which are numbered in the order of their ranks.
 
     Args:
         places: by rank, at least one.

@@ -17,7 +17,7 @@ from ns_multigpu.core.dist.collectives import all_gather_objects, barrier
 from ns_multigpu.core.dist.world import World, gpus_are_shared
 
 TRIAL_TIMEOUT_MS = 30_000
-"""How long the trial's barrier may wait for another GPU, in milliseconds."""
+"""Timeout of the trial's barrier, in milliseconds."""
 
 _T = TypeVar("_T")
 
@@ -31,7 +31,7 @@ class PeerBuffer:
     Args:
         size: bytes of a rank's buffer, at least 1, the same on every rank.
         world: the ranks, all of which make theirs together.
-        machine: only the ranks of this rank's machine reach its buffer, and are meant by their numbers there.
+        machine: only the ranks of this rank's machine access its buffer, and are meant by their numbers there.
 
     Raises:
         ValueError: `size` is below 1, or not the same on all ranks.
@@ -79,7 +79,7 @@ class PeerBuffer:
             shape, dtype: of the tensor.
 
         Raises:
-            ValueError: it reaches beyond the buffer, or the offset does not fit the dtype.
+            ValueError: it extends beyond the buffer, or the offset does not fit the dtype.
         """
         count = prod(shape) * dtype.itemsize
         if offset < 0 or offset + count > self.size or offset % dtype.itemsize:
@@ -90,7 +90,7 @@ class PeerBuffer:
         return self._buffers[rank][offset : offset + count].view(dtype).view(*shape)
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Makes the current stream wait until every rank's has come here; the host goes on. A CUDA graph can hold it.
+        """Make the current stream wait until every rank's has come here; the host goes on. A CUDA graph can hold it.
 
         What a rank wrote to any buffer before is there for all who come after. Every rank must call it equally often.
 
@@ -104,7 +104,7 @@ class PeerBuffer:
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """How rows travel between ranks.
+    """Chosen transport of rows between ranks.
 
     Attributes:
         name: `peer`: into each other's memory; `mixed`: inside each machine so, between machines by all-to-all;
@@ -117,12 +117,12 @@ class TransportChoice:
 
     @property
     def peer(self) -> bool:
-        """Whether the ranks of a machine reach each other's memory."""
+        """True if the ranks of a machine share peer memory."""
         return self.name != "collective"
 
 
 def choose_transport(world: World, wanted: str = "auto", *, relayed: bool = False) -> TransportChoice:
-    """Whether the ranks can use each other's memory. Collective; the answer is the same on every rank.
+    """Return True if the ranks can use each other's memory. Collective; the answer is the same on every rank.
 
     Peer memory takes GPUs of one machine, each with access to all others. A small buffer is tried out: written to and
     read from by all, with barriers between.
@@ -159,7 +159,8 @@ def choose_transport(world: World, wanted: str = "auto", *, relayed: bool = Fals
 
 
 def _access_problem(world: World, *, machine: bool) -> str | None:
-    """What keeps this rank's GPU from the others' memory, as a sentence; None if nothing is known. Collective.
+    """Return the reason why this rank's GPU cannot access the others' memory, as a sentence; None if none is known.
+    Collective.
 
     Args:
         machine: the others are those of its machine.
@@ -187,7 +188,7 @@ def _access_problem(world: World, *, machine: bool) -> str | None:
 
 
 def _trial_problem(world: World, *, machine: bool) -> str | None:
-    """What goes wrong with a small buffer, as a sentence; None if nothing does. Collective.
+    """Return the failure of a trial with a small buffer, as a sentence; None if it succeeds. Collective.
 
     Args:
         machine: it is shared by the ranks of a machine.
@@ -238,7 +239,7 @@ def _first_problem(problem: str | None, world: World) -> str | None:
 
 
 def _all_or_none(what: str, make: Callable[[], _T], world: World) -> _T:
-    """What `make` returns, if it succeeds on all ranks; an error on every rank that names the first failure, if not."""
+    """Return the result of `make` if it succeeds on all ranks; otherwise raise the first failure on every rank."""
     result: list[_T] = []
     problem: str | None = None
     try:

@@ -1,5 +1,5 @@
 # pyright: reportPrivateImportUsage=false
-"""How ranks find each other on a store that may hold what earlier lives of their job have left in it.
+"""Rendezvous of ranks on a store that may hold data of earlier attempts of their job.
 
 A launcher that starts a job's processes again may keep its store, the addresses of dead processes included. No number
 that it hands out tells one life from another on all machines: torchrun's count of restarts is each agent's own, and an
@@ -21,11 +21,11 @@ _PAUSE = 0.02
 def store_of_this_life(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
     """The part of `store` that only the processes of this life of the job use. Every rank calls it, equally often.
 
-    Each leaves a mark that nobody has used before. Rank 0 reads all marks, and answers with them and a name; who finds
+    Each publishes a unique mark. Rank 0 reads all marks, and answers with them and a name; who finds
     its own mark in the answer confirms it. Marks of the dead stay unconfirmed, until the living have replaced them.
 
     Args:
-        store: one that all ranks reach. rank, size: this process's place.
+        store: one that all ranks can access. rank, size: this process's place.
         timeout: how long to wait for the others.
 
     Raises:

@@ -14,7 +14,7 @@ from ns_multigpu.core.dist.world import World
 _WEIGHTS = 65521
 """Weights repeat after this many elements (a prime, so that no row length lines up with it)."""
 _AT_ONCE = 128 * _WEIGHTS
-"""Elements that are brought to 64 bits at once: 64 MiB."""
+"""Elements that are converted to 64 bits at once: 64 MiB."""
 
 
 class ReplicaDivergedError(RuntimeError):

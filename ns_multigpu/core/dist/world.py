@@ -19,7 +19,7 @@ from ns_multigpu.core.dist.rendezvous import store_of_this_life
 from ns_multigpu.core.types import Traffic
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-"""How long a collective may wait for a rank before the job is called hung."""
+"""Timeout of a collective before the job counts as hung."""
 
 SHARE_GPUS = "NS_MULTIGPU_SHARE_GPUS"
 """Set to 1 in the environment it lets several ranks share a GPU, to try out more ranks than there are GPUs. It is slow:
@@ -44,7 +44,7 @@ class World:
         local_group: the ranks of this machine, same backend; `group` if there is one machine; None in a world of one.
         control: all ranks, gloo on host memory, for decisions that must not touch the device; None in a world of one.
         traffic: bytes this rank has sent.
-        hosts: the machines' names, by number; empty if nobody has told.
+        hosts: the machines' names, by number; empty if unknown.
         pretended: how many of the machines are one machine in truth (see PRETEND_MACHINES).
 
     The ranks of a machine follow one another, and every machine has equally many.
@@ -69,7 +69,7 @@ class World:
 
     @property
     def machines(self) -> int:
-        """How many machines take part."""
+        """Number of machines."""
         return max(1, self.size // self.local_size)
 
     @property
@@ -86,17 +86,17 @@ class World:
         return range(machine * self.local_size, (machine + 1) * self.local_size)
 
     def machine_name(self, machine: int) -> str:
-        """What to call a machine where people read it: "machine 1 (node7)"."""
+        """Return a machine's name for messages: "machine 1 (node7)"."""
         host = f" ({self.hosts[machine]})" if machine < len(self.hosts) else ""
         return f"machine {machine}{host}"
 
     def rank_name(self, rank: int) -> str:
-        """What to call a rank where people read it: "rank 3", or "rank 3 on machine 1 (node7)" if there are several."""
+        """Return a rank's name for messages: "rank 3", or "rank 3 on machine 1 (node7)" if there are several."""
         return f"rank {rank}" + (f" on {self.machine_name(self.machine_of(rank))}" if self.machines > 1 else "")
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one rank of the job that writes files and speaks to the user."""
+        """True if this is the one rank of the job that writes files and speaks to the user."""
         return self.rank == 0
 
     @staticmethod
@@ -161,7 +161,7 @@ class World:
     ) -> "World":
         """The world of an initialised default process group. Every rank of it must call this.
 
-        Machines are told apart by GROUP_RANK, which torchrun sets; without it all ranks count as one machine's.
+        Machines are identified by GROUP_RANK, which torchrun sets; without it all ranks count as one machine's.
 
         Raises:
             ValueError: on every rank; see `layout_of`.
@@ -199,7 +199,7 @@ class World:
 
 
 def gpus_are_shared() -> bool:
-    """Whether `SHARE_GPUS` is set.
+    """Return True if `SHARE_GPUS` is set.
 
     Raises:
         ValueError: it is neither 0 nor 1.
@@ -211,7 +211,7 @@ def gpus_are_shared() -> bool:
 
 
 def gpu_places() -> int:
-    """How many ranks this machine's GPUs have room for: one each, unless they are shared."""
+    """Return the number of ranks for this machine's GPUs: one each, unless they are shared."""
     count = torch.cuda.device_count()
     return sys.maxsize if count and gpus_are_shared() else count
 
@@ -222,12 +222,12 @@ def gpu_of(local_rank: int) -> torch.device:
 
 
 def backend_of(device_type: str) -> str:
-    """What collectives of tensors on "cuda" or "cpu" go through."""
+    """Return the backend of collectives for tensors on "cuda" or "cpu"."""
     return "nccl" if device_type == "cuda" and not gpus_are_shared() else "gloo"
 
 
 def pretended_machines() -> int:
-    """What `PRETEND_MACHINES` is set to; 1 if it is not.
+    """Return the value of `PRETEND_MACHINES`; 1 if it is not set.
 
     Raises:
         ValueError: it is no number from 1 on.
@@ -239,7 +239,7 @@ def pretended_machines() -> int:
 
 
 def own_place() -> Place:
-    """Where this process runs."""
+    """Return the place of this process."""
     return Place(int(os.environ.get("GROUP_RANK", "0")), socket.gethostname(), pretended_machines())
 
 

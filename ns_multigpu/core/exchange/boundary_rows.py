@@ -1,10 +1,10 @@
-"""Splats that reach into other cells are drawn there too, where views are drawn cell by cell (`composite`).
+"""Boundary splats of views that are drawn cell by cell (`composite`): they are also drawn in the other cells they
+touch.
 
-A splat goes to each rank that draws a cell which it may reach, as a ghost. Of each tile every cell draws the splats in
-a window of depth of its own. The windows of all cells follow one another, in the order in which cells are composited,
-and leave no gap. So each splat is drawn once in each tile, and splats are blended by depth, as one rank with all blends
-them. What is sent is a layer of splats along the planes between cells. Gradients come back to the owner, who counts
-statistics.
+A splat is sent to each rank that draws a cell which it may touch. In each tile every cell draws the splats in a depth
+window of its own. The windows of all cells are consecutive, in the order of compositing, without gaps. So each splat is
+drawn once in each tile, and splats are blended by depth as on one rank. Only splats along the planes between cells are
+exchanged. Gradients return to the owner, which counts statistics.
 """
 
 from abc import ABC, abstractmethod
@@ -24,12 +24,12 @@ from ns_multigpu.core.types import Patch, Splats, View
 
 
 class Crossing(ABC):
-    """Where the cells of space lie in views."""
+    """Regions of cells in views."""
 
     @abstractmethod
     def windows(self, plan: Plan, views: Sequence[View], rank: int) -> Tensor:
-        """[T, 2] float64: of each tile of the patches that a rank draws, in order, the depths that its cell draws:
-        first <= depth < second. Nothing is read back. Of one tile all ranks' windows follow one another bit for bit.
+        """Return the depth window of each tile of a rank's patches, [T, 2] float64: first <= depth < second. Nothing is
+        read back. All ranks' windows of one tile are consecutive bit for bit.
 
         Raises:
             ValueError: a patch does not begin with a tile of its view.
@@ -37,23 +37,24 @@ class Crossing(ABC):
 
     @abstractmethod
     def reach(self, view_ids: Tensor, means2d: Tensor, radii: Tensor, depths: Tensor, views: Sequence[View]) -> Tensor:
-        """[cells, M] bool, which rows may lie within a window of each cell; perhaps more. Nothing is read back.
+        """Return the rows that may lie within a window of each cell, [cells, M] bool; perhaps more. Nothing is read
+        back.
 
         Args:
-            view_ids: [M] positions in `views`; those of padding may be anything. means2d: [M, 2], radii: [M, 2]
-                pixels. depths: [M].
+            view_ids: [M] positions in `views`, arbitrary for padding. means2d: [M, 2], radii: [M, 2] pixels. depths:
+                [M].
         """
 
     def reached_by(self, rows: Any, views: Sequence[View]) -> Tensor:
-        """`reach` of rows that have `view_ids`, `means2d`, `radii` and `depths`."""
+        """Return `reach` of rows that have `view_ids`, `means2d`, `radii` and `depths`."""
         return self.reach(rows.view_ids, rows.means2d, rows.radii, rows.depths, views)
 
 
 class BoundaryRows(ExchangedRows):
-    """Rows go to the ranks that draw a cell which they reach, where they touch the rectangle that it is drawn in.
+    """Row leg that sends rows to the ranks whose drawn cells they touch, if they touch the cell's patch.
 
     Args:
-        crossing: where cells lie in views.
+        crossing: regions of cells in views.
     """
 
     def __init__(self, crossing: Crossing) -> None:
@@ -73,7 +74,7 @@ class BoundaryRows(ExchangedRows):
 
 
 class BoundaryRowOperators(RowOperators):
-    """Rows go to each rank that draws a cell which they reach, where they touch its patch."""
+    """Operators that route rows to the ranks whose drawn cells and patches they touch."""
 
     def __init__(self, crossing: Crossing) -> None:
         self._crossing = crossing
@@ -89,7 +90,7 @@ class BoundaryRowOperators(RowOperators):
 
 
 class _Rows(NamedTuple):
-    """Where splats are."""
+    """Geometry of splats."""
 
     view_ids: Tensor
     means2d: Tensor
@@ -103,7 +104,7 @@ class _Rows(NamedTuple):
 
 
 def clipped(crossing: Crossing, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View], rank: int) -> Lists:
-    """The lists of a rank's patches with what its cells draw of them. Nothing is read back."""
+    """Return the lists of a rank's patches, restricted to its cells' windows. Nothing is read back."""
     tile_offsets, row_ids, met = lists
     windows = crossing.windows(plan, views, rank).to(arrived.depths.dtype)
     return *clip_lists(tile_offsets, row_ids, arrived.depths, windows), met

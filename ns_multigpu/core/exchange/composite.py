@@ -1,13 +1,14 @@
-"""The pixel leg of views that are drawn cell by cell (Splaxel, section 4.2): what travels are pixels.
+"""Pixel leg of views that are drawn cell by cell (Splaxel, section 4.2): pixels are exchanged instead of rows.
 
-Each rank draws its cells of a view, one by one: a colour, an alpha and perhaps a depth a pixel. Pieces of these go
-straight to the rank that owns their pixels. It composites them in the view's one order of cells, takes the loss, and
-sends back the gradients by colour and alpha. (The paper gathers all pixels on all ranks, which then need not send
-gradients. Direct send is fewer bytes from three ranks on, and composites each pixel once.)
+Each rank draws its cells of a view one by one: a colour, an alpha and perhaps a depth per pixel. Fragments of these are
+sent to the ranks that own their pixels. An owner composites them in the view's order of cells, computes the loss, and
+returns the gradients of colour and alpha. (The paper gathers all pixels on all ranks and then needs no gradient
+exchange. Direct send is fewer bytes from three ranks on, and composites each pixel once.)
 
-A cell's drawing stops before the splat that would bring its own transmittance to 1/10000, as a whole view's does. Then
-nothing behind is seen either: the pixel's alpha travels with a minus sign, which costs no byte (`composite_pieces`).
-What is defined so does not depend on who draws which cell: N ranks equal one rank with the same cells.
+Drawing of a cell stops before the splat that would reduce its own transmittance to 1/10000, as for a whole view.
+Everything behind is then occluded: the pixel's alpha is sent with a minus sign, which costs no byte
+(`composite_pieces`). The result does not depend on which rank draws which cell: N ranks equal one rank with the same
+cells.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,11 +39,11 @@ from ns_multigpu.core.types import Patch, Pixels, Rendering, Splats, View
 
 
 class LocalCells:
-    """Which cell each of this rank's points is in.
+    """Cells of this rank's points.
 
     Attributes:
-        first: this rank's first cell. count: how many it has; they follow one another.
-        of_points: [N] int32, of each point its cell counted from `first`; None where there is one cell at most.
+        first: this rank's first cell. count: number of its cells, which are consecutive.
+        of_points: [N] int32, each point's cell counted from `first`; None if there is one cell at most.
     """
 
     def __init__(self, first: int, count: int) -> None:
@@ -50,7 +51,7 @@ class LocalCells:
         self.of_points: Tensor | None = None
 
     def put(self, cells: Tensor) -> None:
-        """Sets `of_points`. As many as before go where those were: what was captured finds them."""
+        """Set `of_points`. The tensor is reused if its shape fits, so that captured graphs stay valid."""
         old = self.of_points
         if old is not None and old.shape == cells.shape and old.device == cells.device:
             old.copy_(cells)
@@ -58,11 +59,12 @@ class LocalCells:
             self.of_points = cells.to(torch.int32)
 
     def layer(self, patch: Patch) -> int:
-        """The number of a patch's view and cell together."""
+        """Return the index of the patch's cell image: its view and cell as one number."""
         return patch.view * self.count + patch.cell - self.first if self.count > 1 else patch.view
 
     def layers(self, view_ids: Tensor, point_ids: Tensor) -> Tensor:
-        """The same of rows [M] int32 of this rank's points. Rows of no point have some number."""
+        """Return the cell image indices of rows [M] int32 of this rank's points. Rows of no point have an arbitrary
+        index."""
         if self.count <= 1:
             return view_ids
         cells = self.of_points
@@ -71,18 +73,18 @@ class LocalCells:
         return view_ids * self.count + cells[point_ids.clamp(0, len(cells) - 1).long()]
 
     def layered(self, arrived: Any, point_ids: Tensor) -> Any:
-        """Replace the views of a fused step's local rows by their layers; `point_ids` [M] are the rows' points."""
+        """Replace the views of a fused step's local rows by their cell images; `point_ids` [M] are the rows' points."""
         return arrived._replace(view_ids=self.layers(arrived.view_ids, point_ids)) if self.count > 1 else arrived
 
 
 @dataclass(frozen=True)
 class PixelWire:
-    """What pixels are on the wire.
+    """Format of pixels on the wire.
 
     Attributes:
-        half: float16; else what they are.
-        scale: gradients are multiplied by it where they are float16, a power of two: those of a mean over all numbers
-            of a batch would be too small for it, and lose digits. What is too large then is cut off.
+        half: True for float16; else the pixels' own type.
+        scale: power of two by which float16 gradients are multiplied. Gradients of a mean over all numbers of a batch
+            would lose digits otherwise. Larger values are clamped.
     """
 
     half: bool
@@ -90,26 +92,26 @@ class PixelWire:
 
     @staticmethod
     def of(views: Sequence[View], *, half: bool) -> "PixelWire":
-        """The wire of a batch."""
+        """Return the format of a batch."""
         numbers = 3 * sum(view.width * view.height for view in views)
         return PixelWire(half, float(2 ** (max(numbers, 1).bit_length() - 1)))
 
     def pack(self, pixels: Tensor) -> Tensor:
-        """Pixels [N, C] as they travel."""
+        """Return pixels [N, C] in the wire format."""
         return (pixels.half() if self.half else pixels).contiguous()
 
     def unpack(self, arrived: Tensor, like: Tensor) -> Tensor:
-        """What `pack` made, as they were."""
+        """Return the pixels that `pack` encoded, in their own type."""
         return arrived.to(like.dtype)
 
     def pack_gradients(self, gradients: Tensor) -> Tensor:
-        """Gradients [N, C] as they travel."""
+        """Return gradients [N, C] in the wire format."""
         if not self.half:
             return gradients.contiguous()
         return (gradients * self.scale).clamp(-_MOST_HALF, _MOST_HALF).half()
 
     def unpack_gradients(self, arrived: Tensor, like: Tensor) -> Tensor:
-        """What `pack_gradients` made, as they were."""
+        """Return the gradients that `pack_gradients` encoded, in their own type."""
         return arrived.to(like.dtype) / self.scale if self.half else arrived
 
 
@@ -117,15 +119,15 @@ _MOST_HALF = 65504.0
 
 
 class CompositePixels(PixelLeg):
-    """See the module.
+    """Compositing pixel leg: see the module.
 
     Args:
-        cells: of this rank's points; whoever places them keeps it.
+        cells: of this rank's points; maintained by the placement.
         half: pixels, and their gradients, are float16 on the wire.
 
     Attributes:
-        crossing: where splats that reach into other cells are drawn; None for with their own cell alone.
-        told: called with a batch's views and what `Feedback.LIVE` is of them, on all ranks alike; None to tell nobody.
+        crossing: cell regions of boundary splats; None to draw each splat with its own cell only.
+        told: called with a batch's views and its `Feedback.LIVE` counts, the same on all ranks; None for no call.
     """
 
     survives_giving_up = False
@@ -194,15 +196,15 @@ class CompositePixels(PixelLeg):
 
 
 LIVE = 1e-3
-"""What must arrive at a pixel of a layer for the layer to be drawn there. Behind a cell that stopped nothing
-arrives."""
+"""Minimum transmittance at a pixel of a cell image for the image to be drawn there. Behind an opaque cell it is 0."""
 
 
 def live_numbers(before: Tensor, routes: Routes, plan: Plan) -> Tensor:
-    """What this rank tells of `Feedback.LIVE`: [views * cells * 5] int64.
+    """Return this rank's `Feedback.LIVE` numbers: [views * cells * 5] int64.
 
     Args:
-        before: [N] what arrives at each layer's pixel (see `composite_pieces`), those that nobody draws last.
+        before: [N] transmittance at each cell image's pixel (see `composite_pieces`); pixels that no rank draws are
+            last.
     """
     slots = len(plan.order) * len(plan.order[0])
     boxes = live_boxes(before, routes.watched, slots, LIVE)
@@ -220,7 +222,7 @@ _LEAST = 1e-10
 
 
 def _flat(pixels: Pixels) -> Tensor:
-    """[h w, 4 or 5] colour, depth times alpha if there is one, alpha: below 0 where drawing stopped."""
+    """Return [h w, 4 or 5]: colour, depth times alpha if there is one, alpha (negative where drawing stopped)."""
     alpha = pixels.alpha if pixels.stops is None else torch.where(pixels.stops, -pixels.alpha, pixels.alpha)
     parts = [pixels.color, alpha]
     if pixels.depth is not None:
@@ -229,9 +231,9 @@ def _flat(pixels: Pixels) -> Tensor:
 
 
 class _Travelling(torch.autograd.Function):
-    """Pixels that this rank drew -> those that it composites. Backward: their gradients, added up where pixels went to
-    two patches. It stands once in the graph of each rank's loss, which hangs on the splats' rows where the rank owns no
-    pixels: so all ranks meet in its backward."""
+    """Exchange from pixels that this rank drew to those that it composites; backward sums the gradients of pixels sent
+    to two patches. It is once in the graph of each rank's loss, through the splats' rows if the rank owns no pixels.
+    So all ranks take part in its backward."""
 
     @staticmethod
     def forward(
@@ -260,13 +262,13 @@ class _Travelling(torch.autograd.Function):
             returned = exchange_rows(wire.pack_gradients(got[:there]), routes.receive, routes.send, world)
             returned = wire.unpack_gradients(returned, like)
         back = like.new_zeros(ctx.shape)
-        # A pixel between two patches is in two pieces; of two the sum does not depend on which comes first.
+        # A pixel between two patches is in two fragments; a sum of two does not depend on their order.
         back.index_add_(0, index, torch.cat([returned, got[there:]]))
         return None, None, None, back, *grads[1:]
 
 
 def _rows_of(routes: Routes, device: torch.device) -> Tensor:
-    """The drawn pixels in the order in which they leave, and then those that stay, [N] int64."""
+    """Return the drawn pixels in the order of sending, then the local ones, [N] int64."""
     numbers = (*routes.leaving, *routes.staying)
     found = [torch.empty(0, dtype=torch.int64, device=device)]
     for k in range(0, len(numbers), 6):
@@ -277,7 +279,7 @@ def _rows_of(routes: Routes, device: torch.device) -> Tensor:
 
 
 class CompositeOperators(PixelOperators):
-    """Layers go to the owners of their pixels, and gradients of what these own come back. The plan says how many."""
+    """Operators that send cell images to their pixels' owners, and return the gradients. Sizes follow from the plan."""
 
     exchanged = True
     marks_stops = True
@@ -336,11 +338,11 @@ class CompositeOperators(PixelOperators):
         v_drawn = v_color.new_zeros(routes.drawn, v_color.shape[1]), v_alpha.new_zeros(routes.drawn)
         scatter_pieces(back, routes.leaving, *v_drawn)
         scatter_pieces(gradients[others:], routes.staying, *v_drawn)
-        # Of what stopped the sign was a mark: drawing takes the gradient by what is covered.
+        # A negative sign only marks stopped pixels: the gradient is by the absolute value.
         return v_drawn[0], torch.where(alpha < 0, -v_drawn[1], v_drawn[1])
 
     def _exchange(self, out: Tensor, receive: Sequence[int], send: Sequence[int]) -> Parts[Tensor]:
-        """Pixels for each other rank -> those of each, one rank's behind the other's."""
+        """Exchange pixels with every other rank; each rank's are contiguous, in the ranks' order."""
         width = out.shape[1]
         into = out.new_empty(sum(receive), width)
         if self._world.size > 1:

@@ -1,4 +1,4 @@
-"""Splats travel from the ranks that own their points to the ranks whose patches they touch; gradients travel back."""
+"""Exchange of splats from the owners of points to the ranks whose patches they touch, and of gradients back."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
@@ -26,34 +26,35 @@ from ns_multigpu.core.types import Hits, Patch, Points, Splats, View
 
 
 class RowCounts(Protocol):
-    """What an assignment learns of rows on their way: each rank counts its own, and all are told."""
+    """Counts of exchanged rows for an assignment: each rank counts its own, and all ranks gather them."""
 
     def count(self, splats: Splats, views: Sequence[View], plan: Plan) -> Tensor:
-        """[n] int64, of this rank's splats; n is the same on all ranks. Nothing is read back."""
+        """Return [n] int64 counts of this rank's splats; n is the same on all ranks. Nothing is read back."""
         ...
 
     def told(self, views: Sequence[View], plan: Plan, table: Sequence[Sequence[int]]) -> None:
-        """What each rank has counted, [ranks][n], of a batch that was rendered with gradients."""
+        """Record all ranks' counts, [ranks][n], of a batch that was rendered with gradients."""
         ...
 
 
 class ExchangedRows(RowLeg):
-    """All-to-all of splats, for points that each have one owner: what arrives is ordered by (view, owner, row there).
+    """All-to-all of splats of points with one owner each; received rows are ordered by (view, owner, row there).
 
-    Their `point_ids` count the points rank by rank. Where owners hold ranges of the whole model's order (`Sharded`) a
-    point's number is its place there, so that splats of equal depth are blended as one rank with all points blends
-    them. With another placement that is so for the splats of one owner; those of two go by the owners' ranks.
+    `point_ids` count the points rank by rank. If owners hold ranges of the whole model's order (`Sharded`), a point's
+    number is its place. Splats of equal depth are then blended as on one rank with all points. With another placement
+    this holds for the splats of one owner; those of two are ordered by the owners' ranks.
 
-    A splat's row goes once to each rank that has a patch, halo included, with a pixel centre within the row's `radii`.
-    Rows carry `means2d` [M, 2] and `radii` [M, 2] in pixels, as `Gaussians.splat` has them, and whatever else they
-    have. One small all-gather of integers a step tells who sends how much, and what the assignment learns; for it
-    the counts are read back once.
+    A row is sent once to each rank that has a patch, halo included, with a pixel centre within the row's `radii`. Rows
+    carry `means2d` [M, 2] and `radii` [M, 2] in pixels, as `Gaussians.splat` returns them, and any other columns. One
+    small all-gather of integers a step exchanges the sizes and the assignment's counts; for it the counts are read back
+    once.
 
     Args:
-        counts: what is counted on the way; None for nothing.
-        relays: over several machines rows cross to each once (`Relays`), or to each rank that needs them; see `RowLeg`.
-        half: what leaves a rank, or with `relays` its machine, is rounded to float16 on the wire (`HalfRows`), where
-            there are gradients.
+        counts: counters of exchanged rows; None for none.
+        relays: over several machines, send rows to each machine once (`Relays`), or to each rank that needs them; see
+            `RowLeg`.
+        half: if there are gradients, round to float16 what is sent off a rank, or with `relays` off its machine
+            (`HalfRows`).
     """
 
     travels = True
@@ -83,7 +84,7 @@ class ExchangedRows(RowLeg):
 
     @torch.no_grad()
     def _route(self, own: Splats, points: int, views: Sequence[View], plan: Plan, world: World, learn: bool) -> Route:
-        """The rows' route."""
+        """Return the rows' route."""
         relays = Relays.of(world) if self.relays else None
         place = own.hits.view_ids.long()
         touch = self.touched(own, views, plan)
@@ -106,13 +107,13 @@ class ExchangedRows(RowLeg):
         return DirectRoute([row[world.rank] for row in sent], first, chosen)
 
     def touched(self, own: Splats, views: Sequence[View], plan: Plan) -> list[Tensor]:
-        """[rank] which rows each rank needs, [M] bool."""
+        """Return by rank the rows that it needs, [M] bool each."""
         return [touches(own, views, patches) for patches in plan.drawn]
 
     def _relayed(
         self, first: int, chosen: list[Tensor], touch: list[Tensor], sent: list[list[list[int]]], world: World
     ) -> RelayedRoute:
-        """The route over relays, which are told which ranks of their machine need what they are sent."""
+        """Return the route over relays, after sending each relay the flags of the ranks that need its rows."""
         here, machines = world.ranks_of(world.machine), range(world.machines)
         across = chosen[world.size :]
         needed = [
@@ -131,7 +132,8 @@ class ExchangedRows(RowLeg):
 
 
 class _ExchangedRows(torch.autograd.Function):
-    """A probe and differentiable rows of this rank -> those that it draws. Backward: gradients to the rows' owners."""
+    """Exchange of a probe and differentiable rows to the ranks that draw them; backward returns gradients to the
+    owners."""
 
     @staticmethod
     def forward(
@@ -143,7 +145,7 @@ class _ExchangedRows(torch.autograd.Function):
         shapes = [row.shape[1:] for row in rows]
         code = None if halves is None else HalfRows(halves, [shape.numel() for shape in shapes])
         arrived = unpacked(route.there(packed(rows), world, code), shapes)
-        # A probe is zero everywhere: only its gradient has to travel.
+        # A probe is zero everywhere: only its gradient is exchanged.
         return None if probe is None else arrived[0].new_zeros(len(arrived[0]), probe.shape[1]), *arrived
 
     @staticmethod
@@ -157,7 +159,8 @@ class _ExchangedRows(torch.autograd.Function):
 
 
 def touches(splats: Splats, views: Sequence[View], patches: Sequence[Patch]) -> Tensor:
-    """Which rows reach a pixel centre of the patches, halo included: [M] bool. The test of `cuda_ext.intersect`."""
+    """Return the rows that touch a pixel centre of the patches, halo included: [M] bool. The test of
+    `cuda_ext.intersect`."""
     means, radii = splats.rows["means2d"].detach(), splats.rows["radii"]
     touch = torch.zeros(len(splats), dtype=torch.bool, device=means.device)
     for patch in patches:
@@ -171,7 +174,7 @@ def touches(splats: Splats, views: Sequence[View], patches: Sequence[Patch]) -> 
 
 
 def _by_machine(touch: Sequence[Tensor], world: World) -> list[Tensor]:
-    """[machine] which rows any rank of another machine needs; of this one none."""
+    """Return by machine the rows that any rank of another machine needs; none for this machine."""
     none = torch.zeros_like(touch[0])
     return [
         none if k == world.machine else torch.stack([touch[rank] for rank in world.ranks_of(k)]).any(0)
@@ -180,7 +183,7 @@ def _by_machine(touch: Sequence[Tensor], world: World) -> list[Tensor]:
 
 
 def _bits(flags: Tensor) -> Tensor:
-    """[M, n] bool -> [M, bytes] uint8, eight in a byte."""
+    """Pack [M, n] bool into [M, bytes] uint8, eight flags per byte."""
     packed = -(-flags.shape[1] // 8)
     padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -flags.shape[1] % 8)).view(len(flags), packed, 8)
     weights = torch.tensor([1 << k for k in range(8)], dtype=torch.uint8, device=flags.device)
@@ -188,5 +191,5 @@ def _bits(flags: Tensor) -> Tensor:
 
 
 def _bit(bits: Tensor, k: int) -> Tensor:
-    """[M] bool, the k-th of what `_bits` has packed."""
+    """Return [M] bool, the k-th flag that `_bits` packed."""
     return (bits[:, k // 8] >> (k % 8)) & 1 > 0

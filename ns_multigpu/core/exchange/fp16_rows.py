@@ -1,7 +1,7 @@
 """Rows and their gradients in float16 on the wire, for steps through autograd.
 
 What is rounded, and how, is as in `cuda_ext.ops.exchange.row_wire`: positions and depths stay float32, a conic is sent
-as its Cholesky factor, and what belongs together is multiplied by a power of two that brings the largest of a row's
+as its Cholesky factor, and what belongs together is multiplied by a power of two that scales the largest of a row's
 numbers to between 2^14 and 2^15 and is sent along. Here each named column of a row has a power of its own. An inf or
 NaN stays.
 """
@@ -22,7 +22,7 @@ _MOST_SCALE = 126
 
 
 class Code(ABC):
-    """How float columns of rows [M, columns] are written as bytes [M, bytes]."""
+    """Encoding of float columns of rows [M, columns] as bytes [M, bytes]."""
 
     @abstractmethod
     def write(self, rows: Tensor) -> Tensor:

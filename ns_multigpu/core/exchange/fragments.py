@@ -1,7 +1,7 @@
-"""Who sends which pixels to whom where views are drawn cell by cell: direct send, as sort-last renderers do.
+"""Fragments of views that are drawn cell by cell: direct send, as in sort-last renderers.
 
-A cell's drawing of a view is cut by the patches that ranks own, halos included, into pieces. Each goes to the patch's
-owner, and the gradient of what it owns comes back. Everything follows from the plan: nobody asks anybody.
+A cell image is cut into fragments by the patches that ranks own, halos included. Each is sent to the patch's owner, and
+the gradient of its owned pixels is returned. Everything follows from the plan without communication.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,14 +19,14 @@ Sizes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of pixels on its way from who drew it to who owns a patch that needs it.
+    """Rectangle of pixels sent from the rank that drew it to the owner of a patch that needs it.
 
     Attributes:
-        source: (rank, position among what it draws); None for a rectangle that nobody draws (`Plan.hidden`).
-        target: (rank, position among what it owns).
+        source: (rank, position among its drawn patches); None for a rectangle that no rank draws (`Plan.hidden`).
+        target: (rank, position among its owned patches).
         rectangle: x0, y0, x1, y1, pixels of the view; never empty.
-        own: whether these are pixels of the patch itself; else they lie in its halo.
-        cell: whose layer it is.
+        own: True for pixels of the patch itself; False for its halo.
+        cell: of its cell image.
     """
 
     source: tuple[int, int] | None
@@ -37,13 +37,13 @@ class Piece:
 
     @property
     def pixels(self) -> int:
-        """How many it has."""
+        """Number of its pixels."""
         x0, y0, x1, y1 = self.rectangle
         return (x1 - x0) * (y1 - y0)
 
 
 def find_pieces(plan: Plan, views: Sequence[View]) -> list[Piece]:
-    """All pieces of a plan: by target, of each front to back; the same list on every rank."""
+    """Return all fragments of a plan: by target, of each front to back; the same list on every rank."""
     drawn: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for rank, patches in enumerate(plan.drawn):
         for k, p in enumerate(patches):
@@ -75,7 +75,7 @@ def _both(a: Rectangle, b: Rectangle) -> Rectangle | None:
 
 
 def _parts(wide: Rectangle, own: Rectangle) -> Iterator[tuple[Rectangle, bool]]:
-    """A patch's own rectangle, and what is around it, in up to four."""
+    """Yield a patch's own rectangle, and up to four rectangles of its halo."""
     yield own, True
     (x0, y0, x1, y1), (left, top, right, bottom) = wide, own
     for around in ((x0, y0, x1, top), (x0, bottom, x1, y1), (x0, top, left, bottom), (right, top, x1, bottom)):
@@ -84,22 +84,22 @@ def _parts(wide: Rectangle, own: Rectangle) -> Iterator[tuple[Rectangle, bool]]:
 
 @dataclass(frozen=True)
 class Routes:
-    """One rank's part of a plan's pieces, as buffers and operators take it. Numbers are of pixels.
+    """One rank's fragments of a plan, as buffers and operators take them. Numbers are of pixels.
 
-    What is sent lies in a buffer by target, what arrives in another by source; a rank's own comes last in the latter.
-    Gradients go the same way back, of pieces that owners own alone.
+    The send buffer is ordered by target, the receive buffer by source; a rank's own fragments are last in the latter.
+    Gradients return the same way, for owned pixels only.
 
     Attributes:
-        send, receive: for, and from, each rank; 0 for this one. kept: of this rank's own pieces.
-        send_back, receive_back, kept_back: the same of gradients, which are sent by who has received.
-        leaving, staying: 6 ints a piece that this rank drew, for others and for itself: the first pixel among what is
-            drawn, the width of that patch, the piece's width and height, its first pixel in what is sent (or of what
-            stays), its first pixel among gradients that come back (that stay), or -1 for a halo's.
-        layers: 7 ints a piece that arrives here, by patch, front to back: the patch, x0, y0, x1, y1 there, the first
-            pixel in what arrives, the first pixel of its gradients or -1.
-        watched: 6 ints a piece of a layer that is the patch's own, drawn or not: its view and cell as one number
-            (view * cells + cell), its first pixel in what arrives, x0 and y0 in the view, its width and height. Those
-            that nobody draws come last in what arrives: `dark` pixels of them, that are nothing.
+        send, receive: to, and from, each rank; 0 for this one. kept: of this rank's local fragments.
+        send_back, receive_back, kept_back: the same of gradients, which receivers send.
+        leaving, staying: 6 ints per fragment that this rank drew, for others and for itself: the first drawn pixel, the
+            width of that patch, the fragment's width and height, its first pixel in the send buffer (or among local
+            ones), and its first pixel among returned (or local) gradients, or -1 for a halo's.
+        layers: 7 ints per received fragment, by patch, front to back: the patch, x0, y0, x1, y1 there, the first pixel
+            in the receive buffer, the first pixel of its gradients or -1.
+        watched: 6 ints per fragment of the patch's own pixels, drawn or not: its view and cell as one number (view *
+            cells + cell), its first pixel in the receive buffer, x0 and y0 in the view, its width and height.
+        dark: empty pixels that no rank draws, last in the receive buffer.
         sizes: width and height of each rendered patch that this rank owns.
         drawn: pixels that this rank draws.
     """
@@ -120,12 +120,12 @@ class Routes:
 
     @property
     def arrived(self) -> int:
-        """Pixels that this rank composites, its own included, and not those that nobody draws."""
+        """Pixels that this rank composites, its own included, without those that no rank draws."""
         return sum(self.receive) + self.kept
 
     @property
     def returned(self) -> int:
-        """Of these, those whose gradients are sent back, or stay."""
+        """Number of these whose gradients are returned, or local."""
         return sum(self.send_back) + self.kept_back
 
     @property
@@ -135,13 +135,13 @@ class Routes:
 
 
 def routes_of(plan: Plan, views: Sequence[View], rank: int) -> Routes:
-    """The routes of a plan for views of these sizes."""
+    """Return the routes of a plan for views of these sizes."""
     return _routes(plan, tuple((view.width, view.height) for view in views), rank)
 
 
 @lru_cache(maxsize=64)
 def _routes(plan: Plan, sizes: Sizes, rank: int) -> Routes:
-    nothing = torch.empty(0)  # nobody asks where the cameras are
+    nothing = torch.empty(0)  # camera poses do not matter
     views = [View(nothing, nothing, width, height) for width, height in sizes]
     pieces, ranks = find_pieces(plan, views), len(plan.drawn)
     sent = [(p.source[0], p) for p in pieces if p.source is not None]
@@ -192,7 +192,7 @@ def _routes(plan: Plan, sizes: Sizes, rank: int) -> Routes:
 
 
 def _by_rank(pieces: Sequence[tuple[int, Piece]], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Pixels by rank, in all and of those that owners own."""
+    """Return pixels by rank, in all and of the patches' own."""
     everything, own = [0] * ranks, [0] * ranks
     for rank, piece in pieces:
         everything[rank] += piece.pixels
@@ -201,7 +201,7 @@ def _by_rank(pieces: Sequence[tuple[int, Piece]], ranks: int) -> tuple[tuple[int
 
 
 def _places(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Where each piece begins among all of these, and where its gradients do: -1 for a halo's."""
+    """Return each fragment's first pixel among all of these, and that of its gradients: -1 for a halo's."""
     places: list[tuple[int, int]] = []
     first = back = 0
     for piece in pieces:

@@ -1,8 +1,8 @@
-"""Gradients of pixels that several ranks rendered, brought together at the rank whose patch the pixel is in.
+"""Exchange of halo pixels' gradients, summed at the rank whose patch has the pixel.
 
-A patch's halo is rendered again by its neighbour, and the loss's windows on both sides reach over the border, so that
-each rank has a part of such a pixel's gradient. For a gradient that is linear in it the parts would do: they are
-added up at the points. A densifier that sums magnitudes (AbsGS) must have the sum before the magnitude is taken.
+A patch's halo is rendered by two ranks, and the loss's windows on both sides overlap the border. So each rank has a
+part of such a pixel's gradient. Linear uses sum the parts at the points. A densifier that sums magnitudes (AbsGS) needs
+the sum before the magnitude.
 """
 
 from collections.abc import Sequence
@@ -35,13 +35,13 @@ class Strip:
 
     @property
     def pixels(self) -> int:
-        """How many it has."""
+        """Number of its pixels."""
         x0, y0, x1, y1 = self.rectangle
         return (x1 - x0) * (y1 - y0)
 
 
 def find_strips(plan: Plan, views: Sequence[View]) -> list[Strip]:
-    """All strips of a plan, by source, then by target: the same list on every rank."""
+    """Return all strips of a plan, by source, then by target: the same list on every rank."""
     places = [((rank, k), patch) for rank, patches in enumerate(plan.drawn) for k, patch in enumerate(patches)]
     strips: list[Strip] = []
     for source, halo in places:
@@ -57,7 +57,7 @@ def find_strips(plan: Plan, views: Sequence[View]) -> list[Strip]:
 
 @dataclass(frozen=True)
 class Halos:
-    """What `join_gradients` has to know of a plan.
+    """Geometry that `join_gradients` needs of a plan.
 
     Attributes:
         strips: `find_strips`'.
@@ -73,7 +73,7 @@ class Halos:
 
     @staticmethod
     def of(plan: Plan, views: Sequence[View], rank: int) -> "Halos":
-        """The halos of a plan, as rank `rank` sees them."""
+        """Return the halos of a plan for a rank."""
         own = plan.drawn[rank]
         return Halos(
             find_strips(plan, views),
@@ -83,25 +83,25 @@ class Halos:
         )
 
     def slices(self, position: int, rectangle: Rectangle) -> tuple[slice, slice]:
-        """Where a rectangle of the view lies in the rendered patch at `position`: rows, columns."""
+        """Return the rows and columns of a view's rectangle in the rendered patch at `position`."""
         left, top = self.corners[position]
         x0, y0, x1, y1 = rectangle
         return slice(y0 - top, y1 - top), slice(x0 - left, x1 - left)
 
 
 def join_gradients(grads: Sequence[Tensor], halos: Halos, like: Tensor, world: World) -> list[Tensor]:
-    """Moves the gradients of halo pixels to the patches that the pixels are in, and adds them there.
+    """Send the gradients of halo pixels to the patches that the pixels are in, and add them there.
 
-    Every rank calls it. What is sent to whom follows from the plan. Where no patch has a halo in another, nothing is.
+    Every rank calls it. Routes follow from the plan; without halo overlaps nothing is sent.
 
     Args:
         grads: [h, w, C] of each of this rank's rendered patches.
         halos: the plan's.
-        like: of the type and on the device of the gradients, for a rank that has none.
+        like: tensor with the gradients' type and device, for a rank that has none.
         world: the ranks.
 
     Returns:
-        [h, w, C] each: zero in the halo, whole inside.
+        [h, w, C] each: zero in the halo, complete inside.
     """
     joined: list[Tensor] = []
     for grad, (x0, y0, x1, y1) in zip(grads, halos.inner, strict=True):
@@ -110,7 +110,7 @@ def join_gradients(grads: Sequence[Tensor], halos: Halos, like: Tensor, world: W
         joined.append(whole)
     if not halos.strips:
         return joined
-    # Strips are sorted by source; those to one rank arrive in the order in which their sources list them.
+    # Strips are sorted by source; each rank receives them in the order in which their sources list them.
     out = sorted((s for s in halos.strips if s.source[0] == world.rank), key=lambda s: s.target[0])
     into = [s for s in halos.strips if s.target[0] == world.rank]
     send, receive = [0] * world.size, [0] * world.size

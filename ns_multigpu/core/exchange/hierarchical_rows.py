@@ -1,10 +1,10 @@
-"""Rows over several machines: inside a machine through its own memory, and to each other machine once.
+"""Exchange of rows over several machines: within a machine through its own memory, and once to each other machine.
 
     there: own rows -> relays on other machines (collective) -> all that draws them on this machine (`Inside`)
     back:  who drew them -> their owner, or the relay that gave them (`Inside`), which sums -> owners (collective)
 
-A row that ranks of another machine need leaves for one of them, its relay (`Relays`). That one has the row's place and
-size, and so finds out by itself, with the operator that the owner uses, which ranks of its machine the row reaches.
+A row needed on another machine is sent to one of its ranks, the relay (`Relays`). That one has the row's place and
+size, and so finds out by itself, with the operator that the owner uses, which ranks of its machine the row touches.
 What a rank draws still comes in segments by owner, in the order of the owners' lines: drawing is as with one machine.
 
 Gradients are added up in an order of their own, the same in each run: an owner adds what the ranks of its machine
@@ -35,8 +35,8 @@ class RelayedRows(Transport):
     Capacities are [ranks][`Relays.numbers`]: they are of own rows for each way, and of rows that are handed on.
 
     Args:
-        half: between machines what can be travels in float16 (`RowWire`).
-        peer: the ranks of a machine reach each other's memory.
+        half: between machines send as float16 where possible (`RowWire`).
+        peer: the ranks of a machine share peer memory.
 
     Raises:
         ValueError: there are more ranks than the kernels know.
@@ -84,7 +84,7 @@ class RelayedRows(Transport):
             self._inside = ByPeerMemory(world, most_words(relays, self.pairs, full))
         else:
             self._inside = ByCollectives(world, size)
-        self._stay = torch.empty(0)  # [rows] where own rows stay, as `leave` was told
+        self._stay = torch.empty(0)  # [rows] lines of local rows, set by `leave`
         come = list(accumulate((row[own] for row in self._parts), initial=0))
         leave = list(accumulate(self._parts[own], initial=self._out_at[own]))
         self._from = [self._passing(row[own], come[a], a, full) for a, row in enumerate(self._passed)]
@@ -115,7 +115,7 @@ class RelayedRows(Transport):
 
     @property
     def step_bytes(self) -> tuple[int, int]:
-        """What this rank sends in a step to ranks of its machine, and to other machines."""
+        """Bytes that this rank sends in a step to ranks of its machine, and to other machines."""
         inside, between = self._within, self._between
         rows, gradients = (inside.row_words, between.row_words), (inside.gradient_words, between.gradient_words)
         return self.relays.step_bytes(
@@ -220,7 +220,7 @@ class RelayedRows(Transport):
 
     @property
     def _own_out(self) -> WireSegments:
-        """Where own rows are put for the ranks of this machine."""
+        """Segments of own rows for the ranks of this machine."""
         own = self.world.machine
         starts, sizes = zip(*((starts[own], rows[own]) for starts, rows in self._to), strict=True)
         return WireSegments(starts, sizes, self.world.local_rank)
@@ -228,7 +228,7 @@ class RelayedRows(Transport):
     def _collected(
         self, machine: int, place: Tensor, count: Tensor, gave: Sequence[tuple[list[int], list[int]]]
     ) -> Tensor:
-        """Sums of gradients of the rows of a machine that this rank has passed on, over those that drew them."""
+        """Return gradient sums of a machine's rows that this rank has forwarded, over the ranks that drew them."""
         own, rank = self.world.local_rank, machine * self.world.local_size + self.world.local_rank
         starts, sizes = zip(*((starts[machine], rows[machine]) for starts, rows in gave), strict=True)
         mine = self._sums[self._ends[rank] : self._ends[rank + 1]]
@@ -261,7 +261,7 @@ class RelayedRows(Transport):
     def _passing(
         self, rows: list[int], first: int, other: int, words: int, head: int | None = None
     ) -> tuple[list[int], list[int]]:
-        """Where the rows that are passed to or from one rank of this machine stand, by machine: first words, and sizes.
+        """Return the segments of rows sent to or from one rank of this machine, by machine: first words, and sizes.
 
         Args:
             rows: by machine. first: word of the part. other: that rank; what a rank passes itself stays.

@@ -1,10 +1,10 @@
-"""Which rank of a machine takes in what several of its ranks need, and what each rank counts for that.
+"""Hierarchical all-to-all: relays that forward rows to the ranks of their machine, and each rank's counts.
 
-A row that ranks of another machine need crosses to that machine once: to the rank that has the same number there as its
-owner has on its own machine, its *relay*, which hands it on. Gradients come back the same way, and are summed on that
-machine first. So each rank exchanges rows with one rank of each other machine, and with all of its own.
+A row needed on another machine is sent there once: to the rank with its owner's local number, its *relay*, which
+forwards it. Gradients return the same way, and are summed on that machine first. So each rank exchanges rows with one
+rank of each other machine, and with all of its own.
 
-What crosses is never more than without: the union of what a machine's ranks need, and not the sum.
+Traffic between machines never exceeds that of direct sends: the union of a machine's needs, not the sum.
 """
 
 from collections.abc import Sequence
@@ -47,19 +47,19 @@ class Relays:
 
     @property
     def numbers(self) -> int:
-        """How many numbers each rank counts."""
+        """Number of counts per rank."""
         return self.directions + self.ranks
 
     def inside(self, local: int) -> int:
-        """Where the number stands of own rows for a rank of the own machine."""
+        """Return the index of the count of own rows for a rank of the own machine."""
         return local
 
     def across(self, machine: int) -> int:
-        """Where the number stands of own rows for a machine."""
+        """Return the index of the count of own rows for a machine."""
         return self.per_machine + machine
 
     def handed(self, machine: int, local: int) -> int:
-        """Where the number stands of rows of a machine that are handed on to a rank of the own one."""
+        """Return the index of the count of a machine's rows that are forwarded to a rank of the own one."""
         return self.directions + machine * self.per_machine + local
 
     def ways(self, rank: int) -> tuple[int, ...]:
@@ -85,13 +85,13 @@ class Relays:
         return 0 if rank // self.per_machine == machine else pairs[rank][self.across(machine)]
 
     def arriving(self, pairs: Pairs, rank: int) -> list[int]:
-        """By owner, rows that arrive at a rank to be drawn there, its own among them."""
+        """Return by owner the rows that a rank receives to draw, its own included."""
         first = rank // self.per_machine * self.per_machine
         givers = [self.passed(pairs, first + local, rank) for local in range(self.per_machine)]
         return [givers[local][machine] for machine in range(self.machines) for local in range(self.per_machine)]
 
     def numbers_of(self, table: Pairs) -> Pairs:
-        """What all ranks count, given for each its rows for each rank, and then for all ranks of each machine.
+        """Return all ranks' counts, from each one's rows for each rank, and then for all ranks of each machine.
 
         Args:
             table: [ranks][ranks + machines].

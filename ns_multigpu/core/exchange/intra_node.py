@@ -1,4 +1,4 @@
-"""What ranks of one machine pass each other in a step that reads nothing back: through peer memory, or by collectives.
+"""Exchange within one machine in a fused step, which reads nothing back: through peer memory, or by collectives.
 
 Each rank has one memory of words of 4 bytes. An exchange moves parts of it into the memories of the machine's other
 ranks: of each rank the parts for the others follow one another, and so do those that come to it.
@@ -35,7 +35,7 @@ class Inside(ABC):
 
     @abstractmethod
     def exchange(self, sizes: Sequence[Sequence[int]], out_at: Sequence[int], in_at: Sequence[int]) -> Parts[None]:
-        """Moves parts to where they belong. Every rank of the machine calls it with the same.
+        """Move parts to where they belong. Every rank of the machine calls it with the same.
 
         Args:
             sizes: [from][to] words, by the machine's own numbers of its ranks; none from a rank to itself.
@@ -65,7 +65,7 @@ class ByCollectives(Inside):
 class ByPeerMemory(Inside):
     """Each rank copies its parts into the others' memories, and all wait, on their devices, until all have.
 
-    An exchange may overwrite what the one before last has brought: nobody is still reading that, for all have come to
+    An exchange may overwrite data of the one before last: no rank still reads it, because all have passed
     the barrier of the last one since.
 
     Args:

@@ -1,8 +1,8 @@
-"""The legs of a step: what crosses the wire on the way from points to pixels, and back.
+"""Legs of a step: the exchanges between points and pixels, forward and backward.
 
-A strategy names one of each kind: rows (splats) that stay or travel, pixels that are whole where they are drawn or not,
-gradients that go to a point's owner or are summed over replicas. Each has two faces: a differentiable one, and
-`operators` for steps that read nothing back. A leg without operators gives its `unsupported_reason`.
+A strategy names one of each: rows (splats) local or exchanged, pixels drawn by their owner or composited, gradients
+returned to a point's owner or summed over replicas. Each has a differentiable form, and `operators` for fused steps,
+which read nothing back. A leg without operators gives its `unsupported_reason`.
 """
 
 import weakref
@@ -28,7 +28,7 @@ from ns_multigpu.core.types import Pixels, Points, Rendering, Splats, View
 
 
 class Leg(ABC):
-    """Exchange on one stretch of a step."""
+    """Exchange in one stage of a step."""
 
     carries: ClassVar[str]
     """Name of what it exchanges, for messages."""
@@ -45,19 +45,19 @@ class Leg(ABC):
 
 
 class RowLeg(Leg):
-    """Brings splats to the ranks that draw them; in backward their gradients to where they came from."""
+    """Send splats to the ranks that draw them; in backward return their gradients."""
 
     carries = "rows"
     survives_giving_up: ClassVar[bool] = False
-    """Whether a rank that failed while it rendered, or on the way back, can let the others go on."""
+    """True if the other ranks can continue after a rank failed while rendering or in backward."""
     travels: ClassVar[bool]
-    """Whether rows leave the rank that owns their points."""
+    """True if rows are sent to ranks other than their points' owner."""
     relays: bool | None = False
-    """Whether a row crosses once to each other machine, where a rank hands it on (see `Relays`); None for fused steps
-    alone, where the ranks of each machine reach each other's memory."""
+    """True if a row is sent once to each other machine and forwarded there (see `Relays`). None for fused steps only,
+    if the ranks of each machine share peer memory."""
 
     def operators(self) -> RowOperators:
-        """Operators that say which rows go where.
+        """Return the operators that route rows.
 
         Raises:
             NotImplementedError: the leg has none; see `unsupported_reason`.
@@ -66,11 +66,11 @@ class RowLeg(Leg):
 
     @abstractmethod
     def bring(self, own: Splats, points: Points, views: Sequence[View], plan: Plan, world: World) -> Splats:
-        """Splats of this rank's points (`own`, of `points`) -> splats of the patches that this rank draws."""
+        """Return the splats of this rank's patches, from those of its points (`own`, of `points`)."""
 
 
 class LocalRows(RowLeg):
-    """A rank draws the points that it holds."""
+    """Row leg of ranks that draw their own points."""
 
     survives_giving_up = True
     travels = False
@@ -83,7 +83,7 @@ class LocalRows(RowLeg):
 
 
 class PixelLeg(Leg):
-    """Makes a patch's pixels, at their owner, of what ranks have drawn."""
+    """Compute a patch's pixels, at their owner, from the pixels that ranks have drawn."""
 
     carries = "pixels"
     survives_giving_up: ClassVar[bool] = True
@@ -91,11 +91,11 @@ class PixelLeg(Leg):
 
     @property
     def whole(self) -> bool:
-        """Whether what a rank draws of all splats of a patch is the patch: on one rank, what the primitive renders."""
+        """True if a rank's drawing of a patch is complete: on one rank, equal to the primitive's rendering."""
         return True
 
     def operators(self, world: World) -> PixelOperators:
-        """Operators that exchange pixels.
+        """Return the operators that exchange pixels.
 
         Raises:
             NotImplementedError: the leg has none; see `unsupported_reason`.
@@ -105,27 +105,27 @@ class PixelLeg(Leg):
     def draw(
         self, primitive: Primitive, splats: Splats, views: Sequence[View], plan: Plan, world: World
     ) -> list[Pixels]:
-        """Draws what the plan has this rank draw, of `RowLeg.bring`'s splats."""
+        """Draw this rank's patches of the plan from the splats of `RowLeg.bring`."""
         return primitive.render(splats, plan.drawn[world.rank], views)
 
     @abstractmethod
     def settle(
         self, rendering: Rendering, splats: Splats, views: Sequence[View], plan: Plan, world: World
     ) -> Rendering:
-        """What this rank has drawn -> the patches that it owns.
+        """Return the patches that this rank owns, from what it has drawn.
 
         Args:
-            rendering: what was drawn here, and the splats of this rank's points.
-            splats: what it was drawn from: `RowLeg.bring`'s.
+            rendering: this rank's drawing, and the splats of its points.
+            splats: the drawn splats: `RowLeg.bring`'s.
             views, plan, world: as there.
         """
 
 
 class WholePixels(PixelLeg):
-    """Who draws a patch draws all that is in it, and owns it.
+    """Pixel leg of patches drawn completely by their owner.
 
-    What travels are the gradients of halo pixels, where there are halos: a densifier that sums magnitudes (AbsGS) has
-    to have a pixel's whole gradient first (see `halo`).
+    Only the gradients of halo pixels are exchanged, if there are halos: a densifier that sums magnitudes (AbsGS) needs
+    a pixel's complete gradient first (see `halo`).
     """
 
     def operators(self, world: World) -> PixelOperators:
@@ -162,22 +162,22 @@ class WholePixels(PixelLeg):
 
 
 class GradientLeg(Leg):
-    """Makes the gradients of parameters whole, around the backward pass."""
+    """Completes the gradients of parameters, around the backward pass."""
 
     carries = "gradients"
     survives_giving_up: ClassVar[bool] = False
-    """As `RowLeg`'s; see `give_up`."""
+    """Same as `RowLeg`'s; see `give_up`."""
     summed: ClassVar[bool]
-    """Whether every rank has all points, and their gradients are summed over ranks."""
+    """True if every rank has all points, and gradients are summed over ranks."""
 
     def operators(
         self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int, *, peer: bool
     ) -> Transport:
-        """Transport of gradients over several ranks where rows are local.
+        """Return the transport of gradients over several ranks with local rows.
 
         Args:
             world, kernels, rows, capacity, words: see `Transport`.
-            peer: whether all ranks reach each other's memory.
+            peer: True if all ranks share peer memory.
 
         Raises:
             NotImplementedError: the leg has none; see `unsupported_reason`.
@@ -185,20 +185,20 @@ class GradientLeg(Leg):
         raise NotImplementedError(self.unsupported_reason)
 
     def render_begins(self, points: Points) -> None:
-        """Told of the points that this rank holds, before they are rendered."""
+        """Receive this rank's points, before they are rendered."""
         return
 
     @abstractmethod
     def begin_backward(self, params: Iterable[Tensor]) -> None:
-        """Called before backward with every parameter that an optimizer updates, in the model's order."""
+        """Prepare backward with every parameter that an optimizer updates, in the model's order."""
 
     @abstractmethod
     def end_backward(self) -> None:
-        """Called after backward, before the optimizers step: all gradients are final when it returns."""
+        """Finish after backward, before the optimizers' steps: all gradients are final on return."""
 
     def give_up(self, params: Iterable[Tensor]) -> None:
-        """Called in the place of what is missing of rendering, `begin_backward`, backward and `end_backward`, by a rank
-        that could not go on: takes part in what the others still wait for. All must then drop the step's gradients.
+        """Take part in the pending collectives of a failed rank's rendering and backward, so that the other ranks do
+        not hang. All ranks must then discard the step's gradients.
 
         Args:
             params: as `begin_backward`'s.
@@ -207,7 +207,7 @@ class GradientLeg(Leg):
 
 
 class SummedGradients(GradientLeg):
-    """Replicas sum their gradients, in large buckets that leave while backward still runs."""
+    """Gradient leg of replicas: sums gradients in large buckets that overlap with backward."""
 
     survives_giving_up = True
     summed = True
@@ -231,8 +231,8 @@ class SummedGradients(GradientLeg):
 
 
 class GradientsToOwner(GradientLeg):
-    """A point's gradient is whole at its owner, once rows' gradients have come back to it. Parameters that are not the
-    points' (of camera poses, say) are replicated, and their gradients summed."""
+    """Gradient leg of sharded points: complete at the owner once rows' gradients are returned. Other parameters (of
+    camera poses, say) are replicated, and their gradients summed."""
 
     survives_giving_up = True
     summed = False

@@ -1,7 +1,7 @@
-"""How many rows each pair of ranks has room for, and what a step sends of them.
+"""Capacities in rows of each pair of ranks, and bytes sent per step.
 
-What goes from one rank to another has a size of its own for each pair. The host knows these sizes before the step, so
-that nothing has to be read back; the device knows how many of the rows there are.
+Each pair of ranks has a size of its own. The host knows these sizes before the step, so nothing is read back; the
+device knows the actual counts.
 """
 
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from ns_multigpu.core.dist.collectives import all_gather_ints_on_device
 from ns_multigpu.core.dist.world import World
 
 Pairs: TypeAlias = tuple[tuple[int, ...], ...]
-"""Numbers of rows [source][destination]. Those of the diagonal stay on their rank."""
+"""Numbers of rows [source][destination]; the diagonal is local."""
 
 
 def pairs_of(capacity: int | Pairs, ranks: int, numbers: int = 0) -> Pairs:
-    """The capacity of each pair.
+    """Return the capacity of each pair.
 
     Args:
         capacity: one for all pairs, or [source][destination].
-        numbers: of each source, where it has not one for each rank (`Relays.numbers`).
+        numbers: per source, if not one for each rank (`Relays.numbers`).
 
     Raises:
-        ValueError: it is not of so many ranks, or a number is negative.
+        ValueError: the table's shape is wrong, or a number is negative.
     """
     numbers = numbers or ranks
     table = ((capacity,) * numbers,) * ranks if isinstance(capacity, int) else capacity
@@ -37,28 +37,28 @@ def pairs_of(capacity: int | Pairs, ranks: int, numbers: int = 0) -> Pairs:
 
 
 def most_of(pairs: Pairs) -> int:
-    """The largest number; 0 if there is none."""
+    """Return the largest number; 0 if there is none."""
     return max((number for row in pairs for number in row), default=0)
 
 
 def alike(pairs: Pairs) -> Pairs:
-    """The same shape, with the largest number everywhere."""
+    """Return the same shape with the largest number everywhere."""
     return pairs_of(most_of(pairs), len(pairs), len(pairs[0]))
 
 
 def all_gather_counts(counts: Sequence[int], world: World) -> Pairs:
-    """What every rank sent: row r is rank r's `counts`. All ranks call it together, and wait for the device."""
+    """Return every rank's counts: row r is rank r's `counts`. Collective; waits for the device."""
     return tuple(tuple(row) for row in all_gather_ints_on_device(counts, world))
 
 
 def step_bytes(pairs: Pairs, rank: int, row_bytes: int, gradient_bytes: int, words: int) -> int:
-    """Bytes that a rank sends to others in a step whose rows travel by collectives (`CollectiveRows`).
+    """Return the bytes that a rank sends to others in a step with collectives (`CollectiveRows`).
 
     Args:
-        pairs: rows that go on the wire: capacities, as the step has them; `padded` counts predict those.
+        pairs: rows on the wire: capacities of the step; `padded` counts predict those.
         rank: whose.
         row_bytes, gradient_bytes: of a row, and of its gradients (`RowWire`).
-        words: int64 numbers of a rank's message.
+        words: int64 numbers of a rank's step statistics.
     """
     others = [r for r in range(len(pairs)) if r != rank]
     there = sum(pairs[rank][r] for r in others)

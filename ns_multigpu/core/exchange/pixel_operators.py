@@ -13,11 +13,11 @@ from ns_multigpu.core.types import Patch, View
 
 
 class Settled(NamedTuple):
-    """The patches that a rank owns, halos included, a pixel after the other.
+    """Patches that a rank owns, halos included, as a flat list of pixels.
 
     Attributes:
         color: [P, 3] without background. alpha: [P].
-        last: see `Drawn`; None where what was drawn are other pixels.
+        last: see `Drawn`; None if pixels were exchanged.
     """
 
     color: Tensor
@@ -26,44 +26,44 @@ class Settled(NamedTuple):
 
 
 class PixelOperators(ABC):
-    """One rank's side of a pixel leg. Every rank calls its methods in this order, once a step.
+    """One rank's side of a pixel leg in a fused step. Every rank calls its methods in this order, once a step.
 
     Attributes:
-        exchanged: whether pixels cross ranks.
-        marks_stops: whether what is drawn has alphas below 0 where drawing stopped; `bring_back` minds it.
+        exchanged: True if pixels are exchanged between ranks.
+        marks_stops: True if drawing marks stopped pixels by negative alphas, which `bring_back` then handles.
     """
 
     exchanged = False
     marks_stops = False
 
     def layered(self, arrived: Arrived, rows: Rows) -> Arrived:
-        """Rows with the numbers of their layers in the place of their views'."""
+        """Return the rows with the indices of their cell images instead of their views'."""
         return arrived
 
     def clipped(self, lists: Lists, arrived: Arrived, plan: Plan, views: Sequence[View]) -> Lists:
-        """Of the lists of what this rank draws, what is drawn here."""
+        """Return the lists of this rank's patches, restricted to what is drawn here."""
         return lists
 
     def layer(self, patch: Patch, first_view: int) -> int:
-        """The layer that a patch is drawn of: one of the rows' views, counted from `first_view`, or a cell of one."""
+        """Return a patch's image: one of the rows' views, counted from `first_view`, or a cell image."""
         return patch.view - first_view
 
     @abstractmethod
     def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
-        """What this rank has drawn -> the patches that it owns."""
+        """Return the patches that this rank owns, from what it has drawn."""
 
     def live(self) -> Tensor:
-        """What this rank tells of `Feedback.LIVE`, once patches are settled."""
+        """Return this rank's `Feedback.LIVE` numbers, after `settle`."""
         raise NotImplementedError("nothing is hidden where patches are whole")
 
     @abstractmethod
     def bring_back(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
-        """Gradients [P, 3] and [P] of the patches that it owns, zero in halos -> of what it has drawn, by colour and by
-        what is covered."""
+        """Return the gradients of the drawn colours and coverage, from those [P, 3] and [P] of the owned patches, which
+        are zero in halos."""
 
 
 class WholePixelOperators(PixelOperators):
-    """Who draws a patch owns it."""
+    """Operators for patches whose drawing rank is their owner."""
 
     def settle(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[Settled]:
         yield from ()

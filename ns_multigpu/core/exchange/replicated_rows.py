@@ -1,9 +1,8 @@
-"""Rows that are drawn where they are, and what ranks then tell each other of them.
+"""Rows that are drawn on their own rank, and their exchange between replicas.
 
-Ranks that hold the same points tell each other their rows, by a collective (`ReplicatedRows`) or, on GPUs that reach
-each other's memory, by writing them there (`PeerReplicas`): what NCCL gathers through buffers of its own, and what no
-CUDA graph can hold, is then a few copies and two barriers that the devices pass without their hosts. So a step is one
-graph.
+Ranks with the same points gather each other's rows, by a collective (`ReplicatedRows`) or by writing them into peer
+memory (`PeerReplicas`). Peer memory replaces NCCL's gather, which no CUDA graph can hold, by a few copies and two
+device-side barriers. So a step is one graph.
 """
 
 from collections.abc import Generator, Sequence
@@ -22,13 +21,13 @@ from ns_multigpu.core.kernels import Arrived, Kernels, Rows, Sinks
 
 _ALIGN = 256
 _BEGUN = 1
-"""The channel of the barrier at a step's begin, beside which the one at its end may be waited for."""
+"""Channel of the barrier at a step's begin, which may be pending together with the one at its end."""
 _MOST_SPARE = 1 << 20
-"""Rows that there is room for beside those that were asked for, at most."""
+"""Maximum spare capacity in rows, in addition to the requested rows."""
 
 
 class OwnRows(Transport):
-    """Rows are drawn where they are: for a rank that is alone."""
+    """Local rows of a single rank."""
 
     travels = False
     lasts = False
@@ -38,10 +37,10 @@ class OwnRows(Transport):
         self._grow_capacity(rows)
 
     def _grow_capacity(self, rows: int) -> None:
-        """For so many rows of this rank's own."""
+        """Allocate for `rows` rows of this rank's own."""
         device = self.world.device
         self.rows = self.lines = rows
-        # Where there is no message there is no way back.
+        # Without step statistics there is no backward.
         self._table = torch.zeros(rows if self.words else 0, self.kernels.record_floats, device=device)
         self._at = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
         self._slots = torch.arange(rows, dtype=torch.int32, device=device)
@@ -64,7 +63,7 @@ class OwnRows(Transport):
 
 
 class KeptRows(OwnRows):
-    """Rows are drawn where they are, by ranks that go on together: all take the step, or none does."""
+    """Local rows of several ranks that take or skip each step together."""
 
     def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
         super().__init__(world, kernels, rows, capacity, words)
@@ -76,8 +75,8 @@ class KeptRows(OwnRows):
 
 
 class ReplicatedRows(OwnRows):
-    """Rows are drawn where they are, and told, with their gradients, to all other ranks, which hold the same points:
-    each then takes the same step."""
+    """Local rows, gathered with their gradients on all ranks. All ranks hold the same points, so each takes the same
+    step."""
 
     def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
         super().__init__(world, kernels, rows, capacity, words)
@@ -92,11 +91,11 @@ class ReplicatedRows(OwnRows):
 
 
 class PeerReplicas(OwnRows):
-    """Rows are drawn where they are, and written, with their gradients, into the memory of all ranks, which hold the
-    same points: each then takes the same step.
+    """Local rows, written with their gradients into the memory of all ranks. All ranks hold the same points, so each
+    takes the same step.
 
-    A step has two barriers: behind the first, at its begin, nobody reads what was written in the step before any more;
-    behind the second all have written. As many rows are written as there are: there is room for more.
+    A step has two barriers. After the first, at its begin, no rank still reads the rows of the step before; after the
+    second all ranks have written. Only valid rows are written; the capacity is larger.
 
     Raises:
         RuntimeError: there is no peer memory (see `PeerBuffer`).
@@ -106,7 +105,7 @@ class PeerReplicas(OwnRows):
 
     def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
         super().__init__(world, kernels, rows, capacity, words)
-        # So that each rank's lines of each array begin at a multiple of 16 bytes.
+        # Each rank's lines of each array must begin at a multiple of 16 bytes.
         self._most = -(-(rows + min(rows, _MOST_SPARE)) // 4) * 4
         self._replicas = kernels.replicas(world.size, self._most, world.device)
         first = [torch.zeros(world.size, words, dtype=torch.int64, device=world.device), *self._replicas.everyone]
@@ -117,7 +116,7 @@ class PeerReplicas(OwnRows):
         here, ranks = world.rank, range(world.size)
         own = [buffer.view(here, at, one.shape, one.dtype) for at, one in zip(starts, first, strict=False)]
         self._messages, self._replicas.everyone = own[0], own[1:]
-        # Where each rank keeps what this one tells, as numbers of 32 bits: [ranks][tensors].
+        # This rank's segment in each rank's memory, as 32-bit words: [ranks][tensors].
         shares = [one.nbytes // world.size for one in first]
         places = list(zip(starts, shares, strict=False))
         self._theirs = [
@@ -125,26 +124,25 @@ class PeerReplicas(OwnRows):
         ]
         addresses = [[one.data_ptr() for one in theirs[1:]] for theirs in self._theirs]
         self._places = torch.tensor(addresses, dtype=torch.int64, device=world.device)
-        self._line_bytes = 0  # of what is told of a row
+        self._line_bytes = 0  # bytes written per row
         self._side = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
 
     def fit(self, rows: int) -> bool:
-        """Serves steps of so many rows from now on, if there is room for them, and not far too much: ranks take 20 ms
-        to make another."""
+        """Adapt to `rows` rows, if the capacity suffices and is not far too large: a new transport takes 20 ms."""
         if not rows <= self._most <= 2 * rows + 2 * _MOST_SPARE:
             return False
         self._grow_capacity(rows)
         return True
 
     def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
-        # All ranks have got here, and so are done with what they were told last. Nobody waits for that while it draws.
+        # After this barrier no rank reads the last step's rows. Drawing does not wait for it.
         with self._beside():
             self._buffer.barrier(_BEGUN)
         return (yield from super().arrive(rows, counts, views, patches))
 
     @contextmanager
     def _beside(self) -> Generator[None]:
-        """A stream that goes on from here beside the current one; `bring_back` brings them together again."""
+        """Run on a side stream that forks from the current one; `bring_back` joins them again."""
         if self._side is None:
             yield
             return
@@ -167,5 +165,5 @@ class PeerReplicas(OwnRows):
         return Returned(everyone, records, self._messages, views)
 
     def written_bytes(self, steps: int, rows: int, sent: int) -> int:
-        """See `Transport`; there has been a step before."""
+        """Return the bytes written; see `Transport`. Requires a completed step."""
         return steps * (self.world.size - 1) * (self._messages[0].nbytes + rows * self._line_bytes)

@@ -18,7 +18,7 @@ Split = Sequence[Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Route(ABC):
-    """Which rows go where.
+    """Routes of rows to other ranks.
 
     Attributes:
         arriving: [owner][view] how many rows come from each, of each view.
@@ -29,7 +29,7 @@ class Route(ABC):
     first_id: int
 
     def there(self, rows: Tensor, world: World, code: Code | None = None) -> Tensor:
-        """[M, columns] -> [K, columns] what arrives of them, in the order of (view, owner, row there).
+        """Exchange rows [M, columns] -> received rows [K, columns] in the order of (view, owner, row there).
 
         Args:
             code: how they are written where they leave this rank, or its machine; None for as they are.
@@ -40,7 +40,7 @@ class Route(ABC):
         return torch.cat([rows[:0], *(of_owner[view] for view in views for of_owner in pieces)])
 
     def back(self, grads: Tensor, total: Tensor, world: World, code: Code | None = None) -> None:
-        """Adds [K, columns] gradients of what arrived to the [M, columns] of the rows; `code` as above."""
+        """Add [K, columns] gradients of received rows to the [M, columns] of the rows; `code` as above."""
         views, owners = len(self.arriving[0]), len(self.arriving)
         pieces = grads.split([self.arriving[owner][view] for view in range(views) for owner in range(owners)])
         by_owner = [torch.cat([grads[:0], *pieces[owner::owners]]) for owner in range(owners)]
@@ -52,7 +52,7 @@ class Route(ABC):
 
     @abstractmethod
     def _back(self, by_owner: Sequence[Tensor], total: Tensor, world: World, code: Code | None) -> None:
-        """Adds gradients by owner to [M, columns], those of this rank's rows."""
+        """Add gradients by owner to [M, columns], those of this rank's rows."""
 
     def _by_view(self, arrived: Tensor, owner: int) -> Sequence[Tensor]:
         return arrived.split(list(self.arriving[owner]))
@@ -156,7 +156,7 @@ def cross(leaving: Sequence[Tensor], arriving: Sequence[int], world: World, code
 
 
 def _add(total: Tensor, parts: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Adds parts to [rows, columns], each of them rows' numbers and what is to be added there."""
+    """Add parts to [rows, columns], each of them rows' numbers and what is to be added there."""
     # A part after the other, each row at most once in it: the same bits on every run, also on a GPU.
     for chosen, piece in parts:
         total.index_add_(0, chosen, piece)

@@ -1,4 +1,4 @@
-"""What carries rows between ranks, and their gradients back, in a step that reads nothing back."""
+"""Interface of transports: exchange of rows and their gradients in fused steps, which read nothing back to the host."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
@@ -16,22 +16,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Collective:
-    """Something that a step needs launched by itself: no CUDA graph holds it.
+    """Operation that a step must launch outside of CUDA graphs.
 
     Attributes:
-        launch: does it, on the current stream, without waiting for the device.
+        launch: enqueues it on the current stream, without waiting for the device.
     """
 
     launch: Callable[[], object]
 
 
 Parts = Generator[Collective, None, T]
-"""Work that is given to the device as it is gone through. It yields what has to be launched in between; what lies
-between two of these can be captured in a CUDA graph. T is what it returns."""
+"""Work that is enqueued on the device as the generator advances. It yields the operations to launch in between; the
+work between two of them can be captured in a CUDA graph. T is its result."""
 
 
 def launched(parts: Parts[T]) -> T:
-    """Goes through work that is not captured; returns what it returns."""
+    """Run work without capture; return its result."""
     while True:
         try:
             collective = next(parts)
@@ -42,13 +42,13 @@ def launched(parts: Parts[T]) -> T:
 
 @dataclass(frozen=True)
 class Returned:
-    """What an owner's update works with.
+    """Inputs of an owner's update.
 
     Attributes:
-        rows: of its points: its own, or where replicas have told each other all ranks', a segment each.
+        rows: of its points: its own, or all ranks' rows with replicas, one segment per rank.
         records: the rows' gradients.
-        messages: [ranks, words] int64, everybody's.
-        finite_flag_views: the views of the batch that this rank drew, where there are rows of other ranks; else None.
+        messages: [ranks, words] int64, the step statistics of all ranks.
+        finite_flag_views: the views of the batch that this rank drew, if there are rows of other ranks; else None.
     """
 
     rows: Rows
@@ -58,25 +58,25 @@ class Returned:
 
 
 class Transport(ABC):
-    """One rank's side; every rank makes one and calls its methods in the order below, once a step; `leave` only where
-    rows travel.
+    """One rank's side of the exchange. Every rank makes one and calls its methods in the order below, once a step;
+    `leave` only if rows are exchanged.
 
     Args:
         world: the ranks. kernels: they lay records out.
         rows: lines of this rank's own rows.
         capacity: rows of the segment of each pair of ranks, or one number for all of them.
-        numbers: that each rank counts, where that is not one for each rank.
-        words: int64 numbers of a rank's message at the end of a step; 0 for none.
+        numbers: counts per rank, if not one for each rank.
+        words: int64 numbers of a rank's step statistics; 0 for none.
 
     Attributes:
-        travels: whether rows do.
-        lasts: whether it serves on when a step is made anew: ranks have to meet for another.
+        travels: True if rows are exchanged.
+        lasts: True if it is reused when a step is rebuilt: a new one needs a rendezvous of all ranks.
         pairs: capacities by pair. capacity: the largest of them.
-        lines: of what arrives from each source; of the one that sends most, where they differ.
-        directions: how many ways its rows can take. ways: by rank, which of them they take to there; ranks may share
+        lines: received lines per source; the maximum, if they differ.
+        directions: number of destinations of its rows. ways: by rank, the index of its destination; ranks may share
             one.
-        room: of each number that a step counts how much there is room for: first the rows that take each way.
-        stays: which of these numbers are rows that do not leave this rank.
+        room: capacity of each number that a step counts, first of the rows per destination.
+        stays: index of the local rows among these numbers.
     """
 
     travels: ClassVar[bool] = True
@@ -94,42 +94,42 @@ class Transport(ABC):
         self.stays = world.rank
 
     def fit(self, rows: int) -> bool:
-        """Serve steps of so many rows of this rank from now on, if the buffers allow it; return whether they do."""
+        """Adapt to `rows` rows of this rank from now on, if the buffers allow it; return True on success."""
         return False
 
     def written_bytes(self, steps: int, rows: int, sent: int) -> int:
         """Return the bytes that this rank wrote into other ranks' memory; collectives count their own.
 
         Args:
-            steps: that were taken. rows: of this rank in each. sent: that went to other ranks, in all.
+            steps: completed steps. rows: of this rank in each. sent: rows sent to other ranks, in all.
         """
         return 0
 
     @abstractmethod
     def leave(self, rows: Rows, place: Tensor) -> None:
-        """Send the rows off to where `place` [ways, rows] says."""
+        """Send the rows to the lines `place` [ways, rows]."""
 
     @abstractmethod
     def arrive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Arrived]:
-        """What arrived here when all have sent all of their rows.
+        """Wait for all ranks' rows and return those that this rank received.
 
         Args:
             rows: this rank's.
-            counts: [numbers] int64, first how many of them took each way; the other numbers are written.
-            views: that the rows are of.
-            patches: 6 integers for each that is drawn (rank, view, x0, y0, x1, y1), halo included.
+            counts: [numbers] int64, first the rows per destination; the other numbers are written.
+            views: number of views of the rows.
+            patches: 6 integers per drawn patch (rank, view, x0, y0, x1, y1), halo included.
         """
 
     @abstractmethod
     def sinks(self, owners: Tensor, slots: Tensor) -> Sinks:
-        """Where the gradients of what arrived are to be added; all zero now."""
+        """Return the destinations of the received rows' gradients, zeroed."""
 
     @abstractmethod
     def bring_back(self, rows: Rows, place: Tensor, message: Tensor, views: range) -> Parts[Returned]:
-        """Brings gradients to the rows' owners.
+        """Return gradients to the rows' owners.
 
         Args:
             rows, place: as given to `leave`.
-            message: [words] int64 for everybody.
-            views: positions in the batch of the views that the rows are of.
+            message: [words] int64, step statistics gathered on all ranks.
+            views: positions in the batch of the rows' views.
         """

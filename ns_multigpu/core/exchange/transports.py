@@ -1,10 +1,10 @@
-"""How rows of splats get from the ranks that own their points to those that draw them, and their gradients back.
+"""Exchange of splat rows from owners to the ranks that draw them, and of gradients back.
 
-Rows travel in segments, one for each pair of ranks, whose capacities are known beforehand, so that nobody has to tell
-anybody how many there are before they leave; the counts travel beside them and stay on the device.
+Rows are sent in segments, one for each pair of ranks. Capacities are known beforehand, so no counts are exchanged
+before the rows. The counts are sent with them and stay on the device.
 
-A transport carries the legs of a step that reads nothing back (see `legs` for the legs' other face). Which one serves
-follows from a strategy's legs and from what the machine has: `make_transport`.
+A transport implements the legs of a fused step (see `legs` for their differentiable form). `make_transport` chooses it
+by a strategy's legs and the machine.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ _ALIGN = 256
 
 
 class CollectiveRows(Transport):
-    """All-to-all, with sizes of its own for each pair of ranks: between machines, and on CPU. What a rank owns and
-    draws does not pass through the buffer.
+    """All-to-all with sizes per pair of ranks: between machines, and on CPU. Rows that a rank owns and draws bypass the
+    buffer.
 
     Args:
-        half: what can be travels in float16 (`RowWire`).
-        slots: rows bring their line at their owner, for `SortedLists`. All pairs then have the room of the largest:
-            lists that are sorted over all ranks count lines so.
+        half: send as float16 where possible (`RowWire`).
+        slots: rows carry their line at their owner, for `SortedLists`. All pairs then have the largest capacity: lists
+            sorted over all ranks number lines so.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class CollectiveRows(Transport):
         leaving = [self.pairs[here][rank] for rank in ranks]
         coming = [self.pairs[rank][here] for rank in ranks]
         self.lines = max(coming)
-        # What leaves, what comes. Gradients come where rows left from, and leave from where they came.
+        # Sent, then received segments. Gradients use the same memory in the reverse direction.
         wire = kernels.wire(half=half, slots=slots)
         self._leaving, self._coming = _but(leaving, here), _but(coming, here)
         self._out = wire.row_words * sum(self._leaving)
         self._end = self._out + wire.row_words * sum(self._coming)
         self._wire = torch.zeros(self._end, dtype=torch.int32, device=device)
-        self._stay = torch.empty(0)  # [rows] where own rows stay, as `leave` was told
+        self._stay = torch.empty(0)  # [rows] lines of local rows, set by `leave`
         self._leave_at = self._segments(self._leaving, 0, wire.row_words)
         self._come_at = self._segments(self._coming, self._out, wire.row_words)
-        lines = sum(coming) if words else 0  # with no message there is no way back
+        lines = sum(coming) if words else 0  # without step statistics there is no backward
         self._sums = torch.zeros(lines, kernels.record_floats, device=device)
         own = sum(coming[:here])
         self._own = self._sums[own : own + coming[here]]
@@ -71,7 +71,7 @@ class CollectiveRows(Transport):
 
     @property
     def step_bytes(self) -> int:
-        """What this rank sends to others in a step."""
+        """Return the bytes that this rank sends to others in a step."""
         wire = self._format
         return step_bytes(self.pairs, self.world.rank, 4 * wire.row_words, 4 * wire.gradient_words, self.words)
 
@@ -121,7 +121,7 @@ class CollectiveRows(Transport):
         all_to_all_parts(into, out, *parts, self.world)
 
     def _segments(self, rows: list[int], first: int, words: int) -> WireSegments:
-        """Segments of others one behind the other, from word `first` on."""
+        """Return consecutive segments of the other ranks, from word `first` on."""
         starts = list(accumulate((words * n for n in rows), initial=first))[:-1]
         rank = self.world.rank
         starts[rank] = STAYS
@@ -129,13 +129,14 @@ class CollectiveRows(Transport):
 
 
 class PeerRows(Transport):
-    """Rows are written into the other GPUs' memory. Drawing adds each gradient to the owner's record over the link.
+    """Peer-memory transport: rows are written into the other GPUs' memory. Drawing adds each gradient to the owner's
+    record over the link.
 
-    All segments have the room of the largest pair: what is not written does not travel either.
+    All segments have the largest pair's capacity: unwritten lines are not transferred.
 
-    A step has two barriers, which the devices pass without their hosts: one after the rows, one after the gradients. A
-    rank writes rows only after the second barrier of the step before, when nobody reads the last ones any more, and
-    zeroes the records that gradients are added to only before the first, when nobody adds to them.
+    A step has two barriers on the devices, without the hosts: one after the rows, one after the gradients. A rank
+    writes rows only after the second barrier of the step before, when no rank reads the old ones. It zeroes gradient
+    records only before the first barrier, when no rank adds to them.
     """
 
     def __init__(self, world: World, kernels: Kernels, rows: int, capacity: int | Pairs, words: int) -> None:
@@ -190,11 +191,11 @@ def make_transport(
     rows_leg: RowLeg, gradient_leg: GradientLeg, world: World, kernels: Kernels, rows: int, capacity: int | Pairs,
     words: int, *, peer: bool, half: bool = False, slots: bool = False,
 ) -> Transport:  # fmt: skip
-    """The transport that carries these legs.
+    """Return the transport that implements these legs.
 
     Args:
         rows, capacity, words: see `Transport`.
-        peer: whether the ranks of a machine reach each other's memory; of replicas, whether all ranks do.
+        peer: True if the ranks of a machine share peer memory; with replicas, if all ranks do.
         half, slots: see `CollectiveRows`.
     """
     shape = (world, kernels, rows, capacity, words)
@@ -208,15 +209,15 @@ def make_transport(
 
 
 def relays_serve(rows_leg: RowLeg, world: World, *, peer: bool) -> bool:
-    """Whether rows of fused steps are handed on over several machines, where lists are not sorted over all ranks.
+    """Return True if fused steps forward rows by relays: several machines, and no lists sorted over all ranks.
 
     Args:
-        peer: whether the ranks of a machine reach each other's memory.
+        peer: True if the ranks of a machine share peer memory.
     """
     wanted = peer if rows_leg.relays is None else rows_leg.relays
     return wanted and Relays.of(world) is not None
 
 
 def _but(numbers: list[int], rank: int) -> list[int]:
-    """The numbers with zero for this rank."""
+    """Return the numbers with zero for this rank."""
     return [*numbers[:rank], 0, *numbers[rank + 1 :]]

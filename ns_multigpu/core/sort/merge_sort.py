@@ -69,7 +69,7 @@ class Merge:
 
     @property
     def result(self) -> Run:
-        """What they become."""
+        """Result of the merge."""
         length, ranks = self.left.length + self.right.length, self.right.end - self.left.first
         bounds = [rank * length // ranks for rank in range(ranks + 1)]
         return Run(self.left.first, tuple(b - a for a, b in pairwise(bounds)))
@@ -87,7 +87,7 @@ def merge_levels(counts: Sequence[int]) -> list[list[Merge]]:
 
 
 def merge_sort(keys: Tensor, values: Tensor, world: World) -> tuple[Tensor, Tensor]:
-    """Sorts all ranks' pairs by key. Stable: equal keys stay in the order of their ranks, then of their rows.
+    """Sort all ranks' pairs by key. Stable: equal keys stay in the order of their ranks, then of their rows.
 
     Every rank calls it. It reads keys back to the host, two at each step of a search.
 
@@ -127,7 +127,7 @@ class _Diagonal:
 
     @property
     def open(self) -> bool:
-        """Whether it is still searched."""
+        """True if it is still searched."""
         return self.lo < self.hi
 
     def reads(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -168,7 +168,7 @@ def _search(keys: Tensor, merges: Sequence[Merge], world: World) -> list[list[in
 def _merge(
     keys: Tensor, values: Tensor, merges: Sequence[Merge], starts: Sequence[Sequence[int]], world: World
 ) -> tuple[Tensor, Tensor]:
-    """Brings each rank the ranges of the two runs that its piece of the merged is made of, and merges them."""
+    """Send each rank the ranges of the two runs that make its part of the result, and merge them."""
     # By rank: of which runs it gets which ranges. A rank whose run waits for a partner keeps what it has.
     parts: dict[int, list[tuple[Run, int, int]]] = {}
     for merge, lefts in zip(merges, starts, strict=True):
@@ -181,7 +181,7 @@ def _merge(
             ]
 
     def pieces(source: int, reader: int) -> list[tuple[int, int]]:
-        """What `source` sends to `reader`, left run first; it holds a piece of only one of the two."""
+        """Return the parts that `source` sends to `reader`, left run first; it holds a part of only one of the two."""
         if reader not in parts:
             return [(0, len(keys))] if source == reader == world.rank else []
         return [run.piece(source, first, end) for run, first, end in parts[reader]]
@@ -198,7 +198,7 @@ def _merge(
 
 
 def merge_runs(keys: Tensor, values: Tensor, left: int) -> tuple[Tensor, Tensor]:
-    """Merges the sorted first `left` pairs with the sorted rest, stably; every element finds its place by itself."""
+    """Merge the sorted first `left` pairs with the sorted rest, stably; every element finds its place by itself."""
     a, b = keys[:left].contiguous(), keys[left:].contiguous()
     place = torch.cat(
         [

@@ -22,18 +22,18 @@ _ALIGNMENT = 256
 
 
 class SharedMemory(Protocol):
-    """What is used of `core.peer_memory.PeerBuffer`."""
+    """Required subset of `core.peer_memory.PeerBuffer`."""
 
     local: Tensor
     addresses: list[int]
 
     def barrier(self) -> None:
-        """Makes the current stream wait until every rank's has come here."""
+        """Make the current stream wait until every rank's has come here."""
         ...
 
 
 class SortBuffers:
-    """Room for `capacity` pairs a rank, twice: what the levels of a sort are merged between.
+    """Double buffer of `capacity` pairs per rank, between which the levels of a sort merge.
 
     Args:
         memory: this rank's and the others' buffers, at least `SortBuffers.size(capacity, ranks)` bytes.
@@ -58,7 +58,7 @@ class SortBuffers:
         self._keys = [sum(starts[:1]), sum(starts[:2])]
         self._values = [sum(starts[:3]), sum(starts[:4])]
         self.counts = memory.local[: 8 * ranks].view(torch.int64)
-        """How many pairs each rank has, [ranks]: every rank writes its own on all."""
+        """Number of pairs of each rank, [ranks]: every rank writes its own on all."""
 
     @staticmethod
     def size(capacity: int, ranks: int) -> int:
@@ -75,12 +75,12 @@ class SortBuffers:
         )
 
     def addresses(self, halves: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Where each rank's keys and values lie, in the half that is given for it."""
+        """Return the addresses of each rank's keys and values, in the half that is given for it."""
         places = list(zip(self.memory.addresses, halves, strict=True))
         return [at + self._keys[half] for at, half in places], [at + self._values[half] for at, half in places]
 
     def count_addresses(self, rank: int) -> list[int]:
-        """Where on each rank the count of `rank` is kept."""
+        """Return the address on each rank of the count of `rank`."""
         return [at + 8 * rank for at in self.memory.addresses]
 
 
@@ -121,7 +121,7 @@ def peer_merge_sort(
     begin_bit: int = 0,
     end_bit: int = 64,
 ) -> SortedPairs:
-    """Sorts all ranks' pairs by key. Stable: equal keys stay in the order of their ranks, then of their lines.
+    """Sort all ranks' pairs by key. Stable: equal keys stay in the order of their ranks, then of their lines.
 
     Every rank calls it, with buffers on all or on none. With buffers it waits for no device; all that uses them belongs
     on one stream. Without, it reads counts and keys back to the host, many times.
@@ -149,7 +149,7 @@ def peer_merge_sort(
     if keys.shape != (buffers.capacity,):
         raise ValueError(f"peer_merge_sort: keys {list(keys.shape)} in buffers of [{buffers.capacity}].")
     memory = buffers.memory
-    memory.barrier()  # nobody still reads what an earlier sort has left
+    memory.barrier()  # no rank still reads an earlier sort's data
     ops.sort_pairs(keys, values, count, begin_bit, end_bit, buffers.pairs(0))
     ops.publish_count(count, buffers.count_addresses(world.rank), buffers.capacity)
     memory.barrier()

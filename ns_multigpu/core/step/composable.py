@@ -1,4 +1,4 @@
-"""Which strategies a step that reads nothing back can be composed for."""
+"""Check of a strategy's support for fused steps, which read nothing back."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,5 +26,5 @@ def unsupported_reason(strategy: Strategy, batch: int) -> str | None:
 
 
 def follow_each_other(positions: Sequence[int]) -> bool:
-    """Whether these are one stretch of positions."""
+    """Return True if these are one stretch of positions."""
     return len(positions) > 0 and list(positions) == list(range(positions[0], positions[-1] + 1))

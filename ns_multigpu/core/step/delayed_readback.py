@@ -1,4 +1,4 @@
-"""Counts of work that reach the host some steps after the device has made them, so that no step waits for them."""
+"""Counts of work that are read back some steps after the device has computed them, so that no step waits for them."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class _Counts:
 
 
 class DelayedReadback:
-    """What `Step.learnt` says of each step, learnt a fixed number of steps later: on all ranks the same then.
+    """Delayed readback of each step's counts, a fixed number of steps later: on all ranks at the same step.
 
     Args:
         learn: what learns, given views and counts: `Assignment.learn`.
@@ -33,7 +33,7 @@ class DelayedReadback:
         self._waiting: deque[_Counts] = deque()
 
     def send(self, views: Sequence[View], counts: Tensor) -> None:
-        """Sends a step's counts off, on the current stream.
+        """Send a step's counts off, on the current stream.
 
         Args:
             views: of the step.

@@ -5,7 +5,7 @@ difference of disparities, times the scene's size. A keypoint is where the point
 where the image's feature was found: so it follows the view's resolution, its undistorted camera and its pose.
 
 There, depths are interpolated between pixels' middles, and the disparity is that of the result. Here, disparities are
-interpolated: over a plane that is exact, and beside a hole it stays bounded.
+interpolated: over a plane that is exact, and next to a hole it stays bounded.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from ns_multigpu.core.types import Pixels, View
 
 
 class Keypoints(NamedTuple):
-    """Where a view observes points.
+    """Positions in a view of observed points.
 
     Attributes:
         places: [K, 2] x and y in pixels of the view; 0 of what is not `inside`.
@@ -49,13 +49,13 @@ def keypoints(view: View) -> Keypoints:
 
 
 def disparities_at(pixels: Pixels, view: View, places: Tensor) -> Tensor:
-    """What a patch shows at places of its view, between pixels' middles bilinearly.
+    """Return a patch's disparities at positions in its view, bilinear between pixel centres.
 
     Args:
         pixels: with depth; where it is 0, as where nothing is drawn, the disparity is 0.
         view: the patch's.
-        places: [K, 2] x and y in pixels of the view. The patch's rendered rectangle must reach the next pixel on each
-            side, unless the image ends there; elsewhere what is returned means nothing.
+        places: [K, 2] x and y in pixels of the view. The patch's rendered rectangle must include the next pixel on each
+            side, unless the image ends there; otherwise the result is undefined.
 
     Returns:
         [K] 1 / depth, differentiable by the depth.

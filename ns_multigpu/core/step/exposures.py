@@ -1,4 +1,4 @@
-"""Exposure: an affine map of colours for each training view, learnt beside the points: a matrix and an offset for
+"""Exposure: an affine map of colours for each training view, trained with the points: a matrix and an offset for
 each image, as Kerbl et al. 2024 have them (A Hierarchical 3D Gaussian Representation for Real-Time Rendering).
 
 A camera that chooses its exposure and white balance anew for each photograph shows one surface in many colours. Points
@@ -103,7 +103,7 @@ class StepExposures:
 
     @property
     def words(self) -> int:
-        """Numbers of what a rank tells of them: see `told`."""
+        """Number of words that a rank publishes: see `told`."""
         return words_of(self.views)
 
     def told(self) -> Tensor:
@@ -111,10 +111,10 @@ class StepExposures:
         return self._sums.view(-1).view(torch.int64)
 
     def step(self, told: Tensor, scalars: Tensor) -> None:
-        """Takes Adam's step.
+        """Take Adam's step.
 
         Args:
-            told: [ranks, words] int64, what each rank told.
+            told: [ranks, words] int64, published by each rank.
             scalars: [1, 8], see `cuda_ext.ops.optim.adam.adam_scalars`; of no step where the step is not to count.
         """
         sums = told.contiguous().view(torch.float32).sum(0).view(self.views, 12)

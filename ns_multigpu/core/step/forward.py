@@ -1,7 +1,7 @@
 """Pictures of one view, drawn by all ranks with the first half of a step (`forward_pass`): no loss and no way back.
 
 Nothing is read back before the picture is made. Then all ranks look once: whether every capacity sufficed, and how much
-work each row of tiles was. If one did not, all make room and draw again.
+work each row of tiles was. If one did not, all grow their buffers and draw again.
 
 Where pixels are whole a view is cut into bands of rows of tiles, one a rank, of equal work in the view before. Where
 every rank has all points that costs nothing but the cut: no loss is computed, so that nobody needs a halo, and no
@@ -30,7 +30,7 @@ from ns_multigpu.core.strategy import Strategy
 from ns_multigpu.core.types import TILE, Patch, Pixels, Points, View
 
 _ROWS_AT_FIRST = 1 << 16
-"""Rows of a rank that the first picture has room for: one that needs more is drawn again."""
+"""Row capacity per rank of the first picture; one that needs more is drawn again."""
 _HEAD = 3
 """Numbers of a rank's message before those by rank and by row of tiles: failed, rows, intersections."""
 
@@ -48,13 +48,13 @@ class _Room:
     intersections: int
 
     def after(self, told: Sequence[Sequence[int]]) -> "_Room":
-        """What the next picture has room for, when this one needed that much."""
+        """Return the capacities of the next picture, after one with these needs."""
         ranks = len(told)
         pairs = tuple(tuple(padded(count) for count in row[_HEAD : _HEAD + ranks]) for row in told)
         return _Room(padded(max(row[1] for row in told)), pairs, padded(max(row[2] for row in told)))
 
     def holds(self, told: Sequence[Sequence[int]]) -> bool:
-        """Whether it was enough on all ranks."""
+        """Return True if it was enough on all ranks."""
         return all(
             row[1] <= self.rows
             and row[2] <= self.intersections
@@ -77,12 +77,12 @@ class Forward:
 
     @staticmethod
     def serves(strategy: Strategy) -> bool:
-        """Whether the strategy's rows and pixels have operators."""
+        """Return True if the strategy's rows and pixels have operators."""
         return strategy.rows.unsupported_reason is None and strategy.pixels.unsupported_reason is None
 
     @torch.no_grad()
     def draw(self, kernels: Kernels, points: Points, view: View, passes: int = 1) -> tuple[Plan, list[Pixels]]:
-        """Draws a view.
+        """Draw a view.
 
         Args:
             kernels: the primitive's, with depth.
@@ -95,7 +95,7 @@ class Forward:
         Raises:
             CapacityExceeded: on all ranks; more passes may help.
         """
-        # Nobody reads the moments: no step is put off.
+        # The moments are not read: no step is deferred.
         params = points.params
         model = kernels.model(params, {name: (params[name], params[name]) for name in kernels.parameters}, {}, None)
         work = [0] * _tile_rows(view)
@@ -111,7 +111,7 @@ class Forward:
         return Plan.of(owned), pixels
 
     def _plans(self, view: View, passes: int) -> list[Plan]:
-        """Who draws what in each pass."""
+        """Return the plan of each pass."""
         ranks = self._world.size
         if self._strategy.pixels.whole:
             bands = cut(view, ranks * passes, self._work)
@@ -137,7 +137,7 @@ class Forward:
 
 
 class _Try:
-    """One pass over a view, with whatever room there is."""
+    """Run one pass over a view with the given capacities."""
 
     def __init__(self, strategy: Strategy, kernels: Kernels, model: Model, view: View, plan: Plan) -> None:
         self._strategy, self._kernels, self._model, self._view, self._plan = strategy, kernels, model, view, plan
@@ -146,7 +146,8 @@ class _Try:
         self._short = False  # whether this rank's memory did not suffice
 
     def run(self, room: _Room) -> tuple[list[Pixels], list[list[int]]]:
-        """What was drawn here, and what every rank tells: `_HEAD` numbers, rows for each rank, work by row of tiles."""
+        """Return this rank's pixels, and every rank's counts: `_HEAD` numbers, rows for each rank, work by row of
+        tiles."""
         device, ranks = self._world.device, self._world.size
         words = _HEAD + ranks + _tile_rows(self._view)
         message = torch.zeros(words, dtype=torch.int64, device=device)
@@ -185,7 +186,7 @@ class _Try:
             return None
 
     def _fails(self, exchanged: bool) -> bool:
-        """Whether memory did not suffice on this rank, or before an exchange on any."""
+        """Return True if memory did not suffice on this rank, or before an exchange on any."""
         return max_int(int(self._short), self._world) > 0 if exchanged and self._world.size > 1 else self._short
 
     def _cameras(self) -> Cameras:
@@ -200,7 +201,7 @@ class _Try:
         return ForwardPass(self._strategy, self._kernels, transport, lists, room.rows)
 
     def _tell(self, rows: Rows, counts: torch.Tensor, drawing: Drawing, message: torch.Tensor) -> None:
-        """Sets what this rank tells of its rows and lists."""
+        """Set the counts of rows and lists that this rank publishes."""
         ranks, (offsets, _, met) = self._world.size, drawing.lists
         message[1:2] = rows.count
         message[_HEAD : _HEAD + ranks] = counts
@@ -230,7 +231,7 @@ class _Try:
 
 
 def _rows_of(plan: Plan, band: Patch) -> Plan:
-    """What of a plan lies in a band of whole rows of tiles."""
+    """Return the part of a plan in a band of whole rows of tiles."""
 
     def within(patches: Sequence[Patch]) -> tuple[Patch, ...]:
         cut_ = (replace(p, y0=max(p.y0, band.y0), y1=min(p.y1, band.y1)) for p in patches)

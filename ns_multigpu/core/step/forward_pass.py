@@ -37,7 +37,7 @@ class ForwardPass:
     """Forward pass of one rank for batches of views.
 
     Args:
-        strategy: its legs bring their operators.
+        strategy: its legs provide the operators.
         kernels: the primitive's.
         transport: of rows. lists: finds each tile's rows.
         capacity: rows of this rank's own points.

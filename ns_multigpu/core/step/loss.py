@@ -16,7 +16,7 @@ def photometric_loss(rgb: Tensor, target: Tensor, patch: Patch, view: View, ssim
     Args:
         rgb: [h, w, 3] the rendered rectangle, halo included, in [0, 1].
         target: [h, w, 3] the image there, uint8 or float in [0, 1].
-        patch: the patch; `patch.halo` must reach SSIM_HALO wherever the patch does not end at the image's border.
+        patch: the patch; `patch.halo` must be at least SSIM_HALO wherever the patch does not end at the image's border.
         view: the view it is cut from.
         ssim_lambda: weight of the SSIM term.
 

@@ -32,7 +32,7 @@ class PatchLosses:
     def add(
         self, drawn: Settled, own: Sequence[Patch], views: Sequence[View], targets: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Adds the losses of patches; returns their renderings, one a patch, without halo [h, w, 3], and the gradients
+        """Add the losses of patches; return their renderings, one a patch, without halo [h, w, 3], and the gradients
         by colour [P, 3] and alpha [P], which are zero in halos.
 
         Args:
@@ -79,7 +79,7 @@ def loss_weights(
 def share_of_mse(
     images: Sequence[Tensor], targets: Sequence[Tensor], patches: Sequence[Patch], view: View, views: int
 ) -> Tensor:
-    """What patches contribute [] to a batch's mean squared error.
+    """Return the patches' contribution [] to a batch's mean squared error.
 
     Args:
         images: renderings [h, w, 3], without halo. targets: see `PatchLosses.add`. patches: which they are.

@@ -1,12 +1,12 @@
 """The one step of training: from points to pixels to loss, and back to points that have taken Adam's step.
 
-    points -> project -> rows -> [rows travel] -> lists -> draw -> [pixels travel] -> loss on the pixels owned here
-    and back: loss -> [pixels' gradients travel] -> draw back -> [gradients travel to the points] -> gate -> update
+    points -> project -> rows -> [exchange rows] -> lists -> draw -> [exchange pixels] -> loss on the pixels owned here
+    and back: loss -> [return pixels' gradients] -> draw back -> [return rows' gradients] -> gate -> update
 
-A strategy says who draws what and what travels; a primitive's kernels say what a row is. Nothing is read back to the
+A strategy defines drawing ranks and exchanges; a primitive's kernels define rows. Nothing is read back to the
 host. So the numbers of rows and of intersections are known on the device alone, and both have a capacity. Where one is
 exceeded on any rank the step, and all that follow it, leave parameters, moments and statistics as they are on all ranks
-(`Status.done` stops counting); the host finds out when it looks, makes room, and takes them again.
+(`Status.done` stops counting); the host detects that at the next readback, grows the capacity, and retries them.
 
 What a rank draws it draws with a halo of one tile, so that the gradient of its own pixels is whole
 (`cuda_ext.band_loss`); what arrives is ordered by owner and row, so that splats of equal depth blend as in `single`.
@@ -58,8 +58,8 @@ class Step:
         settings: see there.
         strategy: how the step is spread. Views that it splats points for follow each other in the batch.
         transport: for `settings.rows`, `settings.segment` and `settings.words`; of `make_transport`.
-        lazy: put off the steps of points that are not drawn, and keep them there (see `cuda_ext.LazyAdam`, also for
-            which options of Adam). A step made anew before a flush goes on from that of the one before.
+        lazy: defer the steps of points that are not drawn (see `cuda_ext.LazyAdam`, also for
+            which options of Adam). A step rebuilt before a flush goes on from that of the one before.
         lists: how each tile's splats are found; `GatheredLists` unless given.
         measure: called with the name of each part (project, send, sort, raster, pixels, loss, backward, return,
             update), gives a context to do it in.
@@ -137,7 +137,7 @@ class Step:
         self._status, self._most = self._told[:6], self._told[6:]
         room = transport.room if travels else [0] * numbers
         self._room = torch.tensor(room, dtype=torch.int64, device=device)
-        # Of segments the message tells what is lacking: each pair has a capacity of its own.
+        # Step statistics report the missing capacity of segments: each pair has a capacity of its own.
         limits = [settings.rows, 0, settings.intersections]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
         self._losses = PatchLosses(settings, self.backgrounds, self.report, exposures)
@@ -145,11 +145,11 @@ class Step:
 
     @property
     def capturable(self) -> bool:
-        """Whether CUDA graphs can hold what lies between the collectives of `parts`."""
+        """True if CUDA graphs can hold what lies between the collectives of `parts`."""
         return self._capturable
 
     def take(self, plan: Plan, targets: Sequence[Tensor]) -> None:
-        """Takes a step as it is. Arguments as `parts`'."""
+        """Take a step as it is. Arguments as `parts`'."""
         self.rgb = launched(self.parts(plan, targets))
 
     @torch.no_grad()
@@ -231,7 +231,7 @@ class Step:
         return Cameras(self.viewmats[some], self.Ks[some], sizes, self.times[some])
 
     def flush(self) -> None:
-        """Takes the steps that were put off; until the next step everything is as it ought to be. All ranks do it."""
+        """Apply the deferred steps, so that parameters are current. Every rank calls it."""
         self._kernels.flush(self._model)
         if self._model.lazy is not None:
             self.refresh()
@@ -246,7 +246,7 @@ class Step:
         return self._status[4] == 0
 
     def status(self) -> Status:
-        """Waits for the device, says how far the steps have got, and starts counting anew."""
+        """Wait for the device, return the steps' progress, and reset the counters."""
         done, rows, _, intersections, full, sent, *segments = self._told.tolist()
         self._told.zero_()
         return Status(done, rows, tuple(segments), intersections, full > 0, sent)

@@ -1,4 +1,4 @@
-"""What a step depends on, what it reports, and how much room it begins with."""
+"""Settings of a step, its status, and its initial capacities."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -11,7 +11,7 @@ from ns_multigpu.core.step.exposures import words_of
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch
 
 HALO = TILE
-"""What a patch is drawn with beyond its own pixels: enough for the loss, and the tiles stay those of the image."""
+"""Halo of a drawn patch in pixels: enough for the loss, and tiles stay those of the image."""
 assert HALO >= 2 * SSIM_HALO
 GROUPS_FROM = 24 << 20
 """Points of a rank times the views that it splats them for, from which on groups are culled by their boxes. On an H200
@@ -21,16 +21,16 @@ the update of 8 million points (benchmarks/results/group-culling.md). With less 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step depends on besides parameters, cameras, plan and kernels; a change of any makes a new `Step`.
+    """Settings of a step besides parameters, cameras, plan and kernels; a change of any requires a new `Step`.
 
     Attributes:
         width, height: of every view, pixels.
         views: of the batch.
         ssim_lambda: see `photometric_loss`.
         rows: capacity of a rank's own rows.
-        segment: capacity of the rows that one rank sends to one other, where rows travel: of each pair, or one for all.
+        segment: capacity in rows of each pair of ranks, or one for all, if rows are exchanged.
         intersections: capacity of what a rank draws.
-        exposures: whether each view has a map of its colours, which is learnt (see `StepExposures`).
+        exposures: True if each view has a trained colour map (see `StepExposures`).
     """
 
     width: int
@@ -65,7 +65,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class Status:
-    """How far the steps have got since the last look.
+    """Progress of the steps since the last readback.
 
     Attributes:
         done: steps that were taken.
@@ -93,14 +93,14 @@ def with_halos(plan: Plan, width: int, height: int) -> Plan:
         whole = (patch.x0, patch.y0, patch.x1, patch.y1) == (0, 0, width, height)
         return Patch(patch.view, patch.x0, patch.y0, patch.x1, patch.y1, 0 if whole else HALO)
 
-    if plan.order:  # a halo of pixels that travel: no tile is drawn for it alone
+    if plan.order:  # a halo of exchanged pixels: no tile is drawn for it alone
         owned = [[replace(with_halo(p), halo=min(with_halo(p).halo, 2 * SSIM_HALO)) for p in of] for of in plan.owned]
         return replace(plan, owned=tuple(map(tuple, owned)))
     return Plan.of(*([map(with_halo, patches) for patches in of_ranks] for of_ranks in (plan.drawn, plan.owned)))
 
 
 def padded(count: int) -> int:
-    """A capacity for `count` rows or intersections, with room to grow."""
+    """Return a capacity for `count` rows or intersections, with spare for growth."""
     return max(1024, -(-int(count * 1.25) // 1024) * 1024)
 
 
@@ -109,7 +109,7 @@ def first_capacities(points: int, pixels: int, views: int, *, travels: bool) -> 
 
     Args:
         points: of this rank. pixels: of a view. views: that this rank splats its points for.
-        travels: whether rows travel.
+        travels: True if rows are exchanged.
     """
     rows = padded(points * views)
     tiles = -(-pixels // (TILE * TILE))

@@ -1,4 +1,4 @@
-"""What a rank tells all others at the end of a step that reads nothing back."""
+"""Step statistics that ranks gather at the end of a fused step, which reads nothing back."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from ns_multigpu.core.types import TILE, Patch, View
 
 
 class StepMessage:
-    """Makes a rank's message: how much room was needed, and what the assignment learns of the step.
+    """Write a rank's step statistics: needed capacities, and the assignment's counts of the step.
 
     Args:
         settings: the step's. pixels: its operators.
@@ -39,7 +39,7 @@ class StepMessage:
 
         Args:
             rows: of this rank's points.
-            numbers: of rows that go each way: how many, the room for them, and the most so far.
+            numbers: of rows that go each way: how many, their capacity, and the most so far.
             lists: of the tiles that were drawn.
             own: what this rank draws. first_view: the position in the batch of the first view of the rows.
             exposures: what is told of them at the end, if there are any.
@@ -58,7 +58,8 @@ class StepMessage:
         return message if exposures is None else torch.cat([message, exposures.told()])
 
     def _bands(self, own: Sequence[Patch], views: Sequence[View]) -> list[int]:
-        """Where the rows of tiles of this rank's bands stand, without halos, if they count: see `step_message`."""
+        """Return the positions of this rank's bands in rows of tiles, without halos, if they count: see
+        `step_message`."""
         bands: list[int] = []
         start = 0
         for patch in own if self._learns is Feedback.WORK else ():

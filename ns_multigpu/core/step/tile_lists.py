@@ -1,5 +1,5 @@
-"""Which splats each tile of a rank's patches has, nearest first: found by the rank that draws them, or by a sort of all
-splats of all views over all ranks (torch-dgx, section 4). Both give the same lists."""
+"""Lists of the splats of each tile of a rank's patches, nearest first. Found by the rank that draws them, or by a sort
+of all splats of all views over all ranks (torch-dgx, section 4). Both give the same lists."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class GatheredLists(TileLists):
     """Each rank intersects and sorts what it is about to draw.
 
     Args:
-        capacity: intersections that there is room for.
+        capacity: maximum number of intersections.
     """
 
     def __init__(self, kernels: Kernels, capacity: int) -> None:
@@ -60,7 +60,7 @@ class SortedLists(TileLists):
 
     Args:
         settings: the step's. world: the ranks.
-        lines: of what arrives from each rank: the transport's.
+        lines: received from each rank: the transport's.
         peer: sort in each other's memory, or by collectives (which wait for the device).
     """
 
