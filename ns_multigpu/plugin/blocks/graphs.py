@@ -179,7 +179,7 @@ class StepGraphs:
         self._captured, self._seen = {}, set()
 
     def at_once(self, plan: Hashable, steps: int) -> int:
-        """Return how many of `steps` consecutive steps with this plan the next call of `take` should run: all, or one."""
+        """Return how many of `steps` consecutive steps with this plan the next `take` should run: all, or one."""
         one = self._captured.get((plan, 1))
         worth = one is not None and len(one.chain) == 1 and one.replays >= WORTH_SEVERAL
         return steps if worth else 1

@@ -158,7 +158,7 @@ class PointStorage:
         return same
 
     def _fits(self, count: int, params: MutableMapping[str, Any], adam: AdamStep, sums: dict[str, Tensor]) -> bool:
-        """Return whether the storage has capacity for `count` points without much waste, and equal dtypes and shapes."""
+        """Return whether the storage has capacity for `count` points without much waste, and equal types."""
         if not self.has_capacity(count):
             return False
         here = [(x.dtype, x.shape[1:]) for x in self._all()]

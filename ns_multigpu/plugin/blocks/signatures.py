@@ -35,7 +35,7 @@ class Signatures:
         self._found.clear()
 
     def same(self, steps: range) -> None:
-        """Store the first step's signature for all `steps`; no property changes back, so equal ends imply equal steps."""
+        """Store the first step's signature for all `steps`: no property changes back, so equal ends suffice."""
         self._found.update(dict.fromkeys(steps, self(steps[0])))
 
     def enlarges(self, step: int) -> bool:

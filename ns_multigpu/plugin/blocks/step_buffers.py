@@ -159,7 +159,7 @@ class StepBuffers:
         return found
 
     def exchanges_in(self, part: str) -> bool:
-        """Return whether this part of a step exchanges data without a collective, which would be measured separately."""
+        """Return whether this part of a step exchanges data without a collective, which is timed separately."""
         return part in (("send", "return") if self.peer and self._world.size > 1 else ("return",) if self.tells else ())
 
     def count_traffic(self, status: Status) -> None:

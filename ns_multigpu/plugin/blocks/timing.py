@@ -76,7 +76,7 @@ class StepTimer:
         return self.cut()()
 
     def cut(self) -> Callable[[], dict[str, float]]:
-        """Reset the totals and return a function that computes, at any later time, the totals `take` would return now."""
+        """Reset the totals and return a function that later computes what `take` would return now."""
         events, seconds, steps, measured = self._events, self._seconds, self._steps, self._measured
         self._events, self._seconds, self._steps, self._measured = [], defaultdict(float), 0, 0
 
