@@ -16,7 +16,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 
 Manifest = dict[str, str]
-"""What a rank was started with: "option ..." , "version ..." and "source ..." to a short text each."""
+"""Start of a rank: "option ...", "version ..." and "source ..." mapped to a short text each."""
 
 _PACKAGES = ("ns_multigpu", "strategies", "cuda_ext")
 _SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
@@ -38,7 +38,7 @@ _PLACES = re.compile(r"(?:.*\.)?(?:data|output_dir|relative_model_dir|load_dir|l
 
 
 def manifest_of(config: Any) -> Manifest:
-    """What this process was started with.
+    """Return this process's options and versions.
 
     Args:
         config: the run's configuration, a dataclass.
@@ -57,7 +57,7 @@ def manifest_of(config: Any) -> Manifest:
 
 
 def options_of(config: Any) -> dict[str, str]:
-    """What decides a run's course, by option as it is typed; as texts.
+    """Return the options that influence a run's result, as typed, with their values as text.
 
     Args:
         config: the run's configuration, a dataclass.

@@ -60,11 +60,12 @@ class Config(Protocol):
 
 
 class WorkerLauncher:
-    """Stands in for the trainer in the process that the user started: its `train` runs `workers` trainers elsewhere.
+    """Replacement of the trainer in the process that the user started: `train` runs `workers` trainers in other
+    processes.
 
     Args:
         config: the run's. workers: how many.
-        abandon: called where the run is refused or stopped; it is to leave nothing if nothing has been trained.
+        abandon: called if the run is refused or stopped; it must remove the run's files if nothing has been trained.
     """
 
     def __init__(self, config: Config, workers: int, abandon: Callable[[], None] = lambda: None) -> None:
@@ -79,9 +80,9 @@ class WorkerLauncher:
         """Run the workers to their end.
 
         Raises:
-            InputError, SaveFailed: a worker found that what was asked for cannot be done, or could not save the model.
+            InputError, SaveFailed: an option or the capture is invalid, or a worker could not save the model.
             WorkerFailed: a worker ended with another error; the others have been ended too.
-            SystemExit: this process was told to stop (Ctrl-C, SIGTERM); no worker is left.
+            SystemExit: this process received Ctrl-C or SIGTERM; no worker is left.
         """
         try:
             run_workers(self.config, self.workers)
@@ -194,10 +195,10 @@ class Failure:
     """End of a worker, kept in a file for the process that started it.
 
     Attributes:
-        rank: whose.
-        time_ns: when, to tell the first failure from those that followed it.
-        plain: the name of its kind in `errors.PLAIN`, "" if it is none of them.
-        hopeless: whether another attempt would meet it again.
+        rank: the worker's rank.
+        time_ns: time of the failure, which distinguishes the first from those that it caused.
+        plain: its class's name in `errors.PLAIN`, "" if it is none of them.
+        hopeless: True if another attempt would fail alike.
         message: one or more lines for the user.
         report: the traceback.
     """
@@ -265,7 +266,7 @@ def _leave_record(error: BaseException, rank: int, folder: Path) -> None:
     message = str(error) if plain else f"{type(error).__name__}: {error}"
     report = "".join(traceback.format_exception(error))
     record = Failure(rank, time.time_ns(), plain, isinstance(error, _HOPELESS), message, report)
-    # Whole or not at all: this process may be ended while it writes, and whoever ends it reads.
+    # Write atomically: this process may be killed during the write, and its parent reads the file.
     begun = folder / f"begun-{rank}.json"
     begun.write_text(json.dumps(asdict(record)), "utf8")
     begun.replace(folder / f"failure-{rank}.json")

@@ -53,17 +53,17 @@ def enter_world(config: Any) -> World:
 
 
 def check_shared_folder(folder: Path, world: World, patience: float = _PATIENCE) -> None:
-    """Whether all machines see one run folder and can write there, for all write checkpoints. Every rank calls it.
+    """Check that all machines share one writable run folder, because all write checkpoints. Every rank calls it.
 
-    Rank 0 writes a file. Each other machine's first rank looks for it and writes one of its own, for which rank 0
-    looks. Nobody looks before a file is there: a network file system may remember for long that there was none.
+    Rank 0 writes a file. Each other machine's first rank waits for it and writes one of its own, for which rank 0
+    waits. A name is only looked up once its folder lists it: network file systems may cache a failed look-up for long.
 
     Args:
         folder: the run's, as this machine names it.
         patience: seconds that a file may take to show.
 
     Raises:
-        InputError: on every rank: a machine does not. It names the machine, the folder and the remedy.
+        InputError: on every rank, if a machine fails. It names the machine, the folder and the remedy.
     """
     if world.machines == 1:
         return
@@ -123,7 +123,7 @@ def _shows(path: Path, patience: float) -> bool:
 
 
 def device_kind(device: torch.device) -> str:
-    """What a rank computes with: the GPU's name and memory in GB; "" on a processor."""
+    """Return a rank's GPU name and memory in GB; "" on a CPU."""
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
@@ -151,9 +151,9 @@ def different_devices(kind: str, world: World) -> str:
 
 
 def restarts_in_vain(environment: Mapping[str, str]) -> str:
-    """A warning where torchrun was asked to restart and could not when a machine comes again, else "".
+    """Return a warning if torchrun was set to restart but cannot when a machine rejoins, else "".
 
-    Its agents keep the address of the store that they met at first, and tell nobody (pytorch/pytorch#135712).
+    Its agents keep the address of the first store and do not share a new one (pytorch/pytorch#135712).
 
     Args:
         environment: this process's.
@@ -170,7 +170,7 @@ def restarts_in_vain(environment: Mapping[str, str]) -> str:
 
 
 def machines_named(world: World) -> str:
-    """Which ranks are on which machine, for people; "" where there is one machine."""
+    """Return the assignment of ranks to machines, in words; "" on one machine."""
     if world.machines == 1:
         return ""
     listed = [f"{world.machine_name(n)} has {_span(world.ranks_of(n))}" for n in range(world.machines)]
@@ -178,7 +178,7 @@ def machines_named(world: World) -> str:
 
 
 def at_another_machine(world: World) -> str:
-    """What a machine's first rank says; "" for its others, and where rank 0 is, who says all else."""
+    """Return the message of another machine's first rank; "" for other ranks and on rank 0's machine."""
     if world.machine == 0 or world.local_rank:
         return ""
     here, ranks = world.machine_name(world.machine), _span(world.ranks_of(world.machine))

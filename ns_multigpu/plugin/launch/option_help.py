@@ -1,9 +1,9 @@
-"""Options that `--help` shows only where they have an effect.
+"""Options that `--help` shows only if they have an effect.
 
 A method's options are those of its dataclasses. Some have an effect only with one value of another option: those of one
-kind of point, of MCMC, of one strategy. They are marked where they are declared, with `Only`. `--help` leaves them out
-unless the command line gives that value, as in `ns-train splatfacto-batch --help --pipeline.model.primitive 2dgs`.
-A command line without `--help` may name all of them: a run that resumes takes the other option from its config.yml.
+primitive, of MCMC, of one strategy. They are marked with `Only` in their declaration. `--help` omits them unless the
+command line gives that value, as in `ns-train splatfacto-batch --help --pipeline.model.primitive 2dgs`. A command line
+without `--help` may name all of them: a run that resumes takes the other option from its config.yml.
 """
 
 from collections.abc import Sequence

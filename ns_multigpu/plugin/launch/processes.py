@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 from ns_multigpu.plugin.faults.signals import signal_name
 
 COUNT_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Where this is 1 in the environment, torch looks for GPUs by the management library, not by CUDA's driver."""
+"""Environment variable; if 1, torch counts GPUs by the management library instead of CUDA's driver."""
 _LOOPBACK = "127.0.0.1"
 _METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 _preload: list[str] = []
@@ -224,8 +224,10 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def _starting() -> Iterator[None]:
-    """Within, processes are started: they find GPUs without CUDA's driver, and Ctrl-C, which a terminal sends to all,
-    does not reach them before `_run`; this process gets it afterwards."""
+    """Enclose the start of processes: they count GPUs without CUDA's driver, and block Ctrl-C until `_run`.
+
+    A terminal sends Ctrl-C to all processes; this one receives it after the context.
+    """
     resource_tracker.ensure_running()  # it would unblock the signal
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

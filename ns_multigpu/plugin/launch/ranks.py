@@ -1,4 +1,4 @@
-"""Which rank of a job this process is, as its launcher says, and what the ranks agree on at the start."""
+"""Rank of this process in its job, by its launcher's environment, and agreement of ranks at the start."""
 
 import contextlib
 import json
@@ -59,12 +59,12 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank says of its start, when all meet.
+    """Start of a rank, as published at the rendezvous.
 
     Attributes:
-        place: where it runs.
-        agent: the process that started it, named so that no other process of any machine is; "" if nothing is known.
-        restarts: how often that one has restarted it, as it counts.
+        place: its machine and device.
+        agent: globally unique name of the process that started it; "" if unknown.
+        restarts: number of restarts by that process.
     """
 
     place: Place

@@ -37,8 +37,10 @@ _restarts = 0
 
 
 def restarts() -> int:
-    """How often this job has been restarted, as far as this process knows; rank 0 knows what all know (`recall`). 0 in
-    its first life, and without a launcher that restarts."""
+    """Return this job's number of restarts as known to this process; rank 0 knows the job's (`recall`).
+
+    It is 0 in the first attempt, and without a launcher that restarts.
+    """
     return max(_restarts, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 

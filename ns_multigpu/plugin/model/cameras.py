@@ -22,7 +22,7 @@ def view_from_camera(camera: Cameras, camera_to_world: Tensor, index: int, downs
 
 
 class Intrinsics(NamedTuple):
-    """What a camera is but for its pose: pixels, and the moment of its photograph in [0, 1]."""
+    """Intrinsics of a camera in pixels, and the time of its photograph in [0, 1]."""
 
     fx: float
     fy: float

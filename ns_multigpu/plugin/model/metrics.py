@@ -58,7 +58,7 @@ class OptionalLpips:
 
     def _build(self) -> None:
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # torch tells of a download before it is one
+            with contextlib.redirect_stdout(io.StringIO()):  # torch announces a download before it succeeds
                 torchvision.models.AlexNet_Weights.DEFAULT.get_state_dict(
                     progress=False
                 )  # first: without them nothing is loaded

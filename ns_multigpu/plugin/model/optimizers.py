@@ -21,10 +21,10 @@ class BatchOptimizers(Optimizers):
     Args:
         config: see nerfstudio's.
         param_groups: see nerfstudio's.
-        course: what learning rates follow; kept as an attribute.
-        fused: our fused Adam in the place of torch's on a CPU too; on a GPU it always is.
-        compact: groups whose Adam keeps its moments as bfloat16, wherever it is ours.
-        spread: groups of which every rank holds its part only, and the ranks.
+        course: schedule of learning rates; kept as an attribute.
+        fused: use our fused Adam instead of torch's on a CPU too; on a GPU it is always used.
+        compact: groups whose Adam keeps its moments as bfloat16, if it is ours.
+        spread: groups of which every rank holds only its shard, and the ranks.
 
     Raises:
         InputError: an optimizer or scheduler cannot follow the batch.

@@ -12,14 +12,14 @@ from ns_multigpu.primitives.morton import dealt_order
 
 
 class ShardedPoints(SplatfactoModel):
-    """What `SplatModel` can say about the points that other ranks hold.
+    """Base of `SplatModel` with information on the points that other ranks hold.
 
     A sharded model's parameters are rows of the whole model's, which is in the order of `primitives.morton`: those at
-    the places that its placement gives this rank.
+    the places that its placement assigns to this rank.
 
     Attributes:
-        holding: of a sharded model who says which rank owns what, and which places are this rank's.
-        shard_counts: of a sharded model how many points each rank holds; None where this process holds all.
+        holding: shard index of a sharded model: the owners of rows, and this rank's places.
+        shard_counts: number of points on each rank of a sharded model; None if this process holds all.
         shard_world: the ranks.
     """
 
@@ -72,7 +72,7 @@ class ShardedPoints(SplatfactoModel):
             self.shard_counts = list(self.holding.of_ranks(self.num_points, self.shard_world))
 
     def replicated_parameters(self) -> list[torch.nn.Parameter]:
-        """What is to be the same on every rank: all parameters, or all but a sharded model's points."""
+        """Return the parameters that are the same on every rank: all, or all but a sharded model's points."""
         points = {id(param) for param in self.gauss_params.values()} if self.sharded else set[int]()
         return [param for param in self.parameters() if id(param) not in points]
 

@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 
 class SplatModel(ShardedPoints, SplatfactoModel):
-    """Splatting of 3D Gaussians, or of another kind of point, for any strategy.
+    """Splatting of 3D Gaussians, or of another primitive, for any strategy.
 
-    `step` is the number of images seen, so that warm-up, resolution schedule, harmonics and densification keep their
-    meaning whatever the batch.
+    `step` is the number of images seen, so that warm-up, resolution schedule, harmonics and densification do not depend
+    on the batch size.
     """
 
     config: "SplatModelConfig"
@@ -61,7 +61,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     @property
     def kind(self) -> Kind:
-        """What its points are."""
+        """Primitive of the points."""
         return KINDS[self.config.primitive]
 
     @property
@@ -171,7 +171,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         plain = points.params["features_dc"]
         constant = (torch.tensor(color, dtype=plain.dtype, device=plain.device) - 0.5) / SH_C0
         params = {**points.params, "features_dc": constant.expand_as(plain).contiguous()}
-        # Each kind of point that has harmonics is a dataclass, and has this field.
+        # Each primitive that has harmonics is a dataclass with this field.
         return replace(cast(Any, primitive), sh_degree=0), Points(params)
 
     # ---- training ----
@@ -267,7 +267,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
             self.count_shards()
 
     def _training_background(self, position: int) -> Tensor:
-        """The background of the batch's view at `position`, drawn by the number of its image in the whole course."""
+        """Return the background of the batch's view at `position`, seeded by its image's number in the whole run."""
         if self.config.background_color != "random":
             return self._get_background_color()
         drawn = torch.rand(3, generator=keyed_generator(self.seed, "background", self.step + position))
@@ -353,7 +353,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         return self.outputs_of(primitive.render(splats, [Patch.whole(0, view)], [view])[0], view)
 
     def outputs_of(self, pixels: Pixels, view: View) -> dict[str, Any]:
-        """What `get_outputs` makes of a whole view's pixels, with their depth."""
+        """Return the outputs of `get_outputs` for a full view's pixels, with their depth."""
         background = self._get_background_color()
         rgb = (pixels.color + (1 - pixels.alpha) * background).clamp(0.0, 1.0)
         depth = pixels.depth
@@ -377,7 +377,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     @property
     def shown(self) -> list[str]:
-        """The names of further outputs that its kind of point has."""
+        """Names of the primitive's further outputs."""
         return list(self.primitive(depth=False, counted=False).shown)
 
     def get_empty_outputs(self, width: int, height: int, background: Tensor) -> dict[str, Any]:

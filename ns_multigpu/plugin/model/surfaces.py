@@ -1,5 +1,5 @@
-"""The losses that points may have besides the image's: that of depth, and 2D Gaussians those of normals and distortion;
-and which options a kind of point has no use for."""
+"""Losses of points besides the image's: depth, and for 2D Gaussians normals and distortion; and options that a
+primitive does not support."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from ns_multigpu.plugin.model.options import SplatModelConfig
 
 SURFACES = "2dgs"
-"""The kind of point that has channels, and losses of them."""
+"""Primitive with channels, and losses of them."""
 DEPTH = "depth"
-"""What the loss that all kinds of points can have is of. It is no channel."""
+"""Name of the depth loss, which all primitives can have. It is no channel."""
 
 
 def weights(options: "SplatModelConfig", step: int) -> dict[str, float]:
@@ -42,10 +42,10 @@ def loss_name(of: str) -> str:
 
 
 def check_primitive(options: "SplatModelConfig", strategy: str) -> None:
-    """Whether the kind of point can do what the options ask for.
+    """Check that the primitive supports the options.
 
     Raises:
-        InputError: it cannot; the message says why, and what to do.
+        InputError: it does not; the message says why, and what to do.
     """
     kind = KINDS[options.primitive]
     for (name, value), why in kind.lacks.items():

@@ -34,8 +34,12 @@ _FEWEST_LOGS = 20
 
 @dataclass(frozen=True)
 class _Since:
-    """How far a run has come since its last log: the step, how many since then of `batch` images each, in how many
-    seconds, and bytes that each has sent."""
+    """Progress since the last log.
+
+    Attributes:
+        step: the current step. steps: steps since the last log, of `batch` images each.
+        elapsed: seconds. sent: bytes sent per step.
+    """
 
     step: int
     steps: int
@@ -80,7 +84,7 @@ class ProgressLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the enclosed time and traffic (evaluation, checkpoints) out of the training's."""
+        """Exclude the enclosed time and traffic (evaluation, checkpoints) from training's."""
         start, sent = time.perf_counter(), self._world.traffic.sent
         with self._world.traffic.apart("log"):
             yield
