@@ -54,7 +54,7 @@ from strategies import STRATEGIES
 
 @dataclass
 class DistributedPipelineConfig(RunPipelineConfig):
-    """Which strategy spreads the work, and over how large a batch."""
+    """Options of the strategy that spreads the work, and of the batch size."""
 
     has_surfaces: ClassVar[bool] = True
 
