@@ -109,15 +109,14 @@ class Guards:
         self, step: int, *, stop: Callable[[], bool], paused: Callable[[], bool], renders: Renders | None = None,
         due: bool = True, steps: int = MANY,
     ) -> bool:  # fmt: skip
-        """Whether all ranks take another step; every rank calls it and gets the same. It returns when a pause is over.
+        """Return whether all ranks run another step, the same on each; wait during a pause. Every rank calls it.
 
         Args:
             step: the step.
-            stop, paused: what this rank's viewer says; rank 0 has it.
-            renders: renders for rank 0's viewer: before a step an image for each page that waits then, and as many as
-                it wants in a pause.
+            stop, paused: the state of this rank's viewer; rank 0 has one.
+            renders: renders for rank 0's viewer: before a step one image for each waiting page, in a pause any number.
             due: on rank 0, whether to render before this step, if a page waits.
-            steps: on rank 0, how many steps to take before all ask again.
+            steps: on rank 0, the number of steps until the next agreement.
         """
         served, pages = 0, renders.waiting if renders is not None and due else 0
         while True:

@@ -21,14 +21,14 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a rank was doing when its memory ran out.
+    """Circumstances of a rank when its memory ran out.
 
     Attributes:
-        rank: whose.
+        rank: the rank.
         step: the step, or None before the first.
-        device: where it computes.
-        facts: what took memory, in words. gpu_remedies, host_remedies: what to change, of the method's options.
-        last_checkpoint: what the run can go on from, in words; "" if there is nothing.
+        device: its device.
+        facts: what used memory, in words. gpu_remedies, host_remedies: changes of the method's options that help.
+        last_checkpoint: checkpoint to resume from; "" if there is none.
     """
 
     rank: int

@@ -24,12 +24,12 @@ OnNonFinite = Literal["stop", "skip"]
 
 @dataclass
 class _Noted:
-    """What steps left behind, on the device until it is read: numbers [steps, C] that are finite where all is well.
+    """Unread records of steps on the device: numbers [steps, C] that are finite if all is well.
 
     Attributes:
         steps: their numbers.
         views: of each step, the views whose losses are the first columns.
-        names: of the parameters whose gradients the last columns are about.
+        names: names of the parameters whose gradients the last columns describe.
     """
 
     steps: Sequence[int]
@@ -40,10 +40,10 @@ class _Noted:
 
 @dataclass(frozen=True)
 class Finding:
-    """A step that was not finite, as one rank saw it.
+    """Non-finite step, as one rank saw it.
 
     Attributes:
-        rank, step: where and when.
+        rank, step: its rank and number.
         views: numbers of the views whose loss was not finite.
         others: the views this rank rendered in that step.
         gradients: names of the parameters whose gradient was not finite.

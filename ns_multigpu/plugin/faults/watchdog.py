@@ -36,17 +36,17 @@ _SILENCE = 10
 
 @dataclass(frozen=True)
 class Note:
-    """The progress of a rank, as it last published it.
+    """Progress of a rank, as it last published it.
 
     Attributes:
-        rank: whose.
-        beats: how many phases it has begun; all ranks begin the same ones in the same order.
+        rank: the rank.
+        beats: number of phases it has begun; all ranks begin the same ones in the same order.
         step: the step, -1 before the first.
-        phase: what it was about to do.
-        age: seconds since it began to.
-        device_step: the last step whose rendering and backward its device has finished; None where the host computes.
-        silent: whether it publishes no more (its process is stopped, gone, or stuck outside Python).
-        stack: where its training thread is, if it was asked and could answer.
+        phase: the phase that it began last.
+        age: seconds since then.
+        device_step: the last step whose rendering and backward its device has finished; None if the host computes.
+        silent: True if it publishes no more (its process is stopped, gone, or stuck outside Python).
+        stack: stack trace of its training thread, if it was requested and available.
     """
 
     rank: int

@@ -97,13 +97,13 @@ def agent() -> str:
 
 
 def check_layout(places: Sequence[Place]) -> Layout:
-    """How the ranks lie on machines.
+    """Return the layout of ranks on machines.
 
     Args:
         places: by rank.
 
     Raises:
-        InputError: not as they must; see `layout_of`.
+        InputError: the layout is invalid; see `layout_of`.
     """
     try:
         return layout_of(places)
@@ -117,7 +117,7 @@ def agree(
     patience: timedelta = _PATIENCE,
     manifest: Mapping[str, str] | None = None,
 ) -> str:
-    """What `decide` returns on rank 0, on every rank; an `InputError` that it raises there is raised everywhere.
+    """Return rank 0's result of `decide` on every rank; an `InputError` that it raises there is raised on all.
 
     Goes through the rendezvous that the launcher set up, before there is a process group and under a prefix of its
     own, so that it meets none of the group's keys.

@@ -23,7 +23,7 @@ from ns_multigpu.plugin.launch.ranks import Start
 
 _EVAL_SETUP = ("nerfstudio", "utils", "eval_utils.py")
 _NOT_TRAINED = ("config.yml", "dataparser_transforms.json", "viewer_log_filename.txt", "events.out.tfevents*")
-"""What a run writes before its first step."""
+"""Files that a run writes before its first step."""
 
 
 class Run(Protocol):
@@ -33,7 +33,7 @@ class Run(Protocol):
 
 
 _restarts = 0
-"""What the other ranks know of."""
+"""Number of restarts known to the other ranks."""
 
 
 def restarts() -> int:

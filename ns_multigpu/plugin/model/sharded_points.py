@@ -44,10 +44,10 @@ class ShardedPoints(SplatfactoModel):
 
     @torch.no_grad()
     def hold_shard(self, placement: Placement, world: World) -> None:
-        """Brings the whole model, which every rank holds, into its order and keeps what the placement gives this rank.
+        """Reorder the whole model, which every rank holds, and keep this rank's shard by the placement.
 
         Raises:
-            ValueError: the placement does not deal these points out to these ranks.
+            ValueError: the placement does not assign these points to these ranks.
         """
         means = self.gauss_params[POSITION].detach()
         order = dealt_order(means)
