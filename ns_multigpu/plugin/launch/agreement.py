@@ -1,4 +1,4 @@
-"""Whether all ranks were started alike: the same options, the same code, the same versions."""
+"""Check that all ranks were started alike: with the same options, code and versions."""
 
 import dataclasses
 import enum
@@ -75,7 +75,7 @@ def _options(config: Any) -> dict[str, str]:
 
 
 def differences(manifests: Sequence[Mapping[str, str]]) -> list[str]:
-    """A line for each thing in which ranks differ.
+    """Return a line for each difference between ranks.
 
     Args:
         manifests: by rank.
@@ -91,7 +91,7 @@ def differences(manifests: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def refuse_differences(manifests: Sequence[Mapping[str, str]]) -> None:
-    """Raises if ranks differ.
+    """Raise if ranks differ.
 
     Args:
         manifests: by rank.
@@ -108,7 +108,7 @@ def refuse_differences(manifests: Sequence[Mapping[str, str]]) -> None:
 
 
 def check_same_start(config: Any, world: World) -> None:
-    """Compares this rank with all others. Every rank calls it.
+    """Compare this rank with all others. Every rank calls it.
 
     Args:
         config: this rank's configuration.
@@ -124,7 +124,7 @@ def check_same_start(config: Any, world: World) -> None:
 
 
 def digest_of(manifest: Manifest) -> str:
-    """A short text that differs where manifests differ."""
+    """Return a short text that differs if manifests differ."""
     return hashlib.sha1(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def train_command(method: str, *words: str | Path) -> str:
-    """The command that starts a training run as this process's was started: by ns-train, or by torchrun."""
+    """Return the command that starts a training run as this process was started: by ns-train, or by torchrun."""
     given = [method, *map(str, words)]
     ranks = Ranks.from_env()
     if ranks is None or OWN_LAUNCHER in os.environ:
@@ -35,7 +35,7 @@ def train_command(method: str, *words: str | Path) -> str:
 
 
 def resume_command(method: str, folder: Path, models: Path, *more: str) -> str:
-    """The command that goes on with a run from its newest checkpoint, with the run's options.
+    """Return the command that resumes a run from its newest checkpoint, with the run's options.
 
     Args:
         method: the run's. folder: its folder. models: its folder of checkpoints.
@@ -60,7 +60,7 @@ def commands_afterwards(method: str, folder: Path, models: Path, *longer: str) -
 
 
 def named_config(argv: Sequence[str] | None = None) -> Path | None:
-    """The file that `--load-config` names on this process's command line; None if it is not given."""
+    """Return the file that `--load-config` names on this process's command line; None without it."""
     words = sys.argv[1:] if argv is None else argv
     for place, word in enumerate(words):
         flag, equals, value = word.partition("=")

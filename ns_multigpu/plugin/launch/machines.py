@@ -99,7 +99,7 @@ def check_shared_folder(folder: Path, world: World, patience: float = _PATIENCE)
 
 
 def _written(path: Path, here: str) -> str:
-    """Writes a file; what keeps it from being written, else ""."""
+    """Write a file; return the error, "" on success."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -109,7 +109,7 @@ def _written(path: Path, here: str) -> str:
 
 
 def _shows(path: Path, patience: float) -> bool:
-    """Whether a file shows within some seconds."""
+    """Return whether a file appears within some seconds."""
     end = time.monotonic() + patience
     while True:
         try:
@@ -131,7 +131,7 @@ def device_kind(device: torch.device) -> str:
 
 
 def different_devices(kind: str, world: World) -> str:
-    """A warning where the ranks' GPUs are not all of a kind, else "". Every rank calls it.
+    """Return a warning if the ranks' GPUs differ, else "". Every rank calls it.
 
     Args:
         kind: this rank's.
@@ -186,5 +186,5 @@ def at_another_machine(world: World) -> str:
 
 
 def _span(ranks: range) -> str:
-    """ "ranks 2 to 3" for ranks 2 and 3."""
+    """Return a range of ranks in words, such as "ranks 2 to 3"."""
     return f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"

@@ -17,13 +17,14 @@ _current: World | None = None
 
 
 def set_world(world: World | None) -> None:
-    """Makes `world` this process's; None forgets it."""
+    """Set this process's `world`; None removes it."""
     global _current
     _current = world
 
 
 def get_world(device: str = "cpu") -> World:
-    """This process's world; a world of one on `device` where no launcher made one (ns-eval, ns-render, ns-viewer)."""
+    """Return this process's world; a world of one on `device` if no launcher made one (ns-eval, ns-render,
+    ns-viewer)."""
     return _current if _current is not None else World.single(device)
 
 
@@ -70,7 +71,7 @@ def _gloo_threads(tasks: Path) -> dict[str, list[str]]:
 
 @atexit.register
 def _leave() -> None:
-    """Ends the groups of a process that torchrun has started, while Python is whole: torch asks for it.
+    """Destroy the process groups of a worker of torchrun before Python is finalized, as torch requires.
 
     Where an error ends it, the groups stay: other ranks may never come to the end.
     """

@@ -41,7 +41,7 @@ class Ranks:
 
     @staticmethod
     def from_env() -> "Ranks | None":
-        """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE; None if no launcher set them."""
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE; None if no launcher set them."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return None
 
@@ -73,7 +73,7 @@ class Start:
 
     @staticmethod
     def of_this_process() -> "Start":
-        """This process's.
+        """Return the start of this process.
 
         Raises:
             InputError: its environment says what cannot be.
@@ -86,7 +86,7 @@ class Start:
 
 
 def agent() -> str:
-    """The process that started this one: its machine, number and start; "" where that cannot be known."""
+    """Return the process that started this one, as machine, number and start time; "" if unknown."""
     parent = os.getppid()
     try:
         # The 20th word behind the name, which may hold anything but this bracket last.
@@ -164,7 +164,7 @@ def agree(
 
 
 def _meet(patience: timedelta) -> dist.Store:
-    """The store that the launcher or rank 0 serves.
+    """Return the store that the launcher or rank 0 serves.
 
     In a thread, because torch waits for ever for the answer of a stranger that listens on rank 0's port.
     """
@@ -188,7 +188,7 @@ def _meet(patience: timedelta) -> dist.Store:
 
 @contextlib.contextmanager
 def rendezvous_explained() -> Iterator[None]:
-    """Turns the errors of ranks that cannot meet into messages that name the address and the remedy.
+    """Replace rendezvous errors by messages that name the address and the remedy.
 
     Raises:
         InputError: rank 0's port is in use, or rank 0 cannot be reached.

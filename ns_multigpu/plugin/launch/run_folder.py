@@ -61,7 +61,7 @@ def recall(folder: Path, starts: Sequence[Start]) -> str | None:
 
 
 def note_name(folder: Path, name: str, starts: Sequence[Start]) -> None:
-    """Keeps the name of this job's run folder, which lies in `folder`, for its later lives.
+    """Store the name of this job's run folder in `folder`, for restarts of the job.
 
     Args:
         starts: what the ranks say.
@@ -89,7 +89,7 @@ def _noted_name(folder: Path, starts: Sequence[Start]) -> str | None:
 
 
 def _job() -> str:
-    """torchrun's --rdzv-id; "none" if it was given none."""
+    """Return torchrun's --rdzv-id; "none" without one."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "none")
 
 
@@ -99,7 +99,7 @@ def _note(folder: Path, agent: str) -> Path:
 
 
 def config_being_loaded() -> Path | None:
-    """The config.yml that ns-eval, ns-render, ns-viewer or ns-export is reading a run's configuration from.
+    """Return the config.yml from which ns-eval, ns-render, ns-viewer or ns-export is reading a configuration.
 
     They ask the configuration where its checkpoints are, and not where it was found: that stands further up the stack.
     """
@@ -112,7 +112,7 @@ def config_being_loaded() -> Path | None:
 
 
 def remove_unused(folder: Path, top: Path) -> None:
-    """Removes a run's folder in which nothing has been trained, and the folders above it that it alone was in.
+    """Remove a run's folder in which nothing has been trained, and parent folders that become empty.
 
     Args:
         top: the output folder, which stays.
@@ -129,7 +129,7 @@ def remove_unused(folder: Path, top: Path) -> None:
 
 @contextmanager
 def abandoned_unless_begun(run: Run) -> Iterator[None]:
-    """Encloses what comes before a run's first step: where it is refused, or stopped, no empty folder stays."""
+    """Enclose the start of a run: if it is refused or stopped, remove its empty folder."""
     try:
         yield
     except (InputError, SystemExit, KeyboardInterrupt):

@@ -80,12 +80,12 @@ class RunParts:
 
 
 def run_parts() -> RunParts:
-    """This process's."""
+    """Return the parts of this process."""
     return _state[0]
 
 
 def go_on_with(parts: RunParts) -> None:
-    """This process goes on where the one that started it was."""
+    """Continue the parts of the process that started this one."""
     _state[0] = parts
 
 

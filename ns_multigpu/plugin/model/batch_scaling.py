@@ -33,7 +33,7 @@ nothing (benchmarks/results/city-h200.md)."""
 
 
 def scaling_rule(choice: ScalingChoice, images: int, views: int) -> ScalingRule:
-    """The rule for a run of so many images of a capture of so many training views."""
+    """Return the rule for a run of `images` images of a capture of `views` training views."""
     if choice != "auto":
         return choice
     return "sqrt-to-none" if images >= OFTEN * views else "sqrt"
@@ -60,13 +60,13 @@ class RateSchedule:
 
     @property
     def start(self) -> float:
-        """The factor of the first step."""
+        """Factor of the first step."""
         powers = {"sqrt-to-none": 0.5, "sqrt": 0.5, "linear": 1.0, "none": 0.0}
         return float(self.batch ** powers[self.rule])
 
     @property
     def varies(self) -> bool:
-        """Whether the factor changes during the run."""
+        """True if the factor changes during the run."""
         return self.at_end != 1.0 or (self.rule == "sqrt-to-none" and self.batch > 1)
 
     def described(self) -> str:
@@ -94,7 +94,7 @@ class RateSchedule:
 
 
 def scale_optimizer(optimizer: torch.optim.Optimizer, course: RateSchedule) -> None:
-    """Makes one step of an Adam on a batch's mean gradient go as far as `batch` steps. Changes it in place.
+    """Scale an Adam in place so that one step on a batch's mean gradient equals `batch` steps.
 
     Raises:
         InputError: it is not of Adam's kind: the rule is about a step that does not grow with the gradient.
@@ -168,7 +168,7 @@ def next_rates(scheduler: Any) -> None:
 
 
 def _followed(schedule: Callable[[int], float], course: RateSchedule) -> Callable[[int], float]:
-    """A schedule over images, asked about steps."""
+    """Return a function of steps from a schedule over images."""
 
     def at(step: int) -> float:
         return schedule(step * course.batch) * course.at(step)

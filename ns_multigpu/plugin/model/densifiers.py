@@ -24,7 +24,7 @@ ANY_NUMBER = 1 << 40
 def make_densifier(
     options: "SplatModelConfig", views: int, world: World, seed: int, *, holding: ShardIndex | None = None
 ) -> Densifier:
-    """The densifier, which counts images seen and decides alike on every rank.
+    """Return the densifier, which counts images seen and decides alike on every rank.
 
     Args:
         options: Splatfacto's.

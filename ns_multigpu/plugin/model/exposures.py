@@ -15,18 +15,18 @@ GROUP = "exposures"
 
 
 def add(model: Any) -> None:
-    """Gives a model maps that change nothing yet; in the place of those that it has."""
+    """Set a model's colour maps to the identity, replacing existing ones."""
     maps = identity_maps(model.num_train_data).to(model.gauss_params[POSITION].device)
     model.register_parameter(GROUP, torch.nn.Parameter(maps))
 
 
 def groups(model: Any) -> list[str]:
-    """The groups of learning rates that a model has for its maps."""
+    """Return the parameter groups of a model's colour maps."""
     return [] if model.exposures is None else [GROUP]
 
 
 def in_steps(model: Any, adam: AdamStep, views: int) -> StepExposures | None:
-    """A model's maps as fused steps of so many views take them; None where it has none.
+    """Return a model's colour maps as fused steps take them; None if it has none.
 
     Args:
         adam: of the points, and of the maps behind them.

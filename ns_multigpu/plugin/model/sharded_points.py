@@ -29,17 +29,17 @@ class ShardedPoints(SplatfactoModel):
 
     @property
     def sharded(self) -> bool:
-        """Whether this process holds its rank's part of the points only."""
+        """True if this process holds only its rank's shard of the points."""
         return self.shard_counts is not None
 
     @property
     def total_points(self) -> int:
-        """Points of the whole model."""
+        """Number of points of the whole model."""
         return self.num_points if self.shard_counts is None else sum(self.shard_counts)
 
     @property
     def most_points(self) -> int:
-        """Points of the rank that holds the most: the same on all."""
+        """Number of points of the largest shard: the same on all ranks."""
         return self.num_points if self.shard_counts is None else max(self.shard_counts)
 
     @torch.no_grad()
@@ -77,14 +77,14 @@ class ShardedPoints(SplatfactoModel):
         return [param for param in self.parameters() if id(param) not in points]
 
     def spread_parameters(self) -> dict[str, World]:
-        """The parameters of which each rank holds its rows only, and these ranks."""
+        """Return the sharded parameters, and the ranks."""
         return {} if self.shard_world is None else dict.fromkeys(self.gauss_params.keys(), self.shard_world)
 
     def share_of_points(self, world: World) -> float:
-        """The weight on this rank of a mean over this process's points, so that the ranks' sum is that over all."""
+        """Return this rank's weight of a mean over its points, so that the sum over ranks is the global mean."""
         return self.num_points / max(self.total_points, 1) if self.sharded else 1 / world.size
 
 
 def mean_of(values: Tensor) -> Tensor:
-    """The mean [], with gradients; 0 of none, as a shard without points has it."""
+    """Return the mean [], with gradients; 0 for an empty shard."""
     return values.mean() if values.numel() else values.sum()

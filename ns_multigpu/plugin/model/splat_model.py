@@ -66,11 +66,11 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     @property
     def schema(self) -> tuple[Parameter, ...]:
-        """The parameters of its points, which are in `gauss_params`."""
+        """Parameters of its points, which are in `gauss_params`."""
         return self.kind.schema
 
     def populate_modules(self) -> None:
-        """Builds parameters and modules on the CPU; nothing is fetched and no GPU is needed."""
+        """Build parameters and modules on the CPU, without downloads or a GPU."""
         config, params = self.config, self.initial_points()
         self.gauss_params = torch.nn.ParameterDict({k: torch.nn.Parameter(params[k]) for k in names(self.schema)})
         self.camera_optimizer = config.camera_optimizer.setup(num_cameras=self.num_train_data, device="cpu")
@@ -97,7 +97,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         self.prepare_densifier(World.single(), self.seed)
 
     def initial_points(self) -> dict[str, Tensor]:
-        """The parameters that training starts from."""
+        """Return the initial parameters."""
         config, seeds = self.config, self.seed_points
         check_first_points(config.initial_opacity, config.initial_scale)
         if config.random_init or seeds is None or len(seeds[0]) == 0:
@@ -114,7 +114,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         )
 
     def get_gaussian_param_groups(self) -> dict[str, list[torch.nn.Parameter]]:
-        """A group of learning rates for each parameter of the points."""
+        """Return a parameter group for each parameter of the points."""
         return {name: [param] for name, param in self.gauss_params.items()}
 
     def get_param_groups(self) -> dict[str, list[torch.nn.Parameter]]:
@@ -122,7 +122,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         return super().get_param_groups() | ({} if self.exposures is None else {exposures.GROUP: [self.exposures]})
 
     def prepare_densifier(self, world: World, seed: int) -> None:
-        """Makes densification count over `world` and draw by `seed`. Called before the first step."""
+        """Make densification count over `world` and draw by `seed`. Called before the first step."""
         self.seed = seed
         self.densifier: Densifier = make_densifier(self.config, self.num_train_data, world, seed, holding=self.holding)
         self.densifier_state = self.densifier.initialize_state()
@@ -134,15 +134,15 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     @property
     def points(self) -> Points:
-        """The parameters as the primitive wants them."""
+        """Return the parameters in the primitive's form."""
         return Points(dict(self.gauss_params.items()))
 
     def counts(self, images: int) -> bool:
-        """Whether densification counts what a step does that begins after so many images."""
+        """Return whether densification counts a step that begins after so many images."""
         return self.densifier.counts(images)
 
     def primitive(self, *, depth: bool, counted: bool = True) -> Primitive:
-        """The primitive for the images seen so far.
+        """Return the primitive for the images seen so far.
 
         Args:
             depth: whether it renders depth as well.
@@ -163,7 +163,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     def in_one_color(
         self, primitive: Primitive, points: Points, color: tuple[float, float, float]
     ) -> tuple[Primitive, Points]:
-        """The same points in one colour from wherever they are seen, and the primitive that renders them.
+        """Return the points in one colour from all directions, and the primitive that renders them.
 
         Args:
             color: red, green and blue, each above 0 and below 1.
@@ -177,7 +177,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     # ---- training ----
 
     def training_views(self, cameras: Sequence[tuple[Cameras, Cameras]], indices: Sequence[int]) -> list[View]:
-        """The views of a batch, at the resolution and with the pose corrections of this moment.
+        """Return the views of a batch, at the present resolution and with the present pose corrections.
 
         Args:
             cameras: each camera twice, on the host (its numbers are read) and on the device (its pose is corrected).
@@ -198,7 +198,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         world: World,
         metrics: bool,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """This rank's share of the batch's loss, which is the mean over views of Splatfacto's.
+        """Return this rank's share of the batch's loss, which is the mean over views of Splatfacto's.
 
         Args:
             rendering: this rank's patches.
@@ -287,7 +287,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         return out["rgb"].reshape(rgb.shape)
 
     def _target(self, part: ImagePart, patch: Patch, view: View, background: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The image under a patch, halo included, and its mask; uint8 as long as nothing has to be computed on it."""
+        """Return the image under a patch, halo included, and its mask; uint8 while nothing is computed on it."""
         rectangle, small = patch.rendered(view), self._get_downscale_factor() > 1
         data = part.data if small else part.under(rectangle).data
         image, mask = data["image"], data.get("mask")
@@ -310,7 +310,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         return avg_pool2d(image.float().permute(2, 0, 1)[None], factor)[0].permute(1, 2, 0).contiguous()
 
     def regularisation(self, batch: int) -> dict[str, Tensor]:
-        """The mean over a batch's images of Splatfacto's terms on the points themselves."""
+        """Return the mean over a batch's images of Splatfacto's regularization of the points."""
         config = self.config
         terms = {"scale_reg": torch.zeros((), device=self.device)}
         # PhysGaussian's penalty on needles counts for every tenth image.
@@ -329,7 +329,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     # ---- evaluation and viewing: the whole view ----
 
     def get_outputs(self, camera: Cameras) -> MutableMapping[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Renders one camera: here, or `elsewhere`. See `SplatfactoModel.get_outputs`.
+        """Render one camera, by this process or by `elsewhere`. See `SplatfactoModel.get_outputs`.
 
         Returns:
             rgb [H, W, 3], depth [H, W, 1], accumulation [H, W, 1], background [3] or [H, W, 3].
@@ -367,7 +367,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     @property
     def corrects_colours(self) -> bool:
-        """Whether PSNR with corrected colours is of interest: the model maps exposures, or the metric was asked for."""
+        """True if PSNR with corrected colours is measured: the model maps exposures, or the metric was requested."""
         return self.exposures is not None or self.config.color_corrected_metrics
 
     def compared(self, outputs: dict[str, Any], image: dict[str, Any]) -> tuple[Tensor, Tensor]:

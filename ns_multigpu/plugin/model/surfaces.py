@@ -21,7 +21,7 @@ DEPTH = "depth"
 
 
 def weights(options: "SplatModelConfig", step: int) -> dict[str, float]:
-    """The weights of the losses that count in a step that begins after `step` images, by what they are of."""
+    """Return the weights of the losses of a step that begins after `step` images, by loss."""
     asked = {DEPTH: (options.depth_loss, options.depth_loss_start)}
     if options.primitive == SURFACES:
         asked["normals"] = (options.normal_loss, options.normal_loss_start)
@@ -30,7 +30,7 @@ def weights(options: "SplatModelConfig", step: int) -> dict[str, float]:
 
 
 def add_shares(losses: dict[str, Tensor], counted: Mapping[str, float], pixels: Pixels, view: View, views: int) -> None:
-    """Adds a patch's share of the mean over `views` views to `losses`, where each loss that counts is."""
+    """Add a patch's share of the mean over `views` views to each active loss in `losses`."""
     for name, weight in counted.items():
         key = loss_name(name)
         losses[key] = losses[key] + weight * TERMS[name](pixels, view) / views
