@@ -1,4 +1,4 @@
-"""Detects a run that makes no progress, and names the rank that the others wait for.
+"""Detection of a run without progress, and of the rank that the others wait for.
 
 The training thread only records its step and the phase that it begins (a few assignments, no device, no network). Once
 a second a thread of each rank publishes that record, a `Note`, in the launcher's key-value store. When its own rank has

@@ -29,7 +29,7 @@ def check_devices(device_type: str, num_devices: int, ranks: Ranks | None, cuda_
         cuda_devices: how many CUDA devices torch sees here.
 
     Raises:
-        InputError: they cannot.
+        InputError: it has not.
     """
     if num_devices < 1:
         raise InputError(
@@ -179,7 +179,7 @@ def check_lengths(images: int | None, steps: int) -> None:
     """Check that a run has a positive length.
 
     Raises:
-        InputError: it is not.
+        InputError: it has not.
     """
     for flag, length in (("--max-num-images", images), ("--max-num-iterations", steps)):
         if length is not None and length < 1:
@@ -229,7 +229,7 @@ def check_views_per_rank(views: int) -> None:
     """Check that each rank renders at least one view per step.
 
     Raises:
-        InputError: it does not.
+        InputError: it renders none.
     """
     if views < 1:
         raise InputError(f"--pipeline.views-per-rank {views}: at least one view a rank is needed.")
@@ -244,7 +244,7 @@ def check_views_per_step(views: int | None, ranks: int, *, cuts_views: bool) -> 
         cuts_views: whether the strategy can have a view drawn by several ranks.
 
     Raises:
-        InputError: they cannot.
+        InputError: they cannot be spread evenly.
     """
     if views is None:
         return
@@ -326,7 +326,7 @@ def check_rates_at_end(part: float, fall_from: float) -> None:
     """Check the final factor of learning rates and the fraction of the run after which they decay.
 
     Raises:
-        InputError: they cannot.
+        InputError: a value is out of range.
     """
     if not 0 < part <= 1:
         raise InputError(
@@ -348,7 +348,7 @@ def check_operators(device_type: str, problem: str | None) -> None:
         problem: what `cuda_ext.compiler_problem(device_type)` says.
 
     Raises:
-        InputError: they cannot. Without them training would take days, so it is not done unasked.
+        InputError: they are missing. Without them training would take days, so it must be requested.
     """
     if problem is not None:
         raise InputError(

@@ -48,7 +48,7 @@ class Helpers:
 
     @property
     def pids(self) -> list[int]:
-        """The helpers' processes."""
+        """Processes of the helpers."""
         return self._ranks.pids
 
     def end(self) -> None:
@@ -71,7 +71,7 @@ class Helpers:
                 print(error.report.rstrip(), file=sys.stderr)
             CONSOLE.print(Text(text, "bold red"), soft_wrap=True)
             sys.stdout.flush()
-            os._exit(1)  # other threads may wait for the dead one, where no exception reaches them
+            os._exit(1)  # other threads may wait for the dead one, and would not see an exception
 
 
 def obey(pipeline: Any, told: Any) -> None:

@@ -1,4 +1,5 @@
-"""A training run's worker processes: started, restarted from the last checkpoint when one dies, and what each does.
+"""Worker processes of a training run: their start, their restart from the last checkpoint after a failure, and their
+work.
 
 Workers and the process that started them inform each other by files in a folder: `interrupted`, the signal's number, if
 one has ended the run; `failure-R.json` of each worker R that has failed.
@@ -52,7 +53,7 @@ class Trainer(Protocol):
 
 
 class Config(Protocol):
-    """A training configuration: it can be pickled, and makes the trainer of the process it is in."""
+    """Training configuration that can be pickled and makes the trainer of its process."""
 
     machine: Any
 
@@ -178,7 +179,7 @@ class _Job:
         return None, False
 
     def forward(self, signum: int) -> None:
-        """Pass the wish to stop on to the workers, also to those that are not there yet."""
+        """Forward a stop request to the workers, including those that start later."""
         self._asked = signum
         if self._ranks is not None:
             self._ranks.send(signum)

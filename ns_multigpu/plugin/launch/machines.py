@@ -1,4 +1,4 @@
-"""A trainer's process joins the others: the world, and what all must have in common before anything is loaded."""
+"""Entry of a trainer's process into the world, and checks of what ranks must share before anything is loaded."""
 
 import os
 import secrets
@@ -113,7 +113,7 @@ def _shows(path: Path, patience: float) -> bool:
     end = time.monotonic() + patience
     while True:
         try:
-            if path.name in os.listdir(path.parent):  # a folder that is opened is asked for anew, a name may not be
+            if path.name in os.listdir(path.parent):  # a listing is refreshed, a cached look-up may not be
                 return True
         except OSError:
             pass

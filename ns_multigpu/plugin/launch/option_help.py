@@ -68,7 +68,7 @@ def show_what_applies(config: Any, words: Sequence[str]) -> None:
 
 
 def _hide(kind: type, config: Any, asked: dict[str, str]) -> None:
-    """Suppress the fields that a class of options declares and whose mark does not hold."""
+    """Suppress the fields declared by a class of options whose condition is not met."""
     hints: dict[str, Any] = vars(kind).get("__annotations__", {})
     for name, hint in hints.items():
         marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Only)]

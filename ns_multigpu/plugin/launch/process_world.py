@@ -56,7 +56,7 @@ def wait_for_gloo(limit: float = 2.0, tasks: Path = Path("/proc/self/task")) -> 
 
 
 def _gloo_threads(tasks: Path) -> dict[str, list[str]]:
-    """By thread: its state, and how often it has been called and left by a processor."""
+    """Return the state and the numbers of context switches of each gloo thread."""
     found: dict[str, list[str]] = {}
     for status in tasks.glob("*/status"):
         try:

@@ -1,4 +1,4 @@
-"""Processes of this machine that are ranks of one world: started, watched, signalled and ended.
+"""Processes of this machine that are ranks of one world: starting, watching, signalling and ending them.
 
 Built on torch.multiprocessing. Where the platform allows it, ranks are forked from Python's fork server, which imports
 once what all of them need (`preload`). The server must not use CUDA's driver, which does not outlive a fork.
@@ -34,7 +34,7 @@ logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)  # `
 
 
 class RankFailed(RuntimeError):
-    """A rank's process ended with an error, and all others have been ended.
+    """Error of a rank's process, after which all others have been ended.
 
     Attributes:
         rank: the first one that failed. code: its exit code; below 0 the signal that killed it.
@@ -142,7 +142,7 @@ class RankProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """The processes, by rank."""
+        """Processes, by rank."""
         return self._context.pids()
 
     def wait(self, seconds: float | None = None, *, grace: float = 0.0) -> bool:

@@ -25,7 +25,7 @@ _stores: list[dist.Store] = []  # kept open: where rank 0 serves the store itsel
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place in a job that torchrun, or a launcher that speaks its language, has started.
+    """Rank of this process in a job started by torchrun, or by a launcher with the same environment variables.
 
     Attributes:
         rank, size: among all processes.
@@ -191,7 +191,7 @@ def rendezvous_explained() -> Iterator[None]:
     """Replace rendezvous errors by messages that name the address and the remedy.
 
     Raises:
-        InputError: rank 0's port is in use, or rank 0 cannot be reached.
+        InputError: rank 0's port is in use, or rank 0 does not answer.
     """
     try:
         yield

@@ -29,12 +29,12 @@ REMOVED_OPTIONS: dict[str, str | None] = {
     "pipeline.locality.assignment": _ABLATION,
     "pipeline.locality.balance": _ABLATION,
 }
-"""By name, what takes the option's place where its value changed the run; None if no value changed the results."""
+"""Replacement of each removed option whose value changed the run; None if no value changed the results."""
 REMOVED_VALUES: dict[tuple[str, str], str] = {
     ("pipeline.model.spread", "mega"): _BASELINE,
     ("pipeline.model.spread", "block"): _BASELINE,
 }
-"""Values that an option no longer takes, and what takes their place."""
+"""Removed values of options, and their replacements."""
 _CAP, _OLD_CAP = "pipeline.model.max_gaussians", "max_gs_num"
 """The cap of both densifiers, and the name that MCMC's had; the command line knows both."""
 _DEFAULTS: Mapping[str, Any] = {

@@ -1,10 +1,10 @@
-"""A run's folder: where it is, its name, kept for when the job's launcher restarts it, and its end where nothing came.
+"""Run folder: its path, its name across restarts by the job's launcher, and its removal if nothing was trained.
 
 torchrun starts the same command again after a failure, and each start would name a folder after its own time. So the
-first start notes the name, under each process of torchrun (its agents, one a machine) that takes part, and a restart
-looks it up there. The note lies beside the run folders: rank 0 may come back on another machine, which shares nothing
-with the first but the output folder. And an agent that came later knows nothing of earlier lives: one that was there
-then is what tells a restart from another job.
+first start stores the name under each process of torchrun that takes part (its agents, one per machine), and a restart
+looks it up. The note lies next to the run folders: rank 0 may restart on another machine, which shares only the output
+folder with the first. An agent that joined later has no record of earlier attempts. Only an agent of the first attempt
+distinguishes a restart from another job.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _NOT_TRAINED = ("config.yml", "dataparser_transforms.json", "viewer_log_filename
 
 
 class Run(Protocol):
-    """A run that may have a folder of its own already."""
+    """Run that may already have a folder of its own."""
 
     def abandon(self) -> None: ...
 

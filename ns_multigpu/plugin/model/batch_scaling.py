@@ -177,7 +177,7 @@ def _followed(schedule: Callable[[int], float], course: RateSchedule) -> Callabl
 
 
 def _stairs(milestones: Sequence[int], gamma: float, course: RateSchedule) -> Callable[[int], float]:
-    """A factor gamma more behind each of these steps."""
+    """Return a schedule that multiplies by gamma at each of these steps."""
 
     def at(step: int) -> float:
         return gamma ** bisect_right(milestones, step) * course.at(step)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 ANY_NUMBER = 1 << 40
-"""A cap that caps nothing: one that suits the capture is chosen where the capture is known (`train/capacity.py`)."""
+"""Placeholder cap without effect: one that suits the capture is chosen once the capture is known
+(`train/capacity.py`)."""
 
 
 def make_densifier(

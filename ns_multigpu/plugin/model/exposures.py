@@ -1,4 +1,4 @@
-"""A model's maps of colours, one for each training view: where it has them (`--pipeline.model.exposure`)."""
+"""Colour maps of a model, one for each training view, and their presence (`--pipeline.model.exposure`)."""
 
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ def in_steps(model: Any, adam: AdamStep, views: int) -> StepExposures | None:
 
 
 def expect(model: Any, state: dict[str, Any], *, looks: bool) -> None:
-    """Makes a model ready for a checkpoint that has maps or none. A model that goes on training is by now.
+    """Prepare a model for a checkpoint with or without colour maps. A model that resumes training is already prepared.
 
     Args:
         state: the checkpoint's.

@@ -1,4 +1,4 @@
-"""A model whose points are spread over the ranks, as far as the model itself has to know."""
+"""Properties of a model whose points are sharded over the ranks."""
 
 import torch
 from nerfstudio.models.splatfacto import SplatfactoModel

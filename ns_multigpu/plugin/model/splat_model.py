@@ -57,7 +57,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     chosen_cap: ChosenCap | None = None
     """With mcmc, how many Gaussians suit the capture, where that is what caps them."""
     elsewhere: Any = None
-    """Renders with other ranks, or for a viewer; None where this process is to do it (see `RenderService.outputs`)."""
+    """Renderer that uses other ranks, or serves a viewer; None if this process renders (see
+    `RenderService.outputs`)."""
 
     @property
     def kind(self) -> Kind:
@@ -302,8 +303,8 @@ class SplatModel(ShardedPoints, SplatfactoModel):
         return (target, None) if covered is None else (target * covered, covered)
 
     def _downscale_if_required(self, image: Tensor) -> Tensor:
-        """The mean over squares of pixels: nerfstudio's without its convolution, for which a GPU loads cuDNN, and that
-        takes up to a second and a half."""
+        """Return means over squares of pixels, like nerfstudio's convolution, which would make a GPU load cuDNN
+        for up to 1.5 s."""
         factor = self._get_downscale_factor()
         if factor == 1 or image.numel() == 0:  # of a patch without pixels there is no image
             return image

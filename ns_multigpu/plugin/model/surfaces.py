@@ -37,7 +37,7 @@ def add_shares(losses: dict[str, Tensor], counted: Mapping[str, float], pixels: 
 
 
 def loss_name(of: str) -> str:
-    """Of the loss of a channel, or of depth, in logs."""
+    """Return the name in logs of the loss of a channel, or of depth."""
     return f"{of}_loss"
 
 
