@@ -93,10 +93,9 @@ class WorkerLauncher:
 
 
 def use_own_share_of_cores(ranks: Ranks | None) -> None:
-    """Give torch this process's share of the machine's cores; several workers would otherwise crowd each other out.
+    """Give torch this process's share of the machine's cores; otherwise several workers would oversubscribe them.
 
-    A thread count that the user set in OMP_NUM_THREADS stays. (Under torchrun that variable says 1 when the user was
-    silent, so 1 is not taken for a wish there.)
+    A thread count that the user set in OMP_NUM_THREADS is kept. (torchrun sets it to 1 by default, so 1 is ignored there.)
     """
     if ranks is None or ranks.local_size == 1:
         return

@@ -77,7 +77,7 @@ def _hide(kind: type, config: Any, asked: dict[str, str]) -> None:
 
 
 def _value(config: Any, asked: dict[str, str], option: str) -> str | None:
-    """Return what an option will be: as asked for, or by default; None if the method does not have it."""
+    """Return an option's value, given or default; None if the method does not have it."""
     if option in asked:
         return asked[option]
     for name in option.split("."):

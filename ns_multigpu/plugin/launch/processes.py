@@ -181,7 +181,7 @@ class RankProcesses:
                     os.kill(process.pid, signum)
 
     def end(self, seconds: float = 0.0) -> None:
-        """End all ranks: by SIGTERM, and those that run after so many seconds by SIGKILL."""
+        """End all ranks by SIGTERM, and by SIGKILL those that still run after the timeout."""
         processes = self._context.processes
         for process in processes:
             if process.is_alive():

@@ -76,7 +76,7 @@ class Start:
         """Return the start of this process.
 
         Raises:
-            InputError: its environment says what cannot be.
+            InputError: its environment is inconsistent.
         """
         try:
             place = own_place()
@@ -119,8 +119,7 @@ def agree(
 ) -> str:
     """Return rank 0's result of `decide` on every rank; an `InputError` that it raises there is raised on all.
 
-    Goes through the rendezvous that the launcher set up, before there is a process group and under a prefix of its
-    own, so that it meets none of the group's keys.
+    It uses the launcher's rendezvous, before there is a process group, with a prefix of its own to avoid the group's keys.
 
     Args:
         ranks: this process's place.

@@ -76,7 +76,7 @@ def take_out(config: Any) -> None:
 
 
 def account_for(config: Any) -> str | None:
-    """Return the line that says which options of a run's config.yml are gone; None if it names none.
+    """Return the line on removed options in a run's config.yml; None if it has none.
 
     Raises:
         InputError: the run had one of them at a value that changed the run.
@@ -92,7 +92,7 @@ def account_for(config: Any) -> str | None:
 
 
 def refuse_removed(words: Sequence[str]) -> None:
-    """Raise if a command line gives an option, or a value, that is gone.
+    """Raise if a command line gives a removed option or value.
 
     Args:
         words: the command line behind the method's name.

@@ -38,7 +38,7 @@ class RunParts:
         return parts
 
     def done(self, part: str) -> None:
-        """`part` ends now; it began where the one before it ended. A part that comes again is added up."""
+        """End `part`, which began when the previous one ended; repeated parts are summed."""
         now = _now()
         self.parts[part] = self.parts.get(part, 0.0) + 1e3 * (now - self.last)
         self.last = now

@@ -76,14 +76,14 @@ class RateSchedule:
         return f"Learning rates for {self.batch} views a step: {times} (--batch-scaling {self.rule})."
 
     def at(self, step: int) -> float:
-        """The factor after so many steps, in those of the first: what falls does so exponentially with images seen."""
+        """Return the factor after so many steps, relative to the first; a decay is exponential in images seen."""
         if self.at_end == 1.0:
             return self._of_rule(step)
         fallen = max(self._seen(step) - self.fall_from, 0.0) / (1.0 - self.fall_from)
         return self._of_rule(step) * self.at_end**fallen
 
     def of_batch(self, step: int) -> float:
-        """The part of the factor after so many steps that one view a step would not have."""
+        """Return the part of the factor after so many steps that is due to the batch size."""
         return self.start * self._of_rule(step)
 
     def _of_rule(self, step: int) -> float:

@@ -130,7 +130,7 @@ class SplatModel(ShardedPoints, SplatfactoModel):
 
     @property
     def lpips(self) -> OptionalLpips:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """LPIPS, made when first asked for."""
+        """LPIPS, built on first use."""
         return self._lpips
 
     @property
