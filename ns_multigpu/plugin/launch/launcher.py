@@ -95,7 +95,7 @@ class WorkerLauncher:
 def use_own_share_of_cores(ranks: Ranks | None) -> None:
     """Give torch this process's share of the machine's cores; otherwise several workers would oversubscribe them.
 
-    A thread count that the user set in OMP_NUM_THREADS is kept. (torchrun sets it to 1 by default, so 1 is ignored there.)
+    A thread count that the user set in OMP_NUM_THREADS is kept. (torchrun's default of 1 is ignored.)
     """
     if ranks is None or ranks.local_size == 1:
         return

@@ -119,7 +119,7 @@ def agree(
 ) -> str:
     """Return rank 0's result of `decide` on every rank; an `InputError` that it raises there is raised on all.
 
-    It uses the launcher's rendezvous, before there is a process group, with a prefix of its own to avoid the group's keys.
+    It uses the launcher's rendezvous before there is a process group, with its own prefix of keys.
 
     Args:
         ranks: this process's place.
